@@ -1,0 +1,48 @@
+# make demo and make test work in a fresh clone; everything they need goes into .venv.
+# Another interpreter: make PYTHON=python3.12 test
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+DEMO_DOCUMENT := examples/dust_unto_dust.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.installed ## summarize an example document, plain and with lookahead, side by side
+	$(BIN)/lookahead summarize $(DEMO_DOCUMENT) --compare
+
+test: lint ## lint, type check and the whole CPU test suite
+	$(BIN)/python -m mypy --strict -p lookahead
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-test ## ruff only
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+
+format: $(VENV)/.installed-test ## rewrite the code in the house format
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
+
+clean: ## remove the environment, builds and caches
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("lookahead needs Python 3.10 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; name another one: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+
+# An editable install, built with the pinned setuptools. The stamps make a second run start at once.
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install --constraint constraints.txt setuptools
+	$(PIP) install --constraint constraints.txt --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[test]'
+	@touch $@
