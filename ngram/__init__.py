@@ -1,0 +1,1 @@
+"""Numba indexes over token streams: tokens in, candidates out, no tensors."""

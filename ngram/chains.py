@@ -1,0 +1,291 @@
+"""An index of every n-gram of a growing token stream: hash chains, as LZ77 coders use them.
+
+Source: Ziv & Lempel 1977, "A Universal Algorithm for Sequential Data Compression" (copy from the longest earlier
+    match); Deutsch 1996, RFC 1951 §4 (chained hash tables, walked from the most recent string, cut at a limit).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int32]
+
+LEVELS = 4  # chains are kept for contexts of 1, 2, 4 and 8 tokens: level k holds those of 2**k tokens
+MAX_CONTEXT = 64  # a match is measured up to this many tokens
+SEPARATOR = -1  # stands between documents; no token is negative, so no match crosses it
+_FIRST_CAPACITY = 1024
+
+
+class ChainIndex:
+    """Finds where the last tokens were seen before, and so what may follow them.
+
+    Documents are kept in one arena, one after the other; the newest is open and grows by `append`. A match is a
+    position of the arena whose preceding tokens equal those of the context, within one document. Hashes only
+    propose: every match is confirmed token by token.
+
+    Args:
+        max_tokens: Most tokens held; when they would be exceeded the oldest half is forgotten. `None` keeps all.
+
+    Raises:
+        ValueError: `max_tokens` is below 1,024.
+
+    Example:
+        >>> index = ChainIndex()
+        >>> index.append([5, 6, 7, 8, 5, 6])
+        >>> positions, lengths = index.find()
+        >>> index.tokens[positions].tolist(), lengths.tolist()  # 7 followed the 2-token match "5 6"
+        ([7], [2])
+    """
+
+    __slots__ = ("_arena", "_heads", "_length", "_links", "_max_tokens")
+
+    def __init__(self, max_tokens: int | None = None) -> None:
+        if max_tokens is not None and max_tokens < _FIRST_CAPACITY:
+            raise ValueError(f"max_tokens must be at least {_FIRST_CAPACITY}, got {max_tokens}")
+        self._max_tokens = max_tokens
+        self._arena = np.empty(_FIRST_CAPACITY, dtype=np.int32)
+        self._links = np.zeros((_FIRST_CAPACITY, LEVELS), dtype=np.int32)
+        self._heads = np.zeros((LEVELS, _FIRST_CAPACITY), dtype=np.int32)
+        self._arena[0] = SEPARATOR
+        self._length = 1
+
+    def __len__(self) -> int:
+        """Places taken in the arena: tokens, and one separator before each document."""
+        return self._length
+
+    @property
+    def tokens(self) -> IntArray:
+        """The arena so far, int32 `[len(index)]`, documents apart by `SEPARATOR`; a view, not to be written."""
+        return self._arena[: self._length]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held by the arena, the chains and the tables, in bytes."""
+        return self._arena.nbytes + self._links.nbytes + self._heads.nbytes
+
+    @property
+    def state(self) -> tuple[IntArray, IntArray, IntArray, int]:
+        """Arena, heads, links and length, as the compiled cores take them."""
+        return self._arena, self._heads, self._links, self._length
+
+    def append(self, tokens: Sequence[int] | IntArray) -> None:
+        """Add tokens to the open document, amortised O(1) each.
+
+        Raises:
+            TypeError: `tokens` are not whole numbers.
+            ValueError: `tokens` is not flat, or holds an id that is negative or beyond int32.
+        """
+        new = as_tokens(tokens)
+        self._reserve(new.size)
+        self._length = _append(self._arena, self._heads, self._links, self._length, new)
+
+    def end_document(self) -> None:
+        """Close the open document; what is appended next belongs to another, and no match spans the two."""
+        if self._arena[self._length - 1] != SEPARATOR:
+            self._reserve(1)
+            self._arena[self._length] = SEPARATOR
+            self._length += 1
+
+    def find(
+        self,
+        context: Sequence[int] | IntArray | None = None,
+        *,
+        min_ngram: int = 1,
+        max_ngram: int = MAX_CONTEXT,
+        max_links: int = 32,
+        max_continuations: int = 4,
+    ) -> tuple[IntArray, IntArray]:
+        """Find earlier occurrences of the end of a context, for each the token that followed.
+
+        Args:
+            context: Tokens whose end is looked up; `None` means the open document itself.
+            min_ngram: Shortest match that counts, in tokens, at least 1.
+            max_ngram: Longest context compared, in tokens, from `min_ngram` to 64.
+            max_links: Most chain links walked; bounds the time whatever the content.
+            max_continuations: Stop once this many different next tokens were found.
+
+        Returns:
+            Positions in `tokens` of what followed, and the lengths of the matches in tokens, both int32: those
+            of the longest chain first, in each the most recent first.
+
+        Raises:
+            TypeError: `context` does not hold whole numbers.
+            ValueError: An argument is out of its range.
+        """
+        if not 1 <= min_ngram <= max_ngram <= MAX_CONTEXT:
+            raise ValueError(f"need 1 <= min_ngram <= max_ngram <= {MAX_CONTEXT}, got {min_ngram} and {max_ngram}")
+        if max_links < 1 or max_continuations < 1:
+            raise ValueError(f"max_links and max_continuations must be positive, got {max_links}, {max_continuations}")
+        tail = self.tokens if context is None else as_tokens(context)
+        positions = np.empty(max_links, dtype=np.int32)
+        lengths = np.empty(max_links, dtype=np.int32)
+        found = find_matches(
+            *self.state, tail, tail.size, min_ngram, max_ngram, max_continuations, positions, lengths
+        )
+        return positions[:found], lengths[:found]
+
+    def _reserve(self, extra: int) -> None:
+        """Make room for `extra` more places: forget the oldest half if capped, else grow by doubling."""
+        needed = self._length + extra
+        if self._max_tokens is not None and needed > self._max_tokens:
+            self._forget(extra)
+            needed = self._length + extra
+        if needed > self._arena.size:
+            capacity = 1 << (needed - 1).bit_length()
+            self._arena = _extended(self._arena, capacity)
+            self._links = _extended(self._links, capacity)
+            self._heads = np.zeros((LEVELS, capacity), dtype=np.int32)
+            _relink(self._arena, self._heads, self._links, self._length)
+
+    def _forget(self, extra: int) -> None:
+        """Keep the newest tokens only, so that `extra` more leave the arena at most half full."""
+        kept = max(0, min(self._length - 1, (self._max_tokens or 0) // 2 - extra))
+        self._arena[1 : kept + 1] = self._arena[self._length - kept : self._length].copy()
+        self._length = kept + 1
+        self._heads[:] = 0
+        _relink(self._arena, self._heads, self._links, self._length)
+
+
+def as_tokens(tokens: Sequence[int] | IntArray) -> IntArray:
+    """Return token ids as a flat int32 array, checked.
+
+    Raises:
+        TypeError: They are not whole numbers.
+        ValueError: They are not flat, or one is negative or beyond int32.
+    """
+    array = np.asarray(tokens)
+    if array.size == 0:
+        return np.empty(0, dtype=np.int32)
+    if array.ndim != 1:
+        raise ValueError(f"tokens must be a flat sequence, got shape {array.shape}")
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"tokens must be whole numbers, got {array.dtype}")
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high > np.iinfo(np.int32).max:
+        raise ValueError(f"token ids must be from 0 to 2**31 - 1, got {low if low < 0 else high}")
+    return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def _extended(array: IntArray, capacity: int) -> IntArray:
+    """Copy `array` into a larger one, zeros behind."""
+    larger = np.zeros((capacity, *array.shape[1:]), dtype=array.dtype)
+    larger[: array.shape[0]] = array
+    return larger
+
+
+@njit(cache=True)
+def _mix(code, token):
+    """Fold one more token into a hash; every product stays below 2**63."""
+    product = (code ^ token) * 0x5BD1E995 + 0x2545F491
+    return (product ^ (product >> 29)) & 0x7FFFFFFF
+
+
+@njit(cache=True)
+def _link(arena, heads, links, position):
+    """Enter the token at `position` at the head of the chain of each context before it."""
+    mask = heads.shape[1] - 1
+    code = 0
+    back = 1
+    for level in range(LEVELS):
+        while back <= 1 << level:
+            token = int(arena[position - back])
+            if token < 0:
+                return
+            code = _mix(code, token)
+            back += 1
+        slot = code & mask
+        links[position, level] = heads[level, slot]
+        heads[level, slot] = position
+
+
+@njit(cache=True)
+def _append(arena, heads, links, length, tokens):
+    """Write tokens behind the arena, linking each; returns the new length."""
+    for token in tokens:
+        arena[length] = token
+        _link(arena, heads, links, length)
+        length += 1
+    return length
+
+
+@njit(cache=True)
+def _relink(arena, heads, links, length):
+    """Rebuild all chains, after the tables grew or the arena moved; `heads` comes cleared."""
+    for position in range(1, length):
+        if arena[position] >= 0:
+            _link(arena, heads, links, position)
+
+
+@njit(cache=True)
+def _match_length(arena, position, context, end, cap):
+    """Tokens that agree reading backwards from `position` and from `end` (both exclusive), separators aside."""
+    length = 0
+    while length < cap and length < end:
+        token = context[end - 1 - length]
+        if token < 0 or arena[position - 1 - length] != token:
+            break
+        length += 1
+    return length
+
+
+@njit(cache=True)
+def _hash_context(context, end, mask, slots):
+    """Fill `slots[level]` with the hash of the last 2**level tokens; returns how many levels the context fills."""
+    code = 0
+    back = 1
+    for level in range(LEVELS):
+        while back <= 1 << level:
+            if back > end or context[end - back] < 0:
+                return level
+            code = _mix(code, int(context[end - back]))
+            back += 1
+        slots[level] = code & mask
+    return LEVELS
+
+
+@njit(cache=True)
+def _is_new(arena, positions, count):
+    """Whether the last of `count` positions holds a token that none before it holds."""
+    token = arena[positions[count - 1]]
+    for other in range(count - 1):
+        if arena[positions[other]] == token:
+            return False
+    return True
+
+
+@njit(cache=True)
+def find_matches(arena, heads, links, length, context, end, shortest, longest, variety, positions, lengths):
+    """Walk the chains from the longest context down; the door with the checks is `ChainIndex.find`.
+
+    Fills `positions` and `lengths`, whose size bounds the links walked, and returns how many were found.
+    """
+    slots = np.empty(LEVELS, dtype=np.int64)
+    levels = _hash_context(context, end, heads.shape[1] - 1, slots)
+    budget = positions.size
+    count = 0
+    distinct = 0
+    for level in range(levels - 1, -1, -1):
+        width = 1 << level
+        above = 2 * width if level < levels - 1 and 2 * width <= longest else longest + 1
+        if width > longest:
+            continue
+        if above <= shortest:
+            break
+        position = heads[level, slots[level]]
+        while position > 0 and budget > 0:
+            budget -= 1
+            agreed = _match_length(arena, position, context, end, longest)
+            if max(width, shortest) <= agreed < above:
+                positions[count] = position
+                lengths[count] = agreed
+                count += 1
+                if _is_new(arena, positions, count):
+                    distinct += 1
+                    if distinct == variety:
+                        return count
+            position = links[position, level]
+    return count
