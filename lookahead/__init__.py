@@ -1,0 +1,78 @@
+"""Draft-free speculative decoding for HuggingFace causal LMs: the same tokens in fewer passes.
+
+import lookahead
+
+out = model.generate(**inputs, max_new_tokens=256, custom_generate=lookahead.decode)
+result = lookahead.generate(model, tokenizer, ["..."], max_new_tokens=256)
+for piece in lookahead.stream(model, tokenizer, "..."):
+    print(piece, end="")
+print(lookahead.summarize("a long text ..."))
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+# Bound at once, or importing the package of the same name would bind the package instead.
+from lookahead.summarize import summarize
+
+if TYPE_CHECKING:
+    from lookahead.config import LookaheadConfig
+    from lookahead.errors import (
+        ConfigError,
+        DocumentError,
+        LookaheadError,
+        PromptError,
+        TrainingError,
+        UnsupportedModelError,
+    )
+    from lookahead.generation import GenerationResult, decode, generate, stream
+    from lookahead.stats import DecodingStats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ConfigError",
+    "DecodingStats",
+    "DocumentError",
+    "GenerationResult",
+    "LookaheadConfig",
+    "LookaheadError",
+    "PromptError",
+    "TrainingError",
+    "UnsupportedModelError",
+    "decode",
+    "generate",
+    "stream",
+    "summarize",
+]
+
+# Everything else is imported on first use: torch, transformers and Numba take seconds.
+_HOME = {
+    "ConfigError": "errors",
+    "DecodingStats": "stats",
+    "DocumentError": "errors",
+    "GenerationResult": "generation",
+    "LookaheadConfig": "config",
+    "LookaheadError": "errors",
+    "PromptError": "errors",
+    "TrainingError": "errors",
+    "UnsupportedModelError": "errors",
+    "decode": "generation",
+    "generate": "generation",
+    "stream": "generation",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from the module that defines it."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

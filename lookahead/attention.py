@@ -1,0 +1,205 @@
+"""Tree attention for a HuggingFace model: the registered attention function and the masks it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from lookahead.cache import TreeSlots
+from lookahead.tree import TokenTree
+
+ATTENTION_NAME = "lookahead_tree"
+
+# The bits of -inf, by the integer type of the same width: masks are written by Numba, which knows no bfloat16.
+_MINUS_INF_BITS = {
+    torch.float32: (torch.int32, -(1 << 23)),
+    torch.bfloat16: (torch.int16, -(1 << 7)),
+    torch.float16: (torch.int16, -(1 << 10)),
+    torch.float64: (torch.int64, -(1 << 52)),
+}
+
+
+class TreePass:
+    """What the attention of one target pass needs to know about its trees.
+
+    Masks are additive, made on first use, and shared by the layers of the pass.
+
+    Args:
+        slots: Where the rows stand; its pass must have begun.
+        trees: One tree per active row, or None when every row writes a plain chain of `slots.width` tokens
+            behind its committed ones (prefill).
+    """
+
+    def __init__(self, slots: TreeSlots, trees: Sequence[TokenTree] | None) -> None:
+        self._slots = slots
+        self._trees = trees
+        self._masks: dict[tuple[int, int | None, torch.dtype, torch.device], Tensor] = {}
+
+    @property
+    def is_from_empty(self) -> bool:
+        """Whether no row has committed tokens and every row writes a chain: plain causal attention."""
+        return self._trees is None and self._slots.kv_length == self._slots.width
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether every query may look at every slot, so that no mask is needed."""
+        return self._slots.width == 1 and bool(
+            (self._slots.lengths[: self._slots.active] + 1 == self._slots.kv_length).all()
+        )
+
+    def mask(self, groups: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Additive mask `[active, 1, width * groups, kv]`; node t's rows are t * groups … t * groups + groups - 1.
+
+        Args:
+            groups: Query heads per KV head that the caller packs into query rows.
+            window: Sliding window in positions, or None.
+            dtype: Floating-point type of the mask.
+            device: Where the mask is needed.
+        """
+        key = (groups, window, dtype, device)
+        if key not in self._masks:
+            self._masks[key] = self._make(groups, window, dtype).to(device, non_blocking=True)
+        return self._masks[key]
+
+    def _make(self, groups: int, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Fill a host mask with Numba and view it as `dtype`."""
+        slots = self._slots
+        bits_dtype, blocked = _MINUS_INF_BITS[dtype]
+        bits = torch.empty(slots.active, 1, slots.width * groups, slots.kv_length, dtype=bits_dtype)
+        view, reach = bits.numpy(), window if window is not None else np.iinfo(np.int64).max
+        chain = np.maximum(np.arange(slots.width, dtype=np.int32) - 1, 0)
+        depths = np.arange(slots.width, dtype=np.int32)
+        for row in range(slots.active):
+            parents, deep = chain, depths
+            if self._trees is not None:
+                parents, deep = self._trees[row].parents, self._trees[row].depths
+            _fill_mask(view[row, 0], parents, deep, int(slots.lengths[row]), groups, reach, blocked)
+        return bits.view(dtype)
+
+
+@njit(cache=True)
+def _fill_mask(mask, parents, depths, length, groups, window, blocked):
+    """Write one row's mask `[width * groups, kv]`: 0 where a node may look, `blocked` where it may not.
+
+    A node sees the committed slots and its ancestors that are less than `window` positions behind it.
+    Queries of padding nodes look at the root alone, so that their softmax stays finite.
+    """
+    nodes = len(parents)
+    for node in range(mask.shape[0] // groups):
+        row = mask[node * groups]
+        row[:] = blocked
+        if node >= nodes:
+            row[length] = 0
+        else:
+            depth = depths[node]
+            row[max(0, length + depth - window + 1) : length] = 0
+            ancestor = node
+            while depth - depths[ancestor] < window:
+                row[length + ancestor] = 0
+                if ancestor == 0:
+                    break
+                ancestor = parents[ancestor]
+        for copy in range(1, groups):
+            mask[node * groups + copy] = row
+
+
+_running: ContextVar[TreePass] = ContextVar("lookahead_tree_pass")
+
+
+@contextmanager
+def running(tree_pass: TreePass) -> Iterator[None]:
+    """Make `tree_pass` the one that the registered attention serves."""
+    token = _running.set(tree_pass)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+def tree_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of a running `TreePass`, in the signature transformers calls attention functions with.
+
+    The query heads that share a KV head are packed into query rows, so that keys and values are read once
+    and one SDPA call does the work.
+
+    Args:
+        module: The attention layer; unused but for its place in the signature.
+        query: `[rows, heads, width, dim]`.
+        key: `[rows, kv_heads, kv, dim]`.
+        value: `[rows, kv_heads, kv, value_dim]`.
+        attention_mask: Ignored: the mask follows from the pass.
+        scaling: Factor on the scores; `dim ** -0.5` when None.
+        softcap: Scores become `softcap * tanh(scores / softcap)`.
+        sliding_window: Positions a query may look back, itself included.
+        s_aux: `[heads]`, a learned logit per head that takes part in the softmax only (attention sinks).
+        **kwargs: What other attention functions read.
+
+    Returns:
+        `[rows, width, heads, value_dim]`, contiguous, and None for the weights.
+    """
+    tree_pass = _running.get()
+    rows, heads, width, dim = query.shape
+    kv_heads = key.shape[1]
+    groups = heads // kv_heads
+    packed = query.view(rows, kv_heads, groups, width, dim).transpose(2, 3).reshape(rows, kv_heads, width * groups, dim)
+    plain = softcap is None and s_aux is None
+    if plain and tree_pass.is_from_empty and sliding_window is None:
+        # Causal attention from an empty cache needs no mask, and SDPA skips half of the work.
+        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
+        return out.transpose(1, 2).contiguous(), None
+    mask = None
+    if sliding_window is not None or not tree_pass.sees_all:
+        mask = tree_pass.mask(groups, sliding_window, query.dtype, query.device)
+    if plain:
+        out = scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
+    else:
+        out = _softmax_attention(packed, key, value, mask, scaling or dim**-0.5, softcap, s_aux)
+    out = out.view(rows, kv_heads, width, groups, -1).permute(0, 2, 1, 3, 4)
+    return out.reshape(rows, width, heads, -1), None
+
+
+def _softmax_attention(
+    packed: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """Attention written out, for what SDPA cannot do: softcapping (Gemma 2) and sinks (gpt-oss)."""
+    scores = packed @ key.transpose(2, 3) * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores + mask
+    if s_aux is None:
+        return torch.softmax(scores, -1, dtype=torch.float32).to(value.dtype) @ value
+    kv_heads, rows = key.shape[1], packed.shape[2]
+    groups = len(s_aux) // kv_heads
+    sinks = s_aux.view(kv_heads, 1, groups).expand(kv_heads, rows // groups, groups).reshape(1, kv_heads, rows, 1)
+    scores = torch.cat([scores, sinks.to(scores.dtype).expand(scores.shape[0], -1, -1, -1)], -1)
+    return torch.softmax(scores, -1, dtype=torch.float32)[..., :-1].to(value.dtype) @ value
+
+
+AttentionInterface.register(ATTENTION_NAME, tree_attention)

@@ -1,0 +1,163 @@
+"""The tree cache: KV of committed tokens at slots 0..len-1 of each row, of tree nodes right behind them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+_GROWTH = 1.5
+
+
+class TreeSlots:
+    """Where the rows of a batch stand in the slots of every layer; one object shared by all layers.
+
+    Attributes:
+        lengths: int64 `[rows]`; committed tokens of each row, whose KV stands at slots 0..length-1.
+        active: Rows that take part in a pass; they are the rows 0..active-1.
+        width: Nodes the running pass writes per row, at slots length..length+width-1.
+        capacity: Slots a row has.
+    """
+
+    def __init__(self, rows: int, capacity: int) -> None:
+        self.lengths: NDArray[np.int64] = np.zeros(rows, np.int64)
+        self.active = rows
+        self.width = 0
+        self.capacity = capacity
+        self._begin = 0
+        self._even = True
+        self._flat: dict[torch.device, Tensor] = {}
+
+    @property
+    def kv_length(self) -> int:
+        """Slots a row's queries may look at during the running pass."""
+        return int(self.lengths[: self.active].max()) + self.width
+
+    def begin(self, width: int) -> None:
+        """Open a pass that writes `width` nodes per active row."""
+        lengths = self.lengths[: self.active]
+        self.width = width
+        self._begin = int(lengths[0])
+        self._even = bool((lengths == self._begin).all())
+        self._flat = {}
+        if self.kv_length > self.capacity:
+            self.capacity = max(self.kv_length, int(self.capacity * _GROWTH))
+
+    def write(self, buffer: Tensor, states: Tensor) -> None:
+        """Put `states` `[active, heads, width, dim]` into `buffer` `[rows, capacity, heads, dim]`."""
+        if self._even:
+            buffer[: self.active, self._begin : self._begin + self.width] = states.transpose(1, 2)
+            return
+        index = self._flat.get(buffer.device)
+        if index is None:
+            starts = self.lengths[: self.active] + np.arange(self.active) * self.capacity
+            slots = (starts[:, None] + np.arange(self.width)).reshape(-1)
+            index = self._flat[buffer.device] = torch.from_numpy(slots).to(buffer.device)
+        buffer.flatten(0, 1).index_copy_(0, index, states.transpose(1, 2).flatten(0, 1))
+
+
+class TreeLayer(CacheLayerMixin):
+    """KV of one layer, `[rows, capacity, heads, dim]`, allocated when the first pass shows heads and dim."""
+
+    is_sliding = False
+
+    def __init__(self, slots: TreeSlots) -> None:
+        super().__init__()
+        self._slots = slots
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate the slots; zeros, because a masked slot still takes part in 0 · value."""
+        shape = (len(self._slots.lengths), self._slots.capacity)
+        self.keys = key_states.new_zeros(*shape, key_states.shape[1], key_states.shape[3])
+        self.values = value_states.new_zeros(*shape, value_states.shape[1], value_states.shape[3])
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the pass's nodes and return the keys and values its queries may see, `[active, heads, kv, dim]`."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        elif self.keys.shape[1] < self._slots.capacity:
+            self._grow()
+        self._slots.write(self.keys, key_states)
+        self._slots.write(self.values, value_states)
+        active, kv_length = self._slots.active, self._slots.kv_length
+        return self.keys[:active, :kv_length].transpose(1, 2), self.values[:active, :kv_length].transpose(1, 2)
+
+    def move(self, row: int, start: int, nodes: Tensor) -> None:
+        """Move tree nodes to the slots from `start` on; reads end before writes begin, so ranges may overlap."""
+        for buffer in (self.keys, self.values):
+            kept = buffer[row].index_select(0, nodes.to(buffer.device))
+            buffer[row, start : start + len(nodes)] = kept
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` slots of one row over another's."""
+        for buffer in (self.keys, self.values):
+            buffer[target, :length] = buffer[source, :length]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys the running pass sees, and their offset."""
+        return self._slots.kv_length, 0
+
+    def get_seq_length(self) -> int:
+        """Committed tokens of the longest active row."""
+        return self._slots.kv_length - self._slots.width
+
+    def get_max_length(self) -> int:
+        """No maximum: the slots grow."""
+        return -1
+
+    def _grow(self) -> None:
+        """Reallocate at the shared capacity, keeping what is there."""
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            new = old.new_zeros(old.shape[0], self._slots.capacity, *old.shape[2:])
+            new[:, : old.shape[1]] = old
+            setattr(self, name, new)
+
+
+class TreeCache(Cache):
+    """The cache a target pass over token trees reads and writes.
+
+    Layers appear when the first pass reaches them, so no model needs to say how many it has.
+
+    Args:
+        rows: Rows of the batch.
+        capacity: Slots per row to begin with; they grow when a row needs more.
+    """
+
+    def __init__(self, *, rows: int, capacity: int) -> None:
+        self.slots = TreeSlots(rows, capacity)
+        super().__init__(layer_class_to_replicate=partial(TreeLayer, self.slots))
+
+    def commit(self, row: int, path: NDArray[np.int32]) -> None:
+        """Keep the KV of the nodes of `path` (int32 `[a]`, ascending from 0) and forget the tree's other nodes."""
+        start, count = int(self.slots.lengths[row]), len(path)
+        in_place = 0
+        while in_place < count and path[in_place] == in_place:
+            in_place += 1
+        if in_place < count:
+            nodes = torch.from_numpy(path[in_place:].astype(np.int64) + start)
+            for layer in self._written_layers():
+                layer.move(row, start + in_place, nodes)
+        self.slots.lengths[row] += count
+
+    def retire(self, row: int) -> int:
+        """Free an active row: the last active row takes its place. Returns the row that moved to `row`."""
+        last = self.slots.active - 1
+        if row != last:
+            length = int(self.slots.lengths[last])
+            for layer in self._written_layers():
+                layer.copy_row(last, row, length)
+            self.slots.lengths[row] = length
+        self.slots.active = last
+        return last
+
+    def _written_layers(self) -> list[TreeLayer]:
+        """The layers that hold KV of their own; a layer that shares another's never writes."""
+        return [layer for layer in self.layers if isinstance(layer, TreeLayer) and layer.is_initialized]

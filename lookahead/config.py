@@ -1,0 +1,95 @@
+"""The options of speculative decoding, checked when they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lookahead.errors import ConfigError
+
+PROPOSERS = ("prompt", "jacobi")
+MAX_NODES_LIMIT = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookaheadConfig:
+    """How drafts are made and how many nodes a step may verify.
+
+    Every setting is lossless: it changes the speed, never a token.
+
+    Attributes:
+        proposers: Names of the sources that draft, of `"prompt"` (n-grams of the prompt and the output so far)
+            and `"jacobi"` (the lookahead branch). Empty means plain decoding.
+        max_nodes: Most draft nodes one row's tree may hold, the root not counted, 1 to 512.
+            `None` decides: 16, and with the lookahead branch its window and its guesses on top.
+        min_probability: A node is drafted only when its chance of being reached is at least this, 0 to 1.
+        max_ngram: Longest context, in tokens, that the prompt index looks up, 1 to 64.
+        min_ngram: Shortest context that the prompt index looks up, 1 to `max_ngram`.
+        window: Columns W of the Jacobi window, 1 to 64.
+        ngram_size: N, the length of the n-grams the window closes, 2 to 16.
+        guesses: G, the most n-grams of the pool verified in a step, 0 to 64.
+        pool_from_prompt: Whether the n-gram pool is filled from the prompt too.
+
+    Raises:
+        ConfigError: A value is out of its range.
+
+    Source: Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding", §3
+        (W, N and G); Saxena 2023, "Prompt Lookup Decoding" (n-grams of the prompt as drafts).
+    """
+
+    proposers: Sequence[str] = ("prompt",)
+    max_nodes: int | None = None
+    min_probability: float = 0.05
+    max_ngram: int = 16
+    min_ngram: int = 1
+    window: int = 7
+    ngram_size: int = 5
+    guesses: int = 7
+    pool_from_prompt: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.proposers, str):
+            raise ConfigError(f'proposers must be a sequence of names such as ("prompt",), got {self.proposers!r}')
+        object.__setattr__(self, "proposers", tuple(self.proposers))
+        for name in self.proposers:
+            if name not in PROPOSERS:
+                raise ConfigError(f"proposers must be of {', '.join(PROPOSERS)}, got {name!r}")
+        if len(set(self.proposers)) != len(self.proposers):
+            raise ConfigError(f"proposers must not repeat a name, got {self.proposers!r}")
+        if self.max_nodes is not None:
+            _check_range("max_nodes", self.max_nodes, 1, MAX_NODES_LIMIT)
+        _check_range("max_ngram", self.max_ngram, 1, 64)
+        _check_range("min_ngram", self.min_ngram, 1, self.max_ngram)
+        _check_range("window", self.window, 1, 64)
+        _check_range("ngram_size", self.ngram_size, 2, 16)
+        _check_range("guesses", self.guesses, 0, 64)
+        if not 0.0 <= self.min_probability <= 1.0:
+            raise ConfigError(f"min_probability must be from 0 to 1, got {self.min_probability!r}")
+        if self.max_nodes is not None and self.max_nodes < self.window_nodes:
+            raise ConfigError(
+                f"max_nodes must hold the Jacobi window, at least window * (ngram_size - 1) - 1 = "
+                f"{self.window_nodes}, got {self.max_nodes}"
+            )
+
+    @property
+    def window_nodes(self) -> int:
+        """Nodes of a tree that the Jacobi window takes, the root not counted; 0 without the branch."""
+        return self.window * (self.ngram_size - 1) - 1 if "jacobi" in self.proposers else 0
+
+    @property
+    def node_budget(self) -> int:
+        """Most draft nodes one row's tree may hold, with `max_nodes=None` decided."""
+        if self.max_nodes is not None:
+            return self.max_nodes
+        if not self.proposers:
+            return 0
+        budget = 16 if "prompt" in self.proposers else 0
+        if "jacobi" in self.proposers:
+            budget += self.window_nodes + self.guesses * (self.ngram_size - 1)
+        return min(budget, MAX_NODES_LIMIT)
+
+
+def _check_range(name: str, value: int, low: int, high: int) -> None:
+    """Raise ConfigError unless `value` is an int from `low` to `high`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"{name} must be a whole number from {low} to {high}, got {value!r}")

@@ -1,0 +1,186 @@
+"""Merge what the proposers offer into one tree, best first, under a node budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+
+from lookahead.proposers.base import IntArray, Proposal
+from lookahead.tree import TokenTree
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """One row's tree and where each proposal went.
+
+    Attributes:
+        tree: What the step verifies.
+        placed: For each proposer int32 `[k]`, the tree node each node of its proposal became, 0 where it was
+            left out; empty where the proposer offered nothing.
+    """
+
+    tree: TokenTree
+    placed: tuple[IntArray, ...]
+
+
+_NOTHING = np.zeros(0, np.int32)
+
+
+def merge(
+    root: int,
+    proposals: Sequence[Proposal | None],
+    *,
+    budget: int,
+    max_depth: int,
+    min_probability: float = 0.0,
+) -> Draft:
+    """Merge proposals by prefix and keep the likeliest nodes.
+
+    A node several proposers offer is one node; its probability is the highest of theirs. Required nodes come
+    first, then the nodes with the highest probability of being reached (the product along the path), while
+    that is at least `min_probability` and the budget lasts. Nodes are laid out depth first, the likelier child
+    first, so that the likeliest path is 0, 1, 2, … and committing it moves no KV.
+
+    Args:
+        root: The newest committed token.
+        proposals: One proposal, or None, per proposer; at most 31. Each has `root` as its root.
+        budget: Most nodes besides the root.
+        max_depth: Deepest node worth verifying: one less than the tokens the row may still emit.
+        min_probability: Lowest probability of being reached that a node is drafted for.
+    """
+    offers = [(source, offer) for source, offer in enumerate(proposals) if offer is not None and len(offer.tokens) > 1]
+    if not offers or budget <= 0 or max_depth <= 0:
+        placed = tuple(np.zeros(0 if offer is None else len(offer.tokens), np.int32) for offer in proposals)
+        return Draft(TokenTree.root(root), placed)
+    sizes = np.array([len(offer.tokens) for _, offer in offers], np.int64)
+    tokens, parents, depths, sources, where = _merge(
+        root,
+        np.concatenate([offer.tokens for _, offer in offers]),
+        np.concatenate([offer.parents for _, offer in offers]),
+        np.concatenate([offer.probabilities for _, offer in offers]),
+        sizes,
+        np.array([offer.required for _, offer in offers], np.int64),
+        np.array([source for source, _ in offers], np.int64),
+        budget,
+        max_depth,
+        min_probability,
+    )
+    pieces = dict(zip((source for source, _ in offers), np.split(where, np.cumsum(sizes)[:-1]), strict=True))
+    return Draft(
+        TokenTree(tokens, parents, depths, sources),
+        tuple(pieces.get(source, _NOTHING) for source in range(len(proposals))),
+    )
+
+
+@njit(cache=True)
+def _merge(root, tokens, parents, probabilities, sizes, required, source_ids, budget, max_depth, min_probability):
+    """Union trie, then selection, then depth-first layout; returns the tree's arrays and where nodes went."""
+    trie = _union(root, tokens, parents, probabilities, sizes, required, source_ids)
+    trie_tokens, trie_parents, trie_depths, reach, must, trie_sources, where = trie
+    kept = _select(trie_depths, reach, must, budget, max_depth, min_probability)
+    order = _layout(trie_parents, reach, kept)
+    n = len(order)
+    position = np.zeros(len(trie_tokens), np.int32)
+    for new in range(n):
+        position[order[new]] = new
+    out_tokens, out_parents = np.empty(n, np.int32), np.zeros(n, np.int32)
+    out_depths, out_sources = np.empty(n, np.int32), np.empty(n, np.int32)
+    for new in range(n):
+        node = order[new]
+        out_tokens[new], out_depths[new] = trie_tokens[node], trie_depths[node]
+        out_parents[new], out_sources[new] = position[trie_parents[node]], trie_sources[node]
+    for i in range(len(where)):
+        where[i] = position[where[i]]
+    return out_tokens, out_parents, out_depths, out_sources, where
+
+
+@njit(cache=True)
+def _union(root, tokens, parents, probabilities, sizes, required, source_ids):
+    """Insert every proposal into one trie; a node's probability is the highest of those offered."""
+    most = len(tokens) + 1
+    trie_tokens, trie_parents = np.empty(most, np.int32), np.zeros(most, np.int32)
+    depths, sources = np.zeros(most, np.int32), np.zeros(most, np.int32)
+    chance, must = np.zeros(most, np.float64), np.zeros(most, np.bool_)
+    first_child, next_sibling = np.zeros(most, np.int32), np.zeros(most, np.int32)
+    where = np.zeros(len(tokens), np.int32)
+    trie_tokens[0], chance[0], must[0] = root, 1.0, True
+    count, start = 1, 0
+    for offer in range(len(sizes)):
+        for i in range(1, sizes[offer]):
+            parent = where[start + parents[start + i]]
+            token = tokens[start + i]
+            node = first_child[parent]
+            while node != 0 and trie_tokens[node] != token:
+                node = next_sibling[node]
+            if node == 0:
+                node = count
+                count += 1
+                trie_tokens[node], trie_parents[node], depths[node] = token, parent, depths[parent] + 1
+                next_sibling[node], first_child[parent] = first_child[parent], node
+            chance[node] = max(chance[node], min(1.0, probabilities[start + i]))
+            sources[node] |= 1 << source_ids[offer]
+            must[node] = must[node] or i < required[offer]
+            where[start + i] = node
+        start += sizes[offer]
+    reach = np.empty(count, np.float64)
+    reach[0] = 1.0
+    for node in range(1, count):
+        reach[node] = reach[trie_parents[node]] * chance[node]
+    return (
+        trie_tokens[:count],
+        trie_parents[:count],
+        depths[:count],
+        reach,
+        must[:count],
+        sources[:count],
+        where,
+    )
+
+
+@njit(cache=True)
+def _select(depths, reach, must, budget, max_depth, min_probability):
+    """Keep the root, the required nodes, then the likeliest; a parent never ranks below its child."""
+    kept = np.zeros(len(reach), np.bool_)
+    kept[0] = True
+    room = budget
+    for node in range(1, len(reach)):
+        if must[node] and depths[node] <= max_depth and room > 0:
+            kept[node] = True
+            room -= 1
+    for node in np.argsort(-reach, kind="mergesort"):
+        if room == 0 or reach[node] < min_probability:
+            break
+        if not kept[node] and depths[node] <= max_depth:
+            kept[node] = True
+            room -= 1
+    return kept
+
+
+@njit(cache=True)
+def _layout(parents, reach, kept):
+    """Depth-first order of the kept nodes, the likelier child first."""
+    n = len(parents)
+    first_child, next_sibling = np.zeros(n, np.int32), np.zeros(n, np.int32)
+    # Ascending insertion at the head leaves each child list in descending order of reach.
+    for node in np.argsort(reach, kind="mergesort"):
+        if node != 0 and kept[node]:
+            next_sibling[node] = first_child[parents[node]]
+            first_child[parents[node]] = node
+    order, stack = np.empty(n, np.int32), np.empty(n, np.int32)
+    count, top = 0, 1
+    stack[0] = 0
+    while top > 0:
+        top -= 1
+        node = stack[top]
+        order[count] = node
+        count += 1
+        begin, child = top, first_child[node]
+        while child != 0:
+            stack[top] = child
+            top += 1
+            child = next_sibling[child]
+        stack[begin:top] = stack[begin:top][::-1].copy()
+    return order[:count]

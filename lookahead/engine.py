@@ -1,0 +1,202 @@
+"""The decoding loop: propose, draft, score, verify, commit, observe."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lookahead.config import LookaheadConfig
+from lookahead.drafting import Draft, merge
+from lookahead.proposers.base import IntArray, Outcome, Proposer
+from lookahead.sampling import TokenChooser
+from lookahead.stats import DecodingStats
+from lookahead.stopping import StoppingRule
+from lookahead.target import Target
+from lookahead.verify import Verdict, verify, verify_greedy
+
+_NO_ARGMAX = np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """Tokens one row emitted in one step.
+
+    Attributes:
+        row: The row's place in the batch.
+        tokens: int32 `[n]`, n at least 1.
+        finished: The row's output ends here.
+    """
+
+    row: int
+    tokens: IntArray
+    finished: bool
+
+
+@dataclass(slots=True)
+class _Row:
+    """A row that is being decoded; `ids[:length]` is what `model.generate` would hold, padding included."""
+
+    index: int
+    ids: NDArray[np.int64]
+    length: int
+    emitted: int = 0
+    stats: DecodingStats = field(default_factory=DecodingStats)
+
+
+class Engine:
+    """Decodes a batch of prompts together; rows advance and finish independently.
+
+    Args:
+        target: The model behind its cache, with room for as many rows as there are prompts.
+        proposers: Where drafts come from; none means plain decoding.
+        config: The options.
+        chooser: How a token is chosen.
+        stopping: When a row ends.
+        prompts: int64 `[batch, tokens]`, left-padded as `model.generate` takes them.
+        lengths: int64 `[batch]`, tokens of each prompt without its padding, at least 1.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        proposers: Sequence[Proposer],
+        config: LookaheadConfig,
+        chooser: TokenChooser,
+        stopping: StoppingRule,
+        prompts: Tensor,
+        lengths: NDArray[np.int64],
+    ) -> None:
+        self._target = target
+        self._proposers = proposers
+        self._config = config
+        self._chooser = chooser
+        self._stopping = stopping
+        self._device = prompts.device
+        self._needs_argmax = any(proposer.needs_argmax for proposer in proposers)
+        padded = prompts.cpu().numpy()
+        self._batch_size, self._padded_length = padded.shape
+        self._prompts = [
+            np.ascontiguousarray(ids[len(ids) - n :], np.int32) for ids, n in zip(padded, lengths, strict=True)
+        ]
+        self._rows: list[_Row] = []
+        for index, ids in enumerate(padded):
+            room = np.empty(max(stopping.max_length, len(ids) + 1), np.int64)
+            room[: len(ids)] = ids
+            self._rows.append(_Row(index, room, len(ids), stats=DecodingStats(prompt_tokens=int(lengths[index]))))
+        self.stats = [row.stats for row in self._rows]
+
+    def run(self) -> Iterator[list[Emission]]:
+        """Decode every row to its end, yielding what each step emitted."""
+        started = time.perf_counter()
+        with torch.inference_mode(), self._target.serving():
+            self._target.prefill(self._prompts)
+            for row, prompt in zip(self._rows, self._prompts, strict=True):
+                for proposer in self._proposers:
+                    proposer.start(row.index, prompt)
+            prefilled = time.perf_counter()
+            for stats in self.stats:
+                stats.prefill_s = prefilled - started
+            while self._rows:
+                emissions = self.step()
+                now = time.perf_counter()
+                for emission in emissions:
+                    stats = self.stats[emission.row]
+                    stats.decode_s = now - prefilled
+                    stats.ttft_s = stats.ttft_s or now - started
+                yield emissions
+
+    def step(self) -> list[Emission]:
+        """Advance every running row by one target pass."""
+        drafts = [self._draft(row) for row in self._rows]
+        logits = self._target.score([draft.tree for draft in drafts])
+        argmax = self._argmax(logits)
+        verdicts = [self._verify(i, drafts[i], logits, argmax) for i in range(len(drafts))]
+        for i, verdict in enumerate(verdicts):
+            self._target.commit(i, verdict.path)
+        for i, (row, draft, verdict) in enumerate(zip(self._rows, drafts, verdicts, strict=True)):
+            self._count(row.stats, draft, verdict)
+            self._observe(row, draft, verdict, argmax[i, : len(draft.tree)] if self._needs_argmax else _NO_ARGMAX)
+        emissions = [Emission(row.index, v.tokens, v.finished) for row, v in zip(self._rows, verdicts, strict=True)]
+        self._retire([i for i, verdict in enumerate(verdicts) if verdict.finished])
+        return emissions
+
+    def _draft(self, row: _Row) -> Draft:
+        """One row's tree, merged from what every proposer offers."""
+        budget = self._config.node_budget
+        proposals = [proposer.propose(row.index, budget) for proposer in self._proposers]
+        return merge(
+            int(row.ids[row.length - 1]),
+            proposals,
+            budget=budget,
+            max_depth=self._stopping.max_length - row.length - 1,
+            min_probability=self._config.min_probability,
+        )
+
+    def _argmax(self, logits: Tensor) -> IntArray:
+        """int32 `[active, nodes]`, the likeliest token after every node: the step's one read from the device."""
+        if not (self._chooser.is_plain_greedy or self._needs_argmax):
+            return _NO_ARGMAX
+        argmax: IntArray = logits.argmax(-1).cpu().numpy().astype(np.int32)
+        return argmax
+
+    def _verify(self, i: int, draft: Draft, logits: Tensor, argmax: IntArray) -> Verdict:
+        """Walk the tree of active row i; its ids grow by the tokens it emits."""
+        row = self._rows[i]
+        if self._chooser.is_plain_greedy and self._stopping.custom is None:
+            limit = self._stopping.max_length - row.length
+            verdict = verify_greedy(draft.tree, argmax[i], self._stopping.eos_tokens, limit)
+            row.ids[row.length : row.length + len(verdict.tokens)] = verdict.tokens
+            row.length += len(verdict.tokens)
+            row.emitted += len(verdict.tokens)
+            return verdict
+
+        def choose(node: int) -> int:
+            return self._chooser.choose(self._ids(row), logits[i, node], row=row.index, step=row.emitted)
+
+        def is_finished(token: int) -> bool:
+            row.ids[row.length] = token
+            row.length += 1
+            row.emitted += 1
+            return self._stopping.is_finished(self._ids(row))
+
+        return verify(draft.tree, choose, is_finished)
+
+    def _ids(self, row: _Row) -> Tensor:
+        """The row's ids so far, int64 `[1, tokens]`, on the device of the prompts."""
+        return torch.from_numpy(row.ids[: row.length])[None].to(self._device)
+
+    def _observe(self, row: _Row, draft: Draft, verdict: Verdict, argmax: IntArray) -> None:
+        """Let the proposers learn from what happened to their offers."""
+        outcome = Outcome(verdict.tokens, verdict.path, argmax)
+        for proposer, placed in zip(self._proposers, draft.placed, strict=True):
+            proposer.observe(row.index, outcome, placed)
+
+    def _count(self, stats: DecodingStats, draft: Draft, verdict: Verdict) -> None:
+        """Add one row's step to its stats."""
+        stats.target_forwards += 1
+        stats.emitted_tokens += len(verdict.tokens)
+        stats.drafted_tokens += len(draft.tree) - 1
+        stats.accepted_tokens += len(verdict.path) - 1
+        stats.acceptance_histogram[len(verdict.tokens)] += 1
+        for source, proposer in enumerate(self._proposers):
+            offered = (draft.tree.sources >> source) & 1
+            stats.drafted_by_source[proposer.name] += int(offered.sum())
+            stats.accepted_by_source[proposer.name] += int(offered[verdict.path].sum())
+
+    def _retire(self, finished: Sequence[int]) -> None:
+        """Take finished rows out, the last active row filling each gap, in the target as in the engine."""
+        for i in reversed(finished):
+            for proposer in self._proposers:
+                proposer.finish(self._rows[i].index)
+            self._target.retire(i)
+            last = self._rows.pop()
+            if i < len(self._rows):
+                self._rows[i] = last
+        if self._rows:
+            self._chooser.forget_before(min(row.emitted for row in self._rows))

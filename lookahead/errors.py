@@ -1,0 +1,35 @@
+"""What can go wrong, as one tree.
+
+    LookaheadError
+    ├── ConfigError            an option is out of its range (also a ValueError)
+    ├── UnsupportedModelError  this model or generation mode cannot be served (also a ValueError)
+    ├── PromptError            a prompt cannot be decoded: empty, or no room left (also a ValueError)
+    ├── DocumentError          a document cannot be read or summarized (also a ValueError)
+    └── TrainingError          training data or a training job is unusable (also a ValueError)
+
+Every message names the field or file, the allowed range where there is one, and what was received.
+"""
+
+
+class LookaheadError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ConfigError(LookaheadError, ValueError):
+    """An option is out of its range."""
+
+
+class UnsupportedModelError(LookaheadError, ValueError):
+    """The model, or the way of generating that was asked for, cannot be served."""
+
+
+class PromptError(LookaheadError, ValueError):
+    """A prompt cannot be decoded: it is empty, or it leaves no room for a new token."""
+
+
+class DocumentError(LookaheadError, ValueError):
+    """A document cannot be read or summarized."""
+
+
+class TrainingError(LookaheadError, ValueError):
+    """Training data or a training job is unusable."""

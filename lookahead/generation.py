@@ -1,0 +1,323 @@
+"""Generate: the drop-in for `model.generate`, the Python API and streaming."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+    TextStreamer,
+)
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from lookahead.config import LookaheadConfig
+from lookahead.engine import Engine
+from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
+from lookahead.proposers import make_proposers
+from lookahead.sampling import TokenChooser
+from lookahead.stats import DecodingStats, total
+from lookahead.stopping import StoppingRule
+from lookahead.target import Target
+
+# What `model.generate` passes along that an engine with its own cache and positions has no use for.
+_IGNORED = frozenset(
+    {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "token_type_ids"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationResult:
+    """What `generate` returns.
+
+    Attributes:
+        texts: The new text of each prompt, special tokens left out.
+        token_ids: The new tokens of each prompt, an end-of-sequence token included.
+        stats: All rows added up.
+        row_stats: One per prompt.
+    """
+
+    texts: list[str]
+    token_ids: list[list[int]]
+    stats: DecodingStats
+    row_stats: list[DecodingStats]
+
+
+def decode(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    lookahead_config: LookaheadConfig | None = None,
+    **model_kwargs: Any,
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """Decode speculatively inside `model.generate`, without changing a token.
+
+    Example:
+        `model.generate(**inputs, max_new_tokens=256, custom_generate=lookahead.decode)`; options go along as
+        `lookahead_config=LookaheadConfig(...)`.
+
+    Args:
+        model: The model `generate` was called on.
+        input_ids: int64 `[batch, tokens]`, left-padded.
+        logits_processor: Prepared by `generate`.
+        stopping_criteria: Prepared by `generate`.
+        generation_config: Resolved by `generate`.
+        lookahead_config: How to draft; the defaults when None.
+        **model_kwargs: What `generate` would pass to the model.
+
+    Returns:
+        int64 `[batch, tokens + new]`, or a `GenerateDecoderOnlyOutput` holding it as `sequences` when
+        `return_dict_in_generate` is set.
+
+    Raises:
+        UnsupportedModelError: The generation mode or an input cannot be served; the message names it.
+    """
+    engine = prepare(
+        model,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        lookahead_config=lookahead_config,
+        **model_kwargs,
+    )
+    outputs: list[list[int]] = [[] for _ in input_ids]
+    for emissions in engine.run():
+        for emission in emissions:
+            outputs[emission.row].extend(emission.tokens.tolist())
+    sequences = _append(input_ids, outputs, generation_config)
+    return GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
+
+
+def prepare(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    lookahead_config: LookaheadConfig | None = None,
+    **model_kwargs: Any,
+) -> Engine:
+    """Check a call of `model.generate` and build the engine that serves it; the arguments are those of `decode`."""
+    _refuse_unsupported(model, generation_config, model_kwargs)
+    config = lookahead_config if lookahead_config is not None else LookaheadConfig()
+    lengths = _prompt_lengths(input_ids, model_kwargs.get("attention_mask"))
+    stopping = _stopping_rule(stopping_criteria)
+    batch_size, longest = input_ids.shape
+    # Room for what short outputs need; the cache grows when an output turns out long.
+    capacity = longest + min(stopping.max_length - longest, 256) + config.node_budget + 1
+    return Engine(
+        Target(model, rows=batch_size, capacity=capacity),
+        make_proposers(config),
+        config,
+        TokenChooser(logits_processor, do_sample=bool(generation_config.do_sample), batch_size=batch_size),
+        stopping,
+        input_ids,
+        lengths,
+    )
+
+
+def generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: str | Sequence[str],
+    *,
+    config: LookaheadConfig | None = None,
+    generation_config: GenerationConfig | None = None,
+    seed: int | None = None,
+    add_special_tokens: bool = True,
+    **generate_kwargs: Any,
+) -> GenerationResult:
+    """Generate from text, token for token what `model.generate` gives.
+
+    Args:
+        model: Any HuggingFace causal LM.
+        tokenizer: Its tokenizer.
+        prompts: One prompt or several; several are decoded together.
+        config: How to draft; the defaults when None.
+        generation_config: As for `model.generate`.
+        seed: Seeds torch's random numbers first, for reproducible sampling.
+        add_special_tokens: Whether the tokenizer adds its special tokens; False for text from a chat template.
+        **generate_kwargs: Options of `model.generate`, such as `max_new_tokens`, `do_sample` or `temperature`.
+
+    Raises:
+        PromptError: A prompt has no tokens, or there is no room for a new one.
+        UnsupportedModelError: The generation mode cannot be served.
+    """
+    batch = [prompts] if isinstance(prompts, str) else list(prompts)
+    if not batch:
+        return GenerationResult([], [], DecodingStats(), [])
+    engine = _prepare_text(
+        model, tokenizer, batch, config, generation_config, seed, add_special_tokens, generate_kwargs
+    )
+    token_ids: list[list[int]] = [[] for _ in batch]
+    for emissions in engine.run():
+        for emission in emissions:
+            token_ids[emission.row].extend(emission.tokens.tolist())
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids]
+    return GenerationResult(texts, token_ids, total(engine.stats), engine.stats)
+
+
+def stream(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    *,
+    config: LookaheadConfig | None = None,
+    generation_config: GenerationConfig | None = None,
+    seed: int | None = None,
+    add_special_tokens: bool = True,
+    **generate_kwargs: Any,
+) -> Iterator[str]:
+    """Generate from one prompt, yielding text as soon as its tokens are verified.
+
+    The arguments are those of `generate`. They are checked at once, before the first piece is asked for.
+    """
+    engine = _prepare_text(
+        model, tokenizer, [prompt], config, generation_config, seed, add_special_tokens, generate_kwargs
+    )
+    return _pieces(engine, tokenizer)
+
+
+def _pieces(engine: Engine, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Turn the emissions of a one-row engine into text, whole words at a time."""
+    streamer = _PieceStreamer(tokenizer, skip_special_tokens=True)
+    for emissions in engine.run():
+        for emission in emissions:
+            streamer.put(torch.from_numpy(emission.tokens))
+            yield from streamer.take()
+    streamer.end()
+    yield from streamer.take()
+
+
+class _PieceStreamer(TextStreamer):
+    """transformers' incremental detokenizer, collecting the text instead of printing it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, **decode_kwargs: Any) -> None:
+        super().__init__(tokenizer, **decode_kwargs)
+        self._ready: list[str] = []
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Keep a piece whose text can no longer change."""
+        self._ready.append(text)
+
+    def take(self) -> list[str]:
+        """The non-empty pieces since the last call."""
+        ready, self._ready = self._ready, []
+        return [piece for piece in ready if piece]
+
+
+def _prepare_text(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    config: LookaheadConfig | None,
+    generation_config: GenerationConfig | None,
+    seed: int | None,
+    add_special_tokens: bool,
+    generate_kwargs: dict[str, Any],
+) -> Engine:
+    """Tokenize, left-pad, and let `model.generate` resolve its options into an engine."""
+    _check_lengths(generate_kwargs)
+    encoded = [tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"] for prompt in prompts]
+    for i, ids in enumerate(encoded):
+        if not ids:
+            raise PromptError(f"prompt {i} has no tokens: {prompts[i]!r}; a prompt needs at least one")
+    longest = max(map(len, encoded))
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
+    padded = [[pad] * (longest - len(ids)) + ids for ids in encoded]
+    mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in encoded]
+    if generate_kwargs.get("max_length") is not None and generate_kwargs["max_length"] <= longest:
+        raise PromptError(
+            f"max_length must be more than the longest prompt, {longest} tokens, got {generate_kwargs['max_length']}"
+        )
+    if "pad_token_id" not in generate_kwargs and model.generation_config.pad_token_id is None:
+        generate_kwargs = {**generate_kwargs, "pad_token_id": pad}
+    if seed is not None:
+        torch.manual_seed(seed)
+    device = model.get_input_embeddings().weight.device
+    engine: Engine = model.generate(
+        torch.tensor(padded, device=device),
+        attention_mask=torch.tensor(mask, device=device),
+        generation_config=generation_config,
+        custom_generate=prepare,
+        lookahead_config=config,
+        tokenizer=tokenizer,
+        **generate_kwargs,
+    )
+    return engine
+
+
+def _check_lengths(generate_kwargs: dict[str, Any]) -> None:
+    """Refuse a limit that leaves no room for a token."""
+    for name in ("max_new_tokens", "max_length"):
+        value = generate_kwargs.get(name)
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+
+def _refuse_unsupported(model: PreTrainedModel, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    """Say what cannot be served, and what to do instead."""
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{type(model).__name__} is an encoder-decoder model; lookahead serves causal LMs")
+    if config.num_beams > 1:
+        raise UnsupportedModelError(
+            f"num_beams must be 1, got {config.num_beams}: beam search has no exact speculative form; "
+            "leave out custom_generate for it"
+        )
+    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
+        if getattr(config, name):
+            raise UnsupportedModelError(f"{name}=True is not served; leave out custom_generate for it")
+    past = model_kwargs.get("past_key_values")
+    if past is not None and past.get_seq_length() > 0:
+        raise UnsupportedModelError("past_key_values must be empty: pass the whole prompt as input_ids instead")
+    for name, value in model_kwargs.items():
+        if name not in _IGNORED and value is not None:
+            raise UnsupportedModelError(f"the model input {name!r} is not served; leave out custom_generate for it")
+
+
+def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> NDArray[np.int64]:
+    """Tokens of each prompt without its left padding."""
+    batch_size, longest = input_ids.shape
+    if attention_mask is None:
+        return np.full(batch_size, longest)
+    mask = attention_mask.cpu().numpy().astype(bool)
+    lengths: NDArray[np.int64] = mask.sum(1)
+    if not (mask == (np.arange(longest) >= (longest - lengths)[:, None])).all():
+        raise UnsupportedModelError("attention_mask must be left-padded: zeros first, then ones, in every row")
+    if (lengths == 0).any():
+        raise PromptError(f"prompt {int(lengths.argmin())} has no tokens; a prompt needs at least one")
+    return lengths
+
+
+def _stopping_rule(criteria: StoppingCriteriaList) -> StoppingRule:
+    """Split the criteria that count tokens from those that need to be asked."""
+    eos = [int(token) for c in criteria if isinstance(c, EosTokenCriteria) for token in c.eos_token_id.reshape(-1)]
+    limits = [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)]
+    others = StoppingCriteriaList(c for c in criteria if not isinstance(c, EosTokenCriteria | MaxLengthCriteria))
+    return StoppingRule(
+        max_length=min(limits),
+        eos_tokens=np.array(eos, np.int32),
+        custom=(lambda ids: bool(others(ids, None)[0])) if others else None,
+    )
+
+
+def _append(input_ids: Tensor, outputs: list[list[int]], config: GenerationConfig) -> Tensor:
+    """The prompts and their outputs, right-padded to the longest as `model.generate` does."""
+    longest = max(map(len, outputs))
+    pad = config._pad_token_tensor
+    filled = [out + [int(pad) if pad is not None else 0] * (longest - len(out)) for out in outputs]
+    return torch.cat([input_ids, torch.tensor(filled, dtype=input_ids.dtype, device=input_ids.device)], -1)

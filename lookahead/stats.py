@@ -1,0 +1,97 @@
+"""What decoding did, counted; the names are those vLLM's users know."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class DecodingStats:
+    """Counters of one row, or of several rows added up.
+
+    Attributes:
+        prompt_tokens: Tokens of the prompt.
+        emitted_tokens: New tokens, an end-of-sequence token included.
+        target_forwards: Target passes that verified this row's tree; prefill passes are not counted.
+        drafted_tokens: Draft nodes verified, the root not counted.
+        accepted_tokens: Draft nodes whose token was emitted.
+        drafted_by_source: Draft nodes by proposer; a node two proposers offered counts for both.
+        accepted_by_source: Accepted draft nodes by proposer, likewise.
+        acceptance_histogram: How many passes emitted 1, 2, 3, … tokens, keyed by that number.
+        prefill_s: Seconds from the start to the end of the prefill, shared by the rows of a batch.
+        decode_s: Seconds from the end of the prefill to the row's last token.
+        ttft_s: Seconds from the start to the row's first token.
+    """
+
+    prompt_tokens: int = 0
+    emitted_tokens: int = 0
+    target_forwards: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    drafted_by_source: Counter[str] = field(default_factory=Counter)
+    accepted_by_source: Counter[str] = field(default_factory=Counter)
+    acceptance_histogram: Counter[int] = field(default_factory=Counter)
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    ttft_s: float = 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Emitted tokens per target pass, the bonus token included and the prefill excluded."""
+        return self.emitted_tokens / self.target_forwards if self.target_forwards else 0.0
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Accepted over drafted nodes."""
+        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
+
+    @property
+    def tpot_s(self) -> float:
+        """Decode seconds per emitted token."""
+        return self.decode_s / self.emitted_tokens if self.emitted_tokens else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Emitted tokens per decode second."""
+        return self.emitted_tokens / self.decode_s if self.decode_s else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Counters, rates and seconds as a JSON-ready dict."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "emitted_tokens": self.emitted_tokens,
+            "target_forwards": self.target_forwards,
+            "drafted_tokens": self.drafted_tokens,
+            "accepted_tokens": self.accepted_tokens,
+            "mean_acceptance_length": round(self.mean_acceptance_length, 4),
+            "draft_acceptance_rate": round(self.draft_acceptance_rate, 4),
+            "drafted_by_source": dict(self.drafted_by_source),
+            "accepted_by_source": dict(self.accepted_by_source),
+            "acceptance_histogram": {str(length): n for length, n in sorted(self.acceptance_histogram.items())},
+            "prefill_s": round(self.prefill_s, 6),
+            "decode_s": round(self.decode_s, 6),
+            "ttft_s": round(self.ttft_s, 6),
+            "tpot_s": round(self.tpot_s, 6),
+            "tokens_per_s": round(self.tokens_per_s, 3),
+        }
+
+
+def total(rows: Iterable[DecodingStats]) -> DecodingStats:
+    """Add up rows that were decoded together: counters are summed, the times are those of the slowest row."""
+    result = DecodingStats()
+    for row in rows:
+        result.prompt_tokens += row.prompt_tokens
+        result.emitted_tokens += row.emitted_tokens
+        result.target_forwards += row.target_forwards
+        result.drafted_tokens += row.drafted_tokens
+        result.accepted_tokens += row.accepted_tokens
+        result.drafted_by_source.update(row.drafted_by_source)
+        result.accepted_by_source.update(row.accepted_by_source)
+        result.acceptance_histogram.update(row.acceptance_histogram)
+        result.prefill_s = max(result.prefill_s, row.prefill_s)
+        result.decode_s = max(result.decode_s, row.decode_s)
+        result.ttft_s = max(result.ttft_s, row.ttft_s)
+    return result

@@ -1,0 +1,120 @@
+"""The target model: prefill prompts, score trees, commit what was accepted."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lookahead.attention import ATTENTION_NAME, TreePass, running
+from lookahead.cache import TreeCache
+from lookahead.tree import IntArray, TokenTree
+
+PREFILL_CHUNK = 1024
+
+
+class Target:
+    """A HuggingFace causal LM that scores one token tree per row in one forward pass.
+
+    Args:
+        model: The model; nothing in it is changed but, within `serving`, its attention implementation.
+        rows: Rows of the batch.
+        capacity: Slots per row to begin with.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, rows: int, capacity: int) -> None:
+        self._model = model
+        embedding: Any = model.get_input_embeddings()
+        self._device: torch.device = embedding.weight.device
+        self._dtype: torch.dtype = embedding.weight.dtype
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.cache = TreeCache(rows=rows, capacity=capacity)
+        self._registered = False
+
+    @contextmanager
+    def serving(self) -> Iterator[Target]:
+        """Let the model use tree attention until the block ends; every pass must run inside."""
+        before = self._model.config._attn_implementation
+        self._model.set_attn_implementation(ATTENTION_NAME)
+        self._registered = self._model.config._attn_implementation == ATTENTION_NAME
+        try:
+            yield self
+        finally:
+            self._model.set_attn_implementation(before)
+
+    def prefill(self, prompts: Sequence[IntArray]) -> None:
+        """Put the KV of every prompt but for its last token, the first root, into the cache.
+
+        Args:
+            prompts: int32 `[tokens]` per row, at least one token each; rows may differ in length.
+        """
+        slots = self.cache.slots
+        lengths = np.array([len(prompt) - 1 for prompt in prompts])
+        longest = int(lengths.max())
+        padded = np.zeros((len(prompts), longest), np.int64)
+        for row, prompt in enumerate(prompts):
+            padded[row, : lengths[row]] = prompt[:-1]
+        for start in range(0, longest, PREFILL_CHUNK):
+            chunk = np.ascontiguousarray(padded[:, start : start + PREFILL_CHUNK])
+            # A row whose prompt has ended writes padding behind its end, where its trees will stand.
+            slots.lengths[:] = start
+            positions = np.tile(np.arange(start, start + chunk.shape[1]), (len(prompts), 1))
+            self._forward(chunk, positions, None, logits_to_keep=1)
+        slots.lengths[:] = lengths
+
+    def score(self, trees: Sequence[TokenTree]) -> Tensor:
+        """Logits after every node, `[active, nodes of the largest tree, vocab]`, in one forward pass.
+
+        Args:
+            trees: One tree per active row, in the order of the rows.
+        """
+        slots = self.cache.slots
+        width = max(len(tree) for tree in trees)
+        tokens = np.zeros((len(trees), width), np.int64)
+        positions = np.empty((len(trees), width), np.int64)
+        for row, tree in enumerate(trees):
+            tokens[row, : len(tree)] = tree.tokens
+            positions[row] = slots.lengths[row]
+            positions[row, : len(tree)] += tree.depths
+        return self._forward(tokens, positions, trees, logits_to_keep=0)
+
+    def commit(self, row: int, path: IntArray) -> None:
+        """Keep the KV of an accepted path (int32 `[a]`, from node 0) of a row's tree."""
+        self.cache.commit(row, path)
+
+    def retire(self, row: int) -> int:
+        """Take a finished row out of the passes; returns the row that took its place."""
+        return self.cache.retire(row)
+
+    def _forward(
+        self,
+        tokens: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        trees: Sequence[TokenTree] | None,
+        logits_to_keep: int,
+    ) -> Tensor:
+        """One pass of the model over `[active, width]` tokens; returns its logits."""
+        self.cache.slots.begin(tokens.shape[1])
+        tree_pass = TreePass(self.cache.slots, trees)
+        options: dict[str, object] = {"logits_to_keep": logits_to_keep} if self._keeps_logits else {}
+        scope: AbstractContextManager[None] = nullcontext()
+        if self._registered:
+            scope = running(tree_pass)
+        else:
+            options["attention_mask"] = tree_pass.mask(1, None, self._dtype, self._device)
+        with scope:
+            logits: Tensor = self._model(
+                input_ids=torch.from_numpy(tokens).to(self._device),
+                position_ids=torch.from_numpy(positions).to(self._device),
+                past_key_values=self.cache,
+                use_cache=True,
+                **options,
+            ).logits
+        return logits
