@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -69,12 +69,13 @@ class TreeLayer(CacheLayerMixin):
     def __init__(self, slots: TreeSlots) -> None:
         super().__init__()
         self._slots = slots
+        self._buffers: list[Tensor] = []
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the slots; zeros, because a masked slot still takes part in 0 · value."""
         shape = (len(self._slots.lengths), self._slots.capacity)
-        self.keys = key_states.new_zeros(*shape, key_states.shape[1], key_states.shape[3])
-        self.values = value_states.new_zeros(*shape, value_states.shape[1], value_states.shape[3])
+        self._buffers = [new.new_zeros(*shape, new.shape[1], new.shape[3]) for new in (key_states, value_states)]
+        self.keys, self.values = self._buffers
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
@@ -82,22 +83,23 @@ class TreeLayer(CacheLayerMixin):
         """Write the pass's nodes and return the keys and values its queries may see, `[active, heads, kv, dim]`."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        elif self.keys.shape[1] < self._slots.capacity:
+        elif self._buffers[0].shape[1] < self._slots.capacity:
             self._grow()
-        self._slots.write(self.keys, key_states)
-        self._slots.write(self.values, value_states)
+        keys, values = self._buffers
+        self._slots.write(keys, key_states)
+        self._slots.write(values, value_states)
         active, kv_length = self._slots.active, self._slots.kv_length
-        return self.keys[:active, :kv_length].transpose(1, 2), self.values[:active, :kv_length].transpose(1, 2)
+        return keys[:active, :kv_length].transpose(1, 2), values[:active, :kv_length].transpose(1, 2)
 
     def move(self, row: int, start: int, nodes: Tensor) -> None:
         """Move tree nodes to the slots from `start` on; reads end before writes begin, so ranges may overlap."""
-        for buffer in (self.keys, self.values):
+        for buffer in self._buffers:
             kept = buffer[row].index_select(0, nodes.to(buffer.device))
             buffer[row, start : start + len(nodes)] = kept
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` slots of one row over another's."""
-        for buffer in (self.keys, self.values):
+        for buffer in self._buffers:
             buffer[target, :length] = buffer[source, :length]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -114,11 +116,10 @@ class TreeLayer(CacheLayerMixin):
 
     def _grow(self) -> None:
         """Reallocate at the shared capacity, keeping what is there."""
-        for name in ("keys", "values"):
-            old = getattr(self, name)
-            new = old.new_zeros(old.shape[0], self._slots.capacity, *old.shape[2:])
-            new[:, : old.shape[1]] = old
-            setattr(self, name, new)
+        for i, old in enumerate(self._buffers):
+            self._buffers[i] = old.new_zeros(old.shape[0], self._slots.capacity, *old.shape[2:])
+            self._buffers[i][:, : old.shape[1]] = old
+        self.keys, self.values = self._buffers
 
 
 class TreeCache(Cache):
@@ -133,7 +134,8 @@ class TreeCache(Cache):
 
     def __init__(self, *, rows: int, capacity: int) -> None:
         self.slots = TreeSlots(rows, capacity)
-        super().__init__(layer_class_to_replicate=partial(TreeLayer, self.slots))
+        # The base class only ever calls it, so a partial does as well as a class.
+        super().__init__(layer_class_to_replicate=cast(type[CacheLayerMixin], partial(TreeLayer, self.slots)))
 
     def commit(self, row: int, path: NDArray[np.int32]) -> None:
         """Keep the KV of the nodes of `path` (int32 `[a]`, ascending from 0) and forget the tree's other nodes."""

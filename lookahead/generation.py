@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from transformers import (
     StoppingCriteriaList,
     TextStreamer,
 )
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from lookahead.config import LookaheadConfig
 from lookahead.engine import Engine
@@ -99,7 +99,11 @@ def decode(
         for emission in emissions:
             outputs[emission.row].extend(emission.tokens.tolist())
     sequences = _append(input_ids, outputs, generation_config)
-    return GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
+    return (
+        GenerateDecoderOnlyOutput(sequences=cast(torch.LongTensor, sequences))
+        if generation_config.return_dict_in_generate
+        else sequences
+    )
 
 
 def prepare(
@@ -167,7 +171,7 @@ def generate(
     for emissions in engine.run():
         for emission in emissions:
             token_ids[emission.row].extend(emission.tokens.tolist())
-    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids]
+    texts = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in token_ids]
     return GenerationResult(texts, token_ids, total(engine.stats), engine.stats)
 
 
@@ -194,7 +198,7 @@ def stream(
 
 def _pieces(engine: Engine, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     """Turn the emissions of a one-row engine into text, whole words at a time."""
-    streamer = _PieceStreamer(tokenizer, skip_special_tokens=True)
+    streamer: Any = _PieceStreamer(tokenizer, skip_special_tokens=True)
     for emissions in engine.run():
         for emission in emissions:
             streamer.put(torch.from_numpy(emission.tokens))
@@ -248,8 +252,9 @@ def _prepare_text(
         generate_kwargs = {**generate_kwargs, "pad_token_id": pad}
     if seed is not None:
         torch.manual_seed(seed)
-    device = model.get_input_embeddings().weight.device
-    engine: Engine = model.generate(
+    causal_lm: Any = model
+    device = causal_lm.get_input_embeddings().weight.device
+    engine: Engine = causal_lm.generate(
         torch.tensor(padded, device=device),
         attention_mask=torch.tensor(mask, device=device),
         generation_config=generation_config,

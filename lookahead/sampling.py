@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import FloatTensor, LongTensor, Tensor
 from transformers import LogitsProcessorList
 
 
@@ -44,7 +45,8 @@ class TokenChooser:
             row: Index of the row in the batch.
             step: How many tokens the row had emitted before this one.
         """
-        scores = self._processors(prefix, logits[None].to(torch.float32, copy=True))
+        ids, raw = cast(LongTensor, prefix), cast(FloatTensor, logits[None].to(torch.float32, copy=True))
+        scores: Tensor = self._processors(ids, raw)
         if not self._do_sample:
             return int(scores.argmax(-1))
         probs = torch.softmax(scores, -1)

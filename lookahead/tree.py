@@ -74,11 +74,13 @@ class TokenTree:
 
     def ancestor_mask(self) -> NDArray[np.bool_]:
         """bool `[n, n]`: whether node i may attend to node j, that is, j lies on the path from the root to i."""
-        return _ancestor_mask(self.parents)
+        mask: NDArray[np.bool_] = _ancestor_mask(self.parents)
+        return mask
 
     def ancestor_words(self) -> NDArray[np.int64]:
         """int64 `[n, ceil(n / 64)]`: `ancestor_mask` packed, node j at bit `j % 64` of word `j // 64`."""
-        return _ancestor_words(self.parents)
+        words: NDArray[np.int64] = _ancestor_words(self.parents)
+        return words
 
 
 @njit(cache=True)
