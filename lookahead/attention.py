@@ -37,24 +37,19 @@ class TreePass:
         slots: Where the rows stand; its pass must have begun.
         trees: One tree per active row, or None when every row writes a plain chain of `slots.width` tokens
             behind its committed ones (prefill).
+
+    Attributes:
+        is_from_empty: No row has committed tokens and every row writes a chain: plain causal attention.
+        sees_all: Every query may look at every slot, so that no mask is needed.
     """
 
     def __init__(self, slots: TreeSlots, trees: Sequence[TokenTree] | None) -> None:
         self._slots = slots
         self._trees = trees
+        lengths = slots.lengths[: slots.active]
+        self.is_from_empty = trees is None and slots.kv_length == slots.width
+        self.sees_all = slots.width == 1 and bool((lengths == lengths[0]).all())
         self._masks: dict[tuple[int, int | None, torch.dtype, torch.device], Tensor] = {}
-
-    @property
-    def is_from_empty(self) -> bool:
-        """Whether no row has committed tokens and every row writes a chain: plain causal attention."""
-        return self._trees is None and self._slots.kv_length == self._slots.width
-
-    @property
-    def sees_all(self) -> bool:
-        """Whether every query may look at every slot, so that no mask is needed."""
-        return self._slots.width == 1 and bool(
-            (self._slots.lengths[: self._slots.active] + 1 == self._slots.kv_length).all()
-        )
 
     def mask(self, groups: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Additive mask `[active, 1, width * groups, kv]`; node t's rows are t * groups … t * groups + groups - 1.

@@ -67,7 +67,8 @@ class TreeLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, slots: TreeSlots) -> None:
-        super().__init__()
+        base: Any = super()
+        base.__init__()  # untyped in transformers
         self._slots = slots
         self._buffers: list[Tensor] = []
 

@@ -26,9 +26,6 @@ class Draft:
     placed: tuple[IntArray, ...]
 
 
-_NOTHING = np.zeros(0, np.int32)
-
-
 def merge(
     root: int,
     proposals: Sequence[Proposal | None],
@@ -51,34 +48,33 @@ def merge(
         max_depth: Deepest node worth verifying: one less than the tokens the row may still emit.
         min_probability: Lowest probability of being reached that a node is drafted for.
     """
-    offers = [(source, offer) for source, offer in enumerate(proposals) if offer is not None and len(offer.tokens) > 1]
+    offers = [(source, offer) for source, offer in enumerate(proposals) if offer is not None]
     if not offers or budget <= 0 or max_depth <= 0:
-        placed = tuple(np.zeros(0 if offer is None else len(offer.tokens), np.int32) for offer in proposals)
-        return Draft(TokenTree.root(root), placed)
-    sizes = np.array([len(offer.tokens) for _, offer in offers], np.int64)
+        return Draft(TokenTree.root(root), tuple(np.zeros(_size(offer), np.int32) for offer in proposals))
     tokens, parents, depths, sources, where = _merge(
         root,
         np.concatenate([offer.tokens for _, offer in offers]),
         np.concatenate([offer.parents for _, offer in offers]),
         np.concatenate([offer.probabilities for _, offer in offers]),
-        sizes,
-        np.array([offer.required for _, offer in offers], np.int64),
-        np.array([source for source, _ in offers], np.int64),
+        np.array([(len(offer.tokens), offer.required, source) for source, offer in offers]),
         budget,
         max_depth,
         min_probability,
     )
-    pieces = dict(zip((source for source, _ in offers), np.split(where, np.cumsum(sizes)[:-1]), strict=True))
-    return Draft(
-        TokenTree(tokens, parents, depths, sources),
-        tuple(pieces.get(source, _NOTHING) for source in range(len(proposals))),
-    )
+    ends = np.cumsum([_size(offer) for offer in proposals])
+    placed = tuple(where[end - _size(offer) : end] for end, offer in zip(ends, proposals, strict=True))
+    return Draft(TokenTree(tokens, parents, depths, sources), placed)
+
+
+def _size(offer: Proposal | None) -> int:
+    """Nodes of a proposal, its root counted."""
+    return 0 if offer is None else len(offer.tokens)
 
 
 @njit(cache=True)
-def _merge(root, tokens, parents, probabilities, sizes, required, source_ids, budget, max_depth, min_probability):
+def _merge(root, tokens, parents, probabilities, offers, budget, max_depth, min_probability):
     """Union trie, then selection, then depth-first layout; returns the tree's arrays and where nodes went."""
-    trie = _union(root, tokens, parents, probabilities, sizes, required, source_ids)
+    trie = _union(root, tokens, parents, probabilities, offers)
     trie_tokens, trie_parents, trie_depths, reach, must, trie_sources, where = trie
     kept = _select(trie_depths, reach, must, budget, max_depth, min_probability)
     order = _layout(trie_parents, reach, kept)
@@ -98,8 +94,11 @@ def _merge(root, tokens, parents, probabilities, sizes, required, source_ids, bu
 
 
 @njit(cache=True)
-def _union(root, tokens, parents, probabilities, sizes, required, source_ids):
-    """Insert every proposal into one trie; a node's probability is the highest of those offered."""
+def _union(root, tokens, parents, probabilities, offers):
+    """Insert every proposal into one trie; a node's probability is the highest of those offered.
+
+    `offers` holds (nodes, required nodes, source) of each proposal.
+    """
     most = len(tokens) + 1
     trie_tokens, trie_parents = np.empty(most, np.int32), np.zeros(most, np.int32)
     depths, sources = np.zeros(most, np.int32), np.zeros(most, np.int32)
@@ -108,8 +107,8 @@ def _union(root, tokens, parents, probabilities, sizes, required, source_ids):
     where = np.zeros(len(tokens), np.int32)
     trie_tokens[0], chance[0], must[0] = root, 1.0, True
     count, start = 1, 0
-    for offer in range(len(sizes)):
-        for i in range(1, sizes[offer]):
+    for size, required, source in offers:
+        for i in range(1, size):
             parent = where[start + parents[start + i]]
             token = tokens[start + i]
             node = first_child[parent]
@@ -121,10 +120,10 @@ def _union(root, tokens, parents, probabilities, sizes, required, source_ids):
                 trie_tokens[node], trie_parents[node], depths[node] = token, parent, depths[parent] + 1
                 next_sibling[node], first_child[parent] = first_child[parent], node
             chance[node] = max(chance[node], min(1.0, probabilities[start + i]))
-            sources[node] |= 1 << source_ids[offer]
-            must[node] = must[node] or i < required[offer]
+            sources[node] |= 1 << source
+            must[node] = must[node] or i < required
             where[start + i] = node
-        start += sizes[offer]
+        start += size
     reach = np.empty(count, np.float64)
     reach[0] = 1.0
     for node in range(1, count):

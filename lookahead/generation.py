@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
+    StopStringCriteria,
     TextStreamer,
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -119,8 +120,8 @@ def prepare(
     _refuse_unsupported(model, generation_config, model_kwargs)
     config = lookahead_config if lookahead_config is not None else LookaheadConfig()
     lengths = _prompt_lengths(input_ids, model_kwargs.get("attention_mask"))
-    stopping = _stopping_rule(stopping_criteria)
     batch_size, longest = input_ids.shape
+    stopping = _stopping_rule(stopping_criteria, batch_size)
     # Room for what short outputs need; the cache grows when an output turns out long.
     capacity = longest + min(stopping.max_length - longest, 256) + config.node_budget + 1
     return Engine(
@@ -250,6 +251,13 @@ def _prepare_text(
         )
     if "pad_token_id" not in generate_kwargs and model.generation_config.pad_token_id is None:
         generate_kwargs = {**generate_kwargs, "pad_token_id": pad}
+    options = generation_config if generation_config is not None else model.generation_config
+    stop_strings = generate_kwargs.get("stop_strings", options.stop_strings)
+    if stop_strings is not None:
+        # `generate` hands no tokenizer to a custom_generate, so it could not make this criterion.
+        stops = StoppingCriteriaList([StopStringCriteria(tokenizer, stop_strings)])
+        stops.extend(generate_kwargs.get("stopping_criteria") or [])
+        generate_kwargs = {**generate_kwargs, "stop_strings": None, "stopping_criteria": stops}
     if seed is not None:
         torch.manual_seed(seed)
     causal_lm: Any = model
@@ -260,7 +268,6 @@ def _prepare_text(
         generation_config=generation_config,
         custom_generate=prepare,
         lookahead_config=config,
-        tokenizer=tokenizer,
         **generate_kwargs,
     )
     return engine
@@ -308,16 +315,18 @@ def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> NDArray
     return lengths
 
 
-def _stopping_rule(criteria: StoppingCriteriaList) -> StoppingRule:
+def _stopping_rule(criteria: StoppingCriteriaList, batch_size: int) -> StoppingRule:
     """Split the criteria that count tokens from those that need to be asked."""
     eos = [int(token) for c in criteria if isinstance(c, EosTokenCriteria) for token in c.eos_token_id.reshape(-1)]
     limits = [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)]
     others = StoppingCriteriaList(c for c in criteria if not isinstance(c, EosTokenCriteria | MaxLengthCriteria))
-    return StoppingRule(
-        max_length=min(limits),
-        eos_tokens=np.array(eos, np.int32),
-        custom=(lambda ids: bool(others(ids, None)[0])) if others else None,
-    )
+
+    def custom(row: int, ids: Tensor) -> bool:
+        # Rows stand at different lengths; a criterion that knows its row finds it at its place.
+        answer = others(cast(torch.LongTensor, ids.expand(batch_size, -1)), None)
+        return bool(answer[row])
+
+    return StoppingRule(max_length=min(limits), eos_tokens=np.array(eos, np.int32), custom=custom if others else None)
 
 
 def _append(input_ids: Tensor, outputs: list[list[int]], config: GenerationConfig) -> Tensor:

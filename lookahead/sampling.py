@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import cast
+from collections.abc import Callable
+from copy import copy
+from typing import Any, cast
 
 import torch
 from torch import FloatTensor, LongTensor, Tensor
-from transformers import LogitsProcessorList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+)
 
 
 class TokenChooser:
@@ -25,7 +32,7 @@ class TokenChooser:
     """
 
     def __init__(self, processors: LogitsProcessorList, *, do_sample: bool, batch_size: int) -> None:
-        self._processors = processors
+        self._processors = [_for_row(processors, row, batch_size) for row in range(batch_size)]
         self._do_sample = do_sample
         self._batch_size = batch_size
         self._noise: deque[Tensor] = deque()
@@ -34,7 +41,7 @@ class TokenChooser:
     @property
     def is_plain_greedy(self) -> bool:
         """Whether the choice is just the argmax of the raw logits."""
-        return not self._do_sample and len(self._processors) == 0
+        return not self._do_sample and not any(self._processors)
 
     def choose(self, prefix: Tensor, logits: Tensor, *, row: int, step: int) -> int:
         """Choose the token that follows `prefix`; call it once per emitted token, in order.
@@ -46,7 +53,7 @@ class TokenChooser:
             step: How many tokens the row had emitted before this one.
         """
         ids, raw = cast(LongTensor, prefix), cast(FloatTensor, logits[None].to(torch.float32, copy=True))
-        scores: Tensor = self._processors(ids, raw)
+        scores: Tensor = self._processors[row](ids, raw)
         if not self._do_sample:
             return int(scores.argmax(-1))
         probs = torch.softmax(scores, -1)
@@ -64,3 +71,46 @@ class TokenChooser:
             shape = (self._batch_size, probs.shape[-1])
             self._noise.append(torch.empty(shape, dtype=probs.dtype, device=probs.device).exponential_())
         return self._noise[step - self._first_step]
+
+
+class _WholeBatch(LogitsProcessor):
+    """Shows a user's processor a batch, every row of it the row in question, and takes that row's answer."""
+
+    def __init__(self, processor: LogitsProcessor, row: int, batch_size: int) -> None:
+        self._processor = processor
+        self._row = row
+        self._batch_size = batch_size
+
+    def __call__(self, input_ids: LongTensor, scores: FloatTensor) -> FloatTensor:
+        """Process `[1, vocab]` scores of the row as the batch's row would be processed."""
+        batch = [cast(Any, x.expand(self._batch_size, -1).clone()) for x in (input_ids, scores)]
+        return cast(FloatTensor, self._processor(*batch)[self._row : self._row + 1])
+
+
+def _for_row(processors: LogitsProcessorList, row: int, batch_size: int) -> LogitsProcessorList:
+    """Processors for one row of a batch, called with that row alone.
+
+    Rows advance at different rates, so a batch of equal lengths is never at hand. transformers' own processors
+    treat rows alike, but for two that know which row they are at; a user's processor might know it too.
+    """
+    if batch_size == 1:
+        return processors
+    mine = LogitsProcessorList()
+    for processor in processors:
+        if isinstance(processor, PrefixConstrainedLogitsProcessor):
+            mine.append(PrefixConstrainedLogitsProcessor(_at_row(processor._prefix_allowed_tokens_fn, row), 1))
+        elif isinstance(processor, RepetitionPenaltyLogitsProcessor):
+            own = copy(processor)
+            if isinstance(own.prompt_ignore_length, Tensor):
+                own.prompt_ignore_length = own.prompt_ignore_length[row : row + 1]
+            mine.append(own)
+        elif type(processor).__module__.startswith("transformers."):
+            mine.append(processor)
+        else:
+            mine.append(_WholeBatch(processor, row, batch_size))
+    return mine
+
+
+def _at_row(allowed: Callable[[int, Tensor], list[int]], row: int) -> Callable[[int, Tensor], list[int]]:
+    """A prefix constraint that is told the row's own place in the batch."""
+    return lambda _, ids: allowed(row, ids)

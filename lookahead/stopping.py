@@ -17,15 +17,16 @@ class StoppingRule:
     Attributes:
         max_length: Ids at which a row ends, prompt and padding included, as `model.generate` counts them.
         eos_tokens: int32 `[k]`; tokens that end an output.
-        custom: Every other criterion: takes a row's ids, int64 `[1, tokens]`, or None where there is none.
+        custom: Every other criterion: takes a row's place in the batch and its ids, int64 `[1, tokens]`;
+            None where there is none.
     """
 
     max_length: int
     eos_tokens: IntArray
-    custom: Callable[[Tensor], bool] | None = None
+    custom: Callable[[int, Tensor], bool] | None = None
 
-    def is_finished(self, ids: Tensor) -> bool:
+    def is_finished(self, row: int, ids: Tensor) -> bool:
         """Whether a row whose ids, int64 `[1, tokens]`, end with its newest token ends there."""
         # Every criterion is asked, as `model.generate` does: one that counts its calls must see them all.
-        custom = self.custom is not None and self.custom(ids)
+        custom = self.custom is not None and self.custom(row, ids)
         return custom or ids.shape[1] >= self.max_length or int(ids[0, -1]) in self.eos_tokens

@@ -42,12 +42,15 @@ class Target:
     def serving(self) -> Iterator[Target]:
         """Let the model use tree attention until the block ends; every pass must run inside."""
         before = self._model.config._attn_implementation
-        self._model.set_attn_implementation(ATTENTION_NAME)
+        # Older architectures call no attention function; they are given prepared masks instead.
+        if self._model._can_set_attn_implementation():
+            self._model.set_attn_implementation(ATTENTION_NAME)
         self._registered = self._model.config._attn_implementation == ATTENTION_NAME
         try:
             yield self
         finally:
-            self._model.set_attn_implementation(before)
+            if self._registered:
+                self._model.set_attn_implementation(before)
 
     def prefill(self, prompts: Sequence[IntArray]) -> None:
         """Put the KV of every prompt but for its last token, the first root, into the cache.

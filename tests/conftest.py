@@ -6,11 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from hypothesis import settings
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent
 
 torch.set_num_threads(1)
+# The first example compiles: a deadline would measure Numba.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")
@@ -42,3 +47,16 @@ def tiny_llama() -> LlamaForCausalLM:
 def bundled_path() -> Path:
     """The folder of the model that comes with the package."""
     return ROOT / "lookahead" / "bundled"
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of single characters for `tiny_llama`: 95 printable ASCII characters behind six special tokens."""
+    specials = ["<pad>", "<bos>", "<eos>", "<unk>", "<a>", "<b>"]
+    vocabulary = {token: i for i, token in enumerate([*specials, *map(chr, range(32, 127))])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+    )

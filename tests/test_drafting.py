@@ -1,0 +1,108 @@
+"""Merging proposals: one trie, best first, under a budget, likeliest path first."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lookahead.drafting import merge
+from lookahead.proposers.base import Proposal
+from lookahead.tree import TokenTree
+
+ROOT = 9
+
+
+def chain(*tokens: int, p: float = 0.5, required: int = 0) -> Proposal:
+    n = len(tokens) + 1
+    return Proposal(
+        np.array([ROOT, *tokens], np.int32),
+        np.maximum(np.arange(n) - 1, 0).astype(np.int32),
+        np.array([1.0] + [p] * len(tokens), np.float32),
+        required=required,
+    )
+
+
+@st.composite
+def proposals(draw: st.DrawFn) -> Proposal:
+    """A random trie over few tokens, so that several proposals overlap."""
+    tokens, parents, edges = [ROOT], [0], set()
+    for _ in range(draw(st.integers(0, 25))):
+        edge = (draw(st.integers(0, len(tokens) - 1)), draw(st.integers(0, 3)))
+        if edge not in edges:
+            edges.add(edge)
+            parents.append(edge[0])
+            tokens.append(edge[1])
+    chances = [1.0] + [draw(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0])) for _ in tokens[1:]]
+    required = draw(st.integers(0, 4))
+    return Proposal(np.array(tokens, np.int32), np.array(parents, np.int32), np.array(chances, np.float32), required)
+
+
+def paths(tokens: np.ndarray, parents: np.ndarray) -> list[tuple[int, ...]]:
+    """For every node, the tokens from below the root to it."""
+    found: list[tuple[int, ...]] = [()]
+    for node in range(1, len(tokens)):
+        found.append((*found[parents[node]], int(tokens[node])))
+    return found
+
+
+@given(st.lists(st.one_of(st.none(), proposals()), max_size=4), st.integers(0, 40), st.integers(0, 8))
+def test_a_draft_is_the_best_part_of_the_union_of_all_proposals(offers, budget, max_depth) -> None:
+    draft = merge(ROOT, offers, budget=budget, max_depth=max_depth, min_probability=0.05)
+    tree = draft.tree
+    TokenTree.from_parents(tree.tokens, tree.parents)  # raises unless it is a tree without duplicates
+    assert len(tree) <= budget + 1
+    assert tree.depths.max() <= max_depth
+
+    chance: dict[tuple[int, ...], float] = {(): 1.0}
+    required = set()
+    for offer in filter(None, offers):
+        for node, path in enumerate(paths(offer.tokens, offer.parents)):
+            chance[path] = max(chance.get(path, 0.0), float(offer.probabilities[node]))
+            if 0 < node < offer.required and len(path) <= max_depth:
+                required.add(path)
+    reach = {path: np.prod([chance[path[:i]] for i in range(len(path) + 1)]) for path in chance}
+    drafted = paths(tree.tokens, tree.parents)
+    assert set(drafted) <= set(chance)
+    if len(required) <= budget:
+        assert required <= set(drafted)
+    free = sorted((reach[p] for p in chance if p not in required and p and len(p) <= max_depth), reverse=True)
+    room = max(0, budget - len(required))
+    expected = [p for p in free if p >= 0.05][:room]
+    got = sorted((reach[p] for p in drafted if p not in required and p), reverse=True)
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+    for offer, placed in zip(offers, draft.placed, strict=True):
+        if offer is not None:
+            for path, node in zip(paths(offer.tokens, offer.parents), placed, strict=True):
+                assert drafted[node] == (path if path in drafted else ())
+
+
+def test_the_likeliest_path_is_laid_out_first() -> None:
+    unlikely, likely = chain(1, 2, 3, p=0.5), chain(4, 5, 6, p=0.9)
+    tree = merge(ROOT, [unlikely, likely], budget=16, max_depth=16).tree
+    assert tree.tokens[:4].tolist() == [ROOT, 4, 5, 6]
+    assert tree.parents[:4].tolist() == [0, 0, 1, 2]
+
+
+def test_a_node_offered_twice_is_one_node_that_remembers_both_sources() -> None:
+    draft = merge(ROOT, [chain(1, 2), None, chain(1, 3)], budget=16, max_depth=16)
+    assert sorted(draft.tree.tokens[1:].tolist()) == [1, 2, 3]
+    shared = draft.placed[0][1]
+    assert shared == draft.placed[2][1]
+    assert draft.tree.sources[shared] == 0b101
+
+
+def test_required_nodes_stand_before_likelier_ones() -> None:
+    window = chain(1, 2, 3, p=0.01, required=4)
+    draft = merge(ROOT, [chain(4, 5, 6, p=0.99), window], budget=4, max_depth=16, min_probability=0.05)
+    assert (draft.placed[1][1:] > 0).all()
+    assert sorted(draft.tree.tokens.tolist()) == [1, 2, 3, 4, ROOT]
+
+
+@pytest.mark.parametrize("offers", [[], [None], [chain()]])
+def test_nothing_offered_is_the_root_alone(offers: list[Proposal | None]) -> None:
+    draft = merge(ROOT, offers, budget=16, max_depth=16)
+    assert draft.tree.tokens.tolist() == [ROOT]
+    assert len(draft.placed) == len(offers)

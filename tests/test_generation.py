@@ -1,0 +1,349 @@
+"""The promise: token for token what `model.generate` gives, whatever is drafted and however it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+
+import lookahead
+from lookahead import LookaheadConfig
+from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
+from lookahead.generation import prepare
+from lookahead.proposers.base import IntArray, Outcome, Proposal
+
+GREEDY: dict[str, Any] = {"do_sample": False}
+SAMPLING = [
+    {"do_sample": True, "temperature": 0.7, "top_k": 0},
+    {"do_sample": True, "temperature": 1.3, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2},
+]
+PROCESSED = {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 8}
+CONFIGS = {
+    "plain": LookaheadConfig(proposers=()),
+    "prompt": LookaheadConfig(),
+    "jacobi": LookaheadConfig(proposers=("jacobi",), window=4, ngram_size=4, guesses=4),
+    "both": LookaheadConfig(proposers=("prompt", "jacobi"), window=5, ngram_size=3, guesses=3),
+}
+
+
+@pytest.fixture(scope="module")
+def ids() -> torch.Tensor:
+    """A prompt that repeats itself, so that there is something to draft."""
+    return torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])
+
+
+@pytest.fixture(scope="module")
+def ragged() -> dict[str, torch.Tensor]:
+    """Three prompts of 4, 9 and 12 tokens, left-padded."""
+    lengths, longest = (4, 9, 12), 12
+    rng = np.random.default_rng(1)
+    rows = [[0] * (longest - n) + rng.integers(3, 100, n).tolist() for n in lengths]
+    mask = [[0] * (longest - n) + [1] * n for n in lengths]
+    return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(mask)}
+
+
+def both(
+    model: PreTrainedModel, seed: int = 0, config: LookaheadConfig | None = None, **kwargs: Any
+) -> tuple[Any, Any]:
+    """What transformers gives and what we give, from the same seed, and where the seed's numbers stand after."""
+    torch.manual_seed(seed)
+    expected = model.generate(**kwargs)
+    state = torch.get_rng_state()
+    torch.manual_seed(seed)
+    got = model.generate(**kwargs, custom_generate=lookahead.decode, lookahead_config=config)
+    assert torch.equal(torch.get_rng_state(), state), "not the same random numbers were drawn"
+    return expected, got
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.mark.parametrize("options", [GREEDY, PROCESSED, *SAMPLING], ids=["greedy", "processed", "warm", "hot"])
+def test_one_prompt_gives_the_tokens_of_generate(
+    tiny_llama: PreTrainedModel, ids: torch.Tensor, options: dict[str, Any], config: LookaheadConfig
+) -> None:
+    expected, got = both(tiny_llama, config=config, input_ids=ids, max_new_tokens=60, **options)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.mark.parametrize("options", [GREEDY, PROCESSED, *SAMPLING], ids=["greedy", "processed", "warm", "hot"])
+def test_same_seed_gives_the_tokens_of_generate_for_a_ragged_batch(
+    tiny_llama: PreTrainedModel, ragged: dict[str, torch.Tensor], options: dict[str, Any], config: LookaheadConfig
+) -> None:
+    # Three ends of sequence of 101 tokens: rows finish at different steps.
+    options = {**options, "eos_token_id": [7, 8, 9], "pad_token_id": 0, "max_new_tokens": 40}
+    for seed in range(3):
+        expected, got = both(tiny_llama, seed, config, **ragged, **options)
+        assert torch.equal(got, expected)
+
+
+class Scripted:
+    """A proposer that offers what a test tells it to, for one row."""
+
+    name, needs_argmax = "scripted", False
+
+    def __init__(self, offer: Callable[[list[int], int], Proposal | None]) -> None:
+        self.offer = offer
+        self.ids: dict[int, list[int]] = {}
+
+    def start(self, row: int, prompt: IntArray) -> None:
+        self.ids[row] = prompt.tolist()
+
+    def propose(self, row: int, room: int) -> Proposal | None:
+        return self.offer(self.ids[row], room)
+
+    def observe(self, row: int, outcome: Outcome, placed: IntArray) -> None:
+        self.ids[row] += outcome.tokens.tolist()
+
+    def finish(self, row: int) -> None:
+        del self.ids[row]
+
+
+def chain(tokens: list[int]) -> Proposal:
+    n = len(tokens)
+    return Proposal(
+        np.array(tokens, np.int32), np.maximum(np.arange(n) - 1, 0).astype(np.int32), np.ones(n, np.float32)
+    )
+
+
+def random_trie(ids: list[int], room: int) -> Proposal:
+    rng = np.random.default_rng(len(ids))
+    tokens, parents, edges = [ids[-1]], [0], set()
+    while len(tokens) <= room:
+        edge = (int(rng.integers(len(tokens))), int(rng.integers(101)))
+        if edge not in edges:
+            edges.add(edge)
+            parents.append(edge[0])
+            tokens.append(edge[1])
+    return Proposal(np.array(tokens, np.int32), np.array(parents, np.int32), np.full(len(tokens), 0.999, np.float32))
+
+
+def decode_scripted(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, scripted: Scripted, max_nodes: int, **kwargs: Any
+) -> tuple[torch.Tensor, Any]:
+    monkeypatch.setattr("lookahead.generation.make_proposers", lambda config: [scripted])
+    config = LookaheadConfig(max_nodes=max_nodes)
+    got = model.generate(**kwargs, custom_generate=lookahead.decode, lookahead_config=config)
+    engine = model.generate(**kwargs, custom_generate=prepare, lookahead_config=config)
+    for _ in engine.run():
+        pass
+    return got, engine.stats[0]
+
+
+@pytest.mark.parametrize("max_nodes", [1, 7, 130])
+@pytest.mark.parametrize("limit", [1, 2, 33, 34, 35])
+def test_a_perfect_draft_changes_nothing_but_the_number_of_passes(
+    tiny_llama: PreTrainedModel, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch, max_nodes: int, limit: int
+) -> None:
+    expected = tiny_llama.generate(ids, max_new_tokens=limit, do_sample=False)
+    answer = tiny_llama.generate(ids, max_new_tokens=200, do_sample=False)[0].tolist()
+    perfect = Scripted(lambda seen, room: chain(answer[len(seen) - 1 : len(seen) + room]))
+    got, stats = decode_scripted(
+        tiny_llama, monkeypatch, perfect, max_nodes, input_ids=ids, max_new_tokens=limit, do_sample=False
+    )
+    assert torch.equal(got, expected)
+    assert stats.target_forwards == -(-limit // (max_nodes + 1))
+    assert stats.emitted_tokens == limit
+    assert stats.accepted_tokens == limit - stats.target_forwards
+
+
+@pytest.mark.parametrize("limit", [1, 20])
+def test_an_always_wrong_draft_changes_nothing(
+    tiny_llama: PreTrainedModel, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    expected = tiny_llama.generate(ids, max_new_tokens=limit, do_sample=False)
+    answer = tiny_llama.generate(ids, max_new_tokens=60, do_sample=False)[0].tolist()
+
+    def wrong(seen: list[int], room: int) -> Proposal:
+        return chain([seen[-1], *[(token + 1) % 101 for token in answer[len(seen) : len(seen) + room]]])
+
+    got, stats = decode_scripted(
+        tiny_llama, monkeypatch, Scripted(wrong), 5, input_ids=ids, max_new_tokens=limit, do_sample=False
+    )
+    assert torch.equal(got, expected)
+    assert (stats.accepted_tokens, stats.target_forwards) == (0, limit)
+
+
+@pytest.mark.parametrize("options", [GREEDY, PROCESSED, *SAMPLING], ids=["greedy", "processed", "warm", "hot"])
+def test_random_trees_of_maximal_size_change_nothing(
+    tiny_llama: PreTrainedModel, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    torch.manual_seed(5)
+    expected = tiny_llama.generate(ids, max_new_tokens=12, **options)
+    monkeypatch.setattr("lookahead.generation.make_proposers", lambda config: [Scripted(random_trie)])
+    torch.manual_seed(5)
+    config = LookaheadConfig(max_nodes=300, min_probability=0.0)
+    got = tiny_llama.generate(
+        ids, max_new_tokens=12, **options, custom_generate=lookahead.decode, lookahead_config=config
+    )
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("position", range(6))
+def test_an_end_of_sequence_inside_a_perfect_draft_ends_the_output_there(
+    tiny_llama: PreTrainedModel, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch, position: int
+) -> None:
+    answer = tiny_llama.generate(ids, max_new_tokens=40, do_sample=False)[0].tolist()
+    eos = answer[ids.shape[1] + position]
+    kwargs = {"input_ids": ids, "max_new_tokens": 40, "do_sample": False, "eos_token_id": eos, "pad_token_id": 0}
+    expected = tiny_llama.generate(**kwargs)
+    perfect = Scripted(lambda seen, room: chain(answer[len(seen) - 1 : len(seen) + room]))
+    got, stats = decode_scripted(tiny_llama, monkeypatch, perfect, 30, **kwargs)
+    assert torch.equal(got, expected)
+    assert stats.emitted_tokens == got.shape[1] - ids.shape[1]
+
+
+class StopAtSum(StoppingCriteria):
+    """A user's criterion: stop when the sum of all ids passes a bound."""
+
+    def __init__(self, bound: int) -> None:
+        self.bound = bound
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids.sum(1) > self.bound
+
+
+@pytest.mark.parametrize("bound", [400, 700, 1000, 1500])
+def test_a_users_criterion_that_fires_inside_an_accepted_block_ends_the_output_there(
+    tiny_llama: PreTrainedModel, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch, bound: int
+) -> None:
+    answer = tiny_llama.generate(ids, max_new_tokens=60, do_sample=False)[0].tolist()
+    kwargs = {
+        "input_ids": ids,
+        "max_new_tokens": 60,
+        "do_sample": False,
+        "stopping_criteria": StoppingCriteriaList([StopAtSum(bound)]),
+    }
+    expected = tiny_llama.generate(**kwargs)
+    perfect = Scripted(lambda seen, room: chain(answer[len(seen) - 1 : len(seen) + room]))
+    got, _ = decode_scripted(tiny_llama, monkeypatch, perfect, 30, **kwargs)
+    assert torch.equal(got, expected)
+
+
+def test_several_return_sequences_are_those_of_generate(
+    tiny_llama: PreTrainedModel, ragged: dict[str, torch.Tensor]
+) -> None:
+    expected, got = both(tiny_llama, 3, **ragged, do_sample=True, num_return_sequences=3, max_new_tokens=20)
+    assert torch.equal(got, expected)
+
+
+def test_a_dict_is_returned_when_asked_for(tiny_llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    expected, got = both(tiny_llama, input_ids=ids, max_new_tokens=9, do_sample=False, return_dict_in_generate=True)
+    assert torch.equal(got.sequences, expected.sequences)
+
+
+def test_the_model_is_left_as_it_was(tiny_llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    before = tiny_llama.config._attn_implementation
+    tiny_llama.generate(ids, max_new_tokens=5, do_sample=False, custom_generate=lookahead.decode)
+    assert tiny_llama.config._attn_implementation == before
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"num_beams": 2}, "num_beams"),
+        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
+        ({"inputs_embeds": torch.zeros(1, 3, 32)}, "inputs_embeds"),
+    ],
+)
+def test_what_cannot_be_served_exactly_is_refused_by_name(
+    tiny_llama: PreTrainedModel, ids: torch.Tensor, options: dict[str, Any], name: str
+) -> None:
+    inputs = {} if "inputs_embeds" in options else {"input_ids": ids}
+    with pytest.raises(UnsupportedModelError, match=name):
+        tiny_llama.generate(**inputs, max_new_tokens=5, custom_generate=lookahead.decode, **options)
+
+
+def test_right_padding_is_refused(tiny_llama: PreTrainedModel) -> None:
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    with pytest.raises(UnsupportedModelError, match="left-padded"):
+        tiny_llama.generate(
+            torch.tensor([[5, 6, 7], [5, 6, 0]]),
+            attention_mask=mask,
+            max_new_tokens=5,
+            custom_generate=lookahead.decode,
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"window": 0}, "window"),
+        ({"ngram_size": 1}, "ngram_size"),
+        ({"guesses": -1}, "guesses"),
+        ({"guesses": 2.5}, "guesses"),
+        ({"max_nodes": 0}, "max_nodes"),
+        ({"max_nodes": True}, "max_nodes"),
+        ({"max_ngram": 65}, "max_ngram"),
+        ({"min_ngram": 17}, "min_ngram"),
+        ({"min_probability": 1.5}, "min_probability"),
+        ({"proposers": ("oracle",)}, "oracle"),
+        ({"proposers": "prompt"}, "sequence"),
+        ({"proposers": ("prompt", "prompt")}, "repeat"),
+        ({"proposers": ("jacobi",), "max_nodes": 5}, "window"),
+    ],
+)
+def test_an_option_out_of_its_range_is_refused_by_name(options: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        LookaheadConfig(**options)
+
+
+def test_an_unknown_option_is_refused() -> None:
+    with pytest.raises(TypeError, match="windw"):
+        LookaheadConfig(windw=3)  # type: ignore[call-arg]
+
+
+def test_an_empty_prompt_in_a_batch_is_named(tiny_llama: PreTrainedModel, tiny_tokenizer: Any) -> None:
+    with pytest.raises(PromptError, match="prompt 1"):
+        lookahead.generate(tiny_llama, tiny_tokenizer, ["hello", "", "you"], max_new_tokens=5)
+
+
+@pytest.mark.parametrize(("name", "value"), [("max_new_tokens", 0), ("max_new_tokens", -3), ("max_length", 0)])
+def test_a_limit_without_room_for_a_token_is_refused(
+    tiny_llama: PreTrainedModel, tiny_tokenizer: Any, name: str, value: int
+) -> None:
+    with pytest.raises(ConfigError, match=name):
+        lookahead.generate(tiny_llama, tiny_tokenizer, "hello", **{name: value})
+
+
+def test_a_prompt_already_at_the_length_limit_is_refused(tiny_llama: PreTrainedModel, tiny_tokenizer: Any) -> None:
+    with pytest.raises(PromptError, match="max_length"):
+        lookahead.generate(tiny_llama, tiny_tokenizer, "hello there", max_length=11)
+
+
+def test_no_prompts_give_an_empty_result(tiny_llama: PreTrainedModel, tiny_tokenizer: Any) -> None:
+    result = lookahead.generate(tiny_llama, tiny_tokenizer, [], max_new_tokens=5)
+    assert (result.texts, result.token_ids, result.stats.emitted_tokens) == ([], [], 0)
+
+
+def test_text_in_gives_the_text_of_generate_row_by_row(tiny_llama: PreTrainedModel, tiny_tokenizer: Any) -> None:
+    prompts = ["the cat sat on the mat, the cat", "a b a b a", "x"]
+    result = lookahead.generate(tiny_llama, tiny_tokenizer, prompts, max_new_tokens=30, do_sample=False)
+    for prompt, text, new in zip(prompts, result.texts, result.token_ids, strict=True):
+        ids = torch.tensor([tiny_tokenizer(prompt)["input_ids"]])
+        expected = tiny_llama.generate(ids, max_new_tokens=30, do_sample=False)[0, ids.shape[1] :].tolist()
+        assert new == expected
+        assert text == tiny_tokenizer.decode(expected, skip_special_tokens=True)
+    assert result.stats.emitted_tokens == sum(map(len, result.token_ids))
+    assert result.stats.to_dict()["mean_acceptance_length"] >= 1
+
+
+def test_streamed_pieces_add_up_to_the_text(tiny_llama: PreTrainedModel, tiny_tokenizer: Any) -> None:
+    kwargs: dict[str, Any] = {"max_new_tokens": 40, "do_sample": True, "seed": 4}
+    pieces = list(lookahead.stream(tiny_llama, tiny_tokenizer, "the cat sat", **kwargs))
+    assert len(pieces) > 1
+    assert "".join(pieces) == lookahead.generate(tiny_llama, tiny_tokenizer, "the cat sat", **kwargs).texts[0]
+
+
+def test_stop_strings_end_the_text_where_generate_ends_it(tiny_llama: PreTrainedModel, tiny_tokenizer: Any) -> None:
+    free = lookahead.generate(tiny_llama, tiny_tokenizer, "the cat", max_new_tokens=40, do_sample=False)
+    stop = free.texts[0][10:12]
+    kwargs: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "stop_strings": [stop]}
+    got = lookahead.generate(tiny_llama, tiny_tokenizer, "the cat", **kwargs)
+    ids = torch.tensor([tiny_tokenizer("the cat")["input_ids"]])
+    expected = tiny_llama.generate(ids, tokenizer=tiny_tokenizer, **kwargs)[0, ids.shape[1] :].tolist()
+    assert got.token_ids == [expected]
+    assert len(expected) < 40

@@ -1,0 +1,115 @@
+"""One pass over token trees scores every node as token-by-token decoding would."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import GPTJConfig, GPTJForCausalLM, PreTrainedModel
+
+from lookahead.target import Target
+from lookahead.tree import TokenTree
+
+PROMPTS = [np.arange(3, 3 + n, dtype=np.int32) for n in (1, 9, 23)]
+
+
+@pytest.fixture(scope="module")
+def tiny_gptj() -> PreTrainedModel:
+    """A model that does not take registered attention functions, so that it is served prepared masks."""
+    config = GPTJConfig(vocab_size=101, n_embd=32, n_layer=2, n_head=2, rotary_dim=8, n_positions=512)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return GPTJForCausalLM(config).eval()
+
+
+@pytest.fixture(params=["registered attention", "prepared masks"])
+def model(request: pytest.FixtureRequest, tiny_llama: PreTrainedModel, tiny_gptj: PreTrainedModel) -> PreTrainedModel:
+    return tiny_llama if request.param == "registered attention" else tiny_gptj
+
+
+def random_tree(seed: int, nodes: int, root: int) -> TokenTree:
+    rng = np.random.default_rng(seed)
+    parents = [0] + [int(rng.integers(max(0, i - 3), i)) for i in range(1, nodes)]
+    tokens = np.array([root, *rng.permutation(100)[: nodes - 1]])
+    return TokenTree.from_parents(tokens, parents)
+
+
+def tokens_to(tree: TokenTree, node: int) -> list[int]:
+    path = [int(tree.tokens[node])]
+    while node != 0:
+        node = int(tree.parents[node])
+        path.append(int(tree.tokens[node]))
+    return path[::-1]
+
+
+def expected_logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
+    return model(torch.tensor([ids])).logits[0, -1]
+
+
+def check(model: PreTrainedModel, target: Target, trees: list[TokenTree], texts: list[list[int]]) -> None:
+    """Every node's logits are those of its path behind the row's committed tokens."""
+    logits = target.score(trees)
+    assert logits.shape[:2] == (len(trees), max(map(len, trees)))
+    with model_as_it_was(model):
+        for row, tree in enumerate(trees):
+            for node in range(len(tree)):
+                expected = expected_logits(model, texts[row] + tokens_to(tree, node))
+                torch.testing.assert_close(logits[row, node], expected, rtol=1e-4, atol=1e-4)
+
+
+class model_as_it_was:
+    """Let the reference run with the model's own attention in the middle of serving."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model, self.during = model, model.config._attn_implementation
+
+    def __enter__(self) -> None:
+        self.model.set_attn_implementation("eager")
+
+    def __exit__(self, *exc: object) -> None:
+        self.model.set_attn_implementation(self.during)
+
+
+def test_rows_of_any_length_score_and_commit_trees_of_any_shape(model: PreTrainedModel) -> None:
+    target = Target(model, rows=3, capacity=24)  # too small on purpose: it has to grow
+    texts = [prompt[:-1].tolist() for prompt in PROMPTS]
+    with torch.inference_mode(), target.serving():
+        target.prefill(PROMPTS)
+        for step in range(3):
+            trees = [random_tree(10 * step + row, nodes, root=7) for row, nodes in enumerate((1, 12, 70))]
+            check(model, target, trees, texts)
+            for row, tree in enumerate(trees):
+                leaf = len(tree) - 1
+                path = np.flatnonzero(tree.ancestor_mask()[leaf]).astype(np.int32)
+                target.commit(row, path)
+                texts[row] += tokens_to(tree, leaf)
+
+
+def test_a_retired_row_leaves_its_place_to_the_last_one(model: PreTrainedModel) -> None:
+    target = Target(model, rows=3, capacity=64)
+    texts = [prompt[:-1].tolist() for prompt in PROMPTS]
+    with torch.inference_mode(), target.serving():
+        target.prefill(PROMPTS)
+        target.retire(0)
+        check(model, target, [random_tree(row, 9, root=7) for row in range(2)], [texts[2], texts[1]])
+        target.retire(1)
+        check(model, target, [random_tree(3, 9, root=7)], [texts[2]])
+
+
+def test_a_prompt_longer_than_a_chunk_is_prefilled_in_chunks(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lookahead.target.PREFILL_CHUNK", 5)
+    target = Target(model, rows=3, capacity=64)
+    with torch.inference_mode(), target.serving():
+        target.prefill(PROMPTS)
+        trees = [random_tree(row, 6, root=7) for row in range(3)]
+        check(model, target, trees, [prompt[:-1].tolist() for prompt in PROMPTS])
+
+
+def test_serving_leaves_the_model_as_it_was_even_when_it_fails(tiny_llama: PreTrainedModel) -> None:
+    before = tiny_llama.config._attn_implementation
+    with pytest.raises(RuntimeError, match="interrupted"), Target(tiny_llama, rows=1, capacity=8).serving():
+        assert tiny_llama.config._attn_implementation != before
+        raise RuntimeError("interrupted")
+    assert tiny_llama.config._attn_implementation == before
