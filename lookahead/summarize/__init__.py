@@ -1,0 +1,61 @@
+"""Summaries of documents of any length, decoded speculatively.
+
+The modules: `inputs` finds files, `documents` reads them, `sentences` and `parts` cut a long document,
+`prompting` renders prompts, `decoders` generate, `summarizer` turns one document into a `Summary`, `results`
+writes JSON lines, `job` runs many documents, `terminal` shows them and `loading` loads models.
+
+Importing this package imports none of them, nor torch, so that `import lookahead` stays quick.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from lookahead.config import LookaheadConfig
+    from lookahead.summarize.summarizer import Summary
+
+__all__ = ["summarize"]
+
+
+def summarize(
+    text: str,
+    model: PreTrainedModel | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    max_new_tokens: int = 128,
+    config: LookaheadConfig | None = None,
+) -> Summary:
+    """Summarize a text of any length.
+
+    A text longer than the model's context is cut between sentences, its parts are summarized, then the
+    summaries of the parts together. Decoding is greedy, so the same text gives the same summary.
+
+    Args:
+        text: The document.
+        model: Any causal language model; the one that comes with the package where neither it nor a
+            tokenizer is given. That one is loaded once per process.
+        tokenizer: The tokenizer of `model`.
+        max_new_tokens: Most tokens of the summary.
+        config: How drafts are made; it changes the speed, never the summary.
+
+    Returns:
+        The summary; `str()` of it is its text.
+
+    Raises:
+        ConfigError: `max_new_tokens` is out of range, or only one of `model` and `tokenizer` was given.
+        DocumentError: The text is empty.
+        UnsupportedModelError: The model cannot be served, or the bundled one is missing.
+    """
+    from lookahead.errors import ConfigError
+    from lookahead.summarize.loading import load_bundled
+    from lookahead.summarize.summarizer import Summarizer
+
+    if (model is None) != (tokenizer is None):
+        given, missing = ("tokenizer", "model") if model is None else ("model", "tokenizer")
+        raise ConfigError(f"model and tokenizer must be given together, got a {given} but no {missing}")
+    if model is None or tokenizer is None:
+        model, tokenizer = load_bundled()
+    return Summarizer(model, tokenizer, max_new_tokens=max_new_tokens, config=config).summarize(text)

@@ -1,0 +1,88 @@
+"""Decoding prompts together, greedily."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from lookahead.stats import DecodingStats, total
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from lookahead.config import LookaheadConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """What some prompts were continued with.
+
+    Attributes:
+        texts: New text of each prompt.
+        token_ids: New tokens of each prompt.
+        stats: What decoding did, all prompts together.
+    """
+
+    texts: list[str]
+    token_ids: list[list[int]]
+    stats: DecodingStats
+
+
+class Decoder(Protocol):
+    """Continues prompts."""
+
+    def decode(self, prompts: Sequence[str], max_new_tokens: int) -> Decoded:
+        """Continue each prompt by at most `max_new_tokens` tokens."""
+
+
+class LookaheadDecoder:
+    """Decodes with `lookahead.generate`.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        config: How drafts are made; `None` for the defaults.
+        add_special_tokens: Whether the tokenizer adds its special tokens: not where a template wrote them.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        config: LookaheadConfig | None = None,
+        add_special_tokens: bool = True,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.config = config
+        self.add_special_tokens = add_special_tokens
+
+    def decode(self, prompts: Sequence[str], max_new_tokens: int) -> Decoded:
+        """Continue each prompt by at most `max_new_tokens` tokens."""
+        from lookahead.generation import generate
+
+        result = generate(
+            self.model,
+            self.tokenizer,
+            list(prompts),
+            config=self.config,
+            add_special_tokens=self.add_special_tokens,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+        )
+        return Decoded(result.texts, result.token_ids, result.stats)
+
+
+def total_in_sequence(calls: Iterable[DecodingStats]) -> DecodingStats:
+    """Add up calls that ran one after the other, so that their seconds add up too.
+
+    The time to the first token is that of the last call, everything before it included.
+    """
+    done = list(calls)
+    result = total(done)
+    result.prefill_s = sum(stats.prefill_s for stats in done)
+    result.decode_s = sum(stats.decode_s for stats in done)
+    result.ttft_s = sum(stats.prefill_s + stats.decode_s for stats in done[:-1]) + (done[-1].ttft_s if done else 0.0)
+    return result

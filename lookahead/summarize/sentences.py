@@ -1,0 +1,80 @@
+"""Where sentences end."""
+
+from __future__ import annotations
+
+import re
+
+# Words whose full stop does not end a sentence.
+_ABBREVIATION = re.compile(
+    r"""
+      mr|mrs|ms|mx|dr|prof|rev|hon|sr|jr|st|mt|ft|gen|col|capt|lt|sgt|cmdr|maj|gov|sen|rep|pres|messrs|mme|mlle
+    | vs|cf|viz|al|approx|ca|esp|incl|resp|ed|eds|vol|vols|pp|ch|sec|dept|univ|assn|bros
+    | jan|feb|mar|apr|jun|jul|aug|sep|sept|oct|nov|dec
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+# Those that only mean it before a number: "No. 5", but "No. It is not."
+_NUMBERED = re.compile("no|nos|fig|figs|eq|eqs|art|p|para|ref", re.IGNORECASE)
+_CLOSERS = "\"'”’»)\\]}*_"
+_OPENERS = "\"'“‘«(\\[{*_¿¡—-"
+
+_BOUNDARY = re.compile(
+    rf"""
+      (?P<blank>[^\S\n]*\n(?:[^\S\n]*\n)+\s*)                         # an empty line ends whatever stood before it
+    | (?P<stop>[.!?…]+)[{_CLOSERS}]*(?P<gap>\s+)(?=[{_OPENERS}]*(?P<next>\w))
+    | [。！？]+[」』”’）]*\s*                                           # no space is written after these
+    """,
+    re.VERBOSE,
+)
+_LAST_WORD = re.compile(r"(?:\w\.)*\w+$")
+_WORD_REACH = 24
+
+
+def split_sentences(text: str) -> list[str]:
+    """Cut a text between its sentences.
+
+    A sentence ends at `.`, `!`, `?` or `…`, closing quotes and brackets included, where a new one begins after
+    it, and at an empty line. Abbreviations ("Dr. Watson"), initials ("J. R. Smith"), "e.g." and decimal numbers
+    do not end one; a single line break does not either, since text is often wrapped.
+
+    Args:
+        text: Any text.
+
+    Returns:
+        The sentences in order, each with the whitespace that follows it: joined they are the text again.
+    """
+    sentences: list[str] = []
+    start = 0
+    for match in _BOUNDARY.finditer(text):
+        if match.start() > start and _ends_a_sentence(text, start, match):
+            sentences.append(text[start : match.end()])
+            start = match.end()
+    if start < len(text):
+        sentences.append(text[start:])
+    return sentences
+
+
+def _ends_a_sentence(text: str, start: int, match: re.Match[str]) -> bool:
+    """Whether the boundary that the pattern found, at or after `start`, is one."""
+    stop = match["stop"]
+    if stop is None:
+        return True
+    following = match["next"]
+    if following.islower():
+        # "What?" she said, and "Hm ... perhaps": whatever the stop, a small letter goes on.
+        return False
+    if stop != ".":
+        return True
+    word = _LAST_WORD.search(text, max(start, match.start() - _WORD_REACH), match.start())
+    if word is None:
+        return True
+    return not _is_abbreviation(word[0], following)
+
+
+def _is_abbreviation(word: str, following: str) -> bool:
+    """Whether `word`, written before a full stop, is short for another; `following` starts what comes next."""
+    if _NUMBERED.fullmatch(word):
+        return following.isdigit()
+    # "J." is an initial and "e.g." or "U.S." is written with its own full stops; "I." ends a sentence.
+    initials = all(len(letter) == 1 and letter.isalpha() for letter in word.split("."))
+    return _ABBREVIATION.fullmatch(word) is not None or (initials and word != "I")
