@@ -1,0 +1,400 @@
+"""The command line: arguments in, text and tables out. The work is done by `summarize` and `generation`."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from lookahead.config import LookaheadConfig
+from lookahead.errors import ConfigError, LookaheadError
+from lookahead.summarize import report
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from lookahead.summarize.documents import Reject
+    from lookahead.summarize.inputs import Input
+    from lookahead.summarize.job import Summarized, Totals
+    from lookahead.summarize.results import OutputPaths
+    from lookahead.summarize.summarizer import Summarizer
+
+MOST_TABLE_ROWS = 20
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+FORMATS = ("auto", "text", "json")
+
+Inputs = Annotated[
+    list[str],
+    typer.Argument(metavar="FILES...", help="Text files, .jsonl files, patterns such as 'notes/*.md', - for stdin."),
+]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="File for the summaries, a JSON line each.")]
+Field = Annotated[
+    str | None, typer.Option(help="Field of a JSON line with the document; makes - JSON lines. (default: text)")
+]
+Compare = Annotated[
+    bool, typer.Option("--compare", help="Decode plainly too: both speeds, and are the tokens identical?")
+]
+Format = Annotated[
+    str, typer.Option("--format", help="Of stdout: text, json, or auto: text on a terminal, else JSON lines.")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace output files that exist.")]
+Rejects = Annotated[Path | None, typer.Option(help="File for documents that fail. (default: OUTPUT.rejects.jsonl)")]
+Prompt = Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue, or - for stdin.")]
+Temperature = Annotated[float | None, typer.Option(min=0.0, help="Sample at this temperature; 0 takes the likeliest.")]
+TopK = Annotated[int | None, typer.Option(min=1, help="Sample from the k likeliest tokens.")]
+TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens of this mass.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed samples the same text.")]
+Stats = Annotated[bool, typer.Option("--stats", help="Show what decoding did, on stderr; the text comes at the end.")]
+Model = Annotated[str, typer.Option(help="Folder of a saved model, its name on the Hub, or 'bundled'.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Most tokens to write.")]
+Dtype = Annotated[str, typer.Option(help="fp32, bf16, or auto: the checkpoint's own on a GPU, fp32 on a CPU.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. (default: as PyTorch chooses)")]
+Proposers = Annotated[str, typer.Option(help="Where drafts come from: prompt, jacobi, prompt,jacobi or none.")]
+MaxNodes = Annotated[int | None, typer.Option(help="Most draft tokens a step verifies. (default: by the proposers)")]
+Window = Annotated[int, typer.Option(help="W, columns of the Jacobi window.")]
+NgramSize = Annotated[int, typer.Option(help="N, length of the n-grams it makes.")]
+Guesses = Annotated[int, typer.Option(help="G, most of its n-grams that a step verifies.")]
+
+
+def main() -> None:
+    """Run the command line."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files can hold bytes that are no text
+    app(prog_name="lookahead")
+
+
+def _show_version(wanted: bool) -> None:
+    """Print the version and leave."""
+    if wanted:
+        from lookahead import __version__
+
+        typer.echo(f"lookahead {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Faster generation with HuggingFace models: no draft model, not a token changed.
+
+    For example:
+
+      lookahead summarize article.txt --compare
+      lookahead generate "Once upon a time" --model ./my-model --stats
+    """
+
+
+@app.command()
+def summarize(
+    inputs: Inputs,
+    output: Output = None,
+    model: Model = "bundled",
+    field: Field = None,
+    max_new_tokens: MaxNewTokens = 128,
+    compare: Compare = False,
+    shape: Format = "auto",
+    overwrite: Overwrite = False,
+    rejects: Rejects = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    threads: Threads = None,
+    proposers: Proposers = "prompt",
+    max_nodes: MaxNodes = None,
+    window: Window = 7,
+    ngram_size: NgramSize = 5,
+    guesses: Guesses = 7,
+) -> None:
+    """Summarize documents of any length.
+
+    A document longer than the model's context is cut between sentences; its parts
+    are summarized, then their summaries together. One that cannot be read is
+    reported and put aside, and the others go on.
+
+    For example:
+
+      lookahead summarize article.txt --compare
+      lookahead summarize article.txt 'notes/*.md' -o summaries.jsonl
+      cat article.txt | lookahead summarize -
+      lookahead summarize docs.jsonl --field body -o out.jsonl --model ./my-model
+
+    Exit status: 0 all are summarized; 1 a document failed, a file could not be
+    written, or --compare found a difference in fp32; 2 an argument is wrong, and
+    nothing was written; 130 interrupted, and what was finished is written.
+    """
+    from lookahead.summarize.fitting import check_max_new_tokens
+    from lookahead.summarize.inputs import find_inputs
+    from lookahead.summarize.results import OutputPaths
+
+    with _usage_errors():
+        check_max_new_tokens(max_new_tokens)
+        config = _config(proposers, max_nodes, window, ngram_size, guesses)
+        sources = find_inputs(inputs, field)
+        paths = OutputPaths(output, rejects, overwrite)
+        paths.check(sources)
+        as_text = _as_text(shape, output)
+        language_model, tokenizer = _load(model, dtype, device, threads)
+        from lookahead.summarize.summarizer import Summarizer
+
+        summarizer = Summarizer(
+            language_model, tokenizer, max_new_tokens=max_new_tokens, config=config, compare=compare
+        )
+        summarizer.warm_up()
+        status = _run(summarizer, sources, paths, as_text=as_text)
+    raise typer.Exit(status)
+
+
+@app.command()
+def generate(
+    prompt: Prompt,
+    model: Model = "bundled",
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    seed: Seed = None,
+    stats: Stats = False,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    threads: Threads = None,
+    proposers: Proposers = "prompt",
+    max_nodes: MaxNodes = None,
+    window: Window = 7,
+    ngram_size: NgramSize = 5,
+    guesses: Guesses = 7,
+) -> None:
+    """Continue a prompt, token for token as transformers does.
+
+    For example:
+
+      lookahead generate "Once upon a time" --model ./my-model
+      lookahead generate "Once upon a time" --temperature 0.8 --seed 7 --stats
+      lookahead generate - --max-new-tokens 64 < prompt.txt
+    """
+    from lookahead.summarize.documents import read_prompt
+    from lookahead.summarize.fitting import check_max_new_tokens
+
+    with _usage_errors():
+        check_max_new_tokens(max_new_tokens)
+        config = _config(proposers, max_nodes, window, ngram_size, guesses)
+        text = read_prompt(prompt)
+        language_model, tokenizer = _load(model, dtype, device, threads)
+        chosen = {"temperature": temperature or None, "top_k": top_k, "top_p": top_p}
+        sampling = {name: value for name, value in chosen.items() if value is not None and temperature != 0}
+        _generate(
+            language_model,
+            tokenizer,
+            text,
+            with_stats=stats,
+            config=config,
+            seed=seed,
+            max_new_tokens=max_new_tokens,
+            do_sample=bool(sampling),
+            **sampling,
+        )
+
+
+def _generate(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, *, with_stats: bool, **options: Any
+) -> None:
+    """Write the continuation of one prompt to stdout: as it comes, or at once with stats on stderr."""
+    from lookahead import generation
+
+    if not with_stats:
+        for piece in generation.stream(model, tokenizer, prompt, **options):
+            print(piece, end="", flush=True)
+        print()
+        return
+    result = generation.generate(model, tokenizer, prompt, **options)
+    print(result.texts[0], flush=True)
+    _console(sys.stderr).print(_table(("", ""), report.stats_rows(result.stats)))
+
+
+def _config(proposers: str, max_nodes: int | None, window: int, ngram_size: int, guesses: int) -> LookaheadConfig:
+    """The options on drafting as a configuration, which checks them."""
+    names = [] if proposers == "none" else [name.strip() for name in proposers.split(",")]
+    return LookaheadConfig(proposers=names, max_nodes=max_nodes, window=window, ngram_size=ngram_size, guesses=guesses)
+
+
+def _as_text(shape: str, output: Path | None) -> bool:
+    """Whether summaries are shown to be read, not as JSON lines."""
+    if shape not in FORMATS:
+        raise ConfigError(f"format must be {', '.join(FORMATS)}, got {shape!r}")
+    if output is not None and shape != "auto":
+        raise ConfigError("format is that of stdout; with --output the summaries go to that file as JSON lines")
+    return output is None and (shape == "text" or (shape == "auto" and sys.stdout.isatty()))
+
+
+def _load(
+    model: str, dtype: str, device: str | None, threads: int | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the model, with a sign of life for the seconds that takes."""
+    from lookahead.summarize.loading import load_model, locate_model, prepare_process
+
+    locate_model(model)
+    with _console(sys.stderr).status("loading the model"):
+        prepare_process(threads)
+        return load_model(model, dtype=dtype, device=device)
+
+
+def _run(summarizer: Summarizer, sources: Sequence[Input], paths: OutputPaths, *, as_text: bool) -> int:
+    """Summarize the documents of all inputs; the exit status."""
+    from lookahead.summarize.documents import count_documents
+    from lookahead.summarize.job import Totals, run_job
+    from lookahead.summarize.results import JsonLinesStdout
+
+    totals = Totals()
+    shown = None if as_text else JsonLinesStdout()
+    with _Display(count_documents(sources), as_text=as_text) as display:
+        try:
+            run_job(sources, summarizer, paths, totals=totals, observer=display, shown=shown)
+        except KeyboardInterrupt:
+            display.say("interrupted", report.describe_stop(totals, paths.results))
+            return 130
+        except OSError as error:
+            if not isinstance(error, BrokenPipeError):  # a reader such as `head` has seen enough
+                done = report.describe_stop(totals, paths.results)
+                display.say("error", f"writing failed: {error.strerror}; {done}")
+            return 1
+    display.conclude(totals, exact=summarizer.exact)
+    return 1 if totals.rejected or (totals.different and summarizer.exact) else 0
+
+
+@contextmanager
+def _usage_errors() -> Iterator[None]:
+    """Turn what goes wrong before the work, or stops it, into one line on stderr and an exit status."""
+    try:
+        yield
+    except LookaheadError as error:
+        _say("error", str(error))
+        raise typer.Exit(2) from error
+    except BrokenPipeError:  # typer knows what to do with a closed stdout
+        raise
+    except OSError as error:
+        _say("error", f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        raise typer.Exit(2) from error
+    except KeyboardInterrupt as error:
+        _say("interrupted", "nothing was written")
+        raise typer.Exit(130) from error
+
+
+def _console(file: TextIO) -> Console:
+    """A console that prints text as it is."""
+    return Console(file=file, highlight=False, markup=False, emoji=False)
+
+
+def _say(kind: str, message: str) -> None:
+    """Print one line to stderr."""
+    line = Text.assemble((f"{kind}: ", "bold red"), " ".join(message.splitlines()))
+    _console(sys.stderr).print(line, soft_wrap=True)
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], total: Sequence[str] | None = None) -> Table:
+    """A table with its figures to the right, and a last row set apart."""
+    table = Table(show_header=any(headings), show_footer=total is not None, box=SIMPLE)
+    for i, heading in enumerate(headings):
+        figures = i > 0
+        footer = total[i] if total else ""
+        table.add_column(heading, footer, justify="right" if figures else "left", no_wrap=figures, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+class _Display:
+    """Shows a job: progress and errors on stderr, and on stdout the summaries to read, if they are wanted.
+
+    Args:
+        total: Documents to come, `None` if unknown.
+        as_text: Whether to show the summaries.
+    """
+
+    def __init__(self, total: int | None, *, as_text: bool) -> None:
+        self._as_text = as_text
+        self._rows: list[tuple[str, ...]] = []
+        stderr = _console(sys.stderr)
+        self._progress = Progress(
+            SpinnerColumn(),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("documents, {task.fields[speed]:.0f} tokens/s"),
+            TimeElapsedColumn(),
+            console=stderr,
+            transient=True,
+            redirect_stdout=False,  # rich would send what is printed meanwhile to stderr
+            disable=not stderr.is_terminal,
+        )
+        self._task = self._progress.add_task("", total=total, speed=0.0)
+
+    def __enter__(self) -> _Display:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Take the progress bar away while something is printed."""
+        self._progress.stop()
+        yield
+        self._progress.start()
+
+    def say(self, kind: str, message: str) -> None:
+        """Print one line to stderr."""
+        with self._aside():
+            _say(kind, message)
+
+    def summarized(self, done: Summarized, totals: Totals) -> None:
+        """Show a summary, and how far the job is."""
+        name, summary = str(done.document.id), done.summary
+        if self._as_text:
+            with self._aside():
+                out = _console(sys.stdout)
+                out.print(Rule(Text(name, "bold"), align="left"))
+                out.print(Text(summary.text))
+                out.print(Text(report.describe_summary(summary) + "\n", "dim"))
+        if summary.plain is not None and len(self._rows) < MOST_TABLE_ROWS:
+            self._rows.append(report.comparison_row(name, summary.stats, summary.plain))
+        self._progress.update(self._task, advance=1, speed=totals.stats.tokens_per_s)
+
+    def rejected(self, reject: Reject, totals: Totals) -> None:
+        """Show why a document failed."""
+        self.say("error", reject.error)
+        self._progress.update(self._task, advance=1)
+
+    def conclude(self, totals: Totals, *, exact: bool) -> None:
+        """Show how the job went: after the summaries where they are shown, else on stderr."""
+        out = _console(sys.stdout if self._as_text else sys.stderr)
+        if totals.plain is not None:
+            everything = report.comparison_row("all", totals.stats, totals.plain)
+            out.print(_table(report.COMPARISON_HEADINGS, self._rows, everything if totals.summarized > 1 else None))
+        out.print(report.describe_totals(totals))
+        if totals.different:
+            _say("NOT IDENTICAL", report.describe_difference(totals, exact=exact))
+
+
+if __name__ == "__main__":
+    main()
