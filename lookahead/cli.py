@@ -100,10 +100,7 @@ def root(
 ) -> None:
     """Faster generation with HuggingFace models: no draft model, not a token changed.
 
-    For example:
-
-      lookahead summarize article.txt --compare
-      lookahead generate "Once upon a time" --model ./my-model --stats
+    For example: lookahead summarize article.txt --compare
     """
 
 
@@ -267,7 +264,9 @@ def _run(summarizer: Summarizer, sources: Sequence[Input], paths: OutputPaths, *
 
     totals = Totals()
     shown = None if as_text else JsonLinesStdout()
-    with _Display(count_documents(sources), as_text=as_text) as display:
+    lines_on_terminal = not as_text and paths.results is None and sys.stdout.isatty()
+    display = _Display(count_documents(sources), as_text=as_text, with_bar=not lines_on_terminal)
+    with display.progress:
         try:
             run_job(sources, summarizer, paths, totals=totals, observer=display, shown=shown)
         except KeyboardInterrupt:
@@ -296,7 +295,7 @@ def _usage_errors() -> Iterator[None]:
         _say("error", f"{error.filename}: {error.strerror}" if error.filename else str(error))
         raise typer.Exit(2) from error
     except KeyboardInterrupt as error:
-        _say("interrupted", "nothing was written")
+        _say("interrupted", "stopped before anything was finished")
         raise typer.Exit(130) from error
 
 
@@ -329,13 +328,17 @@ class _Display:
     Args:
         total: Documents to come, `None` if unknown.
         as_text: Whether to show the summaries.
+        with_bar: Whether to show the bar, where stderr is a terminal.
+
+    Attributes:
+        progress: The bar; it is there while this is entered.
     """
 
-    def __init__(self, total: int | None, *, as_text: bool) -> None:
+    def __init__(self, total: int | None, *, as_text: bool, with_bar: bool) -> None:
         self._as_text = as_text
         self._rows: list[tuple[str, ...]] = []
         stderr = _console(sys.stderr)
-        self._progress = Progress(
+        self.progress = Progress(
             SpinnerColumn(),
             BarColumn(),
             MofNCompleteColumn(),
@@ -344,23 +347,16 @@ class _Display:
             console=stderr,
             transient=True,
             redirect_stdout=False,  # rich would send what is printed meanwhile to stderr
-            disable=not stderr.is_terminal,
+            disable=not (with_bar and stderr.is_terminal),
         )
-        self._task = self._progress.add_task("", total=total, speed=0.0)
-
-    def __enter__(self) -> _Display:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.stop()
+        self._task = self.progress.add_task("", total=total, speed=0.0)
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
         """Take the progress bar away while something is printed."""
-        self._progress.stop()
+        self.progress.stop()
         yield
-        self._progress.start()
+        self.progress.start()
 
     def say(self, kind: str, message: str) -> None:
         """Print one line to stderr."""
@@ -378,12 +374,12 @@ class _Display:
                 out.print(Text(report.describe_summary(summary) + "\n", "dim"))
         if summary.plain is not None and len(self._rows) < MOST_TABLE_ROWS:
             self._rows.append(report.comparison_row(name, summary.stats, summary.plain))
-        self._progress.update(self._task, advance=1, speed=totals.stats.tokens_per_s)
+        self.progress.update(self._task, advance=1, speed=totals.stats.tokens_per_s)
 
     def rejected(self, reject: Reject, totals: Totals) -> None:
         """Show why a document failed."""
         self.say("error", reject.error)
-        self._progress.update(self._task, advance=1)
+        self.progress.update(self._task, advance=1)
 
     def conclude(self, totals: Totals, *, exact: bool) -> None:
         """Show how the job went: after the summaries where they are shown, else on stderr."""

@@ -153,10 +153,14 @@ def _parse_lines(file: BinaryIO, source: Input, field: str) -> Iterator[Document
     if encoding in ("utf-16", "utf-32"):
         file = io.BytesIO(decode_bytes(file.read(), source.path).encode("utf-8", "replace"))
     offset = 0
+    is_empty = True
     for number, line in enumerate(file, start=1):
         if line.strip():
+            is_empty = False
             yield _parse_line(line, f"{source.path}:{number}", offset, field)
         offset += len(line)
+    if is_empty:
+        raise DocumentError(f"{source.path}: no documents")
 
 
 def _parse_line(line: bytes, place: str, offset: int, field: str) -> Document | Reject:

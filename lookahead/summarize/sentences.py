@@ -15,14 +15,14 @@ _ABBREVIATION = re.compile(
 )
 # Those that only mean it before a number: "No. 5", but "No. It is not."
 _NUMBERED = re.compile("no|nos|fig|figs|eq|eqs|art|p|para|ref", re.IGNORECASE)
-_CLOSERS = "\"'”’»)\\]}*_"
-_OPENERS = "\"'“‘«(\\[{*_¿¡—-"
+_OPENERS = "\"'“‘«([{*_¿¡—- "
 
+# Every run is matched whole, whether it ends a sentence or not, so that no text takes quadratic time.
 _BOUNDARY = re.compile(
-    rf"""
-      (?P<blank>[^\S\n]*\n(?:[^\S\n]*\n)+\s*)                         # an empty line ends whatever stood before it
-    | (?P<stop>[.!?…]+)[{_CLOSERS}]*(?P<gap>\s+)(?=[{_OPENERS}]*(?P<next>\w))
-    | [。！？]+[」』”’）]*\s*                                           # no space is written after these
+    r"""
+      (?P<stop>[.!?…]+)["'”’»)\]}*_]*(?P<gap>\s*)
+    | [。！？]+[」』”’）]*(?P<wide>\s*)                  # no space is written after these
+    | \n(?P<lines>\s*)
     """,
     re.VERBOSE,
 )
@@ -55,20 +55,29 @@ def split_sentences(text: str) -> list[str]:
 
 
 def _ends_a_sentence(text: str, start: int, match: re.Match[str]) -> bool:
-    """Whether the boundary that the pattern found, at or after `start`, is one."""
-    stop = match["stop"]
-    if stop is None:
+    """Whether the run that the pattern found, in a sentence from `start` on, ends it."""
+    if match["wide"] is not None:
         return True
-    following = match["next"]
+    if match["lines"] is not None:
+        return "\n" in match["lines"]  # an empty line
+    gap = match["gap"]
+    if not gap or gap.count("\n") > 1:
+        return bool(gap)
+    following = _first_letter(text, match.end())
     if following.islower():
         # "What?" she said, and "Hm ... perhaps": whatever the stop, a small letter goes on.
         return False
-    if stop != ".":
+    if match["stop"] != ".":
         return True
     word = _LAST_WORD.search(text, max(start, match.start() - _WORD_REACH), match.start())
-    if word is None:
-        return True
-    return not _is_abbreviation(word[0], following)
+    return word is None or not _is_abbreviation(word[0], following)
+
+
+def _first_letter(text: str, index: int) -> str:
+    """The character a sentence from `index` on begins with, quotes and brackets left out; empty at the end."""
+    while index < len(text) and text[index] in _OPENERS:
+        index += 1
+    return text[index : index + 1]
 
 
 def _is_abbreviation(word: str, following: str) -> bool:
