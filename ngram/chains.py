@@ -80,8 +80,28 @@ class ChainIndex:
             ValueError: `tokens` is not flat, or holds an id that is negative or beyond int32.
         """
         new = as_tokens(tokens)
+        if self._max_tokens is not None:
+            new = new[-(self._max_tokens // 2) :]
         self._reserve(new.size)
         self._length = _append(self._arena, self._heads, self._links, self._length, new)
+
+    def append_documents(self, tokens: IntArray) -> None:
+        """Close the open document and add several, the last of which stays open.
+
+        Args:
+            tokens: int32 `[n]`, the documents one after the other, `SEPARATOR` between them.
+
+        Raises:
+            TypeError: `tokens` is not an int32 array.
+            ValueError: `tokens` is not flat, or is longer than half of `max_tokens`.
+        """
+        if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32:
+            raise TypeError(f"tokens must be an int32 array, got {getattr(tokens, 'dtype', type(tokens).__name__)}")
+        if tokens.ndim != 1 or (self._max_tokens is not None and tokens.size > self._max_tokens // 2):
+            raise ValueError(f"tokens must be flat and at most half of max_tokens, got shape {tokens.shape}")
+        self.end_document()
+        self._reserve(tokens.size)
+        self._length = _append(self._arena, self._heads, self._links, self._length, tokens)
 
     def end_document(self) -> None:
         """Close the open document; what is appended next belongs to another, and no match spans the two."""
@@ -123,9 +143,7 @@ class ChainIndex:
         tail = self.tokens if context is None else as_tokens(context)
         positions = np.empty(max_links, dtype=np.int32)
         lengths = np.empty(max_links, dtype=np.int32)
-        found = find_matches(
-            *self.state, tail, tail.size, min_ngram, max_ngram, max_continuations, positions, lengths
-        )
+        found = find_matches(*self.state, tail, tail.size, min_ngram, max_ngram, max_continuations, positions, lengths)
         return positions[:found], lengths[:found]
 
     def _reserve(self, extra: int) -> None:
@@ -164,9 +182,10 @@ def as_tokens(tokens: Sequence[int] | IntArray) -> IntArray:
         raise ValueError(f"tokens must be a flat sequence, got shape {array.shape}")
     if array.dtype.kind not in "iu":
         raise TypeError(f"tokens must be whole numbers, got {array.dtype}")
-    low, high = int(array.min()), int(array.max())
-    if low < 0 or high > np.iinfo(np.int32).max:
-        raise ValueError(f"token ids must be from 0 to 2**31 - 1, got {low if low < 0 else high}")
+    if array.dtype != np.int32 and int(array.max()) > np.iinfo(np.int32).max:
+        raise ValueError(f"token ids must be below 2**31, got {int(array.max())}")
+    if array.dtype.kind == "i" and _has_negative(array):
+        raise ValueError(f"token ids must not be negative, got {int(array.min())}")
     return np.ascontiguousarray(array, dtype=np.int32)
 
 
@@ -175,6 +194,15 @@ def _extended(array: IntArray, capacity: int) -> IntArray:
     larger = np.zeros((capacity, *array.shape[1:]), dtype=array.dtype)
     larger[: array.shape[0]] = array
     return larger
+
+
+@njit(cache=True)
+def _has_negative(tokens):
+    """Whether any token is negative; for a few tokens faster than `tokens.min()`."""
+    for token in tokens:
+        if token < 0:
+            return True
+    return False
 
 
 @njit(cache=True)
@@ -204,10 +232,11 @@ def _link(arena, heads, links, position):
 
 @njit(cache=True)
 def _append(arena, heads, links, length, tokens):
-    """Write tokens behind the arena, linking each; returns the new length."""
+    """Write tokens behind the arena, linking all but separators; returns the new length."""
     for token in tokens:
         arena[length] = token
-        _link(arena, heads, links, length)
+        if token >= 0:
+            _link(arena, heads, links, length)
         length += 1
     return length
 

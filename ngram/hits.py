@@ -13,7 +13,7 @@ from lookahead.ngram.chains import IntArray
 
 FloatArray = NDArray[np.float64]
 
-RANKS = 4  # the likeliest continuation of a node has rank 0
+RANKS = 8  # the likeliest continuation of a node has rank 0
 SUPPORTS = 5  # kinds of agreement among the occurrences, see `support_of`
 _BUCKET_STARTS = (1, 2, 3, 4, 5, 7, 10, 16, 24)
 _FIRST_GUESS = (0.20, 0.38, 0.50, 0.62, 0.65, 0.77, 0.80, 0.91, 0.94)

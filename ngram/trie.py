@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from lookahead.ngram.chains import MAX_CONTEXT, ChainIndex, IntArray, as_tokens, find_matches
 from lookahead.ngram.hits import RANKS, HitRates, feature_of, support_of
 
-_MAX_LINKS = 32
-_VARIETY = 4  # different next tokens after which the walk stops
+_MAX_LINKS = 64
+_VARIETY = 8  # different next tokens after which the walk stops
 _FLOOR = 0.005  # a path less likely than this is not worth its node
 _CEILING = 0.99  # the children of a node never claim all of the chance
 _MAX_ROOM = 1 << 16
@@ -89,9 +89,7 @@ def _propose(arena, heads, links, length, tail, own, shortest, longest, room, ta
     """Find, grow, and put in order: the whole of `grow_trie`."""
     positions = np.empty(_MAX_LINKS, dtype=np.int32)
     lengths = np.empty(_MAX_LINKS, dtype=np.int32)
-    found = find_matches(
-        arena, heads, links, length, tail, tail.size, shortest, longest, _VARIETY, positions, lengths
-    )
+    found = find_matches(arena, heads, links, length, tail, tail.size, shortest, longest, _VARIETY, positions, lengths)
     tokens = np.empty(room + 1, dtype=np.int32)
     parents = np.zeros(room + 1, dtype=np.int32)
     probabilities = np.ones(room + 1, dtype=np.float32)
@@ -99,9 +97,7 @@ def _propose(arena, heads, links, length, tail, own, shortest, longest, room, ta
     tokens[0] = tail[-1]
     count = 1
     if found > 0:
-        count = _grow(
-            arena, length, own, positions, lengths, found, table, tokens, parents, probabilities, features
-        )
+        count = _grow(arena, length, own, positions, lengths, found, table, tokens, parents, probabilities, features)
     order = _depth_first(parents, count)
     return _reordered(order, tokens, parents, probabilities, features)
 

@@ -40,9 +40,7 @@ class PromptProposer:
 
     def __init__(self, min_ngram: int = 1, max_ngram: int = 16) -> None:
         if not 1 <= min_ngram <= max_ngram <= MAX_CONTEXT:
-            raise ValueError(
-                f"need 1 <= min_ngram <= max_ngram <= {MAX_CONTEXT}, got {min_ngram!r} and {max_ngram!r}"
-            )
+            raise ValueError(f"need 1 <= min_ngram <= max_ngram <= {MAX_CONTEXT}, got {min_ngram!r} and {max_ngram!r}")
         self.min_ngram = min_ngram
         self.max_ngram = max_ngram
         self._rates = HitRates()
@@ -56,9 +54,7 @@ class PromptProposer:
     def propose(self, row: int, room: int) -> Proposal | None:
         """Offer what followed the row's last tokens before, at most `room` nodes besides the root."""
         state = self._rows[row]
-        trie = grow_trie(
-            state.index, self._rates, room, min_ngram=self.min_ngram, max_ngram=self.max_ngram
-        )
+        trie = grow_trie(state.index, self._rates, room, min_ngram=self.min_ngram, max_ngram=self.max_ngram)
         state.trie = trie
         if trie is None:
             return None
