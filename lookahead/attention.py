@@ -46,9 +46,8 @@ class TreePass:
     def __init__(self, slots: TreeSlots, trees: Sequence[TokenTree] | None) -> None:
         self._slots = slots
         self._trees = trees
-        lengths = slots.lengths[: slots.active]
         self.is_from_empty = trees is None and slots.kv_length == slots.width
-        self.sees_all = slots.width == 1 and bool((lengths == lengths[0]).all())
+        self.sees_all = slots.width == 1 and slots.is_even
         self._masks: dict[tuple[int, int | None, torch.dtype, torch.device], Tensor] = {}
 
     def mask(self, groups: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:

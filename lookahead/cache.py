@@ -21,6 +21,8 @@ class TreeSlots:
         lengths: int64 `[rows]`; committed tokens of each row, whose KV stands at slots 0..length-1.
         active: Rows that take part in a pass; they are the rows 0..active-1.
         width: Nodes the running pass writes per row, at slots length..length+width-1.
+        kv_length: Slots a row's queries may look at during the running pass.
+        is_even: Whether all active rows hold equally many committed tokens.
         capacity: Slots a row has.
     """
 
@@ -28,29 +30,26 @@ class TreeSlots:
         self.lengths: NDArray[np.int64] = np.zeros(rows, np.int64)
         self.active = rows
         self.width = 0
+        self.kv_length = 0
         self.capacity = capacity
+        self.is_even = True
         self._begin = 0
-        self._even = True
         self._flat: dict[torch.device, Tensor] = {}
-
-    @property
-    def kv_length(self) -> int:
-        """Slots a row's queries may look at during the running pass."""
-        return int(self.lengths[: self.active].max()) + self.width
 
     def begin(self, width: int) -> None:
         """Open a pass that writes `width` nodes per active row."""
-        lengths = self.lengths[: self.active]
-        self.width = width
-        self._begin = int(lengths[0])
-        self._even = bool((lengths == self._begin).all())
+        lengths = self.lengths[: self.active].tolist()
+        self._begin = lengths[0]
+        self.is_even = all(length == self._begin for length in lengths)
         self._flat = {}
+        self.width = width
+        self.kv_length = max(lengths) + width
         if self.kv_length > self.capacity:
             self.capacity = max(self.kv_length, int(self.capacity * _GROWTH))
 
     def write(self, buffer: Tensor, states: Tensor) -> None:
         """Put `states` `[active, heads, width, dim]` into `buffer` `[rows, capacity, heads, dim]`."""
-        if self._even:
+        if self.is_even:
             buffer[: self.active, self._begin : self._begin + self.width] = states.transpose(1, 2)
             return
         index = self._flat.get(buffer.device)

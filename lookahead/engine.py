@@ -78,6 +78,7 @@ class Engine:
         self._chooser = chooser
         self._stopping = stopping
         self._device = prompts.device
+        self._budget = config.node_budget
         self._needs_argmax = any(proposer.needs_argmax for proposer in proposers)
         padded = prompts.cpu().numpy()
         self._batch_size, self._padded_length = padded.shape
@@ -128,12 +129,11 @@ class Engine:
 
     def _draft(self, row: _Row) -> Draft:
         """One row's tree, merged from what every proposer offers."""
-        budget = self._config.node_budget
-        proposals = [proposer.propose(row.index, budget) for proposer in self._proposers]
+        proposals = [proposer.propose(row.index, self._budget) for proposer in self._proposers]
         return merge(
             int(row.ids[row.length - 1]),
             proposals,
-            budget=budget,
+            budget=self._budget,
             max_depth=self._stopping.max_length - row.length - 1,
             min_probability=self._config.min_probability,
         )
