@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from lookahead.config import LookaheadConfig
 from lookahead.engine import Engine
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
-from lookahead.proposers import make_proposers
+from lookahead.proposers import Experience, make_proposers
 from lookahead.sampling import TokenChooser
 from lookahead.stats import DecodingStats, total
 from lookahead.stopping import StoppingRule
@@ -126,13 +127,21 @@ def prepare(
     capacity = longest + min(stopping.max_length - longest, 256) + config.node_budget + 1
     return Engine(
         Target(model, rows=batch_size, capacity=capacity),
-        make_proposers(config),
+        make_proposers(config, _experience_with(model)),
         config,
         TokenChooser(logits_processor, do_sample=bool(generation_config.do_sample), batch_size=batch_size),
         stopping,
         input_ids,
         lengths,
     )
+
+
+_experiences: WeakKeyDictionary[PreTrainedModel, Experience] = WeakKeyDictionary()
+
+
+def _experience_with(model: PreTrainedModel) -> Experience:
+    """What earlier calls learned of this model; it steers how much is drafted, and lives as long as the model."""
+    return _experiences.setdefault(model, Experience())
 
 
 def generate(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 import lookahead
 from lookahead import LookaheadConfig
@@ -124,7 +124,7 @@ def random_trie(ids: list[int], room: int) -> Proposal:
 def decode_scripted(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, scripted: Scripted, max_nodes: int, **kwargs: Any
 ) -> tuple[torch.Tensor, Any]:
-    monkeypatch.setattr("lookahead.generation.make_proposers", lambda config: [scripted])
+    monkeypatch.setattr("lookahead.generation.make_proposers", lambda config, experience: [scripted])
     config = LookaheadConfig(max_nodes=max_nodes)
     got = model.generate(**kwargs, custom_generate=lookahead.decode, lookahead_config=config)
     engine = model.generate(**kwargs, custom_generate=prepare, lookahead_config=config)
@@ -173,7 +173,7 @@ def test_random_trees_of_maximal_size_change_nothing(
 ) -> None:
     torch.manual_seed(5)
     expected = tiny_llama.generate(ids, max_new_tokens=12, **options)
-    monkeypatch.setattr("lookahead.generation.make_proposers", lambda config: [Scripted(random_trie)])
+    monkeypatch.setattr("lookahead.generation.make_proposers", lambda config, experience: [Scripted(random_trie)])
     torch.manual_seed(5)
     config = LookaheadConfig(max_nodes=300, min_probability=0.0)
     got = tiny_llama.generate(
@@ -194,6 +194,22 @@ def test_an_end_of_sequence_inside_a_perfect_draft_ends_the_output_there(
     got, stats = decode_scripted(tiny_llama, monkeypatch, perfect, 30, **kwargs)
     assert torch.equal(got, expected)
     assert stats.emitted_tokens == got.shape[1] - ids.shape[1]
+
+
+def test_what_one_call_learned_of_a_model_steers_what_the_next_one_drafts(ids: torch.Tensor) -> None:
+    options = LlamaConfig(
+        vocab_size=101, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        unlike_its_prompt = LlamaForCausalLM(options).eval()
+    outputs, drafted = [], []
+    for _ in range(3):
+        engine = unlike_its_prompt.generate(ids, max_new_tokens=80, do_sample=False, custom_generate=prepare)
+        outputs.append([step[0].tokens.tolist() for step in engine.run()])
+        drafted.append(engine.stats[0].drafted_tokens)
+    assert len({sum(map(tuple, steps), ()) for steps in outputs}) == 1
+    assert drafted[2] < drafted[0]
 
 
 class StopAtSum(StoppingCriteria):

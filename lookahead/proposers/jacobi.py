@@ -42,6 +42,7 @@ class JacobiProposer:
         ngram_size: N, the length of the n-grams that a full window closes, at least 2.
         guesses: G; guesses take at most the nodes of G n-grams, `G * (N - 1)`. 0 only moves the window.
         pool_from_prompt: Whether the prompt enters the pool too.
+        rates: What is known of guesses already, and where more is learned; the first guesses when None.
 
     Raises:
         ValueError: A size is out of its range.
@@ -55,7 +56,13 @@ class JacobiProposer:
     needs_argmax = True
 
     def __init__(
-        self, window: int = 7, ngram_size: int = 5, guesses: int = 7, *, pool_from_prompt: bool = True
+        self,
+        window: int = 7,
+        ngram_size: int = 5,
+        guesses: int = 7,
+        *,
+        pool_from_prompt: bool = True,
+        rates: HitRates | None = None,
     ) -> None:
         if window < 1 or ngram_size < 2 or guesses < 0:
             raise ValueError(
@@ -65,7 +72,7 @@ class JacobiProposer:
         self.ngram_size = ngram_size
         self.guesses = guesses
         self.pool_from_prompt = pool_from_prompt
-        self._rates = HitRates()
+        self._rates = rates if rates is not None else HitRates()
         self._rows: dict[int, _Row] = {}
 
     def start(self, row: int, prompt: IntArray) -> None:

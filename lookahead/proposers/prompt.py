@@ -27,6 +27,7 @@ class PromptProposer:
     Args:
         min_ngram: Shortest context looked up, in tokens, at least 1.
         max_ngram: Longest context compared, in tokens, from `min_ngram` to 64.
+        rates: What is known of candidates already, and where more is learned; the first guesses when None.
 
     Raises:
         ValueError: An n-gram length is out of its range.
@@ -38,12 +39,12 @@ class PromptProposer:
     name = "prompt"
     needs_argmax = False
 
-    def __init__(self, min_ngram: int = 1, max_ngram: int = 16) -> None:
+    def __init__(self, min_ngram: int = 1, max_ngram: int = 16, rates: HitRates | None = None) -> None:
         if not 1 <= min_ngram <= max_ngram <= MAX_CONTEXT:
             raise ValueError(f"need 1 <= min_ngram <= max_ngram <= {MAX_CONTEXT}, got {min_ngram!r} and {max_ngram!r}")
         self.min_ngram = min_ngram
         self.max_ngram = max_ngram
-        self._rates = HitRates()
+        self._rates = rates if rates is not None else HitRates()
         self._rows: dict[int, _Row] = {}
 
     def start(self, row: int, prompt: IntArray) -> None:
