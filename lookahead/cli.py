@@ -22,11 +22,10 @@ from lookahead.errors import ConfigError, LookaheadError
 from lookahead.summarize import report
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
     from lookahead.summarize.documents import Reject
     from lookahead.summarize.inputs import Input
     from lookahead.summarize.job import Summarized, Totals
+    from lookahead.summarize.loading import LoadedModel
     from lookahead.summarize.results import OutputPaths
     from lookahead.summarize.summarizer import Summarizer
 
@@ -152,12 +151,10 @@ def summarize(
         paths = OutputPaths(output, rejects, overwrite)
         paths.check(sources)
         as_text = _as_text(shape, output)
-        language_model, tokenizer = _load(model, dtype, device, threads)
+        loaded = _load(model, dtype, device, threads)
         from lookahead.summarize.summarizer import Summarizer
 
-        summarizer = Summarizer(
-            language_model, tokenizer, max_new_tokens=max_new_tokens, config=config, compare=compare
-        )
+        summarizer = Summarizer(*loaded, max_new_tokens=max_new_tokens, config=config, compare=compare)
         summarizer.warm_up()
         status = _run(summarizer, sources, paths, as_text=as_text)
     raise typer.Exit(status)
@@ -191,18 +188,18 @@ def generate(
       lookahead generate - --max-new-tokens 64 < prompt.txt
     """
     from lookahead.summarize.documents import read_prompt
-    from lookahead.summarize.fitting import check_max_new_tokens
+    from lookahead.summarize.fitting import check_max_new_tokens, check_room
 
     with _usage_errors():
         check_max_new_tokens(max_new_tokens)
         config = _config(proposers, max_nodes, window, ngram_size, guesses)
         text = read_prompt(prompt)
-        language_model, tokenizer = _load(model, dtype, device, threads)
+        loaded = _load(model, dtype, device, threads)
+        check_room(*loaded, text, max_new_tokens)
         chosen = {"temperature": temperature or None, "top_k": top_k, "top_p": top_p}
         sampling = {name: value for name, value in chosen.items() if value is not None and temperature != 0}
         _generate(
-            language_model,
-            tokenizer,
+            loaded,
             text,
             with_stats=stats,
             config=config,
@@ -213,18 +210,16 @@ def generate(
         )
 
 
-def _generate(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, *, with_stats: bool, **options: Any
-) -> None:
+def _generate(loaded: LoadedModel, prompt: str, *, with_stats: bool, **options: Any) -> None:
     """Write the continuation of one prompt to stdout: as it comes, or at once with stats on stderr."""
     from lookahead import generation
 
     if not with_stats:
-        for piece in generation.stream(model, tokenizer, prompt, **options):
+        for piece in generation.stream(*loaded, prompt, **options):
             print(piece, end="", flush=True)
         print()
         return
-    result = generation.generate(model, tokenizer, prompt, **options)
+    result = generation.generate(*loaded, prompt, **options)
     print(result.texts[0], flush=True)
     _console(sys.stderr).print(_table(("", ""), report.stats_rows(result.stats)))
 
@@ -244,9 +239,7 @@ def _as_text(shape: str, output: Path | None) -> bool:
     return output is None and (shape == "text" or (shape == "auto" and sys.stdout.isatty()))
 
 
-def _load(
-    model: str, dtype: str, device: str | None, threads: int | None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _load(model: str, dtype: str, device: str | None, threads: int | None) -> LoadedModel:
     """Load the model, with a sign of life for the seconds that takes."""
     from lookahead.summarize.loading import load_model, locate_model, prepare_process
 
@@ -292,8 +285,9 @@ def _usage_errors() -> Iterator[None]:
     except BrokenPipeError:  # typer knows what to do with a closed stdout
         raise
     except OSError as error:
-        _say("error", f"{error.filename}: {error.strerror}" if error.filename else str(error))
-        raise typer.Exit(2) from error
+        # A file is told by its name and was refused before the work; without a name it is stdout.
+        _say("error", f"{error.filename or 'writing failed'}: {error.strerror or error}")
+        raise typer.Exit(2 if error.filename else 1) from error
     except KeyboardInterrupt as error:
         _say("interrupted", "stopped before anything was finished")
         raise typer.Exit(130) from error

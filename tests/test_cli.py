@@ -5,10 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -23,7 +19,6 @@ from lookahead.summarize.summarizer import Summarizer
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = "The cat sat on the mat. The dog sat by the door. "
-COMMAND = [sys.executable, "-c", "from lookahead.cli import main; main()"]
 
 
 @pytest.fixture(scope="session")
@@ -87,17 +82,6 @@ def test_every_help_shows_an_example(arguments):
     assert result.exit_code == 0
     command = arguments[0] if len(arguments) > 1 else "summarize"
     assert f"lookahead {command} " in result.stdout.split("For example")[1]
-
-
-def test_help_comes_at_once_without_loading_torch():
-    script = (
-        "import sys\n"
-        "from typer.testing import CliRunner\n"
-        "from lookahead.cli import app\n"
-        "assert CliRunner().invoke(app, ['summarize', '--help']).exit_code == 0\n"
-        "assert not {'torch', 'transformers', 'numba'} & set(sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=60)
 
 
 def test_every_option_is_read_by_its_command():
@@ -343,45 +327,7 @@ def test_no_space_left_is_told_and_what_is_finished_stays(summarize, monkeypatch
 def test_a_full_device_is_told(summarize):
     result = summarize("a.txt", "-o", "/dev/full", "--rejects", "bad.jsonl")
     assert result.exit_code == 1
-    assert "writing failed: No space left on device; 0 finished summaries in /dev/full" in result.stderr
-
-
-def start(*arguments, **options):
-    """Start the command as a shell would, with SIGINT as the terminal leaves it."""
-    return subprocess.Popen(
-        [*COMMAND, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        text=True,
-        stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        **options,
-    )
-
-
-def test_ctrl_c_leaves_whole_lines_and_status_130(folder, model_folder):
-    (folder / "docs.jsonl").write_text('{"text": "The cat sat on the mat."}\n' * 5000)
-    process = start("summarize", "docs.jsonl", "-o", "out.jsonl", "--model", model_folder, "--threads", 1)
-    deadline = time.monotonic() + 120
-    while not (Path("out.jsonl").exists() and Path("out.jsonl").stat().st_size > 1000):
-        assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130
-    done = records("out.jsonl")
-    assert re.fullmatch(rf"interrupted: {len(done)} finished summar(y|ies) in out\.jsonl\n", stderr)
-    assert [record["id"] for record in done] == [f"docs.jsonl:{i + 1}" for i in range(len(done))]
-    assert Path("out.jsonl").read_text().endswith("\n")
-
-
-def test_a_reader_that_has_seen_enough_ends_the_job_quietly(folder, model_folder):
-    (folder / "docs.jsonl").write_text('{"text": "The cat sat on the mat."}\n' * 5000)
-    process = start("summarize", "docs.jsonl", "--model", model_folder, "--threads", 1, stdout=subprocess.PIPE)
-    assert json.loads(process.stdout.readline())["id"] == "docs.jsonl:1"
-    process.stdout.close()
-    assert process.wait(timeout=60) == 1
-    assert process.stderr.read() == ""
+    assert "writing failed: No space left on device; 0 finished summaries in /dev/full\n" in result.stderr
 
 
 # Generate
@@ -429,8 +375,13 @@ def test_stats_go_to_stderr(generate):
         (["Once", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, got 0"),
         (["Once", "--model", "./gone"], "model './gone' does not exist"),
         (["Once", "--window", "0"], "window must be a whole number"),
+        (
+            ["x" * 500],
+            "the prompt has 500 tokens of the 512 that the model's context holds: max_new_tokens must be at most 12",
+        ),
+        (["x" * 512], "there is no room for a new one"),
     ],
-    ids=" ".join,
+    ids=lambda value: " ".join(value)[:20] if isinstance(value, list) else "",
 )
 def test_generate_refuses_wrong_usage_in_one_line(generate, arguments, message):
     assert message in only_error(generate(*arguments, input=""))

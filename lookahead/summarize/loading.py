@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lookahead.errors import ConfigError, UnsupportedModelError
 
@@ -20,15 +20,20 @@ DTYPES = ("auto", "fp32", "bf16")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
+class LoadedModel(NamedTuple):
+    """A model with its tokenizer."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+
 @functools.cache
-def load_bundled() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_bundled() -> LoadedModel:
     """Load the summarizer that comes with the package, in fp32 on the CPU, once per process."""
     return load_model(BUNDLED, dtype="fp32", device="cpu")
 
 
-def load_model(
-    model: str = BUNDLED, *, dtype: str = "auto", device: str | None = None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_model(model: str = BUNDLED, *, dtype: str = "auto", device: str | None = None) -> LoadedModel:
     """Load a causal language model and its tokenizer, ready to generate.
 
     Args:
@@ -58,7 +63,7 @@ def load_model(
     except Exception as error:
         # transformers, safetensors, tokenizers and the Hub client raise dozens of unrelated types here.
         raise UnsupportedModelError(f"model {model!r} cannot be loaded: {_first_line(error)}") from error
-    return loaded.eval(), tokenizer
+    return LoadedModel(loaded.eval(), tokenizer)
 
 
 def locate_model(model: str) -> tuple[str, bool]:

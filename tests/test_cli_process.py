@@ -1,0 +1,83 @@
+"""The command line as a process of its own: how fast it starts, signals, pipes and full devices."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMAND = [sys.executable, "-c", "from lookahead.cli import main; main()"]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with many short documents."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs.jsonl").write_text('{"text": "The cat sat on the mat."}\n' * 5000)
+    (tmp_path / "a.txt").write_text("The cat sat on the mat.")
+    return tmp_path
+
+
+def start(*arguments, stdout=subprocess.PIPE):
+    """Start the command as a terminal would, with SIGINT heard."""
+    return subprocess.Popen(
+        [*COMMAND, *arguments, "--max-new-tokens", "4", "--threads", "1"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        text=True,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+
+
+def test_help_comes_at_once_without_loading_torch():
+    script = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from lookahead.cli import app\n"
+        "assert CliRunner().invoke(app, ['summarize', '--help']).exit_code == 0\n"
+        "assert not {'torch', 'transformers', 'numba'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=60)
+
+
+def test_ctrl_c_leaves_whole_lines_and_status_130(folder):
+    output = folder / "out.jsonl"
+    process = start("summarize", "docs.jsonl", "-o", "out.jsonl")
+    deadline = time.monotonic() + 120
+    while not (output.exists() and output.stat().st_size > 1000):
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert output.read_text().endswith("\n")
+    done = [json.loads(line)["id"] for line in output.read_text().splitlines()]
+    assert done == [f"docs.jsonl:{i + 1}" for i in range(len(done))]
+    assert re.fullmatch(rf"interrupted: {len(done)} finished summar(y|ies) in out\.jsonl\n", stderr)
+
+
+def test_a_reader_that_has_seen_enough_ends_the_job_quietly(folder):
+    process = start("summarize", "docs.jsonl")
+    assert json.loads(process.stdout.readline())["id"] == "docs.jsonl:1"
+    process.stdout.close()
+    assert process.wait(timeout=60) == 1
+    assert process.stderr.read() == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_device_behind_stdout_is_told_in_one_line(folder):
+    with open("/dev/full", "w") as full:
+        process = start("summarize", "a.txt", stdout=full)
+        _, stderr = process.communicate(timeout=120)
+    message = "error: writing failed: No space left on device; 0 finished summaries in stdout\n"
+    assert (process.returncode, stderr) == (1, message)
