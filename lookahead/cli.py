@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lookahead.summarize.results import OutputPaths
     from lookahead.summarize.summarizer import Summarizer
 
+FORMATS = ("auto", "text", "json")
 MOST_TABLE_ROWS = 20
 
 app = typer.Typer(
@@ -37,9 +38,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-FORMATS = ("auto", "text", "json")
 
 Inputs = Annotated[
     list[str],
@@ -155,7 +153,8 @@ def summarize(
         from lookahead.summarize.summarizer import Summarizer
 
         summarizer = Summarizer(*loaded, max_new_tokens=max_new_tokens, config=config, compare=compare)
-        summarizer.warm_up()
+        with _console(sys.stderr).status("warming up"):
+            summarizer.warm_up()
         status = _run(summarizer, sources, paths, as_text=as_text)
     raise typer.Exit(status)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -27,15 +29,25 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from lookahead.config import LookaheadConfig
 from lookahead.engine import Engine
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
+from lookahead.plain import PlainLoop
 from lookahead.proposers import Experience, make_proposers
 from lookahead.sampling import TokenChooser
 from lookahead.stats import DecodingStats, total
 from lookahead.stopping import StoppingRule
+from lookahead.support import why_not_trees
 from lookahead.target import Target
 
 # What `model.generate` passes along that an engine with its own cache and positions has no use for.
 _IGNORED = frozenset(
-    {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "token_type_ids"}
+    {
+        "attention_mask",
+        "position_ids",
+        "past_key_values",
+        "use_cache",
+        "logits_to_keep",
+        "token_type_ids",
+        "cache_params",
+    }
 )
 
 
@@ -87,15 +99,10 @@ def decode(
     Raises:
         UnsupportedModelError: The generation mode or an input cannot be served; the message names it.
     """
-    engine = prepare(
-        model,
-        input_ids,
-        logits_processor,
-        stopping_criteria,
-        generation_config,
-        lookahead_config=lookahead_config,
-        **model_kwargs,
-    )
+    arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config)
+    engine = prepare(*arguments, lookahead_config=lookahead_config, **model_kwargs)
+    if isinstance(engine, PlainLoop):
+        return cast(Tensor | GenerateDecoderOnlyOutput, engine.sample())
     outputs: list[list[int]] = [[] for _ in input_ids]
     for emissions in engine.run():
         for emission in emissions:
@@ -116,13 +123,24 @@ def prepare(
     generation_config: GenerationConfig,
     lookahead_config: LookaheadConfig | None = None,
     **model_kwargs: Any,
-) -> Engine:
-    """Check a call of `model.generate` and build the engine that serves it; the arguments are those of `decode`."""
+) -> Engine | PlainLoop:
+    """Check a call of `model.generate` and build what serves it; the arguments are those of `decode`."""
     _refuse_unsupported(model, generation_config, model_kwargs)
     config = lookahead_config if lookahead_config is not None else LookaheadConfig()
     lengths = _prompt_lengths(input_ids, model_kwargs.get("attention_mask"))
     batch_size, longest = input_ids.shape
     stopping = _stopping_rule(stopping_criteria, batch_size)
+    reason = why_not_trees(model, stopping.max_length)
+    if reason is not None:
+        complaint = f"{type(model).__name__} cannot be decoded speculatively: {reason}"
+        if lookahead_config is not None and lookahead_config.proposers:
+            raise UnsupportedModelError(f"{complaint}; leave out the configuration to decode it plainly")
+        warnings.warn(f"{complaint}; it is decoded plainly", stacklevel=2)
+        causal_lm: Any = model
+        sample = partial(
+            causal_lm._sample, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
+        )
+        return PlainLoop(sample, input_ids, lengths, stopping)
     # Room for what short outputs need; the cache grows when an output turns out long.
     capacity = longest + min(stopping.max_length - longest, 256) + config.node_budget + 1
     return Engine(
@@ -206,7 +224,7 @@ def stream(
     return _pieces(engine, tokenizer)
 
 
-def _pieces(engine: Engine, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+def _pieces(engine: Engine | PlainLoop, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     """Turn the emissions of a one-row engine into text, whole words at a time."""
     streamer: Any = _PieceStreamer(tokenizer, skip_special_tokens=True)
     for emissions in engine.run():
@@ -243,7 +261,7 @@ def _prepare_text(
     seed: int | None,
     add_special_tokens: bool,
     generate_kwargs: dict[str, Any],
-) -> Engine:
+) -> Engine | PlainLoop:
     """Tokenize, left-pad, and let `model.generate` resolve its options into an engine."""
     _check_lengths(generate_kwargs)
     encoded = [tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"] for prompt in prompts]
@@ -271,7 +289,7 @@ def _prepare_text(
         torch.manual_seed(seed)
     causal_lm: Any = model
     device = causal_lm.get_input_embeddings().weight.device
-    engine: Engine = causal_lm.generate(
+    engine: Engine | PlainLoop = causal_lm.generate(
         torch.tensor(padded, device=device),
         attention_mask=torch.tensor(mask, device=device),
         generation_config=generation_config,

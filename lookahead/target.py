@@ -20,6 +20,11 @@ from lookahead.tree import IntArray, TokenTree
 PREFILL_CHUNK = 1024
 
 
+def takes_registered_attention(model: PreTrainedModel) -> bool:
+    """Whether the model calls registered attention functions; older architectures are given prepared masks."""
+    return bool(model._can_set_attn_implementation())
+
+
 class Target:
     """A HuggingFace causal LM that scores one token tree per row in one forward pass.
 
@@ -42,10 +47,9 @@ class Target:
     def serving(self) -> Iterator[Target]:
         """Let the model use tree attention until the block ends; every pass must run inside."""
         before = self._model.config._attn_implementation
-        # Older architectures call no attention function; they are given prepared masks instead.
-        if self._model._can_set_attn_implementation():
+        self._registered = takes_registered_attention(self._model)
+        if self._registered:
             self._model.set_attn_implementation(ATTENTION_NAME)
-        self._registered = self._model.config._attn_implementation == ATTENTION_NAME
         try:
             yield self
         finally:

@@ -22,12 +22,14 @@ FLOORS = (
     {"errors"},
     {"ngram", "kernels", "config", "tree"},
     {"proposers.base"},
-    {"drafting", "cost", "sampling", "stopping", "verify", "stats"},
+    {"drafting", "sampling", "stopping", "verify", "stats"},
     {"proposers"},
     {"cache"},
     {"attention"},
     {"target"},
+    {"support"},
     {"engine"},
+    {"plain"},
     {"generation"},
     {"summarize"},
     {"training"},
@@ -35,7 +37,7 @@ FLOORS = (
     {"cli"},
 )
 MODEL_BACKED_PROPOSERS: frozenset[str] = frozenset()
-KNOW_TRANSFORMERS = {"cache", "attention", "target", "sampling", "generation", "summarize", "training"}
+KNOW_TRANSFORMERS = {"cache", "attention", "target", "sampling", "support", "generation", "summarize", "training"}
 KNOW_THE_TERMINAL = {"cli", "training"}  # training shows its progress
 BROUGHT_ALONG = {"tokenizers"}  # by transformers, which pins the range it works with
 

@@ -1,0 +1,55 @@
+"""Plain decoding by transformers itself, for models that cannot verify drafts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lookahead.engine import Emission
+from lookahead.stats import DecodingStats
+from lookahead.stopping import StoppingRule
+
+
+class PlainLoop:
+    """Stands in for an `Engine`: one call of transformers' own loop, and the same report of what it emitted.
+
+    Args:
+        sample: Runs the loop; returns ids, int64 `[batch, tokens + new]`.
+        input_ids: int64 `[batch, tokens]`.
+        lengths: int64 `[batch]`, tokens of each prompt without its padding.
+        stopping: When a row ends.
+
+    Attributes:
+        sample: As given.
+        stats: One per row.
+    """
+
+    def __init__(
+        self, sample: Callable[[], Any], input_ids: Tensor, lengths: NDArray[np.int64], stopping: StoppingRule
+    ) -> None:
+        self.sample = sample
+        self._width = input_ids.shape[1]
+        self._stopping = stopping
+        self.stats = [DecodingStats(prompt_tokens=int(length)) for length in lengths]
+
+    def run(self) -> Iterator[list[Emission]]:
+        """Decode every row to its end and yield all of it at once."""
+        start = time.perf_counter()
+        output = self.sample()
+        sequences: Tensor = getattr(output, "sequences", output)
+        seconds = time.perf_counter() - start
+        emissions = []
+        for row, ids in enumerate(sequences[:, self._width :].cpu().numpy().astype(np.int32)):
+            ends = np.flatnonzero(np.isin(ids, self._stopping.eos_tokens))
+            tokens = ids[: ends[0] + 1] if len(ends) else ids
+            stats = self.stats[row]
+            stats.emitted_tokens = stats.target_forwards = len(tokens)
+            stats.acceptance_histogram[1] = len(tokens)
+            stats.decode_s = stats.ttft_s = seconds
+            emissions.append(Emission(row, tokens, finished=True))
+        yield emissions
