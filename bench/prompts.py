@@ -1,0 +1,71 @@
+"""Prompts for the benchmarks: documents cut into passages to summarize, or texts to continue."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from lookahead.summarize.prompting import SUMMARIZE_TEMPLATE, Prompting
+from lookahead.summarize.sentences import split_sentences
+
+
+def read_texts(path: Path, field: str) -> Iterator[str]:
+    """Yield the texts of a JSON lines file (the first string of `field` where it holds a list), or a file's lines."""
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            if path.suffix != ".jsonl":
+                yield line.strip()
+                continue
+            value = json.loads(line)[field]
+            yield value[0] if isinstance(value, list) else value
+
+
+def summary_prompts(
+    texts: Iterator[str], tokenizer: PreTrainedTokenizerBase, *, limit: int, shortest: int, longest: int
+) -> list[str]:
+    """Cut texts into passages of `shortest` to `longest` tokens, at sentence ends, and ask for their summaries.
+
+    Lengths are drawn evenly with a fixed seed; every text gives passages in turn until there are `limit`.
+    """
+    prompting = Prompting(tokenizer)
+    if prompting.template != SUMMARIZE_TEMPLATE:
+        raise ValueError("the model has no chat template named 'summarize': use --task continue")
+    rng = np.random.default_rng(0)
+    streams = [iter(split_sentences(text.strip())) for text in texts]
+    prompts: list[str] = []
+    while streams and len(prompts) < limit:
+        for stream in list(streams):
+            goal, sentences, tokens = int(rng.integers(shortest, longest + 1)), [], 0
+            for sentence in stream:
+                cleaned = prompting.clean(sentence)
+                count = len(tokenizer(cleaned, add_special_tokens=False, verbose=False)["input_ids"])
+                if tokens + count > longest:
+                    break
+                sentences.append(cleaned)
+                tokens += count
+                if tokens >= goal:
+                    break
+            if tokens < shortest:
+                streams.remove(stream)
+            elif len(prompts) < limit:
+                prompts.append(prompting.render("".join(sentences).strip()))
+    return prompts
+
+
+def continuation_prompts(
+    texts: Iterator[str], tokenizer: PreTrainedTokenizerBase, *, limit: int, longest: int
+) -> list[str]:
+    """The beginnings of texts, at most `longest` tokens each, to be continued."""
+    prompts: list[str] = []
+    for text in texts:
+        if len(prompts) == limit:
+            break
+        encoded = tokenizer(text.strip(), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        ends = encoded["offset_mapping"]
+        if ends:
+            prompts.append(text.strip()[: ends[min(longest, len(ends)) - 1][1]])
+    return prompts
