@@ -81,6 +81,11 @@ def test_an_argument_that_names_no_file_is_refused(folder, argument, message):
     assert message in str(caught.value)
 
 
+def test_a_text_given_in_place_of_a_file_is_refused_with_a_hint(folder):
+    with pytest.raises(DocumentError, match=r"^'One sentence. One sentence. [^']*'\.\.\.: .* stdin with -$"):
+        find_inputs(["One sentence. " * 1000])
+
+
 def test_a_field_that_nothing_would_read_is_refused(folder):
     (folder / "a.txt").write_text("Text.")
     with pytest.raises(DocumentError, match="'body' is read from JSON lines"):
@@ -208,7 +213,7 @@ def test_json_lines_without_a_document_are_refused(folder):
 def test_standard_input_is_json_lines_where_a_field_is_named(stdin):
     stdin(b'{"body": "One."}\n{"body": "Two."}\n')
     assert read("-", field="body") == [Document("-:1", "One."), Document("-:2", "Two.")]
-    assert count_documents(find_inputs(["-"])) is None
+    assert count_documents(find_inputs(["-"], field="body")) is None
 
 
 # Sentences

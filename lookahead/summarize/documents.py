@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import io
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -82,14 +83,14 @@ def read_prompt(argument: str) -> str:
 
 
 def count_documents(inputs: Sequence[Input]) -> int | None:
-    """How many documents the inputs hold, or `None` where standard input or an unreadable file hides it."""
+    """How many documents the inputs hold, or `None` where a pipe or an unreadable file does not tell beforehand."""
     total = 0
     for source in inputs:
-        if source.is_stdin:
-            return None
         if source.field is None:
             total += 1
             continue
+        if not os.path.isfile(source.path):
+            return None
         try:
             with open(source.path, "rb") as file:
                 total += sum(1 for line in file if line.strip())

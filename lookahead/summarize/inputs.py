@@ -64,10 +64,15 @@ def _expand(argument: str) -> list[str]:
     if argument == STDIN:
         return [argument]
     path = Path(argument)
-    if path.is_dir():
-        raise DocumentError(f"{argument} is a directory; name its files, for example '{path / '*.txt'}'")
-    if path.exists():
-        return [argument]
+    try:
+        if path.is_dir():
+            raise DocumentError(f"{argument} is a directory; name its files, for example '{path / '*.txt'}'")
+        if path.exists():
+            return [argument]
+    except OSError as error:  # above all the text itself, given in place of a file
+        raise DocumentError(
+            f"{argument[:40]!r}...: {error.strerror}; a text itself is read from stdin with -"
+        ) from error
     if not glob.has_magic(argument):
         raise DocumentError(f"{argument}: no such file")
     matches = sorted(match for match in glob.glob(argument, recursive=True) if not Path(match).is_dir())
