@@ -12,11 +12,18 @@ from numpy.typing import NDArray
 from lookahead.ngram.chains import MAX_CONTEXT, ChainIndex, IntArray, as_tokens, find_matches
 from lookahead.ngram.hits import RANKS, HitRates, feature_of, support_of
 
-_MAX_LINKS = 64
+_MAX_LINKS = 32
 _VARIETY = 8  # different next tokens after which the walk stops
 _FLOOR = 0.005  # a path less likely than this is not worth its node
 _CEILING = 0.99  # the children of a node never claim all of the chance
 _MAX_ROOM = 1 << 16
+_FOLLOWED = 6  # occurrences that agree on a token and are followed beyond it: enough to see where they part
+
+# Columns of an occurrence, of a branch (until it is scored, the match behind it stands for its feature), and of
+# its chances: once its parent was chosen, and of being reached at all.
+_POSITION, _MATCHED, _AHEAD = range(3)
+_FIRST, _STOP, _PARENT, _DEPTH, _TOKEN, _FEATURE = range(6)
+_CHANCE, _REACH = range(2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,138 +97,132 @@ def _propose(arena, heads, links, length, tail, own, shortest, longest, room, ta
     positions = np.empty(_MAX_LINKS, dtype=np.int32)
     lengths = np.empty(_MAX_LINKS, dtype=np.int32)
     found = find_matches(arena, heads, links, length, tail, tail.size, shortest, longest, _VARIETY, positions, lengths)
+    occurrences = np.empty((found, 3), dtype=np.int64)
+    for each in range(found):
+        occurrences[each, _POSITION], occurrences[each, _MATCHED] = positions[each], lengths[each]
     tokens = np.empty(room + 1, dtype=np.int32)
     parents = np.zeros(room + 1, dtype=np.int32)
     probabilities = np.ones(room + 1, dtype=np.float32)
     features = np.zeros(room + 1, dtype=np.int32)
     tokens[0] = tail[-1]
-    count = 1
-    if found > 0:
-        count = _grow(arena, length, own, positions, lengths, found, table, tokens, parents, probabilities, features)
+    count = _grow(arena, length, own, occurrences, table, tokens, parents, probabilities, features)
     order = _depth_first(parents, count)
     return _reordered(order, tokens, parents, probabilities, features)
 
 
 @njit(cache=True)
-def _next_token(arena, length, own, position, tokens, parents, node, depth):
-    """The token at `position`, or of the path to `node` where the open document has ended; negative: none."""
-    if position < length:
-        return arena[position]
-    if not own:
-        return -1
-    for _ in range(depth - 1 - (position - length)):
-        node = parents[node]
-    return tokens[node]
-
-
-@njit(cache=True)
-def _grow(arena, length, own, positions, lengths, found, table, tokens, parents, probabilities, features):
+def _grow(arena, length, own, occurrences, table, tokens, parents, probabilities, features):
     """Best-first: turn the likeliest branch into a node and split its occurrences; returns the nodes made.
 
     A branch is a run of occurrences that agree so far. Runs are disjoint, so there are never more branches
     than occurrences, and a scan for the best is as fast as a heap.
     """
-    # a branch: first and last occurrence, parent node, depth, token, feature; its chance, that of its path
-    shape = np.empty((found + 1, 6), dtype=np.int64)
-    chance = np.empty((found + 1, 2))
-    ahead = np.empty(found, dtype=np.int64)
-    branches = _split(
-        arena, length, own, positions, lengths, 0, found, 0, 0, 1.0,
-        tokens, parents, table, ahead, shape, chance, 0,
-    )  # fmt: skip
+    found = occurrences.shape[0]
+    branches = np.empty((found + 1, 6), dtype=np.int64)
+    chances = np.empty((found + 1, 2))
+    tips = _split(arena, length, own, occurrences, 0, found, 0, 0, table, 1.0, branches, chances, 0)
     count = 1
-    while branches > 0 and count < tokens.size:
+    while tips > 0 and count < tokens.size:
         best = 0
-        for other in range(1, branches):
-            if chance[other, 1] > chance[best, 1]:
+        for other in range(1, tips):
+            if chances[other, _REACH] > chances[best, _REACH]:
                 best = other
-        path = chance[best, 1]
-        if path < _FLOOR:
+        reach = chances[best, _REACH]
+        if reach < _FLOOR:
             break
-        first, stop, parent, depth = shape[best, 0], shape[best, 1], shape[best, 2], shape[best, 3]
-        tokens[count], parents[count], features[count] = shape[best, 4], parent, shape[best, 5]
-        probabilities[count] = chance[best, 0]
-        branches -= 1
-        shape[best] = shape[branches]
-        chance[best] = chance[branches]
-        branches = _split(
-            arena, length, own, positions, lengths, first, stop, count, depth, path,
-            tokens, parents, table, ahead, shape, chance, branches,
-        )  # fmt: skip
+        tokens[count], parents[count] = branches[best, _TOKEN], branches[best, _PARENT]
+        probabilities[count], features[count] = chances[best, _CHANCE], branches[best, _FEATURE]
+        first, depth = branches[best, _FIRST], branches[best, _DEPTH]
+        stop = min(branches[best, _STOP], first + _FOLLOWED)
+        tips -= 1
+        for column in range(branches.shape[1]):
+            branches[best, column] = branches[tips, column]
+        chances[best, _CHANCE], chances[best, _REACH] = chances[tips, _CHANCE], chances[tips, _REACH]
+        tips = _split(arena, length, own, occurrences, first, stop, count, depth, table, reach, branches, chances, tips)
         count += 1
     return count
 
 
 @njit(cache=True)
-def _split(
-    arena, length, own, positions, lengths, first, stop, node, depth, path,
-    tokens, parents, table, ahead, shape, chance, branches,
-):  # fmt: skip
-    """Part the occurrences of a node by their next token, each part a new branch; returns the branches now."""
-    total = 0
+def _split(arena, length, own, occurrences, first, stop, node, depth, table, reach, branches, chances, tips):
+    """Part the occurrences [first, stop) of a node by their next token, each part a new tip; returns the tips."""
+    end = first
     for each in range(first, stop):
-        token = _next_token(arena, length, own, positions[each] + depth, tokens, parents, node, depth)
+        token = _next_token(arena, length, own, occurrences[each, _POSITION], depth)
         if token >= 0:
-            positions[first + total], lengths[first + total] = positions[each], lengths[each]
-            ahead[first + total] = token
-            total += 1
-    opened = branches
+            occurrences[end, _POSITION] = occurrences[each, _POSITION]
+            occurrences[end, _MATCHED] = occurrences[each, _MATCHED]
+            occurrences[end, _AHEAD] = token
+            end += 1
+    opened = tips
     begin = first
-    end = first + total
-    while begin < end and branches - opened < RANKS and branches < chance.shape[0]:
-        after = _gather(positions, lengths, ahead, begin, end)
-        longest = 0
+    while begin < end and tips - opened < RANKS:
+        after = _gather(occurrences, begin, end)
+        matched = 0
         for each in range(begin, after):
-            longest = max(longest, lengths[each])
-        shape[branches, 0], shape[branches, 1] = begin, after
-        shape[branches, 2], shape[branches, 3] = node, depth + 1
-        shape[branches, 4], shape[branches, 5] = ahead[begin], longest + depth
-        branches += 1
+            matched = max(matched, occurrences[each, _MATCHED])
+        branches[tips, _FIRST], branches[tips, _STOP] = begin, after
+        branches[tips, _PARENT], branches[tips, _DEPTH] = node, depth + 1
+        branches[tips, _TOKEN], branches[tips, _FEATURE] = occurrences[begin, _AHEAD], matched + depth
+        tips += 1
         begin = after
-    _score(table, shape, chance, opened, branches, total, path)
-    return branches
+    _score(branches, chances, opened, tips, end - first, table, reach)
+    return tips
 
 
 @njit(cache=True)
-def _gather(positions, lengths, ahead, begin, end):
-    """Bring the occurrences that agree with the first of [begin, end) to the front, order kept; returns their end."""
-    token = ahead[begin]
+def _next_token(arena, length, own, position, depth):
+    """The token `depth` places into what followed an occurrence; negative: its document ended before.
+
+    The open document has not ended: what will follow it repeats what followed the occurrence.
+    """
+    if own:
+        depth %= length - position
+    elif position + depth >= length:
+        return -1
+    return int(arena[position + depth])
+
+
+@njit(cache=True)
+def _gather(occurrences, begin, end):
+    """Bring those of [begin, end) that agree with the first to the front, order kept; returns where they end."""
+    token = occurrences[begin, _AHEAD]
     after = begin + 1
     for each in range(begin + 1, end):
-        if ahead[each] != token:
+        if occurrences[each, _AHEAD] != token:
             continue
-        position, length = positions[each], lengths[each]
+        position, matched = occurrences[each, _POSITION], occurrences[each, _MATCHED]
         for back in range(each, after, -1):
-            positions[back], lengths[back], ahead[back] = positions[back - 1], lengths[back - 1], ahead[back - 1]
-        positions[after], lengths[after], ahead[after] = position, length, token
+            occurrences[back] = occurrences[back - 1]
+        occurrences[after, _POSITION], occurrences[after, _MATCHED], occurrences[after, _AHEAD] = (
+            position,
+            matched,
+            token,
+        )
         after += 1
     return after
 
 
 @njit(cache=True)
-def _score(table, shape, chance, opened, branches, total, path):
-    """Rank sibling branches by what supports them, and give each the chance of its feature."""
-    for rank in range(branches - opened):
-        best = opened + rank
-        best_weight = -1.0
-        for other in range(opened + rank, branches):
-            agreeing = shape[other, 1] - shape[other, 0]
-            weight = shape[other, 5] * 1.0 + 0.5 * agreeing
+def _score(branches, chances, opened, tips, total, table, reach):
+    """Rank sibling branches by the match and the agreement behind them; give each the chance of its feature."""
+    mass = 0.0
+    for at in range(opened, tips):
+        best, best_weight = at, -1.0
+        for other in range(at, tips):
+            weight = branches[other, _FEATURE] + 0.5 * (branches[other, _STOP] - branches[other, _FIRST])
             if weight > best_weight:
                 best, best_weight = other, weight
-        at = opened + rank
-        for column in range(shape.shape[1]):
-            shape[at, column], shape[best, column] = shape[best, column], shape[at, column]
-        support = support_of(shape[at, 1] - shape[at, 0], total)
-        shape[at, 5] = feature_of(shape[at, 5], rank, support)
-        chance[at, 0] = table[shape[at, 5], 0]
-    mass = 0.0
-    for each in range(opened, branches):
-        mass += chance[each, 0]
+        for column in range(branches.shape[1]):
+            branches[at, column], branches[best, column] = branches[best, column], branches[at, column]
+        support = support_of(branches[at, _STOP] - branches[at, _FIRST], total)
+        branches[at, _FEATURE] = feature_of(branches[at, _FEATURE], at - opened, support)
+        chances[at, _CHANCE] = table[branches[at, _FEATURE], 0]
+        mass += chances[at, _CHANCE]
     scale = _CEILING / mass if mass > _CEILING else 1.0
-    for each in range(opened, branches):
-        chance[each, 0] *= scale
-        chance[each, 1] = chance[each, 0] * path
+    for at in range(opened, tips):
+        chances[at, _CHANCE] *= scale
+        chances[at, _REACH] = chances[at, _CHANCE] * reach
 
 
 @njit(cache=True)
