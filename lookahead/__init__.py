@@ -19,6 +19,7 @@ from lookahead.summarize import summarize
 
 if TYPE_CHECKING:
     from lookahead.config import LookaheadConfig
+    from lookahead.enabling import enable
     from lookahead.errors import (
         ConfigError,
         DocumentError,
@@ -43,6 +44,7 @@ __all__ = [
     "TrainingError",
     "UnsupportedModelError",
     "decode",
+    "enable",
     "generate",
     "stream",
     "summarize",
@@ -60,6 +62,7 @@ _HOME = {
     "TrainingError": "errors",
     "UnsupportedModelError": "errors",
     "decode": "generation",
+    "enable": "enabling",
     "generate": "generation",
     "stream": "generation",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -92,28 +93,36 @@ class Engine:
             self._rows.append(_Row(index, room, len(ids), stats=DecodingStats(prompt_tokens=int(lengths[index]))))
         self.stats = [row.stats for row in self._rows]
 
+    def serving(self) -> AbstractContextManager[None]:
+        """Keep the model in service for a whole block, for a loop over `run` that will not pause."""
+        return self._target.serving()
+
     def run(self) -> Iterator[list[Emission]]:
-        """Decode every row to its end, yielding what each step emitted."""
+        """Decode every row to its end, yielding what each step emitted.
+
+        Between steps the model is as it was, unless the loop runs inside `serving`.
+        """
         started = time.perf_counter()
-        with torch.inference_mode(), self._target.serving():
+        with self._target.serving():
             self._target.prefill(self._prompts)
-            for row, prompt in zip(self._rows, self._prompts, strict=True):
-                for proposer in self._proposers:
-                    proposer.start(row.index, prompt)
-            prefilled = time.perf_counter()
-            for stats in self.stats:
-                stats.prefill_s = prefilled - started
-            while self._rows:
+        for row, prompt in zip(self._rows, self._prompts, strict=True):
+            for proposer in self._proposers:
+                proposer.start(row.index, prompt)
+        prefilled = time.perf_counter()
+        for stats in self.stats:
+            stats.prefill_s = prefilled - started
+        while self._rows:
+            with self._target.serving():
                 emissions = self.step()
-                now = time.perf_counter()
-                for emission in emissions:
-                    stats = self.stats[emission.row]
-                    stats.decode_s = now - prefilled
-                    stats.ttft_s = stats.ttft_s or now - started
-                yield emissions
+            now = time.perf_counter()
+            for emission in emissions:
+                stats = self.stats[emission.row]
+                stats.decode_s = now - prefilled
+                stats.ttft_s = stats.ttft_s or now - started
+            yield emissions
 
     def step(self) -> list[Emission]:
-        """Advance every running row by one target pass."""
+        """Advance every running row by one target pass; the model must be in service."""
         drafts = [self._draft(row) for row in self._rows]
         logits = self._target.score([draft.tree for draft in drafts])
         argmax = self._argmax(logits)

@@ -9,21 +9,17 @@ from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import (
-    EosTokenCriteria,
     GenerationConfig,
     LogitsProcessorList,
-    MaxLengthCriteria,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
-    StopStringCriteria,
     TextStreamer,
 )
+from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from lookahead.config import LookaheadConfig
@@ -31,24 +27,11 @@ from lookahead.engine import Engine
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
 from lookahead.plain import PlainLoop
 from lookahead.proposers import Experience, make_proposers
+from lookahead.request import prompt_lengths, refuse_unsupported, serve_stop_strings, stopping_rule
 from lookahead.sampling import TokenChooser
 from lookahead.stats import DecodingStats, total
-from lookahead.stopping import StoppingRule
 from lookahead.support import why_not_trees
 from lookahead.target import Target
-
-# What `model.generate` passes along that an engine with its own cache and positions has no use for.
-_IGNORED = frozenset(
-    {
-        "attention_mask",
-        "position_ids",
-        "past_key_values",
-        "use_cache",
-        "logits_to_keep",
-        "token_type_ids",
-        "cache_params",
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +58,7 @@ def decode(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     lookahead_config: LookaheadConfig | None = None,
+    lookahead_streamer: BaseStreamer | None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Decode speculatively inside `model.generate`, without changing a token.
@@ -90,6 +74,8 @@ def decode(
         stopping_criteria: Prepared by `generate`.
         generation_config: Resolved by `generate`.
         lookahead_config: How to draft; the defaults when None.
+        lookahead_streamer: Gets the new tokens of a single prompt as they are verified; transformers passes its
+            own `streamer` argument to no custom method.
         **model_kwargs: What `generate` would pass to the model.
 
     Returns:
@@ -101,12 +87,11 @@ def decode(
     """
     arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config)
     engine = prepare(*arguments, lookahead_config=lookahead_config, **model_kwargs)
+    if lookahead_streamer is not None:
+        lookahead_streamer.put(input_ids.cpu())
     if isinstance(engine, PlainLoop):
-        return cast(Tensor | GenerateDecoderOnlyOutput, engine.sample())
-    outputs: list[list[int]] = [[] for _ in input_ids]
-    for emissions in engine.run():
-        for emission in emissions:
-            outputs[emission.row].extend(emission.tokens.tolist())
+        return cast(Tensor | GenerateDecoderOnlyOutput, engine.sample(streamer=lookahead_streamer))
+    outputs = _collect(engine, lookahead_streamer)
     sequences = _append(input_ids, outputs, generation_config)
     return (
         GenerateDecoderOnlyOutput(sequences=cast(torch.LongTensor, sequences))
@@ -125,11 +110,11 @@ def prepare(
     **model_kwargs: Any,
 ) -> Engine | PlainLoop:
     """Check a call of `model.generate` and build what serves it; the arguments are those of `decode`."""
-    _refuse_unsupported(model, generation_config, model_kwargs)
+    refuse_unsupported(model, generation_config, model_kwargs)
     config = lookahead_config if lookahead_config is not None else LookaheadConfig()
-    lengths = _prompt_lengths(input_ids, model_kwargs.get("attention_mask"))
+    lengths = prompt_lengths(input_ids, model_kwargs.get("attention_mask"))
     batch_size, longest = input_ids.shape
-    stopping = _stopping_rule(stopping_criteria, batch_size)
+    stopping = stopping_rule(stopping_criteria, batch_size)
     reason = why_not_trees(model, stopping.max_length)
     if reason is not None:
         complaint = f"{type(model).__name__} cannot be decoded speculatively: {reason}"
@@ -195,10 +180,7 @@ def generate(
     engine = _prepare_text(
         model, tokenizer, batch, config, generation_config, seed, add_special_tokens, generate_kwargs
     )
-    token_ids: list[list[int]] = [[] for _ in batch]
-    for emissions in engine.run():
-        for emission in emissions:
-            token_ids[emission.row].extend(emission.tokens.tolist())
+    token_ids = _collect(engine)
     texts = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in token_ids]
     return GenerationResult(texts, token_ids, total(engine.stats), engine.stats)
 
@@ -278,13 +260,7 @@ def _prepare_text(
         )
     if "pad_token_id" not in generate_kwargs and model.generation_config.pad_token_id is None:
         generate_kwargs = {**generate_kwargs, "pad_token_id": pad}
-    options = generation_config if generation_config is not None else model.generation_config
-    stop_strings = generate_kwargs.get("stop_strings", options.stop_strings)
-    if stop_strings is not None:
-        # `generate` hands no tokenizer to a custom_generate, so it could not make this criterion.
-        stops = StoppingCriteriaList([StopStringCriteria(tokenizer, stop_strings)])
-        stops.extend(generate_kwargs.get("stopping_criteria") or [])
-        generate_kwargs = {**generate_kwargs, "stop_strings": None, "stopping_criteria": stops}
+    generation_config, generate_kwargs = serve_stop_strings(model, tokenizer, generation_config, generate_kwargs)
     if seed is not None:
         torch.manual_seed(seed)
     causal_lm: Any = model
@@ -308,52 +284,19 @@ def _check_lengths(generate_kwargs: dict[str, Any]) -> None:
             raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
-def _refuse_unsupported(model: PreTrainedModel, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    """Say what cannot be served, and what to do instead."""
-    if model.config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{type(model).__name__} is an encoder-decoder model; lookahead serves causal LMs")
-    if config.num_beams > 1:
-        raise UnsupportedModelError(
-            f"num_beams must be 1, got {config.num_beams}: beam search has no exact speculative form; "
-            "leave out custom_generate for it"
-        )
-    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
-        if getattr(config, name):
-            raise UnsupportedModelError(f"{name}=True is not served; leave out custom_generate for it")
-    past = model_kwargs.get("past_key_values")
-    if past is not None and past.get_seq_length() > 0:
-        raise UnsupportedModelError("past_key_values must be empty: pass the whole prompt as input_ids instead")
-    for name, value in model_kwargs.items():
-        if name not in _IGNORED and value is not None:
-            raise UnsupportedModelError(f"the model input {name!r} is not served; leave out custom_generate for it")
-
-
-def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> NDArray[np.int64]:
-    """Tokens of each prompt without its left padding."""
-    batch_size, longest = input_ids.shape
-    if attention_mask is None:
-        return np.full(batch_size, longest)
-    mask = attention_mask.cpu().numpy().astype(bool)
-    lengths: NDArray[np.int64] = mask.sum(1)
-    if not (mask == (np.arange(longest) >= (longest - lengths)[:, None])).all():
-        raise UnsupportedModelError("attention_mask must be left-padded: zeros first, then ones, in every row")
-    if (lengths == 0).any():
-        raise PromptError(f"prompt {int(lengths.argmin())} has no tokens; a prompt needs at least one")
-    return lengths
-
-
-def _stopping_rule(criteria: StoppingCriteriaList, batch_size: int) -> StoppingRule:
-    """Split the criteria that count tokens from those that need to be asked."""
-    eos = [int(token) for c in criteria if isinstance(c, EosTokenCriteria) for token in c.eos_token_id.reshape(-1)]
-    limits = [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)]
-    others = StoppingCriteriaList(c for c in criteria if not isinstance(c, EosTokenCriteria | MaxLengthCriteria))
-
-    def custom(row: int, ids: Tensor) -> bool:
-        # Rows stand at different lengths; a criterion that knows its row finds it at its place.
-        answer = others(cast(torch.LongTensor, ids.expand(batch_size, -1)), None)
-        return bool(answer[row])
-
-    return StoppingRule(max_length=min(limits), eos_tokens=np.array(eos, np.int32), custom=custom if others else None)
+def _collect(engine: Engine | PlainLoop, streamer: Any = None) -> list[list[int]]:
+    """Run to the end; the new tokens of every row, shown to a streamer one by one as transformers does."""
+    outputs: list[list[int]] = [[] for _ in engine.stats]
+    with engine.serving():
+        for emissions in engine.run():
+            for emission in emissions:
+                outputs[emission.row].extend(emission.tokens.tolist())
+                if streamer is not None:
+                    for token in emission.tokens.tolist():
+                        streamer.put(torch.tensor([token]))
+    if streamer is not None:
+        streamer.end()
+    return outputs
 
 
 def _append(input_ids: Tensor, outputs: list[list[int]], config: GenerationConfig) -> Tensor:

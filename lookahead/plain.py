@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -30,12 +31,16 @@ class PlainLoop:
     """
 
     def __init__(
-        self, sample: Callable[[], Any], input_ids: Tensor, lengths: NDArray[np.int64], stopping: StoppingRule
+        self, sample: Callable[..., Any], input_ids: Tensor, lengths: NDArray[np.int64], stopping: StoppingRule
     ) -> None:
         self.sample = sample
         self._width = input_ids.shape[1]
         self._stopping = stopping
         self.stats = [DecodingStats(prompt_tokens=int(length)) for length in lengths]
+
+    def serving(self) -> AbstractContextManager[None]:
+        """Nothing to prepare: the model runs as it is."""
+        return nullcontext()
 
     def run(self) -> Iterator[list[Emission]]:
         """Decode every row to its end and yield all of it at once."""

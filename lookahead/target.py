@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import Lock, RLock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -25,6 +27,16 @@ def takes_registered_attention(model: PreTrainedModel) -> bool:
     return bool(model._can_set_attn_implementation())
 
 
+_locks: WeakKeyDictionary[PreTrainedModel, RLock] = WeakKeyDictionary()
+_locks_guard = Lock()
+
+
+def _lock_of(model: PreTrainedModel) -> RLock:
+    """One lock per model: its attention implementation is part of the model, so threads take turns."""
+    with _locks_guard:
+        return _locks.setdefault(model, RLock())
+
+
 class Target:
     """A HuggingFace causal LM that scores one token tree per row in one forward pass.
 
@@ -41,19 +53,24 @@ class Target:
         self._dtype: torch.dtype = embedding.weight.dtype
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.cache = TreeCache(rows=rows, capacity=capacity)
-        self._registered = False
+        self._registered = takes_registered_attention(model)
 
     @contextmanager
-    def serving(self) -> Iterator[Target]:
-        """Let the model use tree attention until the block ends; every pass must run inside."""
-        before = self._model.config._attn_implementation
-        self._registered = takes_registered_attention(self._model)
-        if self._registered:
+    def serving(self) -> Iterator[None]:
+        """Let the model use tree attention until the block ends; every pass must run inside.
+
+        Blocks may be nested. Another thread that wants the same model waits until the outermost one ends.
+        """
+        config = self._model.config
+        with _lock_of(self._model), torch.inference_mode():
+            before = config._attn_implementation
+            if not self._registered or before == ATTENTION_NAME:
+                yield
+                return
             self._model.set_attn_implementation(ATTENTION_NAME)
-        try:
-            yield self
-        finally:
-            if self._registered:
+            try:
+                yield
+            finally:
                 self._model.set_attn_implementation(before)
 
     def prefill(self, prompts: Sequence[IntArray]) -> None:

@@ -27,17 +27,21 @@ FLOORS = (
     {"cache"},
     {"attention"},
     {"target"},
-    {"support"},
+    {"support", "request"},
     {"engine"},
     {"plain"},
     {"generation"},
+    {"enabling"},
     {"summarize"},
     {"training"},
     {"lookahead"},  # lookahead/__init__.py, the public names
     {"cli"},
 )
 MODEL_BACKED_PROPOSERS: frozenset[str] = frozenset()
-KNOW_TRANSFORMERS = {"cache", "attention", "target", "sampling", "support", "generation", "summarize", "training"}
+KNOW_TRANSFORMERS = {
+    *("cache", "attention", "target", "sampling", "support", "request"),
+    *("generation", "enabling", "summarize", "training"),
+}
 KNOW_THE_TERMINAL = {"cli", "training"}  # training shows its progress
 BROUGHT_ALONG = {"tokenizers"}  # by transformers, which pins the range it works with
 

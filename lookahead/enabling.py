@@ -1,0 +1,114 @@
+"""A switch on one model: while it is on, every `model.generate` of anyone's is decoded speculatively."""
+
+from __future__ import annotations
+
+import warnings
+from types import TracebackType
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from lookahead.config import LookaheadConfig
+from lookahead.errors import UnsupportedModelError
+from lookahead.generation import decode
+from lookahead.request import serve_stop_strings
+
+
+def enable(model: PreTrainedModel, config: LookaheadConfig | None = None) -> Enabled:
+    """Decode every `generate` of this model speculatively, `pipeline` and third-party code included.
+
+    The outputs stay those of `model.generate`. A streamer and stop strings are served too; a call that has no
+    exact speculative form, such as beam search, goes to transformers as before, with one warning.
+
+    Example:
+        >>> with lookahead.enable(model):  # doctest: +SKIP
+        ...     pipeline("text-generation", model=model, tokenizer=tokenizer)("Once upon a time")
+
+    Args:
+        model: One model; others of its class are not touched.
+        config: How to draft; the defaults when None. Of several that are on, the newest counts.
+
+    Returns:
+        The switch, already on: a context manager, with `disable()` for use without one.
+
+    Raises:
+        UnsupportedModelError: It is an encoder-decoder model.
+    """
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{type(model).__name__} is an encoder-decoder model; lookahead serves causal LMs")
+    return Enabled(model, config)
+
+
+class Enabled:
+    """A switch that is on until `disable` is called or the `with` block ends; see `enable`."""
+
+    def __init__(self, model: PreTrainedModel, config: LookaheadConfig | None) -> None:
+        self._model: Any = model
+        self._config = config
+        serving: Any = model.__dict__.get("generate")
+        if not isinstance(serving, _Generate):
+            serving = _Generate(self._model)
+            self._model.generate = serving
+        self._serving: _Generate = serving
+        serving.switches.append(self)
+
+    @property
+    def config(self) -> LookaheadConfig | None:
+        """How to draft while this is the newest switch."""
+        return self._config
+
+    def disable(self) -> None:
+        """Turn the switch off; with the last one the model is as it was. A second call does nothing."""
+        if self in self._serving.switches:
+            self._serving.switches.remove(self)
+            if not self._serving.switches:
+                self._serving.restore()
+
+    def __enter__(self) -> Enabled:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.disable()
+
+
+class _Generate:
+    """Stands before the `generate` of one model while a switch is on."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._had_its_own = "generate" in model.__dict__
+        self._original = model.generate
+        self.switches: list[Enabled] = []
+
+    def restore(self) -> None:
+        """Put back what stood there."""
+        del self._model.generate
+        if self._had_its_own:
+            self._model.generate = self._original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as `model.generate` does."""
+        if kwargs.get("custom_generate") is not None or kwargs.get("assistant_model") is not None:
+            return self._original(*args, **kwargs)
+        served = dict(kwargs)
+        streamer = served.pop("streamer", None)
+        given_config = served.pop("generation_config", None)
+        # Only the first two may come by position: the inputs and the configuration.
+        if len(args) > 1:
+            return self._original(*args, **kwargs)
+        tokenizer = served.pop("tokenizer", None)
+        generation_config, served = serve_stop_strings(self._model, tokenizer, given_config, served)
+        try:
+            return self._original(
+                *args,
+                **served,
+                generation_config=generation_config,
+                custom_generate=decode,
+                lookahead_config=self.switches[-1].config,
+                lookahead_streamer=streamer,
+            )
+        except UnsupportedModelError as error:
+            warnings.warn(f"decoded by transformers alone: {error}", stacklevel=2)
+            return self._original(*args, **kwargs)

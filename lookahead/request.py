@@ -1,0 +1,108 @@
+"""What a call of `model.generate` asks for: what is refused, how long its prompts are, when its rows end."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    MaxLengthCriteria,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+from lookahead.errors import PromptError, UnsupportedModelError
+from lookahead.stopping import StoppingRule
+
+# What `model.generate` passes along that an engine with its own cache and positions has no use for.
+_IGNORED = frozenset(
+    {
+        "attention_mask",
+        "position_ids",
+        "past_key_values",
+        "use_cache",
+        "logits_to_keep",
+        "token_type_ids",
+        "cache_params",
+    }
+)
+
+
+def refuse_unsupported(model: PreTrainedModel, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    """Say what cannot be served, and what to do instead."""
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{type(model).__name__} is an encoder-decoder model; lookahead serves causal LMs")
+    if config.num_beams > 1:
+        raise UnsupportedModelError(
+            f"num_beams must be 1, got {config.num_beams}: beam search has no exact speculative form; "
+            "leave out custom_generate for it"
+        )
+    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
+        if getattr(config, name):
+            raise UnsupportedModelError(f"{name}=True is not served; leave out custom_generate for it")
+    past = model_kwargs.get("past_key_values")
+    if past is not None and past.get_seq_length() > 0:
+        raise UnsupportedModelError("past_key_values must be empty: pass the whole prompt as input_ids instead")
+    for name, value in model_kwargs.items():
+        if name not in _IGNORED and value is not None:
+            raise UnsupportedModelError(f"the model input {name!r} is not served; leave out custom_generate for it")
+
+
+def prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> NDArray[np.int64]:
+    """Tokens of each prompt without its left padding."""
+    batch_size, longest = input_ids.shape
+    if attention_mask is None:
+        return np.full(batch_size, longest)
+    mask = attention_mask.cpu().numpy().astype(bool)
+    lengths: NDArray[np.int64] = mask.sum(1)
+    if not (mask == (np.arange(longest) >= (longest - lengths)[:, None])).all():
+        raise UnsupportedModelError("attention_mask must be left-padded: zeros first, then ones, in every row")
+    if (lengths == 0).any():
+        raise PromptError(f"prompt {int(lengths.argmin())} has no tokens; a prompt needs at least one")
+    return lengths
+
+
+def stopping_rule(criteria: StoppingCriteriaList, batch_size: int) -> StoppingRule:
+    """Split the criteria that count tokens from those that need to be asked."""
+    eos = [int(token) for c in criteria if isinstance(c, EosTokenCriteria) for token in c.eos_token_id.reshape(-1)]
+    limits = [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)]
+    others = StoppingCriteriaList(c for c in criteria if not isinstance(c, EosTokenCriteria | MaxLengthCriteria))
+
+    def custom(row: int, ids: Tensor) -> bool:
+        # Rows stand at different lengths; a criterion that knows its row finds it at its place.
+        answer = others(cast(torch.LongTensor, ids.expand(batch_size, -1)), None)
+        return bool(answer[row])
+
+    return StoppingRule(max_length=min(limits), eos_tokens=np.array(eos, np.int32), custom=custom if others else None)
+
+
+def serve_stop_strings(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    generation_config: GenerationConfig | None,
+    generate_kwargs: dict[str, Any],
+) -> tuple[GenerationConfig | None, dict[str, Any]]:
+    """Turn stop strings into the stopping criterion they mean.
+
+    `model.generate` cannot do it itself, since it hands no tokenizer to a custom method. Returns the
+    configuration and the arguments to call `generate` with.
+    """
+    options = generation_config if generation_config is not None else model.generation_config
+    stop_strings = generate_kwargs.get("stop_strings", options.stop_strings)
+    if stop_strings is None or tokenizer is None:
+        return generation_config, generate_kwargs
+    criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, stop_strings)])
+    criteria.extend(generate_kwargs.get("stopping_criteria") or [])
+    if options.stop_strings is not None:
+        generation_config = copy(options)
+        generation_config.stop_strings = None
+    kept = {name: value for name, value in generate_kwargs.items() if name != "stop_strings"}
+    return generation_config, {**kept, "stopping_criteria": criteria}

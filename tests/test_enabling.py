@@ -1,0 +1,186 @@
+"""The switch: third-party code that calls `model.generate` gains, and the model is left as it was."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel, TextGenerationPipeline, TextIteratorStreamer, TextStreamer
+
+import lookahead
+from lookahead import LookaheadConfig
+from lookahead.engine import Engine
+from lookahead.errors import UnsupportedModelError
+
+IDS = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts the steps of our engine, to tell whether it was at work."""
+    counted: list[int] = []
+    step = Engine.step
+
+    def counting(self: Engine) -> Any:
+        counted.append(1)
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", counting)
+    return counted
+
+
+def as_it_was(model: PreTrainedModel) -> bool:
+    return "generate" not in model.__dict__ and model.config._attn_implementation == "sdpa"
+
+
+def test_generate_gives_the_same_tokens_while_the_switch_is_on(tiny_llama: PreTrainedModel, steps: list[int]) -> None:
+    for options in ({"do_sample": False}, {"do_sample": True, "top_k": 20}):
+        torch.manual_seed(2)
+        expected = tiny_llama.generate(IDS, max_new_tokens=30, **options)
+        assert not steps
+        torch.manual_seed(2)
+        with lookahead.enable(tiny_llama):
+            got = tiny_llama.generate(IDS, max_new_tokens=30, **options)
+        assert torch.equal(got, expected)
+        assert steps
+        steps.clear()
+    assert as_it_was(tiny_llama)
+
+
+def test_a_pipeline_gains_without_knowing(tiny_llama: PreTrainedModel, tiny_tokenizer: Any, steps: list[int]) -> None:
+    pipeline = TextGenerationPipeline(model=tiny_llama, tokenizer=tiny_tokenizer)
+    options: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False}
+    expected = pipeline("the cat sat on the cat", **options)
+    assert not steps
+    with lookahead.enable(tiny_llama):
+        assert pipeline("the cat sat on the cat", **options) == expected
+    assert steps
+
+
+@pytest.mark.parametrize("order", ["inner first", "outer first"])
+def test_nested_switches_may_end_in_any_order(tiny_llama: PreTrainedModel, steps: list[int], order: str) -> None:
+    outer = lookahead.enable(tiny_llama)
+    inner = lookahead.enable(tiny_llama, LookaheadConfig(proposers=()))
+    first, last = (inner, outer) if order == "inner first" else (outer, inner)
+    first.disable()
+    first.disable()  # a second time does nothing
+    tiny_llama.generate(IDS, max_new_tokens=3, do_sample=False)
+    assert steps
+    last.disable()
+    assert as_it_was(tiny_llama)
+
+
+def test_an_exception_leaves_the_model_as_it_was(tiny_llama: PreTrainedModel) -> None:
+    def broken(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("a user's processor failed")
+
+    with pytest.raises(RuntimeError, match="user's processor"), lookahead.enable(tiny_llama):
+        tiny_llama.generate(IDS, max_new_tokens=3, logits_processor=[broken])
+    assert as_it_was(tiny_llama)
+    tiny_llama.generate(IDS, max_new_tokens=3, do_sample=False)
+
+
+def test_a_generate_of_the_models_own_is_put_back(tiny_llama: PreTrainedModel) -> None:
+    own = tiny_llama.generate
+    tiny_llama.generate = own  # type: ignore[method-assign]
+    try:
+        with lookahead.enable(tiny_llama):
+            assert tiny_llama.generate is not own
+        assert tiny_llama.__dict__["generate"] is own
+    finally:
+        del tiny_llama.generate
+
+
+def test_a_streamer_sees_what_it_would_have_seen(tiny_llama: PreTrainedModel, tiny_tokenizer: Any, capsys: Any) -> None:
+    def shown() -> str:
+        tiny_llama.generate(IDS, max_new_tokens=30, do_sample=False, streamer=TextStreamer(tiny_tokenizer))
+        return str(capsys.readouterr().out)
+
+    expected = shown()
+    with lookahead.enable(tiny_llama):
+        assert shown() == expected
+
+
+def test_an_iterating_streamer_is_fed_from_another_thread(tiny_llama: PreTrainedModel, tiny_tokenizer: Any) -> None:
+    expected = tiny_llama.generate(IDS, max_new_tokens=30, do_sample=False)
+    streamer = TextIteratorStreamer(tiny_tokenizer, skip_prompt=True, timeout=60)
+    with lookahead.enable(tiny_llama):
+        options = {"max_new_tokens": 30, "do_sample": False, "streamer": streamer}
+        thread = threading.Thread(target=tiny_llama.generate, args=(IDS,), kwargs=options)
+        thread.start()
+        text = "".join(streamer)
+        thread.join()
+    assert text == tiny_tokenizer.decode(expected[0, IDS.shape[1] :])
+
+
+def test_stop_strings_end_the_output_where_they_would_have(
+    tiny_llama: PreTrainedModel, tiny_tokenizer: Any, steps: list[int]
+) -> None:
+    free = tiny_llama.generate(IDS, max_new_tokens=40, do_sample=False)
+    stop = tiny_tokenizer.decode(free[0, -20:-18])
+    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "stop_strings": stop}
+    expected = tiny_llama.generate(IDS, tokenizer=tiny_tokenizer, **options)
+    with lookahead.enable(tiny_llama):
+        got = tiny_llama.generate(IDS, tokenizer=tiny_tokenizer, **options)
+    assert torch.equal(got, expected)
+    assert got.shape[1] < free.shape[1]
+    assert steps
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_beams": 2}, {"output_scores": True, "return_dict_in_generate": True}], ids=["beams", "scores"]
+)
+def test_what_has_no_speculative_form_goes_to_transformers_with_a_warning(
+    tiny_llama: PreTrainedModel, steps: list[int], options: dict[str, Any]
+) -> None:
+    expected = tiny_llama.generate(IDS, max_new_tokens=5, do_sample=False, **options)
+    with lookahead.enable(tiny_llama), pytest.warns(UserWarning, match="transformers alone"):
+        got = tiny_llama.generate(IDS, max_new_tokens=5, do_sample=False, **options)
+    assert torch.equal(getattr(got, "sequences", got), getattr(expected, "sequences", expected))
+    assert not steps
+
+
+def test_threads_that_share_a_model_are_served_one_after_the_other(tiny_llama: PreTrainedModel) -> None:
+    prompts = [torch.tensor([[5 + i, 9, 31, 77, 5 + i, 9]]) for i in range(4)]
+    expected = [tiny_llama.generate(ids, max_new_tokens=40, do_sample=False) for ids in prompts]
+    got: dict[int, torch.Tensor] = {}
+
+    def run(i: int) -> None:
+        got[i] = tiny_llama.generate(prompts[i], max_new_tokens=40, do_sample=False, custom_generate=lookahead.decode)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(got[i], expected[i]) for i in range(4))
+    assert as_it_was(tiny_llama)
+
+
+def test_between_two_pieces_of_a_stream_the_model_is_as_it_was(
+    tiny_llama: PreTrainedModel, tiny_tokenizer: Any
+) -> None:
+    pieces = lookahead.stream(tiny_llama, tiny_tokenizer, "the cat sat", max_new_tokens=40, do_sample=False)
+    first = next(pieces)
+    assert as_it_was(tiny_llama)
+    other = tiny_llama.generate(IDS, max_new_tokens=5, do_sample=False)
+    assert torch.equal(other, tiny_llama.generate(IDS, max_new_tokens=5, do_sample=False))
+    whole = lookahead.generate(tiny_llama, tiny_tokenizer, "the cat sat", max_new_tokens=40, do_sample=False).texts[0]
+    assert first + "".join(pieces) == whole
+
+
+def test_an_encoder_decoder_has_no_switch() -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(vocab_size=101, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4)
+    with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
+        lookahead.enable(T5ForConditionalGeneration(config))
+
+
+def test_no_warning_is_shown_for_an_ordinary_call(tiny_llama: PreTrainedModel) -> None:
+    with warnings.catch_warnings(), lookahead.enable(tiny_llama):
+        warnings.simplefilter("error")
+        tiny_llama.generate(IDS, max_new_tokens=3, do_sample=False)
