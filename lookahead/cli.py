@@ -7,31 +7,22 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.rule import Rule
-from rich.table import Table
-from rich.text import Text
 
 from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError, LookaheadError
 from lookahead.summarize import report
+from lookahead.terminal import Display, console, say, table
 
 if TYPE_CHECKING:
-    from lookahead.summarize.documents import Reject
     from lookahead.summarize.inputs import Input
-    from lookahead.summarize.job import Summarized, Totals
     from lookahead.summarize.loading import LoadedModel
     from lookahead.summarize.results import OutputPaths
     from lookahead.summarize.summarizer import Summarizer
 
 FORMATS = ("auto", "text", "json")
-MOST_TABLE_ROWS = 20
-
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -153,7 +144,7 @@ def summarize(
         from lookahead.summarize.summarizer import Summarizer
 
         summarizer = Summarizer(*loaded, max_new_tokens=max_new_tokens, config=config, compare=compare)
-        with _console(sys.stderr).status("warming up"):
+        with console(sys.stderr).status("warming up"):
             summarizer.warm_up()
         status = _run(summarizer, sources, paths, as_text=as_text)
     raise typer.Exit(status)
@@ -220,7 +211,7 @@ def _generate(loaded: LoadedModel, prompt: str, *, with_stats: bool, **options: 
         return
     result = generation.generate(*loaded, prompt, **options)
     print(result.texts[0], flush=True)
-    _console(sys.stderr).print(_table(("", ""), report.stats_rows(result.stats)))
+    console(sys.stderr).print(table(("", ""), report.stats_rows(result.stats)))
 
 
 def _config(proposers: str, max_nodes: int | None, window: int, ngram_size: int, guesses: int) -> LookaheadConfig:
@@ -243,7 +234,7 @@ def _load(model: str, dtype: str, device: str | None, threads: int | None) -> Lo
     from lookahead.summarize.loading import load_model, locate_model, prepare_process
 
     locate_model(model)
-    with _console(sys.stderr).status("loading the model"):
+    with console(sys.stderr).status("loading the model"):
         prepare_process(threads)
         return load_model(model, dtype=dtype, device=device)
 
@@ -257,7 +248,7 @@ def _run(summarizer: Summarizer, sources: Sequence[Input], paths: OutputPaths, *
     totals = Totals()
     shown = None if as_text else JsonLinesStdout()
     lines_on_terminal = not as_text and paths.results is None and sys.stdout.isatty()
-    display = _Display(count_documents(sources), as_text=as_text, with_bar=not lines_on_terminal)
+    display = Display(count_documents(sources), as_text=as_text, with_bar=not lines_on_terminal)
     with display.progress:
         try:
             run_job(sources, summarizer, paths, totals=totals, observer=display, shown=shown)
@@ -279,110 +270,17 @@ def _usage_errors() -> Iterator[None]:
     try:
         yield
     except LookaheadError as error:
-        _say("error", str(error))
+        say("error", str(error))
         raise typer.Exit(2) from error
     except BrokenPipeError:  # typer knows what to do with a closed stdout
         raise
     except OSError as error:
         # A file is told by its name and was refused before the work; without a name it is stdout.
-        _say("error", f"{error.filename or 'writing failed'}: {error.strerror or error}")
+        say("error", f"{error.filename or 'writing failed'}: {error.strerror or error}")
         raise typer.Exit(2 if error.filename else 1) from error
     except KeyboardInterrupt as error:
-        _say("interrupted", "stopped before anything was finished")
+        say("interrupted", "stopped before anything was finished")
         raise typer.Exit(130) from error
-
-
-def _console(file: TextIO) -> Console:
-    """A console that prints text as it is."""
-    return Console(file=file, highlight=False, markup=False, emoji=False)
-
-
-def _say(kind: str, message: str) -> None:
-    """Print one line to stderr."""
-    line = Text.assemble((f"{kind}: ", "bold red"), " ".join(message.splitlines()))
-    _console(sys.stderr).print(line, soft_wrap=True)
-
-
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], total: Sequence[str] | None = None) -> Table:
-    """A table with its figures to the right, and a last row set apart."""
-    table = Table(show_header=any(headings), show_footer=total is not None, box=SIMPLE)
-    for i, heading in enumerate(headings):
-        figures = i > 0
-        footer = total[i] if total else ""
-        table.add_column(heading, footer, justify="right" if figures else "left", no_wrap=figures, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-class _Display:
-    """Shows a job: progress and errors on stderr, and on stdout the summaries to read, if they are wanted.
-
-    Args:
-        total: Documents to come, `None` if unknown.
-        as_text: Whether to show the summaries.
-        with_bar: Whether to show the bar, where stderr is a terminal.
-
-    Attributes:
-        progress: The bar; it is there while this is entered.
-    """
-
-    def __init__(self, total: int | None, *, as_text: bool, with_bar: bool) -> None:
-        self._as_text = as_text
-        self._rows: list[tuple[str, ...]] = []
-        stderr = _console(sys.stderr)
-        self.progress = Progress(
-            SpinnerColumn(),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("documents, {task.fields[speed]:.0f} tokens/s"),
-            TimeElapsedColumn(),
-            console=stderr,
-            transient=True,
-            redirect_stdout=False,  # rich would send what is printed meanwhile to stderr
-            disable=not (with_bar and stderr.is_terminal),
-        )
-        self._task = self.progress.add_task("", total=total, speed=0.0)
-
-    @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Take the progress bar away while something is printed."""
-        self.progress.stop()
-        yield
-        self.progress.start()
-
-    def say(self, kind: str, message: str) -> None:
-        """Print one line to stderr."""
-        with self._aside():
-            _say(kind, message)
-
-    def summarized(self, done: Summarized, totals: Totals) -> None:
-        """Show a summary, and how far the job is."""
-        name, summary = str(done.document.id), done.summary
-        if self._as_text:
-            with self._aside():
-                out = _console(sys.stdout)
-                out.print(Rule(Text(name, "bold"), align="left"))
-                out.print(Text(summary.text))
-                out.print(Text(report.describe_summary(summary) + "\n", "dim"))
-        if summary.plain is not None and len(self._rows) < MOST_TABLE_ROWS:
-            self._rows.append(report.comparison_row(name, summary.stats, summary.plain))
-        self.progress.update(self._task, advance=1, speed=totals.stats.tokens_per_s)
-
-    def rejected(self, reject: Reject, totals: Totals) -> None:
-        """Show why a document failed."""
-        self.say("error", reject.error)
-        self.progress.update(self._task, advance=1)
-
-    def conclude(self, totals: Totals, *, exact: bool) -> None:
-        """Show how the job went: after the summaries where they are shown, else on stderr."""
-        out = _console(sys.stdout if self._as_text else sys.stderr)
-        if totals.plain is not None:
-            everything = report.comparison_row("all", totals.stats, totals.plain)
-            out.print(_table(report.COMPARISON_HEADINGS, self._rows, everything if totals.summarized > 1 else None))
-        out.print(report.describe_totals(totals))
-        if totals.different:
-            _say("NOT IDENTICAL", report.describe_difference(totals, exact=exact))
 
 
 if __name__ == "__main__":

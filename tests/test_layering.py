@@ -33,7 +33,7 @@ FLOORS = (
     {"generation"},
     {"enabling"},
     {"summarize"},
-    {"training"},
+    {"training", "terminal"},
     {"lookahead"},  # lookahead/__init__.py, the public names
     {"cli"},
 )
@@ -42,7 +42,7 @@ KNOW_TRANSFORMERS = {
     *("cache", "attention", "target", "sampling", "support", "request"),
     *("generation", "enabling", "summarize", "training"),
 }
-KNOW_THE_TERMINAL = {"cli", "training"}  # training shows its progress
+KNOW_THE_TERMINAL = {"cli", "terminal", "training"}  # training shows its progress
 BROUGHT_ALONG = {"tokenizers"}  # by transformers, which pins the range it works with
 
 

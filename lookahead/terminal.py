@@ -1,0 +1,116 @@
+"""What the command line shows: progress, errors, summaries to read, tables."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TextIO
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from lookahead.summarize import report
+
+if TYPE_CHECKING:
+    from lookahead.summarize.documents import Reject
+    from lookahead.summarize.job import Summarized, Totals
+
+MOST_TABLE_ROWS = 20
+
+
+def console(file: TextIO) -> Console:
+    """A console that prints text as it is."""
+    return Console(file=file, highlight=False, markup=False, emoji=False)
+
+
+def say(kind: str, message: str) -> None:
+    """Print one line to stderr."""
+    line = Text.assemble((f"{kind}: ", "bold red"), " ".join(message.splitlines()))
+    console(sys.stderr).print(line, soft_wrap=True)
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]], total: Sequence[str] | None = None) -> Table:
+    """A table with its figures to the right, and a last row set apart."""
+    drawn = Table(show_header=any(headings), show_footer=total is not None, box=SIMPLE)
+    for i, heading in enumerate(headings):
+        figures = i > 0
+        footer = total[i] if total else ""
+        drawn.add_column(heading, footer, justify="right" if figures else "left", no_wrap=figures, overflow="fold")
+    for row in rows:
+        drawn.add_row(*row)
+    return drawn
+
+
+class Display:
+    """Shows a job: progress and errors on stderr, and on stdout the summaries to read, if they are wanted.
+
+    Args:
+        total: Documents to come, `None` if unknown.
+        as_text: Whether to show the summaries.
+        with_bar: Whether to show the bar, where stderr is a terminal.
+
+    Attributes:
+        progress: The bar; it is there while this is entered.
+    """
+
+    def __init__(self, total: int | None, *, as_text: bool, with_bar: bool) -> None:
+        self._as_text = as_text
+        self._rows: list[tuple[str, ...]] = []
+        stderr = console(sys.stderr)
+        self.progress = Progress(
+            SpinnerColumn(),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("documents, {task.fields[speed]:.0f} tokens/s"),
+            TimeElapsedColumn(),
+            console=stderr,
+            transient=True,
+            redirect_stdout=False,  # rich would send what is printed meanwhile to stderr
+            disable=not (with_bar and stderr.is_terminal),
+        )
+        self._task = self.progress.add_task("", total=total, speed=0.0)
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Take the progress bar away while something is printed."""
+        self.progress.stop()
+        yield
+        self.progress.start()
+
+    def say(self, kind: str, message: str) -> None:
+        """Print one line to stderr."""
+        with self._aside():
+            say(kind, message)
+
+    def summarized(self, done: Summarized, totals: Totals) -> None:
+        """Show a summary, and how far the job is."""
+        name, summary = str(done.document.id), done.summary
+        if self._as_text:
+            with self._aside():
+                out = console(sys.stdout)
+                out.print(Rule(Text(name, "bold"), align="left"))
+                out.print(Text(summary.text))
+                out.print(Text(report.describe_summary(summary) + "\n", "dim"))
+        if summary.plain is not None and len(self._rows) < MOST_TABLE_ROWS:
+            self._rows.append(report.comparison_row(name, summary.stats, summary.plain))
+        self.progress.update(self._task, advance=1, speed=totals.stats.tokens_per_s)
+
+    def rejected(self, reject: Reject, totals: Totals) -> None:
+        """Show why a document failed."""
+        self.say("error", reject.error)
+        self.progress.update(self._task, advance=1)
+
+    def conclude(self, totals: Totals, *, exact: bool) -> None:
+        """Show how the job went: after the summaries where they are shown, else on stderr."""
+        out = console(sys.stdout if self._as_text else sys.stderr)
+        if totals.plain is not None:
+            everything = report.comparison_row("all", totals.stats, totals.plain)
+            out.print(table(report.COMPARISON_HEADINGS, self._rows, everything if totals.summarized > 1 else None))
+        out.print(report.describe_totals(totals))
+        if totals.different:
+            say("NOT IDENTICAL", report.describe_difference(totals, exact=exact))
