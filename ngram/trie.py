@@ -12,12 +12,11 @@ from numpy.typing import NDArray
 from lookahead.ngram.chains import MAX_CONTEXT, ChainIndex, IntArray, as_tokens, find_matches
 from lookahead.ngram.hits import RANKS, HitRates, feature_of, support_of
 
-_MAX_LINKS = 32
 _VARIETY = 8  # different next tokens after which the walk stops
 _FLOOR = 0.005  # a path less likely than this is not worth its node
 _CEILING = 0.99  # the children of a node never claim all of the chance
 _MAX_ROOM = 1 << 16
-_FOLLOWED = 6  # occurrences that agree on a token and are followed beyond it: enough to see where they part
+_FOLLOWED = 6  # occurrences in the open document that agree on a token and are followed on: none of them ends
 
 # Columns of an occurrence, of a branch (until it is scored, the match behind it stands for its feature), and of
 # its chances: once its parent was chosen, and of being reached at all.
@@ -51,6 +50,7 @@ def grow_trie(
     context: Sequence[int] | IntArray | None = None,
     min_ngram: int = 1,
     max_ngram: int = 16,
+    max_links: int = 32,
 ) -> Trie | None:
     """Merge what followed the earlier occurrences of a context into a tree, likeliest paths first.
 
@@ -64,6 +64,7 @@ def grow_trie(
         context: Tokens whose end is looked up; `None` means the open document of the index.
         min_ngram: Shortest match that counts, in tokens, at least 1.
         max_ngram: Longest context compared, in tokens, from `min_ngram` to 64.
+        max_links: Most chain links walked, at least 1.
 
     Returns:
         The tree, or `None` where nothing was found or there is no room.
@@ -80,22 +81,24 @@ def grow_trie(
     """
     if not 1 <= min_ngram <= max_ngram <= MAX_CONTEXT:
         raise ValueError(f"need 1 <= min_ngram <= max_ngram <= {MAX_CONTEXT}, got {min_ngram} and {max_ngram}")
+    if max_links < 1:
+        raise ValueError(f"max_links must be positive, got {max_links}")
     own = context is None
     tail = index.tokens if context is None else as_tokens(context)
     if room < 1 or tail.size == 0 or tail[-1] < 0:
         return None
     arena, heads, links, length = index.state
     tokens, parents, probabilities, features = _propose(
-        arena, heads, links, length, tail, own, min_ngram, max_ngram, min(room, _MAX_ROOM), rates.table
+        arena, heads, links, length, tail, own, min_ngram, max_ngram, max_links, min(room, _MAX_ROOM), rates.table
     )
     return Trie(tokens, parents, probabilities, features) if tokens.size > 1 else None
 
 
 @njit(cache=True)
-def _propose(arena, heads, links, length, tail, own, shortest, longest, room, table):
+def _propose(arena, heads, links, length, tail, own, shortest, longest, walked, room, table):
     """Find, grow, and put in order: the whole of `grow_trie`."""
-    positions = np.empty(_MAX_LINKS, dtype=np.int32)
-    lengths = np.empty(_MAX_LINKS, dtype=np.int32)
+    positions = np.empty(walked, dtype=np.int32)
+    lengths = np.empty(walked, dtype=np.int32)
     found = find_matches(arena, heads, links, length, tail, tail.size, shortest, longest, _VARIETY, positions, lengths)
     occurrences = np.empty((found, 3), dtype=np.int64)
     for each in range(found):
@@ -133,7 +136,7 @@ def _grow(arena, length, own, occurrences, table, tokens, parents, probabilities
         tokens[count], parents[count] = branches[best, _TOKEN], branches[best, _PARENT]
         probabilities[count], features[count] = chances[best, _CHANCE], branches[best, _FEATURE]
         first, depth = branches[best, _FIRST], branches[best, _DEPTH]
-        stop = min(branches[best, _STOP], first + _FOLLOWED)
+        stop = min(branches[best, _STOP], first + _FOLLOWED) if own else branches[best, _STOP]
         tips -= 1
         for column in range(branches.shape[1]):
             branches[best, column] = branches[tips, column]

@@ -15,6 +15,7 @@ from lookahead.proposers.base import IntArray, Outcome, Proposal
 _TAIL = 256  # newest tokens kept of a row: what is looked up, and what new cells are drawn from
 _POOL_TOKENS = 1 << 17  # of a row's pool; the oldest half is forgotten when it is full
 _LONGEST_KEY = 16
+_LINKS = 64  # the same n-gram comes back often, so more are walked than in a text
 
 
 @dataclass(slots=True)
@@ -89,7 +90,12 @@ class JacobiProposer:
         state = self._rows[row]
         for_guesses = min(self.guesses * (self.ngram_size - 1), room - (state.window.cells.size - 1))
         state.guesses = grow_trie(
-            state.pool, self._rates, for_guesses, context=state.tail[-_LONGEST_KEY:], max_ngram=_LONGEST_KEY
+            state.pool,
+            self._rates,
+            for_guesses,
+            context=state.tail[-_LONGEST_KEY:],
+            max_ngram=_LONGEST_KEY,
+            max_links=_LINKS,
         )
         planted = state.window.plant(room, state.guesses)
         state.planted = planted
