@@ -58,8 +58,8 @@ class JacobiWindow:
         >>> window.cells.tolist()
         [[7, 7]]
         >>> window.slide(np.array([[3, 4]], np.int32), np.array([9], np.int32), np.array([7, 9], np.int32))
-        >>> window.cells.tolist()  # 9 was emitted, 4 was said after the cell that is now column 0
-        [[9, 7], [4, 7]]
+        >>> window.cells.tolist()  # 4 was said after the cell that is now column 0; column 1 is drawn
+        [[9, 9], [4, 9]]
     """
 
     __slots__ = ("_cells", "_drawn", "_levels")

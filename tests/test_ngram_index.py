@@ -1,0 +1,334 @@
+"""The n-gram index and its tree of continuations against brute force."""
+
+from __future__ import annotations
+
+import doctest
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lookahead.ngram import chains, hits, trie, window
+from lookahead.ngram.chains import SEPARATOR, ChainIndex
+from lookahead.ngram.hits import RANKS, HitRates
+from lookahead.ngram.reference import continuation, find_by_scan
+from lookahead.ngram.trie import grow_trie
+
+ROOT = Path(__file__).resolve().parent.parent
+NO_LIMIT = {"max_links": 1 << 16, "max_continuations": 1 << 16}
+HUGE = 2**31 - 1
+
+# Few different tokens, so that matches are long and many; huge ids among them.
+tokens_of = st.lists(st.sampled_from([0, 1, 2, HUGE, HUGE - 1]), max_size=60)
+few_documents = st.lists(tokens_of, min_size=1, max_size=4)
+
+
+def index_of(documents: list[list[int]], max_tokens: int | None = None) -> ChainIndex:
+    """An index of documents, the last of them open."""
+    index = ChainIndex(max_tokens)
+    for number, document in enumerate(documents):
+        if number > 0:
+            index.end_document()
+        index.append(document)
+    return index
+
+
+def found(index: ChainIndex, context=None, **limits) -> list[tuple[int, int]]:
+    positions, lengths = index.find(context, **limits)
+    return list(zip(positions.tolist(), lengths.tolist(), strict=True))
+
+
+def paths(tokens: np.ndarray, parents: np.ndarray) -> list[tuple[int, ...]]:
+    """For every node, the tokens from below the root to it."""
+    walked: list[tuple[int, ...]] = [()]
+    for node in range(1, len(tokens)):
+        walked.append((*walked[parents[node]], int(tokens[node])))
+    return walked
+
+
+@given(few_documents, st.integers(1, 9), st.integers(0, 20))
+def test_the_end_of_the_open_document_is_found_wherever_it_stood_before(documents, shortest, more):
+    index = index_of(documents)
+    stream = index.tokens.tolist()
+    expected = find_by_scan(stream, stream, min_ngram=shortest, max_ngram=shortest + more)
+    assert found(index, min_ngram=shortest, max_ngram=shortest + more, **NO_LIMIT) == expected
+
+
+@given(few_documents, tokens_of)
+def test_a_foreign_context_is_found_wherever_its_end_stands(documents, context):
+    index = index_of(documents)
+    assert found(index, context, **NO_LIMIT) == find_by_scan(index.tokens.tolist(), context)
+
+
+@given(few_documents, st.integers(1, 12), st.integers(1, 4))
+def test_limits_cut_the_walk_short_and_change_nothing_else(documents, max_links, variety):
+    index = index_of(documents)
+    everything = found(index, **NO_LIMIT)
+    some = found(index, max_links=max_links, max_continuations=variety)
+    assert len(some) <= max_links
+    assert [match for match in everything if match in some] == some
+    assert len({int(index.tokens[position]) for position, _ in some}) <= variety
+
+
+@given(tokens_of, st.lists(st.integers(0, 7), max_size=20))
+def test_appending_in_pieces_makes_the_index_of_the_whole(tokens, cuts):
+    whole, pieces = ChainIndex(), ChainIndex()
+    whole.append(tokens)
+    rest = list(tokens)
+    for cut in cuts:
+        pieces.append(rest[:cut])
+        rest = rest[cut:]
+    pieces.append(np.array(rest, np.int32))
+    assert pieces.tokens.tolist() == whole.tokens.tolist()
+    assert found(pieces, **NO_LIMIT) == found(whole, **NO_LIMIT)
+
+
+@given(few_documents)
+def test_documents_added_at_once_are_those_added_one_by_one(documents):
+    documents = [document for document in documents if document] or [[1]]
+    flat = [token for document in documents for token in (*document, SEPARATOR)][:-1]
+    at_once = ChainIndex()
+    at_once.append_documents(np.array(flat, np.int32))
+    one_by_one = index_of(documents)
+    assert at_once.tokens.tolist() == one_by_one.tokens.tolist()
+    assert found(at_once, **NO_LIMIT) == found(one_by_one, **NO_LIMIT)
+
+
+@pytest.mark.parametrize("period", [1, 2, 50, 3000])
+def test_a_context_that_outgrows_every_table_is_still_found(period):
+    rng = np.random.default_rng(period)
+    tokens = np.tile(rng.integers(0, 30_000, period), 9000 // period).astype(np.int32)
+    index = ChainIndex()
+    for piece in np.array_split(tokens, 11):
+        index.append(piece)
+    positions, lengths = index.find(max_ngram=64, max_links=1 << 16)
+    stream = index.tokens.tolist()
+    expected = dict(find_by_scan(stream, stream, max_ngram=64))
+    assert positions[0] == len(index) - period
+    assert lengths[0] == min(64, tokens.size - period)
+    assert all(expected[position] == length for position, length in zip(positions, lengths, strict=True))
+
+
+def test_no_match_crosses_from_one_document_into_the_next():
+    index = index_of([[1, 2], [3, 4], [1, 2]])
+    assert found(index) == []  # 3 stands behind "1 2", but in another document
+    assert found(index, [2, 3]) == [(5, 1)]
+
+
+def test_a_capped_index_forgets_the_oldest_and_answers_for_the_rest():
+    rng = np.random.default_rng(0)
+    index = ChainIndex(max_tokens=1024)
+    for size in [1000, 30, 500, 3000, 1, 512, 700]:
+        index.append(rng.integers(0, 20, size))
+        index.end_document()
+        assert len(index) <= 1024
+    index.append([5])
+    stream = index.tokens.tolist()
+    assert found(index, **NO_LIMIT) == find_by_scan(stream, stream)
+
+
+def test_memory_follows_the_content_and_not_the_vocabulary():
+    small, large = ChainIndex(), ChainIndex()
+    small.append([HUGE] * 100)
+    large.append(np.arange(100_000) * 21_000)
+    assert small.nbytes < 64 * 1024
+    assert large.nbytes < 100 * 100_000
+
+
+@pytest.mark.parametrize("tokens", [[], [7], [0], [HUGE]])
+def test_nothing_is_found_where_nothing_repeats(tokens):
+    index = ChainIndex()
+    index.append(tokens)
+    assert found(index) == []
+    assert found(index, []) == []
+    assert grow_trie(index, HitRates(), 8) is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error"),
+    [
+        ([-1], ValueError),
+        ([3, -7], ValueError),
+        ([2**31], ValueError),
+        ([[1, 2]], ValueError),
+        ([0.5], TypeError),
+        (["a"], TypeError),
+        ([True], TypeError),
+        (np.array([1, -1], np.int32), ValueError),
+    ],
+)
+def test_what_is_no_token_is_refused_and_leaves_the_index_as_it_was(tokens, error):
+    index = ChainIndex()
+    with pytest.raises(error):
+        index.append(tokens)
+    with pytest.raises(error):
+        index.find(tokens)
+    assert len(index) == 1
+
+
+def test_options_out_of_range_are_refused_by_name():
+    index = index_of([[1, 1]])
+    for limits in ({"min_ngram": 0}, {"min_ngram": 3, "max_ngram": 2}, {"max_ngram": 65}):
+        with pytest.raises(ValueError, match="min_ngram <= max_ngram"):
+            index.find(**limits)
+        with pytest.raises(ValueError, match="min_ngram <= max_ngram"):
+            grow_trie(index, HitRates(), 4, **limits)
+    with pytest.raises(ValueError, match="max_links"):
+        index.find(max_links=0)
+    with pytest.raises(ValueError, match="max_links"):
+        grow_trie(index, HitRates(), 4, max_links=0)
+    with pytest.raises(ValueError, match="max_tokens"):
+        ChainIndex(max_tokens=10)
+    with pytest.raises(TypeError, match="int32"):
+        index.append_documents(np.array([1, 2]))
+
+
+@given(few_documents, st.one_of(st.none(), tokens_of), st.integers(1, 40))
+def test_a_tree_holds_what_followed_and_nothing_else_likeliest_path_first(documents, context, room):
+    index = index_of(documents)
+    grown = grow_trie(index, HitRates(), room, context=context, max_links=1 << 12)
+    stream = index.tokens.tolist()
+    tail = stream if context is None else context
+    matches = [position for position, length in find_by_scan(stream, tail, max_ngram=16)]
+    if not matches or not tail or tail[-1] < 0:
+        assert grown is None
+        return
+    assert grown.tokens[0] == tail[-1]
+    assert 1 < len(grown.tokens) <= room + 1
+    followed = [tuple(continuation(stream, each, room, is_open=context is None)) for each in matches]
+    walked = paths(grown.tokens, grown.parents)
+    assert len(set(walked)) == len(walked)
+    for path in walked:
+        assert any(path == each[: len(path)] for each in followed)
+    check_order(grown)
+
+
+def check_order(grown: trie.Trie) -> None:
+    """Parents first, depth first, the likelier sibling first, and no more chance than there is."""
+    siblings: dict[int, list[float]] = {}
+    for node in range(1, len(grown.tokens)):
+        parent = int(grown.parents[node])
+        assert parent < node
+        assert parent == node - 1 or parent in ancestors(grown.parents, node - 1)
+        siblings.setdefault(parent, []).append(float(grown.probabilities[node]))
+    for chances in siblings.values():
+        assert chances == sorted(chances, reverse=True)
+        assert 0.0 < sum(chances) <= 1.0
+        assert len(chances) <= RANKS
+
+
+def ancestors(parents: np.ndarray, node: int) -> set[int]:
+    seen = {0}
+    while node != 0:
+        node = int(parents[node])
+        seen.add(node)
+    return seen
+
+
+@given(few_documents, st.integers(1, 12))
+def test_a_smaller_tree_holds_the_likeliest_nodes_of_a_larger_one(documents, room):
+    index = index_of(documents)
+    small, large = grow_trie(index, HitRates(), room), grow_trie(index, HitRates(), 200)
+    if large is None:
+        assert small is None
+        return
+    reach = np.ones(len(large.tokens))
+    for node in range(1, len(reach)):
+        reach[node] = reach[large.parents[node]] * large.probabilities[node]
+    kept = np.ones(len(small.tokens))
+    for node in range(1, len(kept)):
+        kept[node] = kept[small.parents[node]] * small.probabilities[node]
+    assert set(paths(small.tokens, small.parents)) <= set(paths(large.tokens, large.parents))
+    np.testing.assert_allclose(np.sort(kept)[::-1], np.sort(reach)[::-1][: len(kept)], rtol=1e-5)
+
+
+def test_occurrences_that_agree_make_a_continuation_likelier():
+    once, thrice = ChainIndex(), ChainIndex()
+    once.append([1, 2, 9, 1])
+    thrice.append([1, 2, 5, 1, 2, 6, 1, 2, 7, 1, 2, 9, 1])
+    one, three = grow_trie(once, HitRates(), 1), grow_trie(thrice, HitRates(), 1)
+    assert one.tokens[1] == three.tokens[1] == 2
+    assert three.probabilities[1] > one.probabilities[1]
+
+
+def test_a_loop_is_continued_as_a_loop():
+    index = ChainIndex()
+    index.append([4, 5, 6] * 5)
+    grown = grow_trie(index, HitRates(), 7)
+    assert grown.tokens.tolist() == [6, 4, 5, 6, 4, 5, 6, 4]
+
+
+def test_a_tree_without_room_is_no_tree():
+    index = index_of([[1, 1, 1]])
+    assert grow_trie(index, HitRates(), 0) is None
+    assert grow_trie(index, HitRates(), -3) is None
+
+
+def chain_tree(tokens: list[int], feature: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    n = len(tokens)
+    parents = np.maximum(np.arange(n) - 1, 0).astype(np.int32)
+    return parents, np.array(tokens, np.int32), np.full(n, feature, np.int32)
+
+
+def test_a_hit_rate_starts_at_its_guess_and_ends_at_what_was_seen():
+    rates = HitRates()
+    feature = 0
+    tree = chain_tree([0, 5], feature)
+    assert rates.table[feature, 0] == rates.prior[feature]
+    rng = np.random.default_rng(0)
+    for hit in rng.random(3000) < 0.97:
+        rates.learn(*tree, np.array([5 if hit else 6], np.int32))
+    assert rates.table[feature, 0] == pytest.approx(0.97, abs=0.04)
+    assert rates.table[feature, 2] < 400
+    assert np.array_equal(np.delete(rates.table[:, 0], feature), np.delete(rates.prior, feature))
+
+
+def test_a_candidate_counts_only_once_its_parent_was_emitted():
+    rates = HitRates()
+    rates.learn(*chain_tree([0, 5, 6, 7], 3), np.array([5, 9], np.int32))
+    assert rates.table[3, 1:].tolist() == [1.0, 2.0]  # 5 hit, 6 missed, 7 was never tried
+
+
+def test_the_first_guess_falls_with_the_rank_and_grows_with_the_match():
+    prior = HitRates().prior.reshape(-1, RANKS, hits.SUPPORTS)
+    assert (np.diff(prior[:, 0], axis=0) > 0).all()
+    assert (np.diff(prior, axis=1) < 0).all()
+    assert ((prior > 0) & (prior < 1)).all()
+
+
+@pytest.mark.parametrize("module", [chains, trie, window, hits], ids=lambda module: module.__name__)
+def test_the_examples_in_the_docstrings_hold(module):
+    assert doctest.testmod(module).failed == 0
+
+
+def test_without_compilation_the_cores_give_the_same():
+    script = (
+        "import numpy as np\n"
+        "from lookahead.ngram.chains import ChainIndex\n"
+        "from lookahead.ngram.hits import HitRates\n"
+        "from lookahead.ngram.trie import grow_trie\n"
+        "index, rates = ChainIndex(), HitRates()\n"
+        "index.append([1, 2, 3, 2147483647, 1, 2, 4, 1, 2, 3, 5, 1, 2])\n"
+        "for _ in range(3):\n"
+        "    grown = grow_trie(index, rates, 9)\n"
+        "    rates.learn(grown.parents, grown.tokens, grown.features, np.array([3, 5], np.int32))\n"
+        "    index.append([3, 5])\n"
+        "    print(grown.tokens.tolist(), grown.parents.tolist(), np.round(grown.probabilities, 5).tolist())\n"
+    )
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-W", "error::RuntimeWarning", "-c", script],
+            cwd=ROOT,
+            env={**os.environ, "NUMBA_DISABLE_JIT": switch},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for switch in ("0", "1")
+    ]
+    assert outputs[0] == outputs[1] != ""
