@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 _GROWTH = 1.5
+
+RowStates = tuple[Tensor, Tensor]
 
 
 class TreeSlots:
@@ -102,6 +105,18 @@ class TreeLayer(CacheLayerMixin):
         for buffer in self._buffers:
             buffer[target, :length] = buffer[source, :length]
 
+    def take(self, row: int, length: int) -> RowStates:
+        """Copy the first `length` slots of a row: keys and values, `[heads, length, dim]`."""
+        keys, values = (buffer[row, :length].transpose(0, 1).clone() for buffer in self._buffers)
+        return keys, values
+
+    def fill(self, row: int, length: int, keys: Tensor, values: Tensor) -> None:
+        """Put keys and values `[heads, n, dim]` into the n slots before `length`."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys[None], values[None])
+        for buffer, states in zip(self._buffers, (keys, values), strict=True):
+            buffer[row, length - states.shape[1] : length] = states.transpose(0, 1)
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys the running pass sees, and their offset."""
         return self._slots.kv_length, 0
@@ -149,6 +164,23 @@ class TreeCache(Cache):
                 layer.move(row, start + in_place, nodes)
         self.slots.lengths[row] += count
 
+    def take(self, row: int) -> list[RowStates]:
+        """Copy the committed KV of a row: for every layer keys and values, `[heads, length, dim]`."""
+        length = int(self.slots.lengths[row])
+        return [layer.take(row, length) for layer in self._written_layers()]
+
+    def adopt(self, row: int, states: Sequence[RowStates], length: int) -> None:
+        """Fill an empty row with the KV of its first `length` tokens.
+
+        A layer that holds fewer, the last of a sliding window, fills the slots before `length`; its window never
+        reaches back to the others.
+        """
+        while len(self.layers) < len(states):
+            self.layers.append(TreeLayer(self.slots))
+        for layer, (keys, values) in zip(self._tree_layers(), states, strict=True):
+            layer.fill(row, length, keys, values)
+        self.slots.lengths[row] = length
+
     def retire(self, row: int) -> int:
         """Free an active row: the last active row takes its place. Returns the row that moved to `row`."""
         last = self.slots.active - 1
@@ -162,4 +194,8 @@ class TreeCache(Cache):
 
     def _written_layers(self) -> list[TreeLayer]:
         """The layers that hold KV of their own; a layer that shares another's never writes."""
-        return [layer for layer in self.layers if isinstance(layer, TreeLayer) and layer.is_initialized]
+        return [layer for layer in self._tree_layers() if layer.is_initialized]
+
+    def _tree_layers(self) -> list[TreeLayer]:
+        """All layers, by their type."""
+        return cast(list[TreeLayer], self.layers)

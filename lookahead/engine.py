@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lookahead.cache import RowStates
 from lookahead.config import LookaheadConfig
 from lookahead.drafting import Draft, merge
 from lookahead.proposers.base import IntArray, Outcome, Proposer
@@ -61,6 +62,13 @@ class Engine:
         stopping: When a row ends.
         prompts: int64 `[batch, tokens]`, left-padded as `model.generate` takes them.
         lengths: int64 `[batch]`, tokens of each prompt without its padding, at least 1.
+        keep_cache: Whether to keep the KV of rows that end.
+
+    Attributes:
+        chooser: As given.
+        stats: One per row of the batch.
+        padding: int64 `[batch]`, padding tokens before each prompt.
+        kept: For every row that ended its KV per layer, where it is to be kept.
     """
 
     def __init__(
@@ -72,17 +80,21 @@ class Engine:
         stopping: StoppingRule,
         prompts: Tensor,
         lengths: NDArray[np.int64],
+        *,
+        keep_cache: bool = False,
     ) -> None:
         self._target = target
         self._proposers = proposers
         self._config = config
-        self._chooser = chooser
+        self.chooser = chooser
         self._stopping = stopping
         self._device = prompts.device
         self._budget = config.node_budget
         self._needs_argmax = any(proposer.needs_argmax for proposer in proposers)
         padded = prompts.cpu().numpy()
-        self._batch_size, self._padded_length = padded.shape
+        self._keep_cache = keep_cache
+        self.padding = padded.shape[1] - lengths
+        self.kept: dict[int, list[RowStates]] = {}
         self._prompts = [
             np.ascontiguousarray(ids[len(ids) - n :], np.int32) for ids, n in zip(padded, lengths, strict=True)
         ]
@@ -149,7 +161,7 @@ class Engine:
 
     def _argmax(self, logits: Tensor) -> IntArray:
         """int32 `[active, nodes]`, the likeliest token after every node: the step's one read from the device."""
-        if not (self._chooser.is_plain_greedy or self._needs_argmax):
+        if not (self.chooser.is_plain_greedy or self._needs_argmax):
             return _NO_ARGMAX
         argmax: IntArray = logits.argmax(-1).cpu().numpy().astype(np.int32)
         return argmax
@@ -157,7 +169,7 @@ class Engine:
     def _verify(self, i: int, draft: Draft, logits: Tensor, argmax: IntArray) -> Verdict:
         """Walk the tree of active row i; its ids grow by the tokens it emits."""
         row = self._rows[i]
-        if self._chooser.is_plain_greedy and self._stopping.custom is None:
+        if self.chooser.is_plain_greedy and self._stopping.custom is None:
             limit = self._stopping.max_length - row.length
             verdict = verify_greedy(draft.tree, argmax[i], self._stopping.eos_tokens, limit)
             row.ids[row.length : row.length + len(verdict.tokens)] = verdict.tokens
@@ -166,7 +178,7 @@ class Engine:
             return verdict
 
         def choose(node: int) -> int:
-            return self._chooser.choose(self._ids(row), logits[i, node], row=row.index, step=row.emitted)
+            return self.chooser.choose(self._ids(row), logits[i, node], row=row.index, step=row.emitted)
 
         def is_finished(token: int) -> bool:
             row.ids[row.length] = token
@@ -203,9 +215,11 @@ class Engine:
         for i in reversed(finished):
             for proposer in self._proposers:
                 proposer.finish(self._rows[i].index)
+            if self._keep_cache:
+                self.kept[self._rows[i].index] = self._target.cache.take(i)
             self._target.retire(i)
             last = self._rows.pop()
             if i < len(self._rows):
                 self._rows[i] = last
         if self._rows:
-            self._chooser.forget_before(min(row.emitted for row in self._rows))
+            self.chooser.forget_before(min(row.emitted for row in self._rows))

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from transformers import (
+    DynamicCache,
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
@@ -25,9 +26,10 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from lookahead.config import LookaheadConfig
 from lookahead.engine import Engine
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
+from lookahead.handover import adopt, hand_back, output_dict, padded_sequences
 from lookahead.plain import PlainLoop
 from lookahead.proposers import Experience, make_proposers
-from lookahead.request import prompt_lengths, refuse_unsupported, serve_stop_strings, stopping_rule
+from lookahead.request import prompt_lengths, refuse_past, refuse_unsupported, serve_stop_strings, stopping_rule
 from lookahead.sampling import TokenChooser
 from lookahead.stats import DecodingStats, total
 from lookahead.support import why_not_trees
@@ -79,8 +81,9 @@ def decode(
         **model_kwargs: What `generate` would pass to the model.
 
     Returns:
-        int64 `[batch, tokens + new]`, or a `GenerateDecoderOnlyOutput` holding it as `sequences` when
-        `return_dict_in_generate` is set.
+        int64 `[batch, tokens + new]`, or with `return_dict_in_generate` a `GenerateDecoderOnlyOutput` that holds it
+        as `sequences`, the scores and logits asked for, and the cache. A filled `past_key_values` is continued
+        from, and grows in place.
 
     Raises:
         UnsupportedModelError: The generation mode or an input cannot be served; the message names it.
@@ -92,12 +95,15 @@ def decode(
     if isinstance(engine, PlainLoop):
         return cast(Tensor | GenerateDecoderOnlyOutput, engine.sample(streamer=lookahead_streamer))
     outputs = _collect(engine, lookahead_streamer)
-    sequences = _append(input_ids, outputs, generation_config)
-    return (
-        GenerateDecoderOnlyOutput(sequences=cast(torch.LongTensor, sequences))
-        if generation_config.return_dict_in_generate
-        else sequences
-    )
+    sequences = padded_sequences(input_ids, outputs, generation_config)
+    past = model_kwargs.get("past_key_values")
+    past = past if isinstance(past, DynamicCache) else None
+    if engine.kept and past is not None:
+        rows = [engine.kept[row] for row in range(len(outputs))]
+        hand_back(past, rows, engine.padding, sequences.shape[1] - 1)
+    if not generation_config.return_dict_in_generate:
+        return sequences
+    return output_dict(sequences, engine.chooser, generation_config, past)
 
 
 def prepare(
@@ -111,6 +117,7 @@ def prepare(
 ) -> Engine | PlainLoop:
     """Check a call of `model.generate` and build what serves it; the arguments are those of `decode`."""
     refuse_unsupported(model, generation_config, model_kwargs)
+    past = model_kwargs.get("past_key_values")
     config = lookahead_config if lookahead_config is not None else LookaheadConfig()
     lengths = prompt_lengths(input_ids, model_kwargs.get("attention_mask"))
     batch_size, longest = input_ids.shape
@@ -128,14 +135,26 @@ def prepare(
         return PlainLoop(sample, input_ids, lengths, stopping)
     # Room for what short outputs need; the cache grows when an output turns out long.
     capacity = longest + min(stopping.max_length - longest, 256) + config.node_budget + 1
+    target = Target(model, rows=batch_size, capacity=capacity)
+    is_continued = past is not None and past.get_seq_length() > 0
+    is_given = getattr(past, "_is_user_defined", False)
+    if is_continued:
+        refuse_past(past, input_ids, generation_config, model_kwargs.get("attention_mask"))
+        adopt(cast(DynamicCache, past), target.cache, longest - lengths)
     return Engine(
-        Target(model, rows=batch_size, capacity=capacity),
+        target,
         make_proposers(config, _experience_with(model)),
         config,
-        TokenChooser(logits_processor, do_sample=bool(generation_config.do_sample), batch_size=batch_size),
+        TokenChooser(
+            logits_processor,
+            do_sample=bool(generation_config.do_sample),
+            batch_size=batch_size,
+            keep=bool(generation_config.output_scores or generation_config.output_logits),
+        ),
         stopping,
         input_ids,
         lengths,
+        keep_cache=bool(generation_config.return_dict_in_generate or is_continued or is_given),
     )
 
 
@@ -297,11 +316,3 @@ def _collect(engine: Engine | PlainLoop, streamer: Any = None) -> list[list[int]
     if streamer is not None:
         streamer.end()
     return outputs
-
-
-def _append(input_ids: Tensor, outputs: list[list[int]], config: GenerationConfig) -> Tensor:
-    """The prompts and their outputs, right-padded to the longest as `model.generate` does."""
-    longest = max(map(len, outputs))
-    pad = config._pad_token_tensor
-    filled = [out + [int(pad) if pad is not None else 0] * (longest - len(out)) for out in outputs]
-    return torch.cat([input_ids, torch.tensor(filled, dtype=input_ids.dtype, device=input_ids.device)], -1)

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import (
+    DynamicCache,
     EosTokenCriteria,
     GenerationConfig,
     MaxLengthCriteria,
@@ -45,15 +46,25 @@ def refuse_unsupported(model: PreTrainedModel, config: GenerationConfig, model_k
             f"num_beams must be 1, got {config.num_beams}: beam search has no exact speculative form; "
             "leave out custom_generate for it"
         )
-    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
+    for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name):
             raise UnsupportedModelError(f"{name}=True is not served; leave out custom_generate for it")
-    past = model_kwargs.get("past_key_values")
-    if past is not None and past.get_seq_length() > 0:
-        raise UnsupportedModelError("past_key_values must be empty: pass the whole prompt as input_ids instead")
     for name, value in model_kwargs.items():
         if name not in _IGNORED and value is not None:
             raise UnsupportedModelError(f"the model input {name!r} is not served; leave out custom_generate for it")
+
+
+def refuse_past(past: Any, input_ids: Tensor, config: GenerationConfig, attention_mask: Tensor | None) -> None:
+    """Say why a filled cache that was passed in cannot be continued from."""
+    if not isinstance(past, DynamicCache) or not all(layer.is_initialized for layer in cast(Any, past.layers)):
+        raise UnsupportedModelError(f"past_key_values must be a DynamicCache, got a {type(past).__name__}")
+    whole = input_ids.shape[1]
+    seen = attention_mask.shape[1] if attention_mask is not None else getattr(config, "_mask_length", whole)
+    if seen != whole or past.get_seq_length() >= whole:
+        raise UnsupportedModelError(
+            f"input_ids must hold the whole text, the {past.get_seq_length()} cached tokens included and at least "
+            f"one more, got {whole} tokens and a mask of {seen}"
+        )
 
 
 def prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> NDArray[np.int64]:

@@ -29,19 +29,29 @@ class TokenChooser:
         processors: The logits processors that `model.generate` prepared.
         do_sample: Whether to sample rather than to take the argmax.
         batch_size: Rows of the batch, finished ones included.
+        keep: Whether to keep the logits and scores of every choice.
+
+    Attributes:
+        logits: For every row float32 `[vocab]` per emitted token, before any processor; empty unless kept.
+        scores: The same after the processors.
     """
 
-    def __init__(self, processors: LogitsProcessorList, *, do_sample: bool, batch_size: int) -> None:
+    def __init__(
+        self, processors: LogitsProcessorList, *, do_sample: bool, batch_size: int, keep: bool = False
+    ) -> None:
         self._processors = [_for_row(processors, row, batch_size) for row in range(batch_size)]
         self._do_sample = do_sample
+        self._keep = keep
+        self.logits: list[list[Tensor]] = [[] for _ in range(batch_size)]
+        self.scores: list[list[Tensor]] = [[] for _ in range(batch_size)]
         self._batch_size = batch_size
         self._noise: deque[Tensor] = deque()
         self._first_step = 0
 
     @property
     def is_plain_greedy(self) -> bool:
-        """Whether the choice is just the argmax of the raw logits."""
-        return not self._do_sample and not any(self._processors)
+        """Whether the choice is just the argmax of the raw logits, and nobody asks for more."""
+        return not self._do_sample and not self._keep and not any(self._processors)
 
     def choose(self, prefix: Tensor, logits: Tensor, *, row: int, step: int) -> int:
         """Choose the token that follows `prefix`; call it once per emitted token, in order.
@@ -54,6 +64,9 @@ class TokenChooser:
         """
         ids, raw = cast(LongTensor, prefix), cast(FloatTensor, logits[None].to(torch.float32, copy=True))
         scores: Tensor = self._processors[row](ids, raw)
+        if self._keep:
+            self.logits[row].append(logits.to(torch.float32, copy=True))
+            self.scores[row].append(scores[0])
         if not self._do_sample:
             return int(scores.argmax(-1))
         probs = torch.softmax(scores, -1)

@@ -77,20 +77,21 @@ class Target:
         """Put the KV of every prompt but for its last token, the first root, into the cache.
 
         Args:
-            prompts: int32 `[tokens]` per row, at least one token each; rows may differ in length.
+            prompts: int32 `[tokens]` per row, at least one token more than the row's cache holds already; rows may
+                differ in length.
         """
         slots = self.cache.slots
+        cached = slots.lengths.copy()
         lengths = np.array([len(prompt) - 1 for prompt in prompts])
-        longest = int(lengths.max())
+        longest = int((lengths - cached).max())
         padded = np.zeros((len(prompts), longest), np.int64)
         for row, prompt in enumerate(prompts):
-            padded[row, : lengths[row]] = prompt[:-1]
+            padded[row, : lengths[row] - cached[row]] = prompt[cached[row] : -1]
         for start in range(0, longest, PREFILL_CHUNK):
             chunk = np.ascontiguousarray(padded[:, start : start + PREFILL_CHUNK])
             # A row whose prompt has ended writes padding behind its end, where its trees will stand.
-            slots.lengths[:] = start
-            positions = np.tile(np.arange(start, start + chunk.shape[1]), (len(prompts), 1))
-            self._forward(chunk, positions, None, logits_to_keep=1)
+            slots.lengths[:] = cached + start
+            self._forward(chunk, slots.lengths[:, None] + np.arange(chunk.shape[1]), None, logits_to_keep=1)
         slots.lengths[:] = lengths
 
     def score(self, trees: Sequence[TokenTree]) -> Tensor:

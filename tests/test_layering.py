@@ -29,7 +29,7 @@ FLOORS = (
     {"target"},
     {"support", "request"},
     {"engine"},
-    {"plain"},
+    {"plain", "handover"},
     {"generation"},
     {"enabling"},
     {"summarize"},
@@ -39,7 +39,7 @@ FLOORS = (
 )
 MODEL_BACKED_PROPOSERS: frozenset[str] = frozenset()
 KNOW_TRANSFORMERS = {
-    *("cache", "attention", "target", "sampling", "support", "request"),
+    *("cache", "attention", "target", "sampling", "support", "request", "handover"),
     *("generation", "enabling", "summarize", "training"),
 }
 KNOW_THE_TERMINAL = {"cli", "terminal", "training"}  # training shows its progress

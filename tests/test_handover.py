@@ -1,0 +1,132 @@
+"""What `return_dict_in_generate` gives, and chats that go on from their own cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, PreTrainedModel, StaticCache
+
+import lookahead
+from lookahead.errors import UnsupportedModelError
+
+IDS = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])
+RAGGED = {
+    "input_ids": torch.tensor([[0] * 5 + [5, 9, 31, 5, 9, 31, 77], [5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]]),
+    "attention_mask": torch.tensor([[0] * 5 + [1] * 7, [1] * 12]),
+}
+
+
+@pytest.fixture(scope="module")
+def sliding() -> PreTrainedModel:
+    """A model whose first layer keeps a window of 8 tokens only."""
+    config = Gemma2Config(
+        vocab_size=101,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        sliding_window=8,
+        initializer_range=0.4,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Gemma2ForCausalLM(config).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.fixture(params=["llama", "sliding"])
+def model(request: pytest.FixtureRequest, tiny_llama: PreTrainedModel, sliding: PreTrainedModel) -> PreTrainedModel:
+    return tiny_llama if request.param == "llama" else sliding
+
+
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_k": 9, "temperature": 0.7}])
+@pytest.mark.parametrize("inputs", [{"input_ids": IDS}, RAGGED], ids=["one", "ragged"])
+def test_scores_and_logits_are_those_of_generate(
+    tiny_llama: PreTrainedModel, inputs: dict[str, torch.Tensor], options: dict[str, Any]
+) -> None:
+    wanted = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "max_new_tokens": 20}
+    torch.manual_seed(0)
+    expected = tiny_llama.generate(**inputs, **wanted, **options)
+    torch.manual_seed(0)
+    got = tiny_llama.generate(**inputs, **wanted, **options, custom_generate=lookahead.decode)
+    assert torch.equal(got.sequences, expected.sequences)
+    for name in ("scores", "logits"):
+        assert len(got[name]) == len(expected[name]) == 20
+        torch.testing.assert_close(torch.stack(got[name]), torch.stack(expected[name]), rtol=1e-4, atol=1e-4)
+
+
+def test_the_cache_that_comes_out_is_that_of_generate(model: PreTrainedModel) -> None:
+    for inputs in ({"input_ids": IDS}, RAGGED):
+        options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
+        expected = model.generate(**inputs, **options).past_key_values
+        got = model.generate(**inputs, **options, custom_generate=lookahead.decode).past_key_values
+        mask = inputs.get("attention_mask")
+        assert got.get_seq_length() == expected.get_seq_length()
+        for ours, theirs in zip(got.layers, expected.layers, strict=True):
+            for a, b in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+                assert a.shape == b.shape
+                if mask is not None and a.shape[2] > mask.shape[1]:
+                    a, b = (x[:, :, 5:] for x in (a, b))  # what stands at padding is never attended to
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("inputs", [{"input_ids": IDS}, RAGGED], ids=["one", "ragged"])
+def test_a_chat_goes_on_from_its_own_cache(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> None:
+    def chat(**extra: Any) -> tuple[torch.Tensor, DynamicCache]:
+        cache, ids, mask = DynamicCache(config=model.config), inputs["input_ids"], inputs.get("attention_mask")
+        mask = torch.ones_like(ids) if mask is None else mask
+        for turn in range(3):
+            out = model.generate(
+                ids,
+                attention_mask=mask,
+                past_key_values=cache,
+                max_new_tokens=15,
+                do_sample=False,
+                return_dict_in_generate=True,
+                **extra,
+            )
+            assert out.past_key_values is cache
+            asked = torch.full((len(ids), 3), 20 + turn)
+            ids = torch.cat([out.sequences, asked], 1)
+            mask = torch.cat([mask, torch.ones(len(ids), ids.shape[1] - mask.shape[1], dtype=mask.dtype)], 1)
+        return ids, cache
+
+    expected, theirs = chat()
+    got, ours = chat(custom_generate=lookahead.decode)
+    assert torch.equal(got, expected)
+    assert ours.get_seq_length() == theirs.get_seq_length()
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_turns_may_be_taken_by_either(tiny_llama: PreTrainedModel, ours_first: bool) -> None:
+    cache, ids = DynamicCache(), IDS
+    for turn in range(4):
+        extra: dict[str, Any] = {"custom_generate": lookahead.decode} if (turn % 2 == 0) == ours_first else {}
+        ids = tiny_llama.generate(ids, past_key_values=cache, max_new_tokens=10, do_sample=False, **extra)
+    assert torch.equal(ids, tiny_llama.generate(IDS, max_new_tokens=40, do_sample=False))
+
+
+def test_a_cache_that_cannot_be_continued_from_is_refused_by_its_type(tiny_llama: PreTrainedModel) -> None:
+    cache = StaticCache(config=tiny_llama.config, max_cache_len=64)
+    tiny_llama.generate(IDS, past_key_values=cache, max_new_tokens=3, do_sample=False)
+    ids = torch.cat([IDS, torch.full((1, 5), 7)], 1)
+    with pytest.raises(UnsupportedModelError, match="StaticCache"):
+        tiny_llama.generate(ids, past_key_values=cache, max_new_tokens=3, custom_generate=lookahead.decode)
+
+
+def test_a_text_shorter_than_its_cache_is_refused(tiny_llama: PreTrainedModel) -> None:
+    cache = DynamicCache()
+    tiny_llama.generate(IDS, past_key_values=cache, max_new_tokens=9, do_sample=False)
+    with pytest.raises(UnsupportedModelError, match="whole text"):
+        tiny_llama.generate(
+            IDS,
+            attention_mask=torch.ones(1, 32),
+            past_key_values=cache,
+            max_new_tokens=3,
+            custom_generate=lookahead.decode,
+        )
