@@ -256,6 +256,40 @@ def proposal_arrays(proposal):
     return proposal.tokens[1:], proposal.probabilities[1:], proposal.parents[1:]
 
 
+def emit(proposer, *tokens, argmax=None):
+    """One step that accepts nothing; the target's favourite everywhere is `argmax`, 99 unless given."""
+    proposal = proposer.propose(0, 100)
+    answers = np.full(len(proposal.tokens), 99 if argmax is None else argmax, np.int32)
+    proposer.observe(0, Outcome(ids(*tokens), ids(0), answers), np.arange(len(proposal.tokens)))
+
+
+def test_the_output_is_remembered_by_more_than_its_last_token():
+    proposer = JacobiProposer(1, 4, 6, pool_from_prompt=False)
+    proposer.start(0, ids(9))
+    for token in (1, 2, 3, 5, 4, 2, 6, 4, 2, 6, 7, 1, 2):
+        emit(proposer, token)
+    proposal = proposer.propose(0, 100)
+    chances = {int(t): float(p) for t, p, parent in zip(*proposal_arrays(proposal), strict=True) if parent == 0}
+    assert chances[3] > chances[6]  # 3 followed "1 2", 6 followed "4 2", later and more often
+
+
+def test_what_the_target_favoured_is_remembered_even_where_another_token_was_drawn():
+    proposer = JacobiProposer(1, 2, 4, pool_from_prompt=False)
+    proposer.start(0, ids(5))
+    emit(proposer, 8, argmax=6)
+    emit(proposer, 5)
+    assert {8, 6} <= set(proposer.propose(0, 100).tokens.tolist())
+
+
+def test_a_guess_that_failed_still_teaches_what_would_have_followed_it():
+    proposer = JacobiProposer(1, 4, 4)
+    proposer.start(0, ids(1, 2, 3, 1))  # 2 is guessed
+    emit(proposer, 7, argmax=88)
+    emit(proposer, 2)
+    proposal = proposer.propose(0, 100)
+    assert 88 in proposal.tokens[1:][proposal.parents[1:] == 0]
+
+
 def test_the_window_slides_by_all_that_was_emitted_bonus_included():
     proposer = JacobiProposer(4, 3, 0)
     proposer.start(0, ids(1, 2, 3, 4))
