@@ -336,3 +336,13 @@ def test_sizes_out_of_range_are_refused(size):
     if size[2] >= 0:
         with pytest.raises(ValueError, match="need width >= 1"):
             JacobiWindow(size[0], size[1], ids(1))
+
+
+def test_tokens_emitted_before_the_first_offer_are_known_and_the_window_follows():
+    proposer = JacobiProposer(3, 4, 6, pool_from_prompt=False)
+    proposer.start(0, ids(9))
+    proposer.observe(0, Outcome(ids(4), ids(0), ids(4)), NOTHING)  # the prefill gives a token with no draft
+    proposer.observe(0, Outcome(ids(7, 4), ids(0), NOTHING), NOTHING)
+    proposal = proposer.propose(0, 100)
+    assert proposal.tokens[0] == 4
+    assert 7 in proposal.tokens[1:][proposal.parents[1:] == 0]

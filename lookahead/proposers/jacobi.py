@@ -104,31 +104,35 @@ class JacobiProposer:
     def observe(self, row: int, outcome: Outcome, placed: IntArray) -> None:
         """Learn which guesses were right, pool what the target said, and slide the window."""
         state = self._rows[row]
-        planted = state.planted
         emitted = outcome.tokens
         before = state.tail[-state.taught :]
         state.tail = np.concatenate((state.tail, emitted))[-_TAIL:]
         state.taught = min(state.taught + emitted.size, state.tail.size)
-        if planted is None:
-            state.window.slide(None, emitted, state.tail)
-            return
-        heard = np.where(placed > 0, outcome.argmax[placed], UNKNOWN).astype(np.int32)
-        heard[0] = outcome.argmax[0]
+        planted = state.planted if state.planted is not None else state.window.plant(room=0)
+        heard = _heard(outcome.argmax, placed, planted.tokens.size)
         answers = np.full(state.window.cells.shape, UNKNOWN, dtype=np.int32)
         levels, width = planted.cells.shape
         answers[:levels, :width] = heard[planted.cells]
         if self.guesses > 0:
             if state.guesses is not None:
                 self._rates.learn(state.guesses.parents, state.guesses.tokens, state.guesses.features, emitted)
-            state.pool.append_documents(
-                ngrams_of_step(
-                    state.window, planted, answers, heard, before=before, emitted=emitted, reach=2 * self.ngram_size
-                )
+            lessons = ngrams_of_step(
+                state.window, planted, answers, heard, before=before, emitted=emitted, reach=2 * self.ngram_size
             )
-        is_answered = bool((answers[-1] != UNKNOWN).any())
+            state.pool.append_documents(lessons)
+        is_answered = 2 * np.count_nonzero(answers[-1] != UNKNOWN) > self.window
         state.window.slide(answers if is_answered else None, emitted, state.tail)
-        state.planted = None
+        state.planted = state.guesses = None
 
     def finish(self, row: int) -> None:
         """Forget the row; what was learned stays."""
         del self._rows[row]
+
+
+def _heard(argmax: IntArray, placed: IntArray, nodes: int) -> IntArray:
+    """What the target says after each node of a proposal, `UNKNOWN` where it was left out of the draft."""
+    heard = np.full(nodes, UNKNOWN, dtype=np.int32)
+    if argmax.size > 0:
+        heard[: placed.size] = np.where(placed > 0, argmax[placed], UNKNOWN)
+        heard[0] = argmax[0]
+    return heard
