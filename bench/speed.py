@@ -5,9 +5,9 @@
 
 Every prompt is decoded by every method in turn, one after the other, on one thread; the order of the methods
 rotates. A first round, not timed, warms up and is the losslessness gate: in fp32 every method of ours must give
-the tokens of greedy `model.generate`, or nothing is timed. Decode seconds leave the prefill out: for
-transformers they run from its first token to its last, which is `tokens - 1` steps; for ours from the end of the
-prefill to the last token, which is all `tokens`. The last line is one JSON object.
+the tokens of greedy `model.generate`, or nothing is timed. Decode seconds leave the prefill out: they run from a
+method's first token to its last, which is `tokens - 1` tokens. Tokens per pass count every pass, the prefill too.
+The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def ours(model: PreTrainedModel, max_new_tokens: int, config: LookaheadConfig) -
         tokens = [token for step in engine.run() for token in step[0].tokens.tolist()]
         total = time.perf_counter() - start
         stats = engine.stats[0]
-        return Run(tokens, len(tokens), stats.decode_s, total, stats.target_forwards)
+        return Run(tokens, len(tokens) - 1, stats.decode_s, total, stats.target_forwards + 1)
 
     return decode
 

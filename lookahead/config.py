@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from lookahead.errors import ConfigError
 
@@ -20,8 +21,10 @@ class LookaheadConfig:
     Attributes:
         proposers: Names of the sources that draft, of `"prompt"` (n-grams of the prompt and the output so far)
             and `"jacobi"` (the lookahead branch). Empty means plain decoding.
+        draft: `"auto"` drafts as many nodes as pay for themselves, by the measured cost of a step;
+            `"fixed"` drafts all that `max_nodes` and `min_probability` allow.
         max_nodes: Most draft nodes one row's tree may hold, the root not counted, 1 to 512.
-            `None` decides: 16, and with the lookahead branch its window and its guesses on top.
+            `None` decides: 64, and with the lookahead branch its window and its guesses on top.
         min_probability: A node is drafted only when its chance of being reached is at least this, 0 to 1.
         max_ngram: Longest context, in tokens, that the prompt index looks up, 1 to 64.
         min_ngram: Shortest context that the prompt index looks up, 1 to `max_ngram`.
@@ -38,8 +41,9 @@ class LookaheadConfig:
     """
 
     proposers: Sequence[str] = ("prompt",)
+    draft: Literal["auto", "fixed"] = "auto"
     max_nodes: int | None = None
-    min_probability: float = 0.05
+    min_probability: float = 0.02
     max_ngram: int = 16
     min_ngram: int = 1
     window: int = 7
@@ -56,6 +60,8 @@ class LookaheadConfig:
                 raise ConfigError(f"proposers must be of {', '.join(PROPOSERS)}, got {name!r}")
         if len(set(self.proposers)) != len(self.proposers):
             raise ConfigError(f"proposers must not repeat a name, got {self.proposers!r}")
+        if self.draft not in ("auto", "fixed"):
+            raise ConfigError(f"draft must be auto or fixed, got {self.draft!r}")
         if self.max_nodes is not None:
             _check_range("max_nodes", self.max_nodes, 1, MAX_NODES_LIMIT)
         _check_range("max_ngram", self.max_ngram, 1, 64)
@@ -83,7 +89,7 @@ class LookaheadConfig:
             return self.max_nodes
         if not self.proposers:
             return 0
-        budget = 16 if "prompt" in self.proposers else 0
+        budget = 64 if "prompt" in self.proposers else 0
         if "jacobi" in self.proposers:
             budget += self.window_nodes + self.guesses * (self.ngram_size - 1)
         return min(budget, MAX_NODES_LIMIT)

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 from numba import njit
+from numpy.typing import NDArray
 
 from lookahead.proposers.base import IntArray, Proposal
 from lookahead.tree import TokenTree
+
+_FREE = np.zeros(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +36,14 @@ def merge(
     budget: int,
     max_depth: int,
     min_probability: float = 0.0,
+    costs: NDArray[np.float64] | None = None,
 ) -> Draft:
     """Merge proposals by prefix and keep the likeliest nodes.
 
     A node several proposers offer is one node; its probability is the highest of theirs. Required nodes come
     first, then the nodes with the highest probability of being reached (the product along the path), while
-    that is at least `min_probability` and the budget lasts. Nodes are laid out depth first, the likelier child
+    that is at least `min_probability` and the budget lasts; of these as many as give the most expected tokens per
+    cost. Nodes are laid out depth first, the likelier child
     first, so that the likeliest path is 0, 1, 2, … and committing it moves no KV.
 
     Args:
@@ -47,6 +52,8 @@ def merge(
         budget: Most nodes besides the root.
         max_depth: Deepest node worth verifying: one less than the tokens the row may still emit.
         min_probability: Lowest probability of being reached that a node is drafted for.
+        costs: float64 `[budget + 2]` or longer, what a step with that many nodes costs, the root counted; None
+            where nodes are free.
     """
     offers = [(source, offer) for source, offer in enumerate(proposals) if offer is not None]
     if not offers or budget <= 0 or max_depth <= 0:
@@ -60,6 +67,7 @@ def merge(
         budget,
         max_depth,
         min_probability,
+        costs if costs is not None else _FREE,
     )
     ends = np.cumsum([_size(offer) for offer in proposals])
     placed = tuple(where[end - _size(offer) : end] for end, offer in zip(ends, proposals, strict=True))
@@ -72,11 +80,11 @@ def _size(offer: Proposal | None) -> int:
 
 
 @njit(cache=True)
-def _merge(root, tokens, parents, probabilities, offers, budget, max_depth, min_probability):
+def _merge(root, tokens, parents, probabilities, offers, budget, max_depth, min_probability, costs):
     """Union trie, then selection, then depth-first layout; returns the tree's arrays and where nodes went."""
     trie = _union(root, tokens, parents, probabilities, offers)
     trie_tokens, trie_parents, trie_depths, reach, must, trie_sources, where = trie
-    kept = _select(trie_depths, reach, must, budget, max_depth, min_probability)
+    kept = _select(trie_depths, reach, must, budget, max_depth, min_probability, costs)
     order = _layout(trie_parents, reach, kept)
     n = len(order)
     position = np.zeros(len(trie_tokens), np.int32)
@@ -140,21 +148,38 @@ def _union(root, tokens, parents, probabilities, offers):
 
 
 @njit(cache=True)
-def _select(depths, reach, must, budget, max_depth, min_probability):
-    """Keep the root, the required nodes, then the likeliest; a parent never ranks below its child."""
+def _select(depths, reach, must, budget, max_depth, min_probability, costs):
+    """Keep the root, the required nodes, then the likeliest; a parent never ranks below its child.
+
+    Expected tokens of a tree are the sum of its nodes' reach, the root's bonus token included; the number of
+    nodes is where expected tokens over cost are highest.
+    """
     kept = np.zeros(len(reach), np.bool_)
     kept[0] = True
-    room = budget
+    nodes, expected = 1, 1.0
     for node in range(1, len(reach)):
-        if must[node] and depths[node] <= max_depth and room > 0:
+        if must[node] and depths[node] <= max_depth and nodes <= budget:
             kept[node] = True
-            room -= 1
+            nodes += 1
+            expected += reach[node]
+    likeliest = np.empty(len(reach), np.int64)
+    count, best, best_rate = 0, 0, 0.0
+    if len(costs) > 0:
+        best_rate = expected / costs[nodes]
     for node in np.argsort(-reach, kind="mergesort"):
-        if room == 0 or reach[node] < min_probability:
+        if nodes > budget or reach[node] < min_probability:
             break
         if not kept[node] and depths[node] <= max_depth:
-            kept[node] = True
-            room -= 1
+            likeliest[count] = node
+            count += 1
+            nodes += 1
+            expected += reach[node]
+            if len(costs) == 0:
+                best = count
+            elif expected / costs[nodes] > best_rate:
+                best, best_rate = count, expected / costs[nodes]
+    for i in range(best):
+        kept[likeliest[i]] = True
     return kept
 
 

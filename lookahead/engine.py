@@ -14,12 +14,14 @@ from torch import Tensor
 
 from lookahead.cache import RowStates
 from lookahead.config import LookaheadConfig
+from lookahead.cost import FloatArray, StepCost
 from lookahead.drafting import Draft, merge
 from lookahead.proposers.base import IntArray, Outcome, Proposer
 from lookahead.sampling import TokenChooser
 from lookahead.stats import DecodingStats
 from lookahead.stopping import StoppingRule
 from lookahead.target import Target
+from lookahead.tree import TokenTree
 from lookahead.verify import Verdict, verify, verify_greedy
 
 _NO_ARGMAX = np.zeros(0, np.int32)
@@ -57,6 +59,7 @@ class Engine:
     Args:
         target: The model behind its cache, with room for as many rows as there are prompts.
         proposers: Where drafts come from; none means plain decoding.
+        cost: What a step was measured to cost; learns from every step.
         config: The options.
         chooser: How a token is chosen.
         stopping: When a row ends.
@@ -75,6 +78,7 @@ class Engine:
         self,
         target: Target,
         proposers: Sequence[Proposer],
+        cost: StepCost,
         config: LookaheadConfig,
         chooser: TokenChooser,
         stopping: StoppingRule,
@@ -85,6 +89,7 @@ class Engine:
     ) -> None:
         self._target = target
         self._proposers = proposers
+        self._cost = cost
         self._config = config
         self.chooser = chooser
         self._stopping = stopping
@@ -115,40 +120,61 @@ class Engine:
         Between steps the model is as it was, unless the loop runs inside `serving`.
         """
         started = time.perf_counter()
-        with self._target.serving():
-            self._target.prefill(self._prompts)
         for row, prompt in zip(self._rows, self._prompts, strict=True):
             for proposer in self._proposers:
                 proposer.start(row.index, prompt)
+        with self._target.serving():
+            emissions = self._prefill()
         prefilled = time.perf_counter()
         for stats in self.stats:
-            stats.prefill_s = prefilled - started
+            stats.prefill_s = stats.ttft_s = prefilled - started
+        yield emissions
         while self._rows:
             with self._target.serving():
                 emissions = self.step()
             now = time.perf_counter()
             for emission in emissions:
-                stats = self.stats[emission.row]
-                stats.decode_s = now - prefilled
-                stats.ttft_s = stats.ttft_s or now - started
+                self.stats[emission.row].decode_s = now - prefilled
             yield emissions
+
+    def _prefill(self) -> list[Emission]:
+        """Read the prompts; the logits of their ends already give every row its first token."""
+        logits = self._target.prefill(self._prompts)
+        nothing = tuple(_NO_ARGMAX for _ in self._proposers)
+        drafts = [Draft(TokenTree.root(int(row.ids[row.length - 1])), nothing) for row in self._rows]
+        return self._emit(drafts, logits, self._argmax(logits))
 
     def step(self) -> list[Emission]:
         """Advance every running row by one target pass; the model must be in service."""
-        drafts = [self._draft(row) for row in self._rows]
+        drafts = self._draft_all()
+        begin = time.perf_counter()
         logits = self._target.score([draft.tree for draft in drafts])
         argmax = self._argmax(logits)
-        verdicts = [self._verify(i, drafts[i], logits, argmax) for i in range(len(drafts))]
-        for i, verdict in enumerate(verdicts):
-            self._target.commit(i, verdict.path)
+        self._cost.observe(logits.shape[0] * logits.shape[1], time.perf_counter() - begin)
+        for row, draft in zip(self._rows, drafts, strict=True):
+            self._count_draft(row.stats, draft)
+        return self._emit(drafts, logits, argmax)
+
+    def _emit(self, drafts: Sequence[Draft], logits: Tensor, argmax: IntArray) -> list[Emission]:
+        """Verify every row's tree, then let the cache, the stats and the proposers follow from what was chosen."""
+        verdicts = [self._verify(i, draft, logits, argmax) for i, draft in enumerate(drafts)]
+        emissions = []
         for i, (row, draft, verdict) in enumerate(zip(self._rows, drafts, verdicts, strict=True)):
-            self._count(row.stats, draft, verdict)
+            self._target.commit(i, verdict.path)
+            self._count_verdict(row.stats, draft, verdict)
             self._observe(row, draft, verdict, argmax[i, : len(draft.tree)] if self._needs_argmax else _NO_ARGMAX)
-        emissions = [Emission(row.index, v.tokens, v.finished) for row, v in zip(self._rows, verdicts, strict=True)]
+            emissions.append(Emission(row.index, verdict.tokens, verdict.finished))
         self._retire([i for i, verdict in enumerate(verdicts) if verdict.finished])
         return emissions
 
-    def _draft(self, row: _Row) -> Draft:
+    def _draft_all(self) -> list[Draft]:
+        """Every row's tree, as large as the measured cost of a step makes worth while."""
+        if not self._proposers:
+            return [Draft(TokenTree.root(int(row.ids[row.length - 1])), ()) for row in self._rows]
+        costs = self._cost.curve(len(self._rows), self._budget + 1) if self._config.draft == "auto" else None
+        return [self._draft(row, costs) for row in self._rows]
+
+    def _draft(self, row: _Row, costs: FloatArray | None) -> Draft:
         """One row's tree, merged from what every proposer offers."""
         proposals = [proposer.propose(row.index, self._budget) for proposer in self._proposers]
         return merge(
@@ -157,6 +183,7 @@ class Engine:
             budget=self._budget,
             max_depth=self._stopping.max_length - row.length - 1,
             min_probability=self._config.min_probability,
+            costs=costs,
         )
 
     def _argmax(self, logits: Tensor) -> IntArray:
@@ -198,17 +225,22 @@ class Engine:
         for proposer, placed in zip(self._proposers, draft.placed, strict=True):
             proposer.observe(row.index, outcome, placed)
 
-    def _count(self, stats: DecodingStats, draft: Draft, verdict: Verdict) -> None:
-        """Add one row's step to its stats."""
+    def _count_draft(self, stats: DecodingStats, draft: Draft) -> None:
+        """Count a draft that was verified."""
         stats.target_forwards += 1
-        stats.emitted_tokens += len(verdict.tokens)
         stats.drafted_tokens += len(draft.tree) - 1
-        stats.accepted_tokens += len(verdict.path) - 1
-        stats.acceptance_histogram[len(verdict.tokens)] += 1
         for source, proposer in enumerate(self._proposers):
-            offered = (draft.tree.sources >> source) & 1
-            stats.drafted_by_source[proposer.name] += int(offered.sum())
-            stats.accepted_by_source[proposer.name] += int(offered[verdict.path].sum())
+            stats.drafted_by_source[proposer.name] += int(((draft.tree.sources >> source) & 1).sum())
+
+    def _count_verdict(self, stats: DecodingStats, draft: Draft, verdict: Verdict) -> None:
+        """Count what was emitted; the first token of a row comes from the prefill, not from a draft's pass."""
+        if stats.target_forwards:
+            stats.acceptance_histogram[len(verdict.tokens)] += 1
+        stats.emitted_tokens += len(verdict.tokens)
+        stats.accepted_tokens += len(verdict.path) - 1
+        for source, proposer in enumerate(self._proposers):
+            accepted = (draft.tree.sources[verdict.path] >> source) & 1
+            stats.accepted_by_source[proposer.name] += int(accepted.sum())
 
     def _retire(self, finished: Sequence[int]) -> None:
         """Take finished rows out, the last active row filling each gap, in the target as in the engine."""

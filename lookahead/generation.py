@@ -23,12 +23,14 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from lookahead.config import LookaheadConfig
+from lookahead.config import PROPOSERS, LookaheadConfig
+from lookahead.cost import StepCost
 from lookahead.engine import Engine
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
 from lookahead.handover import adopt, hand_back, output_dict, padded_sequences
+from lookahead.ngram.hits import HitRates
 from lookahead.plain import PlainLoop
-from lookahead.proposers import Experience, make_proposers
+from lookahead.proposers import make_proposers
 from lookahead.request import prompt_lengths, refuse_past, refuse_unsupported, serve_stop_strings, stopping_rule
 from lookahead.sampling import TokenChooser
 from lookahead.stats import DecodingStats, total
@@ -141,9 +143,11 @@ def prepare(
     if is_continued:
         refuse_past(past, input_ids, generation_config, model_kwargs.get("attention_mask"))
         adopt(cast(DynamicCache, past), target.cache, longest - lengths)
+    experience = _experiences.setdefault(model, _Experience())
     return Engine(
         target,
-        make_proposers(config, _experience_with(model)),
+        make_proposers(config, experience.rates),
+        experience.cost,
         config,
         TokenChooser(
             logits_processor,
@@ -158,12 +162,15 @@ def prepare(
     )
 
 
-_experiences: WeakKeyDictionary[PreTrainedModel, Experience] = WeakKeyDictionary()
+class _Experience:
+    """What is learned of a model and worth keeping from one call to the next: never text, only rates and seconds."""
+
+    def __init__(self) -> None:
+        self.rates = {name: HitRates() for name in PROPOSERS}
+        self.cost = StepCost()
 
 
-def _experience_with(model: PreTrainedModel) -> Experience:
-    """What earlier calls learned of this model; it steers how much is drafted, and lives as long as the model."""
-    return _experiences.setdefault(model, Experience())
+_experiences: WeakKeyDictionary[PreTrainedModel, _Experience] = WeakKeyDictionary()
 
 
 def generate(

@@ -53,8 +53,9 @@ class PlainLoop:
             ends = np.flatnonzero(np.isin(ids, self._stopping.eos_tokens))
             tokens = ids[: ends[0] + 1] if len(ends) else ids
             stats = self.stats[row]
-            stats.emitted_tokens = stats.target_forwards = len(tokens)
-            stats.acceptance_histogram[1] = len(tokens)
+            stats.emitted_tokens = len(tokens)
+            stats.target_forwards = stats.acceptance_histogram[1] = len(tokens) - 1
+            # The loop is not watched: its prefill cannot be told from its steps.
             stats.decode_s = stats.ttft_s = seconds
             emissions.append(Emission(row, tokens, finished=True))
         yield emissions

@@ -22,7 +22,7 @@ class DecodingStats:
         accepted_by_source: Accepted draft nodes by proposer, likewise.
         acceptance_histogram: How many passes emitted 1, 2, 3, … tokens, keyed by that number.
         prefill_s: Seconds from the start to the end of the prefill, shared by the rows of a batch.
-        decode_s: Seconds from the end of the prefill to the row's last token.
+        decode_s: Seconds from the end of the prefill, which gives the first token, to the row's last token.
         ttft_s: Seconds from the start to the row's first token.
     """
 
@@ -39,9 +39,14 @@ class DecodingStats:
     ttft_s: float = 0.0
 
     @property
+    def decoded_tokens(self) -> int:
+        """Emitted tokens that a counted pass made: all but the first of every row, which the prefill gives."""
+        return sum(length * passes for length, passes in self.acceptance_histogram.items())
+
+    @property
     def mean_acceptance_length(self) -> float:
-        """Emitted tokens per target pass, the bonus token included and the prefill excluded."""
-        return self.emitted_tokens / self.target_forwards if self.target_forwards else 0.0
+        """Tokens per target pass, the bonus token included and the prefill excluded."""
+        return self.decoded_tokens / self.target_forwards if self.target_forwards else 0.0
 
     @property
     def draft_acceptance_rate(self) -> float:
@@ -50,13 +55,13 @@ class DecodingStats:
 
     @property
     def tpot_s(self) -> float:
-        """Decode seconds per emitted token."""
-        return self.decode_s / self.emitted_tokens if self.emitted_tokens else 0.0
+        """Decode seconds per token after the first."""
+        return self.decode_s / self.decoded_tokens if self.decoded_tokens else 0.0
 
     @property
     def tokens_per_s(self) -> float:
-        """Emitted tokens per decode second."""
-        return self.emitted_tokens / self.decode_s if self.decode_s else 0.0
+        """Tokens after the first per decode second."""
+        return self.decoded_tokens / self.decode_s if self.decode_s else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Counters, rates and seconds as a JSON-ready dict."""

@@ -73,26 +73,36 @@ class Target:
             finally:
                 self._model.set_attn_implementation(before)
 
-    def prefill(self, prompts: Sequence[IntArray]) -> None:
-        """Put the KV of every prompt but for its last token, the first root, into the cache.
+    def prefill(self, prompts: Sequence[IntArray]) -> Tensor:
+        """Put the KV of every prompt into the cache; its last token, the first root, is not committed yet.
 
         Args:
             prompts: int32 `[tokens]` per row, at least one token more than the row's cache holds already; rows may
                 differ in length.
+
+        Returns:
+            Logits after the last token of every prompt, `[rows, 1, vocab]`.
         """
         slots = self.cache.slots
         cached = slots.lengths.copy()
-        lengths = np.array([len(prompt) - 1 for prompt in prompts])
-        longest = int((lengths - cached).max())
-        padded = np.zeros((len(prompts), longest), np.int64)
+        lengths = np.array([len(prompt) for prompt in prompts])
+        new = lengths - cached
+        padded = np.zeros((len(prompts), int(new.max())), np.int64)
         for row, prompt in enumerate(prompts):
-            padded[row, : lengths[row] - cached[row]] = prompt[cached[row] : -1]
-        for start in range(0, longest, PREFILL_CHUNK):
+            padded[row, : new[row]] = prompt[cached[row] :]
+        last: dict[int, Tensor] = {}
+        for start in range(0, padded.shape[1], PREFILL_CHUNK):
             chunk = np.ascontiguousarray(padded[:, start : start + PREFILL_CHUNK])
             # A row whose prompt has ended writes padding behind its end, where its trees will stand.
             slots.lengths[:] = cached + start
-            self._forward(chunk, slots.lengths[:, None] + np.arange(chunk.shape[1]), None, logits_to_keep=1)
-        slots.lengths[:] = lengths
+            ends = new - 1 - start
+            ending = np.flatnonzero((ends >= 0) & (ends < chunk.shape[1]))
+            keep, place = np.unique(ends[ending], return_inverse=True)
+            positions = slots.lengths[:, None] + np.arange(chunk.shape[1])
+            logits = self._forward(chunk, positions, None, keep=keep if len(keep) else np.zeros(1, np.int64))
+            last.update({int(row): logits[row, column] for row, column in zip(ending, place, strict=True)})
+        slots.lengths[:] = lengths - 1
+        return torch.stack([last[row] for row in range(len(prompts))])[:, None]
 
     def score(self, trees: Sequence[TokenTree]) -> Tensor:
         """Logits after every node, `[active, nodes of the largest tree, vocab]`, in one forward pass.
@@ -108,7 +118,7 @@ class Target:
             tokens[row, : len(tree)] = tree.tokens
             positions[row] = slots.lengths[row]
             positions[row, : len(tree)] += tree.depths
-        return self._forward(tokens, positions, trees, logits_to_keep=0)
+        return self._forward(tokens, positions, trees)
 
     def commit(self, row: int, path: IntArray) -> None:
         """Keep the KV of an accepted path (int32 `[a]`, from node 0) of a row's tree."""
@@ -123,12 +133,15 @@ class Target:
         tokens: NDArray[np.int64],
         positions: NDArray[np.int64],
         trees: Sequence[TokenTree] | None,
-        logits_to_keep: int,
+        keep: NDArray[np.int64] | None = None,
     ) -> Tensor:
-        """One pass of the model over `[active, width]` tokens; returns its logits."""
+        """One pass of the model over `[active, width]` tokens; returns the logits of all columns, or of `keep`."""
         self.cache.slots.begin(tokens.shape[1])
         tree_pass = TreePass(self.cache.slots, trees)
-        options: dict[str, object] = {"logits_to_keep": logits_to_keep} if self._keeps_logits else {}
+        options: dict[str, object] = {}
+        columns = None if keep is None else torch.from_numpy(keep).to(self._device)
+        if self._keeps_logits and columns is not None:
+            options["logits_to_keep"] = columns
         scope: AbstractContextManager[None] = nullcontext()
         if self._registered:
             scope = running(tree_pass)
@@ -142,4 +155,4 @@ class Target:
                 use_cache=True,
                 **options,
             ).logits
-        return logits
+        return logits if columns is None or self._keeps_logits else logits[:, columns]

@@ -124,8 +124,8 @@ def random_trie(ids: list[int], room: int) -> Proposal:
 def decode_scripted(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, scripted: Scripted, max_nodes: int, **kwargs: Any
 ) -> tuple[torch.Tensor, Any]:
-    monkeypatch.setattr("lookahead.generation.make_proposers", lambda config, experience: [scripted])
-    config = LookaheadConfig(max_nodes=max_nodes)
+    monkeypatch.setattr("lookahead.generation.make_proposers", lambda config, rates: [scripted])
+    config = LookaheadConfig(draft="fixed", max_nodes=max_nodes)
     got = model.generate(**kwargs, custom_generate=lookahead.decode, lookahead_config=config)
     engine = model.generate(**kwargs, custom_generate=prepare, lookahead_config=config)
     for _ in engine.run():
@@ -145,9 +145,10 @@ def test_a_perfect_draft_changes_nothing_but_the_number_of_passes(
         tiny_llama, monkeypatch, perfect, max_nodes, input_ids=ids, max_new_tokens=limit, do_sample=False
     )
     assert torch.equal(got, expected)
-    assert stats.target_forwards == -(-limit // (max_nodes + 1))
+    passes = -(-(limit - 1) // (max_nodes + 1))
+    assert stats.target_forwards == passes
     assert stats.emitted_tokens == limit
-    assert stats.accepted_tokens == limit - stats.target_forwards
+    assert stats.accepted_tokens == limit - 1 - passes
 
 
 @pytest.mark.parametrize("limit", [1, 20])
@@ -164,7 +165,7 @@ def test_an_always_wrong_draft_changes_nothing(
         tiny_llama, monkeypatch, Scripted(wrong), 5, input_ids=ids, max_new_tokens=limit, do_sample=False
     )
     assert torch.equal(got, expected)
-    assert (stats.accepted_tokens, stats.target_forwards) == (0, limit)
+    assert (stats.accepted_tokens, stats.target_forwards) == (0, limit - 1)
 
 
 @pytest.mark.parametrize("options", [GREEDY, PROCESSED, *SAMPLING], ids=["greedy", "processed", "warm", "hot"])
@@ -173,9 +174,9 @@ def test_random_trees_of_maximal_size_change_nothing(
 ) -> None:
     torch.manual_seed(5)
     expected = tiny_llama.generate(ids, max_new_tokens=12, **options)
-    monkeypatch.setattr("lookahead.generation.make_proposers", lambda config, experience: [Scripted(random_trie)])
+    monkeypatch.setattr("lookahead.generation.make_proposers", lambda config, rates: [Scripted(random_trie)])
     torch.manual_seed(5)
-    config = LookaheadConfig(max_nodes=300, min_probability=0.0)
+    config = LookaheadConfig(draft="fixed", max_nodes=300, min_probability=0.0)
     got = tiny_llama.generate(
         ids, max_new_tokens=12, **options, custom_generate=lookahead.decode, lookahead_config=config
     )
@@ -208,7 +209,7 @@ def test_what_one_call_learned_of_a_model_saves_the_next_one_passes() -> None:
             do_sample=False,
             eos_token_id=None,
             custom_generate=prepare,
-            lookahead_config=LookaheadConfig(min_probability=0.5),
+            lookahead_config=LookaheadConfig(draft="fixed", min_probability=0.5),
         )
         outputs.append([token for step in engine.run() for token in step[0].tokens.tolist()])
         passes.append(engine.stats[0].target_forwards)
@@ -299,6 +300,7 @@ def test_right_padding_is_refused(tiny_llama: PreTrainedModel) -> None:
         ({"max_nodes": True}, "max_nodes"),
         ({"max_ngram": 65}, "max_ngram"),
         ({"min_ngram": 17}, "min_ngram"),
+        ({"draft": "none"}, "draft"),
         ({"min_probability": 1.5}, "min_probability"),
         ({"proposers": ("oracle",)}, "oracle"),
         ({"proposers": "prompt"}, "sequence"),

@@ -22,7 +22,7 @@ FLOORS = (
     {"errors"},
     {"ngram", "kernels", "config", "tree"},
     {"proposers.base"},
-    {"drafting", "sampling", "stopping", "verify", "stats"},
+    {"drafting", "cost", "sampling", "stopping", "verify", "stats"},
     {"proposers"},
     {"cache"},
     {"attention"},

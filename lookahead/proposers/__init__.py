@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from lookahead.config import PROPOSERS, LookaheadConfig
+from collections.abc import Mapping
+
+from lookahead.config import LookaheadConfig
 from lookahead.ngram.hits import HitRates
 from lookahead.proposers.base import Proposer
 from lookahead.proposers.jacobi import JacobiProposer
 from lookahead.proposers.prompt import PromptProposer
 
 
-class Experience:
-    """What proposers learn of a model that is worth keeping from one call to the next: never text, only hit rates.
-
-    Attributes:
-        rates: For every proposer, how often each kind of its candidates was right.
-    """
-
-    def __init__(self) -> None:
-        self.rates = {name: HitRates() for name in PROPOSERS}
-
-
-def make_proposers(config: LookaheadConfig, experience: Experience) -> list[Proposer]:
-    """The proposers a configuration names, in its order, with what was learned before."""
+def make_proposers(config: LookaheadConfig, rates_of: Mapping[str, HitRates]) -> list[Proposer]:
+    """The proposers a configuration names, in its order, with the hit rates learned before of each."""
     made: list[Proposer] = []
     for name in config.proposers:
-        rates = experience.rates[name]
+        rates = rates_of[name]
         if name == "prompt":
             made.append(PromptProposer(config.min_ngram, config.max_ngram, rates))
         else:
