@@ -32,6 +32,7 @@ class HitRates:
     and halves its counts at 400 trials, so that it follows a change of text.
 
     Attributes:
+        prior: float64 `[features]`: the first guesses.
         table: float64 `[features, 3]`: the chance now, hits, trials.
     """
 
