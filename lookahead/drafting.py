@@ -166,7 +166,7 @@ def _select(depths, reach, must, budget, max_depth, min_probability, costs):
     count, best, best_rate = 0, 0, 0.0
     if len(costs) > 0:
         best_rate = expected / costs[nodes]
-    for node in np.argsort(-reach, kind="mergesort"):
+    for node in _likeliest_first(reach):
         if nodes > budget or reach[node] < min_probability:
             break
         if not kept[node] and depths[node] <= max_depth:
@@ -184,12 +184,26 @@ def _select(depths, reach, must, budget, max_depth, min_probability, costs):
 
 
 @njit(cache=True)
+def _likeliest_first(reach):
+    """Nodes by falling reach, ties in order; insertion, because proposals come nearly sorted."""
+    order = np.arange(len(reach))
+    for i in range(1, len(reach)):
+        node = order[i]
+        at = i
+        while at > 0 and reach[order[at - 1]] < reach[node]:
+            order[at] = order[at - 1]
+            at -= 1
+        order[at] = node
+    return order
+
+
+@njit(cache=True)
 def _layout(parents, reach, kept):
     """Depth-first order of the kept nodes, the likelier child first."""
     n = len(parents)
     first_child, next_sibling = np.zeros(n, np.int32), np.zeros(n, np.int32)
-    # Ascending insertion at the head leaves each child list in descending order of reach.
-    for node in np.argsort(reach, kind="mergesort"):
+    # Inserting the least likely first, each at the head, leaves the likeliest child at the head of its list.
+    for node in _likeliest_first(reach)[::-1]:
         if node != 0 and kept[node]:
             next_sibling[node] = first_child[parents[node]]
             first_child[parents[node]] = node

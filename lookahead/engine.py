@@ -21,7 +21,7 @@ from lookahead.sampling import TokenChooser
 from lookahead.stats import DecodingStats
 from lookahead.stopping import StoppingRule
 from lookahead.target import Target
-from lookahead.tree import TokenTree
+from lookahead.tree import TokenTree, count_by_source
 from lookahead.verify import Verdict, verify, verify_greedy
 
 _NO_ARGMAX = np.zeros(0, np.int32)
@@ -229,8 +229,9 @@ class Engine:
         """Count a draft that was verified."""
         stats.target_forwards += 1
         stats.drafted_tokens += len(draft.tree) - 1
-        for source, proposer in enumerate(self._proposers):
-            stats.drafted_by_source[proposer.name] += int(((draft.tree.sources >> source) & 1).sum())
+        drafted = count_by_source(draft.tree, np.arange(len(draft.tree), dtype=np.int32), len(self._proposers))
+        for proposer, count in zip(self._proposers, drafted, strict=True):
+            stats.drafted_by_source[proposer.name] += count
 
     def _count_verdict(self, stats: DecodingStats, draft: Draft, verdict: Verdict) -> None:
         """Count what was emitted; the first token of a row comes from the prefill, not from a draft's pass."""
@@ -238,9 +239,9 @@ class Engine:
             stats.acceptance_histogram[len(verdict.tokens)] += 1
         stats.emitted_tokens += len(verdict.tokens)
         stats.accepted_tokens += len(verdict.path) - 1
-        for source, proposer in enumerate(self._proposers):
-            accepted = (draft.tree.sources[verdict.path] >> source) & 1
-            stats.accepted_by_source[proposer.name] += int(accepted.sum())
+        accepted = count_by_source(draft.tree, verdict.path, len(self._proposers))
+        for proposer, count in zip(self._proposers, accepted, strict=True):
+            stats.accepted_by_source[proposer.name] += count
 
     def _retire(self, finished: Sequence[int]) -> None:
         """Take finished rows out, the last active row filling each gap, in the target as in the engine."""

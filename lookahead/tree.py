@@ -83,6 +83,22 @@ class TokenTree:
         return words
 
 
+def count_by_source(tree: TokenTree, nodes: IntArray, sources: int) -> list[int]:
+    """How many of `nodes` each of the first `sources` proposers offered."""
+    counts: list[int] = _count_bits(tree.sources, nodes, sources).tolist()
+    return counts
+
+
+@njit(cache=True)
+def _count_bits(words, nodes, bits):
+    """For every bit, in how many of the chosen words it is set."""
+    counts = np.zeros(bits, np.int64)
+    for node in nodes:
+        for bit in range(bits):
+            counts[bit] += (words[node] >> bit) & 1
+    return counts
+
+
 @njit(cache=True)
 def node_depths(parents):
     """int32 `[n]`: edges between the root and each node."""

@@ -10,11 +10,10 @@ from numba import njit
 from numpy.typing import NDArray
 
 from lookahead.ngram.chains import MAX_CONTEXT, ChainIndex, IntArray, as_tokens, find_matches
-from lookahead.ngram.hits import RANKS, HitRates, feature_of, support_of
+from lookahead.ngram.hits import CEILING, RANKS, HitRates, feature_of, follow_factor, support_of
 
 _VARIETY = 8  # different next tokens after which the walk stops
 _FLOOR = 0.005  # a path less likely than this is not worth its node
-_CEILING = 0.99  # the children of a node never claim all of the chance
 _MAX_ROOM = 1 << 16
 _FOLLOWED = 6  # occurrences in the open document that agree on a token and are followed on: none of them ends
 
@@ -87,15 +86,15 @@ def grow_trie(
     tail = index.tokens if context is None else as_tokens(context)
     if room < 1 or tail.size == 0 or tail[-1] < 0:
         return None
-    arena, heads, links, length = index.state
+    most = min(room, _MAX_ROOM)
     tokens, parents, probabilities, features = _propose(
-        arena, heads, links, length, tail, own, min_ngram, max_ngram, max_links, min(room, _MAX_ROOM), rates.table
+        *index.state, tail, own, min_ngram, max_ngram, max_links, most, rates.table, rates.follows
     )
     return Trie(tokens, parents, probabilities, features) if tokens.size > 1 else None
 
 
 @njit(cache=True)
-def _propose(arena, heads, links, length, tail, own, shortest, longest, walked, room, table):
+def _propose(arena, heads, links, length, tail, own, shortest, longest, walked, room, table, follows):
     """Find, grow, and put in order: the whole of `grow_trie`."""
     positions = np.empty(walked, dtype=np.int32)
     lengths = np.empty(walked, dtype=np.int32)
@@ -108,13 +107,13 @@ def _propose(arena, heads, links, length, tail, own, shortest, longest, walked, 
     probabilities = np.ones(room + 1, dtype=np.float32)
     features = np.zeros(room + 1, dtype=np.int32)
     tokens[0] = tail[-1]
-    count = _grow(arena, length, own, occurrences, table, tokens, parents, probabilities, features)
+    count = _grow(arena, length, own, occurrences, table, follows, tokens, parents, probabilities, features)
     order = _depth_first(parents, count)
     return _reordered(order, tokens, parents, probabilities, features)
 
 
 @njit(cache=True)
-def _grow(arena, length, own, occurrences, table, tokens, parents, probabilities, features):
+def _grow(arena, length, own, occurrences, table, follows, tokens, parents, probabilities, features):
     """Best-first: turn the likeliest branch into a node and split its occurrences; returns the nodes made.
 
     A branch is a run of occurrences that agree so far. Runs are disjoint, so there are never more branches
@@ -123,7 +122,8 @@ def _grow(arena, length, own, occurrences, table, tokens, parents, probabilities
     found = occurrences.shape[0]
     branches = np.empty((found + 1, 6), dtype=np.int64)
     chances = np.empty((found + 1, 2))
-    tips = _split(arena, length, own, occurrences, 0, found, 0, 0, table, 1.0, branches, chances, 0)
+    factor = follow_factor(follows, tokens[0])
+    tips = _split(arena, length, own, occurrences, 0, found, 0, 0, table, factor, 1.0, branches, chances, 0)
     count = 1
     while tips > 0 and count < tokens.size:
         best = 0
@@ -141,13 +141,16 @@ def _grow(arena, length, own, occurrences, table, tokens, parents, probabilities
         for column in range(branches.shape[1]):
             branches[best, column] = branches[tips, column]
         chances[best, _CHANCE], chances[best, _REACH] = chances[tips, _CHANCE], chances[tips, _REACH]
-        tips = _split(arena, length, own, occurrences, first, stop, count, depth, table, reach, branches, chances, tips)
+        factor = follow_factor(follows, tokens[count])
+        tips = _split(
+            arena, length, own, occurrences, first, stop, count, depth, table, factor, reach, branches, chances, tips
+        )
         count += 1
     return count
 
 
 @njit(cache=True)
-def _split(arena, length, own, occurrences, first, stop, node, depth, table, reach, branches, chances, tips):
+def _split(arena, length, own, occurrences, first, stop, node, depth, table, factor, reach, branches, chances, tips):
     """Part the occurrences [first, stop) of a node by their next token, each part a new tip; returns the tips."""
     end = first
     for each in range(first, stop):
@@ -169,7 +172,7 @@ def _split(arena, length, own, occurrences, first, stop, node, depth, table, rea
         branches[tips, _TOKEN], branches[tips, _FEATURE] = occurrences[begin, _AHEAD], matched + depth
         tips += 1
         begin = after
-    _score(branches, chances, opened, tips, end - first, table, reach)
+    _score(branches, chances, opened, tips, end - first, table, factor, reach)
     return tips
 
 
@@ -207,7 +210,7 @@ def _gather(occurrences, begin, end):
 
 
 @njit(cache=True)
-def _score(branches, chances, opened, tips, total, table, reach):
+def _score(branches, chances, opened, tips, total, table, factor, reach):
     """Rank sibling branches by the match and the agreement behind them; give each the chance of its feature."""
     mass = 0.0
     for at in range(opened, tips):
@@ -222,7 +225,7 @@ def _score(branches, chances, opened, tips, total, table, reach):
         branches[at, _FEATURE] = feature_of(branches[at, _FEATURE], at - opened, support)
         chances[at, _CHANCE] = table[branches[at, _FEATURE], 0]
         mass += chances[at, _CHANCE]
-    scale = _CEILING / mass if mass > _CEILING else 1.0
+    scale = min(factor, CEILING / mass) if mass > 0.0 else 1.0
     for at in range(opened, tips):
         chances[at, _CHANCE] *= scale
         chances[at, _REACH] = chances[at, _CHANCE] * reach
