@@ -15,7 +15,7 @@ help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed ## summarize an example document, plain and with lookahead, side by side
-	$(BIN)/lookahead summarize $(DEMO_DOCUMENT) --compare --format text
+	$(BIN)/lookahead summarize $(DEMO_DOCUMENT) --compare --format text --max-new-tokens 200
 
 test: lint ## lint, type check and the whole CPU test suite
 	$(BIN)/python -m mypy --strict -p lookahead

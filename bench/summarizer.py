@@ -30,9 +30,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 import lookahead
 from lookahead.errors import TrainingError
+from lookahead.summarize.sentences import bare_sentences
 from lookahead.training.corpus import read_documents
 from lookahead.training.extractive import central_sentences
-from lookahead.training.sentences import split_sentences
 from lookahead.training.stream import Stream, inverse_document_frequency
 
 SHORTEST, LONGEST = 200, 900
@@ -139,7 +139,7 @@ def cut_passages(
     rng = np.random.default_rng(seed)
     passages = []
     for number, document in enumerate(documents):
-        texts = split_sentences(document.text)
+        texts = bare_sentences(document.text)
         offset, end = int(stream.documents[number]), int(stream.documents[number + 1])
         first = offset
         while first < end:
@@ -176,7 +176,7 @@ def evaluate(
         output = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)  # type: ignore[operator]
         new = output[0, length:]
         extract = str(tokenizer.decode(new, skip_special_tokens=True)).strip()
-        for sentence in split_sentences(extract):
+        for sentence in bare_sentences(extract):
             emitted += 1
             verbatim += sentence in passage.text
             whole += sentence in passage.sentences

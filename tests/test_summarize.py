@@ -6,6 +6,7 @@ import copy
 import json
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -180,7 +181,7 @@ def test_a_config_changes_the_passes_but_not_the_summary(tiny_llama, tiny_tokeni
         for config in (plain, None)
     ]
     assert summaries[0].text == summaries[1].text
-    assert summaries[0].stats.target_forwards == 48
+    assert summaries[0].stats.target_forwards == 47  # the prefill gives the first token
 
 
 def test_a_summary_is_a_json_ready_dict(tiny_llama, tiny_tokenizer):
@@ -230,11 +231,11 @@ def test_a_model_without_its_tokenizer_is_refused(tiny_llama, tiny_tokenizer):
 
 def test_calls_in_sequence_add_up_their_seconds():
     calls = [
-        DecodingStats(emitted_tokens=4, prefill_s=1.0, decode_s=2.0, ttft_s=1.5),
-        DecodingStats(emitted_tokens=6, prefill_s=0.5, decode_s=3.0, ttft_s=0.75),
+        DecodingStats(emitted_tokens=4, acceptance_histogram=Counter({3: 1}), prefill_s=1, decode_s=2, ttft_s=1.5),
+        DecodingStats(emitted_tokens=8, acceptance_histogram=Counter({7: 1}), prefill_s=0.5, decode_s=3, ttft_s=0.75),
     ]
     together = total_in_sequence(calls)
-    assert (together.emitted_tokens, together.prefill_s, together.decode_s) == (10, 1.5, 5.0)
+    assert (together.emitted_tokens, together.prefill_s, together.decode_s) == (12, 1.5, 5.0)
     assert together.ttft_s == 3.75
     assert together.tokens_per_s == 2.0
     assert total_in_sequence([]) == DecodingStats()
@@ -243,7 +244,7 @@ def test_calls_in_sequence_add_up_their_seconds():
 def test_plain_figures_leave_the_prefill_out_of_the_rate():
     figures = PlainFigures(emitted_tokens=11, decoded_tokens=10, prefill_s=1.0, decode_s=2.0)
     assert figures.tokens_per_s == 5.0
-    assert figures.speedup(DecodingStats(emitted_tokens=10, decode_s=1.0)) == 2.0
+    assert figures.speedup(DecodingStats(acceptance_histogram=Counter({5: 2}), decode_s=1.0)) == 2.0
     assert PlainFigures().speedup(DecodingStats()) is None
     both = figures + PlainFigures(emitted_tokens=1, identical=False)
     assert (both.emitted_tokens, both.decode_s, both.identical) == (12, 2.0, False)

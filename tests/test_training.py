@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from lookahead.errors import TrainingError
+from lookahead.summarize.sentences import bare_sentences
 from lookahead.training import blockwise
 from lookahead.training.architecture import build, llama_config
 from lookahead.training.corpus import Document, clean, read_documents, split_held_out
@@ -21,7 +22,6 @@ from lookahead.training.extractive import central_sentences, extract_size
 from lookahead.training.optimizer import rate_scale
 from lookahead.training.phases import PHASES, phase_at
 from lookahead.training.rows import CHANCE, DOC_ID, EOS_ID, IGNORED, KINDS, SUM_ID, Batch, RowMaker, make_batches
-from lookahead.training.sentences import split_sentences
 from lookahead.training.stream import Stream, inverse_document_frequency
 from lookahead.training.summarizer import main
 from lookahead.training.tokenizer import prompt, train_tokenizer
@@ -115,7 +115,7 @@ def test_whole_documents_are_held_out_and_a_single_one_is_kept_for_training() ->
     ],
 )
 def test_sentences_joined_by_spaces_are_the_text_again(sentences: list[str]) -> None:
-    assert split_sentences(" ".join(sentences)) == sentences
+    assert bare_sentences(" ".join(sentences)) == sentences
 
 
 def test_the_tokenizer_gives_any_text_back_and_renders_the_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -174,8 +174,8 @@ def test_what_follows_the_passage_is_sentences_of_it_in_order(
     separator = SUM_ID if kind == "summary" else DOC_ID
     middle = 1 + int(np.argmax(row.ids[1:] == separator))
     assert row.ids[0] == DOC_ID and row.ids[-1] == EOS_ID
-    source = split_sentences(str(tokenizer.decode(row.ids[1:middle])).strip())
-    copied = split_sentences(str(tokenizer.decode(row.ids[middle + 1 : -1])).strip())
+    source = bare_sentences(str(tokenizer.decode(row.ids[1:middle])).strip())
+    copied = bare_sentences(str(tokenizer.decode(row.ids[middle + 1 : -1])).strip())
     places = [source.index(sentence) for sentence in copied]
     assert places == sorted(places) and len(places) >= 1
     assert row.wanted[middle + 1 : middle + 1 + CHANCE].all() == (kind == "summary")

@@ -7,7 +7,7 @@ import re
 # Words whose full stop does not end a sentence.
 _ABBREVIATION = re.compile(
     r"""
-      mr|mrs|ms|mx|dr|prof|rev|hon|sr|jr|st|mt|ft|gen|col|capt|lt|sgt|cmdr|maj|gov|sen|rep|pres|messrs|mme|mlle
+      mr|mrs|ms|mx|dr|prof|rev|hon|esq|sr|jr|st|mt|ft|gen|col|capt|lt|lieut|sgt|cmdr|maj|gov|sen|rep|pres|messrs|mme|mlle
     | vs|cf|viz|al|approx|ca|esp|incl|resp|ed|eds|vol|vols|pp|ch|sec|dept|univ|assn|bros
     | jan|feb|mar|apr|jun|jul|aug|sep|sept|oct|nov|dec
     """,
@@ -52,6 +52,15 @@ def split_sentences(text: str) -> list[str]:
     if start < len(text):
         sentences.append(text[start:])
     return sentences
+
+
+def bare_sentences(text: str) -> list[str]:
+    """The sentences of a text in order, without the whitespace between them.
+
+    >>> bare_sentences('Mr. J. Hale went out. "Why?" It rained.')
+    ['Mr. J. Hale went out.', '"Why?"', 'It rained.']
+    """
+    return [sentence.strip() for sentence in split_sentences(text)]
 
 
 def _ends_a_sentence(text: str, start: int, match: re.Match[str]) -> bool:

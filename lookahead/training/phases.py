@@ -71,3 +71,7 @@ def phase_at(tokens: int, budget: int) -> Phase:
         if tokens < end * budget:
             return phase
     return PHASES[-1]
+
+
+TRAINED_LENGTH = 1152
+"""Tokens of a prompt and its extract together that the longest rows come to; the tokenizer states it as its limit."""

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from lookahead.summarize.sentences import bare_sentences
 from lookahead.training.rows import EOS_ID, SUM_ID, Batch, RowMaker, pad
-from lookahead.training.sentences import split_sentences
 from lookahead.training.trainer import wanted_logits
 
 
@@ -80,5 +80,5 @@ def verbatim_sentences(source: str, extract: str) -> tuple[int, int]:
     >>> verbatim_sentences("It rained. We stayed in.", " It rained. We went in.")
     (1, 2)
     """
-    emitted: Sequence[str] = split_sentences(extract.strip())
+    emitted: Sequence[str] = bare_sentences(extract.strip())
     return sum(sentence in source for sentence in emitted), len(emitted)

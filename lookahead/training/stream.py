@@ -12,8 +12,8 @@ from numba import njit
 from transformers import PreTrainedTokenizerFast
 
 from lookahead.errors import TrainingError
+from lookahead.summarize.sentences import bare_sentences
 from lookahead.training.corpus import Document
-from lookahead.training.sentences import split_sentences
 
 _ENCODE_BATCH = 4096  # sentences handed to the tokenizer at once
 
@@ -43,7 +43,7 @@ class Stream:
         lengths: list[int] = []
         starts = [0]
         for document in documents:
-            sentences = [f" {sentence}" for sentence in split_sentences(document.text)]
+            sentences = [f" {sentence}" for sentence in bare_sentences(document.text)]
             for first in range(0, len(sentences), _ENCODE_BATCH):
                 batch = tokenizer.backend_tokenizer.encode_batch_fast(
                     sentences[first : first + _ENCODE_BATCH], add_special_tokens=False

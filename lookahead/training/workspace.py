@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lookahead.errors import TrainingError
 from lookahead.training.corpus import read_documents, split_held_out
+from lookahead.training.phases import TRAINED_LENGTH
 from lookahead.training.stream import Stream
 from lookahead.training.tokenizer import train_tokenizer, wrap
 
@@ -94,7 +95,7 @@ class Workspace:
         tokenizer = train_tokenizer(
             (document.text for document in train[::_TOKENIZER_SHARE]),
             vocab_size=settings.vocab_size,
-            max_length=settings.positions,
+            max_length=min(settings.positions, TRAINED_LENGTH),
         )
         tokenizer.backend_tokenizer.save(str(self.folder / "tokenizer.json"))
         stream = Stream.encode(train, tokenizer)
@@ -111,7 +112,7 @@ class Workspace:
         """The run's tokenizer."""
         settings = json.loads((self.folder / "settings.json").read_text(encoding="utf-8"))
         stored = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
-        return wrap(stored, max_length=settings["positions"])
+        return wrap(stored, max_length=min(settings["positions"], TRAINED_LENGTH))
 
     def held_out(self) -> Stream:
         """The held-out stream."""
