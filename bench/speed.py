@@ -129,7 +129,8 @@ def ours(model: PreTrainedModel, max_new_tokens: int, config: LookaheadConfig) -
         engine = model.generate(
             ids, max_new_tokens=max_new_tokens, do_sample=False, custom_generate=prepare, lookahead_config=config
         )
-        tokens = [token for step in engine.run() for token in step[0].tokens.tolist()]
+        with engine.serving():  # as `lookahead.decode` does
+            tokens = [token for step in engine.run() for token in step[0].tokens.tolist()]
         total = time.perf_counter() - start
         stats = engine.stats[0]
         return Run(tokens, len(tokens) - 1, stats.decode_s, total, stats.target_forwards + 1)

@@ -58,11 +58,14 @@ def merge(
     offers = [(source, offer) for source, offer in enumerate(proposals) if offer is not None]
     if not offers or budget <= 0 or max_depth <= 0:
         return Draft(TokenTree.root(root), tuple(np.zeros(_size(offer), np.int32) for offer in proposals))
+    parts = [(offer.tokens, offer.parents, offer.probabilities) for _, offer in offers]
+    offered = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))
+    all_tokens, all_parents, all_probabilities = offered
     tokens, parents, depths, sources, where = _merge(
         root,
-        np.concatenate([offer.tokens for _, offer in offers]),
-        np.concatenate([offer.parents for _, offer in offers]),
-        np.concatenate([offer.probabilities for _, offer in offers]),
+        all_tokens,
+        all_parents,
+        all_probabilities,
         np.array([(len(offer.tokens), offer.required, source) for source, offer in offers]),
         budget,
         max_depth,
