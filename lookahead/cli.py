@@ -214,10 +214,18 @@ def _generate(loaded: LoadedModel, prompt: str, *, with_stats: bool, **options: 
     console(sys.stderr).print(table(("", ""), report.stats_rows(result.stats)))
 
 
-def _config(proposers: str, max_nodes: int | None, window: int, ngram_size: int, guesses: int) -> LookaheadConfig:
-    """The options on drafting as a configuration, which checks them."""
+def _config(
+    proposers: str, max_nodes: int | None, window: int, ngram_size: int, guesses: int
+) -> LookaheadConfig | None:
+    """The options on drafting as a configuration, which checks them; None where all are the defaults.
+
+    Asking for nothing in particular lets a model that cannot verify drafts be decoded plainly.
+    """
     names = [] if proposers == "none" else [name.strip() for name in proposers.split(",")]
-    return LookaheadConfig(proposers=names, max_nodes=max_nodes, window=window, ngram_size=ngram_size, guesses=guesses)
+    config = LookaheadConfig(
+        proposers=names, max_nodes=max_nodes, window=window, ngram_size=ngram_size, guesses=guesses
+    )
+    return None if config == LookaheadConfig() else config
 
 
 def _as_text(shape: str, output: Path | None) -> bool:

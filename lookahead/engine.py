@@ -188,8 +188,9 @@ class Engine:
 
     def _argmax(self, logits: Tensor) -> IntArray:
         """int32 `[active, nodes]`, the likeliest token after every node: the step's one read from the device."""
-        if not (self.chooser.is_plain_greedy or self._needs_argmax):
-            return _NO_ARGMAX
+        wanted = self.chooser.is_plain_greedy or self._needs_argmax
+        if not wanted and logits.device.type == "cpu":
+            return _NO_ARGMAX  # elsewhere reading it is also what waits for the pass, so that its time is known
         argmax: IntArray = logits.argmax(-1).cpu().numpy().astype(np.int32)
         return argmax
 
