@@ -294,6 +294,19 @@ def test_a_candidate_counts_only_once_its_parent_was_emitted():
     assert rates.table[3, 1:].tolist() == [1.0, 2.0]  # 5 hit, 6 missed, 7 was never tried
 
 
+def test_a_token_that_copies_end_at_makes_all_that_follows_it_less_likely():
+    index, rates = ChainIndex(), HitRates()
+    index.append([5, 6, 7, 8, 9, 5, 6])
+    before = grow_trie(index, rates, room=4)
+    chain = np.maximum(np.arange(3) - 1, 0).astype(np.int32)
+    for _ in range(50):  # after 7 the output never goes on with 8
+        rates.learn(chain, np.array([6, 7, 8], np.int32), before.features[:3], np.array([7, 1], np.int32))
+    after = grow_trie(index, rates, room=4)
+    assert before.tokens[:3].tolist() == after.tokens[:3].tolist() == [6, 7, 8]
+    assert rates.follows[7, 0] < 0.5 < 0.9 < rates.follows[6, 0]
+    assert after.probabilities[2] < 0.5 * before.probabilities[2]
+
+
 def test_the_first_guess_falls_with_the_rank_and_grows_with_the_match():
     prior = HitRates().prior.reshape(-1, RANKS, hits.SUPPORTS)
     assert (np.diff(prior[:, 0], axis=0) > 0).all()

@@ -1,0 +1,89 @@
+"""The measured cost of a step, and drafts that are as large as it pays for."""
+
+from __future__ import annotations
+
+import doctest
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import lookahead.cost
+from lookahead.cost import StepCost
+from lookahead.drafting import merge
+from lookahead.proposers.base import Proposal
+
+
+def test_the_example_of_the_docstring_holds() -> None:
+    assert doctest.testmod(lookahead.cost).failed == 0
+
+
+def test_before_any_measurement_a_node_costs_a_share_of_a_step() -> None:
+    curve = StepCost().curve(rows=1, nodes=64)
+    assert curve[1] == 1.0
+    assert 1.0 < curve[2] < 1.1
+    assert len(curve) == 65
+
+
+@given(st.lists(st.tuples(st.integers(1, 500), st.floats(1e-4, 10.0)), max_size=60), st.integers(1, 8))
+def test_the_curve_never_falls_and_stays_finite(steps: list[tuple[int, float]], rows: int) -> None:
+    cost = StepCost()
+    for tokens, seconds in steps:
+        cost.observe(tokens, seconds)
+    curve = cost.curve(rows, 100)
+    assert np.isfinite(curve).all()
+    assert (curve > 0).all()
+    assert (np.diff(curve) >= 0).all()
+
+
+def test_what_is_measured_is_what_the_curve_says() -> None:
+    cost = StepCost()
+    for _ in range(200):
+        for tokens in (1, 8, 64):
+            cost.observe(tokens, 0.003 * tokens**0.5)
+    np.testing.assert_allclose(cost.curve(1, 64)[[1, 8, 64]], 0.003 * np.array([1, 8, 64]) ** 0.5, rtol=0.2)
+    np.testing.assert_allclose(cost.curve(8, 8)[[1, 8]], 0.003 * np.array([8, 64]) ** 0.5, rtol=0.2)
+
+
+def test_a_step_that_was_held_up_counts_little() -> None:
+    cost = StepCost()
+    for _ in range(50):
+        cost.observe(1, 0.003)
+    cost.observe(1, 3.0)
+    assert cost.curve(1, 1)[1] < 0.004
+
+
+def test_a_cost_measured_too_high_is_tried_again() -> None:
+    cost = StepCost()
+    for _ in range(30):
+        cost.observe(1, 0.003)
+        cost.observe(16, 0.300)
+    before = cost.curve(1, 16)[16]
+    for _ in range(300):
+        cost.observe(1, 0.003)
+    assert cost.curve(1, 16)[16] < before / 5
+
+
+@given(
+    st.lists(st.sampled_from([0.05, 0.3, 0.6, 0.9, 0.99]), min_size=1, max_size=12),
+    st.lists(st.floats(0.001, 1.0), min_size=14, max_size=14),
+)
+def test_a_draft_ends_where_expected_tokens_over_cost_are_highest(chances: list[float], steps: list[float]) -> None:
+    n = len(chances) + 1
+    chain = Proposal(
+        np.arange(n, dtype=np.int32),
+        np.maximum(np.arange(n) - 1, 0).astype(np.int32),
+        np.array([1.0, *chances], np.float32),
+    )
+    costs = np.cumsum(steps)
+    tree = merge(0, [chain], budget=12, max_depth=100, costs=costs).tree
+    expected = np.cumsum(np.cumprod(chain.probabilities.astype(np.float64)))
+    rates = expected / costs[1 : n + 1]
+    assert rates[len(tree) - 1] == pytest.approx(rates.max())
+
+
+def test_nodes_that_cost_too_much_are_not_drafted_at_all() -> None:
+    chain = Proposal(np.array([0, 1], np.int32), np.zeros(2, np.int32), np.array([1.0, 0.5], np.float32))
+    assert len(merge(0, [chain], budget=4, max_depth=9, costs=np.array([0.0, 1.0, 2.0, 3.0, 4.0, 5.0])).tree) == 1
+    assert len(merge(0, [chain], budget=4, max_depth=9, costs=np.array([0.0, 1.0, 1.1, 1.2, 1.3, 1.4])).tree) == 2
