@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import lzma
@@ -19,7 +20,7 @@ from lookahead.training import blockwise
 from lookahead.training.architecture import build, llama_config
 from lookahead.training.corpus import Document, clean, read_documents, split_held_out
 from lookahead.training.extractive import central_sentences, extract_size
-from lookahead.training.optimizer import rate_scale
+from lookahead.training.optimizer import MasterOptimizer, rate_scale
 from lookahead.training.phases import PHASES, phase_at
 from lookahead.training.rows import CHANCE, DOC_ID, EOS_ID, IGNORED, KINDS, SUM_ID, Batch, RowMaker, make_batches
 from lookahead.training.stream import Stream, inverse_document_frequency
@@ -289,7 +290,7 @@ def test_a_finished_run_is_not_overwritten_without_resume_nor_resumed_with_other
     assert main(command(text, tmp_path, "--tokens", "1000", "--resume", "--seed", "5")) == 2
     assert "seed = 0, not 5" in capsys.readouterr().err
     assert main(command(text, tmp_path, "--tokens", "1000", "--export-only")) == 0
-    (tmp_path / "run" / "checkpoint.pt").write_bytes(b"torn")
+    (tmp_path / "run" / "checkpoint.safetensors").write_bytes(b"torn")
     assert main(command(text, tmp_path, "--tokens", "1000", "--resume")) == 2
     assert "cannot resume from" in capsys.readouterr().err
 
@@ -329,3 +330,26 @@ def test_the_bundled_model_loads_and_is_small(bundled_path: Path) -> None:
     message = [{"role": "user", "content": "It\nrained."}]
     rendered = tokenizer.apply_chat_template(message, chat_template="summarize", tokenize=False)
     assert rendered == prompt("It rained.")
+
+
+def test_an_optimizer_goes_on_from_its_stored_tensors_as_if_never_stopped(tiny_llama: LlamaForCausalLM) -> None:
+    def gradients(model: LlamaForCausalLM, step: int) -> None:
+        generator = torch.Generator().manual_seed(step)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=torch.float32).to(parameter.dtype)
+
+    straight = copy.deepcopy(tiny_llama).bfloat16()
+    first = MasterOptimizer(straight)
+    for step in range(2):
+        gradients(straight, step)
+        first.step(1.0)
+    stored = {name: tensor.clone() for name, tensor in first.state_dict().items()}
+    assert len(stored) > 2 * len(first.masters)
+    resumed = copy.deepcopy(tiny_llama).bfloat16()
+    second = MasterOptimizer(resumed)
+    second.load_state_dict(stored)
+    for model, optimizer in ((straight, first), (resumed, second)):
+        gradients(model, 2)
+        optimizer.step(1.0)
+    for a, b in zip(straight.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -44,23 +45,34 @@ class MasterOptimizer:
         for working in self.working:
             working.grad = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Masters and moments."""
-        return {
-            "masters": [master.detach() for master in self.masters],
-            "muon": self.muon.state_dict(),
-            "adam": self.adam.state_dict(),
-        }
+    def state_dict(self) -> dict[str, Tensor]:
+        """Masters and moments by name, flat, as safetensors stores them."""
+        tensors = {f"master.{i}": master.detach() for i, master in enumerate(self.masters)}
+        for name, parameter, state in self._states():
+            tensors |= {f"{name}.{key}": value for key, value in state[parameter].items()}
+        return tensors
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` gave; the model's weights are overwritten."""
-        stored: list[Tensor] = state["masters"]
+    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
+        """Continue from what `state_dict` gave; the model's weights are overwritten.
+
+        Raises:
+            LookupError: A tensor is missing.
+            RuntimeError: A tensor has another shape.
+        """
         with torch.no_grad():
-            for master, tensor in zip(self.masters, stored, strict=True):
-                master.copy_(tensor)
-        self.muon.load_state_dict(state["muon"])
-        self.adam.load_state_dict(state["adam"])
+            for i, master in enumerate(self.masters):
+                master.copy_(tensors[f"master.{i}"])
+        for name, parameter, state in self._states():
+            prefix = f"{name}."
+            found = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+            state[parameter].update(found)
         self._write_back()
+
+    def _states(self) -> Iterator[tuple[str, Tensor, Any]]:
+        """A name for every parameter of both optimizers, the parameter, and the state it is a key of."""
+        for kind, optimizer in (("muon", self.muon), ("adam", self.adam)):
+            for i, parameter in enumerate(optimizer.param_groups[0]["params"]):
+                yield f"{kind}.{i}", parameter, optimizer.state
 
     @torch.no_grad()
     def _write_back(self) -> None:

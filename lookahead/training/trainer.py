@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -13,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -22,7 +23,7 @@ from lookahead.training.optimizer import MasterOptimizer, rate_scale
 from lookahead.training.phases import Phase, phase_at
 from lookahead.training.rows import IGNORED, Batch, RowMaker, make_batches
 
-_TORN = (OSError, EOFError, LookupError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError)
+_TORN = (OSError, LookupError, RuntimeError, TypeError, ValueError, SafetensorError)
 """What reading a checkpoint that is no checkpoint of this run may raise."""
 
 _POOL_BATCHES = 12  # batches that are drawn, sorted by length and shuffled together
@@ -81,16 +82,17 @@ class Trainer:
     def resume(self) -> None:
         """Continue from the checkpoint file."""
         try:
-            state = torch.load(self.checkpoint, weights_only=True)
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.progress = Progress(**state["progress"])
+            with safe_open(self.checkpoint, "pt") as stored:
+                progress = Progress(**json.loads(stored.metadata()["progress"]))
+                self.optimizer.load_state_dict({name: stored.get_tensor(name) for name in stored.keys()})  # noqa: SIM118
+            self.progress = progress
         except _TORN as error:
             raise TrainingError(f"cannot resume from {self.checkpoint}: {error}") from error
 
     def save(self) -> None:
         """Write the checkpoint, whole or not at all."""
         partial = self.checkpoint.with_suffix(".partial")
-        torch.save({"optimizer": self.optimizer.state_dict(), "progress": asdict(self.progress)}, partial)
+        save_file(self.optimizer.state_dict(), partial, metadata={"progress": json.dumps(asdict(self.progress))})
         os.replace(partial, self.checkpoint)
 
     def run(self, report: Callable[[Report], None], *, report_steps: int = 20, save_s: float = 60.0) -> None:

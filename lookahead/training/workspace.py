@@ -60,7 +60,7 @@ class Workspace:
     @property
     def checkpoint(self) -> Path:
         """Weights, optimizer state and progress."""
-        return self.folder / "checkpoint.pt"
+        return self.folder / "checkpoint.safetensors"
 
     @property
     def log(self) -> Path:
