@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lookahead.errors import TrainingError
+
 WARMUP_STEPS = 100
 DECAY_FROM = 0.4
 """Share of the token budget after which the learning rate falls linearly to 2%."""
@@ -22,6 +24,10 @@ class MasterOptimizer:
     """
 
     def __init__(self, model: nn.Module, *, muon_lr: float = 4e-3, adam_lr: float = 2e-3) -> None:
+        if not hasattr(torch.optim, "Muon"):
+            raise TrainingError(
+                f"training needs a PyTorch with torch.optim.Muon, 2.9 or newer, got {torch.__version__}"
+            )
         self.working = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.masters = [nn.Parameter(parameter.detach().float().clone()) for parameter in self.working]
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
