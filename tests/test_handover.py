@@ -100,6 +100,9 @@ def test_a_chat_goes_on_from_its_own_cache(model: PreTrainedModel, inputs: dict[
     got, ours = chat(custom_generate=lookahead.decode)
     assert torch.equal(got, expected)
     assert ours.get_seq_length() == theirs.get_seq_length()
+    for a, b in zip(ours.layers, theirs.layers, strict=True):
+        padding = 5 if a.keys.shape[2] > 12 else 0  # a full window has left the padding behind
+        torch.testing.assert_close(a.values[:, :, padding:], b.values[:, :, padding:], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("ours_first", [True, False])
