@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from lookahead.tree import TokenTree
 
 ATTENTION_NAME = "lookahead_tree"
 
+_NO_END = np.iinfo(np.int64).max
 # The bits of -inf, by the integer type of the same width: masks are written by Numba, which knows no bfloat16.
 _MINUS_INF_BITS = {
     torch.float32: (torch.int32, -(1 << 23)),
@@ -26,6 +27,18 @@ _MINUS_INF_BITS = {
     torch.float16: (torch.int16, -(1 << 10)),
     torch.float64: (torch.int64, -(1 << 52)),
 }
+
+
+class Reach(NamedTuple):
+    """How far back a query may look.
+
+    Attributes:
+        window: Positions, itself included; None for no end.
+        chunk: Only positions of the query's own chunk of so many; None for no chunks.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
 
 
 class TreePass:
@@ -48,44 +61,45 @@ class TreePass:
         self._trees = trees
         self.is_from_empty = trees is None and slots.kv_length == slots.width
         self.sees_all = slots.width == 1 and slots.is_even
-        self._masks: dict[tuple[int, int | None, torch.dtype, torch.device], Tensor] = {}
+        self._masks: dict[tuple[int, Reach, torch.dtype, torch.device], Tensor] = {}
 
-    def mask(self, groups: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def mask(self, groups: int, reach: Reach, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Additive mask `[active, 1, width * groups, kv]`; node t's rows are t * groups … t * groups + groups - 1.
 
         Args:
             groups: Query heads per KV head that the caller packs into query rows.
-            window: Sliding window in positions, or None.
+            reach: How far back a query may look.
             dtype: Floating-point type of the mask.
             device: Where the mask is needed.
         """
-        key = (groups, window, dtype, device)
+        key = (groups, reach, dtype, device)
         if key not in self._masks:
-            self._masks[key] = self._make(groups, window, dtype).to(device, non_blocking=True)
+            self._masks[key] = self._make(groups, reach, dtype).to(device, non_blocking=True)
         return self._masks[key]
 
-    def _make(self, groups: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    def _make(self, groups: int, reach: Reach, dtype: torch.dtype) -> Tensor:
         """Fill a host mask with Numba and view it as `dtype`."""
         slots = self._slots
         bits_dtype, blocked = _MINUS_INF_BITS[dtype]
         bits = torch.empty(slots.active, 1, slots.width * groups, slots.kv_length, dtype=bits_dtype)
-        view, reach = bits.numpy(), window if window is not None else np.iinfo(np.int64).max
+        view = bits.numpy()
+        window, chunk = (_NO_END if limit is None else limit for limit in reach)
         chain = np.maximum(np.arange(slots.width, dtype=np.int32) - 1, 0)
         depths = np.arange(slots.width, dtype=np.int32)
         for row in range(slots.active):
             parents, deep = chain, depths
             if self._trees is not None:
                 parents, deep = self._trees[row].parents, self._trees[row].depths
-            _fill_mask(view[row, 0], parents, deep, int(slots.lengths[row]), groups, reach, blocked)
+            _fill_mask(view[row, 0], parents, deep, int(slots.lengths[row]), groups, window, chunk, blocked)
         return bits.view(dtype)
 
 
 @njit(cache=True)
-def _fill_mask(mask, parents, depths, length, groups, window, blocked):
+def _fill_mask(mask, parents, depths, length, groups, window, chunk, blocked):
     """Write one row's mask `[width * groups, kv]`: 0 where a node may look, `blocked` where it may not.
 
-    A node sees the committed slots and its ancestors that are less than `window` positions behind it.
-    Queries of padding nodes look at the root alone, so that their softmax stays finite.
+    A node sees the committed slots and its ancestors, as far as they are less than `window` positions behind it
+    and in its chunk of positions. Queries of padding nodes look at the root alone, so that their softmax stays finite.
     """
     nodes = len(parents)
     for node in range(mask.shape[0] // groups):
@@ -94,10 +108,11 @@ def _fill_mask(mask, parents, depths, length, groups, window, blocked):
         if node >= nodes:
             row[length] = 0
         else:
-            depth = depths[node]
-            row[max(0, length + depth - window + 1) : length] = 0
+            position = length + depths[node]
+            first = max(0, position - window + 1, position // chunk * chunk)
+            row[first:length] = 0
             ancestor = node
-            while depth - depths[ancestor] < window:
+            while length + depths[ancestor] >= first:
                 row[length + ancestor] = 0
                 if ancestor == 0:
                     break
@@ -137,7 +152,7 @@ def tree_attention(
     and one SDPA call does the work.
 
     Args:
-        module: The attention layer; unused but for its place in the signature.
+        module: The attention layer; its configuration says whether it looks at chunks only.
         query: `[rows, heads, width, dim]`.
         key: `[rows, kv_heads, kv, dim]`.
         value: `[rows, kv_heads, kv, value_dim]`.
@@ -152,24 +167,35 @@ def tree_attention(
         `[rows, width, heads, value_dim]`, contiguous, and None for the weights.
     """
     tree_pass = _running.get()
+    reach = _reach(module, sliding_window, key.shape[2])
     rows, heads, width, dim = query.shape
     kv_heads = key.shape[1]
     groups = heads // kv_heads
     packed = query.view(rows, kv_heads, groups, width, dim).transpose(2, 3).reshape(rows, kv_heads, width * groups, dim)
     plain = softcap is None and s_aux is None
-    if plain and tree_pass.is_from_empty and sliding_window is None:
+    if plain and tree_pass.is_from_empty and reach == Reach():
         # Causal attention from an empty cache needs no mask, and SDPA skips half of the work.
         out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
         return out.transpose(1, 2).contiguous(), None
     mask = None
-    if sliding_window is not None or not tree_pass.sees_all:
-        mask = tree_pass.mask(groups, sliding_window, query.dtype, query.device)
+    if reach != Reach() or not tree_pass.sees_all:
+        mask = tree_pass.mask(groups, reach, query.dtype, query.device)
     if plain:
         out = scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
     else:
         out = _softmax_attention(packed, key, value, mask, scaling or dim**-0.5, softcap, s_aux)
     out = out.view(rows, kv_heads, width, groups, -1).permute(0, 2, 1, 3, 4)
     return out.reshape(rows, width, heads, -1), None
+
+
+def _reach(module: Any, window: int | None, kv_length: int) -> Reach:
+    """How far back the queries of a layer may look, limits that nothing reaches left out."""
+    config: Any = getattr(module, "config", None)
+    chunk: int | None = getattr(config, "attention_chunk_size", None)
+    # Llama 4 tells no attention function which of its layers look at chunks only.
+    if chunk is not None and config.layer_types[module.layer_idx] != "chunked_attention":
+        chunk = None
+    return Reach(*(limit if limit is not None and limit < kv_length else None for limit in (window, chunk)))
 
 
 def _softmax_attention(

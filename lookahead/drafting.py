@@ -37,6 +37,7 @@ def merge(
     max_depth: int,
     min_probability: float = 0.0,
     costs: NDArray[np.float64] | None = None,
+    is_chain: bool = False,
 ) -> Draft:
     """Merge proposals by prefix and keep the likeliest nodes.
 
@@ -54,6 +55,7 @@ def merge(
         min_probability: Lowest probability of being reached that a node is drafted for.
         costs: float64 `[budget + 2]` or longer, what a step with that many nodes costs, the root counted; None
             where nodes are free.
+        is_chain: Whether to keep the likeliest child of a node only, required ones or not.
     """
     offers = [(source, offer) for source, offer in enumerate(proposals) if offer is not None]
     if not offers or budget <= 0 or max_depth <= 0:
@@ -71,6 +73,7 @@ def merge(
         max_depth,
         min_probability,
         costs if costs is not None else _FREE,
+        is_chain,
     )
     ends = np.cumsum([_size(offer) for offer in proposals])
     placed = tuple(where[end - _size(offer) : end] for end, offer in zip(ends, proposals, strict=True))
@@ -83,10 +86,12 @@ def _size(offer: Proposal | None) -> int:
 
 
 @njit(cache=True)
-def _merge(root, tokens, parents, probabilities, offers, budget, max_depth, min_probability, costs):
+def _merge(root, tokens, parents, probabilities, offers, budget, max_depth, min_probability, costs, is_chain):
     """Union trie, then selection, then depth-first layout; returns the tree's arrays and where nodes went."""
     trie = _union(root, tokens, parents, probabilities, offers)
     trie_tokens, trie_parents, trie_depths, reach, must, trie_sources, where = trie
+    if is_chain:
+        _leave_likeliest_chain(trie_parents, reach, must)
     kept = _select(trie_depths, reach, must, budget, max_depth, min_probability, costs)
     order = _layout(trie_parents, reach, kept)
     n = len(order)
@@ -151,6 +156,23 @@ def _union(root, tokens, parents, probabilities, offers):
 
 
 @njit(cache=True)
+def _leave_likeliest_chain(parents, reach, must):
+    """Let nothing be reached but the likeliest child of the root, the likeliest of that one, and so on."""
+    must[1:] = False
+    end = 0
+    for node in range(1, len(reach)):
+        if parents[node] != end:
+            continue
+        best = node
+        for other in range(node + 1, len(reach)):
+            if parents[other] == end and reach[other] > reach[best]:
+                best = other
+        reach[end + 1 : best] = 0.0
+        end = best
+    reach[end + 1 :] = 0.0
+
+
+@njit(cache=True)
 def _select(depths, reach, must, budget, max_depth, min_probability, costs):
     """Keep the root, the required nodes, then the likeliest; a parent never ranks below its child.
 
@@ -170,7 +192,7 @@ def _select(depths, reach, must, budget, max_depth, min_probability, costs):
     if len(costs) > 0:
         best_rate = expected / costs[nodes]
     for node in _likeliest_first(reach):
-        if nodes > budget or reach[node] < min_probability:
+        if nodes > budget or reach[node] < min_probability or reach[node] == 0.0:
             break
         if not kept[node] and depths[node] <= max_depth:
             likeliest[count] = node

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,8 +16,9 @@ from lookahead.cache import RowStates
 from lookahead.config import LookaheadConfig
 from lookahead.cost import FloatArray, StepCost
 from lookahead.drafting import Draft, merge
+from lookahead.errors import PromptError
 from lookahead.proposers.base import IntArray, Outcome, Proposer
-from lookahead.sampling import TokenChooser
+from lookahead.sampling import TokenChooser, likeliest, not_a_number
 from lookahead.stats import DecodingStats
 from lookahead.stopping import StoppingRule
 from lookahead.target import Target
@@ -66,6 +67,7 @@ class Engine:
         prompts: int64 `[batch, tokens]`, left-padded as `model.generate` takes them.
         lengths: int64 `[batch]`, tokens of each prompt without its padding, at least 1.
         keep_cache: Whether to keep the KV of rows that end.
+        is_chain: Whether the target verifies chains only.
 
     Attributes:
         chooser: As given.
@@ -86,6 +88,7 @@ class Engine:
         lengths: NDArray[np.int64],
         *,
         keep_cache: bool = False,
+        is_chain: bool = False,
     ) -> None:
         self._target = target
         self._proposers = proposers
@@ -98,6 +101,8 @@ class Engine:
         self._needs_argmax = any(proposer.needs_argmax for proposer in proposers)
         padded = prompts.cpu().numpy()
         self._keep_cache = keep_cache
+        self._is_chain = is_chain
+        self._is_simple = chooser.is_plain_greedy and stopping.custom is None
         self.padding = padded.shape[1] - lengths
         self.kept: dict[int, list[RowStates]] = {}
         self._prompts = [
@@ -139,6 +144,8 @@ class Engine:
 
     def _prefill(self) -> list[Emission]:
         """Read the prompts; the logits of their ends already give every row its first token."""
+        for row in self._rows:
+            self._positions_left(row)
         logits = self._target.prefill(self._prompts)
         nothing = tuple(_NO_ARGMAX for _ in self._proposers)
         drafts = [Draft(TokenTree.root(int(row.ids[row.length - 1])), nothing) for row in self._rows]
@@ -157,7 +164,8 @@ class Engine:
 
     def _emit(self, drafts: Sequence[Draft], logits: Tensor, argmax: IntArray) -> list[Emission]:
         """Verify every row's tree, then let the cache, the stats and the proposers follow from what was chosen."""
-        verdicts = [self._verify(i, draft, logits, argmax) for i, draft in enumerate(drafts)]
+        with nullcontext() if self._is_simple else self._target.resting():
+            verdicts = [self._verify(i, draft, logits, argmax) for i, draft in enumerate(drafts)]
         emissions = []
         for i, (row, draft, verdict) in enumerate(zip(self._rows, drafts, verdicts, strict=True)):
             self._target.commit(i, verdict.path)
@@ -169,9 +177,8 @@ class Engine:
 
     def _draft_all(self) -> list[Draft]:
         """Every row's tree, as large as the measured cost of a step makes worth while."""
-        if not self._proposers:
-            return [Draft(TokenTree.root(int(row.ids[row.length - 1])), ()) for row in self._rows]
-        costs = self._cost.curve(len(self._rows), self._budget + 1) if self._config.draft == "auto" else None
+        is_sized = self._proposers and self._config.draft == "auto"
+        costs = self._cost.curve(len(self._rows), self._budget + 1) if is_sized else None
         return [self._draft(row, costs) for row in self._rows]
 
     def _draft(self, row: _Row, costs: FloatArray | None) -> Draft:
@@ -181,25 +188,44 @@ class Engine:
             int(row.ids[row.length - 1]),
             proposals,
             budget=self._budget,
-            max_depth=self._stopping.max_length - row.length - 1,
+            max_depth=min(self._stopping.max_length - row.length - 1, self._positions_left(row)),
             min_probability=self._config.min_probability,
             costs=costs,
+            is_chain=self._is_chain,
         )
+
+    def _positions_left(self, row: _Row) -> int:
+        """Positions the model has behind the newest token of a row.
+
+        Raises:
+            PromptError: It has none for that token; on a GPU the model would bring the process down.
+        """
+        if self._target.positions is None:
+            return row.ids.size
+        length = row.length - int(self.padding[row.index])
+        if length > self._target.positions:
+            raise PromptError(
+                f"row {row.index} has {length} tokens and the model positions for {self._target.positions}; "
+                "shorten the prompt, or lower max_new_tokens or max_length"
+            )
+        return self._target.positions - length
 
     def _argmax(self, logits: Tensor) -> IntArray:
         """int32 `[active, nodes]`, the likeliest token after every node: the step's one read from the device."""
         wanted = self.chooser.is_plain_greedy or self._needs_argmax
         if not wanted and logits.device.type == "cpu":
             return _NO_ARGMAX  # elsewhere reading it is also what waits for the pass, so that its time is known
-        argmax: IntArray = logits.argmax(-1).cpu().numpy().astype(np.int32)
+        argmax: IntArray = likeliest(logits).cpu().numpy()
         return argmax
 
     def _verify(self, i: int, draft: Draft, logits: Tensor, argmax: IntArray) -> Verdict:
         """Walk the tree of active row i; its ids grow by the tokens it emits."""
         row = self._rows[i]
-        if self.chooser.is_plain_greedy and self._stopping.custom is None:
+        if self._is_simple:
             limit = self._stopping.max_length - row.length
             verdict = verify_greedy(draft.tree, argmax[i], self._stopping.eos_tokens, limit)
+            if verdict.tokens[-1] < 0:
+                raise not_a_number(row.index, row.emitted + len(verdict.tokens) - 1)
             row.ids[row.length : row.length + len(verdict.tokens)] = verdict.tokens
             row.length += len(verdict.tokens)
             row.emitted += len(verdict.tokens)

@@ -4,6 +4,7 @@
     ├── ConfigError            an option is out of its range (also a ValueError)
     ├── UnsupportedModelError  this model or generation mode cannot be served (also a ValueError)
     ├── PromptError            a prompt cannot be decoded: empty, or no room left (also a ValueError)
+    ├── LogitsError            the model's logits name no token (also a RuntimeError)
     ├── DocumentError          a document cannot be read or summarized (also a ValueError)
     └── TrainingError          training data or a training job is unusable (also a ValueError)
 
@@ -25,6 +26,10 @@ class UnsupportedModelError(LookaheadError, ValueError):
 
 class PromptError(LookaheadError, ValueError):
     """A prompt cannot be decoded: it is empty, or it leaves no room for a new token."""
+
+
+class LogitsError(LookaheadError, RuntimeError):
+    """The model's logits name no token: they are not a number."""
 
 
 class DocumentError(LookaheadError, ValueError):

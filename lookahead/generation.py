@@ -34,8 +34,8 @@ from lookahead.proposers import make_proposers
 from lookahead.request import prompt_lengths, refuse_past, refuse_unsupported, serve_stop_strings, stopping_rule
 from lookahead.sampling import TokenChooser
 from lookahead.stats import DecodingStats, total
-from lookahead.support import why_not_trees
-from lookahead.target import Target
+from lookahead.support import Support, prefills_at_once, support_of
+from lookahead.target import PREFILL_CHUNK, Target, input_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +121,13 @@ def prepare(
     refuse_unsupported(model, generation_config, model_kwargs)
     past = model_kwargs.get("past_key_values")
     config = lookahead_config if lookahead_config is not None else LookaheadConfig()
-    lengths = prompt_lengths(input_ids, model_kwargs.get("attention_mask"))
+    text_config: Any = model.config.get_text_config()
+    lengths = prompt_lengths(input_ids, model_kwargs.get("attention_mask"), text_config.vocab_size)
     batch_size, longest = input_ids.shape
     stopping = stopping_rule(stopping_criteria, batch_size)
-    reason = why_not_trees(model, stopping.max_length)
-    if reason is not None:
-        complaint = f"{type(model).__name__} cannot be decoded speculatively: {reason}"
+    support = support_of(model, shortest=int(lengths.min()), max_length=stopping.max_length)
+    complaint = _complaint(model, support, batch_size, config)
+    if support.shape == "none" or complaint:
         if lookahead_config is not None and lookahead_config.proposers:
             raise UnsupportedModelError(f"{complaint}; leave out the configuration to decode it plainly")
         warnings.warn(f"{complaint}; it is decoded plainly", stacklevel=2)
@@ -137,13 +138,20 @@ def prepare(
         return PlainLoop(sample, input_ids, lengths, stopping)
     # Room for what short outputs need; the cache grows when an output turns out long.
     capacity = longest + min(stopping.max_length - longest, 256) + config.node_budget + 1
-    target = Target(model, rows=batch_size, capacity=capacity)
+    target = Target(
+        model,
+        rows=batch_size,
+        capacity=capacity,
+        device=input_ids.device,
+        shape=support.shape,
+        prefill_chunk=longest if prefills_at_once(model) else PREFILL_CHUNK,
+    )
     is_continued = past is not None and past.get_seq_length() > 0
     is_given = getattr(past, "_is_user_defined", False)
     if is_continued:
         refuse_past(past, input_ids, generation_config, model_kwargs.get("attention_mask"))
         adopt(cast(DynamicCache, past), target.cache, longest - lengths)
-    experience = _experiences.setdefault(model, _Experience())
+    experience = _experience_of(model)
     return Engine(
         target,
         make_proposers(config, experience.rates),
@@ -159,7 +167,20 @@ def prepare(
         input_ids,
         lengths,
         keep_cache=bool(generation_config.return_dict_in_generate or is_continued or is_given),
+        is_chain=support.shape == "chains",
     )
+
+
+def _complaint(model: PreTrainedModel, support: Support, batch_size: int, config: LookaheadConfig) -> str:
+    """Why a model cannot verify what is asked for, or an empty string."""
+    name = type(model).__name__
+    if support.shape == "none":
+        return f"{name} cannot be decoded speculatively: {support.reason}"
+    if support.shape == "chains" and batch_size > 1:
+        return f"{name} cannot be decoded speculatively for {batch_size} prompts at once: {support.reason}"
+    if support.shape == "chains" and "jacobi" in config.proposers:
+        return f"{name} cannot verify the lookahead branch: {support.reason}"
+    return ""
 
 
 class _Experience:
@@ -171,6 +192,13 @@ class _Experience:
 
 
 _experiences: WeakKeyDictionary[PreTrainedModel, _Experience] = WeakKeyDictionary()
+
+
+def _experience_of(model: PreTrainedModel) -> _Experience:
+    """What was learned of a model so far."""
+    if model not in _experiences:
+        _experiences[model] = _Experience()
+    return _experiences[model]
 
 
 def generate(
@@ -290,7 +318,7 @@ def _prepare_text(
     if seed is not None:
         torch.manual_seed(seed)
     causal_lm: Any = model
-    device = causal_lm.get_input_embeddings().weight.device
+    device = input_device(model)
     engine: Engine | PlainLoop = causal_lm.generate(
         torch.tensor(padded, device=device),
         attention_mask=torch.tensor(mask, device=device),

@@ -22,6 +22,7 @@ from transformers import (
 
 from lookahead.errors import PromptError, UnsupportedModelError
 from lookahead.stopping import StoppingRule
+from lookahead.target import input_device
 
 # What `model.generate` passes along that an engine with its own cache and positions has no use for.
 _IGNORED = frozenset(
@@ -41,6 +42,13 @@ def refuse_unsupported(model: PreTrainedModel, config: GenerationConfig, model_k
     """Say what cannot be served, and what to do instead."""
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{type(model).__name__} is an encoder-decoder model; lookahead serves causal LMs")
+    if input_device(model).type == "meta":
+        raise UnsupportedModelError(f"{type(model).__name__} is on the meta device: it has no weights to run with")
+    if config.guidance_scale is not None and config.guidance_scale != 1:
+        raise UnsupportedModelError(
+            f"guidance_scale must be 1, got {config.guidance_scale}: guidance runs the model once more per token; "
+            "leave out custom_generate for it"
+        )
     if config.num_beams > 1:
         raise UnsupportedModelError(
             f"num_beams must be 1, got {config.num_beams}: beam search has no exact speculative form; "
@@ -67,8 +75,22 @@ def refuse_past(past: Any, input_ids: Tensor, config: GenerationConfig, attentio
         )
 
 
-def prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> NDArray[np.int64]:
-    """Tokens of each prompt without its left padding."""
+def prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> NDArray[np.int64]:
+    """Tokens of each prompt without its left padding, once all of them are known to be in the vocabulary."""
+    lengths = _prompt_lengths(input_ids, attention_mask)
+    for row, ids in enumerate(input_ids.cpu().numpy()):
+        text = ids[len(ids) - lengths[row] :]
+        if text.min() < 0 or text.max() >= vocab_size:
+            stranger = text[(text < 0) | (text >= vocab_size)][0]
+            raise PromptError(
+                f"prompt {row} holds token {stranger}, and the model's vocabulary ends at {vocab_size - 1}: "
+                "is the tokenizer that of another model?"
+            )
+    return lengths
+
+
+def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> NDArray[np.int64]:
+    """Tokens of each prompt by its mask."""
     batch_size, longest = input_ids.shape
     if attention_mask is None:
         return np.full(batch_size, longest)

@@ -16,6 +16,8 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
+from lookahead.errors import LogitsError
+
 
 class TokenChooser:
     """Chooses one token per row and HuggingFace step from raw logits.
@@ -61,16 +63,22 @@ class TokenChooser:
             logits: `[vocab]`, the target's raw logits after `prefix`.
             row: Index of the row in the batch.
             step: How many tokens the row had emitted before this one.
+
+        Raises:
+            LogitsError: The scores name no token.
         """
         ids, raw = cast(LongTensor, prefix), cast(FloatTensor, logits[None].to(torch.float32, copy=True))
         scores: Tensor = self._processors[row](ids, raw)
         if self._keep:
             self.logits[row].append(logits.to(torch.float32, copy=True))
             self.scores[row].append(scores[0])
-        if not self._do_sample:
-            return int(scores.argmax(-1))
-        probs = torch.softmax(scores, -1)
-        return int((probs / self._noise_of(step, probs)[row]).argmax(-1))
+        if self._do_sample:
+            probs = torch.softmax(scores, -1)
+            scores = probs / self._noise_of(step, probs)[row]
+        token = int(likeliest(scores))
+        if token < 0:
+            raise not_a_number(row, step)
+        return token
 
     def forget_before(self, step: int) -> None:
         """Drop noise that no row needs any more: every running row has emitted at least `step` tokens."""
@@ -84,6 +92,17 @@ class TokenChooser:
             shape = (self._batch_size, probs.shape[-1])
             self._noise.append(torch.empty(shape, dtype=probs.dtype, device=probs.device).exponential_())
         return self._noise[step - self._first_step]
+
+
+def likeliest(scores: Tensor) -> Tensor:
+    """The index of the highest of `[..., vocab]` scores, int32 `[...]`; negative where one is not a number."""
+    values, indices = scores.max(-1)
+    return torch.where(values.isnan(), -1, indices).to(torch.int32)
+
+
+def not_a_number(row: int, step: int) -> LogitsError:
+    """The error for scores that name no token."""
+    return LogitsError(f"the scores of new token {step + 1} of row {row} are not a number; no token can be chosen")
 
 
 class _WholeBatch(LogitsProcessor):

@@ -1,67 +1,146 @@
-"""Which models can be decoded with token trees, found out from the model rather than from a list of names."""
+"""How a model can be drafted for, found out from the model rather than from a list of names."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from lookahead.target import Target, takes_registered_attention
+from lookahead.config import MAX_NODES_LIMIT
+from lookahead.target import Shape, Target, input_device
 from lookahead.tree import TokenTree
 
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-_TOLERANCE = 0.05  # of the logits' norm: half precision stays below it, a wrong mask or position does not
+_TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.02}  # of the logits' norm: what rounding may come to
+_FINE_TOLERANCE = 1e-3
+# Routing to experts may flip with the rounding of half precision: one of several probes must come out right.
+_PROBES = ((1, 2, 3, 4, 5, 6), (7, 3, 1, 6, 2, 5), (4, 8, 5, 1, 7, 2))
 
-_verdicts: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
+_TREE = (0, 0, 1, 2, 0)
+_CHAIN = (0, 0, 1, 2, 3)
 
 
-def why_not_trees(model: PreTrainedModel, max_length: int) -> str | None:
-    """Why a model cannot be decoded with token trees, in words; None where it can.
+@dataclass(frozen=True, slots=True)
+class Support:
+    """What a model can verify in one pass.
+
+    Attributes:
+        shape: Token trees, chains only, or nothing but its next token.
+        reason: Why it is not trees, in words; empty where it is.
+    """
+
+    shape: Shape | Literal["none"]
+    reason: str = ""
+
+
+_verdicts: WeakKeyDictionary[PreTrainedModel, Support] = WeakKeyDictionary()
+
+
+def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Support:
+    """What can be drafted for a model; it is probed with a few tokens when it is met for the first time.
 
     Args:
         model: A causal language model.
+        shortest: Tokens of the shortest prompt of the batch.
         max_length: Tokens the longest row may reach; some position embeddings change their rule on the way.
     """
     config: Any = model.config.get_text_config()
-    layers = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
-    if getattr(model, "_is_stateful", False) or layers:
-        return "its state is sequential, so a rejected draft could not be taken back"
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("dynamic", "longrope"):
+    if getattr(model, "_is_stateful", False) or set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS:
+        return Support("none", "its state is sequential, so a rejected draft could not be taken back")
+    if model.training:
+        return Support("none", "it is in training mode; call its eval() first")
+    for rope in _rope_parameters(config):
+        kind = rope.get("rope_type")
+        if kind not in ("dynamic", "longrope"):
+            continue
         limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-        if max_length > limit:
-            return f"its {rope['rope_type']} position embeddings change beyond {limit} tokens"
-    chunk = getattr(config, "attention_chunk_size", None)
-    if chunk is not None and max_length > chunk:
-        return f"its attention is cut into chunks of {chunk} tokens"
-    if takes_registered_attention(model):
-        return None
-    if getattr(config, "alibi", False) or "local" in getattr(config, "attention_layers", ()):
-        return "its attention depends on the slot of a token in the cache"
+        # A dynamic base depends on the longest position of each pass; a long one only on which side it lies.
+        if max_length > limit and (kind == "dynamic" or shortest <= limit):
+            return Support("none", f"its {kind} position embeddings change beyond {limit} tokens")
     if model not in _verdicts:
-        _verdicts[model] = _probe(model)
-    return _verdicts[model] or None
+        _verdicts[model] = _probe(model, config)
+    scale = getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", False) else None
+    if scale is not None and max_length + MAX_NODES_LIMIT >= scale and _verdicts[model].shape == "trees":
+        return Support("chains", f"its attention temperature counts slots of the cache from {scale} tokens on")
+    return _verdicts[model]
 
 
-def _probe(model: PreTrainedModel) -> str:
-    """Score a small tree in one pass and each of its paths alone; what is wrong, or an empty string."""
-    prompt = np.array([1, 2, 3], np.int32)
-    tree = TokenTree.from_parents([3, 4, 5, 4, 6], [0, 0, 1, 2, 0])
-    target = Target(model, rows=1, capacity=8)
+def prefills_at_once(model: PreTrainedModel) -> bool:
+    """Whether a prompt must be read in one pass, because position embeddings depend on the longest position in it."""
+    return any(rope.get("rope_type") == "longrope" for rope in _rope_parameters(model.config.get_text_config()))
+
+
+def _rope_parameters(config: Any) -> Iterator[dict[str, Any]]:
+    """The rotary embeddings of a model: one for all layers, or one per type of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = [each for each in rope.values() if isinstance(each, dict)]
+    yield from nested or [rope]
+
+
+def _probe(model: PreTrainedModel, config: Any) -> Support:
+    """Try trees, then chains."""
+    # A probe is too short to show what a window or a slope over cache slots does to a long text.
+    if "local" in getattr(config, "attention_layers", ()):
+        reason = "its attention windows count slots of the cache"
+    elif getattr(config, "alibi", False) or getattr(getattr(config, "attn_config", None), "alibi", False):
+        reason = "its attention slopes with the slots of the cache (ALiBi)"
+    else:
+        reason = _complaint(model, "trees")
+    if not reason:
+        return Support("trees")
+    return Support("none" if _complaint(model, "chains") else "chains", reason)
+
+
+def _complaint(model: PreTrainedModel, shape: Shape) -> str:
+    """What is wrong with the logits of a drafted pass, or an empty string."""
+    complaint = ""
+    for tokens in _PROBES:
+        try:
+            if _scores_like_the_model(model, shape, tokens):
+                return ""
+            complaint = "its attention does not heed prepared masks and positions"
+        except Exception as error:
+            # A model that takes no prepared mask fails in a way of its own.
+            return f"its attention takes no prepared masks ({type(error).__name__})"
+    return complaint
+
+
+@torch.inference_mode()
+def _scores_like_the_model(model: PreTrainedModel, shape: Shape, tokens: Sequence[int]) -> bool:
+    """Whether two drafted passes, with a commit between them, give the logits of the model's own passes."""
+    prompt, parents = np.array(tokens[:3], np.int32), _TREE if shape == "trees" else _CHAIN
+    target = Target(model, rows=1, capacity=16, device=input_device(model), shape=shape)
+    tree = TokenTree.from_parents([tokens[2], *tokens[2:]], parents)
+    text = list(tokens[:2])
+    with target.serving():
+        target.prefill([prompt])
+        first = target.score([tree])[0]
+        path = np.array([0, 4] if shape == "trees" else [0, 1], np.int32)
+        target.commit(0, path)
+        second = target.score([TokenTree.root(tokens[0])])[0, 0]
+    checks = [(_path(tree, node), first[node]) for node in (len(tree) - 1, len(tree) - 2)]
+    checks.append(([*tree.tokens[path].tolist(), tokens[0]], second))
+    tolerance = max(_TOLERANCE.get(dtype, _FINE_TOLERANCE) for dtype in (model.dtype, first.dtype))
+    for tail, logits in checks:
+        expected = _own_logits(model, text + tail, logits)
+        if not (logits - expected).norm() <= tolerance * expected.norm():
+            return False
+    return True
+
+
+def _path(tree: TokenTree, node: int) -> list[int]:
+    """Tokens from the root to a node."""
+    return [*(_path(tree, int(tree.parents[node])) if node else []), int(tree.tokens[node])]
+
+
+def _own_logits(model: PreTrainedModel, ids: list[int], like: Tensor) -> Tensor:
+    """The model's logits after a text that is read in one plain pass."""
     causal_lm: Any = model
-    try:
-        with torch.inference_mode(), target.serving():
-            target.prefill([prompt])
-            logits = target.score([tree])[0]
-    except Exception as error:
-        # A model that takes no prepared mask fails in a way of its own.
-        return f"it takes no prepared attention mask ({type(error).__name__})"
-    for node, path in ((3, [3, 4, 5, 4]), (4, [3, 6])):
-        with torch.inference_mode():
-            expected = causal_lm(input_ids=torch.tensor([[1, 2, *path]], device=logits.device)).logits[0, -1]
-        if not (logits[node] - expected).norm() <= _TOLERANCE * expected.norm():
-            return "it does not heed prepared attention masks or positions"
-    return ""
+    logits: Tensor = causal_lm(input_ids=torch.tensor([ids], device=like.device)).logits[0, -1]
+    return logits

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from threading import Lock, RLock
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -15,16 +16,30 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lookahead.attention import ATTENTION_NAME, TreePass, running
+from lookahead.attention import ATTENTION_NAME, Reach, TreePass, running
 from lookahead.cache import TreeCache
 from lookahead.tree import IntArray, TokenTree
 
+Shape = Literal["trees", "chains"]
 PREFILL_CHUNK = 1024
 
 
-def takes_registered_attention(model: PreTrainedModel) -> bool:
-    """Whether the model calls registered attention functions; older architectures are given prepared masks."""
-    return bool(model._can_set_attn_implementation())
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where a model takes its tokens; `meta` for one that has no weights."""
+    embedding: Any = model.get_input_embeddings()
+    device: torch.device = embedding.weight.device
+    if device.type == "meta" and hasattr(embedding, "_hf_hook"):
+        # Offloaded weights stand on meta between passes; accelerate's hook brings them to where they are used.
+        return torch.device(getattr(embedding._hf_hook, "execution_device", "cpu"))
+    return device
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """Positions a model has a table for; None where they are computed, so that there is no end to them."""
+    config: Any = model.config.get_text_config()
+    if getattr(config, "rope_parameters", None) or getattr(config, "alibi", False):
+        return None
+    return getattr(config, "max_position_embeddings", None)
 
 
 _locks: WeakKeyDictionary[PreTrainedModel, RLock] = WeakKeyDictionary()
@@ -37,23 +52,51 @@ def _lock_of(model: PreTrainedModel) -> RLock:
         return _locks.setdefault(model, RLock())
 
 
+@cache
+def _parameters_of(kind: type[PreTrainedModel]) -> frozenset[str]:
+    """What the forward of a class of models takes by name."""
+    return frozenset(inspect.signature(kind.forward).parameters)
+
+
 class Target:
     """A HuggingFace causal LM that scores one token tree per row in one forward pass.
 
+    Models that call registered attention functions are given tree attention, older architectures prepared masks.
+    Where only chains are verified, a single row's, the model makes its own masks.
+
     Args:
         model: The model; nothing in it is changed but, within `serving`, its attention implementation.
-        rows: Rows of the batch.
+        rows: Rows of the batch; one where only chains are verified.
         capacity: Slots per row to begin with.
+        device: Where the model takes its tokens.
+        shape: What is to be scored.
+        prefill_chunk: Most prompt tokens read in one pass.
+
+    Attributes:
+        positions: Positions the model has a table for, None where there is no end to them.
     """
 
-    def __init__(self, model: PreTrainedModel, *, rows: int, capacity: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        rows: int,
+        capacity: int,
+        device: torch.device,
+        shape: Shape = "trees",
+        prefill_chunk: int = PREFILL_CHUNK,
+    ) -> None:
         self._model = model
-        embedding: Any = model.get_input_embeddings()
-        self._device: torch.device = embedding.weight.device
-        self._dtype: torch.dtype = embedding.weight.dtype
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._device = device
+        takes = _parameters_of(type(model))
+        self._keeps_logits = "logits_to_keep" in takes
+        self._takes_positions = "position_ids" in takes
+        self._takes_masks = shape == "trees"
+        self._registered = self._takes_masks and bool(model._can_set_attn_implementation())
+        self._prefill_chunk = prefill_chunk
         self.cache = TreeCache(rows=rows, capacity=capacity)
-        self._registered = takes_registered_attention(model)
+        self.positions = position_limit(model)
+        self._own_attention = model.config._attn_implementation
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -63,15 +106,27 @@ class Target:
         """
         config = self._model.config
         with _lock_of(self._model), torch.inference_mode():
-            before = config._attn_implementation
-            if not self._registered or before == ATTENTION_NAME:
+            if not self._registered or config._attn_implementation == ATTENTION_NAME:
                 yield
                 return
+            self._own_attention = config._attn_implementation
             self._model.set_attn_implementation(ATTENTION_NAME)
             try:
                 yield
             finally:
-                self._model.set_attn_implementation(before)
+                self._model.set_attn_implementation(self._own_attention)
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Within `serving`, give the model back for a block of the user's code, which may well call it."""
+        if self._model.config._attn_implementation != ATTENTION_NAME:
+            yield
+            return
+        self._model.set_attn_implementation(self._own_attention)
+        try:
+            yield
+        finally:
+            self._model.set_attn_implementation(ATTENTION_NAME)
 
     def prefill(self, prompts: Sequence[IntArray]) -> Tensor:
         """Put the KV of every prompt into the cache; its last token, the first root, is not committed yet.
@@ -91,8 +146,8 @@ class Target:
         for row, prompt in enumerate(prompts):
             padded[row, : new[row]] = prompt[cached[row] :]
         last: dict[int, Tensor] = {}
-        for start in range(0, padded.shape[1], PREFILL_CHUNK):
-            chunk = np.ascontiguousarray(padded[:, start : start + PREFILL_CHUNK])
+        for start in range(0, padded.shape[1], self._prefill_chunk):
+            chunk = np.ascontiguousarray(padded[:, start : start + self._prefill_chunk])
             # A row whose prompt has ended writes padding behind its end, where its trees will stand.
             slots.lengths[:] = cached + start
             ends = new - 1 - start
@@ -143,14 +198,15 @@ class Target:
         if self._keeps_logits and columns is not None:
             options["logits_to_keep"] = columns
         scope: AbstractContextManager[None] = nullcontext()
+        if self._takes_positions:
+            options["position_ids"] = torch.from_numpy(positions).to(self._device)
         if self._registered:
             scope = running(tree_pass)
-        else:
-            options["attention_mask"] = tree_pass.mask(1, None, self._dtype, self._device)
+        elif self._takes_masks:
+            options["attention_mask"] = tree_pass.mask(1, Reach(), self._model.dtype, self._device)
         with scope:
             logits: Tensor = self._model(
                 input_ids=torch.from_numpy(tokens).to(self._device),
-                position_ids=torch.from_numpy(positions).to(self._device),
                 past_key_values=self.cache,
                 use_cache=True,
                 **options,

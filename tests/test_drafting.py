@@ -106,3 +106,19 @@ def test_nothing_offered_is_the_root_alone(offers: list[Proposal | None]) -> Non
     draft = merge(ROOT, offers, budget=16, max_depth=16)
     assert draft.tree.tokens.tolist() == [ROOT]
     assert len(draft.placed) == len(offers)
+
+
+@given(st.lists(st.one_of(st.none(), proposals()), max_size=4), st.integers(1, 40), st.integers(1, 8))
+def test_a_chain_is_the_likeliest_child_of_the_likeliest_child(offers, budget, max_depth) -> None:
+    tree = merge(ROOT, offers, budget=budget, max_depth=max_depth, is_chain=True).tree
+    assert tree.parents.tolist() == [max(0, node - 1) for node in range(len(tree))]
+    assert len(tree) <= min(budget, max_depth) + 1
+    chance: dict[tuple[int, ...], float] = {}
+    for offer in filter(None, offers):
+        for node, path in enumerate(paths(offer.tokens, offer.parents)):
+            chance[path] = max(chance.get(path, 0.0), float(offer.probabilities[node]))
+    path: tuple[int, ...] = ()
+    for token in tree.tokens[1:].tolist():
+        siblings = {other[-1]: chance[other] for other in chance if other[:-1] == path and len(other) == len(path) + 1}
+        assert siblings[token] == max(siblings.values()) > 0
+        path = (*path, token)

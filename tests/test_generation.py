@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,10 +10,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 import lookahead
+from bench.adversaries import Offer, always_wrong, drafting_by, perfect, random_trees
 from lookahead import LookaheadConfig
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
 from lookahead.generation import prepare
-from lookahead.proposers.base import IntArray, Outcome, Proposal
 
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLING = [
@@ -80,54 +79,11 @@ def test_same_seed_gives_the_tokens_of_generate_for_a_ragged_batch(
         assert torch.equal(got, expected)
 
 
-class Scripted:
-    """A proposer that offers what a test tells it to, for one row."""
-
-    name, needs_argmax = "scripted", False
-
-    def __init__(self, offer: Callable[[list[int], int], Proposal | None]) -> None:
-        self.offer = offer
-        self.ids: dict[int, list[int]] = {}
-
-    def start(self, row: int, prompt: IntArray) -> None:
-        self.ids[row] = prompt.tolist()
-
-    def propose(self, row: int, room: int) -> Proposal | None:
-        return self.offer(self.ids[row], room)
-
-    def observe(self, row: int, outcome: Outcome, placed: IntArray) -> None:
-        self.ids[row] += outcome.tokens.tolist()
-
-    def finish(self, row: int) -> None:
-        del self.ids[row]
-
-
-def chain(tokens: list[int]) -> Proposal:
-    n = len(tokens)
-    return Proposal(
-        np.array(tokens, np.int32), np.maximum(np.arange(n) - 1, 0).astype(np.int32), np.ones(n, np.float32)
-    )
-
-
-def random_trie(ids: list[int], room: int) -> Proposal:
-    rng = np.random.default_rng(len(ids))
-    tokens, parents, edges = [ids[-1]], [0], set()
-    while len(tokens) <= room:
-        edge = (int(rng.integers(len(tokens))), int(rng.integers(101)))
-        if edge not in edges:
-            edges.add(edge)
-            parents.append(edge[0])
-            tokens.append(edge[1])
-    return Proposal(np.array(tokens, np.int32), np.array(parents, np.int32), np.full(len(tokens), 0.999, np.float32))
-
-
-def decode_scripted(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, scripted: Scripted, max_nodes: int, **kwargs: Any
-) -> tuple[torch.Tensor, Any]:
-    monkeypatch.setattr("lookahead.generation.make_proposers", lambda config, rates: [scripted])
+def decode_scripted(model: PreTrainedModel, offer: Offer, max_nodes: int, **kwargs: Any) -> tuple[torch.Tensor, Any]:
     config = LookaheadConfig(draft="fixed", max_nodes=max_nodes)
-    got = model.generate(**kwargs, custom_generate=lookahead.decode, lookahead_config=config)
-    engine = model.generate(**kwargs, custom_generate=prepare, lookahead_config=config)
+    with drafting_by(offer):
+        got = model.generate(**kwargs, custom_generate=lookahead.decode, lookahead_config=config)
+        engine = model.generate(**kwargs, custom_generate=prepare, lookahead_config=config)
     for _ in engine.run():
         pass
     return got, engine.stats[0]
@@ -136,13 +92,12 @@ def decode_scripted(
 @pytest.mark.parametrize("max_nodes", [1, 7, 130])
 @pytest.mark.parametrize("limit", [1, 2, 33, 34, 35])
 def test_a_perfect_draft_changes_nothing_but_the_number_of_passes(
-    tiny_llama: PreTrainedModel, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch, max_nodes: int, limit: int
+    tiny_llama: PreTrainedModel, ids: torch.Tensor, max_nodes: int, limit: int
 ) -> None:
     expected = tiny_llama.generate(ids, max_new_tokens=limit, do_sample=False)
     answer = tiny_llama.generate(ids, max_new_tokens=200, do_sample=False)[0].tolist()
-    perfect = Scripted(lambda seen, room: chain(answer[len(seen) - 1 : len(seen) + room]))
     got, stats = decode_scripted(
-        tiny_llama, monkeypatch, perfect, max_nodes, input_ids=ids, max_new_tokens=limit, do_sample=False
+        tiny_llama, perfect([answer]), max_nodes, input_ids=ids, max_new_tokens=limit, do_sample=False
     )
     assert torch.equal(got, expected)
     passes = -(-(limit - 1) // (max_nodes + 1))
@@ -152,17 +107,11 @@ def test_a_perfect_draft_changes_nothing_but_the_number_of_passes(
 
 
 @pytest.mark.parametrize("limit", [1, 20])
-def test_an_always_wrong_draft_changes_nothing(
-    tiny_llama: PreTrainedModel, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch, limit: int
-) -> None:
+def test_an_always_wrong_draft_changes_nothing(tiny_llama: PreTrainedModel, ids: torch.Tensor, limit: int) -> None:
     expected = tiny_llama.generate(ids, max_new_tokens=limit, do_sample=False)
     answer = tiny_llama.generate(ids, max_new_tokens=60, do_sample=False)[0].tolist()
-
-    def wrong(seen: list[int], room: int) -> Proposal:
-        return chain([seen[-1], *[(token + 1) % 101 for token in answer[len(seen) : len(seen) + room]]])
-
     got, stats = decode_scripted(
-        tiny_llama, monkeypatch, Scripted(wrong), 5, input_ids=ids, max_new_tokens=limit, do_sample=False
+        tiny_llama, always_wrong([answer], 101), 5, input_ids=ids, max_new_tokens=limit, do_sample=False
     )
     assert torch.equal(got, expected)
     assert (stats.accepted_tokens, stats.target_forwards) == (0, limit - 1)
@@ -170,29 +119,28 @@ def test_an_always_wrong_draft_changes_nothing(
 
 @pytest.mark.parametrize("options", [GREEDY, PROCESSED, *SAMPLING], ids=["greedy", "processed", "warm", "hot"])
 def test_random_trees_of_maximal_size_change_nothing(
-    tiny_llama: PreTrainedModel, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+    tiny_llama: PreTrainedModel, ids: torch.Tensor, options: dict[str, Any]
 ) -> None:
     torch.manual_seed(5)
     expected = tiny_llama.generate(ids, max_new_tokens=12, **options)
-    monkeypatch.setattr("lookahead.generation.make_proposers", lambda config, rates: [Scripted(random_trie)])
     torch.manual_seed(5)
     config = LookaheadConfig(draft="fixed", max_nodes=300, min_probability=0.0)
-    got = tiny_llama.generate(
-        ids, max_new_tokens=12, **options, custom_generate=lookahead.decode, lookahead_config=config
-    )
+    with drafting_by(random_trees(101)):
+        got = tiny_llama.generate(
+            ids, max_new_tokens=12, **options, custom_generate=lookahead.decode, lookahead_config=config
+        )
     assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("position", range(6))
 def test_an_end_of_sequence_inside_a_perfect_draft_ends_the_output_there(
-    tiny_llama: PreTrainedModel, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch, position: int
+    tiny_llama: PreTrainedModel, ids: torch.Tensor, position: int
 ) -> None:
     answer = tiny_llama.generate(ids, max_new_tokens=40, do_sample=False)[0].tolist()
     eos = answer[ids.shape[1] + position]
     kwargs = {"input_ids": ids, "max_new_tokens": 40, "do_sample": False, "eos_token_id": eos, "pad_token_id": 0}
     expected = tiny_llama.generate(**kwargs)
-    perfect = Scripted(lambda seen, room: chain(answer[len(seen) - 1 : len(seen) + room]))
-    got, stats = decode_scripted(tiny_llama, monkeypatch, perfect, 30, **kwargs)
+    got, stats = decode_scripted(tiny_llama, perfect([answer]), 30, **kwargs)
     assert torch.equal(got, expected)
     assert stats.emitted_tokens == got.shape[1] - ids.shape[1]
 
@@ -229,7 +177,7 @@ class StopAtSum(StoppingCriteria):
 
 @pytest.mark.parametrize("bound", [400, 700, 1000, 1500])
 def test_a_users_criterion_that_fires_inside_an_accepted_block_ends_the_output_there(
-    tiny_llama: PreTrainedModel, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch, bound: int
+    tiny_llama: PreTrainedModel, ids: torch.Tensor, bound: int
 ) -> None:
     answer = tiny_llama.generate(ids, max_new_tokens=60, do_sample=False)[0].tolist()
     kwargs = {
@@ -239,8 +187,7 @@ def test_a_users_criterion_that_fires_inside_an_accepted_block_ends_the_output_t
         "stopping_criteria": StoppingCriteriaList([StopAtSum(bound)]),
     }
     expected = tiny_llama.generate(**kwargs)
-    perfect = Scripted(lambda seen, room: chain(answer[len(seen) - 1 : len(seen) + room]))
-    got, _ = decode_scripted(tiny_llama, monkeypatch, perfect, 30, **kwargs)
+    got, _ = decode_scripted(tiny_llama, perfect([answer]), 30, **kwargs)
     assert torch.equal(got, expected)
 
 

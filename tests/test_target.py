@@ -71,7 +71,7 @@ class model_as_it_was:
 
 
 def test_rows_of_any_length_score_and_commit_trees_of_any_shape(model: PreTrainedModel) -> None:
-    target = Target(model, rows=3, capacity=24)  # too small on purpose: it has to grow
+    target = Target(model, rows=3, capacity=24, device=torch.device("cpu"))  # too small on purpose: it has to grow
     texts = [prompt[:-1].tolist() for prompt in PROMPTS]
     with torch.inference_mode(), target.serving():
         target.prefill(PROMPTS)
@@ -86,7 +86,7 @@ def test_rows_of_any_length_score_and_commit_trees_of_any_shape(model: PreTraine
 
 
 def test_a_retired_row_leaves_its_place_to_the_last_one(model: PreTrainedModel) -> None:
-    target = Target(model, rows=3, capacity=64)
+    target = Target(model, rows=3, capacity=64, device=torch.device("cpu"))
     texts = [prompt[:-1].tolist() for prompt in PROMPTS]
     with torch.inference_mode(), target.serving():
         target.prefill(PROMPTS)
@@ -100,7 +100,7 @@ def test_a_prompt_longer_than_a_chunk_is_prefilled_in_chunks(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lookahead.target.PREFILL_CHUNK", 5)
-    target = Target(model, rows=3, capacity=64)
+    target = Target(model, rows=3, capacity=64, device=torch.device("cpu"))
     with torch.inference_mode(), target.serving():
         target.prefill(PROMPTS)
         trees = [random_tree(row, 6, root=7) for row in range(3)]
@@ -109,7 +109,8 @@ def test_a_prompt_longer_than_a_chunk_is_prefilled_in_chunks(
 
 def test_serving_leaves_the_model_as_it_was_even_when_it_fails(tiny_llama: PreTrainedModel) -> None:
     before = tiny_llama.config._attn_implementation
-    with pytest.raises(RuntimeError, match="interrupted"), Target(tiny_llama, rows=1, capacity=8).serving():
+    target = Target(tiny_llama, rows=1, capacity=8, device=torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="interrupted"), target.serving():
         assert tiny_llama.config._attn_implementation != before
         raise RuntimeError("interrupted")
     assert tiny_llama.config._attn_implementation == before

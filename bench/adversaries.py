@@ -1,0 +1,89 @@
+"""Proposers that know the answer, are always wrong, or draw trees at random: whatever they offer, no token changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead.proposers.base import IntArray, Outcome, Proposal
+
+Offer = Callable[[int, list[int], int], Proposal | None]
+
+
+class Scripted:
+    """A proposer that offers what a function tells it to.
+
+    Args:
+        offer: Takes a row's place in the batch, its text so far and the room for nodes, and gives a proposal.
+    """
+
+    name, needs_argmax = "scripted", False
+
+    def __init__(self, offer: Offer) -> None:
+        self._offer = offer
+        self._ids: dict[int, list[int]] = {}
+
+    def start(self, row: int, prompt: IntArray) -> None:
+        self._ids[row] = prompt.tolist()
+
+    def propose(self, row: int, room: int) -> Proposal | None:
+        return self._offer(row, self._ids[row], room)
+
+    def observe(self, row: int, outcome: Outcome, placed: IntArray) -> None:
+        self._ids[row] += outcome.tokens.tolist()
+
+    def finish(self, row: int) -> None:
+        del self._ids[row]
+
+
+@contextmanager
+def drafting_by(offer: Offer) -> Iterator[None]:
+    """Let every engine made in the block draft by one scripted proposer."""
+    with patch("lookahead.generation.make_proposers", lambda *arguments: [Scripted(offer)]):
+        yield
+
+
+def chain(tokens: list[int]) -> Proposal:
+    """A proposal of one continuation; `tokens[0]` is the root."""
+    parents = np.maximum(np.arange(len(tokens)) - 1, 0).astype(np.int32)
+    return Proposal(np.array(tokens, np.int32), parents, np.ones(len(tokens), np.float32))
+
+
+def nothing(row: int, text: list[int], room: int) -> None:
+    """No draft."""
+
+
+def perfect(answers: list[list[int]]) -> Offer:
+    """Draft what every row will say: `answers` hold the whole texts, the prompts included."""
+    return lambda row, text, room: chain(answers[row][len(text) - 1 : len(text) + room] or text[-1:])
+
+
+def always_wrong(answers: list[list[int]], vocab_size: int) -> Offer:
+    """Draft, for every row, what it will never say."""
+
+    def offer(row: int, text: list[int], room: int) -> Proposal:
+        return chain([text[-1], *((token + 1) % vocab_size for token in answers[row][len(text) : len(text) + room])])
+
+    return offer
+
+
+def random_trees(vocab_size: int) -> Offer:
+    """Draft trees of maximal size and random shape, each text's own."""
+
+    def offer(row: int, text: list[int], room: int) -> Proposal:
+        rng = np.random.default_rng([row, len(text)])
+        tokens, parents, edges = [text[-1]], [0], set[tuple[int, int]]()
+        while len(tokens) <= room:
+            edge = (int(rng.integers(len(tokens))), int(rng.integers(vocab_size)))
+            if edge not in edges:
+                edges.add(edge)
+                parents.append(edge[0])
+                tokens.append(edge[1])
+        chances: NDArray[np.float32] = np.full(len(tokens), 0.999, np.float32)
+        return Proposal(np.array(tokens, np.int32), np.array(parents, np.int32), chances)
+
+    return offer

@@ -1,0 +1,97 @@
+"""What goes wrong inside a call: the error says what and where, and the model is as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessorList, PreTrainedModel
+
+import lookahead
+from lookahead import LookaheadConfig
+from lookahead.errors import LogitsError, PromptError, UnsupportedModelError
+
+IDS = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 20}
+Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@pytest.fixture
+def model(tiny_llama: PreTrainedModel) -> PreTrainedModel:
+    return deepcopy(tiny_llama)
+
+
+def decode(model: PreTrainedModel, processor: Processor | None = None, **options: Any) -> torch.Tensor:
+    if processor is not None:
+        options["logits_processor"] = LogitsProcessorList([processor])
+    return model.generate(IDS, **GREEDY | options, custom_generate=lookahead.decode)
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"repetition_penalty": 1.1}])
+def test_logits_that_are_not_a_number_are_told_with_the_token_they_were_for(
+    model: PreTrainedModel, options: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    answer = model.generate(IDS, **GREEDY | options)[0, IDS.shape[1] :].tolist()
+    torch.manual_seed(0)
+    # From the first time a token is read that stands nowhere before, all is not a number.
+    first = next(i for i, token in enumerate(answer) if token not in IDS[0].tolist() + answer[:i])
+    model.get_input_embeddings().weight.data[answer[first]] = float("nan")
+    with pytest.raises(LogitsError, match=f"new token {first + 2} of row 0"):
+        decode(model, **options)
+
+
+def test_a_processor_that_raises_is_heard_and_the_model_works_on(model: PreTrainedModel) -> None:
+    calls: list[int] = []
+
+    def fail(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 7:
+            raise RuntimeError("no more")
+        return scores
+
+    before = model.config._attn_implementation
+    expected = model.generate(IDS, **GREEDY)
+    with pytest.raises(RuntimeError, match="no more"):
+        decode(model, fail)
+    assert model.config._attn_implementation == before
+    assert torch.equal(decode(model), expected)
+
+
+def test_a_processor_may_call_the_model_itself(model: PreTrainedModel) -> None:
+    def contrast(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        short = model(ids[:, -3:]).logits[:, -1]  # a padded prompt would need the masks of the model's own attention
+        mask = torch.tensor([[0, 1, 1]])
+        padded = model(ids[:, -3:], attention_mask=mask).logits[:, -1]
+        return scores - 0.3 * short - 0.1 * padded
+
+    expected = model.generate(IDS, **GREEDY, logits_processor=LogitsProcessorList([contrast]))
+    assert torch.equal(decode(model, contrast), expected)
+
+
+def test_a_model_in_training_mode_is_decoded_by_transformers_and_says_so(model: PreTrainedModel) -> None:
+    model.train()
+    with pytest.warns(UserWarning, match="training mode"):
+        assert torch.equal(decode(model), model.generate(IDS, **GREEDY))
+    with pytest.raises(UnsupportedModelError, match="training mode"):
+        decode(model, lookahead_config=LookaheadConfig())
+
+
+def test_a_model_with_a_table_of_positions_is_drafted_for_up_to_its_end_and_no_further() -> None:
+    options: dict[str, Any] = {"vocab_size": 101, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.4}
+    torch.manual_seed(3)
+    gpt2 = GPT2LMHeadModel(GPT2Config(**options, n_positions=32, bos_token_id=1, eos_token_id=None)).eval()
+    config = LookaheadConfig(draft="fixed", min_probability=0.0)
+    answer = gpt2.generate(IDS, do_sample=False, max_length=33)
+    # An end of sequence before the table ends, in a call that allows more: drafts may not run over the table.
+    kwargs: dict[str, Any] = {"do_sample": False, "max_length": 60, "eos_token_id": int(answer[0, -1])}
+    expected = gpt2.generate(IDS, **kwargs)
+    got = gpt2.generate(IDS, **kwargs, custom_generate=lookahead.decode, lookahead_config=config)
+    assert torch.equal(got, expected)
+    with pytest.raises(PromptError, match="33 tokens and the model positions for 32"):
+        gpt2.generate(IDS, do_sample=False, max_length=60, custom_generate=lookahead.decode)
+    with pytest.raises(PromptError, match="36 tokens and the model positions for 32"):
+        gpt2.generate(IDS.repeat(1, 3), max_new_tokens=5, custom_generate=lookahead.decode)
