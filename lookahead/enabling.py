@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from lookahead.config import LookaheadConfig
 from lookahead.errors import UnsupportedModelError
 from lookahead.generation import decode
-from lookahead.request import serve_stop_strings
+from lookahead.request import refuse_model, serve_stop_strings
 
 
 def enable(model: PreTrainedModel, config: LookaheadConfig | None = None) -> Enabled:
@@ -32,10 +32,11 @@ def enable(model: PreTrainedModel, config: LookaheadConfig | None = None) -> Ena
         The switch, already on: a context manager, with `disable()` for use without one.
 
     Raises:
-        UnsupportedModelError: It is an encoder-decoder model.
+        UnsupportedModelError: It is no causal LM, or has no weights.
     """
-    if model.config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{type(model).__name__} is an encoder-decoder model; lookahead serves causal LMs")
+    # What torch.compile wraps around a model hands every attribute on to it, but does not hold it.
+    model = getattr(model, "_orig_mod", model)
+    refuse_model(model)
     return Enabled(model, config)
 
 
@@ -92,17 +93,21 @@ class _Generate:
         """Generate as `model.generate` does."""
         if kwargs.get("custom_generate") is not None or kwargs.get("assistant_model") is not None:
             return self._original(*args, **kwargs)
+        if kwargs.get("adapter_names") is not None:
+            # PEFT's hooks stay behind when an error passes through them, so it must not get that far.
+            warnings.warn("decoded by transformers alone: adapter_names gives every row its own", stacklevel=2)
+            return self._original(*args, **kwargs)
         served = dict(kwargs)
         streamer = served.pop("streamer", None)
-        given_config = served.pop("generation_config", None)
-        # Only the first two may come by position: the inputs and the configuration.
-        if len(args) > 1:
+        # The inputs and the configuration may come by position.
+        given_config = args[1] if len(args) == 2 else served.pop("generation_config", None)
+        if len(args) > 2 or getattr(given_config, "is_assistant", False):  # an assistant's drafts need its own loop
             return self._original(*args, **kwargs)
         tokenizer = served.pop("tokenizer", None)
         generation_config, served = serve_stop_strings(self._model, tokenizer, given_config, served)
         try:
             return self._original(
-                *args,
+                *args[:1],
                 **served,
                 generation_config=generation_config,
                 custom_generate=decode,

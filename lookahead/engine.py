@@ -238,7 +238,7 @@ class Engine:
             row.ids[row.length] = token
             row.length += 1
             row.emitted += 1
-            return self._stopping.is_finished(row.index, self._ids(row))
+            return self._stopping.is_finished(row.index, self._ids(row), self.chooser.scores[row.index])
 
         return verify(draft.tree, choose, is_finished)
 

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
     TextStreamer,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -31,7 +32,16 @@ from lookahead.handover import adopt, hand_back, output_dict, padded_sequences
 from lookahead.ngram.hits import HitRates
 from lookahead.plain import PlainLoop
 from lookahead.proposers import make_proposers
-from lookahead.request import prompt_lengths, refuse_past, refuse_unsupported, serve_stop_strings, stopping_rule
+from lookahead.request import (
+    prompt_lengths,
+    refuse_model,
+    refuse_past,
+    refuse_positions,
+    refuse_unsupported,
+    serve_stop_strings,
+    stopping_rule,
+    vocabulary_size,
+)
 from lookahead.sampling import TokenChooser
 from lookahead.stats import DecodingStats, total
 from lookahead.support import Support, prefills_at_once, support_of
@@ -96,7 +106,7 @@ def decode(
         lookahead_streamer.put(input_ids.cpu())
     if isinstance(engine, PlainLoop):
         return cast(Tensor | GenerateDecoderOnlyOutput, engine.sample(streamer=lookahead_streamer))
-    outputs = _collect(engine, lookahead_streamer)
+    outputs = _collect(engine, lookahead_streamer, generation_config._pad_token_tensor)
     sequences = padded_sequences(input_ids, outputs, generation_config)
     past = model_kwargs.get("past_key_values")
     past = past if isinstance(past, DynamicCache) else None
@@ -121,15 +131,20 @@ def prepare(
     refuse_unsupported(model, generation_config, model_kwargs)
     past = model_kwargs.get("past_key_values")
     config = lookahead_config if lookahead_config is not None else LookaheadConfig()
-    text_config: Any = model.config.get_text_config()
-    lengths = prompt_lengths(input_ids, model_kwargs.get("attention_mask"), text_config.vocab_size)
+    lengths = prompt_lengths(input_ids, model_kwargs.get("attention_mask"), vocabulary_size(model))
     batch_size, longest = input_ids.shape
+    if batch_size > 1 and any(isinstance(p, UnbatchedClassifierFreeGuidanceLogitsProcessor) for p in logits_processor):
+        raise UnsupportedModelError("guidance of several prompts is not served; leave out custom_generate for it")
+    refuse_positions(model_kwargs.get("position_ids"), lengths, longest)
     stopping = stopping_rule(stopping_criteria, batch_size)
     support = support_of(model, shortest=int(lengths.min()), max_length=stopping.max_length)
     complaint = _complaint(model, support, batch_size, config)
+    if complaint and lookahead_config is not None and lookahead_config.proposers:
+        raise UnsupportedModelError(f"{complaint}; leave out the configuration to decode it plainly")
+    if batch_size > 1 and stopping.custom is not None and not stopping.eos_tokens.size:
+        # There transformers lets a row that was stopped go on until all are: how far depends on the slowest.
+        complaint = "a batch with stopping criteria and no end-of-sequence token ends as one"
     if support.shape == "none" or complaint:
-        if lookahead_config is not None and lookahead_config.proposers:
-            raise UnsupportedModelError(f"{complaint}; leave out the configuration to decode it plainly")
         warnings.warn(f"{complaint}; it is decoded plainly", stacklevel=2)
         causal_lm: Any = model
         sample = partial(
@@ -299,6 +314,7 @@ def _prepare_text(
     generate_kwargs: dict[str, Any],
 ) -> Engine | PlainLoop:
     """Tokenize, left-pad, and let `model.generate` resolve its options into an engine."""
+    refuse_model(model)
     _check_lengths(generate_kwargs)
     encoded = [tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"] for prompt in prompts]
     for i, ids in enumerate(encoded):
@@ -308,10 +324,9 @@ def _prepare_text(
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
     padded = [[pad] * (longest - len(ids)) + ids for ids in encoded]
     mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in encoded]
-    if generate_kwargs.get("max_length") is not None and generate_kwargs["max_length"] <= longest:
-        raise PromptError(
-            f"max_length must be more than the longest prompt, {longest} tokens, got {generate_kwargs['max_length']}"
-        )
+    limit = generate_kwargs.get("max_length") if generate_kwargs.get("max_new_tokens") is None else None
+    if limit is not None and limit <= longest:
+        raise PromptError(f"max_length must be more than the longest prompt, {longest} tokens, got {limit}")
     if "pad_token_id" not in generate_kwargs and model.generation_config.pad_token_id is None:
         generate_kwargs = {**generate_kwargs, "pad_token_id": pad}
     generation_config, generate_kwargs = serve_stop_strings(model, tokenizer, generation_config, generate_kwargs)
@@ -331,23 +346,30 @@ def _prepare_text(
 
 
 def _check_lengths(generate_kwargs: dict[str, Any]) -> None:
-    """Refuse a limit that leaves no room for a token."""
+    """Refuse a limit that leaves no room for a token, and a streamer, which no one would feed."""
+    if generate_kwargs.get("streamer") is not None:
+        raise ConfigError("streamer is not taken here; use stream, or model.generate under lookahead.enable")
     for name in ("max_new_tokens", "max_length"):
         value = generate_kwargs.get(name)
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
-def _collect(engine: Engine | PlainLoop, streamer: Any = None) -> list[list[int]]:
-    """Run to the end; the new tokens of every row, shown to a streamer one by one as transformers does."""
+def _collect(engine: Engine | PlainLoop, streamer: Any = None, pad: Tensor | None = None) -> list[list[int]]:
+    """Run to the end; the new tokens of every row, shown to a streamer a column at a time as transformers does."""
     outputs: list[list[int]] = [[] for _ in engine.stats]
+    running = set(range(len(outputs)))
+    shown = 0
     with engine.serving():
         for emissions in engine.run():
             for emission in emissions:
                 outputs[emission.row].extend(emission.tokens.tolist())
-                if streamer is not None:
-                    for token in emission.tokens.tolist():
-                        streamer.put(torch.tensor([token]))
+                if emission.finished:
+                    running.discard(emission.row)
+            whole = min(map(len, (outputs[row] for row in running))) if running else max(map(len, outputs))
+            for step in range(shown, whole if streamer is not None else shown):
+                streamer.put(torch.tensor([row[step] if step < len(row) else int(pad or 0) for row in outputs]))
+            shown = whole
     if streamer is not None:
         streamer.end()
     return outputs

@@ -62,7 +62,7 @@ def padded_sequences(input_ids: Tensor, outputs: list[list[int]], config: Genera
     longest = max(map(len, outputs))
     pad = config._pad_token_tensor
     filled = [out + [int(pad) if pad is not None else 0] * (longest - len(out)) for out in outputs]
-    return torch.cat([input_ids, torch.tensor(filled, dtype=input_ids.dtype, device=input_ids.device)], -1)
+    return torch.cat([input_ids, torch.tensor(filled, dtype=torch.long, device=input_ids.device)], -1)
 
 
 def output_dict(

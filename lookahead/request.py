@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
+from transformers.generation.configuration_utils import GenerationMode
 
 from lookahead.errors import PromptError, UnsupportedModelError
 from lookahead.stopping import StoppingRule
@@ -38,22 +40,47 @@ _IGNORED = frozenset(
 )
 
 
+def refuse_model(model: PreTrainedModel) -> None:
+    """Say what cannot be served whatever is asked of it."""
+    name, config = type(model).__name__, model.config
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{name} is an encoder-decoder model; lookahead serves causal LMs")
+    if not model.can_generate():
+        raise UnsupportedModelError(f"{name} cannot generate; lookahead serves what AutoModelForCausalLM loads")
+    # GPT-NeoX is no decoder either by its configuration, but its attention layers are causal.
+    if getattr(config, "is_decoder", True) is False and not all(getattr(m, "is_causal", True) for m in model.modules()):
+        raise UnsupportedModelError(f"{name} is an encoder: config.is_decoder is False; lookahead serves causal LMs")
+    if input_device(model).type == "meta":
+        raise UnsupportedModelError(f"{name} is on the meta device: it has no weights to run with")
+
+
+# What asks for another mode than greedy search or sampling.
+_MODE_OPTIONS = (
+    *("num_beams", "num_beam_groups", "constraints", "force_words_ids", "penalty_alpha", "dola_layers"),
+    *("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"),
+)
+
+
 def refuse_unsupported(model: PreTrainedModel, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
     """Say what cannot be served, and what to do instead."""
-    if model.config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{type(model).__name__} is an encoder-decoder model; lookahead serves causal LMs")
-    if input_device(model).type == "meta":
-        raise UnsupportedModelError(f"{type(model).__name__} is on the meta device: it has no weights to run with")
+    refuse_model(model)
     if config.guidance_scale is not None and config.guidance_scale != 1:
         raise UnsupportedModelError(
             f"guidance_scale must be 1, got {config.guidance_scale}: guidance runs the model once more per token; "
             "leave out custom_generate for it"
         )
-    if config.num_beams > 1:
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        given = {name: getattr(config, name, None) for name in _MODE_OPTIONS}
+        named = ", ".join(f"{name}={value!r}" for name, value in given.items() if value)
         raise UnsupportedModelError(
-            f"num_beams must be 1, got {config.num_beams}: beam search has no exact speculative form; "
-            "leave out custom_generate for it"
+            f"{mode.value.replace('_', ' ')} ({named}) has no exact speculative form; leave out custom_generate for it"
         )
+    if config.cache_implementation == "quantized":
+        raise UnsupportedModelError("a quantized cache changes tokens and is not served; leave out custom_generate")
+    past = model_kwargs.get("past_key_values")
+    if getattr(past, "_is_user_defined", False) and not isinstance(past, DynamicCache):
+        raise UnsupportedModelError(f"past_key_values must be a DynamicCache, got a {type(past).__name__}")
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name):
             raise UnsupportedModelError(f"{name}=True is not served; leave out custom_generate for it")
@@ -73,6 +100,13 @@ def refuse_past(past: Any, input_ids: Tensor, config: GenerationConfig, attentio
             f"input_ids must hold the whole text, the {past.get_seq_length()} cached tokens included and at least "
             f"one more, got {whole} tokens and a mask of {seen}"
         )
+
+
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """Token ids the model has embeddings for, padding of its table included."""
+    text_config: Any = model.config.get_text_config()
+    size: int = getattr(model.get_input_embeddings(), "num_embeddings", text_config.vocab_size)
+    return size
 
 
 def prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> NDArray[np.int64]:
@@ -109,12 +143,22 @@ def stopping_rule(criteria: StoppingCriteriaList, batch_size: int) -> StoppingRu
     limits = [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)]
     others = StoppingCriteriaList(c for c in criteria if not isinstance(c, EosTokenCriteria | MaxLengthCriteria))
 
-    def custom(row: int, ids: Tensor) -> bool:
+    def custom(row: int, ids: Tensor, scores: Sequence[Tensor]) -> bool:
         # Rows stand at different lengths; a criterion that knows its row finds it at its place.
-        answer = others(cast(torch.LongTensor, ids.expand(batch_size, -1)), None)
+        steps = tuple(cast(Any, step.expand(batch_size, -1)) for step in scores) if scores else None
+        answer = others(cast(torch.LongTensor, ids.expand(batch_size, -1)), steps)
         return bool(answer[row])
 
     return StoppingRule(max_length=min(limits), eos_tokens=np.array(eos, np.int32), custom=custom if others else None)
+
+
+def refuse_positions(position_ids: Tensor | None, lengths: NDArray[np.int64], longest: int) -> None:
+    """Say that positions of the user's own are not served."""
+    usual = np.maximum(np.arange(longest) - (longest - lengths)[:, None], 0)
+    if position_ids is None or position_ids.shape[-1] != longest or position_ids.ndim != 2:
+        return
+    if (position_ids.cpu().numpy() != usual).any():
+        raise UnsupportedModelError("position_ids of your own are not served; leave out custom_generate for them")
 
 
 def serve_stop_strings(

@@ -10,6 +10,8 @@ from typing import Any, cast
 import torch
 from torch import FloatTensor, LongTensor, Tensor
 from transformers import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
     LogitsProcessor,
     LogitsProcessorList,
     PrefixConstrainedLogitsProcessor,
@@ -136,8 +138,10 @@ def _for_row(processors: LogitsProcessorList, row: int, batch_size: int) -> Logi
             if isinstance(own.prompt_ignore_length, Tensor):
                 own.prompt_ignore_length = own.prompt_ignore_length[row : row + 1]
             mine.append(own)
+        elif isinstance(processor, EncoderRepetitionPenaltyLogitsProcessor | EncoderNoRepeatNGramLogitsProcessor):
+            mine.append(_WholeBatch(processor, row, batch_size))  # it holds the prompts of the whole batch
         elif type(processor).__module__.startswith("transformers."):
-            mine.append(processor)
+            mine.append(copy(processor))  # a watermark's keeps a state
         else:
             mine.append(_WholeBatch(processor, row, batch_size))
     return mine

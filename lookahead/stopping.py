@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -23,10 +23,10 @@ class StoppingRule:
 
     max_length: int
     eos_tokens: IntArray
-    custom: Callable[[int, Tensor], bool] | None = None
+    custom: Callable[[int, Tensor, Sequence[Tensor]], bool] | None = None
 
-    def is_finished(self, row: int, ids: Tensor) -> bool:
+    def is_finished(self, row: int, ids: Tensor, scores: Sequence[Tensor] = ()) -> bool:
         """Whether a row whose ids, int64 `[1, tokens]`, end with its newest token ends there."""
         # Every criterion is asked, as `model.generate` does: one that counts its calls must see them all.
-        custom = self.custom is not None and self.custom(row, ids)
+        custom = self.custom is not None and self.custom(row, ids, scores)
         return custom or ids.shape[1] >= self.max_length or int(ids[0, -1]) in self.eos_tokens

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import Dropout
 from transformers import PreTrainedModel
 
 from lookahead.config import MAX_NODES_LIMIT
@@ -53,8 +54,9 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
     config: Any = model.config.get_text_config()
     if getattr(model, "_is_stateful", False) or set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS:
         return Support("none", "its state is sequential, so a rejected draft could not be taken back")
-    if model.training:
-        return Support("none", "it is in training mode; call its eval() first")
+    reason = _own_ways(model)
+    if reason:
+        return Support("none", reason)
     for rope in _rope_parameters(config):
         kind = rope.get("rope_type")
         if kind not in ("dynamic", "longrope"):
@@ -69,6 +71,24 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
     if scale is not None and max_length + MAX_NODES_LIMIT >= scale and _verdicts[model].shape == "trees":
         return Support("chains", f"its attention temperature counts slots of the cache from {scale} tokens on")
     return _verdicts[model]
+
+
+def _own_ways(model: PreTrainedModel) -> str:
+    """What makes a pass depend on more than its tokens, or an empty string; PEFT adds most of it."""
+    model_class: Any = type(model)
+    prepare = vars(model).get("prepare_inputs_for_generation")
+    if getattr(prepare, "__func__", prepare) not in (None, model_class.prepare_inputs_for_generation):
+        return "its inputs are prepared by another object, as prompt tuning does"
+    for module in model.modules():
+        # An adapter put onto a model in evaluation mode is in training mode itself until told otherwise.
+        if module.training and (module is model or (isinstance(module, Dropout) and module.p)):
+            return "it is in training mode; call its eval() first"
+        for hook in module._forward_pre_hooks.values():
+            # One adapter per row, or one that begins at a token: rows of drafts stand at other places.
+            for name in ("adapter_names", "alora_offsets"):
+                if name in getattr(hook, "keywords", ()):
+                    return f"its adapters take {name}, which are places in the batch"
+    return ""
 
 
 def prefills_at_once(model: PreTrainedModel) -> bool:

@@ -53,7 +53,7 @@ def _lock_of(model: PreTrainedModel) -> RLock:
 
 
 @cache
-def _parameters_of(kind: type[PreTrainedModel]) -> frozenset[str]:
+def _parameters_of(kind: Any) -> frozenset[str]:
     """What the forward of a class of models takes by name."""
     return frozenset(inspect.signature(kind.forward).parameters)
 
@@ -88,7 +88,8 @@ class Target:
     ) -> None:
         self._model = model
         self._device = device
-        takes = _parameters_of(type(model))
+        kind: Any = type(model)
+        takes = _parameters_of(kind)
         self._keeps_logits = "logits_to_keep" in takes
         self._takes_positions = "position_ids" in takes
         self._takes_masks = shape == "trees"

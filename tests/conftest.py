@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -41,6 +44,88 @@ def tiny_llama() -> LlamaForCausalLM:
     with torch.random.fork_rng():
         torch.manual_seed(20)
         return LlamaForCausalLM(config).float().eval()
+
+
+@pytest.fixture(scope="session")
+def looping_llama() -> LlamaForCausalLM:
+    """A random fp32 Llama that likes to count, and starts again after 16 tokens: its drafts are accepted.
+
+    The embedding outweighs what the layers add, and the head leans towards the token after the newest one, so that
+    greedy and sampled output repeats itself and still wanders. It is shared by the whole session as well.
+    """
+    config = LlamaConfig(
+        vocab_size=101,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.4,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(20)
+        model = LlamaForCausalLM(config).float().eval()
+        embedding = model.get_input_embeddings().weight
+        following = torch.arange(101) + 1 - 16 * (torch.arange(101) % 16 == 15)
+        model.lm_head.weight[following.clamp(max=100)] += 2 * embedding
+        embedding.mul_(30)
+    return model
+
+
+@pytest.fixture
+def accepted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Draft tokens accepted, one number for every batch that our engine decodes to its end."""
+    from lookahead.engine import Engine
+
+    counts: list[int] = []
+    run = Engine.run
+
+    def counting(self: Engine) -> Iterator[Any]:
+        yield from run(self)
+        counts.append(sum(stats.accepted_tokens for stats in self.stats))
+
+    monkeypatch.setattr(Engine, "run", counting)
+    return counts
+
+
+@pytest.fixture
+def foretell(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.Tensor, torch.Tensor | None], None]:
+    """Lets our engine draft the answer it is told, row by row: right tokens first, then a wrong one."""
+    from lookahead.proposers.base import Proposal
+
+    def tell(answer: torch.Tensor, mask: torch.Tensor | None) -> None:
+        padding = [0] * len(answer) if mask is None else (mask == 0).sum(1).tolist()
+        answers = [ids[pad:] for ids, pad in zip(answer.tolist(), padding, strict=True)]
+
+        class Oracle:
+            name, needs_argmax = "oracle", False
+
+            def __init__(self) -> None:
+                self.lengths: dict[int, int] = {}
+
+            def start(self, row: int, prompt: Any) -> None:
+                self.lengths[row] = len(prompt)
+
+            def propose(self, row: int, room: int) -> Proposal | None:
+                length = self.lengths[row]
+                tokens = answers[row][length - 1 : length + 2 + length % 4]
+                tokens.append((tokens[-1] + 1) % 101)
+                parents = np.maximum(np.arange(len(tokens)) - 1, 0)
+                return Proposal(np.array(tokens, np.int32), parents.astype(np.int32), np.ones(len(tokens), np.float32))
+
+            def observe(self, row: int, outcome: Any, placed: Any) -> None:
+                self.lengths[row] += len(outcome.tokens)
+
+            def finish(self, row: int) -> None:
+                del self.lengths[row]
+
+        monkeypatch.setattr("lookahead.generation.make_proposers", lambda config, rates: [Oracle()])
+
+    return tell
 
 
 @pytest.fixture(scope="session")

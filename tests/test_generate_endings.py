@@ -1,0 +1,275 @@
+"""Every way to end an output, alone and against another: ours ends where `model.generate` ends."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    PreTrainedModel,
+    StoppingCriteria,
+    StopStringCriteria,
+)
+
+import lookahead
+from lookahead import LookaheadConfig
+
+IDS = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])
+INPUTS: dict[str, dict[str, torch.Tensor]] = {
+    "one": {"input_ids": IDS},
+    "ragged": {
+        "input_ids": torch.cat([torch.tensor([[0] * 5 + [41, 42, 41, 42, 41, 42, 41]]), IDS, IDS.flip(1)]),
+        "attention_mask": torch.tensor([[0] * 5 + [1] * 7, [1] * 12, [1] * 12]),
+    },
+}
+# Every draft there is room for is verified, whatever it costs: the outcome depends on no clock.
+DRAFTING = LookaheadConfig(draft="fixed", min_probability=0.0)
+SAMPLED = {"do_sample": True, "temperature": 1.5}
+Foretell = Callable[[torch.Tensor, torch.Tensor | None], None]
+
+
+class RowsEndAt(StoppingCriteria):
+    """A user's criterion that knows the row it is asked about: each ends at a length of its own."""
+
+    def __init__(self, *lengths: int) -> None:
+        self.lengths = torch.tensor(lengths)
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids.shape[1] >= self.lengths[: len(input_ids)]
+
+
+class SumReaches(StoppingCriteria):
+    """A user's criterion that depends on all the ids before."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids.sum(1) > 1000
+
+
+class CallsReach(StoppingCriteria):
+    """A user's criterion that counts how often it was asked."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.calls = limit, 0
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> bool:
+        self.calls += 1
+        return self.calls >= self.limit
+
+
+class Unsure(StoppingCriteria):
+    """A user's criterion that looks at the newest scores."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return scores[-1].softmax(-1).max(-1).values < 0.5
+
+
+def both(model: PreTrainedModel, foretell: Foretell | None = None, **options: Any) -> tuple[Any, Any]:
+    """What transformers gives and what we give from the same seed, with drafts that run past every end."""
+    torch.manual_seed(3)
+    expected = model.generate(**options)
+    if foretell is not None:
+        torch.manual_seed(3)
+        inputs = {name: options[name] for name in ("input_ids", "attention_mask") if name in options}
+        sampled = {name: options[name] for name in SAMPLED if name in options}
+        foretell(model.generate(**inputs, **sampled, max_new_tokens=60), options.get("attention_mask"))
+    torch.manual_seed(3)
+    return expected, model.generate(**options, custom_generate=lookahead.decode, lookahead_config=DRAFTING)
+
+
+ENDINGS: dict[str, dict[str, Any]] = {
+    "a token": {"eos_token_id": 58},
+    "a list of tokens": {"eos_token_id": [58, 48, 6]},
+    "a tensor of tokens": {"eos_token_id": torch.tensor([58, 48, 6])},
+    "a token outside the vocabulary": {"eos_token_id": -1},
+    "a sum of ids": {"stopping_criteria": [SumReaches()], "eos_token_id": 1},
+    "lengths of their own": {"stopping_criteria": [RowsEndAt(19, 25, 14)], "eos_token_id": 1},
+    "the user's own length": {"stopping_criteria": [MaxLengthCriteria(21)]},
+    "the user's own token": {"stopping_criteria": [EosTokenCriteria([58, 48])]},
+    "a length and a token": {"stopping_criteria": [MaxLengthCriteria(21)], "eos_token_id": [57, 43]},
+    "no time": {"max_time": 0.0, "eos_token_id": 1},
+    "all the time": {"max_time": 1e9, "eos_token_id": 1},
+}
+
+
+@pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS.keys())
+@pytest.mark.parametrize("sampling", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("options", ENDINGS.values(), ids=ENDINGS.keys())
+def test_an_output_ends_where_that_of_generate_ends(
+    looping_llama: PreTrainedModel,
+    foretell: Foretell,
+    accepted: list[int],
+    inputs: dict[str, Any],
+    sampling: dict[str, Any],
+    options: dict[str, Any],
+) -> None:
+    options = {"pad_token_id": 0, "max_new_tokens": 30, **sampling, **options}
+    expected, got = both(looping_llama, foretell, **inputs, **options)
+    assert torch.equal(got, expected)
+    if "max_time" not in options:
+        assert sum(accepted) > 0
+    elif options["max_time"] == 0.0:
+        assert got.shape[1] == 13
+
+
+@pytest.mark.parametrize("length", range(13, 24))
+def test_a_stop_inside_an_accepted_block_ends_the_output_there(
+    looping_llama: PreTrainedModel, foretell: Foretell, length: int
+) -> None:
+    for ending in ({"stopping_criteria": [RowsEndAt(length)], "max_length": 40}, {"max_length": length}):
+        expected, got = both(looping_llama, foretell, input_ids=IDS, do_sample=False, **ending)
+        assert got.shape == (1, length)
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("sampling", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("criterion", [RowsEndAt(19, 25, 14), SumReaches()], ids=["lengths", "sums"])
+def test_a_row_that_ended_by_itself_grows_on_where_nothing_pads_it(
+    looping_llama: PreTrainedModel, sampling: dict[str, Any], criterion: StoppingCriteria
+) -> None:
+    # Without an end-of-sequence token transformers pads nothing: all rows go on until the last one has ended.
+    options = {**INPUTS["ragged"], "stopping_criteria": [criterion], "max_new_tokens": 30, **sampling}
+    torch.manual_seed(3)
+    expected = looping_llama.generate(**options)
+    torch.manual_seed(3)
+    with lookahead.enable(looping_llama, DRAFTING), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it may be left to transformers, with a warning
+        assert torch.equal(looping_llama.generate(**options), expected)
+
+
+def test_a_criterion_is_asked_once_for_every_token(looping_llama: PreTrainedModel, foretell: Foretell) -> None:
+    theirs, ours = CallsReach(17), CallsReach(17)
+    expected, _ = both(looping_llama, input_ids=IDS, do_sample=False, max_new_tokens=30, stopping_criteria=[theirs])
+    theirs.calls = 0
+    looping_llama.generate(IDS, do_sample=False, max_new_tokens=30, stopping_criteria=[theirs])
+    foretell(looping_llama.generate(IDS, do_sample=False, max_new_tokens=30), None)
+    got = looping_llama.generate(
+        IDS,
+        do_sample=False,
+        max_new_tokens=30,
+        stopping_criteria=[ours],
+        custom_generate=lookahead.decode,
+        lookahead_config=DRAFTING,
+    )
+    assert torch.equal(got, expected)
+    assert ours.calls == theirs.calls == 17
+
+
+@pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS.keys())
+def test_a_criterion_may_look_at_the_scores(
+    looping_llama: PreTrainedModel, foretell: Foretell, inputs: dict[str, Any]
+) -> None:
+    options: dict[str, Any] = {
+        "stopping_criteria": [Unsure()],
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    expected, got = both(looping_llama, foretell, **inputs, **options, do_sample=False, max_new_tokens=40)
+    assert torch.equal(got.sequences, expected.sequences)
+    assert expected.sequences.shape[1] < 52, "the criterion never fires"
+
+
+def through_decode(model: PreTrainedModel, tokenizer: Any, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
+    criteria = [StopStringCriteria(tokenizer, options.pop("stop_strings"))]
+    extra = {"custom_generate": lookahead.decode, "lookahead_config": DRAFTING}
+    return model.generate(**inputs, **options, **extra, stopping_criteria=criteria)
+
+
+def through_enable(model: PreTrainedModel, tokenizer: Any, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
+    with lookahead.enable(model, DRAFTING):
+        return model.generate(**inputs, **options, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS.keys())
+@pytest.mark.parametrize("through", [through_decode, through_enable])
+@pytest.mark.parametrize("how_many", [1, 3])
+def test_stop_strings_end_every_row_where_generate_ends_it(
+    looping_llama: PreTrainedModel,
+    tiny_tokenizer: Any,
+    accepted: list[int],
+    inputs: dict[str, Any],
+    through: Callable[..., torch.Tensor],
+    how_many: int,
+) -> None:
+    options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": 1, "pad_token_id": 0}
+    free = looping_llama.generate(**inputs, **options)
+    stops = [tiny_tokenizer.decode(free[row % len(free), 19 + row : 21 + row]) for row in range(how_many)]
+    options["stop_strings"] = stops[0] if how_many == 1 else stops
+    expected = looping_llama.generate(**inputs, **options, tokenizer=tiny_tokenizer)
+    got = through(looping_llama, tiny_tokenizer, inputs, **options)
+    assert torch.equal(got, expected)
+    assert len(accepted) == 1
+    assert not torch.equal(expected, free), "no string stops anything"
+
+
+@pytest.mark.parametrize(
+    "limits", [{"max_length": 40}, {"max_new_tokens": 9}, {"max_length": 40, "max_new_tokens": 9}, {"max_time": 0.0}]
+)
+def test_text_ends_at_the_limit_that_generate_heeds(
+    looping_llama: PreTrainedModel, tiny_tokenizer: Any, limits: dict[str, Any]
+) -> None:
+    ids = torch.tensor([tiny_tokenizer("abab abab")["input_ids"]])
+    expected = looping_llama.generate(ids, do_sample=False, **limits)[0, ids.shape[1] :].tolist()
+    result = lookahead.generate(looping_llama, tiny_tokenizer, "abab abab", do_sample=False, **limits)
+    assert result.token_ids == [expected]
+
+
+def test_new_tokens_come_before_a_length_that_the_prompt_already_has(
+    looping_llama: PreTrainedModel, tiny_tokenizer: Any
+) -> None:
+    ids = torch.tensor([tiny_tokenizer("abab abab")["input_ids"]])
+    limits = {"max_length": 5, "max_new_tokens": 7, "do_sample": False}
+    expected = looping_llama.generate(ids, **limits)[0, ids.shape[1] :].tolist()
+    assert lookahead.generate(looping_llama, tiny_tokenizer, "abab abab", **limits).token_ids == [expected]
+
+
+def outcome(call: Callable[[], torch.Tensor]) -> tuple[Any, list[str]]:
+    """The tokens or the error of a call, and what it warns of."""
+    torch.manual_seed(3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            result: Any = call().tolist()
+        except Exception as error:
+            result = (type(error), str(error))
+    return result, [f"{warning.category.__name__}: {warning.message}" for warning in caught]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_length": 3},
+        {"max_length": 12},
+        {"max_new_tokens": 0},
+        {"max_new_tokens": -1},
+        {"max_length": 17, "max_new_tokens": 4},
+        {"min_new_tokens": 9, "max_new_tokens": 4, "eos_token_id": 16},
+        {"min_length": 90, "max_new_tokens": 4, "eos_token_id": 16},
+        {"min_length": 30, "min_new_tokens": 2, "max_new_tokens": 9, "eos_token_id": 18},
+        {"temperature": 0.0, "do_sample": True, "max_new_tokens": 4},
+        {"temperature": 0.5, "do_sample": False, "max_new_tokens": 4},
+        {"top_p": 1.5, "do_sample": True, "max_new_tokens": 4},
+        {"top_k": -1, "do_sample": True, "max_new_tokens": 4},
+        {"repetition_penalty": -1.0, "max_new_tokens": 4},
+        {"num_return_sequences": 2, "do_sample": False, "max_new_tokens": 4},
+        {"stop_strings": "ab", "max_new_tokens": 4},
+        {"bad_words_ids": [], "max_new_tokens": 4},
+        {"max_new_tokenz": 4},
+    ],
+    ids=str,
+)
+def test_what_contradicts_itself_fails_or_warns_as_it_does_in_generate(
+    looping_llama: PreTrainedModel, options: dict[str, Any]
+) -> None:
+    options = {"pad_token_id": 0, **options}
+    expected = outcome(lambda: looping_llama.generate(IDS, **options))
+    with lookahead.enable(looping_llama, DRAFTING):
+        got = outcome(lambda: looping_llama.generate(IDS, **options))
+    assert got == expected

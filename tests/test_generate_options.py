@@ -1,0 +1,276 @@
+"""Every option of `generate` that shapes the choice of a token: ours gives what `model.generate` gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    PreTrainedModel,
+    SynthIDTextWatermarkingConfig,
+    TemperatureLogitsWarper,
+    WatermarkingConfig,
+)
+
+import lookahead
+from lookahead import LookaheadConfig
+
+IDS = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])
+INPUTS: dict[str, dict[str, torch.Tensor]] = {
+    "one": {"input_ids": IDS},
+    "ragged": {
+        "input_ids": torch.cat([torch.tensor([[0] * 5 + [41, 42, 41, 42, 41, 42, 41]]), IDS, IDS.flip(1)]),
+        "attention_mask": torch.tensor([[0] * 5 + [1] * 7, [1] * 12, [1] * 12]),
+    },
+}
+# Every draft there is room for is verified, whatever it costs: the outcome depends on no clock.
+DRAFTING = LookaheadConfig(draft="fixed", min_probability=0.0)
+ENDING = {"eos_token_id": [20, 58], "pad_token_id": 0}
+
+
+class Leaning(LogitsProcessor):
+    """A user's processor: what it adds depends on the row, the length and the newest token."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        row = torch.arange(len(scores))[:, None]
+        return scores + 9 * torch.sin((row + 1) * torch.arange(scores.shape[1]) + input_ids[:, -1:])
+
+
+class InPlace(LogitsProcessor):
+    """A user's processor that writes into what it was given."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        scores[:, input_ids.shape[1] % 7 :: 7] -= 50
+        return scores
+
+
+def allowed(batch_id: int, ids: torch.Tensor) -> list[int]:
+    """A constraint that depends on the row and on the ids before."""
+    return [token for token in range(101) if (token + int(ids[-1]) + batch_id) % 4]
+
+
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "repetition_penalty": {"repetition_penalty": 1.3},
+    "encoder_repetition_penalty": {"encoder_repetition_penalty": 3.0},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
+    "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 1},
+    "bad_words_ids": {"bad_words_ids": [[100], [17, 18], [41, 42]]},
+    "sequence_bias": {"sequence_bias": {(100,): -60.0, (17, 18): -60.0, (41, 42): -60.0}},
+    "forced_eos_token_id": {"forced_eos_token_id": 7},
+    "suppress_tokens": {"suppress_tokens": [16, 17, 100]},
+    "begin_suppress_tokens": {"begin_suppress_tokens": [16, 43, 42, 6]},
+    "exponential_decay_length_penalty": {
+        "exponential_decay_length_penalty": (4, 1.3),
+        "eos_token_id": [44, 48],
+        "pad_token_id": 0,
+    },
+    "min_length": {"min_length": 40, **ENDING},
+    "min_new_tokens": {"min_new_tokens": 30, **ENDING},
+    "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": allowed},
+    "watermarking_config": {"watermarking_config": WatermarkingConfig(bias=20.0)},
+    "self-hashing watermark": {
+        "watermarking_config": WatermarkingConfig(bias=20.0, seeding_scheme="selfhash", context_width=3)
+    },
+    "a user's processor": {"logits_processor": [Leaning()]},
+    "a user's processor in place": {"logits_processor": [InPlace()]},
+    "transformers' processor given by the user": {"logits_processor": [TemperatureLogitsWarper(9.0), Leaning()]},
+}
+WARPERS: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 4.0},
+    "top_k": {"top_k": 2},
+    "top_p": {"top_p": 0.6},
+    "min_p": {"min_p": 0.3},
+    "top_h": {"top_h": 0.3},
+    "typical_p": {"typical_p": 0.5},
+    "epsilon_cutoff": {"epsilon_cutoff": 0.2},
+    "eta_cutoff": {"eta_cutoff": 0.5},
+    "SynthID watermark": {"watermarking_config": SynthIDTextWatermarkingConfig(keys=list(range(30, 40)), ngram_len=3)},
+}
+MANY = {
+    "temperature": 2.0,
+    "top_k": 30,
+    "top_p": 0.95,
+    "min_p": 0.01,
+    "repetition_penalty": 1.1,
+    "no_repeat_ngram_size": 4,
+    "bad_words_ids": [[56, 57]],
+    "sequence_bias": {(58,): -3.0},
+    "suppress_tokens": [100],
+    "min_new_tokens": 6,
+    "prefix_allowed_tokens_fn": allowed,
+    "logits_processor": [Leaning()],
+    "watermarking_config": WatermarkingConfig(),
+    "renormalize_logits": True,
+    "remove_invalid_values": True,
+    **ENDING,
+}
+
+
+Foretell = Callable[[torch.Tensor, torch.Tensor | None], None]
+
+
+def both(model: PreTrainedModel, foretell: Foretell, **options: Any) -> tuple[Any, Any]:
+    """What transformers gives and what we give from the same seed, with drafts that are right for a while."""
+    torch.manual_seed(3)
+    expected = model.generate(**options)
+    foretell(getattr(expected, "sequences", expected), options.get("attention_mask"))
+    torch.manual_seed(3)
+    return expected, model.generate(**options, custom_generate=lookahead.decode, lookahead_config=DRAFTING)
+
+
+def check(
+    model: PreTrainedModel, foretell: Foretell, accepted: list[int], common: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """Ours is what transformers gives, with accepted drafts, and not what it gives without the option."""
+    expected, got = both(model, foretell, **{**common, **options})
+    assert torch.equal(got, expected)
+    assert sum(accepted) > 0
+    torch.manual_seed(3)
+    assert not torch.equal(expected, model.generate(**common)), "the option does nothing here"
+
+
+@pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS.keys())
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("options", PROCESSORS.values(), ids=PROCESSORS.keys())
+def test_an_option_that_changes_the_output_changes_ours_alike(
+    looping_llama: PreTrainedModel,
+    foretell: Foretell,
+    accepted: list[int],
+    inputs: dict[str, Any],
+    do_sample: bool,
+    options: dict[str, Any],
+) -> None:
+    ending = {name: value for name, value in options.items() if name in ("eos_token_id", "pad_token_id")}
+    common = {**inputs, **ending, "do_sample": do_sample, "max_new_tokens": 40}
+    check(looping_llama, foretell, accepted, common, options)
+
+
+@pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS.keys())
+@pytest.mark.parametrize("options", WARPERS.values(), ids=WARPERS.keys())
+def test_an_option_of_sampling_changes_ours_alike(
+    looping_llama: PreTrainedModel,
+    foretell: Foretell,
+    accepted: list[int],
+    inputs: dict[str, Any],
+    options: dict[str, Any],
+) -> None:
+    common = {**inputs, "do_sample": True, "max_new_tokens": 30, "temperature": 2.0, "top_k": 0}
+    check(looping_llama, foretell, accepted, common, options)
+
+
+@pytest.mark.parametrize("name", ["renormalize_logits", "remove_invalid_values"])
+def test_an_option_that_tidies_the_scores_tidies_ours_alike(
+    looping_llama: PreTrainedModel, foretell: Foretell, name: str
+) -> None:
+    expected, got = both(
+        looping_llama,
+        foretell,
+        **INPUTS["ragged"],
+        **{name: True},
+        do_sample=True,
+        max_new_tokens=10,
+        suppress_tokens=[16],
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    assert torch.equal(got.sequences, expected.sequences)
+    torch.testing.assert_close(torch.stack(got.scores), torch.stack(expected.scores), rtol=1e-5, atol=1e-5)
+    if name == "renormalize_logits":
+        assert torch.stack(got.scores).exp().sum(-1).sub(1).abs().max() < 1e-5
+
+
+def test_a_beginning_that_is_forced_stands_behind_a_prompt_of_one_token(
+    looping_llama: PreTrainedModel, foretell: Foretell
+) -> None:
+    for options in ({}, {"input_ids": torch.tensor([[5], [9]])}):
+        expected, got = both(looping_llama, foretell, **options, forced_bos_token_id=41, max_new_tokens=9)
+        assert torch.equal(got, expected)
+        assert (got[:, 1] == 41).all()
+
+
+@pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS.keys())
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+def test_many_options_together_change_ours_alike(
+    looping_llama: PreTrainedModel, foretell: Foretell, accepted: list[int], inputs: dict[str, Any], do_sample: bool
+) -> None:
+    expected, got = both(looping_llama, foretell, **inputs, **MANY, do_sample=do_sample, max_new_tokens=40)
+    assert torch.equal(got, expected)
+    assert sum(accepted) > 0
+
+
+@pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS.keys())
+def test_options_that_know_the_row_see_every_returned_sequence_as_a_row(
+    looping_llama: PreTrainedModel, foretell: Foretell, inputs: dict[str, Any]
+) -> None:
+    torch.manual_seed(3)
+    options: dict[str, Any] = {
+        **inputs,
+        "do_sample": True,
+        "temperature": 2.0,
+        "num_return_sequences": 3,
+        "max_new_tokens": 20,
+        "prefix_allowed_tokens_fn": allowed,
+        "logits_processor": [Leaning()],
+        "encoder_repetition_penalty": 1.5,
+    }
+    expected = looping_llama.generate(**options)
+    torch.manual_seed(3)
+    got = looping_llama.generate(**options, custom_generate=lookahead.decode, lookahead_config=DRAFTING)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+def test_scores_logits_and_the_cache_come_out_as_they_would_have(
+    looping_llama: PreTrainedModel, foretell: Foretell, accepted: list[int], do_sample: bool
+) -> None:
+    expected, got = both(
+        looping_llama,
+        foretell,
+        input_ids=IDS,
+        do_sample=do_sample,
+        max_new_tokens=20,
+        repetition_penalty=1.2,
+        return_dict_in_generate=True,
+        output_scores=True,
+        output_logits=True,
+    )
+    assert sum(accepted) > 0
+    assert type(got) is type(expected)
+    assert got.keys() == expected.keys()
+    for name in ("scores", "logits"):
+        assert [x.shape for x in got[name]] == [(1, 101)] * 20
+        torch.testing.assert_close(torch.stack(got[name]), torch.stack(expected[name]), rtol=1e-5, atol=1e-5)
+    assert got.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+    for ours, theirs in zip(got.past_key_values.layers, expected.past_key_values.layers, strict=True):
+        torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(ours.values, theirs.values, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("given", ["as an argument", "as the model's own", "with arguments beside it"])
+def test_a_configuration_loaded_from_a_file_rules_ours_alike(
+    looping_llama: PreTrainedModel,
+    foretell: Foretell,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    given: str,
+) -> None:
+    options = {"do_sample": True, "temperature": 2.0, "top_k": 30, "repetition_penalty": 1.1, "max_new_tokens": 25}
+    GenerationConfig(**options, **ENDING).save_pretrained(tmp_path)
+    config = GenerationConfig.from_pretrained(tmp_path)
+    arguments: dict[str, Any] = {"generation_config": config}
+    if given == "as the model's own":
+        monkeypatch.setattr(looping_llama, "generation_config", config)
+        arguments = {}
+    elif given == "with arguments beside it":
+        arguments["top_k"] = 2
+    before = config.to_dict()
+    expected, got = both(looping_llama, foretell, **INPUTS["ragged"], **arguments)
+    assert torch.equal(got, expected)
+    assert config.to_dict() == before
+    torch.manual_seed(3)
+    assert not torch.equal(got, looping_llama.generate(**INPUTS["ragged"], max_new_tokens=25, do_sample=False))
