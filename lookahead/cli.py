@@ -17,8 +17,8 @@ from lookahead.summarize import report
 from lookahead.terminal import Display, console, say, table
 
 if TYPE_CHECKING:
-    from lookahead.summarize.inputs import Input
-    from lookahead.summarize.loading import LoadedModel
+    from lookahead.files.inputs import Input
+    from lookahead.loading import LoadedModel
     from lookahead.summarize.results import OutputPaths
     from lookahead.summarize.summarizer import Summarizer
 
@@ -129,8 +129,8 @@ def summarize(
     written, or --compare found a difference in fp32; 2 an argument is wrong, and
     nothing was written; 130 interrupted, and what was finished is written.
     """
+    from lookahead.files.inputs import find_inputs
     from lookahead.summarize.fitting import check_max_new_tokens
-    from lookahead.summarize.inputs import find_inputs
     from lookahead.summarize.results import OutputPaths
 
     with _usage_errors():
@@ -177,7 +177,7 @@ def generate(
       lookahead generate "Once upon a time" --temperature 0.8 --seed 7 --stats
       lookahead generate - --max-new-tokens 64 < prompt.txt
     """
-    from lookahead.summarize.documents import read_prompt
+    from lookahead.files.documents import read_prompt
     from lookahead.summarize.fitting import check_max_new_tokens, check_room
 
     with _usage_errors():
@@ -239,7 +239,7 @@ def _as_text(shape: str, output: Path | None) -> bool:
 
 def _load(model: str, dtype: str, device: str | None, threads: int | None) -> LoadedModel:
     """Load the model, with a sign of life for the seconds that takes."""
-    from lookahead.summarize.loading import load_model, locate_model, prepare_process
+    from lookahead.loading import load_model, locate_model, prepare_process
 
     locate_model(model)
     with console(sys.stderr).status("loading the model"):
@@ -249,7 +249,7 @@ def _load(model: str, dtype: str, device: str | None, threads: int | None) -> Lo
 
 def _run(summarizer: Summarizer, sources: Sequence[Input], paths: OutputPaths, *, as_text: bool) -> int:
     """Summarize the documents of all inputs; the exit status."""
-    from lookahead.summarize.documents import count_documents
+    from lookahead.files.documents import count_documents
     from lookahead.summarize.job import Totals, run_job
     from lookahead.summarize.results import JsonLinesStdout
 

@@ -17,7 +17,7 @@ from rich.text import Text
 from lookahead.summarize import report
 
 if TYPE_CHECKING:
-    from lookahead.summarize.documents import Reject
+    from lookahead.files.documents import Reject
     from lookahead.summarize.job import Summarized, Totals
 
 MOST_TABLE_ROWS = 20

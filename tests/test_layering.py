@@ -20,7 +20,7 @@ MAX_LINES = 400
 # the floor of its folder; one with no folder has no floor yet, and the test says so.
 FLOORS = (
     {"errors"},
-    {"ngram", "kernels", "config", "tree"},
+    {"ngram", "kernels", "config", "tree", "files", "loading"},
     {"proposers.base"},
     {"drafting", "cost", "sampling", "stopping", "verify", "stats"},
     {"proposers"},
@@ -40,7 +40,7 @@ FLOORS = (
 MODEL_BACKED_PROPOSERS: frozenset[str] = frozenset()
 KNOW_TRANSFORMERS = {
     *("cache", "attention", "target", "sampling", "support", "request", "handover"),
-    *("generation", "enabling", "summarize", "training"),
+    *("generation", "enabling", "loading", "summarize", "training"),
 }
 KNOW_THE_TERMINAL = {"cli", "terminal", "training"}  # training shows its progress
 BROUGHT_ALONG = {"tokenizers"}  # by transformers, which pins the range it works with
