@@ -5,6 +5,7 @@
     ├── UnsupportedModelError  this model or generation mode cannot be served (also a ValueError)
     ├── PromptError            a prompt cannot be decoded: empty, or no room left (also a ValueError)
     ├── DocumentError          a document cannot be read or summarized (also a ValueError)
+    ├── PoolError              a pool file cannot be read, written or used here (also a ValueError)
     └── TrainingError          training data or a training job is unusable (also a ValueError)
 
 Every message names the field or file, the allowed range where there is one, and what was received.
@@ -29,6 +30,10 @@ class PromptError(LookaheadError, ValueError):
 
 class DocumentError(LookaheadError, ValueError):
     """A document cannot be read or summarized."""
+
+
+class PoolError(LookaheadError, ValueError):
+    """A pool file cannot be read or written, is damaged, or was made with another tokenizer."""
 
 
 class TrainingError(LookaheadError, ValueError):

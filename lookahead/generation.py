@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
 from lookahead.handover import adopt, hand_back, output_dict, padded_sequences
 from lookahead.ngram.hits import HitRates
 from lookahead.plain import PlainLoop
+from lookahead.pools.fingerprint import fingerprint_of
+from lookahead.pools.opening import open_pool
 from lookahead.proposers import make_proposers
 from lookahead.request import prompt_lengths, refuse_past, refuse_unsupported, serve_stop_strings, stopping_rule
 from lookahead.sampling import TokenChooser
@@ -88,6 +91,7 @@ def decode(
         from, and grows in place.
 
     Raises:
+        PoolError: The pool of the configuration cannot be opened, or holds token ids the model does not know.
         UnsupportedModelError: The generation mode or an input cannot be served; the message names it.
     """
     arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config)
@@ -121,6 +125,9 @@ def prepare(
     refuse_unsupported(model, generation_config, model_kwargs)
     past = model_kwargs.get("past_key_values")
     config = lookahead_config if lookahead_config is not None else LookaheadConfig()
+    causal_lm: Any = model
+    vocabulary = causal_lm.get_input_embeddings().weight.shape[0]
+    pool = open_pool(os.fspath(config.pool), vocabulary=vocabulary) if config.pool is not None else None
     lengths = prompt_lengths(input_ids, model_kwargs.get("attention_mask"))
     batch_size, longest = input_ids.shape
     stopping = stopping_rule(stopping_criteria, batch_size)
@@ -130,7 +137,6 @@ def prepare(
         if lookahead_config is not None and lookahead_config.proposers:
             raise UnsupportedModelError(f"{complaint}; leave out the configuration to decode it plainly")
         warnings.warn(f"{complaint}; it is decoded plainly", stacklevel=2)
-        causal_lm: Any = model
         sample = partial(
             causal_lm._sample, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
         )
@@ -146,7 +152,7 @@ def prepare(
     experience = _experiences.setdefault(model, _Experience())
     return Engine(
         target,
-        make_proposers(config, experience.rates),
+        make_proposers(config, experience.rates, pool),
         experience.cost,
         config,
         TokenChooser(
@@ -197,6 +203,7 @@ def generate(
         **generate_kwargs: Options of `model.generate`, such as `max_new_tokens`, `do_sample` or `temperature`.
 
     Raises:
+        PoolError: The pool of the configuration cannot be opened, or was made with another tokenizer.
         PromptError: A prompt has no tokens, or there is no room for a new one.
         UnsupportedModelError: The generation mode cannot be served.
     """
@@ -272,6 +279,8 @@ def _prepare_text(
 ) -> Engine | PlainLoop:
     """Tokenize, left-pad, and let `model.generate` resolve its options into an engine."""
     _check_lengths(generate_kwargs)
+    if config is not None and config.pool is not None:
+        open_pool(os.fspath(config.pool), fingerprint=fingerprint_of(tokenizer))
     encoded = [tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"] for prompt in prompts]
     for i, ids in enumerate(encoded):
         if not ids:

@@ -106,11 +106,6 @@ class Pool(Chains):
         path = Path(path)
         with _opened(path) as file:
             header = _read_header(path, file)
-            if fingerprint is not None and fingerprint != header.fingerprint:
-                raise ValueError(
-                    f"{path}: made with another tokenizer: the fingerprint of that was {header.fingerprint:016x}, "
-                    f"of this one it is {fingerprint:016x}"
-                )
             # A private mapping can be written to, though nothing is: so its arrays have the type of those of an
             # index, and one compiled core serves both. Pages that are not written to are shared all the same.
             mapped = mmap.mmap(file.fileno(), header.file_bytes, access=mmap.ACCESS_COPY)
@@ -120,7 +115,17 @@ class Pool(Chains):
             raise ValueError(f"{path}: damaged: its checksum is {checksum:016x}, and should be {header.checksum:016x}")
         pool = cls(path, header, mapped)
         _check_numbers(path, pool)
+        if fingerprint is not None:
+            pool.check_fingerprint(fingerprint)
         return pool
+
+    def check_fingerprint(self, fingerprint: int) -> None:
+        """Raise ValueError unless the pool was made with the tokenizer of this fingerprint."""
+        if fingerprint != self.header.fingerprint:
+            raise ValueError(
+                f"{self.path}: made with another tokenizer: the fingerprint of that was "
+                f"{self.header.fingerprint:016x}, of this one it is {fingerprint:016x}"
+            )
 
 
 def read_header(path: str | os.PathLike[str]) -> PoolHeader:

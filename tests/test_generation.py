@@ -124,7 +124,7 @@ def random_trie(ids: list[int], room: int) -> Proposal:
 def decode_scripted(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, scripted: Scripted, max_nodes: int, **kwargs: Any
 ) -> tuple[torch.Tensor, Any]:
-    monkeypatch.setattr("lookahead.generation.make_proposers", lambda config, rates: [scripted])
+    monkeypatch.setattr("lookahead.generation.make_proposers", lambda *_: [scripted])
     config = LookaheadConfig(draft="fixed", max_nodes=max_nodes)
     got = model.generate(**kwargs, custom_generate=lookahead.decode, lookahead_config=config)
     engine = model.generate(**kwargs, custom_generate=prepare, lookahead_config=config)
@@ -174,7 +174,7 @@ def test_random_trees_of_maximal_size_change_nothing(
 ) -> None:
     torch.manual_seed(5)
     expected = tiny_llama.generate(ids, max_new_tokens=12, **options)
-    monkeypatch.setattr("lookahead.generation.make_proposers", lambda config, rates: [Scripted(random_trie)])
+    monkeypatch.setattr("lookahead.generation.make_proposers", lambda *_: [Scripted(random_trie)])
     torch.manual_seed(5)
     config = LookaheadConfig(draft="fixed", max_nodes=300, min_probability=0.0)
     got = tiny_llama.generate(
