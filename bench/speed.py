@@ -30,7 +30,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from bench.prompts import continuation_prompts, read_texts, summary_prompts
 from lookahead import LookaheadConfig
 from lookahead.generation import prepare
-from lookahead.summarize.loading import load_model
+from lookahead.loading import load_model
 
 LOOKUP_LENGTHS = (3, 10, 20)
 

@@ -1,24 +1,27 @@
-"""The command line: arguments in, text and tables out. The work is done by `summarize` and `generation`."""
+"""The command line: arguments in, text and tables out. The work is done by `summarize` and `generation`.
+
+`lookahead.cli_pool` has the commands on pools.
+"""
 
 from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lookahead.cli_pool import pool_app
 from lookahead.config import LookaheadConfig
-from lookahead.errors import ConfigError, LookaheadError
+from lookahead.errors import ConfigError
 from lookahead.summarize import report
-from lookahead.terminal import Display, console, say, table
+from lookahead.terminal import Display, console, table, usage_errors
 
 if TYPE_CHECKING:
-    from lookahead.summarize.inputs import Input
-    from lookahead.summarize.loading import LoadedModel
+    from lookahead.files.inputs import Input
+    from lookahead.loading import LoadedModel
     from lookahead.summarize.results import OutputPaths
     from lookahead.summarize.summarizer import Summarizer
 
@@ -29,6 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(pool_app, name="pool")
 
 Inputs = Annotated[
     list[str],
@@ -58,6 +62,7 @@ Dtype = Annotated[str, typer.Option(help="fp32, bf16, or auto: the checkpoint's 
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. (default: as PyTorch chooses)")]
 Proposers = Annotated[str, typer.Option(help="Where drafts come from: prompt, jacobi, prompt,jacobi or none.")]
+Pool = Annotated[str | None, typer.Option(metavar="FILE", help="Draft from this too, made by 'lookahead pool build'.")]
 MaxNodes = Annotated[int | None, typer.Option(help="Most draft tokens a step verifies. (default: by the proposers)")]
 Window = Annotated[int, typer.Option(help="W, columns of the Jacobi window.")]
 NgramSize = Annotated[int, typer.Option(help="N, length of the n-grams it makes.")]
@@ -107,6 +112,7 @@ def summarize(
     device: Device = None,
     threads: Threads = None,
     proposers: Proposers = "prompt",
+    pool: Pool = None,
     max_nodes: MaxNodes = None,
     window: Window = 7,
     ngram_size: NgramSize = 5,
@@ -129,13 +135,13 @@ def summarize(
     written, or --compare found a difference in fp32; 2 an argument is wrong, and
     nothing was written; 130 interrupted, and what was finished is written.
     """
+    from lookahead.files.inputs import find_inputs
     from lookahead.summarize.fitting import check_max_new_tokens
-    from lookahead.summarize.inputs import find_inputs
     from lookahead.summarize.results import OutputPaths
 
-    with _usage_errors():
+    with usage_errors():
         check_max_new_tokens(max_new_tokens)
-        config = _config(proposers, max_nodes, window, ngram_size, guesses)
+        config = _config(proposers, pool, max_nodes, window, ngram_size, guesses)
         sources = find_inputs(inputs, field)
         paths = OutputPaths(output, rejects, overwrite)
         paths.check(sources)
@@ -164,6 +170,7 @@ def generate(
     device: Device = None,
     threads: Threads = None,
     proposers: Proposers = "prompt",
+    pool: Pool = None,
     max_nodes: MaxNodes = None,
     window: Window = 7,
     ngram_size: NgramSize = 5,
@@ -177,12 +184,12 @@ def generate(
       lookahead generate "Once upon a time" --temperature 0.8 --seed 7 --stats
       lookahead generate - --max-new-tokens 64 < prompt.txt
     """
-    from lookahead.summarize.documents import read_prompt
+    from lookahead.files.documents import read_prompt
     from lookahead.summarize.fitting import check_max_new_tokens, check_room
 
-    with _usage_errors():
+    with usage_errors():
         check_max_new_tokens(max_new_tokens)
-        config = _config(proposers, max_nodes, window, ngram_size, guesses)
+        config = _config(proposers, pool, max_nodes, window, ngram_size, guesses)
         text = read_prompt(prompt)
         loaded = _load(model, dtype, device, threads)
         check_room(*loaded, text, max_new_tokens)
@@ -215,7 +222,7 @@ def _generate(loaded: LoadedModel, prompt: str, *, with_stats: bool, **options: 
 
 
 def _config(
-    proposers: str, max_nodes: int | None, window: int, ngram_size: int, guesses: int
+    proposers: str, pool: str | None, max_nodes: int | None, window: int, ngram_size: int, guesses: int
 ) -> LookaheadConfig | None:
     """The options on drafting as a configuration, which checks them; None where all are the defaults.
 
@@ -223,7 +230,7 @@ def _config(
     """
     names = [] if proposers == "none" else [name.strip() for name in proposers.split(",")]
     config = LookaheadConfig(
-        proposers=names, max_nodes=max_nodes, window=window, ngram_size=ngram_size, guesses=guesses
+        proposers=names, pool=pool, max_nodes=max_nodes, window=window, ngram_size=ngram_size, guesses=guesses
     )
     return None if config == LookaheadConfig() else config
 
@@ -239,7 +246,7 @@ def _as_text(shape: str, output: Path | None) -> bool:
 
 def _load(model: str, dtype: str, device: str | None, threads: int | None) -> LoadedModel:
     """Load the model, with a sign of life for the seconds that takes."""
-    from lookahead.summarize.loading import load_model, locate_model, prepare_process
+    from lookahead.loading import load_model, locate_model, prepare_process
 
     locate_model(model)
     with console(sys.stderr).status("loading the model"):
@@ -249,7 +256,7 @@ def _load(model: str, dtype: str, device: str | None, threads: int | None) -> Lo
 
 def _run(summarizer: Summarizer, sources: Sequence[Input], paths: OutputPaths, *, as_text: bool) -> int:
     """Summarize the documents of all inputs; the exit status."""
-    from lookahead.summarize.documents import count_documents
+    from lookahead.files.documents import count_documents
     from lookahead.summarize.job import Totals, run_job
     from lookahead.summarize.results import JsonLinesStdout
 
@@ -270,25 +277,6 @@ def _run(summarizer: Summarizer, sources: Sequence[Input], paths: OutputPaths, *
             return 1
     display.conclude(totals, exact=summarizer.exact)
     return 1 if totals.rejected or (totals.different and summarizer.exact) else 0
-
-
-@contextmanager
-def _usage_errors() -> Iterator[None]:
-    """Turn what goes wrong before the work, or stops it, into one line on stderr and an exit status."""
-    try:
-        yield
-    except LookaheadError as error:
-        say("error", str(error))
-        raise typer.Exit(2) from error
-    except BrokenPipeError:  # typer knows what to do with a closed stdout
-        raise
-    except OSError as error:
-        # A file is told by its name and was refused before the work; without a name it is stdout.
-        say("error", f"{error.filename or 'writing failed'}: {error.strerror or error}")
-        raise typer.Exit(2 if error.filename else 1) from error
-    except KeyboardInterrupt as error:
-        say("interrupted", "stopped before anything was finished")
-        raise typer.Exit(130) from error
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from lookahead.errors import ConfigError
 
-PROPOSERS = ("prompt", "jacobi")
+PROPOSERS = ("prompt", "jacobi", "corpus")
 MAX_NODES_LIMIT = 512
 
 
@@ -19,15 +20,17 @@ class LookaheadConfig:
     Every setting is lossless: it changes the speed, never a token.
 
     Attributes:
-        proposers: Names of the sources that draft, of `"prompt"` (n-grams of the prompt and the output so far)
-            and `"jacobi"` (the lookahead branch). Empty means plain decoding.
+        proposers: Names of the sources that draft, of `"prompt"` (n-grams of the prompt and the output so far),
+            `"jacobi"` (the lookahead branch) and `"corpus"` (n-grams of a pool). Empty means plain decoding.
+        pool: Path of a pool file, made by `lookahead pool build`, to draft from; it adds `"corpus"` to the
+            proposers where that is not named.
         draft: `"auto"` drafts as many nodes as pay for themselves, by the measured cost of a step;
             `"fixed"` drafts all that `max_nodes` and `min_probability` allow.
         max_nodes: Most draft nodes one row's tree may hold, the root not counted, 1 to 512.
             `None` decides: 64, and with the lookahead branch its window and its guesses on top.
         min_probability: A node is drafted only when its chance of being reached is at least this, 0 to 1.
-        max_ngram: Longest context, in tokens, that the prompt index looks up, 1 to 64.
-        min_ngram: Shortest context that the prompt index looks up, 1 to `max_ngram`.
+        max_ngram: Longest context, in tokens, that the prompt and the pool are looked up by, 1 to 64.
+        min_ngram: Shortest context that they are looked up by, 1 to `max_ngram`.
         window: Columns W of the Jacobi window, 1 to 64.
         ngram_size: N, the length of the n-grams the window closes, 2 to 16.
         guesses: G, the most n-grams of the pool verified in a step, 0 to 64.
@@ -41,6 +44,7 @@ class LookaheadConfig:
     """
 
     proposers: Sequence[str] = ("prompt",)
+    pool: str | os.PathLike[str] | None = None
     draft: Literal["auto", "fixed"] = "auto"
     max_nodes: int | None = None
     min_probability: float = 0.02
@@ -55,6 +59,7 @@ class LookaheadConfig:
         if isinstance(self.proposers, str):
             raise ConfigError(f'proposers must be a sequence of names such as ("prompt",), got {self.proposers!r}')
         object.__setattr__(self, "proposers", tuple(self.proposers))
+        self._settle_pool()
         for name in self.proposers:
             if name not in PROPOSERS:
                 raise ConfigError(f"proposers must be of {', '.join(PROPOSERS)}, got {name!r}")
@@ -77,6 +82,19 @@ class LookaheadConfig:
                 f"{self.window_nodes}, got {self.max_nodes}"
             )
 
+    def _settle_pool(self) -> None:
+        """Check that the pool and the proposer that reads it come together; the path becomes a string."""
+        if self.pool is None:
+            if "corpus" in self.proposers:
+                raise ConfigError("the proposer 'corpus' needs a pool, the path of a pool file, got None")
+            return
+        path = os.fspath(self.pool) if isinstance(self.pool, str | os.PathLike) else None
+        if not isinstance(path, str) or not path:
+            raise ConfigError(f"pool must be the path of a pool file, got {self.pool!r}")
+        object.__setattr__(self, "pool", path)
+        if "corpus" not in self.proposers:
+            object.__setattr__(self, "proposers", (*self.proposers, "corpus"))
+
     @property
     def window_nodes(self) -> int:
         """Nodes of a tree that the Jacobi window takes, the root not counted; 0 without the branch."""
@@ -89,7 +107,7 @@ class LookaheadConfig:
             return self.max_nodes
         if not self.proposers:
             return 0
-        budget = 64 if "prompt" in self.proposers else 0
+        budget = 64 if {"prompt", "corpus"} & set(self.proposers) else 0
         if "jacobi" in self.proposers:
             budget += self.window_nodes + self.guesses * (self.ngram_size - 1)
         return min(budget, MAX_NODES_LIMIT)

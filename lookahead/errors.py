@@ -6,6 +6,7 @@
     ├── PromptError            a prompt cannot be decoded: empty, or no room left (also a ValueError)
     ├── LogitsError            the model's logits name no token (also a RuntimeError)
     ├── DocumentError          a document cannot be read or summarized (also a ValueError)
+    ├── PoolError              a pool file cannot be read, written or used here (also a ValueError)
     └── TrainingError          training data or a training job is unusable (also a ValueError)
 
 Every message names the field or file, the allowed range where there is one, and what was received.
@@ -34,6 +35,10 @@ class LogitsError(LookaheadError, RuntimeError):
 
 class DocumentError(LookaheadError, ValueError):
     """A document cannot be read or summarized."""
+
+
+class PoolError(LookaheadError, ValueError):
+    """A pool file cannot be read or written, is damaged, or was made with another tokenizer."""
 
 
 class TrainingError(LookaheadError, ValueError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
 from lookahead.handover import adopt, hand_back, output_dict, padded_sequences
 from lookahead.ngram.hits import HitRates
 from lookahead.plain import PlainLoop
+from lookahead.pools.fingerprint import fingerprint_of
+from lookahead.pools.opening import open_pool
 from lookahead.proposers import make_proposers
 from lookahead.request import (
     prompt_lengths,
@@ -98,6 +101,7 @@ def decode(
         from, and grows in place.
 
     Raises:
+        PoolError: The pool of the configuration cannot be opened, or holds token ids the model does not know.
         UnsupportedModelError: The generation mode or an input cannot be served; the message names it.
     """
     arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config)
@@ -131,7 +135,9 @@ def prepare(
     refuse_unsupported(model, generation_config, model_kwargs)
     past = model_kwargs.get("past_key_values")
     config = lookahead_config if lookahead_config is not None else LookaheadConfig()
-    lengths = prompt_lengths(input_ids, model_kwargs.get("attention_mask"), vocabulary_size(model))
+    vocabulary = vocabulary_size(model)
+    pool = open_pool(os.fspath(config.pool), vocabulary=vocabulary) if config.pool is not None else None
+    lengths = prompt_lengths(input_ids, model_kwargs.get("attention_mask"), vocabulary)
     batch_size, longest = input_ids.shape
     if batch_size > 1 and any(isinstance(p, UnbatchedClassifierFreeGuidanceLogitsProcessor) for p in logits_processor):
         raise UnsupportedModelError("guidance of several prompts is not served; leave out custom_generate for it")
@@ -169,7 +175,7 @@ def prepare(
     experience = _experience_of(model)
     return Engine(
         target,
-        make_proposers(config, experience.rates),
+        make_proposers(config, experience.rates, pool),
         experience.cost,
         config,
         TokenChooser(
@@ -240,6 +246,7 @@ def generate(
         **generate_kwargs: Options of `model.generate`, such as `max_new_tokens`, `do_sample` or `temperature`.
 
     Raises:
+        PoolError: The pool of the configuration cannot be opened, or was made with another tokenizer.
         PromptError: A prompt has no tokens, or there is no room for a new one.
         UnsupportedModelError: The generation mode cannot be served.
     """
@@ -316,6 +323,8 @@ def _prepare_text(
     """Tokenize, left-pad, and let `model.generate` resolve its options into an engine."""
     refuse_model(model)
     _check_lengths(generate_kwargs)
+    if config is not None and config.pool is not None:
+        open_pool(os.fspath(config.pool), fingerprint=fingerprint_of(tokenizer))
     encoded = [tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"] for prompt in prompts]
     for i, ids in enumerate(encoded):
         if not ids:

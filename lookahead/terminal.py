@@ -1,4 +1,4 @@
-"""What the command line shows: progress, errors, summaries to read, tables."""
+"""What the command line shows: progress, errors, summaries to read, tables, and the exit status of an error."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
+import typer
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -14,10 +15,12 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from lookahead.errors import LookaheadError
 from lookahead.summarize import report
 
 if TYPE_CHECKING:
-    from lookahead.summarize.documents import Reject
+    from lookahead.files.documents import Reject
+    from lookahead.pools.building import Totals as PoolTotals
     from lookahead.summarize.job import Summarized, Totals
 
 MOST_TABLE_ROWS = 20
@@ -34,6 +37,25 @@ def say(kind: str, message: str) -> None:
     console(sys.stderr).print(line, soft_wrap=True)
 
 
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """Turn what goes wrong before the work, or stops it, into one line on stderr and an exit status."""
+    try:
+        yield
+    except LookaheadError as error:
+        say("error", str(error))
+        raise typer.Exit(2) from error
+    except BrokenPipeError:  # typer knows what to do with a closed stdout
+        raise
+    except OSError as error:
+        # A file is told by its name and was refused before the work; without a name it is stdout.
+        say("error", f"{error.filename or 'writing failed'}: {error.strerror or error}")
+        raise typer.Exit(2 if error.filename else 1) from error
+    except KeyboardInterrupt as error:
+        say("interrupted", "stopped before anything was finished")
+        raise typer.Exit(130) from error
+
+
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]], total: Sequence[str] | None = None) -> Table:
     """A table with its figures to the right, and a last row set apart."""
     drawn = Table(show_header=any(headings), show_footer=total is not None, box=SIMPLE)
@@ -44,6 +66,22 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], total: Sequenc
     for row in rows:
         drawn.add_row(*row)
     return drawn
+
+
+def _bar(words: str, *, shown: bool) -> Progress:
+    """A bar on stderr, where that is a terminal, with some words about the task behind its numbers."""
+    stderr = console(sys.stderr)
+    return Progress(
+        SpinnerColumn(),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(words),
+        TimeElapsedColumn(),
+        console=stderr,
+        transient=True,
+        redirect_stdout=False,  # rich would send what is printed meanwhile to stderr
+        disable=not (shown and stderr.is_terminal),
+    )
 
 
 class Display:
@@ -61,18 +99,7 @@ class Display:
     def __init__(self, total: int | None, *, as_text: bool, with_bar: bool) -> None:
         self._as_text = as_text
         self._rows: list[tuple[str, ...]] = []
-        stderr = console(sys.stderr)
-        self.progress = Progress(
-            SpinnerColumn(),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("documents, {task.fields[speed]:.0f} tokens/s"),
-            TimeElapsedColumn(),
-            console=stderr,
-            transient=True,
-            redirect_stdout=False,  # rich would send what is printed meanwhile to stderr
-            disable=not (with_bar and stderr.is_terminal),
-        )
+        self.progress = _bar("documents, {task.fields[speed]:.0f} tokens/s", shown=with_bar)
         self._task = self.progress.add_task("", total=total, speed=0.0)
 
     @contextmanager
@@ -114,3 +141,33 @@ class Display:
         out.print(report.describe_totals(totals))
         if totals.different:
             say("NOT IDENTICAL", report.describe_difference(totals, exact=exact))
+
+
+class PoolDisplay:
+    """Shows a pool in the making: progress and errors on stderr.
+
+    Args:
+        total: Documents to come, `None` if unknown.
+
+    Attributes:
+        progress: The bar; it is there while this is entered.
+    """
+
+    def __init__(self, total: int | None) -> None:
+        self.progress = _bar("documents, {task.fields[tokens]:,} tokens{task.fields[stage]}", shown=True)
+        self._task = self.progress.add_task("", total=total, tokens=0, stage="")
+
+    def taken(self, totals: PoolTotals) -> None:
+        """Show how many documents and tokens were taken."""
+        self.progress.update(self._task, advance=1, tokens=totals.tokens)
+
+    def rejected(self, reject: Reject) -> None:
+        """Show why a document was not."""
+        self.progress.stop()
+        say("error", reject.error)
+        self.progress.start()
+        self.progress.update(self._task, advance=1)
+
+    def writing(self) -> None:
+        """Show that the pool is made of them now."""
+        self.progress.update(self._task, stage=", indexing and writing")

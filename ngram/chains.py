@@ -18,9 +18,85 @@ LEVELS = 4  # chains are kept for contexts of 1, 2, 4 and 8 tokens: level k hold
 MAX_CONTEXT = 64  # a match is measured up to this many tokens
 SEPARATOR = -1  # stands between documents; no token is negative, so no match crosses it
 _FIRST_CAPACITY = 1024
+_BLOCK = 1024  # positions linked together
 
 
-class ChainIndex:
+class Chains:
+    """Hash chains over an arena of documents, to be searched; `ChainIndex` grows them, `Pool` reads them from a file.
+
+    Args:
+        arena: int32 `[capacity]`, documents one after the other, `SEPARATOR` first and between them.
+        heads: int32 `[LEVELS, slots]`, the newest position of every chain, 0 where it is empty; `slots` is a power
+            of two.
+        links: int32 `[capacity, LEVELS]`, the position before each in its chains, 0 at their ends.
+        length: Places of the arena that are taken.
+    """
+
+    __slots__ = ("_arena", "_heads", "_length", "_links")
+
+    def __init__(self, arena: IntArray, heads: IntArray, links: IntArray, length: int) -> None:
+        self._arena = arena
+        self._heads = heads
+        self._links = links
+        self._length = length
+
+    def __len__(self) -> int:
+        """Places taken in the arena: tokens, and one separator before each document."""
+        return self._length
+
+    @property
+    def tokens(self) -> IntArray:
+        """The arena so far, int32 `[len(index)]`, documents apart by `SEPARATOR`; a view, not to be written."""
+        return self._arena[: self._length]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held by the arena, the chains and the tables, in bytes."""
+        return self._arena.nbytes + self._links.nbytes + self._heads.nbytes
+
+    @property
+    def state(self) -> tuple[IntArray, IntArray, IntArray, int]:
+        """Arena, heads, links and length, as the compiled cores take them."""
+        return self._arena, self._heads, self._links, self._length
+
+    def find(
+        self,
+        context: Sequence[int] | IntArray | None = None,
+        *,
+        min_ngram: int = 1,
+        max_ngram: int = MAX_CONTEXT,
+        max_links: int = 32,
+        max_continuations: int = 4,
+    ) -> tuple[IntArray, IntArray]:
+        """Find earlier occurrences of the end of a context, for each the token that followed.
+
+        Args:
+            context: Tokens whose end is looked up; `None` means the open document itself.
+            min_ngram: Shortest match that counts, in tokens, at least 1.
+            max_ngram: Longest context compared, in tokens, from `min_ngram` to 64.
+            max_links: Most chain links walked; bounds the time whatever the content.
+            max_continuations: Stop once this many different next tokens were found.
+
+        Returns:
+            Positions in `tokens` of what followed, and the lengths of the matches in tokens, both int32: those
+            of the longest chain first, in each the most recent first.
+
+        Raises:
+            TypeError: `context` does not hold whole numbers.
+            ValueError: An argument is out of its range.
+        """
+        if not 1 <= min_ngram <= max_ngram <= MAX_CONTEXT:
+            raise ValueError(f"need 1 <= min_ngram <= max_ngram <= {MAX_CONTEXT}, got {min_ngram} and {max_ngram}")
+        if max_links < 1 or max_continuations < 1:
+            raise ValueError(f"max_links and max_continuations must be positive, got {max_links}, {max_continuations}")
+        tail = self.tokens if context is None else as_tokens(context)
+        positions = np.empty(max_links, dtype=np.int32)
+        lengths = np.empty(max_links, dtype=np.int32)
+        found = find_matches(*self.state, tail, tail.size, min_ngram, max_ngram, max_continuations, positions, lengths)
+        return positions[:found], lengths[:found]
+
+
+class ChainIndex(Chains):
     """Finds where the last tokens were seen before, and so what may follow them.
 
     Documents are kept in one arena, one after the other; the newest is open and grows by `append`. A match is a
@@ -41,36 +117,17 @@ class ChainIndex:
         ([7], [2])
     """
 
-    __slots__ = ("_arena", "_heads", "_length", "_links", "_max_tokens")
+    __slots__ = ("_max_tokens",)
 
     def __init__(self, max_tokens: int | None = None) -> None:
         if max_tokens is not None and max_tokens < _FIRST_CAPACITY:
             raise ValueError(f"max_tokens must be at least {_FIRST_CAPACITY}, got {max_tokens}")
         self._max_tokens = max_tokens
-        self._arena = np.empty(_FIRST_CAPACITY, dtype=np.int32)
-        self._links = np.zeros((_FIRST_CAPACITY, LEVELS), dtype=np.int32)
-        self._heads = np.zeros((LEVELS, _FIRST_CAPACITY), dtype=np.int32)
-        self._arena[0] = SEPARATOR
-        self._length = 1
-
-    def __len__(self) -> int:
-        """Places taken in the arena: tokens, and one separator before each document."""
-        return self._length
-
-    @property
-    def tokens(self) -> IntArray:
-        """The arena so far, int32 `[len(index)]`, documents apart by `SEPARATOR`; a view, not to be written."""
-        return self._arena[: self._length]
-
-    @property
-    def nbytes(self) -> int:
-        """Memory held by the arena, the chains and the tables, in bytes."""
-        return self._arena.nbytes + self._links.nbytes + self._heads.nbytes
-
-    @property
-    def state(self) -> tuple[IntArray, IntArray, IntArray, int]:
-        """Arena, heads, links and length, as the compiled cores take them."""
-        return self._arena, self._heads, self._links, self._length
+        arena = np.empty(_FIRST_CAPACITY, dtype=np.int32)
+        heads = np.zeros((LEVELS, _FIRST_CAPACITY), dtype=np.int32)
+        links = np.zeros((_FIRST_CAPACITY, LEVELS), dtype=np.int32)
+        arena[0] = SEPARATOR
+        super().__init__(arena, heads, links, length=1)
 
     def append(self, tokens: Sequence[int] | IntArray) -> None:
         """Add tokens to the open document, amortised O(1) each.
@@ -110,42 +167,6 @@ class ChainIndex:
             self._arena[self._length] = SEPARATOR
             self._length += 1
 
-    def find(
-        self,
-        context: Sequence[int] | IntArray | None = None,
-        *,
-        min_ngram: int = 1,
-        max_ngram: int = MAX_CONTEXT,
-        max_links: int = 32,
-        max_continuations: int = 4,
-    ) -> tuple[IntArray, IntArray]:
-        """Find earlier occurrences of the end of a context, for each the token that followed.
-
-        Args:
-            context: Tokens whose end is looked up; `None` means the open document itself.
-            min_ngram: Shortest match that counts, in tokens, at least 1.
-            max_ngram: Longest context compared, in tokens, from `min_ngram` to 64.
-            max_links: Most chain links walked; bounds the time whatever the content.
-            max_continuations: Stop once this many different next tokens were found.
-
-        Returns:
-            Positions in `tokens` of what followed, and the lengths of the matches in tokens, both int32: those
-            of the longest chain first, in each the most recent first.
-
-        Raises:
-            TypeError: `context` does not hold whole numbers.
-            ValueError: An argument is out of its range.
-        """
-        if not 1 <= min_ngram <= max_ngram <= MAX_CONTEXT:
-            raise ValueError(f"need 1 <= min_ngram <= max_ngram <= {MAX_CONTEXT}, got {min_ngram} and {max_ngram}")
-        if max_links < 1 or max_continuations < 1:
-            raise ValueError(f"max_links and max_continuations must be positive, got {max_links}, {max_continuations}")
-        tail = self.tokens if context is None else as_tokens(context)
-        positions = np.empty(max_links, dtype=np.int32)
-        lengths = np.empty(max_links, dtype=np.int32)
-        found = find_matches(*self.state, tail, tail.size, min_ngram, max_ngram, max_continuations, positions, lengths)
-        return positions[:found], lengths[:found]
-
     def _reserve(self, extra: int) -> None:
         """Make room for `extra` more places: forget the oldest half if capped, else grow by doubling."""
         needed = self._length + extra
@@ -157,7 +178,7 @@ class ChainIndex:
             self._arena = _extended(self._arena, capacity)
             self._links = _extended(self._links, capacity)
             self._heads = np.zeros((LEVELS, capacity), dtype=np.int32)
-            _relink(self._arena, self._heads, self._links, self._length)
+            _link(self._arena, self._heads, self._links, 1, self._length)
 
     def _forget(self, extra: int) -> None:
         """Keep the newest tokens only, so that `extra` more leave the arena at most half full."""
@@ -165,7 +186,7 @@ class ChainIndex:
         self._arena[1 : kept + 1] = self._arena[self._length - kept : self._length].copy()
         self._length = kept + 1
         self._heads[:] = 0
-        _relink(self._arena, self._heads, self._links, self._length)
+        _link(self._arena, self._heads, self._links, 1, self._length)
 
 
 def as_tokens(tokens: Sequence[int] | IntArray) -> IntArray:
@@ -213,40 +234,45 @@ def _mix(code, token):
 
 
 @njit(cache=True)
-def _link(arena, heads, links, position):
-    """Enter the token at `position` at the head of the chain of each context before it."""
+def _link(arena, heads, links, begin, end):
+    """Enter the tokens from `begin` to `end` at the heads of the chains of the contexts before them.
+
+    A block of positions goes through one level at a time. Its slots lie anywhere in a table that outgrows the
+    processor's caches, so all are read before any is written: reads wait for memory side by side, writes in turn.
+    Returns a digest of what was read, without which the compiler would leave the reading out.
+    """
+    digest = 0
     mask = heads.shape[1] - 1
-    code = 0
-    back = 1
-    for level in range(LEVELS):
-        while back <= 1 << level:
-            token = int(arena[position - back])
-            if token < 0:
-                return
-            code = _mix(code, token)
-            back += 1
-        slot = code & mask
-        links[position, level] = heads[level, slot]
-        heads[level, slot] = position
+    codes = np.empty(min(_BLOCK, end - begin), dtype=np.int64)
+    for first in range(begin, end, _BLOCK):
+        count = min(_BLOCK, end - first)
+        for at in range(count):
+            codes[at] = 0 if arena[first + at] >= 0 else -1
+        back = 1
+        for level in range(LEVELS):
+            while back <= 1 << level:
+                for at in range(count):
+                    if codes[at] >= 0:
+                        token = int(arena[first + at - back])
+                        codes[at] = _mix(codes[at], token) if token >= 0 else -1
+                back += 1
+            for at in range(count):
+                digest ^= heads[level, codes[at] & mask]
+            for at in range(count):
+                if codes[at] >= 0:
+                    slot = codes[at] & mask
+                    links[first + at, level] = heads[level, slot]
+                    heads[level, slot] = first + at
+    return digest
 
 
 @njit(cache=True)
 def _append(arena, heads, links, length, tokens):
     """Write tokens behind the arena, linking all but separators; returns the new length."""
-    for token in tokens:
-        arena[length] = token
-        if token >= 0:
-            _link(arena, heads, links, length)
-        length += 1
-    return length
-
-
-@njit(cache=True)
-def _relink(arena, heads, links, length):
-    """Rebuild all chains, after the tables grew or the arena moved; `heads` comes cleared."""
-    for position in range(1, length):
-        if arena[position] >= 0:
-            _link(arena, heads, links, position)
+    end = length + tokens.size
+    arena[length:end] = tokens
+    _link(arena, heads, links, length, end)
+    return end
 
 
 @njit(cache=True)

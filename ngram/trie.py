@@ -9,7 +9,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from lookahead.ngram.chains import MAX_CONTEXT, ChainIndex, IntArray, as_tokens, find_matches
+from lookahead.ngram.chains import MAX_CONTEXT, Chains, IntArray, as_tokens, find_matches
 from lookahead.ngram.hits import CEILING, RANKS, HitRates, feature_of, follow_factor, support_of
 
 _VARIETY = 8  # different next tokens after which the walk stops
@@ -42,7 +42,7 @@ class Trie:
 
 
 def grow_trie(
-    index: ChainIndex,
+    index: Chains,
     rates: HitRates,
     room: int,
     *,
@@ -73,6 +73,7 @@ def grow_trie(
         ValueError: An argument is out of its range.
 
     Example:
+        >>> from lookahead.ngram.chains import ChainIndex
         >>> index = ChainIndex()
         >>> index.append([5, 6, 7, 8, 5, 6])
         >>> grow_trie(index, HitRates(), room=3).tokens.tolist()

@@ -123,7 +123,7 @@ def foretell(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.Tensor, torch.T
             def finish(self, row: int) -> None:
                 del self.lengths[row]
 
-        monkeypatch.setattr("lookahead.generation.make_proposers", lambda config, rates: [Oracle()])
+        monkeypatch.setattr("lookahead.generation.make_proposers", lambda *_: [Oracle()])
 
     return tell
 

@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from lookahead.errors import DocumentError, PromptError
-from lookahead.summarize.documents import Document, Reject, count_documents, read_documents, read_prompt
-from lookahead.summarize.inputs import find_inputs
+from lookahead.files.documents import Document, Reject, count_documents, read_documents, read_prompt
+from lookahead.files.inputs import find_inputs
 from lookahead.summarize.sentences import split_sentences
 
 

@@ -20,8 +20,8 @@ MAX_LINES = 400
 # the floor of its folder; one with no folder has no floor yet, and the test says so.
 FLOORS = (
     {"errors"},
-    {"ngram", "kernels", "config", "tree"},
-    {"proposers.base"},
+    {"ngram", "kernels", "config", "tree", "files", "loading"},
+    {"proposers.base", "pools"},
     {"drafting", "cost", "sampling", "stopping", "verify", "stats"},
     {"proposers"},
     {"cache"},
@@ -34,15 +34,15 @@ FLOORS = (
     {"enabling"},
     {"summarize"},
     {"training", "terminal"},
-    {"lookahead"},  # lookahead/__init__.py, the public names
+    {"lookahead", "cli_pool"},  # lookahead/__init__.py, the public names; the commands on pools
     {"cli"},
 )
 MODEL_BACKED_PROPOSERS: frozenset[str] = frozenset()
 KNOW_TRANSFORMERS = {
     *("cache", "attention", "target", "sampling", "support", "request", "handover"),
-    *("generation", "enabling", "summarize", "training"),
+    *("generation", "enabling", "loading", "pools", "summarize", "training"),
 }
-KNOW_THE_TERMINAL = {"cli", "terminal", "training"}  # training shows its progress
+KNOW_THE_TERMINAL = {"cli", "cli_pool", "terminal", "training"}  # training shows its progress
 BROUGHT_ALONG = {"tokenizers"}  # by transformers, which pins the range it works with
 
 

@@ -99,6 +99,26 @@ def test_documents_added_at_once_are_those_added_one_by_one(documents):
     assert found(at_once, **NO_LIMIT) == found(one_by_one, **NO_LIMIT)
 
 
+def test_many_tokens_at_once_make_the_chains_that_one_after_the_other_make():
+    rng = np.random.default_rng(3)
+    tokens = rng.integers(0, 12, 5000).astype(np.int32)
+    tokens[rng.integers(0, 5000, 300)] = SEPARATOR  # documents end anywhere, at the edges of blocks too
+    tokens[[0, 1, 1022, 1023, 1024, 4999]] = [3, 4, 5, SEPARATOR, 6, 7]
+    tokens = tokens[(tokens >= 0) | (np.roll(tokens, 1) >= 0)]  # no empty ones
+    at_once, one_by_one = ChainIndex(), ChainIndex()
+    at_once.append_documents(tokens)
+    for token in tokens:
+        if token == SEPARATOR:
+            one_by_one.end_document()
+        else:
+            one_by_one.append([token])
+    (arena, heads, links, length), expected = at_once.state, one_by_one.state
+    assert length == expected[3]
+    assert np.array_equal(arena[:length], expected[0][:length])
+    assert np.array_equal(heads, expected[1])
+    assert np.array_equal(links[:length], expected[2][:length])
+
+
 @pytest.mark.parametrize("period", [1, 2, 50, 3000])
 def test_a_context_that_outgrows_every_table_is_still_found(period):
     rng = np.random.default_rng(period)

@@ -13,9 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lookahead
-from lookahead import ConfigError, DocumentError, LookaheadConfig, UnsupportedModelError
+from lookahead import ConfigError, DocumentError, LookaheadConfig, UnsupportedModelError, loading
 from lookahead.stats import DecodingStats
-from lookahead.summarize import loading
 from lookahead.summarize.comparison import PlainFigures
 from lookahead.summarize.decoding import total_in_sequence
 from lookahead.summarize.fitting import PromptFitter, context_length

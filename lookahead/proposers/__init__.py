@@ -6,19 +6,21 @@ from collections.abc import Mapping
 
 from lookahead.config import LookaheadConfig
 from lookahead.ngram.hits import HitRates
+from lookahead.ngram.pool import Pool
 from lookahead.proposers.base import Proposer
+from lookahead.proposers.corpus import CorpusProposer
 from lookahead.proposers.jacobi import JacobiProposer
 from lookahead.proposers.prompt import PromptProposer
 
 
-def make_proposers(config: LookaheadConfig, rates_of: Mapping[str, HitRates]) -> list[Proposer]:
-    """The proposers a configuration names, in its order, with the hit rates learned before of each."""
+def make_proposers(config: LookaheadConfig, rates_of: Mapping[str, HitRates], pool: Pool | None) -> list[Proposer]:
+    """The proposers a configuration names, in its order, with the hit rates learned before of each, and its pool."""
     made: list[Proposer] = []
     for name in config.proposers:
         rates = rates_of[name]
         if name == "prompt":
             made.append(PromptProposer(config.min_ngram, config.max_ngram, rates))
-        else:
+        elif name == "jacobi":
             made.append(
                 JacobiProposer(
                     config.window,
@@ -28,4 +30,6 @@ def make_proposers(config: LookaheadConfig, rates_of: Mapping[str, HitRates]) ->
                     rates=rates,
                 )
             )
+        elif pool is not None:  # a configuration that names `corpus` has one
+            made.append(CorpusProposer(pool, config.min_ngram, config.max_ngram, rates))
     return made

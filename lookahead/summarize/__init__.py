@@ -1,8 +1,8 @@
 """Summaries of documents of any length, decoded speculatively.
 
-The modules: `inputs` finds files, `documents` reads them, `sentences` and `parts` cut a long document,
-`prompting` renders prompts, `decoders` generate, `summarizer` turns one document into a `Summary`, `results`
-writes JSON lines, `job` runs many documents, `terminal` shows them and `loading` loads models.
+The modules: `sentences` and `parts` cut a long document, `prompting` renders prompts, `fitting` fits them to a
+model, `decoding` and `comparison` generate, `summarizer` turns one document into a `Summary`, `results` writes JSON
+lines, `job` runs many documents and `report` puts into words what came of them.
 
 Importing this package imports none of them, nor torch, so that `import lookahead` stays quick.
 """
@@ -50,7 +50,7 @@ def summarize(
         UnsupportedModelError: The model cannot be served, or the bundled one is missing.
     """
     from lookahead.errors import ConfigError
-    from lookahead.summarize.loading import load_bundled
+    from lookahead.loading import load_bundled
     from lookahead.summarize.summarizer import Summarizer
 
     if (model is None) != (tokenizer is None):

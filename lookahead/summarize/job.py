@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lookahead.errors import LookaheadError
+from lookahead.files.documents import Document, DocumentId, Reject, read_documents
+from lookahead.files.inputs import Input
 from lookahead.stats import DecodingStats
 from lookahead.summarize.decoding import total_in_sequence
-from lookahead.summarize.documents import Document, DocumentId, Reject, read_documents
-from lookahead.summarize.inputs import Input
 from lookahead.summarize.results import JsonLinesFile, OutputPaths
 
 if TYPE_CHECKING:

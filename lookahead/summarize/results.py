@@ -13,7 +13,8 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from lookahead.errors import ConfigError
-from lookahead.summarize.inputs import Input
+from lookahead.files.inputs import Input
+from lookahead.files.outputs import check_output
 
 
 def encode_line(record: dict[str, Any]) -> bytes:
@@ -50,27 +51,12 @@ class OutputPaths:
         if len(paths) == 2 and paths[0].resolve() == paths[1].resolve():
             raise ConfigError(f"output {paths[0]} cannot hold both the summaries and the rejects")
         for path in paths:
-            for source in inputs:
-                if not source.is_stdin and path.exists() and path.samefile(source.path):
-                    raise ConfigError(f"output {path} is an input as well")
-            _check_writable(path, overwrite=self.overwrite)
+            check_output(path, inputs, overwrite=self.overwrite)
 
     def clear_rejects(self) -> None:
         """Remove the rejects of an earlier job, which would pass for this one's; call it after `check`."""
         if self.overwrite and self.rejects is not None and self.rejects.is_file():
             self.rejects.unlink()
-
-
-def _check_writable(path: Path, *, overwrite: bool) -> None:
-    """Raise ConfigError unless a file can be made at `path`."""
-    if path.is_dir():
-        raise ConfigError(f"output {path} is a directory")
-    if path.is_file() and not overwrite:
-        raise ConfigError(f"output {path} exists; pass --overwrite to replace it")
-    if not path.parent.is_dir():
-        raise ConfigError(f"output {path} cannot be written: there is no directory {path.parent}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"output {path} cannot be written: permission denied")
 
 
 class JsonLinesFile:

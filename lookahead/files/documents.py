@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from lookahead.errors import DocumentError, PromptError
-from lookahead.summarize.inputs import STDIN, Input
+from lookahead.files.inputs import STDIN, Input
 
 DocumentId = str | int
 
@@ -32,7 +32,7 @@ _KNOWN_FORMATS = (
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text to summarize.
+    """A text.
 
     Attributes:
         id: The path of a text file, `"-"` for standard input; of a JSON line its `id` field, a string or a whole
@@ -46,7 +46,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """A document that could not be read or summarized.
+    """A document that could not be read or used.
 
     Attributes:
         id: As that of a document.

@@ -1,9 +1,10 @@
-"""Loading models: the bundled one, a folder, or a model of the Hub; remote code is never run."""
+"""Loading models and tokenizers: the bundled one, a folder, or a model of the Hub; remote code is never run."""
 
 from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,9 +15,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 BUNDLED = "bundled"
-BUNDLED_DIRECTORY = Path(__file__).resolve().parents[1] / "bundled"
+BUNDLED_DIRECTORY = Path(__file__).resolve().parent / "bundled"
 
 DTYPES = ("auto", "fp32", "bf16")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "config.json")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -66,8 +68,33 @@ def load_model(model: str = BUNDLED, *, dtype: str = "auto", device: str | None 
     return LoadedModel(loaded.eval(), tokenizer)
 
 
-def locate_model(model: str) -> tuple[str, bool]:
+def load_tokenizer(model: str = BUNDLED) -> PreTrainedTokenizerBase:
+    """Load a tokenizer alone.
+
+    Args:
+        model: As for `load_model`; a folder may also hold a tokenizer and no model.
+
+    Raises:
+        UnsupportedModelError: There is no such tokenizer, or it cannot be loaded.
+    """
+    location, is_local = locate_model(model, files=_TOKENIZER_FILES)
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            location, local_files_only=is_local, trust_remote_code=False
+        )
+    except Exception as error:  # as unrelated as those of a model
+        raise UnsupportedModelError(f"the tokenizer of {model!r} cannot be loaded: {_first_line(error)}") from error
+    return tokenizer
+
+
+def locate_model(model: str, files: Sequence[str] = ("config.json",)) -> tuple[str, bool]:
     """Where a model is, and whether that is a folder on this machine; torch is not imported for it.
+
+    Args:
+        model: As for `load_model`.
+        files: A folder on this machine must hold one of these.
 
     Raises:
         UnsupportedModelError: It looks like a path and is no folder of a model, or the bundled one is missing.
@@ -75,9 +102,9 @@ def locate_model(model: str) -> tuple[str, bool]:
     bundled = model == BUNDLED and not Path(model).is_dir()
     path = BUNDLED_DIRECTORY if bundled else Path(model).expanduser()
     if path.is_dir() or bundled:
-        if not (path / "config.json").is_file():
+        if not any((path / file).is_file() for file in files):
             hint = "; the installation is incomplete, reinstall the package" if bundled else ""
-            raise UnsupportedModelError(f"model {model!r}: no config.json in the folder {path}{hint}")
+            raise UnsupportedModelError(f"model {model!r}: no {' or '.join(files)} in the folder {path}{hint}")
         return str(path), True
     if path.exists():
         raise UnsupportedModelError(f"model {model!r} is a file; name the folder that holds its config.json")

@@ -1,0 +1,116 @@
+"""What it costs to be a drop-in: turning the switch, a call for a single token, and memory over many calls.
+
+    python -m bench.dropin
+
+With the bundled model on one thread: seconds of `enable` and `disable`; a call with `max_new_tokens=1` with and
+without lookahead, in turn, for several prompt lengths, as the ratio of medians; and how much the memory of the
+process grows over many calls once it is warm. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+import lookahead
+from lookahead.loading import load_model
+
+PROMPT_LENGTHS = (16, 128, 512, 1024)
+
+
+def seconds_of(action: Callable[[], object]) -> float:
+    """Wall-clock seconds of one call."""
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def switch_seconds(model: PreTrainedModel, trials: int) -> float:
+    """Median of turning the switch on and off."""
+    return median(seconds_of(lambda: lookahead.enable(model).disable()) for _ in range(trials))
+
+
+def single_token_ratios(model: PreTrainedModel, trials: int) -> dict[int, float]:
+    """Median seconds of a one-token call with lookahead over transformers' own, by prompt length."""
+    ratios = {}
+    for length in PROMPT_LENGTHS:
+        ids = torch.randint(10, 4000, (1, length), generator=torch.Generator().manual_seed(length))
+        plain = partial(model.generate, ids, max_new_tokens=1, do_sample=False)
+        calls = [plain, partial(plain, custom_generate=lookahead.decode)]
+        assert torch.equal(*(call() for call in calls)), "lossless first: a single token differs"
+        seconds: list[list[float]] = [[], []]
+        for _ in range(trials):
+            for call, taken in zip(calls, seconds, strict=True):
+                taken.append(seconds_of(call))
+        ratios[length] = round(median(seconds[1]) / median(seconds[0]), 3)
+    return ratios
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process (Linux)."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * 4096
+
+
+def growth(model: PreTrainedModel, calls: int, warm_up: int) -> dict[str, float]:
+    """MiB of resident memory before and after many calls of varied lengths, and live tensors."""
+    generator = torch.Generator().manual_seed(0)
+
+    def call() -> None:
+        length = int(torch.randint(4, 200, (1,), generator=generator))
+        ids = torch.randint(10, 4000, (1, length), generator=generator)
+        with lookahead.enable(model):
+            model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None)
+
+    for _ in range(warm_up):
+        call()
+    gc.collect()
+    before, objects = resident_bytes(), len(gc.get_objects())
+    for _ in range(calls):
+        call()
+    gc.collect()
+    return {
+        "calls": calls,
+        "before_mib": round(before / 2**20, 1),
+        "after_mib": round(resident_bytes() / 2**20, 1),
+        "python_objects_grown": len(gc.get_objects()) - objects,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=31)
+    parser.add_argument("--calls", type=int, default=1000)
+    parser.add_argument("--output", type=Path, help="also write the JSON object here")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    model = load_model(dtype="fp32", device="cpu").model
+    report: dict[str, Any] = {"switch_ms": round(switch_seconds(model, 1000) * 1e3, 4)}
+    print(f"enable and disable: {report['switch_ms']} ms")
+    report["single_token_ratio"] = single_token_ratios(model, arguments.trials)
+    for length, ratio in report["single_token_ratio"].items():
+        print(f"one token after {length:4} tokens: {ratio:.3f} x transformers' own call")
+    report["memory"] = growth(model, arguments.calls, warm_up=300)
+    print(f"memory over {arguments.calls} calls: {report['memory']}")
+    report |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    if arguments.output:
+        arguments.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

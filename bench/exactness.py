@@ -1,0 +1,207 @@
+"""Are the tokens those of `model.generate`? Every family, adversarial drafts, greedy and sampled, ragged prompts.
+
+    python -m bench.exactness
+    python -m bench.exactness --families Llama,Bloom --prompts squality_dev.jsonl --field document
+
+In fp32 every output must be the same, seed for seed; the command fails where one is not, and names it. In half
+precision no engine is equal across batch shapes: a pass over several tokens rounds differently from a pass over
+one. There the share of prompts that part from greedy decoding is reported, and how near to a tie the two likeliest
+tokens were where they parted, beside what transformers' own prompt lookup does in the same run. Give `--prompts`
+to include the bundled model on real passages. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+import lookahead
+from bench.adversaries import always_wrong, drafting_by, nothing, perfect
+from bench.families import FAMILIES, Family, build
+from bench.prompts import read_texts, summary_prompts
+from lookahead import LookaheadConfig
+from lookahead.loading import load_model
+
+NEW_TOKENS = 24
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "warm": {"do_sample": True, "temperature": 0.7, "top_k": 0},
+    "hot": {"do_sample": True, "temperature": 1.3, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2},
+}
+ROWS = ([5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31], [44, 17, 44, 17, 44], [5, 9, 31, 5, 9, 31, 5, 9])
+DRAFTS = ("empty", "perfect", "always wrong", "real")
+CONFIG = LookaheadConfig(draft="fixed", min_probability=0.0, max_nodes=16)
+LOOKUP_TOKENS = 10
+
+
+@dataclass(slots=True)
+class Divergence:
+    """Half precision against greedy decoding token by token.
+
+    Attributes:
+        runs: Prompts compared.
+        gaps: For every prompt that parted, the logits' distance of the two likeliest tokens where it did.
+    """
+
+    runs: int = 0
+    gaps: list[float] = field(default_factory=list)
+
+    def report(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "runs": self.runs,
+            "identical": self.runs - len(self.gaps),
+            "divergence_rate": round(len(self.gaps) / max(1, self.runs), 4),
+            "top2_gap_median": round(median(self.gaps), 4) if self.gaps else None,
+            "top2_gap_max": round(max(self.gaps), 4) if self.gaps else None,
+        }
+
+
+def batches() -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """One prompt, and three ragged ones, left-padded."""
+    yield "one", {"input_ids": torch.tensor([ROWS[0]])}
+    longest = max(map(len, ROWS))
+    ids = torch.tensor([[0] * (longest - len(row)) + row for row in ROWS])
+    yield "ragged", {"input_ids": ids, "attention_mask": (ids != 0).long()}
+
+
+def texts_of(outputs: torch.Tensor, inputs: dict[str, torch.Tensor]) -> list[list[int]]:
+    """The rows of an output without their left padding."""
+    padding = [0] * len(outputs)
+    if "attention_mask" in inputs:
+        padding = (inputs["attention_mask"] == 0).sum(1).tolist()
+    return [row[pad:] for row, pad in zip(outputs.tolist(), padding, strict=True)]
+
+
+def check_family(family: Family) -> tuple[int, list[dict[str, str]]]:
+    """Compare every draft, batch and mode in fp32; returns the runs and those that differ."""
+    model, runs, failures = build(family), 0, []
+    vocab_size = model.config.get_text_config().vocab_size
+    for batch, inputs in batches():
+        for mode, options in MODES.items():
+            kwargs = {**inputs, **options, "max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
+            torch.manual_seed(7)
+            expected = model.generate(**kwargs)
+            answers = texts_of(expected, inputs)
+            offers = (nothing, perfect(answers), always_wrong(answers, vocab_size), None)
+            is_plain = family.decoded == "plain" or (family.decoded == "chains" and batch == "ragged")
+            for name, offer in zip(DRAFTS, offers, strict=True):
+                if is_plain and offer is not None:
+                    continue  # nothing is drafted, whoever offers
+                torch.manual_seed(7)
+                with drafting_by(offer) if offer is not None else nullcontext():
+                    got = model.generate(
+                        **kwargs, custom_generate=lookahead.decode, lookahead_config=None if is_plain else CONFIG
+                    )
+                runs += 1
+                if not torch.equal(got, expected):
+                    failures.append({"family": family.name, "batch": batch, "mode": mode, "draft": name})
+    return runs, failures
+
+
+def compare_half(
+    model: PreTrainedModel, ids: torch.Tensor, ours: Divergence, lookup: Divergence, **options: Any
+) -> None:
+    """Decode one prompt greedily three ways and note where ours and prompt lookup part from token by token."""
+    kwargs = {"do_sample": False, "pad_token_id": 0, **options}
+    try:
+        peer = model.generate(ids, **kwargs, prompt_lookup_num_tokens=LOOKUP_TOKENS)
+    except ValueError:
+        return  # transformers does no prompt lookup with this model: there is nothing to stand beside
+    whole = model.generate(ids, **kwargs, return_dict_in_generate=True, output_logits=True)
+    other = model.generate(ids, **kwargs, custom_generate=lookahead.decode)
+    expected = whole.sequences[0, ids.shape[1] :].tolist()
+    for divergence, sequence in ((ours, other), (lookup, peer)):
+        divergence.runs += 1
+        got = sequence[0, ids.shape[1] :].tolist()
+        parted = next((i for i, pair in enumerate(zip(expected, got, strict=False)) if pair[0] != pair[1]), None)
+        if parted is not None:
+            likeliest, second = whole.logits[parted][0].float().topk(2).values.tolist()
+            divergence.gaps.append(likeliest - second)
+
+
+def passages(arguments: argparse.Namespace, dtype: str) -> tuple[PreTrainedModel, list[torch.Tensor]]:
+    """The bundled model and the prompts to summarize with it."""
+    loaded = load_model(dtype=dtype, device="cpu")
+    texts = read_texts(arguments.prompts, arguments.field)
+    prompts = summary_prompts(texts, loaded.tokenizer, limit=arguments.limit, shortest=200, longest=800)
+    encode: Any = partial(loaded.tokenizer, return_tensors="pt", add_special_tokens=False)
+    return loaded.model, [encode(prompt).input_ids for prompt in prompts]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the comparison; returns 1 if any fp32 output differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", help="names, comma separated; all when left out")
+    parser.add_argument("--prompts", type=Path, help="real documents for the bundled model")
+    parser.add_argument("--field", default="document", help="field of a .jsonl file of documents")
+    parser.add_argument("--limit", type=int, default=50, help="passages")
+    parser.add_argument("--output", type=Path, help="also write the JSON object here")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", UserWarning)
+    names = arguments.families.split(",") if arguments.families else list(FAMILIES)
+    runs, failures = 0, []
+    ours, lookup = Divergence(), Divergence()
+    for name in names:
+        family = FAMILIES[name]
+        family_runs, family_failures = check_family(family)
+        runs, failures = runs + family_runs, failures + family_failures
+        print(f"{name:24} {family.decoded:7} {family_runs - len(family_failures):3} of {family_runs} identical")
+        if family.decoded != "plain":
+            half = build(family).to(torch.bfloat16)
+            for row in ROWS:
+                compare_half(half, torch.tensor([row]), ours, lookup, max_new_tokens=NEW_TOKENS)
+    report: dict[str, Any] = {
+        "families": len(names),
+        "fp32": {"runs": runs, "identical": runs - len(failures)},
+        "bf16": {"lookahead": ours.report(), "prompt_lookup": lookup.report()},
+    }
+    if arguments.prompts:
+        report["bundled"] = check_bundled(arguments, failures)
+    report |= {"failures": failures, "torch": torch.__version__, "transformers": transformers.__version__}
+    line = json.dumps(report)
+    if arguments.output:
+        arguments.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print(line)
+    return 1 if failures else 0
+
+
+def check_bundled(arguments: argparse.Namespace, failures: list[dict[str, str]]) -> dict[str, Any]:
+    """Summarize real passages: in fp32 the same tokens, greedy and sampled, in bf16 the divergence."""
+    runs, before = 0, len(failures)
+    model, prompts = passages(arguments, "fp32")
+    for number, ids in enumerate(prompts):
+        for mode, options in MODES.items():
+            kwargs = {**options, "max_new_tokens": 200}
+            torch.manual_seed(7)
+            expected = model.generate(ids, **kwargs)
+            torch.manual_seed(7)
+            got = model.generate(ids, **kwargs, custom_generate=lookahead.decode)
+            runs += 1
+            if not torch.equal(got, expected):
+                failures.append({"family": "bundled", "batch": f"passage {number}", "mode": mode, "draft": "real"})
+    print(f"bundled, {len(prompts)} passages: {runs - (len(failures) - before)} of {runs} identical in fp32")
+    ours, lookup = Divergence(), Divergence()
+    model, prompts = passages(arguments, "bf16")
+    for ids in prompts:
+        compare_half(model, ids, ours, lookup, max_new_tokens=200)
+    fp32 = {"runs": runs, "identical": runs - (len(failures) - before)}
+    return {"fp32": fp32, "bf16": {"lookahead": ours.report(), "prompt_lookup": lookup.report()}}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""Short generations under random settings, each compared with `model.generate`: no difference, no crash.
+
+    python -m bench.fuzz --runs 10000
+
+Every case is drawn from its own number, so that a failing one can be run alone (`--first N --runs 1`). The last
+line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+
+import lookahead
+from bench.adversaries import drafting_by, random_trees
+from bench.families import FAMILIES, build
+from lookahead import LookaheadConfig
+
+# A full attention, a windowed one, sinks and prepared masks: what differs in how a tree is attended to.
+MODELS = ("Llama", "Gemma2", "GptOss", "GPTJ")
+
+
+class StopAtMultiple(StoppingCriteria):
+    """A user's criterion: stop when the sum of the ids is a multiple of a number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids.sum(1) % self.number == 0
+
+
+@cache
+def model_of(name: str) -> PreTrainedModel:
+    return build(FAMILIES[name])
+
+
+def draw_call(rng: np.random.Generator) -> dict[str, Any]:
+    """Arguments of `model.generate`: prompts, limits, how to choose, when to stop."""
+    alphabet = rng.integers(3, 101, size=int(rng.integers(2, 12)))  # few different tokens, so that much repeats
+    lengths = rng.integers(1, 40, size=int(rng.choice([1, 1, 2, 4])))
+    longest = int(lengths.max())
+    ids = torch.tensor(np.stack([np.r_[np.zeros(longest - n, int), rng.choice(alphabet, n)] for n in lengths]))
+    call: dict[str, Any] = {"input_ids": ids, "attention_mask": (ids != 0).long(), "pad_token_id": 0}
+    call["max_new_tokens"] = int(rng.integers(1, 24))
+    if rng.random() < 0.5:
+        call |= {"do_sample": True, "temperature": float(rng.choice([0.3, 1.0, 2.0]))}
+        call |= {"top_k": int(rng.choice([0, 1, 5, 50]))}
+        call |= {name: float(rng.uniform(0.2, 1.0)) for name in ("top_p", "min_p", "typical_p") if rng.random() < 0.3}
+    else:
+        call["do_sample"] = False
+    choices: dict[str, Any] = {
+        "repetition_penalty": float(rng.uniform(0.8, 1.5)),
+        "no_repeat_ngram_size": int(rng.integers(1, 4)),
+        "min_new_tokens": int(rng.integers(0, 12)),
+        "eos_token_id": rng.choice(101, 8, replace=False).tolist(),
+        "suppress_tokens": rng.choice(101, 5, replace=False).tolist(),
+        "bad_words_ids": rng.integers(1, 101, (2, 2)).tolist(),
+        "forced_eos_token_id": int(rng.integers(1, 101)),
+        "num_return_sequences": int(rng.integers(1, 3)) if call["do_sample"] else 1,
+        "stopping_criteria": StoppingCriteriaList([StopAtMultiple(int(rng.integers(2, 30)))]),
+    }
+    return call | {name: value for name, value in choices.items() if rng.random() < 0.25}
+
+
+def draw_config(rng: np.random.Generator) -> LookaheadConfig:
+    """How to draft."""
+    proposers = [("prompt",), ("jacobi",), ("prompt", "jacobi"), ()][int(rng.integers(4))]
+    return LookaheadConfig(
+        proposers=proposers,
+        draft="fixed" if rng.random() < 0.5 else "auto",
+        min_probability=float(rng.choice([0.0, 0.02, 0.3])),
+        window=int(rng.integers(1, 6)),
+        ngram_size=int(rng.integers(2, 6)),
+        guesses=int(rng.integers(0, 6)),
+        max_nodes=int(rng.integers(32, 65)),
+    )
+
+
+def check_case(number: int) -> str:
+    """What went wrong with one case, or an empty string."""
+    rng = np.random.default_rng(number)
+    model = model_of(str(rng.choice(MODELS)))
+    call, config = draw_call(rng), draw_config(rng)
+    torch.manual_seed(number)
+    expected = model.generate(**call)
+    torch.manual_seed(number)
+    try:
+        if rng.random() < 0.2:
+            with drafting_by(random_trees(101)):
+                got = model.generate(**call, custom_generate=lookahead.decode, lookahead_config=config)
+        else:
+            got = model.generate(**call, custom_generate=lookahead.decode, lookahead_config=config)
+    except Exception:
+        return traceback.format_exc(limit=-3)
+    return "" if torch.equal(got, expected) else f"{got.tolist()} instead of {expected.tolist()}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the cases; returns 1 if any fails."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=10_000)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--output", type=Path, help="also write the JSON object here")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", UserWarning)
+    failures: list[int] = []
+    for number in range(arguments.first, arguments.first + arguments.runs):
+        complaint = check_case(number)
+        if complaint:
+            failures.append(number)
+            print(f"case {number}: {complaint}")
+        elif number % 500 == 0:
+            print(f"case {number} of {arguments.first + arguments.runs}", flush=True)
+    report = {"runs": arguments.runs, "first": arguments.first, "failures": failures}
+    report |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    if arguments.output:
+        arguments.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(report))
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,261 @@
+"""A corpus as hash chains in a file: built once, mapped into memory by every process that drafts from it.
+
+A pool file is a header of 128 bytes and three sections, the heads, the links and the arena of `Chains`, int32 in the
+byte order of the machine that wrote them. Each begins where the one before it ends, so the header tells the size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import xxhash
+
+from lookahead.ngram.chains import LEVELS, SEPARATOR, ChainIndex, Chains, IntArray
+
+VERSION = 1
+MAX_PLACES = (1 << 31) - 1  # of an arena: a position is an int32
+_MAGIC = b"LKPOOL\r\n"  # its line break does not survive a transfer as text
+_BYTE_ORDER = 0x01020304
+_FIELDS = struct.Struct("=8sII7Q")
+_HEADER_BYTES = 128
+_CHECKSUM_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PoolHeader:
+    """What a pool file says of itself.
+
+    Attributes:
+        fingerprint: 64 bits that tell the tokenizer of the token ids from others.
+        length: Places of the arena: the tokens, and a separator before each document.
+        slots: Chains of each level, a power of two.
+        tokens: Tokens of all documents, at least 1.
+        documents: How many documents.
+        largest_token: The largest token id.
+        checksum: XXH3 of all bytes behind the header, 64 bits.
+    """
+
+    fingerprint: int
+    length: int
+    slots: int
+    tokens: int
+    documents: int
+    largest_token: int
+    checksum: int
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the file, in bytes."""
+        return _HEADER_BYTES + 4 * (LEVELS * self.slots + LEVELS * self.length + self.length)
+
+    def to_bytes(self) -> bytes:
+        """The header as it stands in the file; a checksum of its own comes last."""
+        counts = (self.length, self.slots, self.tokens, self.documents, self.largest_token)
+        fields = _FIELDS.pack(_MAGIC, _BYTE_ORDER, VERSION, self.fingerprint, *counts, self.checksum)
+        fields = fields.ljust(_HEADER_BYTES - _CHECKSUM_BYTES, b"\0")
+        return fields + xxhash.xxh3_64_digest(fields)
+
+
+class Pool(Chains):
+    """The chains of a pool file, in the memory the file is mapped to; searched as a `ChainIndex` is, never grown.
+
+    Processes share the pages of the file. It must not be written to while it is mapped: `write_pool` never does,
+    it puts a new file in the place of the old one, which stays as it was for those who have it open.
+
+    Attributes:
+        path: The file.
+        header: What it says of itself.
+    """
+
+    __slots__ = ("header", "path")
+
+    def __init__(self, path: Path, header: PoolHeader, mapped: mmap.mmap) -> None:
+        sizes = np.array([LEVELS * header.slots, LEVELS * header.length, header.length])
+        numbers: IntArray = np.frombuffer(mapped, np.int32, offset=_HEADER_BYTES)
+        heads, links, arena = np.split(numbers, np.cumsum(sizes)[:-1])
+        super().__init__(arena, heads.reshape(LEVELS, -1), links.reshape(-1, LEVELS), header.length)
+        self.path = path
+        self.header = header
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], fingerprint: int | None = None) -> Pool:
+        """Open a pool file, once it is clear that it is whole.
+
+        Every byte is checked. The checksum finds what happened to the file by accident. Whoever makes a file on
+        purpose can make its checksum too, so every position is also compared with the length, and every token with
+        the largest: no file leads a search out of its memory, or to a token the header does not tell of.
+
+        Args:
+            path: The file.
+            fingerprint: Of the tokenizer whose ids are looked up; `None` where there is none to compare.
+
+        Raises:
+            OSError: The file cannot be read.
+            ValueError: It is no pool, it is damaged, or it was made with another tokenizer.
+        """
+        path = Path(path)
+        with _opened(path) as file:
+            header = _read_header(path, file)
+            # A private mapping can be written to, though nothing is: so its arrays have the type of those of an
+            # index, and one compiled core serves both. Pages that are not written to are shared all the same.
+            mapped = mmap.mmap(file.fileno(), header.file_bytes, access=mmap.ACCESS_COPY)
+        with memoryview(mapped) as view:
+            checksum = xxhash.xxh3_64_intdigest(view[_HEADER_BYTES:])
+        if checksum != header.checksum:
+            raise ValueError(f"{path}: damaged: its checksum is {checksum:016x}, and should be {header.checksum:016x}")
+        pool = cls(path, header, mapped)
+        _check_numbers(path, pool)
+        if fingerprint is not None:
+            pool.check_fingerprint(fingerprint)
+        return pool
+
+    def check_fingerprint(self, fingerprint: int) -> None:
+        """Raise ValueError unless the pool was made with the tokenizer of this fingerprint."""
+        if fingerprint != self.header.fingerprint:
+            raise ValueError(
+                f"{self.path}: made with another tokenizer: the fingerprint of that was "
+                f"{self.header.fingerprint:016x}, of this one it is {fingerprint:016x}"
+            )
+
+
+def read_header(path: str | os.PathLike[str]) -> PoolHeader:
+    """What a pool file says of itself; of all that follows only the size is checked.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is no pool of this version and byte order, or its header is damaged, or its size is wrong.
+    """
+    with _opened(Path(path)) as file:
+        return _read_header(Path(path), file)
+
+
+def write_pool(path: str | os.PathLike[str], tokens: IntArray, fingerprint: int) -> PoolHeader:
+    """Index documents and write them to a pool file, which is there whole or not at all.
+
+    The new file takes the place of one at `path` only when all of it is on the disk; what stops it before, a
+    crash included, leaves the old file as it was.
+
+    Args:
+        path: The file.
+        tokens: int32 `[n]`, documents one after the other, `SEPARATOR` between them.
+        fingerprint: 64 bits that tell their tokenizer from others.
+
+    Returns:
+        What the file says of itself.
+
+    Raises:
+        OSError: The file cannot be written.
+        TypeError: `tokens` is not an int32 array.
+        ValueError: `tokens` is not flat, holds no token or too many, or a number below `SEPARATOR`.
+    """
+    if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32:
+        raise TypeError(f"tokens must be an int32 array, got {getattr(tokens, 'dtype', type(tokens).__name__)}")
+    if tokens.ndim != 1 or not 1 <= tokens.size < MAX_PLACES:
+        raise ValueError(f"tokens must be flat, with 1 to {MAX_PLACES - 1} of them, got shape {tokens.shape}")
+    if tokens.min() < SEPARATOR or tokens.max() < 0:
+        raise ValueError(f"tokens must hold ids and {SEPARATOR} between documents, got {tokens.min()}..{tokens.max()}")
+    index = ChainIndex()
+    index.append_documents(np.ascontiguousarray(tokens))
+    arena, heads, links, length = index.state
+    arena, links = arena[:length], links[:length]
+    checksum = xxhash.xxh3_64()
+    for section in (heads, links, arena):
+        checksum.update(section.data)
+    is_token = arena >= 0
+    header = PoolHeader(
+        fingerprint=fingerprint,
+        length=length,
+        slots=heads.shape[1],
+        tokens=int(np.count_nonzero(is_token)),
+        documents=int(np.count_nonzero(is_token[1:] & ~is_token[:-1])),
+        largest_token=int(tokens.max()),
+        checksum=checksum.intdigest(),
+    )
+    with _replacing(Path(path)) as file:
+        file.write(header.to_bytes())
+        for section in (heads, links, arena):
+            file.write(section.data)
+    return header
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a file to read; what is there but no file is refused, since a pipe would wait for a writer."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path}: not a file")
+    with open(path, "rb") as file:
+        yield file
+
+
+def _read_header(path: Path, file: BinaryIO) -> PoolHeader:
+    """Read the header of an open file and compare it with the file's size."""
+    data = file.read(_HEADER_BYTES)
+    if not data.startswith(_MAGIC):
+        raise ValueError(f"{path}: not a pool file")
+    if len(data) < _HEADER_BYTES:
+        raise ValueError(f"{path}: cut short: {len(data)} bytes, less than a header")
+    _, byte_order, version, *fields = _FIELDS.unpack_from(data)
+    if byte_order != _BYTE_ORDER:
+        raise ValueError(f"{path}: made on a machine of another byte order; build it again here")
+    if version != VERSION:
+        raise ValueError(f"{path}: version {version} of the format; this release reads version {VERSION}")
+    header = PoolHeader(*fields)
+    if data != header.to_bytes():
+        raise ValueError(f"{path}: damaged: its header does not have the checksum it tells")
+    is_possible = 1 <= header.tokens < header.length <= MAX_PLACES and header.slots.bit_count() == 1
+    if not is_possible or header.largest_token >= 1 << 31:
+        raise ValueError(f"{path}: damaged: its header holds sizes that no pool has")
+    size = os.fstat(file.fileno()).st_size
+    if size != header.file_bytes:
+        what = "cut short" if size < header.file_bytes else "longer than it should be"
+        raise ValueError(f"{path}: {what}: {size:,} bytes of {header.file_bytes:,}")
+    return header
+
+
+def _check_numbers(path: Path, pool: Pool) -> None:
+    """Refuse positions outside of the arena, tokens above the largest, and an arena that nothing ends in front."""
+    arena, heads, links, length = pool.state
+    # Read as unsigned, a negative number is above every bound: one pass finds both.
+    is_inside = max(heads.view(np.uint32).max(), links.view(np.uint32).max()) < length
+    are_tokens = arena[0] == SEPARATOR and arena.min() >= SEPARATOR and arena.max() <= pool.header.largest_token
+    if not (is_inside and are_tokens):
+        raise ValueError(f"{path}: damaged: it holds numbers that no pool has")
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
+    """Write a file beside `path` that takes its place once it is whole and on the disk; else it is removed."""
+    path = Path(os.path.realpath(path))  # a link stays a link
+    written = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open(written, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(written, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            written.unlink()
+        raise
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the name of a new file as lasting as its bytes, where the system can open a folder."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
