@@ -3,178 +3,147 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from transformers import PreTrainedModel
 
 import lookahead
+from bench.adversaries import Offer, drafting_by, perfect
+from bench.families import FAMILIES, PAGE, build, page
+from bench.speed import PassCounter
 from lookahead import LookaheadConfig
 from lookahead.errors import UnsupportedModelError
+from lookahead.proposers.base import Proposal
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 101,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.4,
-}
-EXPERTS: dict[str, Any] = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}
-MLA: dict[str, Any] = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 8,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "moe_intermediate_size": 16,
-    "first_k_dense_replace": 1,
-}
-MIXED_LAYERS = ["sliding_attention", "full_attention"]
-GPT2_SIZES: dict[str, Any] = {
-    "vocab_size": 101,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 256,
-    "initializer_range": 0.4,
-}
-# Head sizes differ from hidden_size / heads and windows are shorter than the texts, where a family has them.
-TREES: dict[str, dict[str, Any]] = {
-    "Llama": {},
-    "Mistral": {"sliding_window": 9},
-    "Qwen2": {},
-    "Qwen3": {"head_dim": 16},
-    "Gemma": {"head_dim": 16},
-    "Gemma2": {"head_dim": 16, "sliding_window": 9},
-    "Gemma3": {"head_dim": 16, "sliding_window": 9},
-    "Phi": {},
-    "Phi3": {},
-    "GPTNeoX": {},
-    "StableLm": {},
-    "Starcoder2": {"sliding_window": 9},
-    "Cohere": {},
-    "Cohere2": {"sliding_window": 9, "layer_types": MIXED_LAYERS},
-    "Granite": {},
-    "Glm4": {"head_dim": 8},
-    "SmolLM3": {},
-    "Nemotron": {},
-    "Olmo2": {},
-    "Olmo3": {"sliding_window": 9, "layer_types": MIXED_LAYERS},
-    "Mixtral": {"num_local_experts": 4, "sliding_window": 9},
-    "Qwen2Moe": EXPERTS,
-    "Qwen3Moe": EXPERTS,
-    "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
-    "DeepseekV3": MLA,
-    "GptOss": {"head_dim": 16, "sliding_window": 8, "num_local_experts": 4, "layer_types": MIXED_LAYERS},
-    "OPT": {"word_embed_proj_dim": 32, "ffn_dim": 64},
-    "Falcon": {"alibi": False},
-    "GPT2": GPT2_SIZES,
-    "GPTJ": {**GPT2_SIZES, "rotary_dim": 4},
-    "GPTBigCode": GPT2_SIZES,
-}
-PLAIN: dict[str, dict[str, Any]] = {
-    "Bloom": {"vocab_size": 101, "hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.4},
-    "GPTNeo": {
-        "vocab_size": 101,
-        "hidden_size": 32,
-        "num_layers": 2,
-        "num_heads": 4,
-        "attention_types": [[["global", "local"], 1]],
-        "window_size": 8,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.4,
-    },
-    "Mamba": {"vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 2},
-}
-CLASSES = {
-    "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
-    "GPT2": ("GPT2Config", "GPT2LMHeadModel"),
-}
+TREES, CHAINS, PLAIN = (
+    [family for family in FAMILIES.values() if family.decoded == decoded] for decoded in ("trees", "chains", "plain")
+)
 ONE = {"input_ids": torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])}
 RAGGED = {
     "input_ids": torch.tensor([[0] * 8 + [5, 9, 31, 5], [5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]]),
     "attention_mask": torch.tensor([[0] * 8 + [1] * 4, [1] * 12]),
 }
-CONFIG = LookaheadConfig(proposers=("prompt", "jacobi"), window=3, ngram_size=4, guesses=3)
+NEW_TOKENS = 19
+FIXED = LookaheadConfig(draft="fixed", min_probability=0.0)
+BRANCHING = LookaheadConfig(
+    proposers=("prompt", "jacobi"), window=3, ngram_size=4, guesses=3, draft="fixed", min_probability=0.0
+)
 
 
-def build(family: str, options: dict[str, Any]) -> PreTrainedModel:
-    config_class, model_class = CLASSES.get(family, (f"{family}Config", f"{family}ForCausalLM"))
-    sizes = SIZES if family in TREES and not family.startswith("GPT") else {}
-    if family in ("GPTNeoX", "GptOss"):
-        sizes = SIZES
-    config = getattr(transformers, config_class)(**{**sizes, **options}, bos_token_id=1, pad_token_id=0)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = getattr(transformers, model_class)(config).float().eval()
-    model.generation_config.eos_token_id = None
-    return model
+def among_decoys(answers: list[list[int]], vocab_size: int) -> Offer:
+    """Draft what every row will say, and before every right token a likelier wrong one that a right one follows."""
+
+    def offer(row: int, text: list[int], room: int) -> Proposal:
+        tokens, parents, chances, right = [text[-1]], [0], [1.0], 0
+        for token in answers[row][len(text) : len(text) + min(5, room // 3)]:
+            decoy = len(tokens)
+            tokens += [(token + 1) % vocab_size, token, token]
+            parents += [right, decoy, right]
+            chances += [0.9, 0.9, 0.8]
+            right = len(tokens) - 1
+        return Proposal(np.array(tokens, np.int32), np.array(parents, np.int32), np.array(chances, np.float32))
+
+    return offer
 
 
-def compare(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **options: Any) -> None:
+def texts_of(outputs: torch.Tensor, inputs: dict[str, torch.Tensor]) -> list[list[int]]:
+    """The rows of an output without their left padding."""
+    mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
+    return [row[int((keep == 0).sum()) :] for row, keep in zip(outputs.tolist(), mask, strict=True)]
+
+
+def generate(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
     torch.manual_seed(1)
-    expected = model.generate(**inputs, max_new_tokens=30, **options)
-    torch.manual_seed(1)
-    got = model.generate(**inputs, max_new_tokens=30, **options, custom_generate=lookahead.decode)
+    tokens: torch.Tensor = model.generate(**inputs, **{"max_new_tokens": NEW_TOKENS, **options})
+    return tokens
+
+
+def compare(
+    model: PreTrainedModel,
+    inputs: dict[str, torch.Tensor],
+    config: LookaheadConfig | None = None,
+    decoys: bool | None = None,
+    **options: Any,
+) -> int:
+    """Compare with `model.generate`, drafting the answer itself, with decoys or without, where they are said.
+
+    Returns the passes of the model.
+    """
+    expected = generate(model, inputs, **options)
+    answers = texts_of(expected, inputs)
+    offer = among_decoys(answers, 101) if decoys else perfect(answers)
+    with nullcontext() if decoys is None else drafting_by(offer), PassCounter(model) as counter:
+        got = generate(model, inputs, **options, custom_generate=lookahead.decode, lookahead_config=config)
     assert torch.equal(got, expected)
+    return counter.passes
 
 
-@pytest.mark.parametrize("family", TREES)
-def test_a_family_decoded_with_trees_gives_the_tokens_of_generate(family: str) -> None:
-    model = build(family, TREES[family])
+@pytest.mark.parametrize("family", TREES, ids=lambda family: family.name)
+def test_a_family_decoded_with_trees_gives_the_tokens_of_generate(family: Any) -> None:
+    model = build(family)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*decoded plainly")
         for inputs in (ONE, RAGGED):
-            compare(model, inputs, do_sample=False)
-            torch.manual_seed(1)
-            expected = model.generate(**inputs, max_new_tokens=30, do_sample=True)
-            torch.manual_seed(1)
-            options: dict[str, Any] = {"custom_generate": lookahead.decode, "lookahead_config": CONFIG}
-            got = model.generate(**inputs, max_new_tokens=30, do_sample=True, **options)
-            assert torch.equal(got, expected)
+            compare(model, inputs, BRANCHING, do_sample=True)
+            passes = compare(model, inputs, FIXED, decoys=True, do_sample=False)
+            assert passes == 1 + (NEW_TOKENS - 1) // 6  # the prompt, then steps that accept five of their drafts
 
 
-@pytest.mark.parametrize("family", PLAIN)
-def test_a_family_that_cannot_take_a_draft_back_is_decoded_plainly_and_says_so(family: str) -> None:
-    model = build(family, PLAIN[family])
+@pytest.mark.parametrize("family", CHAINS, ids=lambda family: family.name)
+def test_a_family_decoded_with_chains_gives_the_tokens_of_generate(family: Any) -> None:
+    model = build(family)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*decoded plainly")
+        compare(model, ONE, FIXED, do_sample=True)
+        assert compare(model, ONE, FIXED, decoys=False, do_sample=False) == 2
+        compare(model, ONE, FIXED, decoys=True, do_sample=False)
+    with pytest.warns(UserWarning, match="for 2 prompts at once.*decoded plainly"):
+        compare(model, RAGGED, do_sample=True)
+
+
+@pytest.mark.parametrize("family", CHAINS, ids=lambda family: family.name)
+def test_demanding_trees_of_a_family_that_verifies_chains_is_refused(family: Any) -> None:
+    model = build(family)
+    with pytest.raises(UnsupportedModelError, match="for 2 prompts at once"):
+        generate(model, RAGGED, custom_generate=lookahead.decode, lookahead_config=FIXED)
+    with pytest.raises(UnsupportedModelError, match="cannot verify the lookahead branch"):
+        generate(model, ONE, custom_generate=lookahead.decode, lookahead_config=BRANCHING)
+
+
+@pytest.mark.parametrize("family", PLAIN, ids=lambda family: family.name)
+def test_a_family_that_cannot_take_a_draft_back_is_decoded_plainly_and_says_so(family: Any) -> None:
+    model = build(family)
     for inputs in (ONE, RAGGED):
         with pytest.warns(UserWarning, match="decoded plainly"):
-            compare(model, inputs, do_sample=True)
-
-
-@pytest.mark.parametrize("family", PLAIN)
-def test_demanding_drafts_of_such_a_family_is_refused(family: str) -> None:
+            compare(model, inputs, do_sample=True, max_new_tokens=6)
     with pytest.raises(UnsupportedModelError, match="cannot be decoded speculatively"):
-        build(family, PLAIN[family]).generate(
-            **ONE, max_new_tokens=5, custom_generate=lookahead.decode, lookahead_config=CONFIG
-        )
+        generate(model, ONE, custom_generate=lookahead.decode, lookahead_config=FIXED)
+
+
+def test_drafts_reach_across_the_chunks_of_chunked_attention() -> None:
+    family = FAMILIES["Llama4"]
+    model, chunk = build(family), family.options["attention_chunk_size"]
+    for inputs in (ONE, RAGGED):
+        compare(model, inputs, FIXED, decoys=True, do_sample=True, max_new_tokens=3 * chunk)
+        passes = compare(model, inputs, FIXED, decoys=False, do_sample=False, max_new_tokens=3 * chunk)
+        assert passes == 2
 
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
 def test_position_embeddings_that_change_on_the_way_are_not_drafted_across(rope: str) -> None:
     parameters: dict[str, Any] = {"rope_type": rope, "rope_theta": 10000.0, "factor": 2.0}
-    if rope == "longrope":
-        parameters |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    family = "Phi3" if rope == "longrope" else "Llama"
     options: dict[str, Any] = {"rope_parameters": parameters, "max_position_embeddings": 24}
     if rope == "longrope":
+        parameters |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
         options["original_max_position_embeddings"] = 24
-    model = build(family, options)
+    family = FAMILIES["Phi3" if rope == "longrope" else "Llama"]
+    model = build(replace(family, options={**family.options, **options}))
     with pytest.warns(UserWarning, match=f"{rope} position embeddings"):
         compare(model, ONE, do_sample=False)
 
@@ -185,3 +154,7 @@ def test_an_encoder_decoder_is_refused() -> None:
     model.generation_config.decoder_start_token_id = 0
     with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
         model.generate(**ONE, max_new_tokens=5, custom_generate=lookahead.decode)
+
+
+def test_the_page_of_families_is_what_the_table_gives() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page()

@@ -1,0 +1,111 @@
+"""The architecture families that are tested: one tiny random model of each, and how it is decoded.
+
+    python -m bench.families
+    python -m bench.families --write
+
+prints docs/families.md, or writes it. `tests/test_families.py` compares every row with `model.generate`, and so
+does `bench.exactness`, with more drafts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from bench.architectures import CHAINS, CLASSES, OWN_SIZES, PLAIN, SIZES, TREES, Options, Rows
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "families.md"
+SEED = 2
+INTRODUCTION = """\
+# Architecture families
+
+Lookahead gives the tokens of `model.generate` with every model in this table, greedy or sampled; what differs is
+how much one pass can verify. **Trees** are drafts that branch, for one prompt or a batch; **chains** are drafts
+without branches, for one prompt at a time, and a batch is decoded plainly; **plain** is decoding token by token by
+transformers itself, after a warning that says why. Every row is a test: a tiny random model of the class is compared
+with `model.generate`, and a model that is not listed is probed with a few tokens when it is met for the first time.
+
+`python -m bench.families --write` writes this page."""
+
+Decoded = Literal["trees", "chains", "plain"]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One architecture in one configuration.
+
+    Attributes:
+        name: The architecture, and behind a hyphen what is special about the configuration.
+        model_class: Its class in transformers.
+        options: Of the configuration class that belongs to it.
+        decoded: What one pass can verify; plain is nothing but the next token.
+        features: What its attention is made of.
+    """
+
+    name: str
+    model_class: str
+    options: Options
+    decoded: Decoded
+    features: str
+
+
+def _families(decoded: Decoded, rows: Rows) -> Iterator[Family]:
+    """Rows with their classes and sizes."""
+    for name, (features, options) in rows.items():
+        architecture = name.partition("-")[0]
+        model_class = CLASSES.get(architecture, f"{architecture}ForCausalLM")
+        sizes = OWN_SIZES.get(architecture, SIZES)
+        yield Family(name, model_class, {**sizes, **options}, decoded, features)
+
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (*_families("trees", TREES), *_families("chains", CHAINS), *_families("plain", PLAIN))
+}
+
+
+def build(family: Family) -> PreTrainedModel:
+    """A family's tiny model: fp32 on the CPU, the same weights every time, with no end of sequence."""
+    model_class: Any = getattr(transformers, family.model_class)
+    config = model_class.config_class(**{"bos_token_id": 1, "pad_token_id": 0, **family.options})
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(SEED)
+        model: PreTrainedModel = model_class(config).float().eval()
+        for parameter in model.parameters():
+            # Biases, norms and the like begin as all zeros or all ones: a wrong use of them would not show.
+            if parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all()):
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def page() -> str:
+    """docs/families.md."""
+    lines = ["| Configuration | Class | Attention | Decoded as |", "| --- | --- | --- | --- |"]
+    for family in FAMILIES.values():
+        lines.append(f"| {family.name} | `{family.model_class}` | {family.features} | {family.decoded} |")
+    return "\n".join([INTRODUCTION, "", *lines, ""])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print or write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write docs/families.md instead of printing it")
+    if parser.parse_args(argv).write:
+        PAGE.parent.mkdir(exist_ok=True)
+        PAGE.write_text(page(), encoding="utf-8")
+    else:
+        print(page(), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
