@@ -72,6 +72,8 @@ GEMMA_SHARED: Options = {
     "hidden_size_per_layer_input": 8,
 }
 LLAMA4: Options = {**HEAD_8, "intermediate_size_mlp": 64, "num_local_experts": 4, "attention_chunk_size": 16}
+# A low cap, so that it shows; older transformers forget it under SDPA.
+SOFTCAP: Options = {"attn_logit_softcapping": 1.0, "attn_implementation": "eager"}
 MAMBA2: Options = {"mamba_n_heads": 4, "mamba_d_state": 8}
 DELTA: Options = {
     "layer_types": LINEAR,
@@ -135,7 +137,7 @@ TREES: Rows = {
     "Falcon-new": ("RoPE, GQA, parallel residual", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "FlexOlmo": ("RoPE, GQA, QK norm, MoE", EXPERTS),
     "Gemma": ("RoPE, GQA", {"head_dim": 16}),
-    "Gemma2": ("RoPE, GQA, softcap, windows in every other layer", {**MIXED_WINDOW, "head_dim": 16}),
+    "Gemma2": ("RoPE, GQA, softcap, windows in every other layer", {**MIXED_WINDOW, **SOFTCAP, "head_dim": 16}),
     "Gemma3": ("RoPE of two kinds, GQA, QK norm, windows in every other layer", {**MIXED_WINDOW, "head_dim": 16}),
     "Gemma3n": (
         "RoPE of two kinds, GQA, QK norm, windows in every other layer, layers that share KV",
@@ -239,12 +241,17 @@ TREES: Rows = {
     "Phi3": ("RoPE, GQA", {}),
     "Phi3-window": ("RoPE, GQA, windows", WINDOW),
     "Phimoe": ("RoPE, GQA, MoE", {**EXPERTS, "sliding_window": None}),
+    "Phimoe-window": ("RoPE, GQA, windows that only masks know, MoE", {**EXPERTS, **WINDOW}),
     "Qwen2": ("RoPE, GQA", {}),
     "Qwen2-windows": (
         "RoPE, GQA, windows in the upper layers",
         {**WINDOW, "use_sliding_window": True, "max_window_layers": 1},
     ),
     "Qwen2Moe": ("RoPE, GQA, MoE", EXPERTS),
+    "Qwen2Moe-windows": (
+        "RoPE, GQA, windows that only masks know, MoE",
+        {**EXPERTS, **MIXED_WINDOW, "use_sliding_window": True},
+    ),
     "Qwen3": ("RoPE, GQA, QK norm", {"head_dim": 16}),
     "Qwen3Moe": ("RoPE, GQA, QK norm, MoE", {**EXPERTS, **HEAD_8}),
     "SeedOss": ("RoPE, GQA, biases", HEAD_8),
@@ -252,11 +259,7 @@ TREES: Rows = {
     "StableLm": ("partial RoPE, GQA, QK norm", {"use_qkv_bias": True, "qk_layernorm": True}),
     "StableLm-parallel": ("partial RoPE, GQA, parallel residual", {"use_parallel_residual": True}),
     "Starcoder2": ("RoPE, GQA, windows", WINDOW),
-    # Older transformers forget its softcap under SDPA.
-    "VaultGemma": (
-        "RoPE, GQA, windows in every other layer",
-        {**MIXED_WINDOW, **HEAD_8, "attn_logit_softcapping": None},
-    ),
+    "VaultGemma": ("RoPE, GQA, softcap, windows in every other layer", {**MIXED_WINDOW, **HEAD_8, **SOFTCAP}),
     "XGLM": ("sinusoidal positions, MHA", {}),
     "Youtu": ("MLA", MLA),
 }
@@ -269,6 +272,7 @@ CHAINS: Rows = {
         "RoPE in chunks, NoPE, GQA, QK norm, attention temperature by slot, MoE",
         {**LLAMA4, "no_rope_layers": [1, 0], "floor_scale": 8},
     ),
+    "GPTNeoXJapanese": ("partial RoPE, MHA, keys that must lie in a row", {}),
     "Mpt": ("ALiBi, MHA", {}),
 }
 PLAIN: Rows = {

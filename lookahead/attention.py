@@ -51,14 +51,18 @@ class TreePass:
         trees: One tree per active row, or None when every row writes a plain chain of `slots.width` tokens
             behind its committed ones (prefill).
 
+        has_softcap: Whether the model's own attention caps scores where it is told to; SDPA does not.
+
     Attributes:
+        has_softcap: As given.
         is_from_empty: No row has committed tokens and every row writes a chain: plain causal attention.
         sees_all: Every query may look at every slot, so that no mask is needed.
     """
 
-    def __init__(self, slots: TreeSlots, trees: Sequence[TokenTree] | None) -> None:
+    def __init__(self, slots: TreeSlots, trees: Sequence[TokenTree] | None, *, has_softcap: bool = True) -> None:
         self._slots = slots
         self._trees = trees
+        self.has_softcap = has_softcap
         self.is_from_empty = trees is None and slots.kv_length == slots.width
         self.sees_all = slots.width == 1 and slots.is_even
         self._masks: dict[tuple[int, Reach, torch.dtype, torch.device], Tensor] = {}
@@ -142,7 +146,6 @@ def tree_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
-    sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -152,22 +155,23 @@ def tree_attention(
     and one SDPA call does the work.
 
     Args:
-        module: The attention layer; its configuration says whether it looks at chunks only.
+        module: The attention layer; it says how far back it looks where the arguments do not.
         query: `[rows, heads, width, dim]`.
         key: `[rows, kv_heads, kv, dim]`.
         value: `[rows, kv_heads, kv, value_dim]`.
         attention_mask: Ignored: the mask follows from the pass.
         scaling: Factor on the scores; `dim ** -0.5` when None.
         softcap: Scores become `softcap * tanh(scores / softcap)`.
-        sliding_window: Positions a query may look back, itself included.
         s_aux: `[heads]`, a learned logit per head that takes part in the softmax only (attention sinks).
-        **kwargs: What other attention functions read.
+        **kwargs: What other attention functions read; of it `sliding_window`, the positions a query may look back,
+            itself included.
 
     Returns:
         `[rows, width, heads, value_dim]`, contiguous, and None for the weights.
     """
     tree_pass = _running.get()
-    reach = _reach(module, sliding_window, key.shape[2])
+    reach = _reach(module, kwargs, key.shape[2])
+    softcap = softcap if tree_pass.has_softcap else None
     rows, heads, width, dim = query.shape
     kv_heads = key.shape[1]
     groups = heads // kv_heads
@@ -188,9 +192,15 @@ def tree_attention(
     return out.reshape(rows, width, heads, -1), None
 
 
-def _reach(module: Any, window: int | None, kv_length: int) -> Reach:
+def _reach(module: Any, kwargs: dict[str, Any], kv_length: int) -> Reach:
     """How far back the queries of a layer may look, limits that nothing reaches left out."""
     config: Any = getattr(module, "config", None)
+    window: int | None = getattr(module, "sliding_window", None)
+    if "sliding_window" in kwargs:
+        window = kwargs["sliding_window"]
+    elif window is None and not hasattr(config, "layer_types"):
+        # Some models put the window into masks only: Qwen2-MoE by its layers, PhiMoE in all of them.
+        window = getattr(config, "sliding_window", None)
     chunk: int | None = getattr(config, "attention_chunk_size", None)
     # Llama 4 tells no attention function which of its layers look at chunks only.
     if chunk is not None and config.layer_types[module.layer_idx] != "chunked_attention":

@@ -61,7 +61,7 @@ MaxNewTokens = Annotated[int, typer.Option(help="Most tokens to write.")]
 Dtype = Annotated[str, typer.Option(help="fp32, bf16, or auto: the checkpoint's own on a GPU, fp32 on a CPU.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. (default: as PyTorch chooses)")]
-Proposers = Annotated[str, typer.Option(help="Where drafts come from: prompt, jacobi, prompt,jacobi or none.")]
+Proposers = Annotated[str, typer.Option(help="Drafts' sources, of prompt, outputs, corpus, recycled, jacobi; or none.")]
 Pool = Annotated[str | None, typer.Option(metavar="FILE", help="Draft from this too, made by 'lookahead pool build'.")]
 MaxNodes = Annotated[int | None, typer.Option(help="Most draft tokens a step verifies. (default: by the proposers)")]
 Window = Annotated[int, typer.Option(help="W, columns of the Jacobi window.")]
@@ -111,7 +111,7 @@ def summarize(
     dtype: Dtype = "auto",
     device: Device = None,
     threads: Threads = None,
-    proposers: Proposers = "prompt",
+    proposers: Proposers = "prompt,outputs,recycled",
     pool: Pool = None,
     max_nodes: MaxNodes = None,
     window: Window = 7,
@@ -169,7 +169,7 @@ def generate(
     dtype: Dtype = "auto",
     device: Device = None,
     threads: Threads = None,
-    proposers: Proposers = "prompt",
+    proposers: Proposers = "prompt,outputs,recycled",
     pool: Pool = None,
     max_nodes: MaxNodes = None,
     window: Window = 7,

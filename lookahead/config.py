@@ -9,7 +9,7 @@ from typing import Literal
 
 from lookahead.errors import ConfigError
 
-PROPOSERS = ("prompt", "jacobi", "corpus")
+PROPOSERS = ("prompt", "outputs", "corpus", "recycled", "jacobi")
 MAX_NODES_LIMIT = 512
 
 
@@ -21,7 +21,9 @@ class LookaheadConfig:
 
     Attributes:
         proposers: Names of the sources that draft, of `"prompt"` (n-grams of the prompt and the output so far),
-            `"jacobi"` (the lookahead branch) and `"corpus"` (n-grams of a pool). Empty means plain decoding.
+            `"outputs"` (n-grams of earlier requests and their outputs), `"corpus"` (n-grams of a pool), `"recycled"`
+            (what the target thought likely when it last saw such a context) and `"jacobi"` (the lookahead branch).
+            Empty means plain decoding.
         pool: Path of a pool file, made by `lookahead pool build`, to draft from; it adds `"corpus"` to the
             proposers where that is not named.
         draft: `"auto"` drafts as many nodes as pay for themselves, by the measured cost of a step;
@@ -29,8 +31,12 @@ class LookaheadConfig:
         max_nodes: Most draft nodes one row's tree may hold, the root not counted, 1 to 512.
             `None` decides: 64, and with the lookahead branch its window and its guesses on top.
         min_probability: A node is drafted only when its chance of being reached is at least this, 0 to 1.
-        max_ngram: Longest context, in tokens, that the prompt and the pool are looked up by, 1 to 64.
-        min_ngram: Shortest context that they are looked up by, 1 to `max_ngram`.
+        max_ngram: Longest context, in tokens, that n-grams are looked up by, 1 to 64.
+        min_ngram: Shortest context that n-grams are looked up by, 1 to `max_ngram`.
+        memory: `"shared"` keeps what `"outputs"` and `"recycled"` collect for all later calls on the same model in
+            this process, at most 1,048,576 tokens and 262,144 contexts (52 MiB). Text of one request can
+            then change the speed of another, and so betray itself to someone who measures, but never a token.
+            `"request"` starts every call with an empty memory; only hit rates and costs outlive it.
         window: Columns W of the Jacobi window, 1 to 64.
         ngram_size: N, the length of the n-grams the window closes, 2 to 16.
         guesses: G, the most n-grams of the pool verified in a step, 0 to 64.
@@ -40,16 +46,18 @@ class LookaheadConfig:
         ConfigError: A value is out of its range.
 
     Source: Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding", §3
-        (W, N and G); Saxena 2023, "Prompt Lookup Decoding" (n-grams of the prompt as drafts).
+        (W, N and G); Saxena 2023, "Prompt Lookup Decoding" (n-grams of the prompt as drafts);
+        Luo et al. 2024, "Token Recycling" (the target's likeliest tokens as drafts).
     """
 
-    proposers: Sequence[str] = ("prompt",)
+    proposers: Sequence[str] = ("prompt", "outputs", "recycled")
     pool: str | os.PathLike[str] | None = None
     draft: Literal["auto", "fixed"] = "auto"
     max_nodes: int | None = None
     min_probability: float = 0.02
     max_ngram: int = 16
     min_ngram: int = 1
+    memory: Literal["shared", "request"] = "shared"
     window: int = 7
     ngram_size: int = 5
     guesses: int = 7
@@ -67,6 +75,8 @@ class LookaheadConfig:
             raise ConfigError(f"proposers must not repeat a name, got {self.proposers!r}")
         if self.draft not in ("auto", "fixed"):
             raise ConfigError(f"draft must be auto or fixed, got {self.draft!r}")
+        if self.memory not in ("shared", "request"):
+            raise ConfigError(f"memory must be shared or request, got {self.memory!r}")
         if self.max_nodes is not None:
             _check_range("max_nodes", self.max_nodes, 1, MAX_NODES_LIMIT)
         _check_range("max_ngram", self.max_ngram, 1, 64)
@@ -107,7 +117,7 @@ class LookaheadConfig:
             return self.max_nodes
         if not self.proposers:
             return 0
-        budget = 64 if {"prompt", "corpus"} & set(self.proposers) else 0
+        budget = 64 if set(self.proposers) != {"jacobi"} else 0
         if "jacobi" in self.proposers:
             budget += self.window_nodes + self.guesses * (self.ngram_size - 1)
         return min(budget, MAX_NODES_LIMIT)

@@ -35,6 +35,7 @@ def merge(
     *,
     budget: int,
     max_depth: int,
+    sources: Sequence[int] | None = None,
     min_probability: float = 0.0,
     costs: NDArray[np.float64] | None = None,
     is_chain: bool = False,
@@ -49,26 +50,38 @@ def merge(
 
     Args:
         root: The newest committed token.
-        proposals: One proposal, or None, per proposer; at most 31. Each has `root` as its root.
+        proposals: One proposal, or None, per proposer. Each has `root` as its root.
         budget: Most nodes besides the root.
         max_depth: Deepest node worth verifying: one less than the tokens the row may still emit.
+        sources: How many sources each proposer has, 31 in all at most: their bits stand side by side in the
+            tree's. None where each has one.
         min_probability: Lowest probability of being reached that a node is drafted for.
         costs: float64 `[budget + 2]` or longer, what a step with that many nodes costs, the root counted; None
             where nodes are free.
         is_chain: Whether to keep the likeliest child of a node only, required ones or not.
     """
-    offers = [(source, offer) for source, offer in enumerate(proposals) if offer is not None]
+    firsts = np.cumsum([0, *sources]).tolist() if sources is not None else range(len(proposals))
+    offers = [(first, offer) for first, offer in zip(firsts, proposals, strict=False) if offer is not None]
     if not offers or budget <= 0 or max_depth <= 0:
         return Draft(TokenTree.root(root), tuple(np.zeros(_size(offer), np.int32) for offer in proposals))
-    parts = [(offer.tokens, offer.parents, offer.probabilities) for _, offer in offers]
+    parts = [
+        (
+            offer.tokens,
+            offer.parents,
+            offer.probabilities,
+            offer.sources if offer.sources is not None else np.ones(len(offer.tokens), np.int32),
+        )
+        for _, offer in offers
+    ]
     offered = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))
-    all_tokens, all_parents, all_probabilities = offered
-    tokens, parents, depths, sources, where = _merge(
+    all_tokens, all_parents, all_probabilities, all_sources = offered
+    tokens, parents, depths, origins, where = _merge(
         root,
         all_tokens,
         all_parents,
         all_probabilities,
-        np.array([(len(offer.tokens), offer.required, source) for source, offer in offers]),
+        all_sources,
+        np.array([(len(offer.tokens), offer.required, first) for first, offer in offers]),
         budget,
         max_depth,
         min_probability,
@@ -77,7 +90,7 @@ def merge(
     )
     ends = np.cumsum([_size(offer) for offer in proposals])
     placed = tuple(where[end - _size(offer) : end] for end, offer in zip(ends, proposals, strict=True))
-    return Draft(TokenTree(tokens, parents, depths, sources), placed)
+    return Draft(TokenTree(tokens, parents, depths, origins), placed)
 
 
 def _size(offer: Proposal | None) -> int:
@@ -86,9 +99,9 @@ def _size(offer: Proposal | None) -> int:
 
 
 @njit(cache=True)
-def _merge(root, tokens, parents, probabilities, offers, budget, max_depth, min_probability, costs, is_chain):
+def _merge(root, tokens, parents, probabilities, origins, offers, budget, max_depth, min_probability, costs, is_chain):
     """Union trie, then selection, then depth-first layout; returns the tree's arrays and where nodes went."""
-    trie = _union(root, tokens, parents, probabilities, offers)
+    trie = _union(root, tokens, parents, probabilities, origins, offers)
     trie_tokens, trie_parents, trie_depths, reach, must, trie_sources, where = trie
     if is_chain:
         _leave_likeliest_chain(trie_parents, reach, must)
@@ -110,10 +123,10 @@ def _merge(root, tokens, parents, probabilities, offers, budget, max_depth, min_
 
 
 @njit(cache=True)
-def _union(root, tokens, parents, probabilities, offers):
+def _union(root, tokens, parents, probabilities, origins, offers):
     """Insert every proposal into one trie; a node's probability is the highest of those offered.
 
-    `offers` holds (nodes, required nodes, source) of each proposal.
+    `offers` holds (nodes, required nodes, first source) of each proposal.
     """
     most = len(tokens) + 1
     trie_tokens, trie_parents = np.empty(most, np.int32), np.zeros(most, np.int32)
@@ -123,7 +136,7 @@ def _union(root, tokens, parents, probabilities, offers):
     where = np.zeros(len(tokens), np.int32)
     trie_tokens[0], chance[0], must[0] = root, 1.0, True
     count, start = 1, 0
-    for size, required, source in offers:
+    for size, required, first_source in offers:
         for i in range(1, size):
             parent = where[start + parents[start + i]]
             token = tokens[start + i]
@@ -136,7 +149,7 @@ def _union(root, tokens, parents, probabilities, offers):
                 trie_tokens[node], trie_parents[node], depths[node] = token, parent, depths[parent] + 1
                 next_sibling[node], first_child[parent] = first_child[parent], node
             chance[node] = max(chance[node], min(1.0, probabilities[start + i]))
-            sources[node] |= 1 << source
+            sources[node] |= origins[start + i] << first_source
             must[node] = must[node] or i < required
             where[start + i] = node
         start += size

@@ -17,8 +17,9 @@ from lookahead.config import LookaheadConfig
 from lookahead.cost import FloatArray, StepCost
 from lookahead.drafting import Draft, merge
 from lookahead.errors import PromptError
-from lookahead.proposers.base import IntArray, Outcome, Proposer
-from lookahead.sampling import TokenChooser, likeliest, not_a_number
+from lookahead.proposers.base import IntArray, Outcome, Proposer, Top
+from lookahead.sampling import TokenChooser, not_a_number
+from lookahead.scores import Scores, read_scores
 from lookahead.stats import DecodingStats
 from lookahead.stopping import StoppingRule
 from lookahead.target import Target
@@ -99,6 +100,8 @@ class Engine:
         self._device = prompts.device
         self._budget = config.node_budget
         self._needs_argmax = any(proposer.needs_argmax for proposer in proposers)
+        self._needs_top = any(proposer.needs_top for proposer in proposers)
+        self._sources = [name for proposer in proposers for name in proposer.sources]
         padded = prompts.cpu().numpy()
         self._keep_cache = keep_cache
         self._is_chain = is_chain
@@ -149,28 +152,29 @@ class Engine:
         logits = self._target.prefill(self._prompts)
         nothing = tuple(_NO_ARGMAX for _ in self._proposers)
         drafts = [Draft(TokenTree.root(int(row.ids[row.length - 1])), nothing) for row in self._rows]
-        return self._emit(drafts, logits, self._argmax(logits))
+        return self._emit(drafts, logits, self._read(logits))
 
     def step(self) -> list[Emission]:
         """Advance every running row by one target pass; the model must be in service."""
         drafts = self._draft_all()
         begin = time.perf_counter()
         logits = self._target.score([draft.tree for draft in drafts])
-        argmax = self._argmax(logits)
+        scores = self._read(logits)
         self._cost.observe(logits.shape[0] * logits.shape[1], time.perf_counter() - begin)
         for row, draft in zip(self._rows, drafts, strict=True):
             self._count_draft(row.stats, draft)
-        return self._emit(drafts, logits, argmax)
+        return self._emit(drafts, logits, scores)
 
-    def _emit(self, drafts: Sequence[Draft], logits: Tensor, argmax: IntArray) -> list[Emission]:
+    def _emit(self, drafts: Sequence[Draft], logits: Tensor, scores: Scores) -> list[Emission]:
         """Verify every row's tree, then let the cache, the stats and the proposers follow from what was chosen."""
         with nullcontext() if self._is_simple else self._target.resting():
-            verdicts = [self._verify(i, draft, logits, argmax) for i, draft in enumerate(drafts)]
+            verdicts = [self._verify(i, draft, logits, scores.argmax) for i, draft in enumerate(drafts)]
         emissions = []
         for i, (row, draft, verdict) in enumerate(zip(self._rows, drafts, verdicts, strict=True)):
             self._target.commit(i, verdict.path)
             self._count_verdict(row.stats, draft, verdict)
-            self._observe(row, draft, verdict, argmax[i, : len(draft.tree)] if self._needs_argmax else _NO_ARGMAX)
+            heard = scores.argmax[i, : len(draft.tree)] if self._needs_argmax else _NO_ARGMAX
+            self._observe(row, draft, Outcome(verdict.tokens, verdict.path, heard, _top_of(draft.tree, scores, i)))
             emissions.append(Emission(row.index, verdict.tokens, verdict.finished))
         self._retire([i for i, verdict in enumerate(verdicts) if verdict.finished])
         return emissions
@@ -189,6 +193,7 @@ class Engine:
             proposals,
             budget=self._budget,
             max_depth=min(self._stopping.max_length - row.length - 1, self._positions_left(row)),
+            sources=[len(proposer.sources) for proposer in self._proposers],
             min_probability=self._config.min_probability,
             costs=costs,
             is_chain=self._is_chain,
@@ -210,13 +215,12 @@ class Engine:
             )
         return self._target.positions - length
 
-    def _argmax(self, logits: Tensor) -> IntArray:
-        """int32 `[active, nodes]`, the likeliest token after every node: the step's one read from the device."""
-        wanted = self.chooser.is_plain_greedy or self._needs_argmax
+    def _read(self, logits: Tensor) -> Scores:
+        """The likeliest tokens after every node, as far as anyone asks: the step's one read from the device."""
+        wanted = self.chooser.is_plain_greedy or self._needs_argmax or self._needs_top
         if not wanted and logits.device.type == "cpu":
-            return _NO_ARGMAX  # elsewhere reading it is also what waits for the pass, so that its time is known
-        argmax: IntArray = likeliest(logits).cpu().numpy()
-        return argmax
+            return Scores(_NO_ARGMAX)  # elsewhere reading is also what waits for the pass, so that its time is known
+        return read_scores(logits, with_top=self._needs_top)
 
     def _verify(self, i: int, draft: Draft, logits: Tensor, argmax: IntArray) -> Verdict:
         """Walk the tree of active row i; its ids grow by the tokens it emits."""
@@ -246,9 +250,8 @@ class Engine:
         """The row's ids so far, int64 `[1, tokens]`, on the device of the prompts."""
         return torch.from_numpy(row.ids[: row.length])[None].to(self._device)
 
-    def _observe(self, row: _Row, draft: Draft, verdict: Verdict, argmax: IntArray) -> None:
+    def _observe(self, row: _Row, draft: Draft, outcome: Outcome) -> None:
         """Let the proposers learn from what happened to their offers."""
-        outcome = Outcome(verdict.tokens, verdict.path, argmax)
         for proposer, placed in zip(self._proposers, draft.placed, strict=True):
             proposer.observe(row.index, outcome, placed)
 
@@ -256,9 +259,9 @@ class Engine:
         """Count a draft that was verified."""
         stats.target_forwards += 1
         stats.drafted_tokens += len(draft.tree) - 1
-        drafted = count_by_source(draft.tree, np.arange(len(draft.tree), dtype=np.int32), len(self._proposers))
-        for proposer, count in zip(self._proposers, drafted, strict=True):
-            stats.drafted_by_source[proposer.name] += count
+        drafted = count_by_source(draft.tree, np.arange(len(draft.tree), dtype=np.int32), len(self._sources))
+        for name, count in zip(self._sources, drafted, strict=True):
+            stats.drafted_by_source[name] += count
 
     def _count_verdict(self, stats: DecodingStats, draft: Draft, verdict: Verdict) -> None:
         """Count what was emitted; the first token of a row comes from the prefill, not from a draft's pass."""
@@ -266,9 +269,9 @@ class Engine:
             stats.acceptance_histogram[len(verdict.tokens)] += 1
         stats.emitted_tokens += len(verdict.tokens)
         stats.accepted_tokens += len(verdict.path) - 1
-        accepted = count_by_source(draft.tree, verdict.path, len(self._proposers))
-        for proposer, count in zip(self._proposers, accepted, strict=True):
-            stats.accepted_by_source[proposer.name] += count
+        accepted = count_by_source(draft.tree, verdict.path, len(self._sources))
+        for name, count in zip(self._sources, accepted, strict=True):
+            stats.accepted_by_source[name] += count
 
     def _retire(self, finished: Sequence[int]) -> None:
         """Take finished rows out, the last active row filling each gap, in the target as in the engine."""
@@ -283,3 +286,10 @@ class Engine:
                 self._rows[i] = last
         if self._rows:
             self.chooser.forget_before(min(row.emitted for row in self._rows))
+
+
+def _top_of(tree: TokenTree, scores: Scores, i: int) -> Top | None:
+    """What the target thinks likely after every node of active row i's tree, where it was read."""
+    if scores.top is None or scores.probabilities is None:
+        return None
+    return Top(tree, scores.top[i, : len(tree)], scores.probabilities[i, : len(tree)])

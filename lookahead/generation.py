@@ -25,16 +25,15 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from lookahead.config import PROPOSERS, LookaheadConfig
+from lookahead.config import LookaheadConfig
 from lookahead.cost import StepCost
 from lookahead.engine import Engine
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
 from lookahead.handover import adopt, hand_back, output_dict, padded_sequences
-from lookahead.ngram.hits import HitRates
 from lookahead.plain import PlainLoop
 from lookahead.pools.fingerprint import fingerprint_of
 from lookahead.pools.opening import open_pool
-from lookahead.proposers import make_proposers
+from lookahead.proposers import Experience, make_proposers
 from lookahead.request import (
     prompt_lengths,
     refuse_model,
@@ -175,7 +174,7 @@ def prepare(
     experience = _experience_of(model)
     return Engine(
         target,
-        make_proposers(config, experience.rates, pool),
+        make_proposers(config, experience.proposers, pool),
         experience.cost,
         config,
         TokenChooser(
@@ -205,10 +204,10 @@ def _complaint(model: PreTrainedModel, support: Support, batch_size: int, config
 
 
 class _Experience:
-    """What is learned of a model and worth keeping from one call to the next: never text, only rates and seconds."""
+    """What is learned of a model and worth keeping from one call to the next."""
 
     def __init__(self) -> None:
-        self.rates = {name: HitRates() for name in PROPOSERS}
+        self.proposers = Experience()
         self.cost = StepCost()
 
 

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from lookahead.errors import LogitsError
+from lookahead.scores import likeliest
 
 
 class TokenChooser:
@@ -94,12 +95,6 @@ class TokenChooser:
             shape = (self._batch_size, probs.shape[-1])
             self._noise.append(torch.empty(shape, dtype=probs.dtype, device=probs.device).exponential_())
         return self._noise[step - self._first_step]
-
-
-def likeliest(scores: Tensor) -> Tensor:
-    """The index of the highest of `[..., vocab]` scores, int32 `[...]`; negative where one is not a number."""
-    values, indices = scores.max(-1)
-    return torch.where(values.isnan(), -1, indices).to(torch.int32)
 
 
 def not_a_number(row: int, step: int) -> LogitsError:

@@ -52,8 +52,15 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
         max_length: Tokens the longest row may reach; some position embeddings change their rule on the way.
     """
     config: Any = model.config.get_text_config()
-    if getattr(model, "_is_stateful", False) or set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS:
+    others = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
+    if getattr(model, "_is_stateful", False):
         return Support("none", "its state is sequential, so a rejected draft could not be taken back")
+    if others:
+        return Support("none", f"its {' and '.join(sorted(others))} layers see more than positions and masks")
+    for name in ("keep_window_size", "" if model._can_set_attn_implementation() else "sliding_window"):
+        window = getattr(config, name, None) if name else None
+        if window is not None and max_length > window:
+            return Support("none", f"its attention drops tokens beyond {window} in a way of its own")
     reason = _own_ways(model)
     if reason:
         return Support("none", reason)
@@ -134,21 +141,28 @@ def _complaint(model: PreTrainedModel, shape: Shape) -> str:
 @torch.inference_mode()
 def _scores_like_the_model(model: PreTrainedModel, shape: Shape, tokens: Sequence[int]) -> bool:
     """Whether two drafted passes, with a commit between them, give the logits of the model's own passes."""
-    prompt, parents = np.array(tokens[:3], np.int32), _TREE if shape == "trees" else _CHAIN
-    target = Target(model, rows=1, capacity=16, device=input_device(model), shape=shape)
-    tree = TokenTree.from_parents([tokens[2], *tokens[2:]], parents)
-    text = list(tokens[:2])
+    tree = TokenTree.from_parents([tokens[2], *tokens[2:]], _TREE if shape == "trees" else _CHAIN)
+    path = np.array([0, 4] if shape == "trees" else [0, 1], np.int32)
+    texts = [list(tokens[:2]), list(tokens[1:2])][: 2 if shape == "trees" else 1]
+    target = Target(model, rows=len(texts), capacity=16, device=input_device(model), shape=shape)
     with target.serving():
-        target.prefill([prompt])
-        first = target.score([tree])[0]
-        path = np.array([0, 4] if shape == "trees" else [0, 1], np.int32)
-        target.commit(0, path)
-        second = target.score([TokenTree.root(tokens[0])])[0, 0]
-    checks = [(_path(tree, node), first[node]) for node in (len(tree) - 1, len(tree) - 2)]
-    checks.append(([*tree.tokens[path].tolist(), tokens[0]], second))
+        target.prefill([np.array([*text, tokens[2]], np.int32) for text in texts])
+        first = target.score([tree] * len(texts))
+        for row in range(len(texts)):
+            target.commit(row, path)
+        second = target.score([TokenTree.root(tokens[0])] * len(texts))
+    checks = [
+        (text + tail, logits)
+        for row, text in enumerate(texts)
+        for tail, logits in (
+            (_path(tree, len(tree) - 1), first[row, -1]),
+            (_path(tree, len(tree) - 2), first[row, -2]),
+            ([*tree.tokens[path].tolist(), tokens[0]], second[row, 0]),
+        )
+    ]
     tolerance = max(_TOLERANCE.get(dtype, _FINE_TOLERANCE) for dtype in (model.dtype, first.dtype))
-    for tail, logits in checks:
-        expected = _own_logits(model, text + tail, logits)
+    for ids, logits in checks:
+        expected = _own_logits(model, ids, logits)
         if not (logits - expected).norm() <= tolerance * expected.norm():
             return False
     return True

@@ -193,7 +193,7 @@ class Target:
     ) -> Tensor:
         """One pass of the model over `[active, width]` tokens; returns the logits of all columns, or of `keep`."""
         self.cache.slots.begin(tokens.shape[1])
-        tree_pass = TreePass(self.cache.slots, trees)
+        tree_pass = TreePass(self.cache.slots, trees, has_softcap=self._own_attention != "sdpa")
         options: dict[str, object] = {}
         columns = None if keep is None else torch.from_numpy(keep).to(self._device)
         if self._keeps_logits and columns is not None:

@@ -63,3 +63,38 @@ def continuation(stream: Sequence[int], position: int, depth: int, *, is_open: b
         tokens.append(stream[at])
         at += 1
     return tokens
+
+
+class RecycledByDict:
+    """What `RecycledTable` remembers where it forgets nothing: successors by context, the newest."""
+
+    def __init__(self) -> None:
+        self.successors: dict[tuple[int, ...], tuple[list[int], list[float]]] = {}
+
+    def store(
+        self,
+        before: Sequence[int],
+        parents: Sequence[int],
+        tokens: Sequence[int],
+        top: Sequence[list[int]],
+        chances: Sequence[list[float]],
+    ) -> None:
+        """As `RecycledTable.store`."""
+        for node in range(len(tokens)):
+            path: list[int] = []
+            up = node
+            while up != 0:
+                path.insert(0, tokens[up])
+                up = parents[up]
+            for order in range(1, 5):
+                context = (*before, *path)[-order:]
+                if len(context) == order and min(context) >= 0:
+                    self.successors[context] = (top[node], chances[node])
+
+    def find(self, context: Sequence[int]) -> tuple[int, list[int], list[float]]:
+        """As `RecycledTable.find`."""
+        for order in range(min(4, len(context)), 0, -1):
+            known = self.successors.get(tuple(context[len(context) - order :]))
+            if known is not None:
+                return order, *known
+        return 0, [], []

@@ -264,7 +264,10 @@ def test_what_goes_wrong_within_a_document_is_that_document_s_alone(summarize, m
         (["a.txt", "--ngram-size", "1"], "ngram_size must be a whole number from 2 to 16, got 1"),
         (["a.txt", "--guesses", "65"], "guesses must be a whole number from 0 to 64, got 65"),
         (["a.txt", "--max-nodes", "0"], "max_nodes must be a whole number from 1 to 512, got 0"),
-        (["a.txt", "--proposers", "magic"], "proposers must be of prompt, jacobi, corpus, got 'magic'"),
+        (
+            ["a.txt", "--proposers", "magic"],
+            "proposers must be of prompt, outputs, corpus, recycled, jacobi, got 'magic'",
+        ),
         (["a.txt", "-o", "."], "output . is a directory"),
         (["a.txt", "-o", "gone/out.jsonl"], "there is no directory gone"),
         (["a.txt", "-o", "/proc/out.jsonl"], "output /proc/out.jsonl cannot be written: "),

@@ -21,11 +21,15 @@ from lookahead.ngram.pool import Pool, write_pool
 from lookahead.pools.fingerprint import fingerprint_of
 from lookahead.pools.opening import open_pool
 from lookahead.proposers.base import Outcome
-from lookahead.proposers.corpus import CorpusProposer
+from lookahead.proposers.mixture import MixtureProposer
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 60}
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.2, "top_k": 30, "max_new_tokens": 60}
 NOTHING = np.zeros(0, np.int32)
+
+
+def corpus_proposer(pool: Pool, *, rates: HitRates | None = None, **options: int) -> MixtureProposer:
+    return MixtureProposer(("corpus",), rates=rates, pool=pool, **options)
 
 
 def ids(*tokens: int) -> np.ndarray:
@@ -58,7 +62,7 @@ def small_pool(tmp_path: Path) -> Pool:
 
 
 def test_it_offers_what_follows_the_last_tokens_in_the_pool(small_pool):
-    proposer = CorpusProposer(small_pool)
+    proposer = corpus_proposer(small_pool)
     proposer.start(0, ids(1, 9, 4))
     assert proposer.propose(0, 1).tokens.tolist() == [4, 8]
     proposer.start(1, ids(2, 3, 4))
@@ -67,17 +71,18 @@ def test_it_offers_what_follows_the_last_tokens_in_the_pool(small_pool):
 
 
 def test_what_was_emitted_is_looked_up_with_what_stood_before_it(small_pool):
-    proposer = CorpusProposer(small_pool, min_ngram=2)
+    proposer = corpus_proposer(small_pool, min_ngram=2)
     proposer.start(0, ids(3))
     assert proposer.propose(0, 4) is None
     proposer.observe(0, Outcome(ids(4), ids(0), NOTHING), NOTHING)
     assert 5 in proposer.propose(0, 4).tokens
     proposer.observe(0, Outcome(ids(100), ids(0), NOTHING), NOTHING)
-    assert proposer.propose(0, 4) is None
+    # Nothing in the pool follows 100; what was emitted before is offered as a frequent token may be.
+    assert not {5, 6, 7, 8} & set(proposer.propose(0, 4).tokens.tolist())
 
 
 def test_rows_keep_to_themselves_and_a_finished_one_leaves_its_number_free(small_pool):
-    proposer = CorpusProposer(small_pool)
+    proposer = corpus_proposer(small_pool)
     proposer.start(0, ids(3, 4, 5))
     proposer.start(1, ids(100))
     assert proposer.propose(1, 4) is None
@@ -89,19 +94,20 @@ def test_rows_keep_to_themselves_and_a_finished_one_leaves_its_number_free(small
 
 def test_offers_that_never_come_true_become_unlikely(small_pool):
     rates = HitRates()
-    proposer = CorpusProposer(small_pool, rates=rates)
+    proposer = corpus_proposer(small_pool, rates=rates)
     proposer.start(0, ids(3, 4, 5))
     before = proposer.propose(0, 4).probabilities[1]
     for _ in range(100):
         proposer.observe(0, Outcome(ids(99, 3, 4, 5), ids(0), NOTHING), NOTHING)
-        after = proposer.propose(0, 4).probabilities[1]
-    assert after < 0.5 * before
+        offer = proposer.propose(0, 40)
+    after = offer.probabilities[(offer.tokens == 6) & (offer.parents == 0)]
+    assert after.max(initial=0.0) < 0.5 * before
 
 
 @pytest.mark.parametrize("lengths", [(0, 4), (5, 4), (1, 65)])
 def test_lengths_out_of_range_are_refused(small_pool, lengths):
     with pytest.raises(ValueError, match="min_ngram <= max_ngram <= 64"):
-        CorpusProposer(small_pool, *lengths)
+        corpus_proposer(small_pool, min_ngram=lengths[0], max_ngram=lengths[1])
 
 
 # Outputs
@@ -205,7 +211,7 @@ def test_a_tokenizer_that_was_saved_keeps_its_fingerprint(tmp_path, tiny_tokeniz
 
 
 def test_a_pool_adds_its_proposer_where_that_is_not_named():
-    assert LookaheadConfig(pool="a.lkp").proposers == ("prompt", "corpus")
+    assert LookaheadConfig(pool="a.lkp").proposers == (*LookaheadConfig().proposers, "corpus")
     assert LookaheadConfig(pool=Path("a.lkp"), proposers=("corpus", "prompt")).proposers == ("corpus", "prompt")
     assert LookaheadConfig(pool=Path("a.lkp"), proposers=()).proposers == ("corpus",)
     assert LookaheadConfig(pool="a.lkp", proposers=()).node_budget == 64

@@ -36,7 +36,8 @@ def proposals(draw: st.DrawFn) -> Proposal:
             tokens.append(edge[1])
     chances = [1.0] + [draw(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0])) for _ in tokens[1:]]
     required = draw(st.integers(0, 4))
-    return Proposal(np.array(tokens, np.int32), np.array(parents, np.int32), np.array(chances, np.float32), required)
+    arrays = np.array(tokens, np.int32), np.array(parents, np.int32), np.array(chances, np.float32)
+    return Proposal(*arrays, required=required)
 
 
 def paths(tokens: np.ndarray, parents: np.ndarray) -> list[tuple[int, ...]]:

@@ -32,7 +32,12 @@ RAGGED = {
 NEW_TOKENS = 19
 FIXED = LookaheadConfig(draft="fixed", min_probability=0.0)
 BRANCHING = LookaheadConfig(
-    proposers=("prompt", "jacobi"), window=3, ngram_size=4, guesses=3, draft="fixed", min_probability=0.0
+    proposers=("prompt", "outputs", "recycled", "jacobi"),
+    window=3,
+    ngram_size=4,
+    guesses=3,
+    draft="fixed",
+    min_probability=0.0,
 )
 
 

@@ -23,9 +23,14 @@ SAMPLING = [
 PROCESSED = {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 8}
 CONFIGS = {
     "plain": LookaheadConfig(proposers=()),
-    "prompt": LookaheadConfig(),
+    "default": LookaheadConfig(),
+    "prompt": LookaheadConfig(proposers=("prompt",)),
+    "recycled": LookaheadConfig(proposers=("recycled",), draft="fixed", min_probability=0.0, memory="request"),
+    "outputs": LookaheadConfig(proposers=("outputs",), draft="fixed", min_probability=0.0),
     "jacobi": LookaheadConfig(proposers=("jacobi",), window=4, ngram_size=4, guesses=4),
-    "both": LookaheadConfig(proposers=("prompt", "jacobi"), window=5, ngram_size=3, guesses=3),
+    "all": LookaheadConfig(
+        proposers=("prompt", "outputs", "recycled", "jacobi"), draft="fixed", window=5, ngram_size=3, guesses=3
+    ),
 }
 
 

@@ -70,7 +70,8 @@ def test_the_tree_has_the_published_mask_at_every_stage_of_the_warm_up(size, ste
         np.append(window.cells[0, :1], (1 << 20) + chains).astype(np.int32),
         np.append(ids(0), guess_parents),
         np.ones(1 + guesses * guess_size, np.float32),
-        np.zeros(1 + guesses * guess_size, np.int32),
+        features=np.zeros(1 + guesses * guess_size, np.int32),
+        sources=np.ones(1 + guesses * guess_size, np.int32),
     )
     planted = window.plant(10_000, guess)
     tree = TokenTree.from_parents(planted.tokens, planted.parents)
@@ -120,7 +121,7 @@ def test_same_tokens_make_the_same_window_whatever_the_global_random_state():
 def test_equal_branches_of_window_and_guesses_are_one_node():
     window = JacobiWindow(3, 3, ids(7))  # 7 7 7 along level 0
     window.slide(np.array([[7, 7, 7]], np.int32), ids(7), ids(7, 7))
-    guesses = Trie(ids(7, 7, 9), ids(0, 0, 1), np.array([1, 0.75, 0.5], np.float32), ids(0, 0, 0))
+    guesses = Trie(ids(7, 7, 9), ids(0, 0, 1), np.array([1, 0.75, 0.5], np.float32), ids(0, 0, 0), ids(0, 1, 1))
     planted = window.plant(99, guesses)
     TokenTree.from_parents(planted.tokens, planted.parents)  # raises on two equal children
     assert planted.tokens.tolist() == [7, 7, 7, 7, 9]

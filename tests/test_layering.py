@@ -21,7 +21,7 @@ MAX_LINES = 400
 FLOORS = (
     {"errors"},
     {"ngram", "kernels", "config", "tree", "files", "loading"},
-    {"proposers.base", "pools"},
+    {"proposers.base", "pools", "scores"},
     {"drafting", "cost", "sampling", "stopping", "verify", "stats"},
     {"proposers"},
     {"cache"},

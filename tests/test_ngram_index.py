@@ -166,7 +166,7 @@ def test_nothing_is_found_where_nothing_repeats(tokens):
     index.append(tokens)
     assert found(index) == []
     assert found(index, []) == []
-    assert grow_trie(index, HitRates(), 8) is None
+    assert grow_trie([index], HitRates(), 8) is None
 
 
 @pytest.mark.parametrize(
@@ -197,11 +197,11 @@ def test_options_out_of_range_are_refused_by_name():
         with pytest.raises(ValueError, match="min_ngram <= max_ngram"):
             index.find(**limits)
         with pytest.raises(ValueError, match="min_ngram <= max_ngram"):
-            grow_trie(index, HitRates(), 4, **limits)
+            grow_trie([index], HitRates(), 4, **limits)
     with pytest.raises(ValueError, match="max_links"):
         index.find(max_links=0)
     with pytest.raises(ValueError, match="max_links"):
-        grow_trie(index, HitRates(), 4, max_links=0)
+        grow_trie([index], HitRates(), 4, max_links=0)
     with pytest.raises(ValueError, match="max_tokens"):
         ChainIndex(max_tokens=10)
     with pytest.raises(TypeError, match="int32"):
@@ -211,7 +211,7 @@ def test_options_out_of_range_are_refused_by_name():
 @given(few_documents, st.one_of(st.none(), tokens_of), st.integers(1, 40))
 def test_a_tree_holds_what_followed_and_nothing_else_likeliest_path_first(documents, context, room):
     index = index_of(documents)
-    grown = grow_trie(index, HitRates(), room, context=context, max_links=1 << 12)
+    grown = grow_trie([index], HitRates(), room, context=context, max_links=1 << 12)
     stream = index.tokens.tolist()
     tail = stream if context is None else context
     matches = [position for position, length in find_by_scan(stream, tail, max_ngram=16)]
@@ -253,7 +253,7 @@ def ancestors(parents: np.ndarray, node: int) -> set[int]:
 @given(few_documents, st.integers(1, 12))
 def test_a_smaller_tree_holds_the_likeliest_nodes_of_a_larger_one(documents, room):
     index = index_of(documents)
-    small, large = grow_trie(index, HitRates(), room), grow_trie(index, HitRates(), 200)
+    small, large = grow_trie([index], HitRates(), room), grow_trie([index], HitRates(), 200)
     if large is None:
         assert small is None
         return
@@ -271,7 +271,7 @@ def test_occurrences_that_agree_make_a_continuation_likelier():
     once, thrice = ChainIndex(), ChainIndex()
     once.append([1, 2, 9, 1])
     thrice.append([1, 2, 5, 1, 2, 6, 1, 2, 7, 1, 2, 9, 1])
-    one, three = grow_trie(once, HitRates(), 1), grow_trie(thrice, HitRates(), 1)
+    one, three = grow_trie([once], HitRates(), 1), grow_trie([thrice], HitRates(), 1)
     assert one.tokens[1] == three.tokens[1] == 2
     assert three.probabilities[1] > one.probabilities[1]
 
@@ -279,14 +279,14 @@ def test_occurrences_that_agree_make_a_continuation_likelier():
 def test_a_loop_is_continued_as_a_loop():
     index = ChainIndex()
     index.append([4, 5, 6] * 5)
-    grown = grow_trie(index, HitRates(), 7)
+    grown = grow_trie([index], HitRates(), 7)
     assert grown.tokens.tolist() == [6, 4, 5, 6, 4, 5, 6, 4]
 
 
 def test_a_tree_without_room_is_no_tree():
     index = index_of([[1, 1, 1]])
-    assert grow_trie(index, HitRates(), 0) is None
-    assert grow_trie(index, HitRates(), -3) is None
+    assert grow_trie([index], HitRates(), 0) is None
+    assert grow_trie([index], HitRates(), -3) is None
 
 
 def chain_tree(tokens: list[int], feature: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -303,9 +303,13 @@ def test_a_hit_rate_starts_at_its_guess_and_ends_at_what_was_seen():
     rng = np.random.default_rng(0)
     for hit in rng.random(3000) < 0.97:
         rates.learn(*tree, np.array([5 if hit else 6], np.int32))
-    assert rates.table[feature, 0] == pytest.approx(0.97, abs=0.04)
+    assert rates.table[feature, 0] * rates.follows[0, 0] == pytest.approx(0.97, abs=0.04)
     assert rates.table[feature, 2] < 400
-    assert np.array_equal(np.delete(rates.table[:, 0], feature), np.delete(rates.prior, feature))
+    # Matches of the same length and rank are likelier for it, whatever else is known of them; others are not.
+    moved = rates.table[:, 0] != rates.prior
+    assert moved[feature]
+    assert (rates.table[moved, 0] > rates.prior[moved]).all()
+    assert moved.sum() < 0.02 * moved.size
 
 
 def test_a_candidate_counts_only_once_its_parent_was_emitted():
@@ -317,18 +321,18 @@ def test_a_candidate_counts_only_once_its_parent_was_emitted():
 def test_a_token_that_copies_end_at_makes_all_that_follows_it_less_likely():
     index, rates = ChainIndex(), HitRates()
     index.append([5, 6, 7, 8, 9, 5, 6])
-    before = grow_trie(index, rates, room=4)
+    before = grow_trie([index], rates, room=4)
     chain = np.maximum(np.arange(3) - 1, 0).astype(np.int32)
     for _ in range(50):  # after 7 the output never goes on with 8
         rates.learn(chain, np.array([6, 7, 8], np.int32), before.features[:3], np.array([7, 1], np.int32))
-    after = grow_trie(index, rates, room=4)
+    after = grow_trie([index], rates, room=4)
     assert before.tokens[:3].tolist() == after.tokens[:3].tolist() == [6, 7, 8]
     assert rates.follows[7, 0] < 0.5 < 0.9 < rates.follows[6, 0]
     assert after.probabilities[2] < 0.5 * before.probabilities[2]
 
 
 def test_the_first_guess_falls_with_the_rank_and_grows_with_the_match():
-    prior = HitRates().prior.reshape(-1, RANKS, hits.SUPPORTS)
+    prior = HitRates().prior[: 9 * RANKS * 15].reshape(9, RANKS, 15)
     assert (np.diff(prior[:, 0], axis=0) > 0).all()
     assert (np.diff(prior, axis=1) < 0).all()
     assert ((prior > 0) & (prior < 1)).all()
@@ -348,7 +352,7 @@ def test_without_compilation_the_cores_give_the_same():
         "index, rates = ChainIndex(), HitRates()\n"
         "index.append([1, 2, 3, 2147483647, 1, 2, 4, 1, 2, 3, 5, 1, 2])\n"
         "for _ in range(3):\n"
-        "    grown = grow_trie(index, rates, 9)\n"
+        "    grown = grow_trie([index], rates, 9)\n"
         "    rates.learn(grown.parents, grown.tokens, grown.features, np.array([3, 5], np.int32))\n"
         "    index.append([3, 5])\n"
         "    print(grown.tokens.tolist(), grown.parents.tolist(), np.round(grown.probabilities, 5).tolist())\n"

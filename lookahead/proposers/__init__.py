@@ -2,34 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from lookahead.config import LookaheadConfig
 from lookahead.ngram.hits import HitRates
 from lookahead.ngram.pool import Pool
 from lookahead.proposers.base import Proposer
-from lookahead.proposers.corpus import CorpusProposer
 from lookahead.proposers.jacobi import JacobiProposer
-from lookahead.proposers.prompt import PromptProposer
+from lookahead.proposers.mixture import SOURCES, Memory, MixtureProposer
 
 
-def make_proposers(config: LookaheadConfig, rates_of: Mapping[str, HitRates], pool: Pool | None) -> list[Proposer]:
-    """The proposers a configuration names, in its order, with the hit rates learned before of each, and its pool."""
+@dataclass(slots=True)
+class Experience:
+    """What proposers learn of a model and its requests, for those that come later.
+
+    Attributes:
+        mixture: The hit rates of all candidates of a `MixtureProposer`.
+        jacobi: The hit rates of the lookahead branch.
+        memory: Texts, and what the target thought of them.
+    """
+
+    mixture: HitRates = field(default_factory=HitRates)
+    jacobi: HitRates = field(default_factory=HitRates)
+    memory: Memory = field(default_factory=Memory)
+
+
+def make_proposers(config: LookaheadConfig, experience: Experience, pool: Pool | None) -> list[Proposer]:
+    """The proposers a configuration names, with what was learned before, and its pool."""
     made: list[Proposer] = []
-    for name in config.proposers:
-        rates = rates_of[name]
-        if name == "prompt":
-            made.append(PromptProposer(config.min_ngram, config.max_ngram, rates))
-        elif name == "jacobi":
-            made.append(
-                JacobiProposer(
-                    config.window,
-                    config.ngram_size,
-                    config.guesses,
-                    pool_from_prompt=config.pool_from_prompt,
-                    rates=rates,
-                )
+    mixed = [name for name in config.proposers if name in SOURCES]
+    if mixed:
+        memory = experience.memory if config.memory == "shared" else Memory()
+        made.append(
+            MixtureProposer(
+                mixed, memory, experience.mixture, pool, min_ngram=config.min_ngram, max_ngram=config.max_ngram
             )
-        elif pool is not None:  # a configuration that names `corpus` has one
-            made.append(CorpusProposer(pool, config.min_ngram, config.max_ngram, rates))
+        )
+    if "jacobi" in config.proposers:
+        made.append(
+            JacobiProposer(
+                config.window,
+                config.ngram_size,
+                config.guesses,
+                pool_from_prompt=config.pool_from_prompt,
+                rates=experience.jacobi,
+            )
+        )
     return made

@@ -8,6 +8,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from lookahead.tree import TokenTree
+
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 
@@ -22,6 +24,8 @@ class Proposal:
             No two children of one node hold the same token.
         probabilities: float32 `[k]`; the chance, as the proposer sees it, that the target chooses node i
             once it chose the parent of i; `probabilities[0]` is 1.
+        sources: int32 `[k]`; bit s is set where source s of the proposer offered the node. None where it has
+            but one.
         required: How many of the first nodes must stand in the draft, whatever their probabilities (the
             Jacobi window); only a node deeper than the output may still grow is left out all the same.
     """
@@ -29,7 +33,23 @@ class Proposal:
     tokens: IntArray
     parents: IntArray
     probabilities: FloatArray
+    sources: IntArray | None = None
     required: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Top:
+    """What the target thought likely after every node of a draft, before any logits processor.
+
+    Attributes:
+        tree: The draft, with what every proposer offered; after the prefill the last token of the prompt alone.
+        tokens: int32 `[nodes, 8]`; the likeliest tokens after each node, the likeliest first.
+        probabilities: float32 `[nodes, 8]`; their probabilities.
+    """
+
+    tree: TokenTree
+    tokens: IntArray
+    probabilities: FloatArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +62,13 @@ class Outcome:
         path: int32 `[a]`; the accepted nodes of the draft from the root, `path[0] == 0`.
         argmax: int32 `[nodes]`; the target's likeliest next token after every node of the draft, before any
             logits processor. Empty when no proposer of the engine asked for it (`needs_argmax`).
+        top: More of what it thinks likely; None when no proposer of the engine asked for it (`needs_top`).
     """
 
     tokens: IntArray
     path: IntArray
     argmax: IntArray
+    top: Top | None = None
 
 
 class Proposer(Protocol):
@@ -56,12 +78,14 @@ class Proposer(Protocol):
     `finish` when the row is done. A proposer never sees the target model, only what it chose.
 
     Attributes:
-        name: What the source is called in the configuration and in the stats.
+        sources: What its sources are called in the configuration and in the stats; one or more.
         needs_argmax: Whether `observe` reads `Outcome.argmax`.
+        needs_top: Whether `observe` reads `Outcome.top`.
     """
 
-    name: str
+    sources: tuple[str, ...]
     needs_argmax: bool
+    needs_top: bool
 
     def start(self, row: int, prompt: IntArray) -> None:
         """Meet a new row; `prompt` (int32 `[tokens]`, at least one) ends with the first root."""

@@ -53,8 +53,9 @@ class JacobiProposer:
         step emits, guesses share prefixes, and n-grams shorter than N enter the pool.
     """
 
-    name = "jacobi"
+    sources: tuple[str, ...] = ("jacobi",)
     needs_argmax = True
+    needs_top = False
 
     def __init__(
         self,
@@ -90,7 +91,7 @@ class JacobiProposer:
         state = self._rows[row]
         for_guesses = min(self.guesses * (self.ngram_size - 1), room - (state.window.cells.size - 1))
         state.guesses = grow_trie(
-            state.pool,
+            [state.pool],
             self._rates,
             for_guesses,
             context=state.tail[-_LONGEST_KEY:],

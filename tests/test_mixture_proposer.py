@@ -1,4 +1,4 @@
-"""Drafts from the prompt: what is offered, what is learned, what is kept apart."""
+"""Drafts from text and memory: what is offered, what is learned, what is kept apart."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookahead.proposers.base import Outcome, Proposal
-from lookahead.proposers.prompt import PromptProposer
+from lookahead.proposers.base import Outcome, Proposal, Top
+from lookahead.proposers.mixture import Memory, MixtureProposer
 from lookahead.tree import TokenTree
 
 NOTHING = np.zeros(0, np.int32)
@@ -33,7 +33,7 @@ def accepted_path(proposal: Proposal, output: np.ndarray) -> list[int]:
     return path
 
 
-def replay(proposer: PromptProposer, prompt: np.ndarray, output: np.ndarray, room: int, row: int = 0) -> list[int]:
+def replay(proposer: MixtureProposer, prompt: np.ndarray, output: np.ndarray, room: int, row: int = 0) -> list[int]:
     """Decode `output` as a target that says just that; returns the tokens each step emitted."""
     proposer.start(row, prompt)
     emitted, at = [], 0
@@ -50,7 +50,7 @@ def replay(proposer: PromptProposer, prompt: np.ndarray, output: np.ndarray, roo
 
 
 def test_it_offers_what_followed_the_last_tokens_before():
-    proposer = PromptProposer()
+    proposer = MixtureProposer(["prompt"])
     proposer.start(0, ids(3, 4, 5, 6, 9, 3, 4))
     proposal = proposer.propose(0, 3)
     assert proposal.tokens.tolist() == [4, 5, 6, 9]
@@ -60,7 +60,7 @@ def test_it_offers_what_followed_the_last_tokens_before():
 
 
 def test_it_offers_several_continuations_the_one_behind_the_longer_match_first():
-    proposer = PromptProposer()
+    proposer = MixtureProposer(["prompt"])
     proposer.start(0, ids(8, 1, 2, 7, 5, 2, 6, 1, 2))
     proposal = proposer.propose(0, 20)
     children = proposal.tokens[1:][proposal.parents[1:] == 0]
@@ -68,7 +68,7 @@ def test_it_offers_several_continuations_the_one_behind_the_longer_match_first()
 
 
 def test_tokens_just_emitted_are_found_in_the_next_step():
-    proposer = PromptProposer()
+    proposer = MixtureProposer(["prompt"])
     proposer.start(0, ids(1))
     assert proposer.propose(0, 4) is None
     proposer.observe(0, Outcome(ids(2, 3, 1), ids(0), NOTHING), NOTHING)
@@ -77,7 +77,7 @@ def test_tokens_just_emitted_are_found_in_the_next_step():
 
 def test_an_exact_copy_comes_in_long_and_certain_chains():
     rng = np.random.default_rng(0)
-    proposer = PromptProposer()
+    proposer = MixtureProposer(["prompt"])
     for _ in range(12):
         text = rng.permutation(2000)[:120].astype(np.int32)
         emitted = replay(proposer, np.append(text, text[0]), text[1:], room=16)
@@ -90,18 +90,19 @@ def test_an_exact_copy_comes_in_long_and_certain_chains():
 
 def test_a_target_that_never_copies_makes_it_cautious():
     rng = np.random.default_rng(0)
-    proposer = PromptProposer()
+    proposer = MixtureProposer(["prompt"])
     prompt = rng.integers(0, 40, 400).astype(np.int32)
     proposer.start(0, prompt)
     first = proposer.propose(0, 1).probabilities[1]
     proposer.finish(0)
-    replay(proposer, prompt, rng.integers(40, 50, 600).astype(np.int32), room=4)
+    laps = [40 + np.arange(29) * stride % 29 for stride in range(1, 29)]  # no token ever has the same successor
+    replay(proposer, prompt, np.concatenate(laps).astype(np.int32), room=4)
     proposer.start(0, prompt)
     assert proposer.propose(0, 1).probabilities[1] < first
 
 
 def test_what_one_row_learns_about_certainty_serves_the_others_but_its_tokens_do_not():
-    proposer = PromptProposer()
+    proposer = MixtureProposer(["prompt"])
     proposer.start(1, ids(1, 2, 3, 1))
     before = proposer.propose(1, 1)
     rng = np.random.default_rng(0)
@@ -116,7 +117,7 @@ def test_what_one_row_learns_about_certainty_serves_the_others_but_its_tokens_do
 def test_matches_shorter_than_the_minimum_are_not_offered():
     prompt = ids(1, 2, 5, 6, 2, 3, 1, 2)
     for min_ngram, expected in [(1, {5, 3}), (2, {5}), (3, None)]:
-        proposer = PromptProposer(min_ngram=min_ngram)
+        proposer = MixtureProposer(["prompt"], min_ngram=min_ngram)
         proposer.start(0, prompt)
         proposal = proposer.propose(0, 20)
         offered = None if proposal is None else set(proposal.tokens[1:][proposal.parents[1:] == 0].tolist())
@@ -131,7 +132,7 @@ def test_matches_shorter_than_the_minimum_are_not_offered():
 )
 def test_every_offer_is_a_tree_within_its_room_and_the_output_is_the_targets(prompt, output, room, ngrams):
     shortest, more = ngrams
-    proposer = PromptProposer(min_ngram=shortest, max_ngram=shortest + more)
+    proposer = MixtureProposer(["prompt"], min_ngram=shortest, max_ngram=shortest + more)
     proposer.start(0, np.array(prompt, np.int32))
     root, rest = prompt[-1], list(output)
     while rest:
@@ -150,19 +151,59 @@ def test_every_offer_is_a_tree_within_its_room_and_the_output_is_the_targets(pro
 
 def test_a_perfect_echo_takes_few_steps_and_a_stranger_one_a_token():
     text = np.random.default_rng(1).permutation(300).astype(np.int32)
-    assert len(replay(PromptProposer(), text, text[:200], room=16)) < 20
-    assert replay(PromptProposer(), text, np.arange(1000, 1050, dtype=np.int32), room=16) == [1] * 50
+    assert len(replay(MixtureProposer(["prompt"]), text, text[:200], room=16)) < 20
+    assert replay(MixtureProposer(["prompt"]), text, np.arange(1000, 1050, dtype=np.int32), room=16) == [1] * 50
 
 
 def test_a_finished_row_leaves_its_number_free():
-    proposer = PromptProposer()
+    proposer = MixtureProposer(["prompt"])
     proposer.start(0, ids(1, 2, 1))
     proposer.finish(0)
     proposer.start(0, ids(5))
     assert proposer.propose(0, 8) is None
 
 
+def test_what_a_finished_row_wrote_serves_the_next_where_memory_is_shared():
+    memory = Memory()
+    first = MixtureProposer(["outputs"], memory)
+    first.start(0, ids(1, 2))
+    first.observe(0, Outcome(ids(3, 4, 5), ids(0), NOTHING), NOTHING)
+    first.finish(0)
+    for later, expected in [(MixtureProposer(["outputs"], memory), [3, 4, 5]), (MixtureProposer(["outputs"]), None)]:
+        later.start(0, ids(9, 3))
+        proposal = later.propose(0, 2)
+        assert (None if proposal is None else proposal.tokens.tolist()) == expected
+
+
+def test_what_the_target_thought_along_the_draft_is_offered():
+    proposer = MixtureProposer(["recycled"])
+    proposer.start(0, ids(7))
+    assert proposer.propose(0, 4) is None
+    chances = np.tile(np.array([0.9, 0.05, 0.01, 0.01, 0.01, 0.01, 0.005, 0.005], np.float32), (3, 1))
+    top = np.array([[8, *range(20, 27)], [7, *range(20, 27)], [8, *range(20, 27)]], np.int32)
+    draft = TokenTree.from_parents([7, 8, 7], [0, 0, 1])
+    proposer.observe(0, Outcome(ids(8, 7, 8), ids(0, 1, 2), NOTHING, Top(draft, top, chances)), NOTHING)
+    assert proposer.propose(0, 3).tokens.tolist() == [8, 7, 8, 7]
+
+
+def test_each_node_tells_which_sources_offered_it():
+    memory = Memory()
+    memory.outputs.append(ids(1, 2, 3, 4))
+    proposer = MixtureProposer(["prompt", "outputs"], memory)
+    proposer.start(0, ids(1, 2, 3, 9, 1, 2))
+    proposal = proposer.propose(0, 6)
+    children = proposal.parents == 1
+    assert (proposal.tokens[1], proposal.sources[1]) == (3, 0b11)
+    assert dict(zip(proposal.tokens[children], proposal.sources[children], strict=True)) == {9: 0b01, 4: 0b10}
+
+
+@pytest.mark.parametrize("sources", [[], ["magic"], ["prompt", "prompt"]])
+def test_sources_that_are_unknown_or_missing_are_refused(sources):
+    with pytest.raises(ValueError, match="sources must be some of"):
+        MixtureProposer(sources)
+
+
 @pytest.mark.parametrize("lengths", [(0, 4), (5, 4), (1, 65), (-1, 3)])
 def test_lengths_out_of_range_are_refused(lengths):
     with pytest.raises(ValueError, match="min_ngram <= max_ngram <= 64"):
-        PromptProposer(*lengths)
+        MixtureProposer(min_ngram=lengths[0], max_ngram=lengths[1])

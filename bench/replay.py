@@ -1,0 +1,182 @@
+"""How many tokens a step drafting gives on recorded outputs: no model runs, the recorded output is its choice.
+
+    python -m bench.replay --tokenizer DIR --pairs outputs.jsonl
+    python -m bench.replay --tokenizer DIR --pairs stories.jsonl --budgets 16 --limit 100
+
+Every line of the file is one object or several: `prompt` and `output`; `turns` and `reference` of a summary (other
+categories, whose references are notes, are left out); or `document` and `questions` with `responses`. A step emits
+what a draft foretold and one token more.
+
+Beside ours stand transformers' own prompt lookup (`hf_prompt_lookup`), the longest suffix (`longest_suffix`, vLLM's
+rule) and the automaton of first occurrences (`first_occurrence`, that of SAM decoding). `ours@16` drafts at most 16
+nodes a step from the prompt and the output, with memory fresh for each pair; `ours_shared@16` from what earlier
+pairs left too; `outputs@16` from that alone. Hit rates are learned from the first pair on. `calibration` says how
+many tokens the drafts promised and how many were accepted, after the first 2,000 tokens. The last line is one JSON
+object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numba import njit
+from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase
+
+from bench.peers import Chain, FirstOccurrence, IntArray, LongestSuffix, PromptLookup
+from lookahead.ngram.hits import HitRates
+from lookahead.proposers.base import Outcome
+from lookahead.proposers.mixture import Memory, MixtureProposer
+
+Pair = tuple[IntArray, IntArray]
+LEARNED = 2_000  # tokens after which drafts must know what they promise
+_NOTHING = np.zeros(0, np.int32)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one method did over all pairs."""
+
+    tokens: int = 0
+    steps: int = 0
+    drafted: int = 0
+    promised: float = 0.0
+    kept: int = 0
+
+    def count(self, emitted: int, drafted: int, promised: float = 0.0) -> None:
+        """Add one step."""
+        if self.tokens >= LEARNED:
+            self.promised += promised
+            self.kept += emitted - 1
+        self.tokens += emitted
+        self.steps += 1
+        self.drafted += drafted
+
+
+def read_pairs(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield prompts and outputs of a JSON lines file, in any of the three forms above."""
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            entry: dict[str, Any] = json.loads(line)
+            if "output" in entry:
+                yield entry["prompt"], entry["output"]
+            elif "questions" in entry:
+                for question in entry["questions"]:
+                    for response in question["responses"]:
+                        yield f"{entry['document']}\n\n{question['question_text']}\n", response["response_text"]
+            elif entry.get("category") == "summarization":
+                yield entry["turns"][0] + "\n", entry["reference"][0]
+
+
+def replay_chain(make: Callable[[], Chain], pairs: Sequence[Pair]) -> Tally:
+    """Replay every pair with a rule that drafts one chain."""
+    tally = Tally()
+    for prompt, output in pairs:
+        chain, text, at = make(), np.concatenate((prompt, output)), 0
+        while at < len(output):
+            draft = chain.draft(text[: len(prompt) + at])[: len(output) - at - 1]
+            differs = np.flatnonzero(draft != output[at : at + len(draft)])
+            accepted = int(differs[0]) if len(differs) else len(draft)
+            tally.count(accepted + 1, len(draft))
+            at += accepted + 1
+    return tally
+
+
+def replay_ours(sources: Sequence[str], budget: int, pairs: Sequence[Pair], *, shared: bool) -> Tally:
+    """Replay every pair with our proposer, `budget` nodes a step at most."""
+    tally, rates, memory = Tally(), HitRates(), Memory()
+    for prompt, output in pairs:
+        proposer = MixtureProposer(sources, memory if shared else Memory(), rates)
+        proposer.start(0, prompt)
+        at = 0
+        while at < len(output):
+            proposal = proposer.propose(0, budget)
+            emitted, drafted, promised = 1, 0, 0.0
+            if proposal is not None:
+                emitted, drafted, promised = _walk(
+                    proposal.tokens, proposal.parents, proposal.probabilities, output[at:]
+                )
+            tally.count(emitted, drafted, promised)
+            proposer.observe(0, Outcome(output[at : at + emitted], _NOTHING, _NOTHING), _NOTHING)
+            at += emitted
+        proposer.finish(0)
+    return tally
+
+
+@njit(cache=True)
+def _walk(tokens, parents, probabilities, output):
+    """Tokens that a tree gives before `output` leaves it or ends, its nodes, and how many it promised to accept.
+
+    Nodes too deep to be accepted before the end are not drafted.
+    """
+    reach, depths = np.ones(len(tokens)), np.zeros(len(tokens), np.int64)
+    drafted, promised = 0, 0.0
+    for node in range(1, len(tokens)):
+        depths[node] = depths[parents[node]] + 1
+        reach[node] = reach[parents[node]] * probabilities[node]
+        if depths[node] < len(output):
+            drafted += 1
+            promised += reach[node]
+    at, emitted = 0, 0
+    for node in range(1, len(tokens)):
+        if parents[node] == at and tokens[node] == output[emitted] and emitted + 1 < len(output):
+            at = node
+            emitted += 1
+    return emitted + 1, drafted, promised
+
+
+def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder; vocab.json and merges.txt alone are GPT-2's."""
+    if not (Path(folder) / "tokenizer.json").exists() and (Path(folder) / "merges.txt").exists():
+        return GPT2Tokenizer.from_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Replay and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokenizer", required=True, help="folder of a tokenizer")
+    parser.add_argument("--pairs", type=Path, required=True, help="JSON lines")
+    parser.add_argument("--budgets", default="8,16,32,64", help="draft nodes a step (default 8,16,32,64)")
+    parser.add_argument("--limit", type=int, help="how many pairs (default: all)")
+    options = parser.parse_args(argv)
+    tokenizer = load_tokenizer(options.tokenizer)
+    pairs = [
+        tuple(np.array(tokenizer(text, verbose=False)["input_ids"], np.int32) for text in pair)
+        for pair in islice(read_pairs(options.pairs), options.limit)
+    ]
+    pairs = [(prompt, output) for prompt, output in pairs if len(prompt) and len(output)]
+    tallies = {
+        "hf_prompt_lookup": replay_chain(PromptLookup, pairs),
+        "longest_suffix": replay_chain(LongestSuffix, pairs),
+        "first_occurrence": replay_chain(FirstOccurrence, pairs),
+    }
+    for budget in map(int, options.budgets.split(",")):
+        tallies[f"ours@{budget}"] = replay_ours(["prompt"], budget, pairs, shared=False)
+        tallies[f"outputs@{budget}"] = replay_ours(["outputs"], budget, pairs, shared=True)
+        tallies[f"ours_shared@{budget}"] = replay_ours(["prompt", "outputs"], budget, pairs, shared=True)
+    print(f"{'method':20} {'tokens/step':>12} {'drafted/step':>13} {'promised':>9} {'accepted':>9}")
+    result: dict[str, Any] = {"pairs": len(pairs), "tokens": sum(len(output) for _, output in pairs)}
+    result["methods"], result["calibration"] = {}, {}
+    for name, tally in tallies.items():
+        row = {
+            "tokens_per_step": round(tally.tokens / max(1, tally.steps), 4),
+            "drafted_per_step": round(tally.drafted / max(1, tally.steps), 3),
+        }
+        result["methods"][name] = row
+        kept = ""
+        if "@" in name:
+            result["calibration"][name] = {"promised": round(tally.promised, 1), "accepted": tally.kept}
+            kept = f"{tally.promised:9.0f} {tally.kept:9d}"
+        print(f"{name:20} {row['tokens_per_step']:12.3f} {row['drafted_per_step']:13.2f} {kept}")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Drafts from all that can be had without a draft model: the row's text, earlier outputs, the target's own logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lookahead.ngram.chains import MAX_CONTEXT, ChainIndex, Chains
+from lookahead.ngram.hits import HitRates
+from lookahead.ngram.pool import Pool
+from lookahead.ngram.recycled import ORDERS, RecycledTable
+from lookahead.ngram.trie import Trie, grow_trie
+from lookahead.proposers.base import IntArray, Outcome, Proposal
+
+SOURCES = ("prompt", "outputs", "corpus", "recycled")
+_OUTPUT_TOKENS = 1 << 20  # of earlier outputs; the oldest half is forgotten when they are full
+
+
+class Memory:
+    """What requests leave behind for those that come later, in bounded space.
+
+    Attributes:
+        outputs: The texts of finished requests: at most 1,048,576 tokens.
+        recycled: What the target thought likely after contexts: 262,144 of them, 16 MiB.
+    """
+
+    __slots__ = ("outputs", "recycled")
+
+    def __init__(self) -> None:
+        self.outputs = ChainIndex(max_tokens=_OUTPUT_TOKENS)
+        self.recycled = RecycledTable()
+
+
+@dataclass(slots=True)
+class _Row:
+    """One row's text, and what it proposed last."""
+
+    text: ChainIndex = field(default_factory=ChainIndex)
+    trie: Trie | None = None
+
+
+class MixtureProposer:
+    """Proposes what followed the last tokens before, and what the target thought likely after them.
+
+    Four sources serve one tree (`lookahead.ngram.trie.grow_trie`): `"prompt"` finds earlier occurrences in the
+    row's prompt and output, `"outputs"` in what earlier requests left, `"corpus"` in a pool, `"recycled"` the
+    target's likeliest tokens after the last four, three, two or one tokens, at every node of the tree. How far
+    each combination of evidence can be trusted is learned from every step of every row, and outlives the rows.
+
+    Args:
+        sources: Which of the four.
+        memory: What earlier requests left, and where this one leaves its own; an empty one when None.
+        rates: What is known of candidates already, and where more is learned; the first guesses when None.
+        pool: The corpus, of token ids that the target model knows; it stays as it is.
+        min_ngram: Shortest context looked up, in tokens, at least 1.
+        max_ngram: Longest context compared, in tokens, from `min_ngram` to 64.
+
+    Raises:
+        ValueError: An n-gram length is out of its range, a source is unknown, or there is a corpus but no pool.
+
+    Source: Saxena 2023, "Prompt Lookup Decoding"; Yang et al. 2023, "Inference with Reference: Lossless
+        Acceleration of Large Language Models", §3 (copying from a reference, verified by the target); Luo et al.
+        2024, "Token Recycling", §3; He et al. 2024, "REST: Retrieval-Based Speculative Decoding", §3 (a corpus).
+    """
+
+    needs_argmax = False
+
+    def __init__(
+        self,
+        sources: Sequence[str] = ("prompt", "outputs", "recycled"),
+        memory: Memory | None = None,
+        rates: HitRates | None = None,
+        pool: Pool | None = None,
+        *,
+        min_ngram: int = 1,
+        max_ngram: int = 16,
+    ) -> None:
+        if not 1 <= min_ngram <= max_ngram <= MAX_CONTEXT:
+            raise ValueError(f"need 1 <= min_ngram <= max_ngram <= {MAX_CONTEXT}, got {min_ngram!r} and {max_ngram!r}")
+        self.sources = tuple(name for name in SOURCES if name in sources)
+        if len(self.sources) != len(sources) or not sources:
+            raise ValueError(f"sources must be some of {', '.join(SOURCES)}, got {', '.join(sources)}")
+        if "corpus" in sources and pool is None:
+            raise ValueError("the source corpus needs a pool")
+        self.needs_top = "recycled" in sources
+        self.min_ngram = min_ngram
+        self.max_ngram = max_ngram
+        self._pool = pool if "corpus" in sources else None
+        self._memory = memory if memory is not None else Memory()
+        self._rates = rates if rates is not None else HitRates()
+        self._rows: dict[int, _Row] = {}
+
+    def start(self, row: int, prompt: IntArray) -> None:
+        """Index the prompt of a new row."""
+        self._rows[row] = _Row()
+        self._rows[row].text.append(prompt)
+
+    def propose(self, row: int, room: int) -> Proposal | None:
+        """Offer what may follow the row's last tokens, at most `room` nodes besides the root."""
+        state = self._rows[row]
+        from_prompt = "prompt" in self.sources
+        texts: list[Chains] = [state.text] if from_prompt else []
+        if "outputs" in self.sources:
+            texts.append(self._memory.outputs)
+        if self._pool is not None:
+            texts.append(self._pool)
+        trie = grow_trie(
+            texts,
+            self._rates,
+            room,
+            memory=self._memory.recycled if self.needs_top else None,
+            context=None if from_prompt else state.text.tokens[1:][-self.max_ngram :],
+            min_ngram=self.min_ngram,
+            max_ngram=self.max_ngram,
+        )
+        state.trie = trie
+        return None if trie is None else Proposal(trie.tokens, trie.parents, trie.probabilities, trie.sources)
+
+    def observe(self, row: int, outcome: Outcome, placed: IntArray) -> None:
+        """Learn which candidates were right and what the target thinks now, and index the emitted tokens."""
+        state = self._rows[row]
+        if state.trie is not None:
+            self._rates.learn(state.trie.parents, state.trie.tokens, state.trie.features, outcome.tokens)
+            state.trie = None
+        if self.needs_top and outcome.top is not None:
+            tree = outcome.top.tree
+            before = state.text.tokens[-ORDERS:]
+            self._memory.recycled.store(
+                before, tree.parents, tree.tokens, outcome.top.tokens, outcome.top.probabilities
+            )
+        self._rates.count(outcome.tokens)
+        state.text.append(outcome.tokens)
+
+    def finish(self, row: int) -> None:
+        """Forget the row; what was learned stays, and so does its text where earlier outputs are a source."""
+        text = self._rows.pop(row).text
+        if "outputs" in self.sources:
+            self._memory.outputs.end_document()
+            self._memory.outputs.append(text.tokens[1:])

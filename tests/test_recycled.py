@@ -1,0 +1,120 @@
+"""The target's memory against a dictionary that forgets nothing, and what it adds to a tree."""
+
+from __future__ import annotations
+
+import doctest
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lookahead.ngram import recycled
+from lookahead.ngram.chains import ChainIndex
+from lookahead.ngram.hits import HitRates
+from lookahead.ngram.recycled import RecycledTable
+from lookahead.ngram.reference import RecycledByDict
+from lookahead.ngram.trie import grow_trie
+
+HUGE = 2**31 - 1
+token = st.sampled_from([0, 1, 2, HUGE])
+
+
+@st.composite
+def lessons(draw):
+    """Tokens before, a tree, and eight successors after each node, with falling chances."""
+    before = draw(st.lists(token, min_size=1, max_size=6))
+    size = draw(st.integers(1, 6))
+    parents = [0] + [draw(st.integers(0, node - 1)) for node in range(1, size)]
+    tokens = [before[-1]] + [draw(token) for _ in range(1, size)]
+    top = [draw(st.permutations(range(8))) for _ in range(size)]
+    chances = [sorted(draw(st.lists(st.floats(0, 1), min_size=8, max_size=8)), reverse=True) for _ in range(size)]
+    return before, parents, tokens, top, chances
+
+
+def teach(table: RecycledTable, lesson) -> None:
+    before, parents, tokens, top, chances = lesson
+    arrays = [np.array(part, np.int32) for part in (before, parents, tokens, top)]
+    table.store(*arrays, np.array(chances, np.float32))
+
+
+@given(st.lists(lessons(), max_size=6), st.lists(token, max_size=6))
+def test_the_longest_known_context_gives_what_was_stored_last(taught, context):
+    table, everything = RecycledTable(contexts=1 << 14), RecycledByDict()
+    for lesson in taught:
+        teach(table, lesson)
+        everything.store(*lesson)
+    order, tokens, chances = table.find(np.array(context, np.int32))
+    known, expected, expected_chances = everything.find(context)
+    assert (order, tokens.tolist()) == (known, list(expected))
+    np.testing.assert_allclose(chances, expected_chances, atol=1e-5)
+
+
+@given(st.lists(lessons(), min_size=1, max_size=8), st.lists(token, max_size=6))
+def test_a_full_table_forgets_but_never_mixes_contexts(taught, context):
+    table, everything = RecycledTable(contexts=8), RecycledByDict()
+    size = table.nbytes
+    for lesson in taught:
+        teach(table, lesson)
+        everything.store(*lesson)
+    order, tokens, _ = table.find(np.array(context, np.int32))
+    assert table.nbytes == size
+    assert order <= everything.find(context)[0]
+    if order:
+        assert tokens.tolist() == list(everything.successors[tuple(context[len(context) - order :])][0])
+
+
+def chain(table: RecycledTable, context: list[int], top: list[int], chances: list[float]) -> None:
+    """Teach what follows one context."""
+    teach(table, (context, [0], context[-1:], [top], [chances]))
+
+
+def test_the_oldest_context_of_a_set_gives_way():
+    table = RecycledTable(contexts=4)
+    for context in ([1], [2], [3], [4], [1], [5]):
+        chain(table, context, list(range(10, 18)), [0.1] * 8)
+    assert [table.find(np.array([each], np.int32))[0] for each in (1, 2, 3, 4, 5)] == [1, 0, 1, 1, 1]
+
+
+def test_a_tree_grows_from_what_the_target_thought_likely():
+    table = RecycledTable(contexts=64)
+    chain(table, [7], [8, 9, 1, 2, 3, 4, 5, 6], [0.8, 0.1, 0.02, 0.02, 0.02, 0.02, 0.01, 0.01])
+    chain(table, [7, 8], [9, 7, 1, 2, 3, 4, 5, 6], [0.9, 0.05, 0.01, 0.01, 0.01, 0.01, 0.0, 0.0])
+    grown = grow_trie([], HitRates(), 2, memory=table, context=[7])
+    assert grown.tokens.tolist() == [7, 8, 9]
+    assert grown.parents.tolist() == [0, 0, 1]
+    assert grown.sources.tolist() == [0, 1, 1]
+
+
+def test_what_text_and_memory_both_offer_is_one_node_likelier_than_either():
+    table, text = RecycledTable(contexts=64), ChainIndex()
+    text.append([6, 2, 3, 4, 5, 1, 2])
+    chain(table, [1, 2], [3, 9, 10, 11, 12, 13, 14, 15], [0.8, 0.1, 0.02, 0.02, 0.02, 0.02, 0.01, 0.01])
+    both = grow_trie([text], HitRates(), 1, memory=table)
+    text_alone = grow_trie([text], HitRates(), 1)
+    memory_alone = grow_trie([], HitRates(), 1, memory=table, context=[1, 2])
+    assert both.tokens.tolist() == text_alone.tokens.tolist() == memory_alone.tokens.tolist() == [2, 3]
+    assert both.sources.tolist() == [0, 0b11]
+    assert both.probabilities[1] > max(text_alone.probabilities[1], memory_alone.probabilities[1])
+
+
+def test_a_vocabulary_of_fewer_tokens_leaves_places_empty():
+    table = RecycledTable(contexts=64)
+    chain(table, [0], [1, 0, -1, -1, -1, -1, -1, -1], [0.7, 0.3, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+    grown = grow_trie([], HitRates(), 20, memory=table, context=[0])
+    assert set(grown.tokens.tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize("contexts", [0, 2, 12, -4])
+def test_a_number_of_contexts_that_is_no_power_of_two_is_refused(contexts):
+    with pytest.raises(ValueError, match="power of two"):
+        RecycledTable(contexts=contexts)
+
+
+def test_successors_that_do_not_fit_the_tree_are_refused():
+    with pytest.raises(ValueError, match="8 successors each"):
+        teach(RecycledTable(contexts=64), ([1], [0], [1], [[1, 2, 3]], [[0.5, 0.3, 0.2]]))
+
+
+def test_the_example_in_the_docstring_holds():
+    assert doctest.testmod(recycled).failed == 0
