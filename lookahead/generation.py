@@ -29,12 +29,14 @@ from lookahead.engine import Engine
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
 from lookahead.handover import adopt, hand_back, output_dict, padded_sequences
 from lookahead.ngram.hits import HitRates
+from lookahead.pacing import Pacing
 from lookahead.plain import PlainLoop
 from lookahead.proposers import make_proposers
 from lookahead.request import prompt_lengths, refuse_past, refuse_unsupported, serve_stop_strings, stopping_rule
 from lookahead.sampling import TokenChooser
 from lookahead.stats import DecodingStats, total
 from lookahead.support import Support, prefills_at_once, support_of
+from lookahead.switch import Switch
 from lookahead.target import PREFILL_CHUNK, Target, input_device
 
 
@@ -155,7 +157,7 @@ def prepare(
     return Engine(
         target,
         make_proposers(config, experience.rates),
-        experience.cost,
+        Pacing(experience.cost, experience.switch) if config.proposers and config.draft == "auto" else None,
         config,
         TokenChooser(
             logits_processor,
@@ -189,6 +191,7 @@ class _Experience:
     def __init__(self) -> None:
         self.rates = {name: HitRates() for name in PROPOSERS}
         self.cost = StepCost()
+        self.switch = Switch()
 
 
 _experiences: WeakKeyDictionary[PreTrainedModel, _Experience] = WeakKeyDictionary()
