@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lookahead import cli_measure
 from lookahead.config import LookaheadConfig
-from lookahead.errors import ConfigError, LookaheadError
+from lookahead.errors import ConfigError
 from lookahead.summarize import report
-from lookahead.terminal import Display, console, say, table
+from lookahead.terminal import Display, console, load, table, usage_errors
 
 if TYPE_CHECKING:
     from lookahead.summarize.inputs import Input
@@ -29,6 +29,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.command()(cli_measure.calibrate)
+app.command()(cli_measure.explain)
 
 Inputs = Annotated[
     list[str],
@@ -133,14 +136,14 @@ def summarize(
     from lookahead.summarize.inputs import find_inputs
     from lookahead.summarize.results import OutputPaths
 
-    with _usage_errors():
+    with usage_errors():
         check_max_new_tokens(max_new_tokens)
         config = _config(proposers, max_nodes, window, ngram_size, guesses)
         sources = find_inputs(inputs, field)
         paths = OutputPaths(output, rejects, overwrite)
         paths.check(sources)
         as_text = _as_text(shape, output)
-        loaded = _load(model, dtype, device, threads)
+        loaded = load(model, dtype, device, threads)
         from lookahead.summarize.summarizer import Summarizer
 
         summarizer = Summarizer(*loaded, max_new_tokens=max_new_tokens, config=config, compare=compare)
@@ -180,11 +183,11 @@ def generate(
     from lookahead.summarize.documents import read_prompt
     from lookahead.summarize.fitting import check_max_new_tokens, check_room
 
-    with _usage_errors():
+    with usage_errors():
         check_max_new_tokens(max_new_tokens)
         config = _config(proposers, max_nodes, window, ngram_size, guesses)
         text = read_prompt(prompt)
-        loaded = _load(model, dtype, device, threads)
+        loaded = load(model, dtype, device, threads)
         check_room(*loaded, text, max_new_tokens)
         chosen = {"temperature": temperature or None, "top_k": top_k, "top_p": top_p}
         sampling = {name: value for name, value in chosen.items() if value is not None and temperature != 0}
@@ -237,16 +240,6 @@ def _as_text(shape: str, output: Path | None) -> bool:
     return output is None and (shape == "text" or (shape == "auto" and sys.stdout.isatty()))
 
 
-def _load(model: str, dtype: str, device: str | None, threads: int | None) -> LoadedModel:
-    """Load the model, with a sign of life for the seconds that takes."""
-    from lookahead.summarize.loading import load_model, locate_model, prepare_process
-
-    locate_model(model)
-    with console(sys.stderr).status("loading the model"):
-        prepare_process(threads)
-        return load_model(model, dtype=dtype, device=device)
-
-
 def _run(summarizer: Summarizer, sources: Sequence[Input], paths: OutputPaths, *, as_text: bool) -> int:
     """Summarize the documents of all inputs; the exit status."""
     from lookahead.summarize.documents import count_documents
@@ -270,25 +263,6 @@ def _run(summarizer: Summarizer, sources: Sequence[Input], paths: OutputPaths, *
             return 1
     display.conclude(totals, exact=summarizer.exact)
     return 1 if totals.rejected or (totals.different and summarizer.exact) else 0
-
-
-@contextmanager
-def _usage_errors() -> Iterator[None]:
-    """Turn what goes wrong before the work, or stops it, into one line on stderr and an exit status."""
-    try:
-        yield
-    except LookaheadError as error:
-        say("error", str(error))
-        raise typer.Exit(2) from error
-    except BrokenPipeError:  # typer knows what to do with a closed stdout
-        raise
-    except OSError as error:
-        # A file is told by its name and was refused before the work; without a name it is stdout.
-        say("error", f"{error.filename or 'writing failed'}: {error.strerror or error}")
-        raise typer.Exit(2 if error.filename else 1) from error
-    except KeyboardInterrupt as error:
-        say("interrupted", "stopped before anything was finished")
-        raise typer.Exit(130) from error
 
 
 if __name__ == "__main__":

@@ -153,7 +153,7 @@ def prepare(
     if is_continued:
         refuse_past(past, input_ids, generation_config, model_kwargs.get("attention_mask"))
         adopt(cast(DynamicCache, past), target.cache, longest - lengths)
-    experience = _experience_of(model)
+    experience = experience_of(model)
     return Engine(
         target,
         make_proposers(config, experience.rates),
@@ -197,7 +197,7 @@ class _Experience:
 _experiences: WeakKeyDictionary[PreTrainedModel, _Experience] = WeakKeyDictionary()
 
 
-def _experience_of(model: PreTrainedModel) -> _Experience:
+def experience_of(model: PreTrainedModel) -> _Experience:
     """What was learned of a model so far."""
     if model not in _experiences:
         _experiences[model] = _Experience()
@@ -234,9 +234,7 @@ def generate(
     batch = [prompts] if isinstance(prompts, str) else list(prompts)
     if not batch:
         return GenerationResult([], [], DecodingStats(), [])
-    engine = _prepare_text(
-        model, tokenizer, batch, config, generation_config, seed, add_special_tokens, generate_kwargs
-    )
+    engine = prepare_text(model, tokenizer, batch, config, generation_config, seed, add_special_tokens, generate_kwargs)
     token_ids = _collect(engine)
     texts = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in token_ids]
     return GenerationResult(texts, token_ids, total(engine.stats), engine.stats)
@@ -257,7 +255,7 @@ def stream(
 
     The arguments are those of `generate`. They are checked at once, before the first piece is asked for.
     """
-    engine = _prepare_text(
+    engine = prepare_text(
         model, tokenizer, [prompt], config, generation_config, seed, add_special_tokens, generate_kwargs
     )
     return _pieces(engine, tokenizer)
@@ -291,7 +289,7 @@ class _PieceStreamer(TextStreamer):
         return [piece for piece in ready if piece]
 
 
-def _prepare_text(
+def prepare_text(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[str],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
@@ -13,12 +14,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
+from typer import Exit
 
+from lookahead.errors import LookaheadError
 from lookahead.summarize import report
 
 if TYPE_CHECKING:
     from lookahead.summarize.documents import Reject
     from lookahead.summarize.job import Summarized, Totals
+    from lookahead.summarize.loading import LoadedModel
 
 MOST_TABLE_ROWS = 20
 
@@ -44,6 +48,42 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], total: Sequenc
     for row in rows:
         drawn.add_row(*row)
     return drawn
+
+
+def load(model: str, dtype: str, device: str | None, threads: int | None) -> LoadedModel:
+    """Load the model, with a sign of life for the seconds that takes, and what `lookahead calibrate` measured."""
+    from lookahead.costs import load_costs
+    from lookahead.summarize.loading import load_model, locate_model, prepare_process
+
+    locate_model(model)
+    with console(sys.stderr).status("loading the model"):
+        prepare_process(threads)
+        loaded = load_model(model, dtype=dtype, device=device)
+        with warnings.catch_warnings(record=True) as complaints:
+            warnings.simplefilter("always")
+            load_costs(loaded.model)
+    for complaint in complaints:
+        say("warning", str(complaint.message))
+    return loaded
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """Turn what goes wrong before the work, or stops it, into one line on stderr and an exit status."""
+    try:
+        yield
+    except LookaheadError as error:
+        say("error", str(error))
+        raise Exit(2) from error
+    except BrokenPipeError:  # typer knows what to do with a closed stdout
+        raise
+    except OSError as error:
+        # A file is told by its name and was refused before the work; without a name it is stdout.
+        say("error", f"{error.filename or 'writing failed'}: {error.strerror or error}")
+        raise Exit(2 if error.filename else 1) from error
+    except KeyboardInterrupt as error:
+        say("interrupted", "stopped before anything was finished")
+        raise Exit(130) from error
 
 
 class Display:
