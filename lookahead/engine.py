@@ -107,6 +107,7 @@ class Engine:
         self._budget = config.node_budget
         self.sources = [proposer.name for proposer in proposers]
         self._needs_argmax = any(proposer.needs_argmax for proposer in proposers)
+        self._observing_s = 0.0  # of the last step
         self._nothing = tuple(_NO_ARGMAX for _ in proposers)
         padded = prompts.cpu().numpy()
         self._keep_cache = keep_cache
@@ -168,7 +169,8 @@ class Engine:
         emissions = self._emit(drafts, logits, self._argmax(logits))
         if self._pacing is not None:
             tokens = sum(len(emission.tokens) for emission in emissions)
-            self._pacing.learn(logits.shape[1], tokens, drafted - begin, time.perf_counter() - drafted)
+            host_s = drafted - begin + self._observing_s
+            self._pacing.learn(logits.shape[1], tokens, host_s, time.perf_counter() - begin - host_s)
         return emissions
 
     def _emit(self, drafts: Sequence[Draft], logits: Tensor, argmax: IntArray) -> list[Emission]:
@@ -179,8 +181,11 @@ class Engine:
         for i, (row, draft, verdict) in enumerate(zip(self._rows, drafts, verdicts, strict=True)):
             self._target.commit(i, verdict.path)
             self._count(row.stats, draft, verdict)
-            self._observe(row, draft, verdict, argmax[i, : len(draft.tree)] if self._needs_argmax else _NO_ARGMAX)
             emissions.append(Emission(row.index, verdict.tokens, verdict.finished, draft, verdict.path))
+        begin = time.perf_counter()
+        for i, (row, draft, verdict) in enumerate(zip(self._rows, drafts, verdicts, strict=True)):
+            self._observe(row, draft, verdict, argmax[i, : len(draft.tree)] if self._needs_argmax else _NO_ARGMAX)
+        self._observing_s = time.perf_counter() - begin
         self._retire([i for i, verdict in enumerate(verdicts) if verdict.finished])
         return emissions
 
@@ -199,8 +204,10 @@ class Engine:
         else:
             drafts = fit([self._draft(row, None) for row in self._rows], costs)
         assert self._pacing is not None
-        if any(len(draft.tree) > 1 for draft in drafts) and not self._pacing.accepts(drafts):
-            drafts = [draft.bare() for draft in drafts]
+        if any(len(draft.tree) > 1 for draft in drafts):
+            in_step = len(drafts) > 1 and len({row.length - self.padding[row.index] for row in self._rows}) == 1
+            if not self._pacing.accepts(drafts, in_step=in_step):
+                return [draft.bare() for draft in drafts]
         return drafts
 
     def _draft(self, row: _Row, costs: FloatArray | None) -> Draft:

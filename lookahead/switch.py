@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SHARE = 0.01  # of the time, the most that looking for drafts and trying them may cost in the long run
+SHARE = 0.0075  # of the time, the most that looking for drafts and trying them may cost in the long run
 MOST_SAVED = 8.0  # plain steps of gain that are remembered, and may be lost again before drafting is held back
 _START = 2.0  # plain steps that may be lost before anything was gained
 _FIRST_LOOK = 0.05  # plain steps that asking the proposers is taken to cost before it was measured
@@ -12,7 +12,7 @@ _MARGIN = 1.04  # times the seconds a token of plain decoding takes; beyond it d
 _TRIAL = 8  # drafted steps that are judged together at least
 _FADE = 1 - 1 / 16  # what a drafted step still counts after one more
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 16, 1024  # steps without drafts after a loss, doubled with every loss in a row
-_LONG = 1.5  # expected times plain speed that end a pause at once
+LONG = 1.5  # expected times plain speed of what is likely a long match, which ends a pause at once
 _PROBE_EVERY = 64  # steps between two plain ones, times the speedup: what a plain step forgoes
 _SURPRISE = 2.0  # a step that took longer than this many times the expected was held up by something else
 
@@ -42,9 +42,9 @@ class Switch:
     Three rules, each simple:
 
     - An account, in plain steps. Every step that looked for drafts pays what it took beyond plain decoding of the
-      tokens it gave, and is paid what it saved. It earns 1% of all time besides, and holds at most 8. While it is
+      tokens it gave, and is paid what it saved. It earns 0.75% of all time besides, and holds at most 8. While it is
       overdrawn nothing is looked for. So whatever the costs and however wrong the drafts, the time lost
-      stays below 1%, a few plain steps and the one step that overdrew it.
+      stays below 0.75%, a few plain steps and the one step that overdrew it.
     - A comparison. Drafted steps are compared with plain ones in seconds per committed token. Where the last ones
       (at least 8) took 4% longer, drafting pauses for 16 steps, twice as many after every further loss, up to 1024.
       Proposers are still asked: a draft expected to go at 1.5 times the plain speed, a long match, ends a pause.
@@ -73,32 +73,38 @@ class Switch:
     def drafts(self, rows: int, speedup: float) -> bool:
         """Whether a draft is to be verified that is expected to go at `speedup` times the plain speed."""
         lane = self._lane(rows)
-        return lane.pause == 0 or speedup >= _LONG
+        return lane.pause == 0 or speedup >= LONG
+
+    def pass_by(self, rows: int) -> None:
+        """Count a plain step before which nothing was looked for."""
+        lane = self._lane(rows)
+        lane.balance = min(MOST_SAVED, lane.balance + SHARE)
+        lane.pause = max(0, lane.pause - 1)
+        lane.since_plain = 0
 
     def learn(
         self, rows: int, *, nodes: int, tokens: float, seconds: float, host_s: float, expected_s: float, plain_s: float
     ) -> None:
-        """Count a step.
+        """Count a step before which drafts were looked for.
 
         Args:
             rows: Rows that took it together.
-            nodes: Nodes of the largest tree, its root counted; 1 for a plain step.
+            nodes: Nodes of the largest tree, its root counted; 1 where nothing was drafted.
             tokens: Tokens a row emitted, on average.
             seconds: What the step took, looking for drafts included.
-            host_s: What looking for drafts took; 0 where nothing was looked for.
+            host_s: What looking for drafts took, and learning from what came of it.
             expected_s: What a step of such trees was expected to take without that.
             plain_s: What a plain step takes.
         """
         lane = self._lane(rows)
         took = min(seconds / plain_s, _SURPRISE * (expected_s / plain_s + lane.look))
-        lane.balance = min(MOST_SAVED, lane.balance + SHARE * took)
+        look = min(host_s / plain_s, _SURPRISE * lane.look)
+        lane.look += 0.2 * (look - lane.look)
+        # A step that drafted nothing lost what looking took, whatever held up the rest of it.
+        saved = tokens - took if nodes > 1 else -look
+        lane.balance = min(MOST_SAVED, lane.balance + saved + SHARE * took)
         lane.pause = max(0, lane.pause - 1)
         lane.since_plain = 0 if nodes == 1 else lane.since_plain + 1
-        if host_s > 0:
-            look = min(host_s / plain_s, _SURPRISE * lane.look)
-            lane.look += 0.2 * (look - lane.look)
-            # A step that drafted nothing lost what looking took, whatever held up the rest of it.
-            lane.balance = min(MOST_SAVED, lane.balance + (tokens - took if nodes > 1 else -look))
         if nodes > 1:
             self._judge(lane, tokens, took)
 
