@@ -19,6 +19,7 @@ from lookahead.summarize import summarize
 
 if TYPE_CHECKING:
     from lookahead.config import LookaheadConfig
+    from lookahead.costs import calibrate_costs, load_costs, save_costs
     from lookahead.enabling import enable
     from lookahead.errors import (
         ConfigError,
@@ -45,9 +46,12 @@ __all__ = [
     "PromptError",
     "TrainingError",
     "UnsupportedModelError",
+    "calibrate_costs",
     "decode",
     "enable",
     "generate",
+    "load_costs",
+    "save_costs",
     "stream",
     "summarize",
 ]
@@ -64,9 +68,12 @@ _HOME = {
     "PromptError": "errors",
     "TrainingError": "errors",
     "UnsupportedModelError": "errors",
+    "calibrate_costs": "costs",
     "decode": "generation",
     "enable": "enabling",
     "generate": "generation",
+    "load_costs": "costs",
+    "save_costs": "costs",
     "stream": "generation",
 }
 

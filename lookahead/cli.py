@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lookahead import cli_measure
 from lookahead.cli_pool import pool_app
 from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError
 from lookahead.summarize import report
-from lookahead.terminal import Display, console, table, usage_errors
+from lookahead.terminal import Display, console, load, table, usage_errors
 
 if TYPE_CHECKING:
     from lookahead.files.inputs import Input
@@ -33,6 +34,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(pool_app, name="pool")
+
+app.command()(cli_measure.calibrate)
+app.command()(cli_measure.explain)
 
 Inputs = Annotated[
     list[str],
@@ -146,7 +150,7 @@ def summarize(
         paths = OutputPaths(output, rejects, overwrite)
         paths.check(sources)
         as_text = _as_text(shape, output)
-        loaded = _load(model, dtype, device, threads)
+        loaded = load(model, dtype, device, threads)
         from lookahead.summarize.summarizer import Summarizer
 
         summarizer = Summarizer(*loaded, max_new_tokens=max_new_tokens, config=config, compare=compare)
@@ -191,7 +195,7 @@ def generate(
         check_max_new_tokens(max_new_tokens)
         config = _config(proposers, pool, max_nodes, window, ngram_size, guesses)
         text = read_prompt(prompt)
-        loaded = _load(model, dtype, device, threads)
+        loaded = load(model, dtype, device, threads)
         check_room(*loaded, text, max_new_tokens)
         chosen = {"temperature": temperature or None, "top_k": top_k, "top_p": top_p}
         sampling = {name: value for name, value in chosen.items() if value is not None and temperature != 0}
@@ -242,16 +246,6 @@ def _as_text(shape: str, output: Path | None) -> bool:
     if output is not None and shape != "auto":
         raise ConfigError("format is that of stdout; with --output the summaries go to that file as JSON lines")
     return output is None and (shape == "text" or (shape == "auto" and sys.stdout.isatty()))
-
-
-def _load(model: str, dtype: str, device: str | None, threads: int | None) -> LoadedModel:
-    """Load the model, with a sign of life for the seconds that takes."""
-    from lookahead.loading import load_model, locate_model, prepare_process
-
-    locate_model(model)
-    with console(sys.stderr).status("loading the model"):
-        prepare_process(threads)
-        return load_model(model, dtype=dtype, device=device)
 
 
 def _run(summarizer: Summarizer, sources: Sequence[Input], paths: OutputPaths, *, as_text: bool) -> int:

@@ -1,10 +1,15 @@
-"""What a target step costs, measured as decoding goes along, and so how many draft nodes are worth it."""
+"""What a target step costs, measured as decoding goes along."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
+
+from lookahead.errors import ConfigError
 
 FloatArray = NDArray[np.float64]
 
@@ -12,15 +17,22 @@ _POINTS = np.array([1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512,
 _NODE_COST = 0.04  # first guess: what one more node adds, as a share of a step with one
 _RATE = 0.2  # share of a surprise that is believed
 _SURPRISE = 2.0  # a step that took longer than this many times the expected was held up by something else
-_FORGET = 0.01  # share by which a point not measured goes back to the first guess, per step
+_FIRST_SURPRISE = 3.0  # the same where nothing was measured but elsewhere
+_FORGET = 0.002  # share by which a point not measured goes back to the shape first expected, per step
+_SHORT_CONTEXT = 512  # tokens; the first bucket ends here, and each further one at four times as many
+
+Bucket = tuple[int, int]
 
 
 class StepCost:
-    """Seconds of one target step by its number of tokens, rows times nodes.
+    """Seconds of one target step by its rows, its nodes a row, and the length of its context.
 
-    What is learned at some points is the ratio to a first guess, a straight line that adds 4% of a one-token step
-    per token; between the points and beyond them it is interpolated. A ratio that is not measured for a while goes
-    back to the one measured last, so that a cost once measured too high is tried again.
+    Rows and contexts fall into buckets: 1, 2, 3-4, 5-8, … rows; up to 512, 2048, 8192, … tokens. Within a bucket
+    the cost is known by the number of tokens of a step, rows times nodes. What is learned at some points is the
+    ratio to a first guess, a straight line that adds 4% of a one-token step per token; between the points and beyond
+    them it is interpolated. A ratio that is not measured for a while goes back to the shape expected at first: that of
+    a calibration, or the straight line. So a cost once measured too high is tried again. A bucket that is new begins
+    as the nearest one that is not.
 
     Example:
         >>> cost = StepCost()
@@ -32,13 +44,39 @@ class StepCost:
     """
 
     def __init__(self) -> None:
-        self._ratios = np.zeros(len(_POINTS))  # measured over guessed, 0 where nothing was measured
+        # Measured over guessed at every point, 0 where nothing was measured; and the shape to go back to.
+        self._ratios: dict[Bucket, FloatArray] = {}
+        self._shapes: dict[Bucket, FloatArray] = {}
+        self._is_warm = False
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        """Learn from a step of `tokens` tokens (rows times the nodes of the largest tree) that took `seconds`."""
-        _observe(self._ratios, tokens, seconds)
+    def warms_up(self, nodes: int) -> bool:
+        """Whether a step of so many nodes is the first with a draft: it compiles and loads, and tells nothing."""
+        warms_up = nodes > 1 and not self._is_warm
+        self._is_warm |= warms_up
+        return warms_up
 
-    def curve(self, rows: int, nodes: int) -> FloatArray:
+    def observe(self, nodes: int, seconds: float, *, rows: int = 1, context: int = 0) -> None:
+        """Learn from a step.
+
+        Args:
+            nodes: Nodes of the largest tree, its root counted.
+            seconds: What the step took, host work on its draft left out.
+            rows: Rows that took the step together.
+            context: Tokens the longest row's cache held.
+        """
+        bucket = bucket_of(rows, context)
+        if bucket not in self._ratios:
+            nearest = self._nearest(bucket)
+            empty = np.zeros(len(_POINTS))
+            self._ratios[bucket] = self._ratios[nearest].copy() if nearest is not None else empty
+            self._shapes[bucket] = self._shapes[nearest].copy() if nearest is not None else empty + 1.0
+        _observe(self._ratios[bucket], self._shapes[bucket], rows, nodes, seconds)
+
+    def knows(self, rows: int, context: int) -> bool:
+        """Whether any step of such rows and such a context was measured."""
+        return bucket_of(rows, context) in self._ratios
+
+    def curve(self, rows: int, nodes: int, context: int = 0) -> FloatArray:
         """Cost of a step whose trees have 0, 1, …, `nodes` nodes, roots counted: float64 `[nodes + 1]`.
 
         In seconds once a step was measured, before that in steps of one token. It never falls.
@@ -46,9 +84,65 @@ class StepCost:
         Args:
             rows: Rows that take the step together.
             nodes: Nodes of the largest tree to consider.
+            context: Tokens the longest row's cache holds.
         """
-        curve: FloatArray = _curve(self._ratios, rows, nodes)
+        nearest = self._nearest(bucket_of(rows, context))
+        ratios = self._ratios[nearest] if nearest is not None else np.zeros(len(_POINTS))
+        curve: FloatArray = _curve(ratios, rows, nodes)
         return curve
+
+    def calibrate(self, nodes: Sequence[int], seconds: Sequence[float], *, rows: int, context: int) -> None:
+        """Take over what a sweep measured: the seconds of steps of so many nodes a row.
+
+        Raises:
+            ConfigError: There is nothing to take over, or a figure is not positive.
+        """
+        if len(nodes) != len(seconds) or not nodes or min(nodes) < 1 or not min(seconds) > 0:
+            raise ConfigError(f"a sweep needs positive nodes and seconds, got {list(nodes)} and {list(seconds)}")
+        ratios = np.zeros(len(_POINTS))
+        for count, duration in zip(nodes, seconds, strict=True):
+            _observe(ratios, np.ones(0), rows, count, duration)
+        bucket = bucket_of(rows, context)
+        self._ratios[bucket] = ratios
+        self._shapes[bucket] = np.array([_ratio(ratios, tokens) for tokens in _POINTS])
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """Everything known, JSON-ready."""
+        return [
+            {"bucket": list(bucket), "ratios": ratios.tolist(), "shape": self._shapes[bucket].tolist()}
+            for bucket, ratios in self._ratios.items()
+        ]
+
+    def update(self, known: Sequence[Mapping[str, Any]]) -> None:
+        """Take over what `to_dict` gave.
+
+        Raises:
+            ConfigError: That is not what this is.
+        """
+        try:
+            buckets: list[Bucket] = [(int(each["bucket"][0]), int(each["bucket"][1])) for each in known]
+            tables = [(np.array(each["ratios"], np.float64), np.array(each["shape"], np.float64)) for each in known]
+        except (IndexError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"these are no step costs: {error!r}") from error
+        for ratios, shape in tables:
+            good = ratios.shape == shape.shape == _POINTS.shape and np.isfinite(ratios).all() and (ratios >= 0).all()
+            if not (good and (ratios > 0).any() and np.isfinite(shape).all() and (shape > 0).all()):
+                raise ConfigError(f"step costs must be {len(_POINTS)} positive numbers a bucket")
+        for bucket, (ratios, shape) in zip(buckets, tables, strict=True):
+            self._ratios[bucket], self._shapes[bucket] = ratios, shape
+
+    def _nearest(self, bucket: Bucket) -> Bucket | None:
+        """The measured bucket most like another: first by its rows, then by its context."""
+        if bucket in self._ratios:
+            return bucket
+        distance = {other: (abs(other[0] - bucket[0]), abs(other[1] - bucket[1])) for other in self._ratios}
+        return min(distance, key=lambda other: distance[other], default=None)
+
+
+def bucket_of(rows: int, context: int) -> Bucket:
+    """The bucket of so many rows and so long a context."""
+    beyond = max(0, context - 1) // _SHORT_CONTEXT
+    return (rows - 1).bit_length(), (beyond.bit_length() + 1) // 2
 
 
 @njit(cache=True)
@@ -76,20 +170,29 @@ def _ratio(ratios, tokens):
 
 
 @njit(cache=True)
-def _observe(ratios, tokens, seconds):
-    """Move the nearest point towards what was measured, and all others a little."""
-    ratio = seconds / _guess(tokens)
-    nearest, known = 0, False
-    for point in range(len(ratios)):
-        known = known or ratios[point] > 0.0
+def _point(tokens):
+    """The point nearest to some number of tokens, by their ratio."""
+    nearest = 0
+    for point in range(len(_POINTS)):
         if abs(np.log(_POINTS[point] / tokens)) < abs(np.log(_POINTS[nearest] / tokens)):
             nearest = point
-    if known:
-        expected = _ratio(ratios, tokens)
-        ratio = expected + _RATE * (min(ratio, _SURPRISE * expected) - expected)
+    return nearest
+
+
+@njit(cache=True)
+def _observe(ratios, shape, rows, nodes, seconds):
+    """Move the nearest point towards what was measured, and all others a little; with no shape, set it."""
+    ratio = seconds / _guess(rows * nodes)
+    nearest, plain = _point(rows * nodes), _point(rows)
+    if len(shape) > 0 and ratios.max() > 0.0:
+        expected = _ratio(ratios, rows * nodes)
+        # What was never measured is believed at once, but for what can only be a step that was held up.
+        rate, surprise = (_RATE, _SURPRISE) if ratios[nearest] > 0.0 else (1.0, _FIRST_SURPRISE)
+        ratio = expected + rate * (min(ratio, surprise * expected) - expected)
         for point in range(len(ratios)):
-            if ratios[point] > 0.0:
-                ratios[point] += _FORGET * (ratio - ratios[point])
+            # Plain steps are what all is compared with, and they are measured time and again.
+            if ratios[point] > 0.0 and point != plain:
+                ratios[point] += _FORGET * (ratio * shape[point] / shape[nearest] - ratios[point])
     ratios[nearest] = ratio
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numba import njit
@@ -12,7 +12,11 @@ from numpy.typing import NDArray
 from lookahead.proposers.base import IntArray, Proposal
 from lookahead.tree import TokenTree
 
+FloatArray = NDArray[np.float64]
+
 _FREE = np.zeros(0)
+_CERTAIN = np.ones(1)
+_NONE_REQUIRED = np.zeros(1, np.bool_)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +27,20 @@ class Draft:
         tree: What the step verifies.
         placed: For each proposer int32 `[k]`, the tree node each node of its proposal became, 0 where it was
             left out; empty where the proposer offered nothing.
+        reach: float64 `[nodes]`, the chance that a node is reached, that is, accepted; 1 for the root. Their sum is
+            the number of tokens the step is expected to emit.
+        required: bool `[nodes]`, whether a node must stand in the draft.
     """
 
     tree: TokenTree
     placed: tuple[IntArray, ...]
+    reach: FloatArray = field(default_factory=lambda: _CERTAIN)
+    required: NDArray[np.bool_] = field(default_factory=lambda: _NONE_REQUIRED)
+
+    def bare(self) -> Draft:
+        """The draft without its nodes but the root."""
+        root = TokenTree.root(int(self.tree.tokens[0]))
+        return Draft(root, tuple(np.zeros(len(where), np.int32) for where in self.placed))
 
 
 def merge(
@@ -75,7 +89,7 @@ def merge(
     ]
     offered = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))
     all_tokens, all_parents, all_probabilities, all_sources = offered
-    tokens, parents, depths, origins, where = _merge(
+    tokens, parents, depths, origins, where, reach, required = _merge(
         root,
         all_tokens,
         all_parents,
@@ -90,7 +104,37 @@ def merge(
     )
     ends = np.cumsum([_size(offer) for offer in proposals])
     placed = tuple(where[end - _size(offer) : end] for end, offer in zip(ends, proposals, strict=True))
-    return Draft(TokenTree(tokens, parents, depths, origins), placed)
+    return Draft(TokenTree(tokens, parents, depths, origins), placed, reach, required)
+
+
+def fit(drafts: Sequence[Draft], costs: FloatArray) -> list[Draft]:
+    """Cut the drafts of rows that take a step together to one size, that of the most expected tokens per cost.
+
+    A pass computes as many nodes for every row as the largest tree has, so their trees are sized together: each keeps
+    its required nodes and its likeliest ones, as far as that size goes.
+
+    Args:
+        drafts: One per row, merged without costs.
+        costs: float64, what a step costs whose largest tree has so many nodes, the root counted.
+    """
+    reaches = np.concatenate([draft.reach for draft in drafts])
+    required = np.concatenate([draft.required for draft in drafts])
+    ends = np.cumsum([len(draft.tree) for draft in drafts])
+    kept, places = _fit(reaches, required, ends, costs)
+    fitted = []
+    for draft, end in zip(drafts, ends, strict=True):
+        begin = end - len(draft.tree)
+        keep = kept[begin:end]
+        if keep.all():
+            fitted.append(draft)
+        elif not keep[1:].any():
+            fitted.append(draft.bare())
+        else:
+            place, tree = places[begin:end], draft.tree
+            cut = TokenTree(tree.tokens[keep], place[tree.parents[keep]], tree.depths[keep], tree.sources[keep])
+            placed = tuple(place[where] for where in draft.placed)
+            fitted.append(Draft(cut, placed, draft.reach[keep], draft.required[keep]))
+    return fitted
 
 
 def _size(offer: Proposal | None) -> int:
@@ -119,7 +163,42 @@ def _merge(root, tokens, parents, probabilities, origins, offers, budget, max_de
         out_parents[new], out_sources[new] = position[trie_parents[node]], trie_sources[node]
     for i in range(len(where)):
         where[i] = position[where[i]]
-    return out_tokens, out_parents, out_depths, out_sources, where
+    must[0] = False
+    return out_tokens, out_parents, out_depths, out_sources, where, reach[order], must[order]
+
+
+@njit(cache=True)
+def _fit(reaches, required, ends, costs):
+    """Which nodes of all rows to keep, and the place of each among those its row keeps, 0 where it goes."""
+    ranks = np.zeros(len(reaches), np.int64)
+    gains = np.zeros(len(costs))
+    least, begin = 1, 0
+    for end in ends:
+        order = _likeliest_first(np.where(required[begin:end], 2.0, reaches[begin:end]))
+        # The root is certain but not required: it comes first all the same.
+        rank = 1
+        for node in order:
+            if node != 0:
+                ranks[begin + node] = rank
+                gains[rank + 1] += reaches[begin + node]
+                rank += 1
+        least = max(least, 1 + required[begin:end].sum())
+        begin = end
+    expected, best, best_rate = 1.0 * len(ends), least, 0.0
+    for size in range(1, len(costs)):
+        expected += gains[size]
+        if size >= least and expected / costs[size] > best_rate:
+            best, best_rate = size, expected / costs[size]
+    kept, places = ranks < best, np.zeros(len(reaches), np.int32)
+    begin = 0
+    for end in ends:
+        count = 0
+        for node in range(begin, end):
+            if kept[node]:
+                places[node] = count
+                count += 1
+        begin = end
+    return kept, places
 
 
 @njit(cache=True)

@@ -14,19 +14,20 @@ from torch import Tensor
 
 from lookahead.cache import RowStates
 from lookahead.config import LookaheadConfig
-from lookahead.cost import FloatArray, StepCost
-from lookahead.drafting import Draft, merge
+from lookahead.drafting import Draft, FloatArray, fit, merge
 from lookahead.errors import PromptError
+from lookahead.pacing import Pacing
 from lookahead.proposers.base import IntArray, Outcome, Proposer, Top
 from lookahead.sampling import TokenChooser, not_a_number
 from lookahead.scores import Scores, read_scores
 from lookahead.stats import DecodingStats
 from lookahead.stopping import StoppingRule
 from lookahead.target import Target
-from lookahead.tree import TokenTree, count_by_source
+from lookahead.tree import TokenTree, sum_by_source
 from lookahead.verify import Verdict, verify, verify_greedy
 
 _NO_ARGMAX = np.zeros(0, np.int32)
+_ROOT = np.zeros(1, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +38,15 @@ class Emission:
         row: The row's place in the batch.
         tokens: int32 `[n]`, n at least 1.
         finished: The row's output ends here.
+        draft: What was verified; None where transformers decoded.
+        path: int32 `[a]`, the nodes of the draft that were accepted, its root first.
     """
 
     row: int
     tokens: IntArray
     finished: bool
+    draft: Draft | None = None
+    path: IntArray = field(default_factory=lambda: _ROOT)
 
 
 @dataclass(slots=True)
@@ -52,6 +57,7 @@ class _Row:
     ids: NDArray[np.int64]
     length: int
     emitted: int = 0
+    untold: list[IntArray] = field(default_factory=list)  # emitted since the proposers were asked last
     stats: DecodingStats = field(default_factory=DecodingStats)
 
 
@@ -61,7 +67,7 @@ class Engine:
     Args:
         target: The model behind its cache, with room for as many rows as there are prompts.
         proposers: Where drafts come from; none means plain decoding.
-        cost: What a step was measured to cost; learns from every step.
+        pacing: Sizes drafts and turns drafting off where it loses; None drafts all that the options allow.
         config: The options.
         chooser: How a token is chosen.
         stopping: When a row ends.
@@ -72,6 +78,7 @@ class Engine:
 
     Attributes:
         chooser: As given.
+        sources: What the sources of drafts are called, by their bits in `TokenTree.sources`.
         stats: One per row of the batch.
         padding: int64 `[batch]`, padding tokens before each prompt.
         kept: For every row that ended its KV per layer, where it is to be kept.
@@ -81,7 +88,7 @@ class Engine:
         self,
         target: Target,
         proposers: Sequence[Proposer],
-        cost: StepCost,
+        pacing: Pacing | None,
         config: LookaheadConfig,
         chooser: TokenChooser,
         stopping: StoppingRule,
@@ -93,15 +100,17 @@ class Engine:
     ) -> None:
         self._target = target
         self._proposers = proposers
-        self._cost = cost
+        self._pacing = pacing
         self._config = config
         self.chooser = chooser
         self._stopping = stopping
         self._device = prompts.device
         self._budget = config.node_budget
+        self.sources = [name for proposer in proposers for name in proposer.sources]
         self._needs_argmax = any(proposer.needs_argmax for proposer in proposers)
         self._needs_top = any(proposer.needs_top for proposer in proposers)
-        self._sources = [name for proposer in proposers for name in proposer.sources]
+        self._observing_s = 0.0  # of the last step
+        self._nothing = tuple(_NO_ARGMAX for _ in proposers)
         padded = prompts.cpu().numpy()
         self._keep_cache = keep_cache
         self._is_chain = is_chain
@@ -150,20 +159,23 @@ class Engine:
         for row in self._rows:
             self._positions_left(row)
         logits = self._target.prefill(self._prompts)
-        nothing = tuple(_NO_ARGMAX for _ in self._proposers)
-        drafts = [Draft(TokenTree.root(int(row.ids[row.length - 1])), nothing) for row in self._rows]
-        return self._emit(drafts, logits, self._read(logits))
+        drafts = [Draft(TokenTree.root(int(row.ids[row.length - 1])), self._nothing) for row in self._rows]
+        return self._emit(drafts, logits, self._read(logits, with_top=self._needs_top))
 
     def step(self) -> list[Emission]:
         """Advance every running row by one target pass; the model must be in service."""
-        drafts = self._draft_all()
         begin = time.perf_counter()
+        drafts = self._draft_all()
+        drafted = time.perf_counter()
         logits = self._target.score([draft.tree for draft in drafts])
-        scores = self._read(logits)
-        self._cost.observe(logits.shape[0] * logits.shape[1], time.perf_counter() - begin)
-        for row, draft in zip(self._rows, drafts, strict=True):
-            self._count_draft(row.stats, draft)
-        return self._emit(drafts, logits, scores)
+        # A plain step pays for nothing but its token.
+        with_top = self._needs_top and any(draft.placed is not self._nothing for draft in drafts)
+        emissions = self._emit(drafts, logits, self._read(logits, with_top=with_top))
+        if self._pacing is not None:
+            tokens = sum(len(emission.tokens) for emission in emissions)
+            host_s = drafted - begin + self._observing_s
+            self._pacing.learn(logits.shape[1], tokens, host_s, time.perf_counter() - begin - host_s)
+        return emissions
 
     def _emit(self, drafts: Sequence[Draft], logits: Tensor, scores: Scores) -> list[Emission]:
         """Verify every row's tree, then let the cache, the stats and the proposers follow from what was chosen."""
@@ -172,21 +184,40 @@ class Engine:
         emissions = []
         for i, (row, draft, verdict) in enumerate(zip(self._rows, drafts, verdicts, strict=True)):
             self._target.commit(i, verdict.path)
-            self._count_verdict(row.stats, draft, verdict)
+            self._count(row.stats, draft, verdict)
+            emissions.append(Emission(row.index, verdict.tokens, verdict.finished, draft, verdict.path))
+        begin = time.perf_counter()
+        for i, (row, draft, verdict) in enumerate(zip(self._rows, drafts, verdicts, strict=True)):
             heard = scores.argmax[i, : len(draft.tree)] if self._needs_argmax else _NO_ARGMAX
             self._observe(row, draft, Outcome(verdict.tokens, verdict.path, heard, _top_of(draft.tree, scores, i)))
-            emissions.append(Emission(row.index, verdict.tokens, verdict.finished))
+        self._observing_s = time.perf_counter() - begin
         self._retire([i for i, verdict in enumerate(verdicts) if verdict.finished])
         return emissions
 
     def _draft_all(self) -> list[Draft]:
-        """Every row's tree, as large as the measured cost of a step makes worth while."""
-        is_sized = self._proposers and self._config.draft == "auto"
-        costs = self._cost.curve(len(self._rows), self._budget + 1) if is_sized else None
-        return [self._draft(row, costs) for row in self._rows]
+        """Every row's tree: plain decoding, or as large as makes a step worth while."""
+        costs = None
+        if self._pacing is not None:
+            context = max(row.length for row in self._rows)
+            costs = self._pacing.begin(len(self._rows), context, self._budget + 1)
+        if not self._proposers or (self._pacing is not None and costs is None):
+            return [Draft(TokenTree.root(int(row.ids[row.length - 1])), self._nothing) for row in self._rows]
+        if costs is None:
+            return [self._draft(row, None) for row in self._rows]
+        if len(self._rows) == 1:
+            drafts = [self._draft(self._rows[0], costs)]
+        else:
+            drafts = fit([self._draft(row, None) for row in self._rows], costs)
+        assert self._pacing is not None
+        if any(len(draft.tree) > 1 for draft in drafts):
+            in_step = len(drafts) > 1 and len({row.length - self.padding[row.index] for row in self._rows}) == 1
+            if not self._pacing.accepts(drafts, in_step=in_step):
+                return [draft.bare() for draft in drafts]
+        return drafts
 
     def _draft(self, row: _Row, costs: FloatArray | None) -> Draft:
         """One row's tree, merged from what every proposer offers."""
+        self._tell(row)
         proposals = [proposer.propose(row.index, self._budget) for proposer in self._proposers]
         return merge(
             int(row.ids[row.length - 1]),
@@ -215,12 +246,12 @@ class Engine:
             )
         return self._target.positions - length
 
-    def _read(self, logits: Tensor) -> Scores:
+    def _read(self, logits: Tensor, *, with_top: bool) -> Scores:
         """The likeliest tokens after every node, as far as anyone asks: the step's one read from the device."""
-        wanted = self.chooser.is_plain_greedy or self._needs_argmax or self._needs_top
+        wanted = self.chooser.is_plain_greedy or self._needs_argmax or with_top
         if not wanted and logits.device.type == "cpu":
             return Scores(_NO_ARGMAX)  # elsewhere reading is also what waits for the pass, so that its time is known
-        return read_scores(logits, with_top=self._needs_top)
+        return read_scores(logits, with_top=with_top)
 
     def _verify(self, i: int, draft: Draft, logits: Tensor, argmax: IntArray) -> Verdict:
         """Walk the tree of active row i; its ids grow by the tokens it emits."""
@@ -251,31 +282,46 @@ class Engine:
         return torch.from_numpy(row.ids[: row.length])[None].to(self._device)
 
     def _observe(self, row: _Row, draft: Draft, outcome: Outcome) -> None:
-        """Let the proposers learn from what happened to their offers."""
+        """Let the proposers learn from what happened to their offers.
+
+        After a plain step they are told only once they are asked again, unless they learn from more than tokens:
+        many tokens at once cost little more than one.
+        """
+        if draft.placed is self._nothing and not self._needs_argmax and outcome.top is None:
+            row.untold.append(outcome.tokens)
+            return
         for proposer, placed in zip(self._proposers, draft.placed, strict=True):
             proposer.observe(row.index, outcome, placed)
 
-    def _count_draft(self, stats: DecodingStats, draft: Draft) -> None:
-        """Count a draft that was verified."""
-        stats.target_forwards += 1
-        stats.drafted_tokens += len(draft.tree) - 1
-        drafted = count_by_source(draft.tree, np.arange(len(draft.tree), dtype=np.int32), len(self._sources))
-        for name, count in zip(self._sources, drafted, strict=True):
-            stats.drafted_by_source[name] += count
+    def _tell(self, row: _Row) -> None:
+        """Let the proposers see what was emitted while they were not asked."""
+        if row.untold:
+            outcome = Outcome(np.concatenate(row.untold), _ROOT, _NO_ARGMAX)
+            row.untold.clear()
+            for proposer in self._proposers:
+                proposer.observe(row.index, outcome, _NO_ARGMAX)
 
-    def _count_verdict(self, stats: DecodingStats, draft: Draft, verdict: Verdict) -> None:
-        """Count what was emitted; the first token of a row comes from the prefill, not from a draft's pass."""
-        if stats.target_forwards:
+    def _count(self, stats: DecodingStats, draft: Draft, verdict: Verdict) -> None:
+        """Count a verified draft; the first token of a row comes from the prefill, not from a draft's pass."""
+        if stats.emitted_tokens:
+            stats.target_forwards += 1
             stats.acceptance_histogram[len(verdict.tokens)] += 1
         stats.emitted_tokens += len(verdict.tokens)
+        if len(draft.tree) == 1:
+            return
+        stats.drafted_tokens += len(draft.tree) - 1
         stats.accepted_tokens += len(verdict.path) - 1
-        accepted = count_by_source(draft.tree, verdict.path, len(self._sources))
-        for name, count in zip(self._sources, accepted, strict=True):
-            stats.accepted_by_source[name] += count
+        stats.expected_tokens += float(draft.reach.sum()) - 1.0
+        sums = sum_by_source(draft.tree, draft.reach, verdict.path, len(self.sources))
+        for name, (drafted, accepted, expected) in zip(self.sources, sums.tolist(), strict=True):
+            stats.drafted_by_source[name] += int(drafted)
+            stats.accepted_by_source[name] += int(accepted)
+            stats.expected_by_source[name] += expected
 
     def _retire(self, finished: Sequence[int]) -> None:
         """Take finished rows out, the last active row filling each gap, in the target as in the engine."""
         for i in reversed(finished):
+            self._tell(self._rows[i])
             for proposer in self._proposers:
                 proposer.finish(self._rows[i].index)
             if self._keep_cache:

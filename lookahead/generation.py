@@ -30,6 +30,7 @@ from lookahead.cost import StepCost
 from lookahead.engine import Engine
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
 from lookahead.handover import adopt, hand_back, output_dict, padded_sequences
+from lookahead.pacing import Pacing
 from lookahead.plain import PlainLoop
 from lookahead.pools.fingerprint import fingerprint_of
 from lookahead.pools.opening import open_pool
@@ -47,6 +48,7 @@ from lookahead.request import (
 from lookahead.sampling import TokenChooser
 from lookahead.stats import DecodingStats, total
 from lookahead.support import Support, prefills_at_once, support_of
+from lookahead.switch import Switch
 from lookahead.target import PREFILL_CHUNK, Target, input_device
 
 
@@ -171,11 +173,11 @@ def prepare(
     if is_continued:
         refuse_past(past, input_ids, generation_config, model_kwargs.get("attention_mask"))
         adopt(cast(DynamicCache, past), target.cache, longest - lengths)
-    experience = _experience_of(model)
+    experience = experience_of(model)
     return Engine(
         target,
         make_proposers(config, experience.proposers, pool),
-        experience.cost,
+        Pacing(experience.cost, experience.switch) if config.proposers and config.draft == "auto" else None,
         config,
         TokenChooser(
             logits_processor,
@@ -209,12 +211,13 @@ class _Experience:
     def __init__(self) -> None:
         self.proposers = Experience()
         self.cost = StepCost()
+        self.switch = Switch()
 
 
 _experiences: WeakKeyDictionary[PreTrainedModel, _Experience] = WeakKeyDictionary()
 
 
-def _experience_of(model: PreTrainedModel) -> _Experience:
+def experience_of(model: PreTrainedModel) -> _Experience:
     """What was learned of a model so far."""
     if model not in _experiences:
         _experiences[model] = _Experience()
@@ -252,9 +255,7 @@ def generate(
     batch = [prompts] if isinstance(prompts, str) else list(prompts)
     if not batch:
         return GenerationResult([], [], DecodingStats(), [])
-    engine = _prepare_text(
-        model, tokenizer, batch, config, generation_config, seed, add_special_tokens, generate_kwargs
-    )
+    engine = prepare_text(model, tokenizer, batch, config, generation_config, seed, add_special_tokens, generate_kwargs)
     token_ids = _collect(engine)
     texts = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in token_ids]
     return GenerationResult(texts, token_ids, total(engine.stats), engine.stats)
@@ -275,7 +276,7 @@ def stream(
 
     The arguments are those of `generate`. They are checked at once, before the first piece is asked for.
     """
-    engine = _prepare_text(
+    engine = prepare_text(
         model, tokenizer, [prompt], config, generation_config, seed, add_special_tokens, generate_kwargs
     )
     return _pieces(engine, tokenizer)
@@ -309,7 +310,7 @@ class _PieceStreamer(TextStreamer):
         return [piece for piece in ready if piece]
 
 
-def _prepare_text(
+def prepare_text(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[str],

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+
+def _no_chances() -> defaultdict[str, float]:
+    """Nothing expected of anyone."""
+    return defaultdict(float)
 
 
 @dataclass(slots=True)
@@ -18,8 +23,10 @@ class DecodingStats:
         target_forwards: Target passes that verified this row's tree; prefill passes are not counted.
         drafted_tokens: Draft nodes verified, the root not counted.
         accepted_tokens: Draft nodes whose token was emitted.
+        expected_tokens: Draft nodes expected to be accepted, the sum of their chances as the proposers saw them.
         drafted_by_source: Draft nodes by proposer; a node two proposers offered counts for both.
         accepted_by_source: Accepted draft nodes by proposer, likewise.
+        expected_by_source: Draft nodes expected to be accepted by proposer, likewise.
         acceptance_histogram: How many passes emitted 1, 2, 3, … tokens, keyed by that number.
         prefill_s: Seconds from the start to the end of the prefill, shared by the rows of a batch.
         decode_s: Seconds from the end of the prefill, which gives the first token, to the row's last token.
@@ -31,8 +38,10 @@ class DecodingStats:
     target_forwards: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    expected_tokens: float = 0.0
     drafted_by_source: Counter[str] = field(default_factory=Counter)
     accepted_by_source: Counter[str] = field(default_factory=Counter)
+    expected_by_source: defaultdict[str, float] = field(default_factory=_no_chances)
     acceptance_histogram: Counter[int] = field(default_factory=Counter)
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -54,6 +63,19 @@ class DecodingStats:
         return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
 
     @property
+    def calibration_error(self) -> float:
+        """Expected minus realised acceptance of a drafted node, on average: above 0 the proposers claim too much."""
+        return _calibration_error(self.expected_tokens, self.accepted_tokens, self.drafted_tokens)
+
+    @property
+    def calibration_error_by_source(self) -> dict[str, float]:
+        """The same for the nodes of each proposer; of 0 nodes it is 0."""
+        return {
+            name: _calibration_error(self.expected_by_source[name], self.accepted_by_source[name], drafted)
+            for name, drafted in self.drafted_by_source.items()
+        }
+
+    @property
     def tpot_s(self) -> float:
         """Decode seconds per token after the first."""
         return self.decode_s / self.decoded_tokens if self.decoded_tokens else 0.0
@@ -73,8 +95,14 @@ class DecodingStats:
             "accepted_tokens": self.accepted_tokens,
             "mean_acceptance_length": round(self.mean_acceptance_length, 4),
             "draft_acceptance_rate": round(self.draft_acceptance_rate, 4),
+            "expected_tokens": round(self.expected_tokens, 3),
+            "calibration_error": round(self.calibration_error, 4),
             "drafted_by_source": dict(self.drafted_by_source),
             "accepted_by_source": dict(self.accepted_by_source),
+            "expected_by_source": {name: round(sum_, 3) for name, sum_ in self.expected_by_source.items()},
+            "calibration_error_by_source": {
+                name: round(error, 4) for name, error in self.calibration_error_by_source.items()
+            },
             "acceptance_histogram": {str(length): n for length, n in sorted(self.acceptance_histogram.items())},
             "prefill_s": round(self.prefill_s, 6),
             "decode_s": round(self.decode_s, 6),
@@ -82,6 +110,11 @@ class DecodingStats:
             "tpot_s": round(self.tpot_s, 6),
             "tokens_per_s": round(self.tokens_per_s, 3),
         }
+
+
+def _calibration_error(expected: float, accepted: int, drafted: int) -> float:
+    """Expected minus accepted, per drafted node."""
+    return (expected - accepted) / drafted if drafted else 0.0
 
 
 def total(rows: Iterable[DecodingStats]) -> DecodingStats:
@@ -93,6 +126,9 @@ def total(rows: Iterable[DecodingStats]) -> DecodingStats:
         result.target_forwards += row.target_forwards
         result.drafted_tokens += row.drafted_tokens
         result.accepted_tokens += row.accepted_tokens
+        result.expected_tokens += row.expected_tokens
+        for name, expected in row.expected_by_source.items():
+            result.expected_by_source[name] += expected
         result.drafted_by_source.update(row.drafted_by_source)
         result.accepted_by_source.update(row.accepted_by_source)
         result.acceptance_histogram.update(row.acceptance_histogram)

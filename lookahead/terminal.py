@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
@@ -20,6 +21,7 @@ from lookahead.summarize import report
 
 if TYPE_CHECKING:
     from lookahead.files.documents import Reject
+    from lookahead.loading import LoadedModel
     from lookahead.pools.building import Totals as PoolTotals
     from lookahead.summarize.job import Summarized, Totals
 
@@ -82,6 +84,23 @@ def _bar(words: str, *, shown: bool) -> Progress:
         redirect_stdout=False,  # rich would send what is printed meanwhile to stderr
         disable=not (shown and stderr.is_terminal),
     )
+
+
+def load(model: str, dtype: str, device: str | None, threads: int | None) -> LoadedModel:
+    """Load the model, with a sign of life for the seconds that takes, and what `lookahead calibrate` measured."""
+    from lookahead.costs import load_costs
+    from lookahead.loading import load_model, locate_model, prepare_process
+
+    locate_model(model)
+    with console(sys.stderr).status("loading the model"):
+        prepare_process(threads)
+        loaded = load_model(model, dtype=dtype, device=device)
+        with warnings.catch_warnings(record=True) as complaints:
+            warnings.simplefilter("always")
+            load_costs(loaded.model)
+    for complaint in complaints:
+        say("warning", str(complaint.message))
+    return loaded
 
 
 class Display:

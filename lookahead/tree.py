@@ -83,20 +83,34 @@ class TokenTree:
         return words
 
 
-def count_by_source(tree: TokenTree, nodes: IntArray, sources: int) -> list[int]:
-    """How many of `nodes` each of the first `sources` proposers offered."""
-    counts: list[int] = _count_bits(tree.sources, nodes, sources).tolist()
-    return counts
+def sum_by_source(tree: TokenTree, reach: NDArray[np.float64], path: IntArray, sources: int) -> NDArray[np.float64]:
+    """What each of the first `sources` sources did: float64 `[sources, 3]`, a node of two counting for both.
+
+    Args:
+        tree: A draft.
+        reach: float64 `[n]`, the chance of every node to be accepted.
+        path: int32 `[a]`, the nodes accepted, the root first.
+        sources: How many bits of `tree.sources` are in use.
+
+    Returns:
+        Nodes drafted, nodes accepted, and nodes expected to be accepted, the root left out.
+    """
+    sums: NDArray[np.float64] = _sum_bits(tree.sources, reach, path, sources)
+    return sums
 
 
 @njit(cache=True)
-def _count_bits(words, nodes, bits):
-    """For every bit, in how many of the chosen words it is set."""
-    counts = np.zeros(bits, np.int64)
-    for node in nodes:
-        for bit in range(bits):
-            counts[bit] += (words[node] >> bit) & 1
-    return counts
+def _sum_bits(words, reach, path, bits):
+    """For every bit, over the words where it is set: their number, how many are on the path, and their reach."""
+    sums = np.zeros((bits, 3))
+    for bit in range(bits):
+        for node in range(1, len(words)):
+            if (words[node] >> bit) & 1:
+                sums[bit, 0] += 1.0
+                sums[bit, 2] += reach[node]
+        for node in path:
+            sums[bit, 1] += (words[node] >> bit) & 1
+    return sums
 
 
 @njit(cache=True)

@@ -30,7 +30,7 @@ RAGGED: dict[str, Any] = {
     "attention_mask": torch.tensor([[0] * 5 + [1] * 7, [1] * 12]),
 }
 # Every draft there is room for is verified, whatever it costs: the outcome depends on no clock.
-DRAFTING = LookaheadConfig(draft="fixed", min_probability=0.0)
+DRAFTING = LookaheadConfig(draft="fixed", min_probability=0.0, max_nodes=8)
 GREEDY: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
 Generate = Callable[..., torch.Tensor]
 

@@ -74,8 +74,10 @@ class Outcome:
 class Proposer(Protocol):
     """A source of drafts for many rows at once.
 
-    The engine calls `start` once per row, then `propose` and `observe` in turn, one pair a step, and
-    `finish` when the row is done. A proposer never sees the target model, only what it chose.
+    The engine calls `start` once per row, then `propose` and `observe` in turn, and `finish` when the row is done.
+    Where drafting does not pay it leaves `propose` out: the next `observe` then tells, with an empty `placed`, what
+    one step emitted, or many steps together where the proposer does not read `argmax`. A proposer never sees the
+    target model, only what it chose.
 
     Attributes:
         sources: What its sources are called in the configuration and in the stats; one or more.

@@ -1,0 +1,231 @@
+"""Never slower: lookahead against its own plain decoding, on text with nothing to copy.
+
+    python -m bench.never_slower --prompts squality_dev.jsonl --field document
+
+The text a batch "writes" is given: a real story (a novel continuation), or its words shuffled. A hook raises the
+logit of the given next token, so the model does all of its work and the output is that text, whatever the model
+would have liked to say. Plain decoding (`proposers=()`) and lookahead then take their steps in turn, in one process
+on one thread, so that a busy machine slows both. Seconds are those inside the steps, prefill and everything the host
+does included: by the clock on the wall, and beside it the processor's, which a busy machine disturbs less.
+
+The gate comes first: both, and in fp32 transformers' own `model.generate`, must write the given text, or nothing is
+timed. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from bench.prompts import read_texts
+from lookahead import LookaheadConfig
+from lookahead.engine import Engine
+from lookahead.generation import prepare
+from lookahead.loading import load_model
+
+TEXTS = ("shuffled", "novel")
+_RAISE = 1e4  # logits stay finite, and nothing a model says comes near it
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One batch: int64 `[rows, prompt + new]`, the first `prompt` tokens are read and the others written."""
+
+    script: torch.Tensor
+    prompt: int
+
+    @property
+    def prompts(self) -> torch.Tensor:
+        return self.script[:, : self.prompt]
+
+    @property
+    def new(self) -> int:
+        return self.script.shape[1] - self.prompt
+
+
+def make_cases(texts: list[list[int]], kind: str, batch_size: int, count: int, prompt: int, new: int) -> Iterator[Case]:
+    """Cut the texts into batches; every row is another place of another text."""
+    length = prompt + new
+    pieces = [text[i : i + length] for i in range(0, 64 * length, length) for text in texts if len(text) >= i + length]
+    if len(pieces) < count * batch_size:
+        sys.exit(f"the texts give {len(pieces)} pieces of {length} tokens; {count * batch_size} are needed")
+    rng = np.random.default_rng(0)
+    for first in range(0, count * batch_size, batch_size):
+        rows = np.array(pieces[first : first + batch_size])
+        if kind == "shuffled":
+            rows = rng.permuted(rows, axis=1)
+        yield Case(torch.from_numpy(rows), prompt)
+
+
+@contextmanager
+def dictating(model: PreTrainedModel, case: Case, rows: Callable[[], list[int]]) -> Iterator[None]:
+    """Let a model say the given text; `rows()` tells which rows of the batch a pass holds."""
+    following = torch.nn.functional.pad(case.script[:, 1:], (0, 1))
+
+    def hook(module: Any, arguments: Any, options: dict[str, Any], output: Any) -> None:
+        logits, positions = output.logits, options["position_ids"]
+        positions = positions.expand(logits.shape[0], -1)[:, -logits.shape[1] :].clamp(max=following.shape[1] - 1)
+        told = following[torch.tensor(rows())[:, None], positions]
+        logits.scatter_(2, told[:, :, None], _RAISE)
+
+    handle = model.register_forward_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def make_engine(model: PreTrainedModel, case: Case, config: LookaheadConfig | None) -> Engine:
+    """An engine for the batch, not started yet."""
+    engine: Engine = model.generate(
+        case.prompts,
+        max_new_tokens=case.new,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        custom_generate=prepare,
+        lookahead_config=config,
+    )
+    return engine
+
+
+def run_in_turn(model: PreTrainedModel, case: Case, *configs: LookaheadConfig | None) -> list[tuple[float, float, Any]]:
+    """Step engines in turn to their ends: for each its seconds, its seconds of the processor, and its stats."""
+    engines = [make_engine(model, case, config) for config in configs]
+    loops = [engine.run() for engine in engines]
+    outputs = [[[] for _ in case.script] for _ in engines]
+    seconds, cpu_seconds = [0.0] * len(engines), [0.0] * len(engines)
+    running = list(range(len(engines)))
+    now = [0]
+    with (
+        engines[0].serving(),
+        dictating(model, case, lambda: [row.index for row in engines[now[0]]._rows]),
+    ):
+        while running:
+            for i in list(running):
+                now[0] = i
+                start, cpu_start = time.perf_counter(), time.process_time()
+                emissions = next(loops[i], None)
+                cpu_seconds[i] += time.process_time() - cpu_start
+                seconds[i] += time.perf_counter() - start
+                if emissions is None:
+                    running.remove(i)
+                for emission in emissions or ():
+                    outputs[i][emission.row].extend(emission.tokens.tolist())
+    written = case.script[:, case.prompt :].tolist()
+    if any(output != written for output in outputs):
+        sys.exit("not lossless: the given text was not written; nothing is reported")
+    return list(zip(seconds, cpu_seconds, [engine.stats for engine in engines], strict=True))
+
+
+def check_against_transformers(model: PreTrainedModel, case: Case) -> None:
+    """The gate: `model.generate` writes the given text too."""
+    with dictating(model, case, lambda: list(range(len(case.script)))):
+        written = model.generate(
+            case.prompts, max_new_tokens=case.new, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+    if written.tolist() != case.script.tolist():
+        sys.exit("not lossless: model.generate does not write the given text; nothing is timed")
+
+
+def measure(model: PreTrainedModel, cases: list[Case], config: LookaheadConfig | None) -> dict[str, Any]:
+    """Plain seconds over lookahead's, of all batches but the first, which warms up."""
+    plain = LookaheadConfig(proposers=())
+    ratios, cpu_ratios, plain_total, drafted, passes, accepted = [], [], 0.0, 0, 0, 0
+    for i, case in enumerate(cases):
+        order = (plain, config) if i % 2 == 0 else (config, plain)
+        runs = run_in_turn(model, case, *order)
+        if i == 0:
+            continue
+        (plain_s, plain_cpu, _), (ours_s, ours_cpu, stats) = runs if i % 2 == 0 else reversed(runs)
+        ratios.append(plain_s / ours_s)
+        cpu_ratios.append(plain_cpu / ours_cpu)
+        plain_total += plain_s
+        drafted += sum(row.drafted_tokens for row in stats)
+        accepted += sum(row.accepted_tokens for row in stats)
+        passes += sum(row.target_forwards for row in stats)
+    return {
+        "speedup": round(statistics.median(ratios), 4),
+        "cpu_speedup": round(statistics.median(cpu_ratios), 4),
+        "lowest": round(min(ratios), 4),
+        "highest": round(max(ratios), 4),
+        "drafted_per_pass": round(drafted / passes, 3),
+        "accepted_per_pass": round(accepted / passes, 3),
+        "plain_ms_per_token": round(1e3 * plain_total / sum(case.new for case in cases[1:]), 3),
+    }
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="bundled", help="'bundled', a folder, or a name on the Hub")
+    parser.add_argument("--prompts", type=Path, required=True, help="a .jsonl file, or a text file of one text a line")
+    parser.add_argument("--field", default="text", help="the field of each JSON line")
+    parser.add_argument("--batch-sizes", default="1,4,16")
+    parser.add_argument("--dtypes", default="fp32,bf16")
+    parser.add_argument("--texts", default=",".join(TEXTS), help="of shuffled and novel")
+    parser.add_argument("--batches", type=int, default=6, help="timed batches of each case; one more warms up")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--proposers", help="as in LookaheadConfig, commas between; the default when left out")
+    return parser.parse_args()
+
+
+def read_tokens(tokenizer: PreTrainedTokenizerBase, arguments: argparse.Namespace) -> list[list[int]]:
+    """The tokens of every text."""
+    texts = read_texts(arguments.prompts, arguments.field)
+    return [tokenizer(text.strip(), add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
+
+
+def main() -> None:
+    """Run the benchmark."""
+    arguments = parse_arguments()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    config = LookaheadConfig(proposers=arguments.proposers.split(",")) if arguments.proposers else None
+    results = {}
+    for dtype in arguments.dtypes.split(","):
+        model, tokenizer = load_model(arguments.model, dtype=dtype, device="cpu")
+        tokens = read_tokens(tokenizer, arguments)
+        for kind in arguments.texts.split(","):
+            for batch_size in map(int, arguments.batch_sizes.split(",")):
+                size = (batch_size, arguments.batches + 1, arguments.prompt_tokens, arguments.max_new_tokens)
+                cases = list(make_cases(tokens, kind, *size))
+                if dtype == "fp32":
+                    check_against_transformers(model, cases[0])
+                name = f"{kind} {dtype} batch {batch_size}"
+                results[name] = measure(model, cases, config)
+                print(f"{name:26} {results[name]}", flush=True)
+    worst = min(results, key=lambda name: results[name]["speedup"])
+    print(f"worst: {worst}, {results[worst]['speedup']:.3f}x of plain decoding")
+    print(
+        json.dumps(
+            {
+                "worst": results[worst]["speedup"],
+                "worst_case": worst,
+                "model": arguments.model,
+                "device": "cpu",
+                "threads": 1,
+                "batches": arguments.batches,
+                "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+                "cases": results,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The commands that measure and explain: arguments in, tables out. The work is done by `costs` and `explain`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lookahead.terminal import console, load, usage_errors
+
+Model = Annotated[str, typer.Option(help="Folder of a saved model, its name on the Hub, or 'bundled'.")]
+Dtype = Annotated[str, typer.Option(help="fp32, bf16, or auto: the checkpoint's own on a GPU, fp32 on a CPU.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. (default: as PyTorch chooses)")]
+Contexts = Annotated[
+    list[int] | None,
+    typer.Option("--context", min=1, help="Tokens in the cache, 256 by default; may be repeated."),
+]
+Folder = Annotated[Path | None, typer.Option("--cache", help="Folder of the cost files. (default: the platform's)")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+PromptFile = Annotated[str, typer.Argument(metavar="FILE", help="A text file with the prompt, or - for stdin.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Most tokens to write.")]
+Page = Annotated[Path | None, typer.Option("--html", metavar="PAGE", help="Write the trace as an HTML page too.")]
+
+
+def calibrate(
+    model: Model = "bundled",
+    context: Contexts = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    threads: Threads = None,
+    cache: Folder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what drafts cost with a model on this machine, and keep it for later.
+
+    A step of every number of nodes is timed, and set beside what the machine would
+    need at its best. "Tokens to break even" is how many tokens a step of that size
+    must emit, the one plain decoding would give included, to be no slower.
+    The costs are written to a file that later commands read; `load_costs` reads it
+    in Python. Without it they are learned while decoding.
+
+    For example:
+
+      lookahead calibrate --model ./my-model --dtype bf16
+      lookahead calibrate --context 256 --context 4096 --json
+    """
+    with usage_errors():
+        loaded = load(model, dtype, device, threads)
+        from lookahead.calibration import CONTEXTS
+        from lookahead.costs import calibrate_costs, save_costs
+        from lookahead.explain.drawing import draw_calibration
+
+        with console(sys.stderr).status("measuring"):
+            calibration = calibrate_costs(loaded.model, context or CONTEXTS)
+        path = save_costs(loaded.model, cache)
+        if as_json:
+            print(json.dumps({**calibration.to_dict(), "file": str(path)}))
+        else:
+            draw_calibration(calibration, console(sys.stdout))
+        console(sys.stderr).print(f"written to {path}", soft_wrap=True)
+
+
+def explain(
+    prompt: PromptFile,
+    model: Model = "bundled",
+    max_new_tokens: MaxNewTokens = 128,
+    html: Page = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    threads: Threads = None,
+) -> None:
+    """Continue a prompt and show, step by step, what was drafted and accepted.
+
+    The text is coloured by the source of each token; what the model gave itself is
+    plain. For every step: the nodes drafted, how many of them were expected to be
+    accepted, how many were, and the time.
+
+    For example:
+
+      lookahead explain prompt.txt --model ./my-model
+      lookahead explain prompt.txt --max-new-tokens 200 --html page.html
+    """
+    from lookahead.summarize.fitting import check_max_new_tokens, check_room
+
+    with usage_errors():
+        check_max_new_tokens(max_new_tokens)
+        from lookahead.explain.files import check_page, read_prompt_file, write_page
+
+        text = read_prompt_file(prompt)
+        check_page(html)
+        loaded = load(model, dtype, device, threads)
+        check_room(*loaded, text, max_new_tokens)
+        from lookahead.explain.drawing import draw_trace
+        from lookahead.explain.trace import trace
+
+        traced = trace(*loaded, text, max_new_tokens=max_new_tokens, do_sample=False)
+        draw_trace(traced, console(sys.stdout))
+        if html is not None:
+            write_page(traced, html)

@@ -1,0 +1,89 @@
+"""Step costs on disk: one JSON file for each model, device, dtype and version of PyTorch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lookahead.atomic import write_atomically
+from lookahead.cost import StepCost
+from lookahead.errors import ConfigError
+
+_VERSION = 1
+
+
+def cache_folder() -> Path:
+    """Where the platform keeps what programs can make again, and there the folder for step costs."""
+    home = Path.home()
+    if sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        base = home / "Library" / "Caches"
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
+    return base / "lookahead" / "costs"
+
+
+def identity(model: nn.Module) -> dict[str, Any]:
+    """What the cost of a step depends on: the shape of the model, its dtype, its device, threads, PyTorch."""
+    parameter = next(model.parameters())
+    shapes = ",".join(f"{name}{tuple(each.shape)}" for name, each in model.named_parameters())
+    device = parameter.device
+    on_gpu = device.type == "cuda"
+    return {
+        "model": type(model).__name__,
+        "shapes": hashlib.sha256(shapes.encode()).hexdigest()[:16],
+        "dtype": str(parameter.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(device) if on_gpu else platform.machine() or device.type,
+        "threads": 0 if on_gpu else torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def cost_path(model: nn.Module, folder: Path | None = None) -> Path:
+    """The file of a model's step costs in a folder, that of the platform when None."""
+    known = identity(model)
+    digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
+    return (folder if folder is not None else cache_folder()) / f"{known['model']}-{known['dtype']}-{digest}.json"
+
+
+def read_costs(model: nn.Module, cost: StepCost, folder: Path | None = None) -> bool:
+    """Take over the costs a file holds; False where there is none for this model here.
+
+    A file that cannot be read, or holds something else, is left alone with a warning; `write_costs` replaces it.
+    """
+    path = cost_path(model, folder)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict) or content.get("version") != _VERSION or content.get("for") != identity(model):
+            raise ConfigError("it is not of this version or for this model")
+        cost.update(content["costs"])
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
+        reason = " ".join(str(error).split())
+        warnings.warn(f"the step costs in {path} are ignored, they will be measured: {reason}", stacklevel=2)
+        return False
+    return True
+
+
+def write_costs(model: nn.Module, cost: StepCost, folder: Path | None = None) -> Path:
+    """Write the costs known, all at once or not at all, over a file that is there; returns its path.
+
+    Raises:
+        OSError: The folder cannot be made or written to.
+    """
+    path = cost_path(model, folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"version": _VERSION, "for": identity(model), "costs": cost.to_dict()}
+    write_atomically(path, json.dumps(content, indent=1) + "\n")
+    return path

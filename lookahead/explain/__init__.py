@@ -1,0 +1,1 @@
+"""Why decoding was as fast as it was, step by step."""

@@ -1,0 +1,131 @@
+"""What every step of a decoding drafted, expected and accepted, and where each token came from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lookahead.config import LookaheadConfig
+from lookahead.engine import Emission
+from lookahead.generation import prepare_text
+from lookahead.stats import DecodingStats
+
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of a character whose other bytes are to come
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One emitted token.
+
+    Attributes:
+        text: What it adds to the text; empty for a special token, and where a later one completes a character.
+        sources: The proposers that drafted it; none where the model itself gave it.
+    """
+
+    text: str
+    sources: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One pass of the model; the first is the prefill, whose token no draft gave.
+
+    Attributes:
+        pieces: The tokens it emitted, in order.
+        drafted: Draft nodes verified.
+        expected: Draft nodes expected to be accepted, by their chances.
+        accepted: Draft nodes accepted.
+        seconds: From the step's begin to its end.
+    """
+
+    pieces: list[Piece]
+    drafted: int
+    expected: float
+    accepted: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One prompt's decoding.
+
+    Attributes:
+        prompt: As given.
+        sources: The names of all proposers.
+        steps: In order.
+        stats: Their sums.
+    """
+
+    prompt: str
+    sources: list[str]
+    steps: list[Step]
+    stats: DecodingStats
+
+    @property
+    def text(self) -> str:
+        """The new text."""
+        return "".join(piece.text for step in self.steps for piece in step.pieces)
+
+
+def trace(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    *,
+    config: LookaheadConfig | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    **generate_kwargs: Any,
+) -> Trace:
+    """Generate from one prompt and keep what every step did.
+
+    The arguments are those of `lookahead.generate`; `clock` gives seconds.
+    """
+    engine = prepare_text(model, tokenizer, [prompt], config, None, None, True, generate_kwargs)
+    names = list(getattr(engine, "sources", ()))
+    texts = _Texts(tokenizer)
+    steps = []
+    with engine.serving():
+        begin = clock()
+        for emissions in engine.run():
+            seconds = clock() - begin
+            steps.append(_step(emissions[0], names, texts, seconds))
+            begin = clock()
+    return Trace(prompt, names, steps, engine.stats[0])
+
+
+def _step(emission: Emission, names: list[str], texts: _Texts, seconds: float) -> Step:
+    """What one emission tells."""
+    tokens = emission.tokens.tolist()
+    if emission.draft is None:
+        return Step([Piece(texts.add(token)) for token in tokens], 0, 0.0, 0, seconds)
+    origins = emission.draft.tree.sources[emission.path[1:]].tolist()
+    # The last token is no draft's, and a stop leaves out what was behind it.
+    pieces = [
+        Piece(texts.add(token), tuple(name for bit, name in enumerate(names) if origin >> bit & 1))
+        for token, origin in zip(tokens, [*origins, 0], strict=False)
+    ]
+    expected = float(np.sum(emission.draft.reach)) - 1.0
+    return Step(pieces, len(emission.draft.tree) - 1, expected, len(emission.path) - 1, seconds)
+
+
+class _Texts:
+    """Turns tokens into pieces of text that add up to the text of all of them."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._told = ""
+
+    def add(self, token: int) -> str:
+        """What one more token adds."""
+        self._tokens.append(token)
+        text = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
+        if text.endswith(_UNFINISHED):
+            return ""
+        piece, self._told = text[len(self._told) :], text
+        return piece

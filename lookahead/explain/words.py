@@ -1,0 +1,71 @@
+"""The figures of a trace and of a calibration as words and rows, for whoever draws them."""
+
+from __future__ import annotations
+
+from lookahead.calibration import Calibration, Sweep
+from lookahead.explain.trace import Step, Trace
+
+STEP_HEADINGS = ("step", "drafted", "expected", "accepted", "ms")
+SOURCE_HEADINGS = ("source", "drafted", "expected", "accepted", "calibration error")
+SWEEP_HEADINGS = (
+    "nodes",
+    "ms\nmeasured",
+    "ms at\nbest",
+    "FLOP\nper byte",
+    "tokens to\nbreak even",
+    "accepted\nto break even",
+)
+
+
+def step_cells(number: int, step: Step) -> tuple[str, ...]:
+    """One row under `STEP_HEADINGS`."""
+    return (str(number), str(step.drafted), f"{step.expected:.2f}", str(step.accepted), f"{1e3 * step.seconds:.2f}")
+
+
+def source_rows(trace: Trace) -> list[tuple[str, ...]]:
+    """One row under `SOURCE_HEADINGS` for each proposer that drafted, the headings first and the sums last."""
+    stats = trace.stats
+    errors = stats.calibration_error_by_source
+    rows: list[tuple[str, ...]] = [SOURCE_HEADINGS]
+    for name in trace.sources:
+        if stats.drafted_by_source[name]:
+            counts = stats.drafted_by_source[name], stats.expected_by_source[name], stats.accepted_by_source[name]
+            rows.append((name, str(counts[0]), f"{counts[1]:.1f}", str(counts[2]), f"{errors[name]:+.3f}"))
+    whole = stats.drafted_tokens, stats.expected_tokens, stats.accepted_tokens
+    rows.append(("all", str(whole[0]), f"{whole[1]:.1f}", str(whole[2]), f"{stats.calibration_error:+.3f}"))
+    return rows
+
+
+def total_line(trace: Trace) -> str:
+    """The totals in a line."""
+    stats = trace.stats
+    return (
+        f"{stats.emitted_tokens} tokens from {stats.target_forwards} passes and the prefill, "
+        f"{stats.mean_acceptance_length:.2f} tokens per pass, {stats.tokens_per_s:.1f} tokens/s; "
+        f"{stats.drafted_tokens} drafted, {stats.expected_tokens:.1f} expected and {stats.accepted_tokens} accepted"
+    )
+
+
+def machine_line(calibration: Calibration) -> str:
+    """What the machine was measured to do, in a line."""
+    machine = calibration.machine
+    ridge = machine.flops / machine.bytes_per_s
+    return (
+        f"at best {machine.flops / 1e9:.1f} GFLOP/s and {machine.bytes_per_s / 1e9:.1f} GB/s, "
+        f"so a step is bound by memory below {ridge:.1f} FLOP per byte"
+    )
+
+
+def sweep_rows(sweep: Sweep) -> list[tuple[str, ...]]:
+    """One row under `SWEEP_HEADINGS` for each number of nodes."""
+    return [
+        (
+            str(point.nodes),
+            f"{1e3 * point.seconds:.3f}",
+            f"{1e3 * point.bound_s:.3f}",
+            f"{point.intensity:.2f}",
+            f"{point.break_even:.2f}",
+            f"{point.acceptance_needed:.0%}" if point.nodes > 1 else "-",
+        )
+        for point in sweep.points
+    ]

@@ -1,0 +1,207 @@
+"""Calibration: what a sweep measures, what the file keeps, and what becomes of a file that is broken."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import lookahead
+from lookahead.calibration import calibrate
+from lookahead.cli import app
+from lookahead.cost import StepCost
+from lookahead.costfile import cache_folder, cost_path, read_costs, write_costs
+from lookahead.errors import ConfigError
+
+
+def learned() -> StepCost:
+    cost = StepCost()
+    for _ in range(20):
+        for nodes in (1, 8, 32):
+            cost.observe(nodes, 0.004 + 0.0003 * nodes, context=300)
+            cost.observe(nodes, 0.008 + 0.0020 * nodes, rows=4, context=300)
+    return cost
+
+
+def curves(cost: StepCost) -> np.ndarray:
+    return np.concatenate([cost.curve(rows, 40, context) for rows in (1, 4) for context in (300, 3000)])
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory, tiny_llama, tiny_tokenizer) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_llama.save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder
+
+
+# The sweep
+
+
+def ticking():
+    """A clock that goes on by a second whenever it is read."""
+    return itertools.count(0.0).__next__
+
+
+def test_a_sweep_measures_every_number_of_nodes_and_teaches_the_costs(tiny_llama) -> None:
+    cost = StepCost()
+    calibration = calibrate(tiny_llama, cost, contexts=(20, 40), nodes=(1, 2, 8), clock=ticking())
+    assert [sweep.context for sweep in calibration.sweeps] == [20, 40]
+    assert [point.nodes for point in calibration.sweeps[0].points] == [1, 2, 8]
+    assert [point.seconds for point in calibration.sweeps[0].points] == [1.0, 1.0, 1.0]
+    np.testing.assert_allclose(cost.curve(1, 8, context=30)[1:], 1.0, rtol=0.05)
+
+
+def test_arithmetic_and_traffic_follow_from_parameters_dtype_and_cache(tiny_llama) -> None:
+    calibration = calibrate(tiny_llama, StepCost(), contexts=(20,), nodes=(1, 4), clock=ticking())
+    one, four = calibration.sweeps[0].points
+    config = tiny_llama.config
+    read = sum(p.numel() for p in tiny_llama.parameters()) - tiny_llama.get_input_embeddings().weight.numel()
+    kv = 2 * config.num_hidden_layers * config.num_key_value_heads * (config.hidden_size // config.num_attention_heads)
+    attention = 4 * config.num_hidden_layers * config.hidden_size
+    assert one.flop == 2 * read + attention * 21
+    assert four.flop == 4 * (2 * read + attention * 24)
+    assert one.moved == 4 * (read + kv * 22)
+    assert four.moved == 4 * (read + kv * 28)
+    assert 3 < four.intensity / one.intensity < 4
+    assert (one.break_even, four.break_even, four.acceptance_needed) == (1.0, 1.0, 0.0)
+
+
+@pytest.mark.parametrize("nodes", [(), (0, 1), (2, 4)])
+def test_a_sweep_without_a_plain_step_is_refused(tiny_llama, nodes) -> None:
+    with pytest.raises(ConfigError, match="nodes must be positive and hold 1"):
+        calibrate(tiny_llama, StepCost(), nodes=nodes)
+
+
+def test_calibrated_costs_are_gone_back_to_and_refined() -> None:
+    cost = StepCost()
+    cost.calibrate([1, 8], [0.010, 0.030], rows=1, context=100)
+    for _ in range(3000):
+        cost.observe(1, 0.010, context=100)
+    assert cost.curve(1, 8, 100)[8] == pytest.approx(0.030, rel=0.01), "not forgotten"
+    for _ in range(60):
+        cost.observe(8, 0.020, context=100)
+    assert cost.curve(1, 8, 100)[8] == pytest.approx(0.020, rel=0.05), "refined"
+
+
+# Buckets
+
+
+def test_a_long_context_has_costs_of_its_own_and_begins_as_the_nearest_that_is_known() -> None:
+    cost = StepCost()
+    for _ in range(40):
+        cost.observe(1, 0.010, context=400)
+        cost.observe(8, 0.020, context=400)
+    assert cost.curve(1, 8, 10_000)[8] == pytest.approx(0.020, rel=0.02)
+    assert not cost.knows(1, 10_000)
+    for _ in range(40):
+        cost.observe(1, 0.050, context=10_000)
+        cost.observe(8, 0.060, context=10_000)
+    assert cost.curve(1, 8, 10_000)[8] == pytest.approx(0.060, rel=0.05)
+    assert cost.curve(1, 8, 400)[8] == pytest.approx(0.020, rel=0.05)
+
+
+# The file
+
+
+def test_costs_come_back_from_their_file_as_they_were(tiny_llama, tmp_path) -> None:
+    path = write_costs(tiny_llama, learned(), tmp_path / "deep" / "costs")
+    assert path == cost_path(tiny_llama, tmp_path / "deep" / "costs")
+    assert list(path.parent.iterdir()) == [path], "nothing beside it"
+    cost = StepCost()
+    assert read_costs(tiny_llama, cost, path.parent)
+    np.testing.assert_allclose(curves(cost), curves(learned()))
+
+
+def test_without_a_file_nothing_is_known_and_nothing_is_said(tiny_llama, tmp_path) -> None:
+    assert not read_costs(tiny_llama, StepCost(), tmp_path)
+
+
+def _content(tiny_llama, tmp_path, **changes) -> str:
+    content = json.loads(write_costs(tiny_llama, learned(), tmp_path).read_text())
+    return json.dumps({**content, **changes})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": 99},
+        {"for": {}},
+        {"costs": None},
+        {"costs": [{"bucket": [0, 0], "ratios": [1.0], "shape": [1.0]}]},
+        {"costs": [{"bucket": [0, 0], "ratios": [-1.0] * 18, "shape": [1.0] * 18}]},
+        {"costs": [{"bucket": [0, 0], "ratios": [float("nan")] * 18, "shape": [1.0] * 18}]},
+        "not json",
+        "[]",
+        "\x00",
+    ],
+    ids=str,
+)
+def test_a_broken_file_is_ignored_with_a_warning_and_replaced_by_the_next(tiny_llama, tmp_path, change) -> None:
+    content = _content(tiny_llama, tmp_path, **change) if isinstance(change, dict) else change
+    path = cost_path(tiny_llama, tmp_path)
+    path.write_text(content)
+    cost = StepCost()
+    with pytest.warns(UserWarning, match="are ignored, they will be measured"):
+        assert not read_costs(tiny_llama, cost, tmp_path)
+    np.testing.assert_allclose(curves(cost), curves(StepCost()))
+    write_costs(tiny_llama, learned(), tmp_path)
+    assert read_costs(tiny_llama, cost, tmp_path)
+
+
+def test_another_dtype_has_a_file_of_its_own(tiny_llama, tmp_path) -> None:
+    import copy
+
+    assert cost_path(copy.deepcopy(tiny_llama).bfloat16(), tmp_path) != cost_path(tiny_llama, tmp_path)
+
+
+def test_the_library_writes_no_file_unasked(tiny_llama, tiny_tokenizer, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    lookahead.generate(tiny_llama, tiny_tokenizer, "abcabc", max_new_tokens=8)
+    assert not cache_folder().exists()
+
+
+def test_saved_costs_are_loaded_into_the_model_they_were_saved_for(tiny_llama, tiny_tokenizer, tmp_path) -> None:
+    assert not lookahead.load_costs(tiny_llama, tmp_path)
+    lookahead.generate(tiny_llama, tiny_tokenizer, "abcabc", max_new_tokens=8)
+    lookahead.save_costs(tiny_llama, tmp_path)
+    assert lookahead.load_costs(tiny_llama, str(tmp_path))
+
+
+# The command
+
+
+def test_the_command_prints_tables_and_writes_the_file(model_folder, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    arguments = ["calibrate", "--model", str(model_folder), "--context", "16", "--context", "32", "--device", "cpu"]
+    result = CliRunner().invoke(app, [*arguments, "--cache", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "context of 16 tokens" in result.stdout and "context of 32 tokens" in result.stdout
+    assert "FLOP per byte" in result.stdout
+    assert "tokens to" in result.stdout
+    [file] = tmp_path.iterdir()
+    assert file.name in result.stderr
+
+
+def test_the_command_prints_one_json_object(model_folder, tmp_path) -> None:
+    arguments = ["calibrate", "--model", str(model_folder), "--context", "16", "--json", "--device", "cpu"]
+    result = CliRunner().invoke(app, [*arguments, "--cache", str(tmp_path)])
+    figures = json.loads(result.stdout)
+    assert Path(figures["file"]).is_file()
+    assert figures["machine"]["flops"] > 0
+    points = figures["sweeps"][0]["points"]
+    assert [point["nodes"] for point in points] == [1, 2, 4, 8, 16, 24, 32, 48, 64, 128]
+    assert {"seconds", "intensity", "bound_s", "break_even", "acceptance_needed"} <= points[0].keys()
+
+
+def test_a_context_that_does_not_fit_is_one_line_and_no_file(model_folder, tmp_path) -> None:
+    result = CliRunner().invoke(app, ["calibrate", "--model", str(model_folder), "--context", "0"])
+    assert result.exit_code == 2
+    result = CliRunner().invoke(app, ["calibrate", "--model", str(tmp_path / "none"), "--cache", str(tmp_path)])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,193 @@
+"""Explaining a decoding: every token has its source, every step its figures, and the page stands alone."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from html.parser import HTMLParser
+
+import pytest
+from typer.testing import CliRunner
+
+import lookahead
+from bench.adversaries import always_wrong, drafting_by, nothing, perfect
+from lookahead.cli import app
+from lookahead.config import LookaheadConfig
+from lookahead.explain.page import render_page
+from lookahead.explain.trace import Piece, Step, Trace, trace
+from lookahead.stats import DecodingStats
+
+PROMPT = "the cat and the dog, "
+NEW = 24
+FIXED = LookaheadConfig(proposers=("prompt",), draft="fixed")
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory, tiny_llama, tiny_tokenizer):
+    folder = tmp_path_factory.mktemp("model")
+    tiny_llama.save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_llama, tiny_tokenizer):
+    """What the model says."""
+    return lookahead.generate(tiny_llama, tiny_tokenizer, PROMPT, max_new_tokens=NEW)
+
+
+@pytest.fixture(scope="module")
+def answers(plain, tiny_tokenizer):
+    return [tiny_tokenizer(PROMPT)["input_ids"] + plain.token_ids[0]]
+
+
+def traced(model, tokenizer, offer) -> Trace:
+    clock = itertools.count(0.0, 0.5).__next__
+    with drafting_by(offer):
+        return trace(model, tokenizer, PROMPT, config=FIXED, max_new_tokens=NEW, clock=clock)
+
+
+def test_a_perfect_draft_gives_all_tokens_but_the_bonus(tiny_llama, tiny_tokenizer, plain, answers) -> None:
+    seen = traced(tiny_llama, tiny_tokenizer, perfect(answers))
+    assert seen.text == plain.texts[0]
+    first, *steps = seen.steps
+    assert [piece.sources for piece in first.pieces] == [()], "the prefill's token is no draft's"
+    for step in steps:
+        assert [piece.sources for piece in step.pieces] == [("scripted",)] * step.accepted + [()]
+        assert step.accepted == step.drafted == pytest.approx(step.expected)
+        assert step.seconds == 0.5
+    assert seen.stats.calibration_error == pytest.approx(0.0)
+
+
+def test_a_draft_that_is_always_wrong_gives_none_and_its_claims_are_an_error(
+    tiny_llama, tiny_tokenizer, plain, answers
+) -> None:
+    seen = traced(tiny_llama, tiny_tokenizer, always_wrong(answers, 101))
+    assert seen.text == plain.texts[0]
+    assert all(piece.sources == () for step in seen.steps for piece in step.pieces)
+    assert sum(step.accepted for step in seen.steps) == 0
+    assert seen.stats.calibration_error == pytest.approx(1.0)
+    assert seen.stats.calibration_error_by_source == {"scripted": pytest.approx(1.0)}
+    assert seen.stats.to_dict()["expected_by_source"]["scripted"] == seen.stats.drafted_tokens
+
+
+def test_without_drafts_every_token_is_the_models_own(tiny_llama, tiny_tokenizer, plain) -> None:
+    seen = traced(tiny_llama, tiny_tokenizer, nothing)
+    assert seen.text == plain.texts[0]
+    assert len(seen.steps) == NEW
+    assert {(step.drafted, step.expected, step.accepted) for step in seen.steps} == {(0, 0.0, 0)}
+    assert seen.stats.calibration_error == 0.0
+
+
+def test_stats_expect_what_the_steps_expect(tiny_llama, tiny_tokenizer) -> None:
+    seen = trace(tiny_llama, tiny_tokenizer, PROMPT * 3, config=FIXED, max_new_tokens=60)
+    assert sum(step.drafted for step in seen.steps) == seen.stats.drafted_tokens > 0
+    assert sum(step.expected for step in seen.steps) == pytest.approx(seen.stats.expected_tokens)
+    assert sum(step.accepted for step in seen.steps) == seen.stats.accepted_tokens
+    assert seen.stats.expected_by_source["prompt"] == pytest.approx(seen.stats.expected_tokens)
+    error = (seen.stats.expected_tokens - seen.stats.accepted_tokens) / seen.stats.drafted_tokens
+    assert seen.stats.calibration_error == pytest.approx(error)
+
+
+# The page
+
+
+class Outline(HTMLParser):
+    """The tags of a page, and the text between them."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+HOSTILE = '<script>alert("1")</script> & <b>'
+
+
+def hostile_trace() -> Trace:
+    pieces = [Piece(HOSTILE, ("prompt",)), Piece(HOSTILE)]
+    return Trace(HOSTILE, ["prompt", '"><i>'], [Step(pieces, 3, 1.5, 1, 0.01)], DecodingStats(drafted_tokens=3))
+
+
+def test_a_page_shows_text_as_text() -> None:
+    outline = Outline(render_page(hostile_trace()))
+    assert not {"script", "b", "i"} & set(outline.tags)
+    assert outline.text.count(HOSTILE) >= 4
+
+
+def test_a_page_needs_nothing_from_elsewhere_and_has_a_dark_side() -> None:
+    page = render_page(hostile_trace())
+    outline = Outline(page)
+    assert not {"link", "img", "iframe", "script"} & set(outline.tags)
+    assert not {"src", "href"} & {name for name, _ in outline.attributes}
+    assert not re.search(r"url\(|@import|https?:", page)
+    assert "prefers-color-scheme: dark" in page
+
+
+# The command
+
+
+@pytest.fixture
+def explain(model_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "prompt.txt").write_text(PROMPT)
+
+    def run(*arguments, input=None):
+        options = ["--model", str(model_folder), "--max-new-tokens", str(NEW), "--device", "cpu"]
+        return CliRunner().invoke(app, ["explain", *arguments, *options], input=input)
+
+    return run
+
+
+def test_the_command_shows_the_text_its_steps_and_the_totals(explain, plain) -> None:
+    result = explain("prompt.txt")
+    assert result.exit_code == 0, result.output
+    assert plain.texts[0].strip() in result.stdout
+    assert "from: prompt, outputs, recycled, plain: the model itself" in result.stdout
+    assert f"{NEW} tokens from" in result.stdout
+    assert "calibration error" in result.stdout
+
+
+def test_the_command_writes_the_page_whole_and_leaves_nothing_beside_it(explain, tmp_path) -> None:
+    result = explain("prompt.txt", "--html", "page.html")
+    assert result.exit_code == 0, result.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "prompt.txt"]
+    assert (tmp_path / "page.html").read_text().endswith("</html>\n")
+
+
+def test_a_prompt_comes_from_stdin_too(explain, plain) -> None:
+    assert plain.texts[0].strip() in explain("-", input=PROMPT).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "content", "told"),
+    [
+        (["none.txt"], b"", "none.txt: No such file"),
+        (["bad.txt"], b"", "bad.txt holds no prompt"),
+        (["bad.txt"], b"\xff\xfe\x00", "bad.txt is no UTF-8 text"),
+        (["prompt.txt", "--html", "none/page.html"], b"", "html must be a file in a folder that exists"),
+    ],
+)
+def test_what_cannot_be_read_or_written_is_one_line(explain, tmp_path, arguments, content, told) -> None:
+    (tmp_path / "bad.txt").write_bytes(content)
+    result = explain(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert told in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["calibrate", "explain"])
+def test_every_help_shows_an_example(command) -> None:
+    result = CliRunner().invoke(app, [command, "--help"])
+    assert result.exit_code == 0
+    assert f"lookahead {command} " in result.stdout.split("For example")[1]

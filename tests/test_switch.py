@@ -1,0 +1,197 @@
+"""When to draft, under simulated costs: plain decoding is never lost to, and what can be copied is found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lookahead.cost import StepCost
+from lookahead.drafting import Draft, fit, merge
+from lookahead.pacing import Pacing
+from lookahead.proposers.base import Proposal
+from lookahead.switch import MOST_SAVED, SHARE, Switch
+
+BUDGET = 32
+
+
+def chain(chances: list[float]) -> Proposal:
+    n = len(chances) + 1
+    return Proposal(
+        np.arange(n, dtype=np.int32),
+        np.maximum(np.arange(n) - 1, 0).astype(np.int32),
+        np.array([1.0, *chances], np.float32),
+    )
+
+
+@dataclass
+class Machine:
+    """A simulated engine: what steps cost, what looking for drafts costs, and what it did with its time."""
+
+    node_cost: float
+    look: float = 0.01
+    rows: int = 1
+    pacing: Pacing = field(default_factory=lambda: Pacing(StepCost(), Switch()))
+    seconds: float = 0.0
+    tokens: float = 0.0  # a row
+    drafted: int = 0
+    steps: int = 0
+    longest: float = 0.0
+
+    def step_cost(self, nodes: int) -> float:
+        return 1.0 + self.node_cost * (nodes - 1)
+
+    def step(self, claimed: list[float], accepted: int) -> None:
+        """One step: every row's proposer claims these chances for a chain, and so many of its nodes are right."""
+        costs = self.pacing.begin(self.rows, 100, BUDGET + 1)
+        drafts = [Draft(merge(0, [], budget=0, max_depth=0).tree, ())] * self.rows
+        host = 0.0
+        if costs is not None:
+            host = self.look
+            offers = [merge(0, [chain(claimed)], budget=BUDGET, max_depth=99) for _ in range(self.rows)]
+            drafts = fit(offers, costs)
+            if not self.pacing.accepts(drafts, in_step=False):
+                drafts = [draft.bare() for draft in drafts]
+        nodes = len(drafts[0].tree)
+        tokens = 1 + min(accepted, nodes - 1)
+        took = self.step_cost(nodes)
+        self.pacing.learn(nodes, self.rows * tokens, host, took)
+        self.seconds += took + host
+        self.tokens += tokens
+        self.drafted += nodes > 1
+        self.steps += 1
+        self.longest = max(self.longest, took + host)
+
+    @property
+    def lost(self) -> float:
+        """Seconds beyond those of plain decoding."""
+        return self.seconds - self.tokens
+
+
+@given(
+    st.floats(0.0, 1.0),
+    st.floats(0.0, 1.0),
+    st.sampled_from([1, 4, 16]),
+    st.lists(st.tuples(st.lists(st.sampled_from([0.1, 0.6, 0.99]), max_size=20), st.integers(0, 20)), min_size=1),
+)
+@settings(max_examples=50)
+def test_whatever_steps_cost_and_drafts_claim_the_time_lost_is_the_share_for_probing(node_cost, look, rows, pattern):
+    machine = Machine(node_cost, look, rows)
+    for i in range(400):
+        machine.step(*pattern[i % len(pattern)])
+    assert machine.lost <= SHARE * machine.seconds + MOST_SAVED + 3 * machine.longest
+
+
+def test_drafts_that_are_never_right_cost_no_more_than_the_share_for_probing() -> None:
+    machine = Machine(node_cost=0.3)
+    for _ in range(4000):
+        machine.step([0.99] * 10, 0)
+    assert machine.lost < 0.015 * machine.seconds
+    assert machine.drafted < 0.05 * machine.steps
+
+
+def test_looking_for_drafts_in_vain_costs_no_more_however_slow_it_is() -> None:
+    machine = Machine(node_cost=0.1, look=0.5)
+    for _ in range(4000):
+        machine.step([], 0)
+    assert machine.lost < 0.01 * machine.seconds
+
+
+def test_text_that_can_be_copied_is_copied_from_the_first_steps_on() -> None:
+    machine = Machine(node_cost=0.1)
+    for _ in range(50):
+        machine.step([0.9] * 16, 16)
+    assert machine.tokens > 3 * machine.seconds
+    assert machine.drafted >= 45
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_text_that_becomes_copyable_is_noticed_after_long_pauses(rows: int) -> None:
+    machine = Machine(node_cost=0.2 / rows**0.5, look=0.03, rows=rows)
+    for _ in range(2000):
+        machine.step([0.7] * 4, 0)
+    drafted, seconds, tokens = machine.drafted, machine.seconds, machine.tokens
+    for _ in range(100):
+        machine.step([0.95] * 20, 20)
+    assert machine.drafted > drafted + 50
+    assert machine.tokens - tokens > 2 * (machine.seconds - seconds)
+
+
+def test_a_modest_gain_is_kept() -> None:
+    machine = Machine(node_cost=0.1)
+    for i in range(2000):
+        machine.step([0.5], i % 2)
+    assert machine.drafted > 0.9 * machine.steps
+    assert machine.lost < -0.2 * machine.seconds
+
+
+def test_while_every_step_drafts_some_are_plain_so_that_the_plain_speed_stays_known() -> None:
+    slow, fast = Machine(node_cost=0.9), Machine(node_cost=0.01)
+    for _ in range(1000):
+        slow.step([0.999], 1)
+        fast.step([0.99] * 20, 20)
+    assert 1000 / 64 / 2 < slow.steps - slow.drafted < 2 * 1000 / 64
+    assert fast.steps - fast.drafted < (slow.steps - slow.drafted) / 4
+
+
+def test_a_number_of_rows_for_which_drafting_loses_does_not_stop_another_for_which_it_pays() -> None:
+    pacing = Pacing(StepCost(), Switch())
+    many, single = Machine(2.0, rows=16, pacing=pacing), Machine(0.05, pacing=pacing)
+    for _ in range(300):
+        many.step([0.9] * 4, 1)
+        single.step([0.9] * 4, 3)
+    assert single.drafted > 250
+    assert many.lost < 0.05 * many.seconds
+
+
+def test_rows_in_step_are_not_brought_out_of_it_for_a_small_gain() -> None:
+    pacing = Pacing(StepCost(), Switch())
+    for _ in range(3):
+        pacing.begin(4, 100, BUDGET + 1)
+        pacing.learn(1, 4, 0.0, 1.0)
+    costs = pacing.begin(4, 100, BUDGET + 1)
+    assert costs is not None
+    small, large = (
+        fit([merge(0, [chain(chances)], budget=BUDGET, max_depth=99)] * 4, costs) for chances in ([0.3], [0.9] * 16)
+    )
+    assert pacing.accepts(small, in_step=False)
+    assert not pacing.accepts(small, in_step=True)
+    assert pacing.accepts(large, in_step=True)
+
+
+def test_the_trees_of_rows_that_step_together_are_sized_together() -> None:
+    likely, unlikely = [0.9] * 8, [0.1]
+    costs = 1.0 + 0.5 * np.arange(34.0)
+    alone = fit([merge(0, [chain(likely)], budget=32, max_depth=99)], costs)
+    assert len(alone[0].tree) > 4
+    together = [merge(0, [chain(chances)], budget=32, max_depth=99) for chances in [likely] + 15 * [unlikely]]
+    assert all(len(draft.tree) == 1 for draft in fit(together, costs)), "one row does not make fifteen others wait"
+    everyone = [merge(0, [chain(likely)], budget=32, max_depth=99) for _ in range(16)]
+    assert {len(draft.tree) for draft in fit(everyone, costs)} == {len(alone[0].tree)}
+
+
+@given(
+    st.lists(st.lists(st.sampled_from([0.2, 0.6, 0.95]), max_size=8), min_size=1, max_size=4),
+    st.integers(0, 4),
+    st.lists(st.floats(0.01, 1.0), min_size=12, max_size=12),
+)
+def test_a_common_size_gives_the_most_expected_tokens_per_cost(rows, required, steps) -> None:
+    offers = [chain(chances) for chances in rows]
+    offers = [Proposal(o.tokens, o.parents, o.probabilities, required=min(required, len(o.tokens))) for o in offers]
+    drafts = [merge(0, [offer], budget=10, max_depth=99) for offer in offers]
+    costs = np.cumsum(steps)
+    fitted = fit(drafts, costs)
+    least = max(max(1, int(d.required.sum()) + 1) for d in drafts)
+
+    def rate(size: int) -> float:
+        tokens = sum(float(np.sort(d.reach)[::-1][:size].sum()) for d in drafts)
+        return tokens / costs[size]
+
+    size = max(range(least, len(costs)), key=rate)
+    for draft, cut in zip(drafts, fitted, strict=True):
+        assert len(cut.tree) == min(size, len(draft.tree))
+        assert cut.placed[0][: len(cut.tree)].tolist() == list(range(len(cut.tree)))
+        assert cut.tree.parents.tolist() == [max(0, i - 1) for i in range(len(cut.tree))]
