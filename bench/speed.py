@@ -143,6 +143,7 @@ def make_methods(model: PreTrainedModel, arguments: argparse.Namespace) -> list[
     limit = arguments.max_new_tokens
     config = LookaheadConfig(
         proposers=tuple(arguments.proposers.split(",")),
+        memory="request",  # every round decodes the same prompts: what one left would serve the next
         **({"max_nodes": arguments.max_nodes} if arguments.max_nodes else {}),
         **({"min_probability": arguments.min_probability} if arguments.min_probability is not None else {}),
     )
@@ -249,7 +250,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--trials", type=int, default=3, help="timed rounds")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--proposers", default="prompt")
+    parser.add_argument("--proposers", default="prompt,outputs,recycled")
     parser.add_argument("--max-nodes", type=int)
     parser.add_argument("--min-probability", type=float)
     return parser.parse_args()
