@@ -176,7 +176,8 @@ def prepare(
     experience = experience_of(model)
     return Engine(
         target,
-        make_proposers(config, experience.proposers, pool),
+        # A single token comes from the prefill: there is nothing to draft.
+        make_proposers(config, experience.proposers, pool) if stopping.max_length > longest + 1 else [],
         Pacing(experience.cost, experience.switch) if config.proposers and config.draft == "auto" else None,
         config,
         TokenChooser(

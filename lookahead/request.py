@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -40,6 +41,9 @@ _IGNORED = frozenset(
 )
 
 
+_encoders: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+
+
 def refuse_model(model: PreTrainedModel) -> None:
     """Say what cannot be served whatever is asked of it."""
     name, config = type(model).__name__, model.config
@@ -47,8 +51,11 @@ def refuse_model(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{name} is an encoder-decoder model; lookahead serves causal LMs")
     if not model.can_generate():
         raise UnsupportedModelError(f"{name} cannot generate; lookahead serves what AutoModelForCausalLM loads")
-    # GPT-NeoX is no decoder either by its configuration, but its attention layers are causal.
-    if getattr(config, "is_decoder", True) is False and not all(getattr(m, "is_causal", True) for m in model.modules()):
+    if model not in _encoders:
+        # GPT-NeoX is no decoder either by its configuration, but its attention layers are causal.
+        looks_ahead = not all(getattr(module, "is_causal", True) for module in model.modules())
+        _encoders[model] = getattr(config, "is_decoder", True) is False and looks_ahead
+    if _encoders[model]:
         raise UnsupportedModelError(f"{name} is an encoder: config.is_decoder is False; lookahead serves causal LMs")
     if input_device(model).type == "meta":
         raise UnsupportedModelError(f"{name} is on the meta device: it has no weights to run with")
