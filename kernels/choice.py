@@ -1,0 +1,46 @@
+"""Whether a kernel can serve: the one place the engine asks. Importing it needs no triton."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from lookahead.kernels.checks import shortcoming
+
+MIN_CAPABILITY = (8, 0)  # bfloat16 and asynchronous copies
+
+
+@cache
+def runs_on(device: torch.device) -> bool:
+    """Whether `device` is an NVIDIA GPU the kernels are written for, with triton at hand."""
+    if device.type != "cuda" or torch.version.cuda is None or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
+
+
+def attention_for(query: Tensor, keys: Tensor, values: Tensor) -> Callable[..., Tensor] | None:
+    """The tree attention kernel, or None where it cannot serve these tensors.
+
+    Args:
+        query: `[rows, heads, width, dim]`.
+        keys: `[rows, slots, kv_heads, dim]`.
+        values: `[rows, slots, kv_heads, value_dim]`.
+    """
+    if not runs_on(query.device) or shortcoming(query, keys, values) is not None:
+        return None
+    from lookahead.kernels.tree_attention import tree_attention
+
+    return tree_attention
+
+
+def compaction_for(device: torch.device) -> Callable[..., None] | None:
+    """The kernel that moves accepted KV, or None where it cannot run."""
+    if not runs_on(device):
+        return None
+    from lookahead.kernels.compaction import compact
+
+    return compact
