@@ -66,6 +66,26 @@ def _mismatch(query: Tensor, keys: Tensor, values: Tensor) -> str | None:
     return None
 
 
+def slot_shortcoming(buffers: Sequence[Tensor]) -> str | None:
+    """Why the compaction kernel cannot serve these KV buffers, in words, or None where it can.
+
+    Args:
+        buffers: `[rows, capacity, …]`, one per layer and kind.
+    """
+    if not buffers:
+        return "buffers must hold at least one buffer, got none"
+    like, device = buffers[0].shape[:2], buffers[0].device
+    for index, buffer in enumerate(buffers):
+        if buffer.shape[:2] != like or buffer.device != device or not buffer.is_contiguous():
+            wanted = f"buffer {index} must be contiguous [{like[0]}, {like[1]}, …] on {device}"
+            return f"{wanted}, got {tuple(buffer.shape)} with strides {buffer.stride()} on {buffer.device}"
+        size = math.prod(buffer.shape[2:]) * buffer.element_size()
+        if size == 0 or size % _ALIGNMENT or buffer.data_ptr() % _ALIGNMENT:
+            wanted = f"buffer {index} must start at, and its slots take, a multiple of {_ALIGNMENT} bytes"
+            return f"{wanted}, got address {buffer.data_ptr():#x} and {size} bytes a slot"
+    return None
+
+
 def check_tree(query: Tensor, lengths: Tensor, nodes: Tensor, depths: Tensor, words: Tensor) -> None:
     """Check the tensors that say where the rows stand and what their trees look like, shapes and types only.
 

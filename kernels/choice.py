@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from lookahead.kernels.checks import shortcoming
+from lookahead.kernels.checks import shortcoming, slot_shortcoming
 
 MIN_CAPABILITY = (8, 0)  # bfloat16 and asynchronous copies
 
@@ -37,10 +37,13 @@ def attention_for(query: Tensor, keys: Tensor, values: Tensor) -> Callable[..., 
     return tree_attention
 
 
-def compaction_for(device: torch.device) -> Callable[..., None] | None:
-    """The kernel that moves accepted KV, or None where it cannot run."""
-    if not runs_on(device):
-        return None
-    from lookahead.kernels.compaction import compact
+def compactor_for(buffers: Sequence[Tensor]) -> Callable[..., None] | None:
+    """The compaction kernel bound to these KV buffers `[rows, capacity, …]`, or None where it cannot serve them.
 
-    return compact
+    What is returned takes rows, starts, counts and paths, as `lookahead.kernels.compaction.compact` does.
+    """
+    if not buffers or not runs_on(buffers[0].device) or slot_shortcoming(buffers) is not None:
+        return None
+    from lookahead.kernels.compaction import SlotBuffers, compact
+
+    return partial(compact, SlotBuffers(buffers))

@@ -10,15 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lookahead.kernels.checks import MAX_NODES, check_tensor, require
+from lookahead.kernels.checks import MAX_NODES, check_tensor, require, slot_shortcoming
 
 _WORD = 4  # bytes
-_ALIGNMENT = 16  # bytes
 _BLOCK_WORDS = 32
 
 
 class SlotBuffers:
-    """The KV buffers of all layers on one device, by address. It keeps them alive.
+    """The KV buffers of all layers on one device, by address: good for as long as they live.
 
     Args:
         buffers: Contiguous `[rows, capacity, …]`, at least one; rows and capacity are common to all, and a slot takes
@@ -29,28 +28,14 @@ class SlotBuffers:
     """
 
     def __init__(self, buffers: Sequence[Tensor]) -> None:
-        require(len(buffers) > 0, "buffers must hold at least one buffer, got none")
+        problem = slot_shortcoming(buffers)
+        require(problem is None, str(problem))
         self.rows, self.capacity = buffers[0].shape[:2]
         self.device = buffers[0].device
-        self._buffers = tuple(buffers)
-        sizes = []
-        for index, buffer in enumerate(buffers):
-            size = math.prod(buffer.shape[2:]) * buffer.element_size()
-            right = buffer.shape[:2] == (self.rows, self.capacity) and buffer.device == self.device
-            aligned = size % _ALIGNMENT == 0 and buffer.data_ptr() % _ALIGNMENT == 0
-            require(
-                right and aligned and buffer.is_contiguous(),
-                f"buffer {index} must be contiguous [{self.rows}, {self.capacity}, …] on {self.device}, with slots of a "
-                f"multiple of {_ALIGNMENT} bytes, got {tuple(buffer.shape)} {buffer.dtype} on {buffer.device} with "
-                f"strides {buffer.stride()}",
-            )
-            sizes.append(size // _WORD)
+        sizes = [math.prod(buffer.shape[2:]) * buffer.element_size() // _WORD for buffer in buffers]
         self.largest = max(sizes)
         self.addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64).to(self.device)
         self.sizes = torch.tensor(sizes, dtype=torch.int32).to(self.device)
-
-    def __len__(self) -> int:
-        return len(self._buffers)
 
 
 @triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["rows", "starts", "counts", "paths"])
@@ -91,8 +76,8 @@ def compact(buffers: SlotBuffers, *, rows: Tensor, starts: Tensor, counts: Tenso
     Raises:
         ValueError: An argument is not as described; the message names it.
     """
-    require(paths.dim() == 2 and 0 < paths.shape[1] <= MAX_NODES, f"paths must be [n, 1 … {MAX_NODES}], got "
-            f"{tuple(paths.shape)}")  # fmt: skip
+    right = paths.dim() == 2 and 0 < paths.shape[1] <= MAX_NODES
+    require(right, f"paths must be [n, 1 … {MAX_NODES}], got {tuple(paths.shape)}")
     count, width = paths.shape
     for name, tensor in (("rows", rows), ("starts", starts), ("counts", counts)):
         check_tensor(name, tensor, (count,), torch.int32, buffers.device)
@@ -101,7 +86,7 @@ def compact(buffers: SlotBuffers, *, rows: Tensor, starts: Tensor, counts: Tenso
         return
     columns = triton.cdiv(buffers.largest, _BLOCK_WORDS)
     with torch.cuda.device_of(paths):
-        _compact[(columns, len(buffers), count)](
+        _compact[(columns, len(buffers.sizes), count)](
             buffers.addresses, buffers.sizes, rows, starts, counts, paths, buffers.capacity, width,
             BLOCK_NODES=triton.next_power_of_2(width), BLOCK_WORDS=_BLOCK_WORDS, num_warps=4,
         )  # fmt: skip
