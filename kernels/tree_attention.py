@@ -16,11 +16,11 @@ Precision = Literal["tf32x3", "ieee"]
 
 _LOG2E = 1.4426950408889634
 _NO_LIMIT = 1 << 30  # positions
-_MERGED_AT_ONCE = 16  # splits
+MERGED_AT_ONCE = 16  # splits
 _SPLIT = 512  # slots
 _MOST_SPLITS = 64
 # The compiler must not fuse a multiplication with an addition in one loop and not in the other.
-_OPTIONS = {"enable_fp_fusion": False}
+OPTIONS = {"enable_fp_fusion": False}
 
 
 class Blocks(NamedTuple):
@@ -169,12 +169,12 @@ def _launch(
             query, keys, values, *rows_at, words, sinks, out, sums, peaks,
             *_strides(query), *_strides(keys), *_strides(values),
             width, words.shape[2], splits, factor * _LOG2E, squeeze, *limits,
-            **shared, **own, num_warps=blocks.warps, **_OPTIONS,
+            **shared, **own, num_warps=blocks.warps, **OPTIONS,
         )  # fmt: skip
         if splits > 1:
             merge[(packed, kv_heads, rows)](
                 *rows_at, sinks, out, sums, peaks, width, splits, *limits,
-                **shared, AT_ONCE=_MERGED_AT_ONCE, num_warps=4, **_OPTIONS,
+                **shared, AT_ONCE=MERGED_AT_ONCE, num_warps=4, **OPTIONS,
             )  # fmt: skip
     return out
 

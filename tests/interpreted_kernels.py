@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lookahead.kernels import reference
-from tests.kernel_inputs import random_trees, relative_error
+from bench.trees import random_trees, relative_error
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1 to run the kernels without a GPU", allow_module_level=True)

@@ -1,4 +1,4 @@
-"""Random trees over a cache whose unused slots hold NaN, for the tests and benchmarks of the kernels."""
+"""Random trees over a cache whose unused slots hold NaN: inputs for the tests and the benchmark of the kernels."""
 
 from __future__ import annotations
 
