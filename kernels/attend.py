@@ -130,7 +130,7 @@ def attend(
         first = _first_position(depths, node, is_live, row, length, width, window, chunk)
         nearest = tl.maximum(tl.min(first), 0)
         begin = tl.maximum(start, nearest // BLOCK_KEYS * BLOCK_KEYS)
-    if not IN_ONE:
+    if not IN_ONE:  # noqa: SIM102 - the compiler decides this one, the GPU the next
         if (begin >= stop) | (block * BLOCK_ROWS >= count * GROUPS):
             return  # nothing to see here, or nobody to see it: merge does not read this split for these rows
 

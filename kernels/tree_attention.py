@@ -51,7 +51,7 @@ def blocks_for(dtype: torch.dtype, block_dim: int, precision: Precision, major: 
         major: Compute capability of the GPU; 9 and later keep accumulators of 64 rows in 4 warps.
     """
     if dtype == torch.float32:
-        return Blocks(16, 16, 8, 2) if precision == "ieee" else Blocks(16, 32, 4, 2)
+        return Blocks(16, 16, 8, 3) if precision == "ieee" else Blocks(16, 32, 4, 2)
     if block_dim > 128:
         return Blocks(64, 32, 8, 3 if major >= 9 else 2)
     return Blocks(64, 64, 4 if major >= 9 else 8, 3)

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from lookahead.kernels import reference
 from bench.trees import random_trees, relative_error
+from lookahead.kernels import reference
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1 to run the kernels without a GPU", allow_module_level=True)
@@ -154,5 +154,5 @@ def test_what_the_kernel_cannot_take_is_refused_by_name(name):
 def test_buffers_that_compaction_cannot_move_are_refused_by_index():
     with pytest.raises(ValueError, match=r"buffer 1 must be contiguous \[2, 8, …\] on cpu, got \(2, 9, 1, 8\)"):
         SlotBuffers([torch.zeros(2, 8, 1, 8), torch.zeros(2, 9, 1, 8)])
-    with pytest.raises(ValueError, match="a multiple of 16 bytes, got address .* and 12 bytes a slot"):
+    with pytest.raises(ValueError, match=r"a multiple of 16 bytes, got address .* and 12 bytes a slot"):
         SlotBuffers([torch.zeros(2, 8, 1, 3)])

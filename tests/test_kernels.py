@@ -108,7 +108,9 @@ def test_attention_compiles_without_spills_and_within_shared_memory(name, capabi
     )
     types = TYPES | dict.fromkeys(("query", "keys", "values", "out"), f"*{element}")
     machine = compiled(attend, types, shared | own, capability, OPTIONS | {"num_warps": blocks.warps})
-    print(f"sm_{capability} {name}: {machine.registers} registers, {machine.shared} bytes shared, {machine.stack} stack")
+    print(
+        f"sm_{capability} {name}: {machine.registers} registers, {machine.shared} bytes shared, {machine.stack} stack"
+    )
     assert machine.stack == 0, "registers spilled"
     assert machine.shared <= SHARED_MEMORY[capability]
     assert re.search(r"cp\.async\.c[ag]\.shared\.global[^;]*, 0x10", machine.ptx), "no 16-byte asynchronous copy"
@@ -128,7 +130,7 @@ def test_merging_and_compaction_compile_without_spills(capability, cold_cache):
     merging = shared | {"AT_ONCE": MERGED_AT_ONCE}
     machine = compiled(merge, TYPES | {"out": "*bf16"}, merging, capability, OPTIONS | {"num_warps": 4})
     assert machine.stack == 0
-    machine = compiled(_compact, TYPES, {"BLOCK_NODES": 256, "BLOCK_WORDS": 32}, capability, {"num_warps": 4})
+    machine = compiled(_compact, TYPES, {"BLOCK_NODES": 256, "BLOCK_WORDS": 32}, capability, OPTIONS | {"num_warps": 4})
     assert machine.stack == 0
     loads, barrier, stores = (machine.ptx.find(word) for word in ("ld.global.b32 ", "bar.sync", "st.global"))
     assert -1 < loads < barrier < stores
