@@ -30,20 +30,22 @@ def shortcoming(query: Tensor, keys: Tensor, values: Tensor) -> str | None:
         keys: `[rows, slots, kv_heads, dim]`.
         values: `[rows, slots, kv_heads, value_dim]`.
     """
+    dtype, device = query.dtype, query.device
     for name, tensor in (("query", query), ("keys", keys), ("values", values)):
-        if tensor.dim() != 4:
-            return f"{name} must have 4 dimensions, got shape {tuple(tensor.shape)}"
-        if tensor.dtype not in DTYPES or tensor.dtype != query.dtype:
+        shape, steps = tensor.shape, tensor.stride()
+        if len(shape) != 4:
+            return f"{name} must have 4 dimensions, got shape {tuple(shape)}"
+        if tensor.dtype != dtype or dtype not in DTYPES:
             return f"{name} must be bfloat16, float16 or float32, and all three alike, got {tensor.dtype}"
-        if tensor.device != query.device:
-            return f"{name} must be on the device of query, {query.device}, got {tensor.device}"
-        dim = tensor.shape[3]
-        if not 0 < dim <= MAX_DIM or dim % _DIM_STEP:
-            return f"the head size of {name} must be a multiple of {_DIM_STEP} up to {MAX_DIM}, got {dim}"
-        if tensor.stride(3) != 1:
-            return f"the head elements of {name} must be adjacent, got strides {tensor.stride()}"
-        if any(size > 1 and step % _DIM_STEP for size, step in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)):
-            return f"the strides of {name} must be multiples of {_DIM_STEP} elements, got {tensor.stride()}"
+        if tensor.device != device:
+            return f"{name} must be on the device of query, {device}, got {tensor.device}"
+        if not 0 < shape[3] <= MAX_DIM or shape[3] % _DIM_STEP:
+            return f"the head size of {name} must be a multiple of {_DIM_STEP} up to {MAX_DIM}, got {shape[3]}"
+        if steps[3] != 1:
+            return f"the head elements of {name} must be adjacent, got strides {steps}"
+        for size, step in zip(shape, steps[:3], strict=False):
+            if size > 1 and step % _DIM_STEP:
+                return f"the strides of {name} must be multiples of {_DIM_STEP} elements, got {steps}"
         if tensor.data_ptr() % _ALIGNMENT:
             return f"{name} must start at a multiple of {_ALIGNMENT} bytes, got address {tensor.data_ptr():#x}"
     if not 0 < query.shape[2] <= MAX_NODES:
@@ -98,17 +100,19 @@ def check_tree(query: Tensor, lengths: Tensor, nodes: Tensor, depths: Tensor, wo
     check_tensor("words", words, (rows, width, math.ceil(width / 64)), torch.int64, query.device)
 
 
-def check_tensor(name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     """Check shape, type, device and that the elements stand in order without gaps."""
+    if tensor.shape == shape and tensor.dtype == dtype and tensor.device == device and tensor.is_contiguous():
+        return
     wanted = f"{name} must be a contiguous {dtype} tensor of shape {tuple(shape)} on {device}"
-    right = tensor.shape == tuple(shape) and tensor.dtype == dtype and tensor.device == device
     got = f"{tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()} on {tensor.device}"
-    require(right and tensor.is_contiguous(), f"{wanted}, got {got}")
+    raise ValueError(f"{wanted}, got {got}")
 
 
 def check_positive(name: str, number: float | None) -> None:
     """Check that an optional number is finite and above zero."""
-    require(number is None or 0 < number < math.inf, f"{name} must be above 0 and finite, or None, got {number}")
+    if number is not None and not 0 < number < math.inf:
+        raise ValueError(f"{name} must be above 0 and finite, or None, got {number}")
 
 
 def check_sinks(sinks: Tensor | None, query: Tensor) -> None:

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from bench.trees import random_trees
+
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_MEMORY = {90: 232_448, 80: 166_912}  # bytes a program may have
 POINTERS = {"query", "keys", "values", "out", "sums", "peaks", "addresses"}
@@ -135,3 +137,55 @@ def test_merging_and_compaction_compile_without_spills(capability, cold_cache):
     loads, barrier, stores = (machine.ptx.find(word) for word in ("ld.global.b32 ", "bar.sync", "st.global"))
     assert -1 < loads < barrier < stores
     assert machine.ptx.rfind("ld.global") < machine.ptx.rfind("bar.sync", 0, stores), "every load before any store"
+
+
+class Rehearsal:
+    """A kernel that is compiled for the arguments of a launch, and not launched."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.hashes = kernel, []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def compile_only(*arguments: Any, **options: Any) -> None:
+            self.hashes.append(self.kernel.warmup(*arguments, grid=grid, **options).metadata.hash)
+
+        return compile_only
+
+
+@pytest.fixture
+def rehearsed(monkeypatch, cold_cache):
+    """The launches of tree attention, compiled for sm_90 and left at that."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.driver import CudaDriver
+    from triton.runtime import driver
+
+    from lookahead.kernels import tree_attention
+
+    class NoDriver(CudaDriver):
+        def __init__(self) -> None:
+            self.get_current_stream = self.get_current_device = lambda *_: 0
+            self.launcher_cls = lambda *_: None
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 90, 32)
+
+    launches = {name: Rehearsal(getattr(tree_attention, name)) for name in ("attend", "merge")}
+    for name, rehearsal in launches.items():
+        monkeypatch.setattr(tree_attention, name, rehearsal)
+    monkeypatch.setattr(tree_attention, "_interprets", lambda: True)  # lets tensors of the CPU in
+    monkeypatch.setattr(driver, "_active", NoDriver())
+    return launches
+
+
+@needs_triton
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/test_kernels_gpu.py launches for real")
+def test_trees_of_all_widths_run_the_same_machine_code(rehearsed):
+    from lookahead.kernels.tree_attention import tree_attention
+
+    sizes = {"rows": 1, "slots": 3000, "kv_heads": 2, "groups": 4, "dim": 64, "value_dim": 64, "dtype": torch.float16}
+    for width in (1, 16, 17, 64, 130):
+        inputs = random_trees(**sizes, width=width, seed=1)
+        for window in (1, 160, 1001):
+            tree_attention(**inputs, window=window)
+    for rehearsal in rehearsed.values():
+        assert len(rehearsal.hashes) == 15 and len(set(rehearsal.hashes)) == 1
