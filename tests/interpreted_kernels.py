@@ -88,8 +88,12 @@ def test_a_row_without_nodes_gets_zeros():
         assert not tree_attention(**inputs, split=split)[1].any()
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 21}, {"softcap": 3.0}], ids=["all", "window", "softcap"])
-def test_a_chain_gets_the_same_bits_however_many_nodes_are_scored_at_once(options):
+@pytest.mark.parametrize(
+    ("split", "options"),
+    [(64, {}), (128, {}), (128, {"window": 21}), (64, {"softcap": 3.0})],
+    ids=["a split further", "a block further", "window", "softcap"],
+)
+def test_a_chain_gets_the_same_bits_however_many_nodes_are_scored_at_once(split, options):
     length, width = 60, 9
     inputs = random_trees(
         rows=1, slots=130, width=width, kv_heads=1, groups=2, dim=64, value_dim=64, dtype=FULL, seed=4, chain=True
@@ -99,12 +103,12 @@ def test_a_chain_gets_the_same_bits_however_many_nodes_are_scored_at_once(option
     # values of which each column of a block holds one, so that the order of blocks and splits is all that is left.
     inputs["query"], inputs["keys"] = inputs["query"].mul(2).round(), inputs["keys"].round()
     inputs["values"][0, :, 0] *= torch.eye(64).repeat(3, 1)[:130]
-    together = tree_attention(**inputs, **options, scaling=0.1, split=64)
+    together = tree_attention(**inputs, **options, scaling=0.1, split=split)
     for node in range(width):
         alone = {**inputs, "query": inputs["query"][:, :, node : node + 1], "lengths": inputs["lengths"] + node}
         one = torch.ones(1, 1, dtype=torch.int32)
         alone |= {"nodes": one[0], "depths": one - 1, "words": one[:, :, None].long()}
-        assert torch.equal(tree_attention(**alone, **options, scaling=0.1, split=64)[:, 0], together[:, node])
+        assert torch.equal(tree_attention(**alone, **options, scaling=0.1, split=split)[:, 0], together[:, node])
 
 
 def test_compaction_moves_overlapping_paths_of_all_buffers_and_nothing_else():
