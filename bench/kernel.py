@@ -127,7 +127,7 @@ def measure(args: argparse.Namespace, rows: int, context: int, width: int, pace:
         except (RuntimeError, NotImplementedError) as failure:  # a method of torch that cannot serve a shape
             if name == "kernel":
                 raise
-            result["failed"] = str(failure).splitlines()[0]
+            result["failed"] = f"{type(failure).__name__}: {failure}".splitlines()[0]
             print(f"{name:8} {rows:4} {context:8} {width:6} failed: {result['failed']}")
         results.append(result)
     return results
