@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -41,10 +41,26 @@ class Reach(NamedTuple):
     chunk: int | None = None
 
 
+class TreeTensors(NamedTuple):
+    """The trees of a pass where a kernel reads them.
+
+    Attributes:
+        lengths: int32 `[active]`; committed slots of each row.
+        nodes: int32 `[active]`; nodes of each row's tree.
+        depths: int32 `[active, width]`; edges between the root and the node, 0 past a tree's last node.
+        words: int64 `[active, width, ceil(width / 64)]`; `TokenTree.ancestor_words`, 0 past a tree's last node.
+    """
+
+    lengths: Tensor
+    nodes: Tensor
+    depths: Tensor
+    words: Tensor
+
+
 class TreePass:
     """What the attention of one target pass needs to know about its trees.
 
-    Masks are additive, made on first use, and shared by the layers of the pass.
+    Masks are additive, made on first use, and shared by the layers of the pass; so are the tensors of the kernel.
 
     Args:
         slots: Where the rows stand; its pass must have begun.
@@ -66,6 +82,18 @@ class TreePass:
         self.is_from_empty = trees is None and slots.kv_length == slots.width
         self.sees_all = slots.width == 1 and slots.is_even
         self._masks: dict[tuple[int, Reach, torch.dtype, torch.device], Tensor] = {}
+        self._tensors: dict[torch.device, TreeTensors] = {}
+
+    @property
+    def scores_trees(self) -> bool:
+        """Whether the pass scores trees; a prefill does not."""
+        return self._trees is not None
+
+    def tensors(self, device: torch.device) -> TreeTensors:
+        """The trees on `device`, brought there in one copy."""
+        if device not in self._tensors:
+            self._tensors[device] = self._copy(device)
+        return self._tensors[device]
 
     def mask(self, groups: int, reach: Reach, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Additive mask `[active, 1, width * groups, kv]`; node t's rows are t * groups … t * groups + groups - 1.
@@ -80,6 +108,28 @@ class TreePass:
         if key not in self._masks:
             self._masks[key] = self._make(groups, reach, dtype).to(device, non_blocking=True)
         return self._masks[key]
+
+    def _copy(self, device: torch.device) -> TreeTensors:
+        """Pack the trees into one array of int64, copy it, and view its parts."""
+        active, width = self._slots.active, self._slots.width
+        words = np.zeros((active, width, (width + 63) // 64), np.int64)
+        small = np.zeros((active * (width + 2) + 1) // 2 * 2, np.int32)
+        lengths, nodes, depths = np.split(small[: active * (width + 2)], [active, 2 * active])
+        lengths[:] = self._slots.lengths[:active]
+        for row, tree in enumerate(self._trees or ()):
+            nodes[row] = len(tree)
+            depths[row * width :][: len(tree)] = tree.depths
+            ancestors = tree.ancestor_words()
+            words[row, : len(tree), : ancestors.shape[1]] = ancestors
+        packed = torch.from_numpy(np.concatenate([words.reshape(-1), small.view(np.int64)]))
+        packed = packed.to(device, non_blocking=True)
+        ints = packed[words.size :].view(torch.int32)
+        return TreeTensors(
+            ints[:active],
+            ints[active : 2 * active],
+            ints[2 * active : active * (width + 2)].view(active, width),
+            packed[: words.size].view(words.shape),
+        )
 
     def _make(self, groups: int, reach: Reach, dtype: torch.dtype) -> Tensor:
         """Fill a host mask with Numba and view it as `dtype`."""
@@ -151,8 +201,8 @@ def tree_attention(
 ) -> tuple[Tensor, None]:
     """Attention of a running `TreePass`, in the signature transformers calls attention functions with.
 
-    The query heads that share a KV head are packed into query rows, so that keys and values are read once
-    and one SDPA call does the work.
+    Trees on a GPU go to the kernel. Elsewhere the query heads that share a KV head are packed into query rows, so
+    that keys and values are read once and one SDPA call does the work.
 
     Args:
         module: The attention layer; it says how far back it looks where the arguments do not.
@@ -175,6 +225,12 @@ def tree_attention(
     rows, heads, width, dim = query.shape
     kv_heads = key.shape[1]
     groups = heads // kv_heads
+    if tree_pass.scores_trees:
+        slots = (key.transpose(1, 2), value.transpose(1, 2))  # as the cache holds them
+        kernel = _kernel_for(query, *slots)
+        if kernel is not None:
+            limits = {"window": reach.window, "chunk": reach.chunk, "softcap": softcap, "sinks": s_aux}
+            return kernel(query, *slots, **tree_pass.tensors(query.device)._asdict(), scaling=scaling, **limits), None
     packed = query.view(rows, kv_heads, groups, width, dim).transpose(2, 3).reshape(rows, kv_heads, width * groups, dim)
     plain = softcap is None and s_aux is None
     if plain and tree_pass.is_from_empty and reach == Reach():
@@ -190,6 +246,13 @@ def tree_attention(
         out = _softmax_attention(packed, key, value, mask, scaling or dim**-0.5, softcap, s_aux)
     out = out.view(rows, kv_heads, width, groups, -1).permute(0, 2, 1, 3, 4)
     return out.reshape(rows, width, heads, -1), None
+
+
+def _kernel_for(query: Tensor, keys: Tensor, values: Tensor) -> Callable[..., Tensor] | None:
+    """The kernel for these tensors, or None where SDPA serves them."""
+    from lookahead.kernels.choice import attention_for
+
+    return attention_for(query, keys, values)
 
 
 def _reach(module: Any, kwargs: dict[str, Any], kv_length: int) -> Reach:

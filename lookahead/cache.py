@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -27,6 +27,7 @@ class TreeSlots:
         kv_length: Slots a row's queries may look at during the running pass.
         is_even: Whether all active rows hold equally many committed tokens.
         capacity: Slots a row has.
+        allocations: How often a layer has allocated its slots, so that addresses can be known to be old.
     """
 
     def __init__(self, rows: int, capacity: int) -> None:
@@ -35,6 +36,7 @@ class TreeSlots:
         self.width = 0
         self.kv_length = 0
         self.capacity = capacity
+        self.allocations = 0
         self.is_even = True
         self._begin = 0
         self._flat: dict[torch.device, Tensor] = {}
@@ -81,6 +83,7 @@ class TreeLayer(CacheLayerMixin):
         self.keys, self.values = self._buffers
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
+        self._slots.allocations += 1
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the pass's nodes and return the keys and values its queries may see, `[active, heads, kv, dim]`."""
@@ -93,6 +96,11 @@ class TreeLayer(CacheLayerMixin):
         self._slots.write(values, value_states)
         active, kv_length = self._slots.active, self._slots.kv_length
         return keys[:active, :kv_length].transpose(1, 2), values[:active, :kv_length].transpose(1, 2)
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Keys and values, `[rows, capacity, heads, dim]`."""
+        return self._buffers
 
     def move(self, row: int, start: int, nodes: Tensor) -> None:
         """Move tree nodes to the slots from `start` on; reads end before writes begin, so ranges may overlap."""
@@ -135,6 +143,7 @@ class TreeLayer(CacheLayerMixin):
             self._buffers[i] = old.new_zeros(old.shape[0], self._slots.capacity, *old.shape[2:])
             self._buffers[i][:, : old.shape[1]] = old
         self.keys, self.values = self._buffers
+        self._slots.allocations += 1
 
 
 class TreeCache(Cache):
@@ -149,20 +158,40 @@ class TreeCache(Cache):
 
     def __init__(self, *, rows: int, capacity: int) -> None:
         self.slots = TreeSlots(rows, capacity)
+        self._bound: Callable[..., None] | None = None
+        self._bound_at = 0
         # The base class only ever calls it, so a partial does as well as a class.
         super().__init__(layer_class_to_replicate=cast(type[CacheLayerMixin], partial(TreeLayer, self.slots)))
 
     def commit(self, row: int, path: NDArray[np.int32]) -> None:
         """Keep the KV of the nodes of `path` (int32 `[a]`, ascending from 0) and forget the tree's other nodes."""
-        start, count = int(self.slots.lengths[row]), len(path)
-        in_place = 0
-        while in_place < count and path[in_place] == in_place:
-            in_place += 1
-        if in_place < count:
+        if len(path) and path[-1] >= len(path):  # else it stands where it belongs
+            self._gather(row, int(self.slots.lengths[row]), path)
+        self.slots.lengths[row] += len(path)
+
+    def _gather(self, row: int, start: int, path: NDArray[np.int32]) -> None:
+        """Bring the KV of the nodes of `path`, which stand behind `start`, together in the slots from there on."""
+        layers = self._written_layers()
+        compact = self._compactor(layers, len(path))
+        if compact is None:
+            in_place = int(np.argmax(path != np.arange(len(path))))
             nodes = torch.from_numpy(path[in_place:].astype(np.int64) + start)
-            for layer in self._written_layers():
+            for layer in layers:
                 layer.move(row, start + in_place, nodes)
-        self.slots.lengths[row] += count
+            return
+        packed = torch.from_numpy(np.array([row, start, len(path), *path], np.int32))
+        packed = packed.to(layers[0].device, non_blocking=True)
+        compact(rows=packed[:1], starts=packed[1:2], counts=packed[2:3], paths=packed[3:][None])
+
+    def _compactor(self, layers: Sequence[TreeLayer], nodes: int) -> Callable[..., None] | None:
+        """The kernel that moves so many nodes in all layers at once, or None where each layer moves its own."""
+        from lookahead.kernels.checks import MAX_NODES
+        from lookahead.kernels.choice import compactor_for
+
+        if self._bound_at != self.slots.allocations:
+            self._bound = compactor_for([buffer for layer in layers for buffer in layer.buffers])
+            self._bound_at = self.slots.allocations
+        return self._bound if nodes <= MAX_NODES else None
 
     def take(self, row: int) -> list[RowStates]:
         """Copy the committed KV of a row: for every layer keys and values, `[heads, length, dim]`."""

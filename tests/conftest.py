@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -95,35 +94,17 @@ def accepted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture
 def foretell(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.Tensor, torch.Tensor | None], None]:
     """Lets our engine draft the answer it is told, row by row: right tokens first, then a wrong one."""
-    from lookahead.proposers.base import Proposal
+    from bench.adversaries import Scripted, chain
 
     def tell(answer: torch.Tensor, mask: torch.Tensor | None) -> None:
         padding = [0] * len(answer) if mask is None else (mask == 0).sum(1).tolist()
         answers = [ids[pad:] for ids, pad in zip(answer.tolist(), padding, strict=True)]
 
-        class Oracle:
-            name, needs_argmax = "oracle", False
+        def offer(row: int, text: list[int], room: int) -> Any:
+            tokens = answers[row][len(text) - 1 : len(text) + 2 + len(text) % 4]
+            return chain([*tokens, (tokens[-1] + 1) % 101])
 
-            def __init__(self) -> None:
-                self.lengths: dict[int, int] = {}
-
-            def start(self, row: int, prompt: Any) -> None:
-                self.lengths[row] = len(prompt)
-
-            def propose(self, row: int, room: int) -> Proposal | None:
-                length = self.lengths[row]
-                tokens = answers[row][length - 1 : length + 2 + length % 4]
-                tokens.append((tokens[-1] + 1) % 101)
-                parents = np.maximum(np.arange(len(tokens)) - 1, 0)
-                return Proposal(np.array(tokens, np.int32), parents.astype(np.int32), np.ones(len(tokens), np.float32))
-
-            def observe(self, row: int, outcome: Any, placed: Any) -> None:
-                self.lengths[row] += len(outcome.tokens)
-
-            def finish(self, row: int) -> None:
-                del self.lengths[row]
-
-        monkeypatch.setattr("lookahead.generation.make_proposers", lambda *_: [Oracle()])
+        monkeypatch.setattr("lookahead.generation.make_proposers", lambda *_: [Scripted(offer)])
 
     return tell
 

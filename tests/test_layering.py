@@ -207,6 +207,14 @@ def test_the_kernels_folder_is_no_package_of_its_own():
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
+@every_module
+def test_triton_is_loaded_by_nothing_but_a_kernel_that_was_chosen(module):
+    heavy = {each.name for each in MODULES if "triton" in set(_imports(each, top_level_only=True))}
+    assert "lookahead.kernels.tree_attention" in heavy
+    if module.name not in heavy:
+        assert not heavy & set(_imports(module, top_level_only=True))
+
+
 def test_importing_the_library_loads_neither_the_command_line_nor_what_draws_it():
     script = (
         "import sys, torch, transformers\n"

@@ -1,0 +1,73 @@
+"""Random trees over a cache whose unused slots hold NaN: inputs for the tests and the benchmark of the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lookahead.tree import TokenTree
+
+
+def tree_tensors(lengths: Sequence[int], counts: Sequence[int], width: int, seed: int, chain: bool) -> dict[str, Any]:
+    """Lengths, nodes, depths and words of random trees, as the kernels take them, on the CPU."""
+    rng = np.random.default_rng(seed)
+    rows = len(lengths)
+    depths = torch.zeros(rows, width, dtype=torch.int32)
+    words = torch.zeros(rows, width, (width + 63) // 64, dtype=torch.int64)
+    for row, count in enumerate(counts):
+        parents = [max(0, i - 1) if chain else int(rng.integers(max(0, i - 4), max(1, i))) for i in range(count)]
+        tree = TokenTree.from_parents(np.arange(count), parents)
+        depths[row, :count] = torch.from_numpy(tree.depths)
+        ancestors = torch.from_numpy(tree.ancestor_words())
+        words[row, :count, : ancestors.shape[1]] = ancestors
+    sizes = {"lengths": lengths, "nodes": counts}
+    return {name: torch.tensor(each, dtype=torch.int32) for name, each in sizes.items()} | {
+        "depths": depths,
+        "words": words,
+    }
+
+
+def random_trees(
+    *,
+    rows: int,
+    slots: int,
+    width: int,
+    kv_heads: int,
+    groups: int,
+    dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    seed: int,
+    chain: bool = False,
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """Arguments of `tree_attention`: the first row's tree has `width` nodes and ends with the last slot, others less.
+
+    With `chain` every row holds a chain, and every slot a number.
+    """
+    rng = np.random.default_rng(seed)
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(rows, width, kv_heads * groups, dim, generator=generator)
+    keys = torch.randn(rows, slots, kv_heads, dim, generator=generator)
+    values = torch.randn(rows, slots, kv_heads, value_dim, generator=generator)
+    counts = [width] + [int(rng.integers(1, width + 1)) for _ in range(1, rows)]
+    lengths = [int(rng.integers(0, slots - count + 1)) if row else slots - count for row, count in enumerate(counts)]
+    for row, end in enumerate(np.add(lengths, counts)):
+        if not chain:
+            keys[row, end:] = values[row, end:] = torch.nan
+    inputs: dict[str, Tensor] = {
+        "query": query.to(dtype).transpose(1, 2),
+        "keys": keys.to(dtype),
+        "values": values.to(dtype),
+        **tree_tensors(lengths, counts, width, seed, chain),
+    }
+    return {name: tensor.to(device) for name, tensor in inputs.items()}
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """‖got − want‖ / ‖want‖; NaN where anything is NaN."""
+    return float((got.double() - want.double()).norm() / want.double().norm())

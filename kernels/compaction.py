@@ -1,0 +1,92 @@
+"""Keep the accepted path: one launch moves its KV to the front of the tree's slots, in the buffers of all layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lookahead.kernels.checks import MAX_NODES, check_tensor, require, slot_shortcoming
+
+_WORD = 4  # bytes
+_BLOCK_WORDS = 32
+
+
+class SlotBuffers:
+    """The KV buffers of all layers on one device, by address: good for as long as they live.
+
+    Args:
+        buffers: Contiguous `[rows, capacity, …]`, at least one; rows and capacity are common to all, and a slot takes
+            a multiple of 16 bytes in each.
+
+    Raises:
+        ValueError: A buffer is not as described.
+    """
+
+    def __init__(self, buffers: Sequence[Tensor]) -> None:
+        problem = slot_shortcoming(buffers)
+        require(problem is None, str(problem))
+        self.rows, self.capacity = buffers[0].shape[:2]
+        self.device = buffers[0].device
+        sizes = [math.prod(buffer.shape[2:]) * buffer.element_size() // _WORD for buffer in buffers]
+        self.largest = max(sizes)
+        self.addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64).to(self.device)
+        self.sizes = torch.tensor(sizes, dtype=torch.int32).to(self.device)
+
+
+@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["rows", "starts", "counts", "paths"])
+def _compact(
+    addresses, sizes, rows, starts, counts, paths, capacity, width,
+    BLOCK_NODES: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+):  # fmt: skip
+    """Some columns of the path of one row in one buffer: programs share nothing, so that order matters within one."""
+    buffer = tl.program_id(1)
+    which = tl.program_id(2)
+    size = tl.load(sizes + buffer)
+    words = tl.load(addresses + buffer).to(tl.pointer_type(tl.int32))
+    first = tl.load(rows + which).to(tl.int64) * capacity + tl.load(starts + which)
+    node = tl.arange(0, BLOCK_NODES)
+    is_kept = node < tl.load(counts + which)
+    path = tl.load(paths + which * width + node, mask=is_kept, other=0)
+    column = tl.program_id(0) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
+    is_moved = (is_kept & (path != node))[:, None] & (column[None, :] < size)
+    base = words + first * size
+    kept = tl.load(base + path[:, None] * size + column[None, :], mask=is_moved)
+    tl.debug_barrier()  # source and destination overlap: no store before every load
+    tl.store(base + node[:, None] * size + column[None, :], kept, mask=is_moved)
+
+
+def compact(buffers: SlotBuffers, *, rows: Tensor, starts: Tensor, counts: Tensor, paths: Tensor) -> None:
+    """Move slot `starts[i] + paths[i, j]` of row `rows[i]` to slot `starts[i] + j`, for every j below `counts[i]`.
+
+    Bytes are copied, so the outcome is exact; slots that no path names keep what they hold. What changes from step to
+    step is read on the device.
+
+    Args:
+        buffers: The buffers of all layers.
+        rows: int32 `[n]`, different from one another.
+        starts: int32 `[n]`; the slot of each row's root.
+        counts: int32 `[n]`; nodes on each path, up to width.
+        paths: int32 `[n, width]`, width up to 256; ascending nodes, counted from the root.
+
+    Raises:
+        ValueError: An argument is not as described; the message names it.
+    """
+    right = paths.dim() == 2 and 0 < paths.shape[1] <= MAX_NODES
+    require(right, f"paths must be [n, 1 … {MAX_NODES}], got {tuple(paths.shape)}")
+    count, width = paths.shape
+    for name, tensor in (("rows", rows), ("starts", starts), ("counts", counts)):
+        check_tensor(name, tensor, (count,), torch.int32, buffers.device)
+    check_tensor("paths", paths, (count, width), torch.int32, buffers.device)
+    if count == 0:
+        return
+    columns = triton.cdiv(buffers.largest, _BLOCK_WORDS)
+    with torch.cuda.device_of(paths):
+        _compact[(columns, len(buffers.sizes), count)](
+            buffers.addresses, buffers.sizes, rows, starts, counts, paths, buffers.capacity, width,
+            BLOCK_NODES=triton.next_power_of_2(width), BLOCK_WORDS=_BLOCK_WORDS, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip

@@ -1,0 +1,162 @@
+"""The kernels, interpreted on the CPU, against their references; tests/test_kernels.py runs this file.
+
+Triton decides on import whether it interprets, so this file needs a process of its own:
+
+    TRITON_INTERPRET=1 python -m pytest tests/interpreted_kernels.py
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bench.trees import random_trees, relative_error
+from lookahead.kernels import reference
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("set TRITON_INTERPRET=1 to run the kernels without a GPU", allow_module_level=True)
+
+from lookahead.kernels.compaction import SlotBuffers, compact
+from lookahead.kernels.tree_attention import tree_attention
+
+# The interpreter cuts bfloat16 off where a GPU rounds, which doubles the error.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1.2e-2}
+HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
+# Queries of rows past the last node are divided by a sum of nothing, and not stored.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+# nodes, query heads per KV head, head size, value head size, type, options
+CASES: dict[str, tuple[int, int, int, int, torch.dtype, dict[str, Any]]] = {
+    "plain decoding": (1, 1, 64, 64, FULL, {}),
+    "plain decoding, grouped": (1, 8, 128, 128, BRAIN, {}),
+    "small tree": (3, 4, 64, 64, HALF, {}),
+    "three heads a group": (17, 3, 80, 80, BRAIN, {}),
+    "head size 96": (17, 1, 96, 96, HALF, {}),
+    "values smaller than keys": (17, 4, 96, 64, FULL, {}),
+    "values larger than keys": (3, 3, 64, 128, BRAIN, {}),
+    "several blocks of query rows": (17, 8, 64, 64, BRAIN, {}),
+    "a full word of ancestors": (64, 1, 64, 64, FULL, {}),
+    "two words of ancestors": (70, 1, 64, 64, HALF, {}),
+    "softcap": (17, 3, 64, 64, FULL, {"softcap": 1.5}),
+    "window": (17, 4, 64, 64, FULL, {"window": 9}),
+    "window smaller than the tree is deep": (17, 1, 64, 64, FULL, {"window": 2}),
+    "window larger than a block": (17, 3, 80, 80, BRAIN, {"window": 100}),
+    "chunks": (17, 4, 64, 64, FULL, {"chunk": 50}),
+    "chunks that end inside the tree": (17, 1, 64, 64, HALF, {"chunk": 5}),
+    "sinks": (17, 4, 64, 64, FULL, {"sinks": True}),
+    "everything at once": (17, 3, 80, 80, FULL, {"softcap": 2.0, "window": 90, "chunk": 64, "sinks": True}),
+    "own scaling": (3, 3, 80, 80, FULL, {"scaling": 0.3}),
+    "exact multiplication": (17, 3, 80, 80, FULL, {"precision": "ieee"}),
+    "heads of 160": (3, 3, 160, 160, FULL, {}),
+}
+
+
+@pytest.mark.parametrize("split", [64, 512], ids=["merged", "in one"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_agrees_with_the_reference_and_sees_no_unused_slot(name, split):
+    width, groups, dim, value_dim, dtype, options = CASES[name]
+    inputs = random_trees(
+        rows=2, slots=150, width=width, kv_heads=1, groups=groups, dim=dim, value_dim=value_dim, dtype=dtype, seed=1
+    )
+    options = dict(options)
+    if options.pop("sinks", False):
+        options["sinks"] = torch.linspace(-2, 2, groups)
+    got = tree_attention(**inputs, **options, split=split)
+    options.pop("precision", None)
+    want = reference.tree_attention(**inputs, **options)
+    assert got.dtype == dtype and got.shape == want.shape and got.is_contiguous()
+    assert relative_error(got, want) < TOLERANCE[dtype]  # NaN, which stands in every unused slot, is never below
+
+
+def test_several_kv_heads_and_strided_queries_are_read_where_they_stand():
+    inputs = random_trees(rows=2, slots=90, width=5, kv_heads=3, groups=2, dim=64, value_dim=64, dtype=FULL, seed=2)
+    assert not inputs["query"].is_contiguous()
+    inputs["keys"], inputs["values"] = (
+        torch.stack([inputs[name], torch.full_like(inputs[name], torch.nan)], 2)[:, :, 0] for name in ("keys", "values")
+    )
+    assert relative_error(tree_attention(**inputs, split=64), reference.tree_attention(**inputs)) < TOLERANCE[FULL]
+
+
+def test_a_row_without_nodes_gets_zeros():
+    inputs = random_trees(rows=2, slots=90, width=3, kv_heads=1, groups=2, dim=64, value_dim=64, dtype=FULL, seed=3)
+    inputs["nodes"][1] = 0
+    for split in (64, 128):
+        assert not tree_attention(**inputs, split=split)[1].any()
+
+
+@pytest.mark.parametrize(
+    ("split", "options"),
+    [(64, {}), (128, {}), (128, {"window": 21}), (64, {"softcap": 3.0})],
+    ids=["a split further", "a block further", "window", "softcap"],
+)
+def test_a_chain_gets_the_same_bits_however_many_nodes_are_scored_at_once(split, options):
+    length, width = 60, 9
+    inputs = random_trees(
+        rows=1, slots=130, width=width, kv_heads=1, groups=2, dim=64, value_dim=64, dtype=FULL, seed=4, chain=True
+    )
+    inputs["lengths"][:] = length
+    # NumPy's products depend on the place of a row in its block. Let them be exact: whole numbers for the scores, and
+    # values of which each column of a block holds one, so that the order of blocks and splits is all that is left.
+    inputs["query"], inputs["keys"] = inputs["query"].mul(2).round(), inputs["keys"].round()
+    inputs["values"][0, :, 0] *= torch.eye(64).repeat(3, 1)[:130]
+    together = tree_attention(**inputs, **options, scaling=0.1, split=split)
+    for node in range(width):
+        alone = {**inputs, "query": inputs["query"][:, :, node : node + 1], "lengths": inputs["lengths"] + node}
+        one = torch.ones(1, 1, dtype=torch.int32)
+        alone |= {"nodes": one[0], "depths": one - 1, "words": one[:, :, None].long()}
+        assert torch.equal(tree_attention(**alone, **options, scaling=0.1, split=split)[:, 0], together[:, node])
+
+
+def test_compaction_moves_overlapping_paths_of_all_buffers_and_nothing_else():
+    rng = np.random.default_rng(5)
+    buffers = [torch.randn(4, 90, 2, 8), torch.randn(4, 90, 1, 24).bfloat16(), torch.randn(4, 90, 72, 2).half()]
+    width, counts = 33, [33, 1, 12]
+    paths = torch.zeros(3, width, dtype=torch.int32)
+    for row, count in enumerate(counts):
+        nodes = np.r_[0, 1 + np.sort(rng.permutation(60)[: count - 1])]
+        paths[row, :count] = torch.from_numpy(nodes)
+    plan = {"rows": [2, 0, 3], "starts": [29, 5, 0], "counts": counts}
+    arguments = {name: torch.tensor(values, dtype=torch.int32) for name, values in plan.items()} | {"paths": paths}
+    wanted = [buffer.clone() for buffer in buffers]
+    for buffer in wanted:
+        reference.compact(buffer, **arguments)
+    compact(SlotBuffers(buffers), **arguments)
+    for buffer, want in zip(buffers, wanted, strict=True):
+        assert torch.equal(buffer, want)
+
+
+REFUSED = {
+    "head size": ({"dim": 72}, {}, "head size of query must be a multiple of 16 up to 256, got 72"),
+    "nodes": ({"width": 257}, {}, "query must hold 1 to 256 nodes, got 257"),
+    "double precision": ({"dtype": torch.float64}, {}, "query must be bfloat16, float16 or float32"),
+    "lengths": ({}, {"lengths": torch.zeros(2)}, "lengths must be a contiguous torch.int32 tensor of shape"),
+    "words": ({}, {"words": torch.zeros(2, 3, 2).long()}, r"shape \(2, 3, 1\).* got torch.int64 of shape \(2, 3, 2\)"),
+    "scaling": ({}, {"scaling": 0.0}, "scaling must be above 0 and finite, or None, got 0.0"),
+    "window": ({}, {"window": -1}, "window must be above 0"),
+    "split": ({}, {"split": 100}, "split must be a multiple of 64, got 100"),
+    "sinks": ({}, {"sinks": torch.zeros(3)}, r"sinks must be .* of shape \(2,\)"),
+    "precision": ({}, {"precision": "fast"}, "precision must be 'tf32x3' or 'ieee', got 'fast'"),
+    "heads": ({}, {"query": torch.zeros(2, 3, 3, 64).half()}, "3 heads of query must be a multiple of the 2 heads"),
+    "slots": ({}, {"keys": torch.zeros(2, 2, 1, 64).half(), "values": torch.zeros(2, 2, 1, 64).half()}, "got 2 slots"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_kernel_cannot_take_is_refused_by_name(name):
+    shape, arguments, message = REFUSED[name]
+    kv_heads = 2 if name == "heads" else 1
+    sizes = {"width": 3, "dim": 64, "dtype": HALF} | shape
+    inputs = random_trees(rows=2, slots=300, kv_heads=kv_heads, groups=2, value_dim=64, seed=6, **sizes)
+    with pytest.raises(ValueError, match=message):
+        tree_attention(**(inputs | arguments))
+
+
+def test_buffers_that_compaction_cannot_move_are_refused_by_index():
+    with pytest.raises(ValueError, match=r"buffer 1 must be contiguous \[2, 8, …\] on cpu, got \(2, 9, 1, 8\)"):
+        SlotBuffers([torch.zeros(2, 8, 1, 8), torch.zeros(2, 9, 1, 8)])
+    with pytest.raises(ValueError, match=r"a multiple of 16 bytes, got address .* and 12 bytes a slot"):
+        SlotBuffers([torch.zeros(2, 8, 1, 3)])

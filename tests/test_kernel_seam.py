@@ -1,0 +1,188 @@
+"""Where the engine meets the kernels: with references in their place, a CPU checks all that is handed over."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+import lookahead
+from lookahead.attention import Reach, TreePass
+from lookahead.cache import TreeCache, TreeSlots
+from lookahead.kernels import checks, choice, reference
+from lookahead.target import Target
+from lookahead.tree import TokenTree
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.4,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+}
+MIXED_LAYERS = ["sliding_attention", "full_attention"]
+MLA = {"num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 16}
+# One family for each thing the kernel is told: windows, softcapping, sinks, chunks, values smaller than keys.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 9},
+    "Gemma2": {"head_dim": 16, "sliding_window": 9, "attn_logit_softcapping": 2.0},
+    "GptOss": {"head_dim": 16, "sliding_window": 8, "num_local_experts": 4, "layer_types": MIXED_LAYERS},
+    "DeepseekV3": {**MLA, "qk_nope_head_dim": 16, "v_head_dim": 16, "first_k_dense_replace": 2},
+    "Llama4": {
+        **{"head_dim": 16, "attention_chunk_size": 16, "layer_types": ["chunked_attention", "full_attention"]},
+        **{"num_local_experts": 2, "intermediate_size_mlp": 64, "no_rope_layers": [1, 0]},
+    },
+}
+CLASSES = {"Llama4": ("Llama4TextConfig", "Llama4ForCausalLM")}
+TEXTS = {
+    "input_ids": torch.tensor([[0] * 8 + [5, 9, 31, 5], [5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]]),
+    "attention_mask": torch.tensor([[0] * 8 + [1] * 4, [1] * 12]),
+}
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Lets the references stand in for the kernels, behind the kernels' own checks; counts what was told to them."""
+    told: Counter[str] = Counter()
+
+    def attention(query: Tensor, keys: Tensor, values: Tensor, **arguments: Any) -> Tensor:
+        tree = {name: arguments[name] for name in ("lengths", "nodes", "depths", "words")}
+        checks.check_tree(query, **tree)
+        checks.check_sinks(arguments["sinks"], query)
+        told.update(name for name, argument in arguments.items() if argument is not None)
+        return reference.tree_attention(query, keys, values, **arguments, dtype=torch.float32).to(query.dtype)
+
+    def attention_for(query: Tensor, keys: Tensor, values: Tensor) -> Callable[..., Tensor]:
+        problem = checks.shortcoming(query, keys, values)
+        assert problem is None, problem
+        return attention
+
+    def compactor_for(buffers: Sequence[Tensor]) -> Callable[..., None]:
+        assert checks.slot_shortcoming(buffers) is None
+        told["bindings"] += 1
+
+        def compact(**plan: Tensor) -> None:
+            assert all(part.dtype == torch.int32 and part.is_contiguous() for part in plan.values())
+            told["compactions"] += 1
+            for buffer in buffers:
+                reference.compact(buffer, **plan)
+
+        return compact
+
+    monkeypatch.setattr(choice, "attention_for", attention_for)
+    monkeypatch.setattr(choice, "compactor_for", compactor_for)
+    return told
+
+
+def build(family: str) -> PreTrainedModel:
+    config_class, model_class = CLASSES.get(family, (f"{family}Config", f"{family}ForCausalLM"))
+    config = getattr(transformers, config_class)(**{**SIZES, **FAMILIES[family]})
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = getattr(transformers, model_class)(config).float().eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.fixture
+def wide_llama() -> PreTrainedModel:
+    return build("Llama")
+
+
+def random_tree(seed: int, nodes: int) -> TokenTree:
+    rng = np.random.default_rng(seed)
+    return TokenTree.from_parents(
+        rng.permutation(101)[:nodes], [int(rng.integers(max(0, i - 3), max(1, i))) for i in range(nodes)]
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_that_hands_its_trees_to_the_kernel_gives_the_tokens_of_generate(
+    family: str, stand_ins: Counter[str], foretell: Callable[..., None]
+) -> None:
+    model = build(family)
+    expected = model.generate(**TEXTS, max_new_tokens=30, do_sample=False)
+    foretell(expected, TEXTS["attention_mask"])
+    got = model.generate(**TEXTS, max_new_tokens=30, do_sample=False, custom_generate=lookahead.decode)
+    assert torch.equal(got, expected)
+    assert stand_ins["words"] > 0
+    for name, families in {
+        "window": ("Mistral", "Gemma2", "GptOss"),
+        "softcap": ("Gemma2",),
+        "sinks": ("GptOss",),
+        "chunk": ("Llama4",),
+    }.items():
+        assert (stand_ins[name] > 0) == (family in families), name
+
+
+@pytest.mark.parametrize("reach", [Reach(), Reach(window=3), Reach(window=20), Reach(chunk=7), Reach(30, 16)], ids=str)
+def test_the_tensors_of_a_pass_say_what_its_mask_says(reach: Reach) -> None:
+    slots = TreeSlots(rows=3, capacity=120)
+    slots.lengths[:] = (0, 17, 40)
+    trees = [random_tree(1, 70), random_tree(2, 1), random_tree(3, 33)]
+    slots.begin(70)
+    tree_pass = TreePass(slots, trees)
+    device = torch.device("cpu")
+    mask = tree_pass.mask(1, reach, torch.float32, device)[:, 0] == 0
+    sees = reference.tree_mask(slots.kv_length, *tree_pass.tensors(device), *reach)
+    for row, tree in enumerate(trees):
+        assert torch.equal(sees[row, : len(tree)], mask[row, : len(tree)])
+        assert not sees[row, len(tree) :].any()
+    assert tree_pass.tensors(device) is tree_pass.tensors(device), "made once per pass"
+
+
+def test_commits_by_compaction_leave_the_cache_that_moving_each_layer_leaves(
+    wide_llama: PreTrainedModel, stand_ins: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> tuple[TreeCache, list[Tensor]]:
+        target = Target(wide_llama, rows=3, capacity=30, device=torch.device("cpu"))  # too small: it has to grow
+        with target.serving():
+            target.prefill([np.arange(3, 3 + n, dtype=np.int32) for n in (1, 9, 23)])
+            for step in range(4):
+                trees = [random_tree(10 * step + row, nodes) for row, nodes in enumerate((1, 12, 40))]
+                logits = target.score(trees)
+                scored = [logits[row, : len(tree)] for row, tree in enumerate(trees)]
+                for row, tree in enumerate(trees):
+                    target.commit(row, np.flatnonzero(tree.ancestor_mask()[-1]).astype(np.int32))
+        return target.cache, scored
+
+    with_kernel, scored = run()
+    assert stand_ins["compactions"] > 2
+    assert 1 < stand_ins["bindings"] < stand_ins["compactions"], "bound anew when the slots grow, not at every commit"
+    monkeypatch.undo()
+    without, expected = run()
+    torch.testing.assert_close(scored, expected, rtol=1e-4, atol=1e-4)
+    for row in range(3):
+        for got, want in zip(with_kernel.take(row), without.take(row), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_prompts_and_models_the_kernel_cannot_take_stay_with_sdpa(tiny_llama: LlamaForCausalLM) -> None:
+    odd = torch.zeros(1, 4, 3, 24)
+    assert choice.attention_for(odd, odd.transpose(1, 2), odd.transpose(1, 2)) is None
+    assert "head size of query must be a multiple of 16" in str(checks.shortcoming(odd, odd, odd))
+    ids = torch.tensor([[5, 9, 31, 5, 9]])
+    expected = tiny_llama.generate(ids, max_new_tokens=9, do_sample=False)
+    got = tiny_llama.generate(ids, max_new_tokens=9, do_sample=False, custom_generate=lookahead.decode)
+    assert torch.equal(got, expected)
+
+
+def test_a_cpu_and_a_machine_without_triton_are_served_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not choice.runs_on(torch.device("cpu"))
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert not choice.runs_on.__wrapped__(torch.device("cuda"))

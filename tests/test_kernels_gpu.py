@@ -1,0 +1,125 @@
+"""The kernels on the GPU they are for: `pytest -m gpu`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import lookahead
+from bench.trees import random_trees, relative_error
+from lookahead.kernels import choice, reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+SHAPES = {
+    "Llama": (4, 128, 128),
+    "Phi": (1, 80, 80),
+    "gpt-oss": (8, 64, 64),
+    "Gemma": (2, 256, 256),
+    "MLA": (1, 192, 128),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window": 700},
+    "chunk": {"chunk": 512},
+    "softcap": {"softcap": 5.0},
+    "sinks": {"sinks": True},
+    "everything": {"window": 900, "chunk": 1024, "softcap": 5.0, "sinks": True},
+}
+
+
+@pytest.mark.parametrize("slots", [300, 3000])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("width", [1, 3, 17, 64, 256])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_kernel_agrees_with_the_reference_and_sees_no_unused_slot(shape, width, dtype, options, slots):
+    from lookahead.kernels.tree_attention import tree_attention
+
+    groups, dim, value_dim = SHAPES[shape]
+    sizes = {"rows": 3, "slots": slots, "width": width, "kv_heads": 2, "groups": groups, "dim": dim}
+    inputs = random_trees(**sizes, value_dim=value_dim, dtype=dtype, seed=width, device="cuda")
+    chosen = dict(OPTIONS[options])
+    if chosen.pop("sinks", False):
+        chosen["sinks"] = torch.linspace(-2, 2, 2 * groups, device="cuda", dtype=dtype)
+    got = tree_attention(**inputs, **chosen)
+    assert relative_error(got, reference.tree_attention(**inputs, **chosen)) < TOLERANCE[dtype]
+    assert torch.equal(got, tree_attention(**inputs, **chosen)), "twice the same"
+
+
+@pytest.mark.parametrize("options", ["plain", "window", "softcap", "sinks"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_chain_gets_the_same_bits_however_many_nodes_are_scored_at_once(shape, dtype, options):
+    from lookahead.kernels.tree_attention import tree_attention
+
+    groups, dim, value_dim = SHAPES[shape]
+    width, length = 64, 1500
+    sizes = {"rows": 1, "slots": 2000, "width": width, "kv_heads": 2, "groups": groups, "dim": dim}
+    inputs = random_trees(**sizes, value_dim=value_dim, dtype=dtype, seed=1, chain=True, device="cuda")
+    inputs["lengths"][:] = length
+    chosen = dict(OPTIONS[options])
+    if chosen.pop("sinks", False):
+        chosen["sinks"] = torch.linspace(-2, 2, 2 * groups, device="cuda", dtype=dtype)
+    together = tree_attention(**inputs, **chosen)
+    one = torch.ones(1, 1, dtype=torch.int32, device="cuda")
+    for node in range(width):
+        alone = inputs | {"query": inputs["query"][:, :, node : node + 1], "lengths": inputs["lengths"] + node}
+        alone |= {"nodes": one[0], "depths": one - 1, "words": one[:, :, None].long()}
+        assert torch.equal(tree_attention(**alone, **chosen)[:, 0], together[:, node])
+
+
+def test_compaction_is_exact_for_overlapping_paths_every_time():
+    from lookahead.kernels.compaction import SlotBuffers, compact
+
+    rng = np.random.default_rng(0)
+    buffers = [torch.randn(8, 600, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(64)]
+    bound = SlotBuffers(buffers)
+    for _ in range(200):
+        counts = rng.integers(1, 129, 8)
+        paths = np.zeros((8, 128), np.int32)
+        for row, count in enumerate(counts):
+            paths[row, :count] = np.r_[0, 1 + np.sort(rng.permutation(255)[: count - 1])]
+        plan = {"rows": rng.permutation(8), "starts": rng.integers(0, 340, 8), "counts": counts, "paths": paths}
+        arguments = {name: torch.from_numpy(each.astype(np.int32)).cuda() for name, each in plan.items()}
+        wanted = [buffer.clone() for buffer in buffers]
+        for buffer in wanted:
+            reference.compact(buffer, **arguments)
+        compact(bound, **arguments)
+        assert all(torch.equal(got, want) for got, want in zip(buffers, wanted, strict=True))
+
+
+def test_a_model_on_the_gpu_gives_the_tokens_of_generate_through_the_kernels(foretell, monkeypatch):
+    config = LlamaConfig(
+        vocab_size=101, hidden_size=256, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=2048, initializer_range=0.1, bos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).float().cuda().eval()
+    model.generation_config.eos_token_id = None
+    monkeypatch.setattr(choice, "VERIFIED", {torch.cuda.get_device_capability()})
+    choice.runs_on.cache_clear()
+    served = []
+    offered = choice.attention_for
+
+    def watching(*tensors: torch.Tensor) -> Any:
+        kernel = offered(*tensors)
+        served.append(kernel is not None)
+        return kernel
+
+    monkeypatch.setattr(choice, "attention_for", watching)
+    ids = torch.randint(2, 101, (3, 700), device="cuda")
+    mask = torch.ones_like(ids)
+    mask[0, :400] = 0
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=60, do_sample=False)
+    foretell(expected, mask)
+    options = {"attention_mask": mask, "max_new_tokens": 60, "do_sample": False}
+    assert torch.equal(model.generate(ids, **options, custom_generate=lookahead.decode), expected)
+    assert served and all(served)
