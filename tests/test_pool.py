@@ -61,7 +61,7 @@ def test_a_pool_finds_what_a_scan_finds_and_grows_the_trees_of_an_index(tmp_path
     index.append_documents(np.array(tokens, np.int32))
     assert pool.tokens.tolist() == index.tokens.tolist() == [SEPARATOR, *tokens]
     assert found(pool, context, **NO_LIMIT) == find_by_scan(pool.tokens.tolist(), context)
-    ours, theirs = (grow_trie(each, HitRates(), 12, context=context) for each in (pool, index))
+    ours, theirs = (grow_trie([each], HitRates(), 12, context=context) for each in (pool, index))
     assert (ours is None) == (theirs is None)
     if ours is not None:
         assert ours.tokens.tolist() == theirs.tokens.tolist()

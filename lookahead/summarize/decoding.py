@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from lookahead.stats import DecodingStats, total
@@ -73,6 +73,19 @@ class LookaheadDecoder:
             do_sample=False,
         )
         return Decoded(result.texts, result.token_ids, result.stats)
+
+    def warm_up(self, prompt: str) -> None:
+        """Decode a few tokens, drafting whatever pays, so that compiling is not charged to the first prompt."""
+        import numpy as np
+
+        from lookahead.config import LookaheadConfig
+        from lookahead.drafting import Draft, fit
+        from lookahead.generation import generate
+        from lookahead.tree import TokenTree
+
+        everything = replace(self.config or LookaheadConfig(), draft="fixed", min_probability=0.0)
+        generate(self.model, self.tokenizer, prompt, config=everything, max_new_tokens=12, do_sample=False)
+        fit([Draft(TokenTree.root(0), ())] * 2, np.ones(3))  # what only batches need
 
 
 def total_in_sequence(calls: Iterable[DecodingStats]) -> DecodingStats:

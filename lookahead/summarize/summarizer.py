@@ -93,6 +93,7 @@ class Summarizer:
         self._max_new_tokens = max_new_tokens
         self._fitter = PromptFitter(model, tokenizer, max_new_tokens)
         decoder = LookaheadDecoder(model, tokenizer, config=config, add_special_tokens=self._fitter.add_special_tokens)
+        self._lookahead = decoder
         self._comparing = ComparingDecoder(decoder) if compare else None
         self._decoder: Decoder = self._comparing or decoder
 
@@ -126,7 +127,9 @@ class Summarizer:
 
     def warm_up(self) -> None:
         """Decode a few tokens, so that compiling is not charged to the first document."""
-        self._decoder.decode(self._fitter.fit("One, two, three. One, two, three.").prompts, 8)
+        prompts = self._fitter.fit("One, two, three. One, two, three.").prompts
+        self._lookahead.warm_up(prompts[0])
+        self._decoder.decode(prompts, 8)
         if self._comparing:
             self._comparing.take_figures()
 
