@@ -144,6 +144,12 @@ def prepare(
         raise UnsupportedModelError("guidance of several prompts is not served; leave out custom_generate for it")
     refuse_positions(model_kwargs.get("position_ids"), lengths, longest)
     stopping = stopping_rule(stopping_criteria, batch_size)
+    causal_lm: Any = model
+    sample = partial(
+        causal_lm._sample, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
+    )
+    if stopping.max_length <= longest + 1:
+        return PlainLoop(sample, input_ids, lengths, stopping)  # a single token: there is nothing to draft
     support = support_of(model, shortest=int(lengths.min()), max_length=stopping.max_length)
     complaint = _complaint(model, support, batch_size, config)
     if complaint and lookahead_config is not None and lookahead_config.proposers:
@@ -153,10 +159,6 @@ def prepare(
         complaint = "a batch with stopping criteria and no end-of-sequence token ends as one"
     if support.shape == "none" or complaint:
         warnings.warn(f"{complaint}; it is decoded plainly", stacklevel=2)
-        causal_lm: Any = model
-        sample = partial(
-            causal_lm._sample, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
-        )
         return PlainLoop(sample, input_ids, lengths, stopping)
     # Room for what short outputs need; the cache grows when an output turns out long.
     capacity = longest + min(stopping.max_length - longest, 256) + config.node_budget + 1
@@ -176,8 +178,7 @@ def prepare(
     experience = experience_of(model)
     return Engine(
         target,
-        # A single token comes from the prefill: there is nothing to draft.
-        make_proposers(config, experience.proposers, pool) if stopping.max_length > longest + 1 else [],
+        make_proposers(config, experience.proposers, pool),
         Pacing(experience.cost, experience.switch) if config.proposers and config.draft == "auto" else None,
         config,
         TokenChooser(

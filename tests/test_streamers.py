@@ -120,7 +120,7 @@ def test_every_token_is_shown_in_order_and_the_end_once(
     theirs, ours = same_from_both(looping_llama, generate, Recording, **options)
     assert ours.shown == theirs.shown
     assert ours.ends == theirs.ends == 1
-    assert len(accepted) == 1
+    assert len(accepted) == (options.get("max_new_tokens") != 1)  # nothing is drafted for a single token
     if not options:
         assert accepted[0] > 0
 
