@@ -14,7 +14,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent
 
-torch.set_num_threads(1)
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """The command line sets the threads of the process; with several, sums round differently from pass to pass."""
+    torch.set_num_threads(1)
+
+
 # The first example compiles: a deadline would measure Numba.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
