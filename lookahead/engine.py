@@ -156,8 +156,6 @@ class Engine:
 
     def _prefill(self) -> list[Emission]:
         """Read the prompts; the logits of their ends already give every row its first token."""
-        for row in self._rows:
-            self._positions_left(row)
         logits = self._target.prefill(self._prompts)
         drafts = [Draft(TokenTree.root(int(row.ids[row.length - 1])), self._nothing) for row in self._rows]
         return self._emit(drafts, logits, self._read(logits, with_top=self._needs_top))
@@ -242,7 +240,7 @@ class Engine:
         if length > self._target.positions:
             raise PromptError(
                 f"row {row.index} has {length} tokens and the model positions for {self._target.positions}; "
-                "shorten the prompt, or lower max_new_tokens or max_length"
+                "lower max_new_tokens or max_length"
             )
         return self._target.positions - length
 

@@ -37,6 +37,7 @@ from lookahead.pools.opening import open_pool
 from lookahead.proposers import Experience, make_proposers
 from lookahead.request import (
     prompt_lengths,
+    refuse_long_prompts,
     refuse_model,
     refuse_past,
     refuse_positions,
@@ -142,6 +143,7 @@ def prepare(
     batch_size, longest = input_ids.shape
     if batch_size > 1 and any(isinstance(p, UnbatchedClassifierFreeGuidanceLogitsProcessor) for p in logits_processor):
         raise UnsupportedModelError("guidance of several prompts is not served; leave out custom_generate for it")
+    refuse_long_prompts(model, lengths)
     refuse_positions(model_kwargs.get("position_ids"), lengths, longest)
     stopping = stopping_rule(stopping_criteria, batch_size)
     causal_lm: Any = model

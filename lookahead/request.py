@@ -25,7 +25,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from lookahead.errors import PromptError, UnsupportedModelError
 from lookahead.stopping import StoppingRule
-from lookahead.target import input_device
+from lookahead.target import input_device, position_limit
 
 # What `model.generate` passes along that an engine with its own cache and positions has no use for.
 _IGNORED = frozenset(
@@ -157,6 +157,16 @@ def stopping_rule(criteria: StoppingCriteriaList, batch_size: int) -> StoppingRu
         return bool(answer[row])
 
     return StoppingRule(max_length=min(limits), eos_tokens=np.array(eos, np.int32), custom=custom if others else None)
+
+
+def refuse_long_prompts(model: PreTrainedModel, lengths: NDArray[np.int64]) -> None:
+    """Say that a prompt outgrows the model's table of positions; on a GPU the model would bring the process down."""
+    limit = position_limit(model)
+    if limit is not None and int(lengths.max()) > limit:
+        raise PromptError(
+            f"prompt {int(lengths.argmax())} has {int(lengths.max())} tokens and the model positions for {limit}; "
+            "shorten it"
+        )
 
 
 def refuse_positions(position_ids: Tensor | None, lengths: NDArray[np.int64], longest: int) -> None:

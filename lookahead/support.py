@@ -57,8 +57,10 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
         return Support("none", "its state is sequential, so a rejected draft could not be taken back")
     if others:
         return Support("none", f"its {' and '.join(sorted(others))} layers see more than positions and masks")
-    for name in ("keep_window_size", "" if model._can_set_attn_implementation() else "sliding_window"):
-        window = getattr(config, name, None) if name else None
+    windows = [getattr(config, "keep_window_size", None)]
+    if not model._can_set_attn_implementation():
+        windows.append(getattr(config, "sliding_window", None))
+    for window in windows:
         if window is not None and max_length > window:
             return Support("none", f"its attention drops tokens beyond {window} in a way of its own")
     reason = _own_ways(model)
