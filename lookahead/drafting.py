@@ -74,10 +74,14 @@ def merge(
             where nodes are free.
         is_chain: Whether to keep the likeliest child of a node only, required ones or not.
     """
-    firsts = np.cumsum([0, *sources]).tolist() if sources is not None else range(len(proposals))
-    offers = [(first, offer) for first, offer in zip(firsts, proposals, strict=False) if offer is not None]
+    sizes = [0 if offer is None else len(offer.tokens) for offer in proposals]
+    offers, first = [], 0
+    for i, offer in enumerate(proposals):
+        if offer is not None:
+            offers.append((offer, first))
+        first += sources[i] if sources is not None else 1
     if not offers or budget <= 0 or max_depth <= 0:
-        return Draft(TokenTree.root(root), tuple(np.zeros(_size(offer), np.int32) for offer in proposals))
+        return Draft(TokenTree.root(root), tuple(np.zeros(size, np.int32) for size in sizes))
     parts = [
         (
             offer.tokens,
@@ -85,26 +89,24 @@ def merge(
             offer.probabilities,
             offer.sources if offer.sources is not None else np.ones(len(offer.tokens), np.int32),
         )
-        for _, offer in offers
+        for offer, _ in offers
     ]
-    offered = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))
-    all_tokens, all_parents, all_probabilities, all_sources = offered
-    tokens, parents, depths, origins, where, reach, required = _merge(
+    offered = parts[0] if len(parts) == 1 else tuple(map(np.concatenate, zip(*parts, strict=True)))
+    whole, reach, required, where = _merge(
         root,
-        all_tokens,
-        all_parents,
-        all_probabilities,
-        all_sources,
-        np.array([(len(offer.tokens), offer.required, first) for first, offer in offers]),
+        offered,
+        np.array([(len(offer.tokens), offer.required, first) for offer, first in offers]),
         budget,
         max_depth,
         min_probability,
         costs if costs is not None else _FREE,
         is_chain,
     )
-    ends = np.cumsum([_size(offer) for offer in proposals])
-    placed = tuple(where[end - _size(offer) : end] for end, offer in zip(ends, proposals, strict=True))
-    return Draft(TokenTree(tokens, parents, depths, origins), placed, reach, required)
+    tree = TokenTree(whole[0], whole[1], whole[2], whole[3])
+    if len(sizes) == 1:
+        return Draft(tree, (where,), reach, required)
+    ends = np.cumsum(sizes)
+    return Draft(tree, tuple(where[end - size : end] for end, size in zip(ends, sizes, strict=True)), reach, required)
 
 
 def fit(drafts: Sequence[Draft], costs: FloatArray) -> list[Draft]:
@@ -137,14 +139,13 @@ def fit(drafts: Sequence[Draft], costs: FloatArray) -> list[Draft]:
     return fitted
 
 
-def _size(offer: Proposal | None) -> int:
-    """Nodes of a proposal, its root counted."""
-    return 0 if offer is None else len(offer.tokens)
+@njit(cache=True, error_model="numpy")
+def _merge(root, offered, offers, budget, max_depth, min_probability, costs, is_chain):
+    """Union trie, then selection, then depth-first layout.
 
-
-@njit(cache=True)
-def _merge(root, tokens, parents, probabilities, origins, offers, budget, max_depth, min_probability, costs, is_chain):
-    """Union trie, then selection, then depth-first layout; returns the tree's arrays and where nodes went."""
+    Returns tokens, parents, depths and sources, int32 `[4, nodes]`; the reach; what is required; where nodes went.
+    """
+    tokens, parents, probabilities, origins = offered
     trie = _union(root, tokens, parents, probabilities, origins, offers)
     trie_tokens, trie_parents, trie_depths, reach, must, trie_sources, where = trie
     if is_chain:
@@ -153,21 +154,20 @@ def _merge(root, tokens, parents, probabilities, origins, offers, budget, max_de
     order = _layout(trie_parents, reach, kept)
     n = len(order)
     position = np.zeros(len(trie_tokens), np.int32)
-    for new in range(n):
-        position[order[new]] = new
-    out_tokens, out_parents = np.empty(n, np.int32), np.zeros(n, np.int32)
-    out_depths, out_sources = np.empty(n, np.int32), np.empty(n, np.int32)
+    whole, out_reach, required = np.empty((4, n), np.int32), np.empty(n), np.empty(n, np.bool_)
     for new in range(n):
         node = order[new]
-        out_tokens[new], out_depths[new] = trie_tokens[node], trie_depths[node]
-        out_parents[new], out_sources[new] = position[trie_parents[node]], trie_sources[node]
+        position[node] = new
+        whole[0, new], whole[1, new] = trie_tokens[node], position[trie_parents[node]]
+        whole[2, new], whole[3, new] = trie_depths[node], trie_sources[node]
+        out_reach[new], required[new] = reach[node], must[node]
+    required[0] = False
     for i in range(len(where)):
         where[i] = position[where[i]]
-    must[0] = False
-    return out_tokens, out_parents, out_depths, out_sources, where, reach[order], must[order]
+    return whole, out_reach, required, where
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def _fit(reaches, required, ends, costs):
     """Which nodes of all rows to keep, and the place of each among those its row keeps, 0 where it goes."""
     ranks = np.zeros(len(reaches), np.int64)
@@ -201,7 +201,7 @@ def _fit(reaches, required, ends, costs):
     return kept, places
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy", forceinline=True)
 def _union(root, tokens, parents, probabilities, origins, offers):
     """Insert every proposal into one trie; a node's probability is the highest of those offered.
 
@@ -247,7 +247,7 @@ def _union(root, tokens, parents, probabilities, origins, offers):
     )
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy", forceinline=True)
 def _leave_likeliest_chain(parents, reach, must):
     """Let nothing be reached but the likeliest child of the root, the likeliest of that one, and so on."""
     must[1:] = False
@@ -264,7 +264,7 @@ def _leave_likeliest_chain(parents, reach, must):
     reach[end + 1 :] = 0.0
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy", forceinline=True)
 def _select(depths, reach, must, budget, max_depth, min_probability, costs):
     """Keep the root, the required nodes, then the likeliest; a parent never ranks below its child.
 
@@ -300,7 +300,7 @@ def _select(depths, reach, must, budget, max_depth, min_probability, costs):
     return kept
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy", forceinline=True)
 def _likeliest_first(reach):
     """Nodes by falling reach, ties in order; insertion, because proposals come nearly sorted."""
     order = np.arange(len(reach))
@@ -314,7 +314,7 @@ def _likeliest_first(reach):
     return order
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy", forceinline=True)
 def _layout(parents, reach, kept):
     """Depth-first order of the kept nodes, the likelier child first."""
     n = len(parents)

@@ -12,6 +12,8 @@ from lookahead.ngram.hits import (
     feature_of_frequent,
     feature_of_match,
     feature_of_memory,
+    hit_rate,
+    risk_of,
     standing_of,
     support_of,
 )
@@ -22,94 +24,164 @@ _FOLLOWED = 6  # occurrences that agree on a token and are followed on
 _LONG = 2  # tokens; a match as long knows more of the context than the memory does
 _SHORT = 5  # tokens; where a match is as long, a token that is merely frequent stands no chance
 
+# Columns of an occurrence: where its next token stands, its match, its text, and how much was read of what followed.
+POSITION, LENGTH, TEXT, READ = range(4)
+_CHUNK = 8  # tokens read at a time
 # Columns of an option: the occurrences behind it, where it would stand, its token, its feature (until it is scored,
 # the length of its match and the agreement on it), and a bit for each source.
 FIRST, STOP, PARENT, DEPTH, TOKEN, FEATURE, SOURCES, _SUPPORT = range(8)
 COLUMNS = 8
+_MEMBERS, _AGREEING = PARENT, DEPTH  # while occurrences are counted: all of an option's, and those of the first text
 
 
-@njit(cache=True)
-def part(which, first, stop, depth, lengths, texts, ahead, options, weights):
-    """Part the occurrences `which[first:stop]` by the token `depth` places ahead, each part an option.
+@njit(cache=True, error_model="numpy", forceinline=True)
+def read_ahead(arena, length, is_open, occurrences, ahead, each):
+    """Copy some more of what followed an occurrence, -1 where its document has ended.
+
+    The open document, the first text where it is the row's own, has not ended: what will follow it repeats what
+    followed the occurrence, so that a loop is continued as a loop.
+    """
+    begin, depth = occurrences[each, POSITION], occurrences[each, READ]
+    stop = min(depth + _CHUNK, ahead.shape[1])
+    while depth < stop:
+        place = begin + depth
+        if place >= length:
+            place = begin + depth % (length - begin) if is_open else 0  # a separator stands at 0
+        token = arena[place]
+        ahead[each, depth] = token
+        depth += 1
+        if token < 0:
+            depth = stop = ahead.shape[1]  # nothing is read behind it
+    occurrences[each, READ] = stop
+
+
+@njit(cache=True, error_model="numpy", forceinline=True)
+def _read_on(texts, own, occurrences, ahead, each):
+    """`read_ahead` in the text of an occurrence."""
+    text = occurrences[each, TEXT]
+    if text == 0:
+        read_ahead(texts[0][0], texts[0][3], own, occurrences, ahead, each)
+    elif text == 1:
+        read_ahead(texts[1][0], texts[1][3], False, occurrences, ahead, each)
+    else:
+        read_ahead(texts[2][0], texts[2][3], False, occurrences, ahead, each)
+
+
+@njit(cache=True, error_model="numpy", forceinline=True)
+def part(texts, own, places, first, stop, depth, options, weights):
+    """Part the occurrences from `first` to `stop` by the token `depth` places ahead, each part an option.
 
     Returns the options and the longest match. An option's weight is what it is ranked by among them.
     """
-    end, of_first_text = first, 0
+    occurrences, ahead, orders = places
+    count, end, of_first_text = 0, 0, 0
     for at in range(first, stop):
-        if ahead[which[at], depth] >= 0:
-            which[end] = which[at]
-            of_first_text += texts[which[at]] == 0
-            end += 1
-    count, begin, longest = 0, first, 0
-    while begin < end and count < RANKS:
-        token = ahead[which[begin], depth]
-        after, matched, sources, agreeing = begin, 0, 0, 0
-        for at in range(begin, end):
-            each = which[at]
-            if ahead[each, depth] == token:
-                for back in range(at, after, -1):
-                    which[back] = which[back - 1]
-                which[after] = each
-                after += 1
-                matched = max(matched, lengths[each])
-                sources |= 1 << texts[each]
-                agreeing += texts[each] == 0
-        options[count, FIRST], options[count, STOP] = begin, min(after, begin + _FOLLOWED)
-        options[count, TOKEN], options[count, SOURCES] = token, sources
-        options[count, FEATURE] = matched + depth
+        each = orders[0, at]
+        text = occurrences[each, TEXT]
+        if occurrences[each, READ] <= depth:
+            _read_on(texts, own, occurrences, ahead, each)
+        token = ahead[each, depth]
+        if token < 0:
+            continue
+        of_first_text += text == 0
+        option = 0
+        while option < count and options[option, TOKEN] != token:
+            option += 1
+        if option == count:
+            if count == RANKS:
+                continue
+            options[option] = 0
+            options[option, TOKEN] = token
+            count += 1
+        options[option, _MEMBERS] += 1
+        options[option, _AGREEING] += text == 0
+        options[option, FEATURE] = max(options[option, FEATURE], occurrences[each, LENGTH] + depth)
+        options[option, SOURCES] |= 1 << text
+        orders[1, end], orders[2, end] = each, option
+        end += 1
+    longest, place = 0, first
+    for option in range(count):
+        matched, agreeing, total = options[option, FEATURE], options[option, _AGREEING], options[option, _MEMBERS]
+        longest = max(longest, matched)
         if agreeing > 0:
-            options[count, _SUPPORT] = support_of(0, agreeing, of_first_text)
-            weights[count] = matched + depth + 0.5 * agreeing + 1.0
+            options[option, _SUPPORT] = support_of(0, agreeing, of_first_text)
+            weights[option] = matched + 0.5 * agreeing + 1.0
         else:
             kind = 2 if of_first_text > 0 else 1
-            options[count, _SUPPORT] = support_of(kind, after - begin, end - first - of_first_text)
-            weights[count] = matched + depth + 0.5 * (after - begin)
-        longest = max(longest, matched + depth)
-        count += 1
-        begin = after
+            options[option, _SUPPORT] = support_of(kind, total, end - of_first_text)
+            weights[option] = matched + 0.5 * total
+        options[option, FIRST] = options[option, STOP] = place
+        place += min(total, _FOLLOWED)
+    for at in range(end):
+        option = orders[2, at]
+        if options[option, STOP] < options[option, FIRST] + _FOLLOWED:
+            orders[0, options[option, STOP]] = orders[1, at]
+            options[option, STOP] += 1
     return count, longest
 
 
-@njit(cache=True)
-def score(options, chances, matches, longest, memory, hashes, orders, source, table, frequent, factor):
-    """Rank the options of matches, add those of the memory, or of what is frequent where it knows nothing.
+@njit(cache=True, error_model="numpy", forceinline=True)
+def score(after, options, chances, matches, longest, memory, hashes, orders, source, table, frequent):
+    """Rank the options of matches, add those of the memory, or where it knows nothing what is frequent.
 
-    Fills `chances` with the chance of each once the node was chosen; returns how many options there are.
+    Fills `chances` with the chance of each once the node was chosen; returns how many options there are. `after` is
+    the token of the node, and the chance below which an option that no match stands behind is left out.
     """
-    keys, top, stored = memory
-    order, group, way = find_context(keys, hashes, orders)
+    token, least = after
+    order, group, way = find_context(memory[0], hashes, orders) if orders > 0 else (0, 0, 0)
     _rank(options, chances, matches)
+    risk = risk_of(table, token) if matches > 0 else 0
     for at in range(matches):
         standing = 0
-        for rank in range(TOP if order > 0 else 0):
-            if top[group, way, rank] == options[at, TOKEN]:
-                standing = standing_of(rank, chance_of(stored[group, way, rank]))
+        if order > 0:
+            standing = _standing_in(memory, group, way, options[at, TOKEN])
+            if standing > 0:
                 options[at, SOURCES] |= 1 << source
         if order == 0 or options[at, FEATURE] >= _LONG:
-            feature = feature_of_match(options[at, FEATURE], at, options[at, _SUPPORT])
+            feature = feature_of_match(options[at, FEATURE], at, options[at, _SUPPORT], risk)
         else:
-            feature = feature_of_both(options[at, FEATURE], at, options[at, _SUPPORT], order, standing)
+            feature = feature_of_both(at, options[at, _SUPPORT], order, standing)
         options[at, FEATURE] = feature
-        chances[at] = table[feature, 0]
+        chances[at] = hit_rate(table, feature)
     is_long = longest >= _LONG
-    left = _scale(chances, 0, matches, factor, CEILING) if is_long else CEILING
+    left = _shrink(chances, 0, matches, CEILING) if is_long else CEILING
     count = matches
     if order > 0:
-        for rank in range(TOP):
-            feature = feature_of_memory(order, standing_of(rank, chance_of(stored[group, way, rank])), longest)
-            count = _add(options, chances, matches, count, top[group, way, rank], 1 << source, feature, table)
-    if not is_long:
-        left = _scale(chances, 0, count, factor, CEILING)
-    begin = matches if is_long else count
-    if order == 0 and longest < _SHORT:
+        count = _add_memory(options, chances, matches, longest, memory, order, group, way, 1 << source, table, least)
+    elif longest < _SHORT:
         for rank in range(FREQUENT):
             feature = feature_of_frequent(rank, longest)
-            count = _add(options, chances, matches, count, frequent[rank, 0], 1, feature, table)
-    _scale(chances, begin, count, factor, left)
+            chance = hit_rate(table, feature)
+            if chance >= least:
+                count = _add(options, chances, matches, count, frequent[rank, 0], 1, feature, chance)
+    _shrink(chances, matches if is_long else 0, count, left)
     return count
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy", forceinline=True)
+def _add_memory(options, chances, matches, longest, memory, order, group, way, source, table, least):
+    """Add what the memory thought likely in a place of it; returns how many options there are then."""
+    _, top, stored = memory
+    count = matches
+    for rank in range(TOP):
+        feature = feature_of_memory(order, standing_of(rank, chance_of(stored[group, way, rank])), longest)
+        chance = hit_rate(table, feature)
+        if chance >= least:
+            count = _add(options, chances, matches, count, top[group, way, rank], source, feature, chance)
+    return count
+
+
+@njit(cache=True, error_model="numpy", forceinline=True)
+def _standing_in(memory, group, way, token):
+    """The standing of a token in a place of the memory, 0 where it is not among the likeliest."""
+    _, top, stored = memory
+    for rank in range(TOP):
+        if top[group, way, rank] == token:
+            return standing_of(rank, chance_of(stored[group, way, rank]))
+    return 0
+
+
+@njit(cache=True, error_model="numpy", forceinline=True)
 def _rank(options, weights, count):
     """Put the options with the greatest weight first."""
     for at in range(count):
@@ -123,8 +195,8 @@ def _rank(options, weights, count):
             weights[at], weights[best] = weights[best], weights[at]
 
 
-@njit(cache=True)
-def _add(options, chances, matches, count, token, sources, feature, table):
+@njit(cache=True, error_model="numpy", forceinline=True)
+def _add(options, chances, matches, count, token, sources, feature, chance):
     """Add an option that no match stands behind, unless a match offers its token; returns how many there are now."""
     if token < 0:
         return count
@@ -133,19 +205,18 @@ def _add(options, chances, matches, count, token, sources, feature, table):
             return count
     options[count, FIRST] = options[count, STOP] = 0
     options[count, TOKEN], options[count, SOURCES], options[count, FEATURE] = token, sources, feature
-    chances[count] = table[feature, 0]
+    chances[count] = chance
     return count + 1
 
 
-@njit(cache=True)
-def _scale(chances, begin, end, factor, most):
-    """Multiply chances by a factor, a smaller one where they would sum up to more than `most`; returns the rest."""
+@njit(cache=True, error_model="numpy", forceinline=True)
+def _shrink(chances, begin, end, most):
+    """Make chances smaller where they sum up to more than `most`; returns the rest."""
     mass = 0.0
     for option in range(begin, end):
         mass += chances[option]
-    if mass == 0.0:
-        return most
-    scale = min(factor, most / mass)
+    if mass <= most:
+        return most - mass
     for option in range(begin, end):
-        chances[option] *= scale
-    return most - mass * scale
+        chances[option] *= most / mass
+    return 0.0

@@ -217,7 +217,7 @@ def _extended(array: IntArray, capacity: int) -> IntArray:
     return larger
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def _has_negative(tokens):
     """Whether any token is negative; for a few tokens faster than `tokens.min()`."""
     for token in tokens:
@@ -226,14 +226,14 @@ def _has_negative(tokens):
     return False
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy", forceinline=True)
 def _mix(code, token):
     """Fold one more token into a hash; every product stays below 2**63."""
     product = (code ^ token) * 0x5BD1E995 + 0x2545F491
     return (product ^ (product >> 29)) & 0x7FFFFFFF
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def _link(arena, heads, links, begin, end):
     """Enter the tokens from `begin` to `end` at the heads of the chains of the contexts before them.
 
@@ -266,7 +266,7 @@ def _link(arena, heads, links, begin, end):
     return digest
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def _append(arena, heads, links, length, tokens):
     """Write tokens behind the arena, linking all but separators; returns the new length."""
     end = length + tokens.size
@@ -275,7 +275,7 @@ def _append(arena, heads, links, length, tokens):
     return end
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy", forceinline=True)
 def _match_length(arena, position, context, end, cap):
     """Tokens that agree reading backwards from `position` and from `end` (both exclusive), separators aside."""
     length = 0
@@ -287,22 +287,28 @@ def _match_length(arena, position, context, end, cap):
     return length
 
 
-@njit(cache=True)
-def _hash_context(context, end, mask, slots):
-    """Fill `slots[level]` with the hash of the last 2**level tokens; returns how many levels the context fills."""
-    code = 0
-    back = 1
-    for level in range(LEVELS):
-        while back <= 1 << level:
-            if back > end or context[end - back] < 0:
-                return level
-            code = _mix(code, int(context[end - back]))
-            back += 1
-        slots[level] = code & mask
-    return LEVELS
+@njit(cache=True, error_model="numpy", forceinline=True)
+def _hash_context(context, end, mask):
+    """How many levels the context fills, and the hash of its last 1, 2, 4 and 8 tokens."""
+    code, levels = 0, 0
+    first, second, third, fourth = 0, 0, 0, 0
+    for back in range(1, min(end, 1 << (LEVELS - 1)) + 1):
+        token = context[end - back]
+        if token < 0:
+            break
+        code = _mix(code, int(token))
+        if back == 1:
+            levels, first = 1, code & mask
+        elif back == 2:
+            levels, second = 2, code & mask
+        elif back == 4:
+            levels, third = 3, code & mask
+        elif back == 8:
+            levels, fourth = 4, code & mask
+    return levels, first, second, third, fourth
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy", forceinline=True)
 def _is_new(arena, positions, count):
     """Whether the last of `count` positions holds a token that none before it holds."""
     token = arena[positions[count - 1]]
@@ -312,14 +318,13 @@ def _is_new(arena, positions, count):
     return True
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def find_matches(arena, heads, links, length, context, end, shortest, longest, variety, positions, lengths):
     """Walk the chains from the longest context down; the door with the checks is `ChainIndex.find`.
 
     Fills `positions` and `lengths`, whose size bounds the links walked, and returns how many were found.
     """
-    slots = np.empty(LEVELS, dtype=np.int64)
-    levels = _hash_context(context, end, heads.shape[1] - 1, slots)
+    levels, first, second, third, fourth = _hash_context(context, end, heads.shape[1] - 1)
     budget = positions.size
     count = 0
     distinct = 0
@@ -330,7 +335,9 @@ def find_matches(arena, heads, links, length, context, end, shortest, longest, v
             continue
         if above <= shortest:
             break
-        position = heads[level, slots[level]]
+        # No tuple is indexed: that could fail, as far as the compiler knows, and what can fail counts references.
+        slot = fourth if level == 3 else (third if level == 2 else (second if level == 1 else first))
+        position = heads[level, slot]
         while position > 0 and budget > 0:
             budget -= 1
             agreed = _match_length(arena, position, context, end, longest)

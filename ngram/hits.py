@@ -1,9 +1,13 @@
 """How often a kind of candidate turns out right, learned while decoding.
 
-Source: the Beta-Bernoulli model with a decaying memory, e.g. Gelman et al. 2013, "Bayesian Data Analysis", §2.4.
+Source: the Beta-Bernoulli model with a decaying memory, e.g. Gelman et al. 2013, "Bayesian Data Analysis", §2.4; the
+    odds of a kind are the intercept of an online logistic regression, e.g. Bottou 1998, "Online Learning and Stochastic
+    Approximations", §3.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 from numba import njit
@@ -15,14 +19,14 @@ from lookahead.ngram.recycled import ORDERS
 FloatArray = NDArray[np.float64]
 
 RANKS = 16
-CEILING = 0.99  # the children of a node never claim all of the chance
-_PSEUDO_COUNTS = 8.0
+CEILING = 0.999  # the children of a node never claim all of the chance
+_PSEUDO_COUNTS = 12.0
 _MEMORY = 400.0
-_FOLLOWERS = 4096
-_PSEUDO_HITS = 4.0
-_MOST_FACTOR = 1.3
+_RATE = 0.02  # share of a surprise that the odds of a kind follow
+_LEAST_ODDS, _MOST_ODDS = 0.1, 16.0
 
-# A match where the memory knows nothing: by its length (in buckets), its rank, and how far the occurrences agree.
+# A match where the memory knows nothing: by its length (in buckets), its rank, how far the occurrences agree, and,
+# where it is long, the risk that a copy ends here.
 _LENGTH_STARTS = (1, 2, 3, 4, 5, 7, 10, 16, 24)
 _LENGTH_GUESS = (0.24, 0.38, 0.48, 0.57, 0.60, 0.72, 0.80, 0.90, 0.96)
 # By the first text, the row's own; by others alone; by others while the first text says otherwise: in each case
@@ -32,6 +36,15 @@ _AGREEMENTS = 5
 _LATER_RANK = 0.6
 _LENGTHS, _SUPPORTS = len(_LENGTH_STARTS), len(_SUPPORT_ODDS)
 _LENGTH_OF = np.searchsorted(_LENGTH_STARTS, np.arange(129), side="right").clip(1) - 1
+_COPY = 4  # tokens of a match that is a copy
+# The risk of a token: no copy reached it yet; few did, or many, and none ended behind it; or some of them ended, a good
+# part, or most.
+_RISK_ODDS = np.array([1.0, 1.5, 4.0, 1.0, 0.3, 0.08])
+_RISKS = len(_RISK_ODDS)
+_MANY = 4.0
+_ENDING_SHARES = (0.08, 0.3)
+_FOLLOWED = 4096  # tokens whose copies are counted, by their id modulo this
+_MOST_COPIES = 64.0
 
 # What the target thought of a token after the longest known context: its rank among the likeliest (first, second,
 # later) and its probability. 0 is a token that was not among them.
@@ -41,8 +54,8 @@ _FIRST_STANDING = np.array([1, 6, 10])
 _STANDINGS = 1 + len(_STANDING_GUESS)
 _ORDER_SHARE = np.array([0.5, 0.8, 0.9, 1.0])  # how much of it a known context of 1 to 4 tokens is worth
 
-# Both: by the length of the match, its rank (first, second, later), its support, the known context (short, long), and
-# the standing.
+# Both, where the match is of one token: by its rank (first, second, later), its support, the known context (short,
+# long), and the standing.
 _BOTH_RANKS = 3
 _BOTH_ORDERS = 2
 # The memory alone: by the known context, the standing, and the longest match, which says otherwise.
@@ -57,31 +70,30 @@ _FREQUENT_SHARE = np.array([1.0, 0.5, 0.25, 0.15, 0.1, 0.05])
 _COUNTED = 64  # tokens whose frequency is followed
 _MOST_COUNT = 4096
 
-_FIRST_BOTH = _LENGTHS * RANKS * _SUPPORTS
-_FIRST_MEMORY = _FIRST_BOTH + _LENGTHS * _BOTH_RANKS * _SUPPORTS * _BOTH_ORDERS * _STANDINGS
+_FIRST_COPY = _LENGTH_OF[_COPY] * RANKS * _SUPPORTS * _RISKS
+_FIRST_BOTH = _LENGTHS * RANKS * _SUPPORTS * _RISKS
+_FIRST_MEMORY = _FIRST_BOTH + _BOTH_RANKS * _SUPPORTS * _BOTH_ORDERS * _STANDINGS
 _FIRST_FREQUENT = _FIRST_MEMORY + ORDERS * (_STANDINGS - 1) * _BESIDES
 
 
-def _families() -> IntArray:
-    """The family of every feature, int32 `[features]`.
+def _kinds() -> IntArray:
+    """The kind of every feature, int32 `[features]`.
 
-    Matches of a length, a rank and a text are one, tokens of one standing in the memory, and all that are frequent.
+    Kinds are short and long matches, of the first text and of others; tokens of one standing in the memory, with a
+    match and without; and all that are frequent.
     """
-    ranks = np.minimum(np.arange(RANKS), _BOTH_RANKS - 1)
-    texts = np.arange(_SUPPORTS) // _AGREEMENTS
-    kinds = _SUPPORTS // _AGREEMENTS
-    match = (np.arange(_LENGTHS)[:, None, None] * _BOTH_RANKS + ranks[:, None]) * kinds + texts
-    both = (np.arange(_LENGTHS * _BOTH_RANKS)[:, None] * kinds + texts).reshape(-1)
-    first = _LENGTHS * _BOTH_RANKS * kinds
-    memory = np.tile(np.repeat(first + np.arange(_STANDINGS - 1), _BESIDES), ORDERS)
-    frequent = np.full(FREQUENT * _BESIDES, first + _STANDINGS - 1)
-    parts = (match.reshape(-1), np.repeat(both, _BOTH_ORDERS * _STANDINGS), memory, frequent)
-    return np.concatenate(parts).astype(np.int32)
+    is_foreign = np.arange(_SUPPORTS).repeat(_RISKS) >= _AGREEMENTS
+    is_copy = np.arange(_LENGTHS * RANKS) >= _LENGTH_OF[_COPY] * RANKS
+    match = 2 * is_copy[:, None] + is_foreign
+    both = 4 + np.tile(np.arange(_STANDINGS), _BOTH_RANKS * _SUPPORTS * _BOTH_ORDERS)
+    memory = 4 + _STANDINGS + np.tile(np.arange(_STANDINGS - 1).repeat(_BESIDES), ORDERS)
+    frequent = np.full(FREQUENT * _BESIDES, 3 + 2 * _STANDINGS)
+    return np.concatenate((match.reshape(-1), both, memory, frequent)).astype(np.int32)
 
 
-_FAMILY_OF = _families()
-_MEMBERS = np.argsort(_FAMILY_OF, kind="stable").astype(np.int32)
-_MEMBERS_START = np.searchsorted(_FAMILY_OF[_MEMBERS], np.arange(_FAMILY_OF.max() + 2)).astype(np.int32)
+_KIND_OF = _kinds()
+_FIRST_KIND = len(_KIND_OF)  # rows of the table behind those of the features: the odds of the kinds
+_FIRST_FOLLOWED = _FIRST_KIND + _KIND_OF.max() + 1  # and the copies by the tokens they reached
 
 
 class HitRates:
@@ -91,32 +103,29 @@ class HitRates:
     what matches offer and how far they agree; how long a context the target's memory knows here, and how likely it
     thought this token then; for a candidate from that memory alone, the longest match that says otherwise. Where
     nothing is known, the tokens chosen most often are candidates by their rank. Each feature starts at a first
-    guess worth 8 trials, adds what it sees, and halves its counts at 400 trials, so that it follows a change of
-    text. Features are many and texts short: so those of a family (matches of one length and rank, tokens the memory
-    thought equally likely) share what they see, as a factor on the odds of all their first guesses.
+    guess worth 12 trials, adds what it sees, and halves its counts at 400 trials, so that it follows a change of
+    text. Features are many and texts short: so those of one kind share a factor on their odds, which follows every
+    surprise at once.
 
-    Copies end at particular tokens: a summary takes a sentence and goes on elsewhere. So the hits after each token
-    are also counted against what the features promised, and their ratio is a factor on the chances of what follows.
-    A trial under a factor counts as much as the factor, so that the two together promise what comes true.
+    Copies end at particular tokens: a summary takes a sentence and goes on elsewhere. So it is counted after which
+    tokens they end, and the risk of that is a feature of long matches.
 
     Attributes:
         prior: float64 `[features]`: the first guesses.
-        table: float64 `[features, 3]`: the chance now, hits, trials.
-        families: float64 `[families, 3]`: hits, hits promised by first guesses, trials.
-        follows: float64 `[4096, 3]`: the factor after a token (by its id modulo 4096), hits, hits promised.
+        table: float64 `[features + kinds + 4096, 3]`: of every feature the chance before its kind's odds, hits, and
+            trials; of every kind the factor on the odds; of tokens (by their id modulo 4096) how many long matches
+            reached them, and how many ended there.
         frequent: int64 `[64, 2]`: tokens chosen often and how often, the most frequent first; -1 is no token.
     """
 
-    __slots__ = ("families", "follows", "frequent", "prior", "table")
+    __slots__ = ("frequent", "prior", "table")
 
     def __init__(self) -> None:
         self.prior = np.concatenate((_of_matches(), _of_both(), _of_memory(), _of_frequent()))
+        self.table = np.zeros((_FIRST_FOLLOWED + _FOLLOWED, 3))
+        self.table[:_FIRST_KIND, 0] = self.prior
+        self.table[_FIRST_KIND:_FIRST_FOLLOWED, 0] = 1.0
         self.frequent = np.tile(np.array([-1, 0]), (_COUNTED, 1))
-        self.table = np.zeros((self.prior.size, 3))
-        self.table[:, 0] = self.prior
-        self.families = np.zeros((_MEMBERS_START.size - 1, 3))
-        self.follows = np.zeros((_FOLLOWERS, 3))
-        self.follows[:, 0] = 1.0
 
     def count(self, tokens: IntArray) -> None:
         """Count tokens the target chose (int32 `[n]`), so that those it chooses often are known."""
@@ -133,18 +142,25 @@ class HitRates:
         """
         if not parents.size == tokens.size == features.size:
             raise ValueError(f"a tree of {tokens.size} tokens has {parents.size} parents, {features.size} features")
-        _learn(self.table, self.prior, self.families, self.follows, parents, tokens, features, emitted)
+        _learn(self.table, self.prior, parents, tokens, features, emitted)
+
+
+def _chance(odds: Any) -> Any:
+    """Odds as a chance."""
+    return odds / (1.0 + odds)
 
 
 def _of_matches() -> FloatArray:
     """First guesses of matches alone, in the order of `feature_of_match`."""
-    guess = np.empty((_LENGTHS, RANKS, _SUPPORTS))
+    odds = np.empty((_LENGTHS, RANKS, _SUPPORTS, _RISKS))
     for length, chance in enumerate(_LENGTH_GUESS):
         for support, factor in enumerate(_SUPPORT_ODDS):
-            odds = factor * chance / (1.0 - chance)
-            top = odds / (1.0 + odds)
-            guess[length, :, support] = top * ((1.0 - top) * _LATER_RANK) ** np.arange(RANKS)
-    return guess.reshape(-1)
+            top = _chance(factor * chance / (1.0 - chance))
+            later = top * ((1.0 - top) * _LATER_RANK) ** np.arange(RANKS)
+            is_copy = length >= _LENGTH_OF[_COPY]
+            odds[length, :, support] = (later / (1.0 - later))[:, None] * (_RISK_ODDS if is_copy else 1.0)
+    guess: FloatArray = _chance(odds).reshape(-1)
+    return guess
 
 
 def _of_both() -> FloatArray:
@@ -152,18 +168,18 @@ def _of_both() -> FloatArray:
 
     What is first for both is likelier than for either; where they differ, the guess lies between theirs.
     """
-    length = np.array(_LENGTH_GUESS)[:, None]
+    length = _LENGTH_GUESS[0]
     chance = length * ((1.0 - length) * _LATER_RANK) ** np.arange(_BOTH_RANKS)
-    match = (chance / (1.0 - chance))[:, :, None, None, None] * np.sqrt(_SUPPORT_ODDS)[:, None, None]
+    match = (chance / (1.0 - chance))[:, None, None, None] * np.sqrt(_SUPPORT_ODDS)[:, None, None]
     chance = _ORDER_SHARE[[1, -1], None] * _STANDING_GUESS
     memory = chance / (1.0 - chance)
-    odds = np.empty((_LENGTHS, _BOTH_RANKS, _SUPPORTS, _BOTH_ORDERS, _STANDINGS))
-    odds[..., 0] = match[..., 0] * np.where(np.arange(_LENGTHS)[:, None] < 4, 0.25, 1.0)[..., None, None]
+    odds = np.empty((_BOTH_RANKS, _SUPPORTS, _BOTH_ORDERS, _STANDINGS))
+    odds[..., 0] = 0.25 * match[..., 0]
     odds[..., 1:] = np.sqrt(match * memory)
     firsts = slice(_FIRST_STANDING[0], _FIRST_STANDING[1])
-    odds[:, 0, ..., firsts] = 1.3 * memory[:, :5] * np.maximum(1.0, np.sqrt(match[:, 0]))
-    guess: FloatArray = odds / (1.0 + odds)
-    return guess.reshape(-1)
+    odds[0, ..., firsts] = 1.3 * memory[:, :5] * np.maximum(1.0, np.sqrt(match[0]))
+    guess: FloatArray = _chance(odds).reshape(-1)
+    return guess
 
 
 def _of_memory() -> FloatArray:
@@ -178,7 +194,7 @@ def _of_frequent() -> FloatArray:
     return guess.reshape(-1)
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy", forceinline=True)
 def support_of(kind, agreeing, total):
     """How far the `total` occurrences in the first text (kind 0) or the others (1; 2 beside it) agree on a token."""
     agreement = 3 if 2 * agreeing >= total else 4
@@ -187,7 +203,7 @@ def support_of(kind, agreeing, total):
     return kind * _AGREEMENTS + agreement
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy", forceinline=True)
 def standing_of(rank, chance):
     """The bucket of the target's likeliest token but `rank`, at the probability it had; at least 1."""
     row = min(rank, 2)
@@ -197,33 +213,47 @@ def standing_of(rank, chance):
     return _FIRST_STANDING[row] + standing
 
 
-@njit(cache=True)
-def feature_of_match(length, rank, support):
+@njit(cache=True, error_model="numpy", forceinline=True)
+def risk_of(table, token):
+    """The bucket of how often copies end behind a token."""
+    row = _FIRST_FOLLOWED + token % _FOLLOWED
+    reached, ended = table[row, 0], table[row, 1]
+    if ended == 0.0:
+        return 0 if reached == 0.0 else (1 if reached < _MANY else 2)
+    risk = 3
+    for share in _ENDING_SHARES:
+        risk += ended >= share * reached
+    return risk
+
+
+@njit(cache=True, error_model="numpy", forceinline=True)
+def feature_of_match(length, rank, support, risk):
     """The row of `HitRates.table` for a match of `length` tokens where the memory knows nothing."""
-    return (_LENGTH_OF[min(length, _LENGTH_OF.size - 1)] * RANKS + rank) * _SUPPORTS + support
+    row = (_LENGTH_OF[min(length, _LENGTH_OF.size - 1)] * RANKS + rank) * _SUPPORTS + support
+    return row * _RISKS + (risk if length >= _COPY else 0)
 
 
-@njit(cache=True)
-def feature_of_both(length, rank, support, order, standing):
-    """The row for a match of `length` tokens where the memory knows a context of `order` tokens, 1 to 4."""
-    row = _LENGTH_OF[min(length, _LENGTH_OF.size - 1)] * _BOTH_RANKS + min(rank, _BOTH_RANKS - 1)
-    return _FIRST_BOTH + ((row * _SUPPORTS + support) * _BOTH_ORDERS + (order > 2)) * _STANDINGS + standing
+@njit(cache=True, error_model="numpy", forceinline=True)
+def feature_of_both(rank, support, order, standing):
+    """The row for a match of one token where the memory knows a context of `order` tokens, 1 to 4."""
+    row = min(rank, _BOTH_RANKS - 1) * _SUPPORTS + support
+    return _FIRST_BOTH + (row * _BOTH_ORDERS + (order > 2)) * _STANDINGS + standing
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy", forceinline=True)
 def feature_of_memory(order, standing, beside):
     """The row for a token the memory alone offers, beside a match of `beside` tokens (0: none) for others."""
     row = (order - 1) * (_STANDINGS - 1) + standing - 1
     return _FIRST_MEMORY + row * _BESIDES + _BESIDE_OF[min(beside, _BESIDE_OF.size - 1)]
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy", forceinline=True)
 def feature_of_frequent(rank, beside):
     """The row for the most frequent token but `rank`, beside a match of `beside` tokens (0: none) for others."""
     return _FIRST_FREQUENT + rank * _BESIDES + _BESIDE_OF[min(beside, _BESIDE_OF.size - 1)]
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def _count(frequent, tokens):
     """Count tokens, the most frequent first; a new one takes the place and the count of the rarest.
 
@@ -243,73 +273,53 @@ def _count(frequent, tokens):
         frequent[at, 0], frequent[at, 1] = token, count
 
 
-@njit(cache=True)
-def follow_factor(follows, token):
-    """What the chances of all that may follow `token` are multiplied with."""
-    return follows[token % _FOLLOWERS, 0]
+@njit(cache=True, error_model="numpy", forceinline=True)
+def hit_rate(table, feature):
+    """The chance of a candidate by its feature."""
+    chance = table[feature, 0]
+    factor = table[_FIRST_KIND + _KIND_OF[feature], 0]
+    return chance * factor / (1.0 - chance + chance * factor)
 
 
-@njit(cache=True)
-def _learn_follow(follows, token, promised, hit):
-    """Count whether anything offered after `token` was right, where the features promised a chance."""
-    row = follows[token % _FOLLOWERS]
+@njit(cache=True, error_model="numpy")
+def _count_trial(table, prior, feature, hit):
+    """Count one candidate."""
+    kind = _FIRST_KIND + _KIND_OF[feature]
+    surprise = hit - hit_rate(table, feature)
+    table[kind, 0] = min(_MOST_ODDS, max(_LEAST_ODDS, table[kind, 0] * (1.0 + _RATE * surprise)))
+    row = table[feature]
     row[1] += hit
-    row[2] += promised
+    row[2] += 1.0
     if row[2] >= _MEMORY:
         row[1] *= 0.5
         row[2] *= 0.5
-    row[0] = min(_MOST_FACTOR, (_PSEUDO_HITS + row[1]) / (_PSEUDO_HITS + row[2]))
+    row[0] = (_PSEUDO_COUNTS * prior[feature] + row[1]) / (_PSEUDO_COUNTS + row[2])
 
 
-@njit(cache=True)
-def _count_trial(counts, hits, promised, trials):
-    """Add to hits, (promised hits,) trials; all are halved when there are many."""
-    counts[0] += hits
-    counts[1] += promised
-    counts[2] += trials
-    if counts[2] >= _MEMORY:
-        counts *= 0.5
+@njit(cache=True, error_model="numpy")
+def _count_copy(table, token, has_ended):
+    """Count a copy that reached a token."""
+    row = table[_FIRST_FOLLOWED + token % _FOLLOWED]
+    row[0] += 1.0
+    row[1] += has_ended
+    if row[0] >= _MOST_COPIES:
+        row *= 0.5
 
 
-@njit(cache=True)
-def _refresh(table, prior, families, family):
-    """Work out the chances of a family's features from their own counts and the family's."""
-    hits, promised, trials = families[family]
-    more = (_PSEUDO_HITS + hits) / (_PSEUDO_HITS + promised)
-    fewer = (_PSEUDO_HITS + max(0.0, trials - hits)) / (_PSEUDO_HITS + trials - promised)
-    for at in range(_MEMBERS_START[family], _MEMBERS_START[family + 1]):
-        row = _MEMBERS[at]
-        odds = more / fewer * prior[row] / (1.0 - prior[row])
-        table[row, 0] = (_PSEUDO_COUNTS * odds / (1.0 + odds) + table[row, 1]) / (_PSEUDO_COUNTS + table[row, 2])
-
-
-@njit(cache=True)
-def _learn(table, prior, families, follows, parents, tokens, features, emitted):
+@njit(cache=True, error_model="numpy")
+def _learn(table, prior, parents, tokens, features, emitted):
     """Follow the emitted tokens down the tree, counting the children of every node passed."""
     node = 0
-    touched = np.zeros(families.shape[0], np.bool_)
     for token in emitted:
-        chosen, promised = 0, 0.0
-        factor = follow_factor(follows, tokens[node])
+        chosen, is_copy = 0, False
         for child in range(node + 1, tokens.size):
-            if parents[child] != node:
-                continue
-            row = features[child]
-            hit = 1.0 if tokens[child] == token else 0.0
-            chosen = child if hit > 0.0 else chosen
-            promised += table[row, 0]
-            table[row, 1] += hit
-            table[row, 2] += factor
-            if table[row, 2] >= _MEMORY:
-                table[row, 1] *= 0.5
-                table[row, 2] *= 0.5
-            _count_trial(families[_FAMILY_OF[row]], hit, factor * prior[row], factor)
-            touched[_FAMILY_OF[row]] = True
-        if promised > 0.0:
-            _learn_follow(follows, tokens[node], min(promised, CEILING), 1.0 if chosen > 0 else 0.0)
+            if parents[child] == node:
+                is_hit = tokens[child] == token
+                chosen = child if is_hit else chosen
+                is_copy = is_copy or _FIRST_COPY <= features[child] < _FIRST_BOTH
+                _count_trial(table, prior, features[child], 1.0 if is_hit else 0.0)
+        if is_copy:
+            _count_copy(table, tokens[node], 1.0 if chosen == 0 else 0.0)
         if chosen == 0:
             break
         node = chosen
-    for family in range(touched.size):
-        if touched[family]:
-            _refresh(table, prior, families, family)

@@ -108,7 +108,7 @@ class RecycledTable:
 _NO_PARENTS = np.zeros(1, dtype=np.int32)
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy", forceinline=True)
 def _mix(code, token):
     """Fold one more token into a 64-bit hash (the finalizer of splitmix64)."""
     code = (code ^ np.uint64(token)) + np.uint64(0x9E3779B97F4A7C15)
@@ -117,7 +117,7 @@ def _mix(code, token):
     return code ^ (code >> np.uint64(31))
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy", forceinline=True)
 def hash_context(before, end, tokens, parents, node, hashes):
     """Fill `hashes[k - 1]` with the key of the last k tokens up to a node; returns how many there are, 4 at most.
 
@@ -138,7 +138,7 @@ def hash_context(before, end, tokens, parents, node, hashes):
     return ORDERS
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy", forceinline=True)
 def find_context(keys, hashes, orders):
     """The longest of the contexts that is in the table: its length in tokens (0: none), its set and its place."""
     mask = np.uint64(keys.shape[0] - 1)
@@ -151,13 +151,13 @@ def find_context(keys, hashes, orders):
     return 0, 0, 0
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy", forceinline=True)
 def chance_of(stored):
     """A stored probability as a number."""
     return stored / _UNIT
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def _place(keys, times, code):
     """The set and the place of a context: where it stands, or else the one written longest ago."""
     group = np.int64((code >> np.uint64(1)) & np.uint64(keys.shape[0] - 1))
@@ -170,7 +170,7 @@ def _place(keys, times, code):
     return group, oldest
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def _store_tree(keys, kept_tokens, kept_chances, times, now, before, parents, tokens, top, chances):
     """The core of `RecycledTable.store`."""
     hashes = np.empty(ORDERS, np.uint64)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from threading import local
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
@@ -14,29 +15,50 @@ from lookahead.ngram.candidates import (
     DEPTH,
     FEATURE,
     FIRST,
+    LENGTH,
     MOST_OPTIONS,
     PARENT,
+    POSITION,
+    READ,
     SOURCES,
     STOP,
+    TEXT,
     TOKEN,
     part,
+    read_ahead,
     score,
 )
 from lookahead.ngram.chains import MAX_CONTEXT, ChainIndex, Chains, IntArray, as_tokens, find_matches
-from lookahead.ngram.hits import HitRates, follow_factor
+from lookahead.ngram.hits import HitRates
 from lookahead.ngram.recycled import ORDERS, RecycledTable, hash_context
 
 _VARIETY = 16
 _FLOOR = 0.0001
 _MAX_ROOM = 1 << 10
-_POSITION, _LENGTH, _TEXT = range(3)  # columns of an occurrence
+_MAX_LINKS = 1 << 12
 _MOST_TEXTS = 3
-_NO_TEXTS = [ChainIndex().state] * _MOST_TEXTS  # always as many, so that one compilation serves all
-_NO_MEMORY = RecycledTable(contexts=4)
+_NO_TEXT = ChainIndex().state
+_NO_TAIL = np.zeros(0, np.int32)
+_NO_MEMORY = RecycledTable(contexts=4).state
 
 
-@dataclass(frozen=True, slots=True)
-class Trie:
+class _Space(local):
+    """Memory a tree is grown in, one for each thread: making it anew would take as long as finding matches."""
+
+    def __init__(self) -> None:
+        self.numbers = np.zeros(1 << 15, np.int64)
+
+    def at_least(self, size: int) -> NDArray[np.int64]:
+        """As much or more."""
+        if self.numbers.size < size:
+            self.numbers = np.zeros(size, np.int64)
+        return self.numbers
+
+
+_space = _Space()
+
+
+class Trie(NamedTuple):
     """What may follow a context, as a tree.
 
     Attributes:
@@ -65,6 +87,7 @@ def grow_trie(
     min_ngram: int = 1,
     max_ngram: int = 16,
     max_links: int = 32,
+    min_probability: float = 0.0,
 ) -> Trie | None:
     """Merge what followed a context before and what the target thought of it into a tree, likeliest paths first.
 
@@ -82,6 +105,7 @@ def grow_trie(
         min_ngram: Shortest match that counts, in tokens, at least 1.
         max_ngram: Longest context compared, in tokens, from `min_ngram` to 64.
         max_links: Most chain links walked in each text, at least 1.
+        min_probability: Nodes less likely to be reached than this are left out.
 
     Returns:
         The tree, or `None` where nothing was found or there is no room.
@@ -98,120 +122,136 @@ def grow_trie(
     """
     if not 1 <= min_ngram <= max_ngram <= MAX_CONTEXT:
         raise ValueError(f"need 1 <= min_ngram <= max_ngram <= {MAX_CONTEXT}, got {min_ngram} and {max_ngram}")
-    if max_links < 1:
-        raise ValueError(f"max_links must be positive, got {max_links}")
+    if not 1 <= max_links <= _MAX_LINKS:
+        raise ValueError(f"max_links must be from 1 to {_MAX_LINKS}, got {max_links}")
     if len(texts) > _MOST_TEXTS:
         raise ValueError(f"at most {_MOST_TEXTS} texts are searched, got {len(texts)}")
     own = context is None
-    tail = texts[0].tokens if context is None else as_tokens(context)
-    if room < 1 or tail.size == 0 or tail[-1] < 0:
+    if room < 1 or (own and not texts):
         return None
-    tokens, parents, probabilities, features, sources = _propose(
-        tuple([text.state for text in texts] + _NO_TEXTS[len(texts) :]),
-        (memory if memory is not None else _NO_MEMORY).state,
-        tail,
-        own,
-        (min_ngram, max_ngram, max_links, min(room, _MAX_ROOM), len(texts)),
+    room = min(room, _MAX_ROOM)
+    count = len(texts)
+    whole, probabilities = _propose(
+        texts[0].state if count > 0 else _NO_TEXT,
+        texts[1].state if count > 1 else _NO_TEXT,
+        texts[2].state if count > 2 else _NO_TEXT,
+        memory.state if memory is not None else _NO_MEMORY,
         rates.table,
-        rates.follows,
         rates.frequent,
+        _NO_TAIL if context is None else as_tokens(context),
+        own,
+        (min_ngram, max_ngram, max_links, room, count),
+        max(min_probability, _FLOOR),
+        _space.at_least(_space_needed(max_links, room)),
     )
-    return Trie(tokens, parents, probabilities, features, sources) if tokens.size > 1 else None
+    return Trie(whole[0], whole[1], probabilities, whole[2], whole[3]) if len(probabilities) > 1 else None
 
 
-@njit(cache=True)
-def _propose(texts, memory, tail, own, limits, table, follows, frequent):
+def _space_needed(max_links: int, room: int) -> int:
+    """Numbers that `_propose` carves out of its space."""
+    return _MOST_TEXTS * max_links * (7 + room) + (2 * room + 1) * COLUMNS + 3 * (room + 1) + MOST_OPTIONS * 9 + ORDERS
+
+
+# The whole of a search is one piece of code: between pieces the compiler counts references to arrays, which took more
+# time than the search. For the same reason nothing in it may fail, so that no tuple is indexed by a variable.
+
+
+@njit(cache=True, error_model="numpy", forceinline=True)
+def _carve(space, used, rows, columns):
+    """A table `[rows, columns]` behind what is used of a space, and how much is used then."""
+    end = used + rows * columns
+    return space[used:end].reshape(rows, columns), end
+
+
+@njit(cache=True, error_model="numpy")
+def _propose(first, second, third, memory, table, frequent, context, own, limits, floor, space):
     """Find, grow, and put in order: the whole of `grow_trie`."""
     shortest, longest, walked, room, source = limits
-    places = np.empty((len(texts) * walked, 3), dtype=np.int64)
-    found = _find(texts, tail, shortest, longest, walked, places)
-    ahead = np.full((found, room), -1, dtype=np.int32)
+    tail = first[0][: first[3]] if own else context
+    most = _MOST_TEXTS * walked
+    occurrences, used = _carve(space, 0, most, 4)
+    ahead, used = _carve(space, used, most, room)
+    orders, used = _carve(space, used, 3, most)
+    nodes, used = _carve(space, used, room + 1, COLUMNS)
+    tips, used = _carve(space, used, room, COLUMNS)
+    options, used = _carve(space, used, MOST_OPTIONS, COLUMNS)
+    numbers, used = _carve(space, used, 3, room + 1)
+    likely, used = _carve(space, used, 1, MOST_OPTIONS)
+    hashes, used = _carve(space, used, 1, ORDERS)
+    chances = numbers.view(np.float64)
+    nodes[0] = 0
+    count = 1
+    if tail.size > 0 and tail[-1] >= 0:
+        places = (occurrences, ahead, orders)
+        bounds = (shortest, longest, walked)
+        found = _find(first, 0, own, tail, bounds, places, 0)
+        found = _find(second, 1, own, tail, bounds, places, found)
+        found = _find(third, 2, own, tail, bounds, places, found)
+        nodes[0, TOKEN], nodes[0, STOP] = tail[-1], found
+        known = (memory, hashes[0].view(np.uint64), table, frequent, source)
+        space_of_options = (options, likely[0].view(np.float64))
+        count = _grow((first, second, third), own, places, known, tail, floor, nodes, tips, chances, space_of_options)
+    return _in_order(nodes, chances[0], count)
+
+
+@njit(cache=True, error_model="numpy", forceinline=True)
+def _find(chains, text, own, tail, bounds, places, count):
+    """Find the end of the context in one more text and read on from there; returns how many places there are now.
+
+    `orders[0]` names them, those of the longest matches first.
+    """
+    arena, heads, links, length = chains
+    if length == 1:
+        return count
+    shortest, longest, walked = bounds
+    occurrences, ahead, orders = places
+    positions, lengths = orders[1, :walked], orders[2, :walked]
+    found = find_matches(arena, heads, links, length, tail, tail.size, shortest, longest, _VARIETY, positions, lengths)
     for each in range(found):
-        text = places[each, _TEXT]
-        arena, _, _, length = texts[text]
-        _read_ahead(arena, length, places[each, _POSITION], own and text == 0, ahead, each)
-    nodes = np.zeros((room + 1, COLUMNS), dtype=np.int64)
-    chances = np.ones(room + 1)
-    nodes[0, TOKEN], nodes[0, STOP] = tail[-1], found
-    occurrences = (np.arange(found), places[:found, _LENGTH], places[:found, _TEXT], ahead)
-    count = _grow(occurrences, memory, tail, source, table, follows, frequent, nodes, chances)
-    return _in_order(nodes, chances, count)
-
-
-@njit(cache=True)
-def _find(texts, tail, shortest, longest, walked, places):
-    """Fill `places` with the occurrences of the end of the context in all texts, the longest first; how many."""
-    positions = np.empty(walked, dtype=np.int32)
-    lengths = np.empty(walked, dtype=np.int32)
-    count = 0
-    for text in range(len(texts)):
-        arena, heads, links, length = texts[text]
-        found = find_matches(
-            arena, heads, links, length, tail, tail.size, shortest, longest, _VARIETY, positions, lengths
-        )
-        for each in range(found):
-            at = count
-            while text > 0 and at > 0 and places[at - 1, _LENGTH] < lengths[each]:
-                for column in range(3):
-                    places[at, column] = places[at - 1, column]
-                at -= 1
-            places[at, _POSITION], places[at, _LENGTH], places[at, _TEXT] = positions[each], lengths[each], text
-            count += 1
+        matched = lengths[each]
+        occurrences[count, POSITION], occurrences[count, LENGTH] = positions[each], matched
+        occurrences[count, TEXT], occurrences[count, READ] = text, 0
+        read_ahead(arena, length, own and text == 0, occurrences, ahead, count)
+        at = count
+        while text > 0 and at > 0 and occurrences[orders[0, at - 1], LENGTH] < matched:
+            orders[0, at] = orders[0, at - 1]
+            at -= 1
+        orders[0, at] = count
+        count += 1
     return count
 
 
-@njit(cache=True)
-def _read_ahead(arena, length, position, is_open, ahead, row):
-    """Copy what followed an occurrence, as far as its document goes.
-
-    The open document has not ended: what will follow it repeats what followed the occurrence.
-    """
-    at = position
-    for depth in range(ahead.shape[1]):
-        if at == length:
-            if not is_open:
-                return
-            at = position
-        if arena[at] < 0:
-            return
-        ahead[row, depth] = arena[at]
-        at += 1
-
-
-@njit(cache=True)
-def _grow(occurrences, memory, tail, source, table, follows, frequent, nodes, chances):
+@njit(cache=True, error_model="numpy", forceinline=True)
+def _grow(texts, own, places, known, tail, floor, nodes, tips, numbers, space_of_options):
     """Best-first: turn the likeliest tip into a node and see what may follow it; returns the nodes made.
 
     No more tips are kept than nodes can still be made, so a scan for the best is as fast as a heap.
     """
-    which, lengths, texts, ahead = occurrences
-    room = nodes.shape[0] - 1
-    options, likely = np.empty((MOST_OPTIONS, COLUMNS), dtype=np.int64), np.empty(MOST_OPTIONS)
-    tips, tip_chances, reach = np.empty((room, COLUMNS), dtype=np.int64), np.empty(room), np.empty(room)
-    tokens, parents = np.empty(room + 1, dtype=np.int32), np.zeros(room + 1, dtype=np.int32)
-    hashes = np.empty(ORDERS, np.uint64)
-    orders = 0
+    options, likely = space_of_options
+    memory, hashes, table, frequent, source = known
+    chances, tip_chances, reach = numbers[0], numbers[1], numbers[2]
+    recalls, room, orders = memory[0].shape[0] > 1, tips.shape[0], 0
     count, live, reached = 1, 0, 1.0
+    chances[0] = 1.0
     while True:
         node = count - 1
-        tokens[node], parents[node] = nodes[node, TOKEN], nodes[node, PARENT]
-        depth = nodes[node, DEPTH]
+        depth, first, stop = nodes[node, DEPTH], nodes[node, FIRST], nodes[node, STOP]
         matches, longest = 0, 0
-        if nodes[node, STOP] > nodes[node, FIRST] and depth < room:
-            matches, longest = part(
-                which, nodes[node, FIRST], nodes[node, STOP], depth, lengths, texts, ahead, options, likely
-            )
-        if memory[0].shape[0] > 1:
-            orders = hash_context(tail, tail.size, tokens, parents, node, hashes)
-        factor = follow_factor(follows, tokens[node])
-        offered = score(options, likely, matches, longest, memory, hashes, orders, source, table, frequent, factor)
+        if stop > first and depth < room:
+            matches, longest = part(texts, own, places, first, stop, depth, options, likely)
+        if recalls:
+            orders = hash_context(tail, tail.size, nodes[:, TOKEN], nodes[:, PARENT], node, hashes)
+        after = (nodes[node, TOKEN], floor / reached)
+        offered = score(after, options, likely, matches, longest, memory, hashes, orders, source, table, frequent)
         for option in range(offered):
             value = likely[option] * reached
+            if value < floor:
+                continue
             at = live
             if live == room - node:
                 at = _least(reach, live)
-            if value < _FLOOR or (at < live and reach[at] >= value):
-                continue
+                if at < 0 or reach[at] >= value:
+                    continue
             live = max(live, at + 1)
             for column in range(COLUMNS):
                 tips[at, column] = options[option, column]
@@ -231,7 +271,7 @@ def _grow(occurrences, memory, tail, source, table, follows, frequent, nodes, ch
         count += 1
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy", forceinline=True)
 def _least(reach, live):
     """The least likely of the tips, -1 where there are none."""
     least = live - 1
@@ -241,31 +281,31 @@ def _least(reach, live):
     return least
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy", forceinline=True)
 def _in_order(nodes, chances, count):
-    """The tree's arrays, nodes as a walk from the root meets them; siblings as they were made, likeliest first."""
-    first_child = np.zeros(count, dtype=np.int32)
-    next_sibling = np.zeros(count, dtype=np.int32)
+    """The tree, nodes as a walk from the root meets them; siblings as they were made, likeliest first.
+
+    Returns tokens, parents, features and sources, int32 `[4, count]`, and the chances, float32 `[count]`.
+    """
+    # What led to a node is of no use any more: its columns serve to lay the nodes out.
+    for node in range(count):
+        nodes[node, FIRST] = 0
     for node in range(count - 1, 0, -1):
-        next_sibling[node] = first_child[nodes[node, PARENT]]
-        first_child[nodes[node, PARENT]] = node
-    tokens = np.empty(count, dtype=np.int32)
-    parents = np.zeros(count, dtype=np.int32)
-    probabilities = np.ones(count, dtype=np.float32)
-    features = np.zeros(count, dtype=np.int32)
-    sources = np.zeros(count, dtype=np.int32)
-    place = np.zeros(count, dtype=np.int32)
-    tokens[0] = nodes[0, TOKEN]
-    node = 0
-    for new in range(1, count):
-        if first_child[node] > 0:
-            node = first_child[node]
+        nodes[node, STOP] = nodes[nodes[node, PARENT], FIRST]
+        nodes[nodes[node, PARENT], FIRST] = node
+    whole, probabilities = np.empty((4, count), dtype=np.int32), np.empty(count, dtype=np.float32)
+    node, new = 0, 0
+    while True:
+        whole[0, new], whole[1, new] = nodes[node, TOKEN], nodes[nodes[node, PARENT], DEPTH]
+        whole[2, new], whole[3, new] = nodes[node, FEATURE], nodes[node, SOURCES]
+        probabilities[new] = chances[node]
+        nodes[node, DEPTH] = new
+        new += 1
+        if new == count:
+            return whole, probabilities
+        if nodes[node, FIRST] > 0:
+            node = nodes[node, FIRST]
         else:
-            while next_sibling[node] == 0:
+            while nodes[node, STOP] == 0:
                 node = nodes[node, PARENT]
-            node = next_sibling[node]
-        place[node] = new
-        tokens[new], parents[new] = nodes[node, TOKEN], place[nodes[node, PARENT]]
-        probabilities[new], features[new] = chances[node], nodes[node, FEATURE]
-        sources[new] = nodes[node, SOURCES]
-    return tokens, parents, probabilities, features, sources
+            node = nodes[node, STOP]

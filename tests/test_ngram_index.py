@@ -297,19 +297,40 @@ def chain_tree(tokens: list[int], feature: int) -> tuple[np.ndarray, np.ndarray,
 
 def test_a_hit_rate_starts_at_its_guess_and_ends_at_what_was_seen():
     rates = HitRates()
-    feature = 0
+    feature, kin = 0, hits.feature_of_match(2, 1, 0, 0)
     tree = chain_tree([0, 5], feature)
-    assert rates.table[feature, 0] == rates.prior[feature]
+    assert hits.hit_rate(rates.table, feature) == rates.prior[feature]
     rng = np.random.default_rng(0)
     for hit in rng.random(3000) < 0.97:
         rates.learn(*tree, np.array([5 if hit else 6], np.int32))
-    assert rates.table[feature, 0] * rates.follows[0, 0] == pytest.approx(0.97, abs=0.04)
+    assert hits.hit_rate(rates.table, feature) == pytest.approx(0.97, abs=0.04)
     assert rates.table[feature, 2] < 400
-    # Matches of the same length and rank are likelier for it, whatever else is known of them; others are not.
-    moved = rates.table[:, 0] != rates.prior
-    assert moved[feature]
-    assert (rates.table[moved, 0] > rates.prior[moved]).all()
-    assert moved.sum() < 0.02 * moved.size
+    assert rates.table[kin, 0] == rates.prior[kin]  # its own counts are untouched
+
+
+def test_what_is_learned_of_one_candidate_moves_others_of_its_kind_at_once_and_no_more():
+    rates = HitRates()
+    short, kin, copy = (hits.feature_of_match(length, rank, 0, 0) for length, rank in ((1, 0), (3, 2), (16, 0)))
+    for _ in range(40):
+        rates.learn(*chain_tree([0, 5], short), np.array([5], np.int32))
+    assert hits.hit_rate(rates.table, kin) > 1.1 * rates.prior[kin]
+    assert hits.hit_rate(rates.table, copy) == rates.prior[copy]
+
+
+def test_promises_come_true_whatever_the_rates_of_candidates_are():
+    rng, rates = np.random.default_rng(1), HitRates()
+    features = [hits.feature_of_match(length, rank, 0, 0) for length in (1, 3, 8, 20) for rank in (0, 1)]
+    truth = rng.uniform(0.05, 0.95, len(features))
+    promised = kept = 0.0
+    for step in range(4000):
+        at = int(rng.integers(len(features)))
+        hit = rng.random() < truth[at]
+        if step >= 1000:
+            promised, kept = promised + hits.hit_rate(rates.table, features[at]), kept + hit
+        # Every token is met once, so that the risk of tokens does not enter.
+        root = 10 * step + 1
+        rates.learn(*chain_tree([root, 5], features[at]), np.array([5 if hit else 6], np.int32))
+    assert promised == pytest.approx(kept, rel=0.03)
 
 
 def test_a_candidate_counts_only_once_its_parent_was_emitted():
@@ -320,22 +341,26 @@ def test_a_candidate_counts_only_once_its_parent_was_emitted():
 
 def test_a_token_that_copies_end_at_makes_all_that_follows_it_less_likely():
     index, rates = ChainIndex(), HitRates()
-    index.append([5, 6, 7, 8, 9, 5, 6])
+    index.append([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6])
     before = grow_trie([index], rates, room=4)
     chain = np.maximum(np.arange(3) - 1, 0).astype(np.int32)
     for _ in range(50):  # after 7 the output never goes on with 8
         rates.learn(chain, np.array([6, 7, 8], np.int32), before.features[:3], np.array([7, 1], np.int32))
     after = grow_trie([index], rates, room=4)
     assert before.tokens[:3].tolist() == after.tokens[:3].tolist() == [6, 7, 8]
-    assert rates.follows[7, 0] < 0.5 < 0.9 < rates.follows[6, 0]
+    assert hits.risk_of(rates.table, 6) < hits.risk_of(rates.table, 7)
+    assert after.probabilities[1] > before.probabilities[1]
     assert after.probabilities[2] < 0.5 * before.probabilities[2]
 
 
 def test_the_first_guess_falls_with_the_rank_and_grows_with_the_match():
-    prior = HitRates().prior[: 9 * RANKS * 15].reshape(9, RANKS, 15)
-    assert (np.diff(prior[:, 0], axis=0) > 0).all()
-    assert (np.diff(prior, axis=1) < 0).all()
-    assert ((prior > 0) & (prior < 1)).all()
+    lengths, ranks = (1, 2, 3, 4, 5, 7, 10, 16, 24), range(RANKS)
+    rates = HitRates()
+    for support in range(15):
+        prior = np.array([[rates.prior[hits.feature_of_match(n, r, support, 0)] for r in ranks] for n in lengths])
+        assert (np.diff(prior[:, 0]) > 0).all()
+        assert (np.diff(prior, axis=1) < 0).all()
+    assert ((rates.prior > 0) & (rates.prior < 1)).all()
 
 
 @pytest.mark.parametrize("module", [chains, trie, window, hits], ids=lambda module: module.__name__)

@@ -35,7 +35,13 @@ def make_proposers(config: LookaheadConfig, experience: Experience, pool: Pool |
         memory = experience.memory if config.memory == "shared" else Memory()
         made.append(
             MixtureProposer(
-                mixed, memory, experience.mixture, pool, min_ngram=config.min_ngram, max_ngram=config.max_ngram
+                mixed,
+                memory,
+                experience.mixture,
+                pool,
+                min_ngram=config.min_ngram,
+                max_ngram=config.max_ngram,
+                min_probability=config.min_probability,
             )
         )
     if "jacobi" in config.proposers:

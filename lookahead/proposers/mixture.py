@@ -54,6 +54,7 @@ class MixtureProposer:
         pool: The corpus, of token ids that the target model knows; it stays as it is.
         min_ngram: Shortest context looked up, in tokens, at least 1.
         max_ngram: Longest context compared, in tokens, from `min_ngram` to 64.
+        min_probability: Candidates less likely to be reached than this are not offered.
 
     Raises:
         ValueError: An n-gram length is out of its range, a source is unknown, or there is a corpus but no pool.
@@ -74,6 +75,7 @@ class MixtureProposer:
         *,
         min_ngram: int = 1,
         max_ngram: int = 16,
+        min_probability: float = 0.0,
     ) -> None:
         if not 1 <= min_ngram <= max_ngram <= MAX_CONTEXT:
             raise ValueError(f"need 1 <= min_ngram <= max_ngram <= {MAX_CONTEXT}, got {min_ngram!r} and {max_ngram!r}")
@@ -85,6 +87,7 @@ class MixtureProposer:
         self.needs_top = "recycled" in sources
         self.min_ngram = min_ngram
         self.max_ngram = max_ngram
+        self.min_probability = min_probability
         self._pool = pool if "corpus" in sources else None
         self._memory = memory if memory is not None else Memory()
         self._rates = rates if rates is not None else HitRates()
@@ -112,6 +115,7 @@ class MixtureProposer:
             context=None if from_prompt else state.text.tokens[1:][-self.max_ngram :],
             min_ngram=self.min_ngram,
             max_ngram=self.max_ngram,
+            min_probability=self.min_probability,
         )
         state.trie = trie
         return None if trie is None else Proposal(trie.tokens, trie.parents, trie.probabilities, trie.sources)
