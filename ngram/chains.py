@@ -19,6 +19,8 @@ MAX_CONTEXT = 64  # a match is measured up to this many tokens
 SEPARATOR = -1  # stands between documents; no token is negative, so no match crosses it
 _FIRST_CAPACITY = 1024
 _BLOCK = 1024  # positions linked together
+_FEW = 64  # fewer than this are linked one by one
+_GROWTH = 1.25  # of the arena when it is full; twice as much would leave up to half of it empty
 
 
 class Chains:
@@ -136,11 +138,16 @@ class ChainIndex(Chains):
             TypeError: `tokens` are not whole numbers.
             ValueError: `tokens` is not flat, or holds an id that is negative or beyond int32.
         """
-        new = as_tokens(tokens)
-        if self._max_tokens is not None:
+        is_plain = isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1
+        new = tokens if is_plain else as_tokens(tokens)
+        if self._max_tokens is not None and new.size > self._max_tokens // 2:
             new = new[-(self._max_tokens // 2) :]
-        self._reserve(new.size)
-        self._length = _append(self._arena, self._heads, self._links, self._length, new)
+        if self._length + new.size > self._arena.size or self._max_tokens is not None:
+            self._reserve(new.size)
+        end = _append(self._arena, self._heads, self._links, self._length, new, True)
+        if end < 0:
+            raise ValueError(f"token ids must not be negative, got {int(new.min())}")
+        self._length = end
 
     def append_documents(self, tokens: IntArray) -> None:
         """Close the open document and add several, the last of which stays open.
@@ -158,7 +165,7 @@ class ChainIndex(Chains):
             raise ValueError(f"tokens must be flat and at most half of max_tokens, got shape {tokens.shape}")
         self.end_document()
         self._reserve(tokens.size)
-        self._length = _append(self._arena, self._heads, self._links, self._length, tokens)
+        self._length = _append(self._arena, self._heads, self._links, self._length, tokens, False)
 
     def end_document(self) -> None:
         """Close the open document; what is appended next belongs to another, and no match spans the two."""
@@ -174,11 +181,13 @@ class ChainIndex(Chains):
             self._forget(extra)
             needed = self._length + extra
         if needed > self._arena.size:
-            capacity = 1 << (needed - 1).bit_length()
+            capacity = max(needed, int(_GROWTH * self._arena.size))
             self._arena = _extended(self._arena, capacity)
             self._links = _extended(self._links, capacity)
-            self._heads = np.zeros((LEVELS, capacity), dtype=np.int32)
-            _link(self._arena, self._heads, self._links, 1, self._length)
+            slots = 1 << (capacity.bit_length() - 1)
+            if slots > self._heads.shape[1]:
+                self._heads = np.zeros((LEVELS, slots), dtype=np.int32)
+                _link(self._arena, self._heads, self._links, 1, self._length)
 
     def _forget(self, extra: int) -> None:
         """Keep the newest tokens only, so that `extra` more leave the arena at most half full."""
@@ -267,12 +276,33 @@ def _link(arena, heads, links, begin, end):
 
 
 @njit(cache=True, error_model="numpy")
-def _append(arena, heads, links, length, tokens):
-    """Write tokens behind the arena, linking all but separators; returns the new length."""
+def _append(arena, heads, links, length, tokens, is_one):
+    """Write tokens behind the arena, linking all but separators; returns the new length.
+
+    Where they are of one document and one is negative, nothing is written, and -1 is returned.
+    """
+    if is_one and _has_negative(tokens):
+        return -1
     end = length + tokens.size
     arena[length:end] = tokens
-    _link(arena, heads, links, length, end)
+    if tokens.size < _FEW:
+        for position in range(length, end):
+            _link_one(arena, heads, links, position)
+    else:
+        _link(arena, heads, links, length, end)
     return end
+
+
+@njit(cache=True, error_model="numpy", forceinline=True)
+def _link_one(arena, heads, links, position):
+    """`_link` for a single position."""
+    if arena[position] < 0:
+        return
+    levels, first, second, third, fourth = _hash_context(arena, position, heads.shape[1] - 1)
+    for level in range(levels):
+        slot = fourth if level == 3 else (third if level == 2 else (second if level == 1 else first))
+        links[position, level] = heads[level, slot]
+        heads[level, slot] = position
 
 
 @njit(cache=True, error_model="numpy", forceinline=True)
