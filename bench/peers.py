@@ -101,13 +101,22 @@ class FirstOccurrence:
 
 @njit(cache=True)
 def _first_longest(tokens, shortest, longest):
-    """Where what followed the first of the longest matches stands; 0 where there is none."""
+    """Where what followed the first of the longest matches stands; 0 where there is none.
+
+    Source: Knuth, Morris & Pratt 1977, "Fast Pattern Matching in Strings", §2: the text is read backwards, and each of
+        its places knows how far it agrees with the end.
+    """
     size = tokens.size
-    best, place = shortest - 1, 0
-    for end in range(shortest, size):
-        length = 0
-        while length < longest and length < end and tokens[end - 1 - length] == tokens[size - 1 - length]:
+    agrees = np.zeros(longest, np.int32)
+    best, place, length = 0, 0, 0
+    for back in range(1, size):
+        token = tokens[size - 1 - back]
+        while length > 0 and (length == longest or tokens[size - 1 - length] != token):
+            length = agrees[length - 1]
+        if tokens[size - 1 - length] == token:
             length += 1
-        if length > best:
-            best, place = length, end
+        if back < longest:
+            agrees[back] = length
+        if length >= max(best, shortest):
+            best, place = length, size - 1 - back + length
     return place

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
@@ -16,11 +16,10 @@ FloatArray = NDArray[np.float64]
 
 _FREE = np.zeros(0)
 _CERTAIN = np.ones(1)
-_NONE_REQUIRED = np.zeros(1, np.bool_)
+_NONE_REQUIRED = np.zeros(1, np.int32)
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(NamedTuple):
     """One row's tree and where each proposal went.
 
     Attributes:
@@ -29,13 +28,13 @@ class Draft:
             left out; empty where the proposer offered nothing.
         reach: float64 `[nodes]`, the chance that a node is reached, that is, accepted; 1 for the root. Their sum is
             the number of tokens the step is expected to emit.
-        required: bool `[nodes]`, whether a node must stand in the draft.
+        required: int32 `[nodes]`, 1 where a node must stand in the draft.
     """
 
     tree: TokenTree
     placed: tuple[IntArray, ...]
-    reach: FloatArray = field(default_factory=lambda: _CERTAIN)
-    required: NDArray[np.bool_] = field(default_factory=lambda: _NONE_REQUIRED)
+    reach: FloatArray = _CERTAIN
+    required: IntArray = _NONE_REQUIRED
 
     def bare(self) -> Draft:
         """The draft without its nodes but the root."""
@@ -74,39 +73,23 @@ def merge(
             where nodes are free.
         is_chain: Whether to keep the likeliest child of a node only, required ones or not.
     """
-    sizes = [0 if offer is None else len(offer.tokens) for offer in proposals]
-    offers, first = [], 0
-    for i, offer in enumerate(proposals):
-        if offer is not None:
-            offers.append((offer, first))
-        first += sources[i] if sources is not None else 1
+    offers = [(i, offer) for i, offer in enumerate(proposals) if offer is not None]
     if not offers or budget <= 0 or max_depth <= 0:
+        sizes = [0 if offer is None else len(offer.tokens) for offer in proposals]
         return Draft(TokenTree.root(root), tuple(np.zeros(size, np.int32) for size in sizes))
-    parts = [
-        (
-            offer.tokens,
-            offer.parents,
-            offer.probabilities,
-            offer.sources if offer.sources is not None else np.ones(len(offer.tokens), np.int32),
-        )
-        for offer, _ in offers
-    ]
-    offered = parts[0] if len(parts) == 1 else tuple(map(np.concatenate, zip(*parts, strict=True)))
-    whole, reach, required, where = _merge(
-        root,
-        offered,
-        np.array([(len(offer.tokens), offer.required, first) for offer, first in offers]),
-        budget,
-        max_depth,
-        min_probability,
-        costs if costs is not None else _FREE,
-        is_chain,
-    )
-    tree = TokenTree(whole[0], whole[1], whole[2], whole[3])
-    if len(sizes) == 1:
-        return Draft(tree, (where,), reach, required)
-    ends = np.cumsum(sizes)
-    return Draft(tree, tuple(where[end - size : end] for end, size in zip(ends, sizes, strict=True)), reach, required)
+    limits = (budget, max_depth, min_probability, is_chain)
+    prices = costs if costs is not None else _FREE
+    arrays = [(each.tokens, each.parents, each.probabilities, _sources_of(each)) for _, each in offers]
+    if len(proposals) == 1:
+        whole, reach, where = _cut(arrays[0], offers[0][1].required, limits, prices)
+        return Draft(TokenTree(whole[0], whole[1], whole[2], whole[3]), (where,), reach, whole[4])
+    firsts = np.cumsum([0, *(sources if sources is not None else (1,) * len(proposals))])
+    table = np.array([(len(each.tokens), each.required, firsts[i]) for i, each in offers])
+    joined = tuple(map(np.concatenate, zip(*arrays, strict=True)))
+    whole, reach, where = _merge(root, joined, table, limits, prices)
+    ends = np.cumsum([0 if offer is None else len(offer.tokens) for offer in proposals]).tolist()
+    placed = tuple(where[begin:end] for begin, end in zip([0, *ends], ends, strict=False))
+    return Draft(TokenTree(whole[0], whole[1], whole[2], whole[3]), placed, reach, whole[4])
 
 
 def fit(drafts: Sequence[Draft], costs: FloatArray) -> list[Draft]:
@@ -139,32 +122,60 @@ def fit(drafts: Sequence[Draft], costs: FloatArray) -> list[Draft]:
     return fitted
 
 
-@njit(cache=True, error_model="numpy")
-def _merge(root, offered, offers, budget, max_depth, min_probability, costs, is_chain):
-    """Union trie, then selection, then depth-first layout.
+def _sources_of(offer: Proposal) -> IntArray:
+    """The sources of every node of a proposal."""
+    return offer.sources if offer.sources is not None else np.ones(len(offer.tokens), np.int32)
 
-    Returns tokens, parents, depths and sources, int32 `[4, nodes]`; the reach; what is required; where nodes went.
+
+@njit(cache=True, error_model="numpy")
+def _merge(root, offered, offers, limits, costs):
+    """Union trie, then as `_cut`."""
+    tokens, parents, probabilities, sources = offered
+    trie = _union(root, tokens, parents, probabilities, sources, offers)
+    trie_tokens, trie_parents, depths, reach, must, trie_sources, where = trie
+    whole, kept_reach, position = _finish(trie_tokens, trie_parents, depths, reach, must, trie_sources, limits, costs)
+    for i in range(len(where)):
+        where[i] = position[where[i]]
+    return whole, kept_reach, where
+
+
+@njit(cache=True, error_model="numpy")
+def _cut(offered, required, limits, costs):
+    """The part of a single proposal that is worth drafting.
+
+    Returns tokens, parents, depths, sources and what is required, int32 `[5, nodes]`; the reach; where nodes went.
     """
-    tokens, parents, probabilities, origins = offered
-    trie = _union(root, tokens, parents, probabilities, origins, offers)
-    trie_tokens, trie_parents, trie_depths, reach, must, trie_sources, where = trie
+    tokens, parents, probabilities, sources = offered
+    n = len(tokens)
+    depths, must, reach = np.zeros(n, np.int32), np.zeros(n, np.bool_), np.ones(n)
+    must[:required] = True
+    must[0] = True
+    for node in range(1, n):
+        parent = parents[node]
+        depths[node] = depths[parent] + 1
+        reach[node] = reach[parent] * min(1.0, probabilities[node])
+    return _finish(tokens, parents, depths, reach, must, sources, limits, costs)
+
+
+@njit(cache=True, error_model="numpy", forceinline=True)
+def _finish(tokens, parents, depths, reach, must, sources, limits, costs):
+    """Selection, then depth-first layout; what `_cut` returns."""
+    budget, max_depth, min_probability, is_chain = limits
     if is_chain:
-        _leave_likeliest_chain(trie_parents, reach, must)
-    kept = _select(trie_depths, reach, must, budget, max_depth, min_probability, costs)
-    order = _layout(trie_parents, reach, kept)
+        _leave_likeliest_chain(parents, reach, must)
+    kept = _select(depths, reach, must, budget, max_depth, min_probability, costs)
+    order = _layout(parents, reach, kept)
     n = len(order)
-    position = np.zeros(len(trie_tokens), np.int32)
-    whole, out_reach, required = np.empty((4, n), np.int32), np.empty(n), np.empty(n, np.bool_)
+    position = np.zeros(len(tokens), np.int32)
+    whole, kept_reach = np.empty((5, n), np.int32), np.empty(n)
     for new in range(n):
         node = order[new]
         position[node] = new
-        whole[0, new], whole[1, new] = trie_tokens[node], position[trie_parents[node]]
-        whole[2, new], whole[3, new] = trie_depths[node], trie_sources[node]
-        out_reach[new], required[new] = reach[node], must[node]
-    required[0] = False
-    for i in range(len(where)):
-        where[i] = position[where[i]]
-    return whole, out_reach, required, where
+        whole[0, new], whole[1, new] = tokens[node], position[parents[node]]
+        whole[2, new], whole[3, new] = depths[node], sources[node] if node > 0 else 0
+        whole[4, new] = node > 0 and must[node]
+        kept_reach[new] = reach[node]
+    return whole, kept_reach, position
 
 
 @njit(cache=True, error_model="numpy")
@@ -174,7 +185,7 @@ def _fit(reaches, required, ends, costs):
     gains = np.zeros(len(costs))
     least, begin = 1, 0
     for end in ends:
-        order = _likeliest_first(np.where(required[begin:end], 2.0, reaches[begin:end]))
+        order = _likeliest_first(np.where(required[begin:end] > 0, 2.0, reaches[begin:end]))
         # The root is certain but not required: it comes first all the same.
         rank = 1
         for node in order:
@@ -324,18 +335,16 @@ def _layout(parents, reach, kept):
         if node != 0 and kept[node]:
             next_sibling[node] = first_child[parents[node]]
             first_child[parents[node]] = node
-    order, stack = np.empty(n, np.int32), np.empty(n, np.int32)
-    count, top = 0, 1
-    stack[0] = 0
-    while top > 0:
-        top -= 1
-        node = stack[top]
+    order = np.empty(n, np.int32)
+    node, count = 0, 0
+    while True:
         order[count] = node
         count += 1
-        begin, child = top, first_child[node]
-        while child != 0:
-            stack[top] = child
-            top += 1
-            child = next_sibling[child]
-        stack[begin:top] = stack[begin:top][::-1].copy()
-    return order[:count]
+        if first_child[node] > 0:
+            node = first_child[node]
+            continue
+        while node > 0 and next_sibling[node] == 0:
+            node = parents[node]
+        if node == 0:
+            return order[:count]
+        node = next_sibling[node]

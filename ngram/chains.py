@@ -138,8 +138,10 @@ class ChainIndex(Chains):
             TypeError: `tokens` are not whole numbers.
             ValueError: `tokens` is not flat, or holds an id that is negative or beyond int32.
         """
-        is_plain = isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1
-        new = tokens if is_plain else as_tokens(tokens)
+        if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1:
+            new = tokens  # the core looks for negative ones itself
+        else:
+            new = as_tokens(tokens)
         if self._max_tokens is not None and new.size > self._max_tokens // 2:
             new = new[-(self._max_tokens // 2) :]
         if self._length + new.size > self._arena.size or self._max_tokens is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lookahead.ngram.chains import MAX_CONTEXT, ChainIndex, Chains
 from lookahead.ngram.hits import HitRates
@@ -33,9 +33,10 @@ class Memory:
 
 @dataclass(slots=True)
 class _Row:
-    """One row's text, and what it proposed last."""
+    """One row's text, all that it is looked up in, and what it proposed last."""
 
-    text: ChainIndex = field(default_factory=ChainIndex)
+    text: ChainIndex
+    texts: list[Chains]
     trie: Trie | None = None
 
 
@@ -90,28 +91,30 @@ class MixtureProposer:
         self.min_probability = min_probability
         self._pool = pool if "corpus" in sources else None
         self._memory = memory if memory is not None else Memory()
+        self._recycled = self._memory.recycled if self.needs_top else None
         self._rates = rates if rates is not None else HitRates()
         self._rows: dict[int, _Row] = {}
 
     def start(self, row: int, prompt: IntArray) -> None:
         """Index the prompt of a new row."""
-        self._rows[row] = _Row()
-        self._rows[row].text.append(prompt)
+        text = ChainIndex()
+        text.append(prompt)
+        texts: list[Chains] = [text] if "prompt" in self.sources else []
+        if "outputs" in self.sources:
+            texts.append(self._memory.outputs)
+        if self._pool is not None:
+            texts.append(self._pool)
+        self._rows[row] = _Row(text, texts)
 
     def propose(self, row: int, room: int) -> Proposal | None:
         """Offer what may follow the row's last tokens, at most `room` nodes besides the root."""
         state = self._rows[row]
         from_prompt = "prompt" in self.sources
-        texts: list[Chains] = [state.text] if from_prompt else []
-        if "outputs" in self.sources:
-            texts.append(self._memory.outputs)
-        if self._pool is not None:
-            texts.append(self._pool)
         trie = grow_trie(
-            texts,
+            state.texts,
             self._rates,
             room,
-            memory=self._memory.recycled if self.needs_top else None,
+            memory=self._recycled,
             context=None if from_prompt else state.text.tokens[1:][-self.max_ngram :],
             min_ngram=self.min_ngram,
             max_ngram=self.max_ngram,
@@ -126,12 +129,10 @@ class MixtureProposer:
         if state.trie is not None:
             self._rates.learn(state.trie.parents, state.trie.tokens, state.trie.features, outcome.tokens)
             state.trie = None
-        if self.needs_top and outcome.top is not None:
+        if self._recycled is not None and outcome.top is not None:
             tree = outcome.top.tree
             before = state.text.tokens[-ORDERS:]
-            self._memory.recycled.store(
-                before, tree.parents, tree.tokens, outcome.top.tokens, outcome.top.probabilities
-            )
+            self._recycled.store(before, tree.parents, tree.tokens, outcome.top.tokens, outcome.top.probabilities)
         self._rates.count(outcome.tokens)
         state.text.append(outcome.tokens)
 

@@ -1,0 +1,177 @@
+"""What a proposal costs the host: microseconds, by the length of the context, on real text.
+
+    python -m bench.propose --tokenizer DIR --text novel.txt
+
+A text is read as prompt up to some length and then decoded a token a step, as if the model wrote it: a draft is
+asked for, and the token that follows is told. A proposal ends with what a target pass needs: the candidates found and
+scored, at most 32 of them cut to a tree as the engine does it, its ancestor masks, and positions. `propose` drafts
+from the n-grams of the request; `mixture` from those of an earlier text of as many tokens and from recycled logits too,
+of which every node of every tree leaves eight successors. `append_bulk_us` is what a token of the prompt costs, and
+`append_us` a call with one new token.
+
+Beside them, on the same text: transformers' own prompt lookup, and the longest suffix found by a scan (Knuth, Morris
+and Pratt), the rule of vLLM's n-gram proposer. Both draft a chain of 10. One core is used. The last line is one JSON
+object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bench.peers import IntArray, LongestSuffix, PromptLookup
+from bench.replay import load_tokenizer
+from lookahead.config import LookaheadConfig
+from lookahead.drafting import merge
+from lookahead.ngram.chains import ChainIndex
+from lookahead.ngram.recycled import TOP
+from lookahead.proposers.base import Outcome, Top
+from lookahead.proposers.mixture import Memory, MixtureProposer
+from lookahead.tree import TokenTree
+
+NODES = 32
+CONTEXTS = (1_024, 4_096, 16_384, 65_536, 131_072)
+_NOTHING = np.zeros(0, np.int32)
+_ROOT = np.zeros(1, np.int32)
+
+
+class Successors:
+    """What a target might think likely: the token that follows first, then others of the text."""
+
+    def __init__(self, text: IntArray) -> None:
+        self._text = text
+        self._rng = np.random.default_rng(0)
+        self._chances = np.tile(np.array([0.5, 0.2, 0.1, 0.05, 0.03, 0.02, 0.01, 0.01], np.float32), (NODES + 1, 1))
+
+    def after(self, tree: TokenTree, following: int) -> Top:
+        """Eight tokens after every node; `following` is among those after the root."""
+        tokens = self._text[self._rng.integers(len(self._text), size=(len(tree), TOP))]
+        tokens[0, self._rng.integers(TOP)] = following
+        return Top(tree, tokens, self._chances[: len(tree)])
+
+
+def time_proposals(
+    proposer: MixtureProposer, text: IntArray, length: int, steps: int, successors: Successors | None
+) -> tuple[list[float], list[int]]:
+    """Decode `steps` tokens behind a prompt of `length`; the microseconds of every proposal and its nodes."""
+    minimum = LookaheadConfig().min_probability
+    took, nodes = [], []
+    proposer.start(0, text[:length])
+    for at in range(length, length + steps):
+        root = int(text[at - 1])
+        start = time.perf_counter()
+        proposal = proposer.propose(0, NODES)
+        draft = merge(root, [proposal], budget=NODES, max_depth=NODES, min_probability=minimum)
+        words, positions = draft.tree.ancestor_words(), draft.tree.depths
+        took.append(1e6 * (time.perf_counter() - start))
+        assert len(words) == len(positions) == len(draft.tree)
+        nodes.append(len(draft.tree) - 1)
+        top = successors.after(draft.tree, int(text[at])) if successors is not None else None
+        proposer.observe(0, Outcome(text[at : at + 1], _ROOT, _NOTHING, top), draft.placed[0])
+    proposer.finish(0)
+    return took, nodes
+
+
+def time_calls(call: Callable[[int], object], times: int) -> list[float]:
+    """Microseconds of every call; it is told how many came before."""
+    took = []
+    for i in range(times):
+        start = time.perf_counter()
+        call(i)
+        took.append(1e6 * (time.perf_counter() - start))
+    return took
+
+
+def measure(text: IntArray, length: int, steps: int) -> dict[str, Any]:
+    """All figures at one length of context."""
+    minimum = LookaheadConfig().min_probability
+    bulk = statistics.median(time_calls(lambda _: ChainIndex().append(text[:length]), 5)) / length
+    index = ChainIndex()
+    index.append(text[:length])
+    single = time_calls(lambda i: index.append(text[length + i : length + i + 1]), steps)
+    alone = MixtureProposer(["prompt"], min_probability=minimum)
+    memory = Memory()
+    memory.outputs.append(text[-length:])
+    mixture = MixtureProposer(["prompt", "outputs", "recycled"], memory, min_probability=minimum)
+    ours, nodes = time_proposals(alone, text, length, steps, None)
+    mixed, mixed_nodes = time_proposals(mixture, text, length, steps, Successors(text))
+    lookup, suffix = PromptLookup(), LongestSuffix()
+    few = min(steps, 200)
+    return {
+        "propose": percentiles(ours),
+        "mixture": percentiles(mixed),
+        "nodes": statistics.median(nodes),
+        "mixture_nodes": statistics.median(mixed_nodes),
+        "append_bulk_us": round(bulk, 4),
+        "append_us": round(statistics.median(single), 3),
+        "bytes_per_token": round(index.nbytes / len(index), 1),
+        "hf_prompt_lookup": percentiles(time_calls(lambda i: lookup.draft(text[: length + i]), few)),
+        "longest_suffix": percentiles(time_calls(lambda i: suffix.draft(text[: length + i]), few)),
+    }
+
+
+def percentiles(took: Sequence[float]) -> dict[str, float]:
+    """The median and what 99 of 100 stay below."""
+    values: NDArray[np.float64] = np.percentile(took, (50, 99))
+    return {"p50": round(float(values[0]), 2), "p99": round(float(values[1]), 2)}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokenizer", required=True, help="folder of a tokenizer")
+    parser.add_argument("--text", type=Path, required=True, help="a long text file, such as a novel")
+    parser.add_argument("--contexts", default=",".join(map(str, CONTEXTS)), help="tokens, commas between")
+    parser.add_argument("--steps", type=int, default=3_000, help="tokens decoded at each length (default 3000)")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    tokenizer = load_tokenizer(options.tokenizer)
+    text = np.array(tokenizer(options.text.read_text(encoding="utf-8"), verbose=False)["input_ids"], np.int32)
+    lengths = [int(length) for length in options.contexts.split(",")]
+    if len(text) < max(lengths) + options.steps:
+        parser.error(f"the text has {len(text)} tokens, and {max(lengths) + options.steps} are needed")
+    measure(text, min(lengths), options.steps)  # compiles, and warms up
+    results = {length: measure(text, length, options.steps) for length in lengths}
+    columns = ("propose", "mixture", "longest_suffix", "hf_prompt_lookup")
+    print(
+        f"{'context':>8} "
+        + " ".join(f"{name + ' p50/p99':>26}" for name in columns)
+        + "  append bulk/call  bytes/token"
+    )
+    for length, row in results.items():
+        figures = " ".join(f"{row[name]['p50']:17.2f}/{row[name]['p99']:8.2f}" for name in columns)
+        print(
+            f"{length:8d} {figures}  {row['append_bulk_us']:7.3f}/{row['append_us']:.2f} {row['bytes_per_token']:12.1f}"
+        )
+    print(
+        json.dumps(
+            {
+                "propose_p50_us": {length: row["propose"]["p50"] for length, row in results.items()},
+                "propose_p99_us": {length: row["propose"]["p99"] for length, row in results.items()},
+                "mixture_p50_us": {length: row["mixture"]["p50"] for length, row in results.items()},
+                "append_bulk_us": max(row["append_bulk_us"] for row in results.values()),
+                "append_us": max(row["append_us"] for row in results.values()),
+                "bytes_per_token": max(row["bytes_per_token"] for row in results.values()),
+                "nodes": NODES,
+                "steps": options.steps,
+                "text": options.text.name,
+                "versions": {"python": platform.python_version(), "numba": numba.__version__, "numpy": np.__version__},
+                "contexts": results,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
