@@ -13,6 +13,7 @@ from lookahead.ngram.hits import (
     feature_of_match,
     feature_of_memory,
     hit_rate,
+    is_own,
     risk_of,
     standing_of,
     support_of,
@@ -131,16 +132,22 @@ def score(after, options, chances, matches, longest, memory, hashes, orders, sou
     order, group, way = find_context(memory[0], hashes, orders) if orders > 0 else (0, 0, 0)
     _rank(options, chances, matches)
     risk = risk_of(table, token) if matches > 0 else 0
+    own, foreign = 0, 0
     for at in range(matches):
+        # What the first text offers is ranked among its own: other texts come and go, and say little of it.
+        if is_own(options[at, _SUPPORT]):
+            rank, own = own, own + 1
+        else:
+            rank, foreign = foreign, foreign + 1
         standing = 0
         if order > 0:
             standing = _standing_in(memory, group, way, options[at, TOKEN])
             if standing > 0:
                 options[at, SOURCES] |= 1 << source
         if order == 0 or options[at, FEATURE] >= _LONG:
-            feature = feature_of_match(options[at, FEATURE], at, options[at, _SUPPORT], risk)
+            feature = feature_of_match(options[at, FEATURE], rank, options[at, _SUPPORT], risk)
         else:
-            feature = feature_of_both(at, options[at, _SUPPORT], order, standing)
+            feature = feature_of_both(rank, options[at, _SUPPORT], order, standing)
         options[at, FEATURE] = feature
         chances[at] = hit_rate(table, feature)
     is_long = longest >= _LONG

@@ -174,7 +174,7 @@ def _of_both() -> FloatArray:
     chance = _ORDER_SHARE[[1, -1], None] * _STANDING_GUESS
     memory = chance / (1.0 - chance)
     odds = np.empty((_BOTH_RANKS, _SUPPORTS, _BOTH_ORDERS, _STANDINGS))
-    odds[..., 0] = 0.25 * match[..., 0]
+    odds[..., 0] = 0.6 * match[..., 0]
     odds[..., 1:] = np.sqrt(match * memory)
     firsts = slice(_FIRST_STANDING[0], _FIRST_STANDING[1])
     odds[0, ..., firsts] = 1.3 * memory[:, :5] * np.maximum(1.0, np.sqrt(match[0]))
@@ -201,6 +201,12 @@ def support_of(kind, agreeing, total):
     if agreeing == total:
         agreement = 0 if total == 1 else (1 if total < 4 else 2)
     return kind * _AGREEMENTS + agreement
+
+
+@njit(cache=True, error_model="numpy", forceinline=True)
+def is_own(support):
+    """Whether the first text supports a candidate."""
+    return support < _AGREEMENTS
 
 
 @njit(cache=True, error_model="numpy", forceinline=True)

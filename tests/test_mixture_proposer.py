@@ -7,6 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lookahead.ngram.chains import ChainIndex
+from lookahead.ngram.hits import HitRates
+from lookahead.ngram.trie import grow_trie
 from lookahead.proposers.base import Outcome, Proposal, Top
 from lookahead.proposers.mixture import Memory, MixtureProposer
 from lookahead.tree import TokenTree
@@ -207,3 +210,16 @@ def test_sources_that_are_unknown_or_missing_are_refused(sources):
 def test_lengths_out_of_range_are_refused(lengths):
     with pytest.raises(ValueError, match="min_ngram <= max_ngram <= 64"):
         MixtureProposer(min_ngram=lengths[0], max_ngram=lengths[1])
+
+
+def test_what_other_texts_offer_leaves_the_promise_of_the_rows_own_text_alone():
+    own, other = ChainIndex(), ChainIndex()
+    own.append([7, 1, 2, 3, 7])
+    other.append([5, 7, 8, 5, 7, 9, 5, 7])
+    alone = grow_trie([own], HitRates(), 8)
+    beside = grow_trie([own, other], HitRates(), 8, min_ngram=1)
+
+    def chance_of(tree, token):
+        return float(tree.probabilities[np.flatnonzero((tree.tokens == token) & (tree.parents == 0))[0]])
+
+    assert chance_of(beside, 1) == pytest.approx(chance_of(alone, 1))
