@@ -11,6 +11,32 @@ from torch import Tensor
 
 from lookahead.tree import TokenTree
 
+HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
+# nodes, query heads per KV head, head size, value head size, type, options
+CASES: dict[str, tuple[int, int, int, int, torch.dtype, dict[str, Any]]] = {
+    "plain decoding": (1, 1, 64, 64, FULL, {}),
+    "plain decoding, grouped": (1, 8, 128, 128, BRAIN, {}),
+    "small tree": (3, 4, 64, 64, HALF, {}),
+    "three heads a group": (17, 3, 80, 80, BRAIN, {}),
+    "head size 96": (17, 1, 96, 96, HALF, {}),
+    "values smaller than keys": (17, 4, 96, 64, FULL, {}),
+    "values larger than keys": (3, 3, 64, 128, BRAIN, {}),
+    "several blocks of query rows": (17, 8, 64, 64, BRAIN, {}),
+    "a full word of ancestors": (64, 1, 64, 64, FULL, {}),
+    "two words of ancestors": (70, 1, 64, 64, HALF, {}),
+    "softcap": (17, 3, 64, 64, FULL, {"softcap": 1.5}),
+    "window": (17, 4, 64, 64, FULL, {"window": 9}),
+    "window smaller than the tree is deep": (17, 1, 64, 64, FULL, {"window": 2}),
+    "window larger than a block": (17, 3, 80, 80, BRAIN, {"window": 100}),
+    "chunks": (17, 4, 64, 64, FULL, {"chunk": 50}),
+    "chunks that end inside the tree": (17, 1, 64, 64, HALF, {"chunk": 5}),
+    "sinks": (17, 4, 64, 64, FULL, {"sinks": True}),
+    "everything at once": (17, 3, 80, 80, FULL, {"softcap": 2.0, "window": 90, "chunk": 64, "sinks": True}),
+    "own scaling": (3, 3, 80, 80, FULL, {"scaling": 0.3}),
+    "exact multiplication": (17, 3, 80, 80, FULL, {"precision": "ieee"}),
+    "heads of 160": (3, 3, 160, 160, FULL, {}),
+}
+
 
 def tree_tensors(lengths: Sequence[int], counts: Sequence[int], width: int, seed: int, chain: bool) -> dict[str, Any]:
     """Lengths, nodes, depths and words of random trees, as the kernels take them, on the CPU."""

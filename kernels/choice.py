@@ -24,13 +24,17 @@ def runs_on(device: torch.device) -> bool:
 
 
 def attention_for(query: Tensor, keys: Tensor, values: Tensor) -> Callable[..., Tensor] | None:
-    """The tree attention kernel, or None where it cannot serve these tensors.
+    """The tree attention kernel for these tensors, or None where torch's own attention serves them better.
 
     Args:
         query: `[rows, heads, width, dim]`.
         keys: `[rows, slots, kv_heads, dim]`.
         values: `[rows, slots, kv_heads, value_dim]`.
     """
+    if query.device.type == "cpu":
+        from lookahead.kernels import cpu_attention
+
+        return cpu_attention.tree_attention if cpu_attention.pays(query, keys, values) else None
     if not runs_on(query.device) or shortcoming(query, keys, values) is not None:
         return None
     from lookahead.kernels.tree_attention import tree_attention

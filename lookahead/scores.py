@@ -20,7 +20,7 @@ class Scores:
     Attributes:
         argmax: int32 `[rows, nodes]`, negative where logits are not a number; empty where it was not asked for.
         top: int32 `[rows, nodes, 8]`, the likeliest first, -1 beyond the vocabulary; None where not asked for.
-        probabilities: float32 `[rows, nodes, 8]`; None likewise.
+        probabilities: float32 `[rows, nodes, 8]`, 0 where logits are not finite numbers; None likewise.
     """
 
     argmax: IntArray
@@ -35,16 +35,27 @@ def likeliest(scores: Tensor) -> Tensor:
 
 
 def read_scores(logits: Tensor, *, with_top: bool) -> Scores:
-    """Find the likeliest tokens where the logits are, and bring them over in a single copy.
+    """Find the likeliest tokens where the logits are, and bring them over in a single copy where that is no CPU.
 
     Args:
         logits: `[rows, nodes, vocab]`.
         with_top: Whether the top 8 are wanted beside the argmax.
     """
+    from lookahead.kernels.ranking import can_rank, rank
+
+    if can_rank(logits):
+        argmax, tokens, probabilities = rank(logits, TOP if with_top else 0)
+        return Scores(argmax, tokens, probabilities) if with_top else Scores(argmax)
+    return _read_tensors(logits, with_top=with_top)
+
+
+def _read_tensors(logits: Tensor, *, with_top: bool) -> Scores:
+    """`read_scores` in torch alone."""
     argmax = likeliest(logits)
     if not with_top:
         return Scores(argmax.cpu().numpy())
     chances, top = logits.softmax(-1, dtype=torch.float32).topk(min(TOP, logits.shape[-1]))
+    chances = chances.nan_to_num(0.0)
     if top.shape[-1] < TOP:
         missing = (0, TOP - top.shape[-1])
         chances, top = torch.nn.functional.pad(chances, missing), torch.nn.functional.pad(top, missing, value=-1)

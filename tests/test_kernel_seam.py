@@ -181,7 +181,7 @@ def test_prompts_and_models_the_kernel_cannot_take_stay_with_sdpa(tiny_llama: Ll
     assert torch.equal(got, expected)
 
 
-def test_a_cpu_and_a_machine_without_triton_are_served_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_and_a_machine_without_triton_are_served_without_those_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not choice.runs_on(torch.device("cpu"))
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")

@@ -1,0 +1,256 @@
+"""Attention of token trees over a slot cache on one thread of a CPU, packed by KV head, the tree mask as bits.
+
+What `lookahead.kernels.tree_attention` computes on a GPU, its blocks worked on one after the other. The columns of
+every matrix are queries, so that all steps of the softmax are operations on whole registers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from lookahead.kernels.exponential import exp
+from lookahead.kernels.tiles import COLUMNS, LANES, ROWS, STRIDE, multiply
+
+BLOCK = 128  # slots worked on at once
+_SHIFTS = {torch.float32: (torch.int32, 0), torch.bfloat16: (torch.int16, 16)}  # how many bits a float32 has more
+_NO_LIMIT = 1 << 30  # positions
+_NOTHING = np.float32(-1e30)  # a peak below all scores that is finite
+_NO_SINKS = np.zeros(0, np.float32)
+
+
+def tree_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    lengths: Tensor,
+    nodes: Tensor,
+    depths: Tensor,
+    words: Tensor,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    chunk: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """As `lookahead.kernels.tree_attention.tree_attention`, which says what the arguments are, on a CPU.
+
+    Args:
+        query: float32 or bfloat16 `[rows, heads, width, dim]`.
+        keys: `[rows, slots, kv_heads, dim]`, a slice of whole rows of contiguous buffers.
+        values: `[rows, slots, kv_heads, value_dim]`, likewise.
+        lengths: int32 `[rows]`.
+        nodes: int32 `[rows]`.
+        depths: int32 `[rows, width]`.
+        words: int64 `[rows, width, ceil(width / 64)]`.
+        scaling: Factor on the scores.
+        softcap: Scores become `softcap * tanh(scores / softcap)`.
+        window: Positions a node may look back, itself included.
+        chunk: A node looks at positions of its own chunk of so many only.
+        sinks: Floating point `[heads]`.
+
+    Returns:
+        `[rows, width, heads, value_dim]`, contiguous, in the type of `query`; computed in float32.
+    """
+    rows, heads, width, dim = query.shape
+    out = torch.empty(rows, width, heads, values.shape[3])
+    bits, shift = _SHIFTS[query.dtype]
+    _attend(
+        query.transpose(1, 2).float().contiguous().numpy(),
+        _whole(keys).view(bits).numpy(),
+        _whole(values).view(bits).numpy(),
+        shift,
+        lengths.numpy(),
+        nodes.numpy(),
+        depths.numpy(),
+        words.numpy(),
+        _NO_SINKS if sinks is None else sinks.float().numpy(),
+        out.numpy(),
+        dim**-0.5 if scaling is None else scaling,
+        0.0 if softcap is None else softcap,
+        _NO_LIMIT if window is None else window,
+        _NO_LIMIT if chunk is None else chunk,
+    )
+    return out.to(query.dtype)
+
+
+def pays(query: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Whether `tree_attention` can serve these tensors, and in less time than torch's attention.
+
+    With fewer queries than a register has lanes it does not. Nor with several threads, of which it uses one, nor
+    where there are no registers of 512 bits.
+    """
+    _, heads, width, _ = query.shape
+    return (
+        width * (heads // keys.shape[2]) >= LANES
+        and torch.get_num_threads() == 1
+        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        and query.dtype in _SHIFTS
+        and all(_is_slice(slots, query.dtype) for slots in (keys, values))
+    )
+
+
+def _is_slice(slots: Tensor, dtype: torch.dtype) -> bool:
+    """Whether slots are as `tree_attention` takes them."""
+    _, _, heads, dim = slots.shape
+    steps = slots.stride()
+    return slots.dtype == dtype and dim % ROWS == 0 and steps[1:] == (heads * dim, dim, 1) and steps[0] % steps[1] == 0
+
+
+def _whole(slots: Tensor) -> Tensor:
+    """The buffers `[rows, capacity, …]` that `slots` are the first of, contiguous."""
+    rows, _, heads, dim = slots.shape
+    return slots.as_strided((rows, slots.stride(0) // (heads * dim), heads, dim), slots.stride())
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _attend(
+    query, keys, values, shift, lengths, nodes, depths, words, sinks, out, scaling, softcap, window, chunk
+):  # fmt: skip
+    """The core of `tree_attention`: per row, tile of queries and KV head one pass over the slots."""
+    rows, width, heads, dim = query.shape
+    kv_heads, value_dim = keys.shape[2], values.shape[3]
+    groups = heads // kv_heads
+    queries, scores = np.empty(dim * STRIDE, np.float32), np.empty(BLOCK * STRIDE, np.float32)
+    sums, part = np.empty(value_dim * STRIDE, np.float32), np.empty(value_dim * STRIDE, np.float32)
+    peaks, totals, fades = np.empty(STRIDE, np.float32), np.empty(STRIDE, np.float32), np.empty(STRIDE, np.float32)
+    block = np.empty(BLOCK * max(dim, value_dim), np.float32)
+    hidden, firsts = np.empty(width * STRIDE, np.float32), np.empty(STRIDE, np.int64)
+    for row in range(rows):
+        length, packed = lengths[row], nodes[row] * groups
+        end = length + nodes[row]
+        for begin in range(0, packed, COLUMNS):
+            columns = min(COLUMNS, packed - begin)
+            padded = (columns + LANES - 1) // LANES * LANES
+            _look(depths[row], words[row], length, nodes[row], begin, columns, groups, window, chunk, hidden, firsts)
+            least, most = firsts[:columns].min(), firsts[:columns].max()
+            for head in range(kv_heads):
+                _load_queries(query[row], head, begin, columns, groups, scaling, sinks, queries, peaks, totals)
+                sums[:] = 0.0
+                for start in range(least // BLOCK * BLOCK, end, BLOCK):
+                    size = min(BLOCK, end - start)
+                    _load(keys[row], start, size, head, shift, block)
+                    multiply(block, dim, 1, queries, scores, size, dim, padded)
+                    if softcap > 0.0:
+                        _bend(scores, size * STRIDE, np.float32(softcap))
+                    if start < most:
+                        _hide_early(scores, start, size, firsts, columns)
+                    for node in range(max(0, start - length), start + size - length):
+                        _add(scores[(length + node - start) * STRIDE :], hidden[node * STRIDE :], padded)
+                    _soften(scores, size, padded, peaks, totals, fades)
+                    _load(values[row], start, size, head, shift, block)
+                    multiply(block, 1, value_dim, scores, part, value_dim, size, padded)
+                    _gather(part, value_dim, padded, fades, sums)
+                _store(sums, totals, head, begin, columns, groups, out[row])
+        out[row, nodes[row] :] = 0.0
+
+
+@njit(cache=True, error_model="numpy")
+def _look(depths, words, length, nodes, begin, columns, groups, window, chunk, hidden, firsts):
+    """Fill in for every query the first position it may look at, and what is added to its scores of the nodes."""
+    for column in range(columns):
+        node = (begin + column) // groups
+        position = length + depths[node]
+        first = max(0, position - window + 1, position // chunk * chunk)
+        firsts[column] = first
+        for other in range(nodes):
+            sees = (words[node, other >> 6] >> (other & 63)) & 1 and length + depths[other] >= first
+            hidden[other * STRIDE + column] = 0.0 if sees else -np.inf
+    for column in range(columns, (columns + LANES - 1) // LANES * LANES):
+        for other in range(nodes):
+            hidden[other * STRIDE + column] = 0.0
+
+
+@njit(cache=True, error_model="numpy")
+def _load_queries(query, head, begin, columns, groups, scaling, sinks, queries, peaks, totals):
+    """Put the queries of a KV head into columns, zeros beside them, and start their softmax."""
+    factor = np.float32(scaling)
+    queries[:] = 0.0
+    peaks[:] = _NOTHING
+    totals[:] = 0.0
+    for column in range(columns):
+        node = (begin + column) // groups
+        asking = head * groups + begin + column - node * groups
+        for i in range(query.shape[2]):
+            queries[i * STRIDE + column] = query[node, asking, i] * factor
+        if sinks.size > 0:
+            peaks[column], totals[column] = sinks[asking], 1.0
+
+
+@njit(cache=True, error_model="numpy")
+def _load(slots, start, size, head, shift, block):
+    """Copy the slots of a KV head side by side, as float32, and zeros behind them where a tile of rows would end."""
+    dim = slots.shape[2]
+    for slot in range(size):
+        source, to = slots[start + slot, head], block[slot * dim : (slot + 1) * dim]
+        for i in range(dim):
+            to[i] = np.int32(np.int32(source[i]) << shift).view(np.float32)
+    block[size * dim : (size + ROWS - 1) // ROWS * ROWS * dim] = 0.0
+
+
+@njit(cache=True, error_model="numpy")
+def _bend(scores, size, softcap):
+    """Softcapping; the exponential is never above 1, so that no score overflows."""
+    for i in range(size):
+        fade = exp(np.float32(-2.0) * abs(scores[i] / softcap))
+        bent = softcap * (np.float32(1.0) - fade) / (np.float32(1.0) + fade)
+        scores[i] = -bent if scores[i] < 0.0 else bent
+
+
+@njit(cache=True, error_model="numpy")
+def _hide_early(scores, start, size, firsts, columns):
+    """Hide the slots before what a query may look at."""
+    for slot in range(size):
+        for column in range(columns):
+            if start + slot < firsts[column]:
+                scores[slot * STRIDE + column] = -np.inf
+
+
+@njit(cache=True, error_model="numpy")
+def _add(to, other, size):
+    """Add one array to another."""
+    for i in range(size):
+        to[i] += other[i]
+
+
+@njit(cache=True, fastmath={"contract"}, error_model="numpy")
+def _soften(scores, size, columns, peaks, totals, fades):
+    """Make weights of a block's scores, and tell by what factor all that was summed before has to fade."""
+    weights = np.zeros(STRIDE, np.float32)
+    for column in range(columns):
+        fades[column] = peaks[column]
+    for slot in range(size):
+        line = scores[slot * STRIDE : slot * STRIDE + columns]
+        for column in range(columns):
+            peaks[column] = max(peaks[column], line[column])
+    for slot in range(size):
+        line = scores[slot * STRIDE : slot * STRIDE + columns]
+        for column in range(columns):
+            line[column] = exp(line[column] - peaks[column])
+            weights[column] += line[column]
+    for column in range(columns):
+        fades[column] = exp(fades[column] - peaks[column])
+        totals[column] = totals[column] * fades[column] + weights[column]
+
+
+@njit(cache=True, fastmath={"contract"}, error_model="numpy")
+def _gather(part, dims, columns, fades, sums):
+    """Add a block's weighted values to those of the blocks before."""
+    for i in range(dims):
+        line, new = sums[i * STRIDE : i * STRIDE + columns], part[i * STRIDE : i * STRIDE + columns]
+        for column in range(columns):
+            line[column] = line[column] * fades[column] + new[column]
+
+
+@njit(cache=True, error_model="numpy")
+def _store(sums, totals, head, begin, columns, groups, out):
+    """Divide by the sums of weights, and put every column where its node and head stand."""
+    for column in range(columns):
+        node = (begin + column) // groups
+        to = out[node, head * groups + begin + column - node * groups]
+        share = np.float32(1.0) / totals[column]
+        for i in range(to.size):
+            to[i] = sums[i * STRIDE + column] * share
