@@ -17,7 +17,7 @@ _POINTS = np.array([1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512,
 _NODE_COST = 0.04  # first guess: what one more node adds, as a share of a step with one
 _RATE = 0.2  # share of a surprise that is believed
 _SURPRISE = 2.0  # a step that took longer than this many times the expected was held up by something else
-_FIRST_SURPRISE = 3.0  # the same where nothing was measured but elsewhere
+_FIRST_SURPRISE = 2.0  # the same where nothing was measured but elsewhere: believed at once, so no more than this
 _FORGET = 0.002  # share by which a point not measured goes back to the shape first expected, per step
 _SHORT_CONTEXT = 512  # tokens; the first bucket ends here, and each further one at four times as many
 
