@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         LookaheadError,
         PoolError,
         PromptError,
+        ProposerError,
         TrainingError,
         UnsupportedModelError,
     )
@@ -44,6 +45,7 @@ __all__ = [
     "LookaheadError",
     "PoolError",
     "PromptError",
+    "ProposerError",
     "TrainingError",
     "UnsupportedModelError",
     "calibrate_costs",
@@ -66,6 +68,7 @@ _HOME = {
     "LookaheadError": "errors",
     "PoolError": "errors",
     "PromptError": "errors",
+    "ProposerError": "errors",
     "TrainingError": "errors",
     "UnsupportedModelError": "errors",
     "calibrate_costs": "costs",
