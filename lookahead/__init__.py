@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from lookahead.generation import GenerationResult, decode, generate, stream
+    from lookahead.proposers.draft_model import DraftModel
     from lookahead.stats import DecodingStats
 
 __version__ = "0.1.0"
@@ -40,6 +41,7 @@ __all__ = [
     "ConfigError",
     "DecodingStats",
     "DocumentError",
+    "DraftModel",
     "GenerationResult",
     "LookaheadConfig",
     "LookaheadError",
@@ -63,6 +65,7 @@ _HOME = {
     "ConfigError": "errors",
     "DecodingStats": "stats",
     "DocumentError": "errors",
+    "DraftModel": "proposers.draft_model",
     "GenerationResult": "generation",
     "LookaheadConfig": "config",
     "LookaheadError": "errors",

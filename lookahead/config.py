@@ -20,7 +20,7 @@ MAX_NODES_LIMIT = 512
 class LookaheadConfig:
     """How drafts are made and how many nodes a step may verify.
 
-    Every setting is lossless: it changes the speed, never a token.
+    Every setting but `acceptance` changes the speed and never a token.
 
     Attributes:
         proposers: Names of the sources that draft, of `"prompt"` (n-grams of the prompt and the output so far),
@@ -32,6 +32,10 @@ class LookaheadConfig:
             proposers where that is not named.
         draft: `"auto"` drafts as many nodes as pay for themselves, by the measured cost of a step;
             `"fixed"` drafts all that `max_nodes` and `min_probability` allow.
+        acceptance: `"exact"` accepts what the target itself chooses: the tokens are those of `model.generate`, sampled
+            ones too, from the same seed. `"rejection"` accepts, where tokens are sampled, what draft models drew by
+            speculative sampling: more of it, from the same distribution, but not the tokens of the same seed. It
+            takes proposers that draw (`lookahead.DraftModel`), and none of the names.
         max_nodes: Most draft nodes one row's tree may hold, the root not counted, 1 to 512.
             `None` decides: 64, and with the lookahead branch its window and its guesses on top.
         min_probability: A node is drafted only when its chance of being reached is at least this, 0 to 1.
@@ -50,13 +54,15 @@ class LookaheadConfig:
         ConfigError: A value is out of its range.
 
     Source: Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding", §3
-        (W, N and G); Saxena 2023, "Prompt Lookup Decoding" (n-grams of the prompt as drafts);
+        (W, N and G); Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding" (rejection);
+        Saxena 2023, "Prompt Lookup Decoding" (n-grams of the prompt as drafts);
         Luo et al. 2024, "Token Recycling" (the target's likeliest tokens as drafts).
     """
 
     proposers: Sequence[str | ProposerFactory] = ("prompt", "outputs", "recycled")
     pool: str | os.PathLike[str] | None = None
     draft: Literal["auto", "fixed"] = "auto"
+    acceptance: Literal["exact", "rejection"] = "exact"
     max_nodes: int | None = None
     min_probability: float = 0.02
     max_ngram: int = 16
@@ -75,6 +81,14 @@ class LookaheadConfig:
         self._check_proposers()
         if self.draft not in ("auto", "fixed"):
             raise ConfigError(f"draft must be auto or fixed, got {self.draft!r}")
+        if self.acceptance not in ("exact", "rejection"):
+            raise ConfigError(f"acceptance must be exact or rejection, got {self.acceptance!r}")
+        names = [each for each in self.proposers if isinstance(each, str)]
+        if names and self.acceptance == "rejection":
+            raise ConfigError(
+                f"acceptance='rejection' takes proposers that draw, such as DraftModel(...), and {names[0]!r} does "
+                "not: leave it out"
+            )
         if self.memory not in ("shared", "request"):
             raise ConfigError(f"memory must be shared or request, got {self.memory!r}")
         if self.max_nodes is not None:

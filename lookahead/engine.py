@@ -18,6 +18,7 @@ from lookahead.drafting import Draft, FloatArray, fit, merge
 from lookahead.errors import PromptError
 from lookahead.pacing import Pacing
 from lookahead.proposers.base import BatchProposer, IntArray, Outcome, Proposal, Proposer, Top
+from lookahead.rejection import Trials, draw
 from lookahead.sampling import TokenChooser, not_a_number
 from lookahead.scores import Scores, read_scores
 from lookahead.stats import DecodingStats
@@ -75,6 +76,7 @@ class Engine:
         lengths: int64 `[batch]`, tokens of each prompt without its padding, at least 1.
         keep_cache: Whether to keep the KV of rows that end.
         is_chain: Whether the target verifies chains only.
+        by_rejection: Whether what was drawn is accepted by rejection sampling; proposals then tell their draws.
 
     Attributes:
         chooser: As given.
@@ -97,6 +99,7 @@ class Engine:
         *,
         keep_cache: bool = False,
         is_chain: bool = False,
+        by_rejection: bool = False,
     ) -> None:
         self._target = target
         self._proposers = proposers
@@ -106,6 +109,8 @@ class Engine:
         self._stopping = stopping
         self._device = prompts.device
         self._budget = config.node_budget
+        self._by_rejection = by_rejection
+        self._trials: list[Trials] = []
         self.sources = [name for proposer in proposers for name in proposer.sources]
         self._needs_argmax = any(proposer.needs_argmax for proposer in proposers)
         self._needs_top = any(proposer.needs_top for proposer in proposers)
@@ -158,7 +163,7 @@ class Engine:
     def _prefill(self) -> list[Emission]:
         """Read the prompts; the logits of their ends already give every row its first token."""
         logits = self._target.prefill(self._prompts)
-        drafts = [Draft(TokenTree.root(int(row.ids[row.length - 1])), self._nothing) for row in self._rows]
+        drafts = [self._bare(row) for row in self._rows]
         return self._emit(drafts, logits, self._read(logits, with_top=self._needs_top))
 
     def step(self) -> list[Emission]:
@@ -201,11 +206,14 @@ class Engine:
     def _draft_all(self) -> list[Draft]:
         """Every row's tree: plain decoding, or as large as makes a step worth while."""
         costs = None
+        self._trials = []
         if self._pacing is not None:
             context = max(row.length for row in self._rows)
             costs = self._pacing.begin(len(self._rows), context, self._budget + 1)
         if not self._proposers or (self._pacing is not None and costs is None):
-            return [Draft(TokenTree.root(int(row.ids[row.length - 1])), self._nothing) for row in self._rows]
+            return [self._bare(row) for row in self._rows]
+        if self._by_rejection:
+            return self._draft_draws()
         offers = self._ask()
         if costs is None:
             return [self._draft(row, offer, None) for row, offer in zip(self._rows, offers, strict=True)]
@@ -220,18 +228,30 @@ class Engine:
                 return [draft.bare() for draft in drafts]
         return drafts
 
+    def _draft_draws(self) -> list[Draft]:
+        """Every row's tree of all that was drawn: to leave a node out for what it is would change the distribution."""
+        offers = [] if self._pacing is not None and self._pacing.pauses else self._ask()
+        drafts = [self._draft(row, offer, None) for row, offer in zip(self._rows, offers, strict=False)]
+        self._trials = [Trials(offer, draft.placed) for offer, draft in zip(offers, drafts, strict=True)]
+        return drafts or [self._bare(row) for row in self._rows]
+
     def _ask(self) -> list[list[Proposal | None]]:
         """For every row what every proposer offers."""
         for row in self._rows:
             self._tell(row)
         rows = [row.index for row in self._rows]
+        room = self._budget // len(self._proposers) if self._by_rejection else self._budget
         offers = [
-            proposer.propose_batch(rows, self._budget)
+            proposer.propose_batch(rows, room)
             if isinstance(proposer, BatchProposer)
-            else [proposer.propose(row, self._budget) for row in rows]
+            else [proposer.propose(row, room) for row in rows]
             for proposer in self._proposers
         ]
         return [list(each) for each in zip(*offers, strict=True)]
+
+    def _bare(self, row: _Row) -> Draft:
+        """A row's newest token alone, nothing having been asked for."""
+        return Draft(TokenTree.root(int(row.ids[row.length - 1])), self._nothing)
 
     def _draft(self, row: _Row, proposals: Sequence[Proposal | None], costs: FloatArray | None) -> Draft:
         """One row's tree, merged from what every proposer offers."""
@@ -243,7 +263,7 @@ class Engine:
             sources=[len(proposer.sources) for proposer in self._proposers],
             min_probability=self._config.min_probability,
             costs=costs,
-            is_chain=self._is_chain,
+            is_chain=self._is_chain and not self._by_rejection,
         )
 
     def _positions_left(self, row: _Row) -> int:
@@ -283,7 +303,11 @@ class Engine:
             return verdict
 
         def choose(node: int) -> int:
-            return self.chooser.choose(self._ids(row), logits[i, node], row=row.index, step=row.emitted)
+            place = {"row": row.index, "step": row.emitted}
+            if self._by_rejection:
+                chances = self.chooser.chances(self._ids(row), logits[i, node], **place)
+                return self._trials[i].choose(node, chances) if self._trials else draw(chances)
+            return self.chooser.choose(self._ids(row), logits[i, node], **place)
 
         def is_finished(token: int) -> bool:
             row.ids[row.length] = token

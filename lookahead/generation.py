@@ -19,7 +19,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
-    TextStreamer,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 from transformers.generation.streamers import BaseStreamer
@@ -31,6 +30,7 @@ from lookahead.engine import Engine
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
 from lookahead.handover import adopt, hand_back, output_dict, padded_sequences
 from lookahead.pacing import Pacing
+from lookahead.pieces import PieceStreamer
 from lookahead.plain import PlainLoop
 from lookahead.pools.fingerprint import fingerprint_of
 from lookahead.pools.opening import open_pool
@@ -204,6 +204,7 @@ def prepare(
         lengths,
         keep_cache=bool(generation_config.return_dict_in_generate or is_continued or is_given),
         is_chain=is_chain,
+        by_rejection=call.by_rejection,
     )
 
 
@@ -216,6 +217,8 @@ def _complaint(model: PreTrainedModel, support: Support, batch_size: int, config
         return f"{name} cannot be decoded speculatively for {batch_size} prompts at once: {support.reason}"
     if support.shape == "chains" and "jacobi" in config.proposers:
         return f"{name} cannot verify the lookahead branch: {support.reason}"
+    if support.shape == "chains" and config.acceptance == "rejection" and len(config.proposers) > 1:
+        return f"{name} cannot verify what several proposers draw: {support.reason}"
     return ""
 
 
@@ -298,30 +301,13 @@ def stream(
 
 def _pieces(engine: Engine | PlainLoop, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     """Turn the emissions of a one-row engine into text, whole words at a time."""
-    streamer: Any = _PieceStreamer(tokenizer, skip_special_tokens=True)
+    streamer: Any = PieceStreamer(tokenizer, skip_special_tokens=True)
     for emissions in engine.run():
         for emission in emissions:
             streamer.put(torch.from_numpy(emission.tokens))
             yield from streamer.take()
     streamer.end()
     yield from streamer.take()
-
-
-class _PieceStreamer(TextStreamer):
-    """transformers' incremental detokenizer, collecting the text instead of printing it."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, **decode_kwargs: Any) -> None:
-        super().__init__(tokenizer, **decode_kwargs)
-        self._ready: list[str] = []
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Keep a piece whose text can no longer change."""
-        self._ready.append(text)
-
-    def take(self) -> list[str]:
-        """The non-empty pieces since the last call."""
-        ready, self._ready = self._ready, []
-        return [piece for piece in ready if piece]
 
 
 def prepare_text(

@@ -138,6 +138,7 @@ def call_of(
         max_nodes=config.node_budget,
         is_chain=is_chain,
         is_timed=config.draft == "auto",
+        by_rejection=config.acceptance == "rejection" and warp is not None,
         warp=warp,
     )
 

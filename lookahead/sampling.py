@@ -77,11 +77,7 @@ class TokenChooser:
         Raises:
             LogitsError: The scores name no token.
         """
-        ids, raw = cast(LongTensor, prefix), cast(FloatTensor, logits[None].to(torch.float32, copy=True))
-        scores: Tensor = self._processors[row](ids, raw)
-        if self._keep:
-            self.logits[row].append(logits.to(torch.float32, copy=True))
-            self.scores[row].append(scores[0])
+        scores = self._process(prefix, logits, row)
         if self._do_sample:
             probs = torch.softmax(scores, -1)
             scores = probs / self._noise_of(step, probs)[row]
@@ -89,6 +85,22 @@ class TokenChooser:
         if token < 0:
             raise not_a_number(row, step)
         return token
+
+    def chances(self, prefix: Tensor, logits: Tensor, *, row: int, step: int) -> Tensor:
+        """What `choose` would draw from, `[vocab]`, for one who draws differently; the arguments are the same."""
+        chances = torch.softmax(self._process(prefix, logits, row)[0], -1)
+        if int(likeliest(chances)) < 0:
+            raise not_a_number(row, step)
+        return chances
+
+    def _process(self, prefix: Tensor, logits: Tensor, row: int) -> Tensor:
+        """Scores after the row's processors, `[1, vocab]`, kept where they are asked for."""
+        ids, raw = cast(LongTensor, prefix), cast(FloatTensor, logits[None].to(torch.float32, copy=True))
+        scores: Tensor = self._processors[row](ids, raw)
+        if self._keep:
+            self.logits[row].append(logits.to(torch.float32, copy=True))
+            self.scores[row].append(scores[0])
+        return scores
 
     def forget_before(self, step: int) -> None:
         """Drop noise that no row needs any more: every running row has emitted at least `step` tokens."""

@@ -135,6 +135,7 @@ def test_a_proposer_is_told_what_it_is_made_for_once_a_call(
     assert first.model is tiny_llama and first.tokenizer is None
     assert (first.rows, first.vocab_size, first.max_length, first.max_nodes) == (3, 101, 45, 9)
     assert (first.is_chain, first.is_timed, second.is_timed) == (False, False, True)
+    assert not first.by_rejection and not second.by_rejection
     assert first.warp is None and second.warp is not None
     assert second.warp(torch.ones(2, 101)).tolist() == [[2.0] * 101] * 2
 

@@ -23,7 +23,7 @@ FLOORS = (
     {"ngram", "kernels", "tree", "files", "loading"},
     {"proposers.base", "pools", "scores"},
     {"config"},
-    {"drafting", "cost", "switch", "sampling", "stopping", "verify", "stats"},
+    {"drafting", "cost", "switch", "sampling", "stopping", "verify", "stats", "rejection"},
     {"pacing", "costfile"},
     {"proposers"},
     {"cache"},
@@ -31,9 +31,9 @@ FLOORS = (
     {"levels"},
     {"target"},
     {"support", "request"},
-    {"calibration", "proposers.draft_model"},
+    {"calibration", "proposers.draft_model", "proposers.model_proposer"},
     {"engine"},
-    {"plain", "handover"},
+    {"plain", "handover", "pieces"},
     {"generation"},
     {"costs"},
     {"explain"},
@@ -45,9 +45,9 @@ FLOORS = (
     {"lookahead", "cli_pool"},  # lookahead/__init__.py, the public names; the commands on pools
     {"cli"},
 )
-MODEL_BACKED_PROPOSERS: frozenset[str] = frozenset()
+MODEL_BACKED_PROPOSERS = frozenset({"proposers.draft_model", "proposers.model_proposer"})
 KNOW_TRANSFORMERS = {
-    *("cache", "attention", "target", "sampling", "support", "request", "handover", "calibration"),
+    *("cache", "attention", "target", "sampling", "support", "request", "handover", "pieces", "calibration"),
     *("generation", "enabling", "costs", "explain", "loading", "pools", "summarize", "training"),
 }
 # Training shows its progress.

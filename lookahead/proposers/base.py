@@ -17,6 +17,21 @@ FloatArray = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
+class Draws:
+    """How the nodes of a proposal were drawn, which rejection sampling needs to know.
+
+    Attributes:
+        distributions: `[m, vocab]`; what was drawn from, each adding up to 1.
+        origins: int32 `[k]`; which of them node i was drawn from. The children of a node come from one, without
+            replacement, in the order in which they stand. How many are drawn at a node must not depend on what they
+            turn out to be, and none may be left out.
+    """
+
+    distributions: Tensor
+    origins: IntArray
+
+
+@dataclass(frozen=True, slots=True)
 class Proposal:
     """A small tree of continuations of a row's newest committed token.
 
@@ -30,6 +45,7 @@ class Proposal:
             but one.
         required: How many of the first nodes must stand in the draft, whatever their probabilities (the
             Jacobi window); only a node deeper than the output may still grow is left out all the same.
+        draws: Where its nodes were drawn, how; then all of them must be required.
     """
 
     tokens: IntArray
@@ -37,6 +53,7 @@ class Proposal:
     probabilities: FloatArray
     sources: IntArray | None = None
     required: int = 0
+    draws: Draws | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +109,7 @@ class Call:
         max_nodes: Most nodes of a draft, the root not counted.
         is_chain: The target verifies chains only: of a proposal no more than its likeliest chain will be used.
         is_timed: Drafts are sized by the time they take (`draft="auto"`), so a proposer may watch the clock as well.
+        by_rejection: Drafts are accepted by rejection sampling: every proposal must tell its `draws`.
         warp: What sampling does to scores `[n, vocab]` that is the same at every place: temperature and truncation.
             None where the target's choice is the likeliest token.
     """
@@ -104,6 +122,7 @@ class Call:
     max_nodes: int
     is_chain: bool
     is_timed: bool
+    by_rejection: bool
     warp: Callable[[Tensor], Tensor] | None
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from lookahead.errors import ProposerError
 from lookahead.proposers.base import BatchProposer, Call, IntArray, Outcome, Proposal, Proposer, ProposerFactory
@@ -39,6 +40,8 @@ class CustomProposer:
             raise ProposerError(f"sources of the proposer {self._name} must be a tuple of names, got {sources!r}")
         self._proposer: Proposer = proposer
         self._vocab_size = call.vocab_size
+        self._by_rejection = call.by_rejection
+        self._is_chain = call.is_chain
         self._roots: dict[int, int] = {}
         self.sources = sources
         self.needs_argmax = bool(proposer.needs_argmax)
@@ -101,4 +104,23 @@ class CustomProposer:
             return "with a probability beyond 0 to 1"
         if offer.sources is not None and (offer.sources.min() < 0 or offer.sources.max() >> len(self.sources)):
             return f"whose sources set other bits than the first {len(self.sources)}"
-        return "" if 0 <= offer.required <= size else f"that requires {offer.required} of its {size} nodes"
+        if not 0 <= offer.required <= size:
+            return f"that requires {offer.required} of its {size} nodes"
+        return self._fault_of_draws(offer) if self._by_rejection else ""
+
+    def _fault_of_draws(self, offer: Proposal) -> str:
+        """What keeps a proposal from being accepted by rejection sampling, or an empty string."""
+        size, draws = len(offer.tokens), offer.draws
+        if draws is None:
+            return "without its draws, and acceptance is 'rejection'"
+        if self._is_chain and (offer.parents[1:] != np.arange(size - 1)).any():
+            return "that is no chain, and the model verifies nothing else"
+        if offer.required < size:
+            return f"that requires {offer.required} of its {size} nodes, and what was drawn must all be tried"
+        distributions, origins = draws.distributions, draws.origins
+        if distributions.ndim != 2 or distributions.shape[1] > self._vocab_size or origins.shape != (size,):
+            return f"with draws of shapes {tuple(distributions.shape)} and {origins.shape}"
+        if size > 1 and not 0 <= origins[1:].min() <= origins[1:].max() < len(distributions):
+            return f"with origins beyond its {len(distributions)} distributions"
+        drawn = distributions[torch.from_numpy(origins[1:]).long(), torch.from_numpy(offer.tokens[1:]).long()]
+        return "" if bool((drawn > 0).all()) else "with a node that its distribution could not give"
