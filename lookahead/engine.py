@@ -18,13 +18,14 @@ from lookahead.drafting import Draft, FloatArray, fit, merge
 from lookahead.errors import PromptError
 from lookahead.pacing import Pacing
 from lookahead.proposers.base import BatchProposer, IntArray, Outcome, Proposal, Proposer, Top
+from lookahead.proposers.custom import paid_by_bits
 from lookahead.rejection import Trials, draw
 from lookahead.sampling import TokenChooser, not_a_number
 from lookahead.scores import Scores, read_scores
 from lookahead.stats import DecodingStats
 from lookahead.stopping import StoppingRule
 from lookahead.target import Target
-from lookahead.tree import TokenTree, sum_by_source
+from lookahead.tree import TokenTree, count_within, sum_by_source
 from lookahead.verify import Verdict, verify, verify_greedy
 
 _NO_ARGMAX = np.zeros(0, np.int32)
@@ -116,6 +117,7 @@ class Engine:
         self._needs_top = any(proposer.needs_top for proposer in proposers)
         self._needs_hidden = any(proposer.hidden_layers for proposer in proposers)
         self._observing_s = 0.0  # of the last step
+        self._paid = paid_by_bits(proposers)
         self._nothing = tuple(_NO_ARGMAX for _ in proposers)
         padded = prompts.cpu().numpy()
         self._keep_cache = keep_cache
@@ -177,8 +179,14 @@ class Engine:
         emissions = self._emit(drafts, logits, self._read(logits, with_top=with_top))
         if self._pacing is not None:
             tokens = sum(len(emission.tokens) for emission in emissions)
-            host_s = drafted - begin + self._observing_s
-            self._pacing.learn(logits.shape[1], tokens, host_s, time.perf_counter() - begin - host_s)
+            host_s, step_s = drafted - begin + self._observing_s, time.perf_counter() - begin
+            self._pacing.learn(logits.shape[1], tokens, host_s, step_s - host_s)
+            for bits, paid in self._paid.items():
+                alone = sum(
+                    count_within(draft.tree, emission.path, bits)
+                    for draft, emission in zip(drafts, emissions, strict=True)
+                )
+                paid.settle(alone=alone / len(drafts), tokens=tokens / len(drafts), step_s=step_s)
         return emissions
 
     def _emit(self, drafts: Sequence[Draft], logits: Tensor, scores: Scores) -> list[Emission]:

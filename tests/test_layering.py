@@ -23,7 +23,7 @@ FLOORS = (
     {"ngram", "kernels", "tree", "files", "loading"},
     {"proposers.base", "pools", "scores"},
     {"config"},
-    {"drafting", "cost", "switch", "sampling", "stopping", "verify", "stats", "rejection"},
+    {"drafting", "cost", "switch", "sampling", "stopping", "verify", "stats", "rejection", "ledger"},
     {"pacing", "costfile"},
     {"proposers"},
     {"cache"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from lookahead.errors import ProposerError
+from lookahead.ledger import Ledger
 from lookahead.proposers.base import BatchProposer, Call, IntArray, Outcome, Proposal, Proposer, ProposerFactory
 
 _METHODS = ("start", "propose", "observe", "finish")
@@ -21,12 +23,13 @@ class CustomProposer:
     Args:
         factory: What the configuration holds; called once.
         call: The call it makes a proposer for.
+        ledger: What it was worth so far; where time counts, it is asked only as long as it is worth its own.
 
     Raises:
         ProposerError: What it makes is no proposer, or offers what is no tree of tokens the target knows.
     """
 
-    def __init__(self, factory: ProposerFactory, call: Call) -> None:
+    def __init__(self, factory: ProposerFactory, call: Call, ledger: Ledger) -> None:
         proposer = factory(call)
         self._name = getattr(factory, "__name__", type(factory).__name__)
         lacking = [name for name in (*_METHODS, *_ATTRIBUTES) if not hasattr(proposer, name)]
@@ -42,6 +45,10 @@ class CustomProposer:
         self._vocab_size = call.vocab_size
         self._by_rejection = call.by_rejection
         self._is_chain = call.is_chain
+        self._is_timed = call.is_timed
+        self._ledger = ledger
+        self._questions = 0
+        self._spent_s: float | None = None  # since the last step; None where it was not asked
         self._roots: dict[int, int] = {}
         self.sources = sources
         self.needs_argmax = bool(proposer.needs_argmax)
@@ -58,7 +65,17 @@ class CustomProposer:
         return self.propose_batch([row], room)[0]
 
     def propose_batch(self, rows: Sequence[int], room: int) -> Sequence[Proposal | None]:
-        """What it offers for some rows, all at once where it can."""
+        """What it offers for some rows, all at once where it can; nothing where it is not worth asking."""
+        if self._is_timed and not self._ledger.affords:
+            return [None] * len(rows)
+        begin = time.perf_counter()
+        offers = self._ask(rows, room)
+        self._questions += 1
+        self._spent_s = time.perf_counter() - begin
+        return offers
+
+    def _ask(self, rows: Sequence[int], room: int) -> Sequence[Proposal | None]:
+        """Ask it, and check what it says."""
         if isinstance(self._proposer, BatchProposer):
             offers = self._proposer.propose_batch(rows, room)
             if len(offers) != len(rows):
@@ -74,7 +91,16 @@ class CustomProposer:
     def observe(self, row: int, outcome: Outcome, placed: IntArray) -> None:
         """Let it learn."""
         self._roots[row] = int(outcome.tokens[-1])
+        begin = time.perf_counter()
         self._proposer.observe(row, outcome, placed)
+        if self._spent_s is not None:
+            self._spent_s += time.perf_counter() - begin
+
+    def settle(self, *, alone: float, tokens: float, step_s: float) -> None:
+        """Learn what a step gave that only this proposer foretold, as told to `Ledger.settle`."""
+        spent_s, self._spent_s = self._spent_s, None
+        spent_s = spent_s if self._questions > 1 else None
+        self._ledger.settle(spent_s=spent_s, alone=alone, tokens=tokens, step_s=step_s)
 
     def finish(self, row: int) -> None:
         """Let it forget the row."""
@@ -124,3 +150,14 @@ class CustomProposer:
             return f"with origins beyond its {len(distributions)} distributions"
         drawn = distributions[torch.from_numpy(origins[1:]).long(), torch.from_numpy(offer.tokens[1:]).long()]
         return "" if bool((drawn > 0).all()) else "with a node that its distribution could not give"
+
+
+def paid_by_bits(proposers: Sequence[Proposer]) -> dict[int, CustomProposer]:
+    """The proposers that have to be worth their time, by the bits of their sources in a tree."""
+    paid, first = {}, 0
+    for proposer in proposers:
+        bits = (1 << len(proposer.sources)) - 1 << first
+        first += len(proposer.sources)
+        if isinstance(proposer, CustomProposer):
+            paid[bits] = proposer
+    return paid

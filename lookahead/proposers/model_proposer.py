@@ -35,12 +35,14 @@ class Pace:
     def pays(self, tokens: float, gain: float, spent: float) -> bool:
         """Whether to go on: a further pass beats the tokens per second of going to the target now.
 
+        Nothing is known of the target's steps when the first draft is made, so that one stays small.
+
         Args:
             tokens: Expected of the draft as it is.
             gain: Expected of a further pass besides.
             spent: Seconds of drafting so far.
         """
-        return self.grow == 0.0 or self.step == 0.0 or gain * (self.step + spent) > tokens * self.grow
+        return self.step > 0.0 and gain * (self.step + spent) > tokens * self.grow
 
     def learn_grow(self, seconds: float) -> None:
         """Count a pass of the draft model."""
