@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lookahead import cli_measure
+from lookahead import cli_draft, cli_measure
 from lookahead.cli_pool import pool_app
 from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError
@@ -37,6 +37,7 @@ app.add_typer(pool_app, name="pool")
 
 app.command()(cli_measure.calibrate)
 app.command()(cli_measure.explain)
+app.command()(cli_draft.pick_draft)
 
 Inputs = Annotated[
     list[str],

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -25,16 +24,16 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from lookahead.config import LookaheadConfig
-from lookahead.cost import StepCost
 from lookahead.engine import Engine
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
+from lookahead.experience import experience_of
 from lookahead.handover import adopt, hand_back, output_dict, padded_sequences
 from lookahead.pacing import Pacing
 from lookahead.pieces import PieceStreamer
 from lookahead.plain import PlainLoop
 from lookahead.pools.fingerprint import fingerprint_of
 from lookahead.pools.opening import open_pool
-from lookahead.proposers import Experience, make_proposers
+from lookahead.proposers import make_proposers
 from lookahead.request import (
     call_of,
     prompt_lengths,
@@ -50,7 +49,6 @@ from lookahead.request import (
 from lookahead.sampling import TokenChooser, warp_of
 from lookahead.stats import DecodingStats, total
 from lookahead.support import Support, prefills_at_once, support_of
-from lookahead.switch import Switch
 from lookahead.target import PREFILL_CHUNK, Target, input_device
 
 
@@ -220,25 +218,6 @@ def _complaint(model: PreTrainedModel, support: Support, batch_size: int, config
     if support.shape == "chains" and config.acceptance == "rejection" and len(config.proposers) > 1:
         return f"{name} cannot verify what several proposers draw: {support.reason}"
     return ""
-
-
-class _Experience:
-    """What is learned of a model and worth keeping from one call to the next."""
-
-    def __init__(self) -> None:
-        self.proposers = Experience()
-        self.cost = StepCost()
-        self.switch = Switch()
-
-
-_experiences: WeakKeyDictionary[PreTrainedModel, _Experience] = WeakKeyDictionary()
-
-
-def experience_of(model: PreTrainedModel) -> _Experience:
-    """What was learned of a model so far."""
-    if model not in _experiences:
-        _experiences[model] = _Experience()
-    return _experiences[model]
 
 
 def generate(

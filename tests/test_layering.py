@@ -33,25 +33,27 @@ FLOORS = (
     {"support", "request"},
     {"calibration", "proposers.draft_model", "proposers.model_proposer"},
     {"engine"},
-    {"plain", "handover", "pieces"},
+    {"plain", "handover", "pieces", "experience"},
     {"generation"},
     {"costs"},
     {"explain"},
-    {"enabling"},
+    {"enabling", "contest"},
+    {"picking"},
     {"summarize"},
     {"training", "terminal"},
     {"explain.drawing"},
-    {"cli_measure"},
+    {"cli_measure", "cli_draft"},
     {"lookahead", "cli_pool"},  # lookahead/__init__.py, the public names; the commands on pools
     {"cli"},
 )
 MODEL_BACKED_PROPOSERS = frozenset({"proposers.draft_model", "proposers.model_proposer"})
 KNOW_TRANSFORMERS = {
-    *("cache", "attention", "target", "sampling", "support", "request", "handover", "pieces", "calibration"),
-    *("generation", "enabling", "costs", "explain", "loading", "pools", "summarize", "training"),
+    *("cache", "attention", "target", "sampling", "support", "request", "handover", "pieces", "experience"),
+    *("calibration", "generation", "enabling", "costs", "explain", "loading", "pools", "summarize"),
+    *("contest", "picking", "training"),
 }
 # Training shows its progress.
-KNOW_THE_TERMINAL = {"cli", "cli_pool", "cli_measure", "explain.drawing", "terminal", "training"}
+KNOW_THE_TERMINAL = {"cli", "cli_pool", "cli_measure", "cli_draft", "explain.drawing", "terminal", "training"}
 BROUGHT_ALONG = {"tokenizers"}  # by transformers, which pins the range it works with
 
 
