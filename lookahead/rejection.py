@@ -67,10 +67,10 @@ class Trials:
 
         It is one of the node's children where one of them is accepted, else what was left to chance.
         """
-        p = chances.double()
+        p = chances.cpu().double()  # a few small steps, each of which would wait for the device
         for distribution, tokens in self._rounds.get(node, ()):
             q = torch.zeros_like(p)
-            q[: len(distribution)] = distribution
+            q[: len(distribution)] = distribution.cpu()
             q /= q.sum()
             for token in tokens:
                 if coin(min(1.0, float(p[token] / q[token]))):

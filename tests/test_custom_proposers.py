@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import lookahead
 from lookahead import ConfigError, LookaheadConfig, ProposerError, UnsupportedModelError
-from lookahead.proposers.base import Call, IntArray, Outcome, Proposal, Proposer
+from lookahead.proposers.base import Call, Draws, IntArray, Outcome, Proposal, Proposer
 
 GUIDE = Path(__file__).resolve().parent.parent / "docs" / "proposers.md"
 FIXED: dict[str, Any] = {"draft": "fixed", "min_probability": 0.0}
@@ -325,3 +325,50 @@ def test_an_error_of_a_proposer_leaves_the_model_as_it_was(tiny_llama: PreTraine
     with pytest.raises(KeyError, match="mine"):
         decode(tiny_llama, LookaheadConfig(proposers=(lambda call: Recorder(call, fail),), **FIXED), input_ids=ids)
     assert tiny_llama.config._attn_implementation == before
+
+
+class Drawing(Proposer):
+    """Draws one token evenly of all, told as a function changes it."""
+
+    sources = ("drawing",)
+
+    def __init__(self, call: Call, change: Callable[[Proposal], Proposal]) -> None:
+        self.vocab_size = call.vocab_size
+        self.change = change
+        self.newest = 0
+
+    def start(self, row: int, prompt: IntArray) -> None:
+        self.newest = int(prompt[-1])
+
+    def propose(self, row: int, room: int) -> Proposal:
+        tokens = np.array([self.newest, 4, 5], np.int32)
+        draws = Draws(torch.full((1, self.vocab_size), 1 / self.vocab_size), np.zeros(3, np.int32))
+        chances = np.array([1.0, 0.5, 0.5], np.float32)
+        return self.change(Proposal(tokens, np.zeros(3, np.int32), chances, required=3, draws=draws))
+
+    def observe(self, row: int, outcome: Outcome, placed: IntArray) -> None:
+        self.newest = int(outcome.tokens[-1])
+
+    def finish(self, row: int) -> None:
+        pass
+
+
+DRAWN: dict[str, tuple[Callable[[Proposal], Proposal], str]] = {
+    "none": (lambda offer: replace(offer, draws=None), "without its draws"),
+    "optional": (lambda offer: replace(offer, required=2), "must all be tried"),
+    "shape": (lambda offer: replace(offer, draws=Draws(torch.ones(9), np.zeros(3, np.int32))), "shapes"),
+    "origin": (lambda offer: replace(offer, draws=Draws(torch.ones(1, 9), np.ones(3, np.int32))), "origins beyond"),
+    "impossible": (lambda offer: replace(offer, draws=Draws(torch.zeros(1, 9), np.zeros(3, np.int32))), "not give"),
+}
+
+
+@pytest.mark.parametrize("fault", DRAWN)
+def test_a_proposal_that_tells_its_draws_wrong_is_refused(tiny_llama: PreTrainedModel, fault: str) -> None:
+    change, message = DRAWN[fault]
+    config = LookaheadConfig(
+        proposers=(lambda call: Drawing(call, change),), acceptance="rejection", draft="fixed", min_probability=0.0
+    )
+    ids = torch.tensor([[3, 4]])
+    options = {"custom_generate": lookahead.decode, "lookahead_config": config, "max_new_tokens": 9, "pad_token_id": 0}
+    with pytest.raises(ProposerError, match=message):
+        tiny_llama.generate(ids, do_sample=True, **options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -12,10 +11,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import lookahead
-from lookahead import ConfigError, DraftModel, LookaheadConfig, ProposerError
+from lookahead import ConfigError, DraftModel, LookaheadConfig
 from lookahead.drafting import merge
 from lookahead.generation import prepare
-from lookahead.proposers.base import Call, Draws, IntArray, Outcome, Proposal, Proposer
+from lookahead.proposers.base import Proposal
 from lookahead.proposers.draft_rates import DraftRates
 from lookahead.proposers.grove import Grove
 from lookahead.rejection import Trials, coin, draw, draw_several
@@ -354,56 +353,10 @@ def test_processors_of_every_kind_apply_and_scores_are_kept() -> None:
         assert scores[0, got.sequences[0, 3 + step]] > -torch.inf
 
 
-class Drawing(Proposer):
-    """Draws one token evenly of all, told as a function changes it."""
-
-    sources = ("drawing",)
-
-    def __init__(self, call: Call, change: Callable[[Proposal], Proposal]) -> None:
-        self.vocab_size = call.vocab_size
-        self.change = change
-        self.newest = 0
-
-    def start(self, row: int, prompt: IntArray) -> None:
-        self.newest = int(prompt[-1])
-
-    def propose(self, row: int, room: int) -> Proposal:
-        tokens = np.array([self.newest, 4, 5], np.int32)
-        draws = Draws(torch.full((1, self.vocab_size), 1 / self.vocab_size), np.zeros(3, np.int32))
-        chances = np.array([1.0, 0.5, 0.5], np.float32)
-        return self.change(Proposal(tokens, np.zeros(3, np.int32), chances, required=3, draws=draws))
-
-    def observe(self, row: int, outcome: Outcome, placed: IntArray) -> None:
-        self.newest = int(outcome.tokens[-1])
-
-    def finish(self, row: int) -> None:
-        pass
-
-
-FAULTS: dict[str, tuple[Callable[[Proposal], Proposal], str]] = {
-    "none": (lambda offer: replace(offer, draws=None), "without its draws"),
-    "optional": (lambda offer: replace(offer, required=2), "must all be tried"),
-    "shape": (lambda offer: replace(offer, draws=Draws(torch.ones(9), np.zeros(3, np.int32))), "shapes"),
-    "origin": (lambda offer: replace(offer, draws=Draws(torch.ones(1, 9), np.ones(3, np.int32))), "origins beyond"),
-    "impossible": (lambda offer: replace(offer, draws=Draws(torch.zeros(1, 9), np.zeros(3, np.int32))), "not give"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_proposal_that_tells_its_draws_wrong_is_refused(fault: str) -> None:
-    change, message = FAULTS[fault]
-    config = LookaheadConfig(
-        proposers=(lambda call: Drawing(call, change),), acceptance="rejection", draft="fixed", min_probability=0.0
-    )
-    options = {"custom_generate": lookahead.decode, "lookahead_config": config, "max_new_tokens": 9, "pad_token_id": 0}
-    with pytest.raises(ProposerError, match=message):
-        tiny().generate(torch.tensor([[3, 4]]), do_sample=True, **options)
-
-
 def test_names_draw_nothing_and_are_refused_beside_rejection() -> None:
     with pytest.raises(ConfigError, match="'prompt' does not: leave it out"):
         LookaheadConfig(acceptance="rejection")
     with pytest.raises(ConfigError, match="'corpus' does not"):
-        LookaheadConfig(acceptance="rejection", proposers=(Drawing,), pool="some.lkp")
+        LookaheadConfig(acceptance="rejection", proposers=(DraftModel(tiny()),), pool="some.lkp")
     with pytest.raises(ConfigError, match="acceptance must be exact or rejection, got 'typical'"):
         LookaheadConfig(acceptance="typical")

@@ -94,8 +94,8 @@ class Grove:
             found = chances.gather(1, top.clamp(min=0))
         else:
             found, top = chances.topk(min(self._children, chances.shape[-1]))
-        # One read from the device; positions of tokens are exact in float64.
-        read = torch.stack((top.double(), found.double())).cpu().numpy()
+        # One read from the device; float32 counts tokens exactly up to 16 million.
+        read = torch.stack((top.float(), found)).cpu().numpy().astype(np.float64)
         tokens, own = read[0].astype(np.int32), np.where(read[0] < 0, 0.0, read[1])
         worth, features = self._rates.chances(own)
         for row, (growth, chosen) in enumerate(zip(self.growths, self._chosen, strict=True)):
