@@ -67,6 +67,7 @@ Dtype = Annotated[str, typer.Option(help="fp32, bf16, or auto: the checkpoint's 
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. (default: as PyTorch chooses)")]
 Proposers = Annotated[str, typer.Option(help="Drafts' sources, of prompt, outputs, corpus, recycled, jacobi; or none.")]
+Draft = Annotated[str | None, typer.Option("--draft-model", metavar="MODEL", help="Draft with this model too.")]
 Pool = Annotated[str | None, typer.Option(metavar="FILE", help="Draft from this too, made by 'lookahead pool build'.")]
 MaxNodes = Annotated[int | None, typer.Option(help="Most draft tokens a step verifies. (default: by the proposers)")]
 Window = Annotated[int, typer.Option(help="W, columns of the Jacobi window.")]
@@ -175,6 +176,7 @@ def generate(
     device: Device = None,
     threads: Threads = None,
     proposers: Proposers = "prompt,outputs,recycled",
+    draft_model: Draft = None,
     pool: Pool = None,
     max_nodes: MaxNodes = None,
     window: Window = 7,
@@ -188,6 +190,7 @@ def generate(
       lookahead generate "Once upon a time" --model ./my-model
       lookahead generate "Once upon a time" --temperature 0.8 --seed 7 --stats
       lookahead generate - --max-new-tokens 64 < prompt.txt
+      lookahead generate "Dear Sir" --model ./large --draft-model ./small
     """
     from lookahead.files.documents import read_prompt
     from lookahead.summarize.fitting import check_max_new_tokens, check_room
@@ -198,6 +201,8 @@ def generate(
         text = read_prompt(prompt)
         loaded = load(model, dtype, device, threads)
         check_room(*loaded, text, max_new_tokens)
+        if draft_model is not None:
+            config = cli_draft.with_draft_model(config, draft_model, dtype, device, threads)
         chosen = {"temperature": temperature or None, "top_k": top_k, "top_p": top_p}
         sampling = {name: value for name, value in chosen.items() if value is not None and temperature != 0}
         _generate(

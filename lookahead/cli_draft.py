@@ -1,14 +1,16 @@
-"""The command that picks a draft model: arguments in, a table out. The work is done by `picking`."""
+"""Draft models on the command line: arguments in, a table out. The work is done by `picking`."""
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError
 from lookahead.terminal import console, load, table, usage_errors
 
@@ -71,6 +73,17 @@ def pick_draft(
             print(json.dumps(pick.to_dict()))
         else:
             _draw(pick)
+
+
+def with_draft_model(
+    config: LookaheadConfig | None, model: str, dtype: str, device: str | None, threads: int | None
+) -> LookaheadConfig:
+    """The options on drafting, with a draft model beside the other sources; it is loaded for that."""
+    draft, tokenizer = load(model, dtype, device, threads)
+    from lookahead.proposers.draft_model import DraftModel
+
+    config = config if config is not None else LookaheadConfig()
+    return replace(config, proposers=(*config.proposers, DraftModel(draft, tokenizer=tokenizer)))
 
 
 def _read_prompts(path: Path | None) -> list[str]:

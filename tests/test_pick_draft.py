@@ -147,6 +147,18 @@ def test_the_command_says_what_is_wrong(
     assert message in " ".join(run.stderr.split())
 
 
+def test_generate_drafts_with_the_model_that_is_named(folders: dict[str, Path]) -> None:
+    options = ["generate", "abcab", "--model", str(folders["target"]), "--max-new-tokens", "20", "--threads", "1"]
+    draft = ["--draft-model", str(folders["draft"]), "--stats"]
+    plain, drafted, alone = (
+        CliRunner().invoke(app, [*options, *more]) for more in ([], draft, [*draft, "--proposers", "none"])
+    )
+    assert plain.exit_code == drafted.exit_code == alone.exit_code == 0, drafted.output
+    assert plain.stdout == drafted.stdout == alone.stdout
+    refused = CliRunner().invoke(app, [*options, "--draft-model", str(folders["stranger"])])
+    assert refused.exit_code == 2 and "gives other ids than the target's" in " ".join(refused.stderr.split())
+
+
 def test_there_are_prompts_for_those_who_bring_none() -> None:
     assert len(set(PROMPTS)) == len(PROMPTS) > 3
 

@@ -137,9 +137,12 @@ class ModelProposer(Proposer):
             if not self._can_read(row, target):
                 self._leave(row)
         offers: dict[int, Proposal] = {}
-        if self._places:
+        # The target gives the last token in any case: nothing is drafted beyond the one before it.
+        shortest = min((self._rows[row].length for row in self._places), default=0)
+        passes = min(self._depth, self._call.max_length - shortest - 1)
+        if self._places and passes > 0:
             with target.serving():
-                grove = self._grow(target, room)
+                grove = self._grow(target, room, passes)
             offers = dict(zip(self._places, grove.proposals(), strict=True))
         self._done = time.perf_counter()
         return [offers.get(row) for row in rows]
@@ -196,15 +199,15 @@ class ModelProposer(Proposer):
             with torch.inference_mode():
                 self._target.retire(place)
 
-    def _grow(self, target: Target, room: int) -> Grove:
-        """Read what is new of every row, then grow their trees pass by pass."""
+    def _grow(self, target: Target, room: int, passes: int) -> Grove:
+        """Read what is new of every row, which is the first pass, then grow their trees pass by pass."""
         begin = time.perf_counter()
         states = [self._rows[row] for row in self._places]
         grove = Grove(
             [int(state.ids[state.length - 1]) for state in states],
             self._rates,
             room=room,
-            passes=self._depth,
+            passes=passes,
             width=self._width,
             children=self._children,
             vocabulary=self._vocabulary,
@@ -213,7 +216,7 @@ class ModelProposer(Proposer):
         )
         grove.add(target.prefill([state.ids[: state.length] for state in states]))
         pace, now = self._pace(), time.perf_counter()
-        for _ in range(self._depth - 1):
+        for _ in range(passes - 1):
             if self._call.is_timed and not pace.pays(*grove.outlook(), now - begin):
                 break
             before = grove.choose()
