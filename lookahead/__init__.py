@@ -27,10 +27,12 @@ if TYPE_CHECKING:
         LookaheadError,
         PoolError,
         PromptError,
+        ProposerError,
         TrainingError,
         UnsupportedModelError,
     )
     from lookahead.generation import GenerationResult, decode, generate, stream
+    from lookahead.proposers.draft_model import DraftModel
     from lookahead.stats import DecodingStats
 
 __version__ = "0.1.0"
@@ -39,11 +41,13 @@ __all__ = [
     "ConfigError",
     "DecodingStats",
     "DocumentError",
+    "DraftModel",
     "GenerationResult",
     "LookaheadConfig",
     "LookaheadError",
     "PoolError",
     "PromptError",
+    "ProposerError",
     "TrainingError",
     "UnsupportedModelError",
     "calibrate_costs",
@@ -61,11 +65,13 @@ _HOME = {
     "ConfigError": "errors",
     "DecodingStats": "stats",
     "DocumentError": "errors",
+    "DraftModel": "proposers.draft_model",
     "GenerationResult": "generation",
     "LookaheadConfig": "config",
     "LookaheadError": "errors",
     "PoolError": "errors",
     "PromptError": "errors",
+    "ProposerError": "errors",
     "TrainingError": "errors",
     "UnsupportedModelError": "errors",
     "calibrate_costs": "costs",

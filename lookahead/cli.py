@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lookahead import cli_measure
+from lookahead import cli_draft, cli_measure
 from lookahead.cli_pool import pool_app
 from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError
@@ -37,6 +37,7 @@ app.add_typer(pool_app, name="pool")
 
 app.command()(cli_measure.calibrate)
 app.command()(cli_measure.explain)
+app.command()(cli_draft.pick_draft)
 
 Inputs = Annotated[
     list[str],
@@ -66,6 +67,7 @@ Dtype = Annotated[str, typer.Option(help="fp32, bf16, or auto: the checkpoint's 
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. (default: as PyTorch chooses)")]
 Proposers = Annotated[str, typer.Option(help="Drafts' sources, of prompt, outputs, corpus, recycled, jacobi; or none.")]
+Draft = Annotated[str | None, typer.Option("--draft-model", metavar="MODEL", help="Draft with this model too.")]
 Pool = Annotated[str | None, typer.Option(metavar="FILE", help="Draft from this too, made by 'lookahead pool build'.")]
 MaxNodes = Annotated[int | None, typer.Option(help="Most draft tokens a step verifies. (default: by the proposers)")]
 Window = Annotated[int, typer.Option(help="W, columns of the Jacobi window.")]
@@ -174,6 +176,7 @@ def generate(
     device: Device = None,
     threads: Threads = None,
     proposers: Proposers = "prompt,outputs,recycled",
+    draft_model: Draft = None,
     pool: Pool = None,
     max_nodes: MaxNodes = None,
     window: Window = 7,
@@ -187,6 +190,7 @@ def generate(
       lookahead generate "Once upon a time" --model ./my-model
       lookahead generate "Once upon a time" --temperature 0.8 --seed 7 --stats
       lookahead generate - --max-new-tokens 64 < prompt.txt
+      lookahead generate "Dear Sir" --model ./large --draft-model ./small
     """
     from lookahead.files.documents import read_prompt
     from lookahead.summarize.fitting import check_max_new_tokens, check_room
@@ -197,6 +201,8 @@ def generate(
         text = read_prompt(prompt)
         loaded = load(model, dtype, device, threads)
         check_room(*loaded, text, max_new_tokens)
+        if draft_model is not None:
+            config = cli_draft.with_draft_model(config, draft_model, dtype, device, threads)
         chosen = {"temperature": temperature or None, "top_k": top_k, "top_p": top_p}
         sampling = {name: value for name, value in chosen.items() if value is not None and temperature != 0}
         _generate(

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from lookahead.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lookahead.proposers.base import ProposerFactory
 
 PROPOSERS = ("prompt", "outputs", "corpus", "recycled", "jacobi")
 MAX_NODES_LIMIT = 512
@@ -17,17 +20,22 @@ MAX_NODES_LIMIT = 512
 class LookaheadConfig:
     """How drafts are made and how many nodes a step may verify.
 
-    Every setting is lossless: it changes the speed, never a token.
+    Every setting but `acceptance` changes the speed and never a token.
 
     Attributes:
         proposers: Names of the sources that draft, of `"prompt"` (n-grams of the prompt and the output so far),
             `"outputs"` (n-grams of earlier requests and their outputs), `"corpus"` (n-grams of a pool), `"recycled"`
             (what the target thought likely when it last saw such a context) and `"jacobi"` (the lookahead branch).
-            Empty means plain decoding.
+            Beside the names stand sources of your own: anything that is called with a
+            `lookahead.proposers.base.Call` and gives a `Proposer`, such as its class. Empty means plain decoding.
         pool: Path of a pool file, made by `lookahead pool build`, to draft from; it adds `"corpus"` to the
             proposers where that is not named.
         draft: `"auto"` drafts as many nodes as pay for themselves, by the measured cost of a step;
             `"fixed"` drafts all that `max_nodes` and `min_probability` allow.
+        acceptance: `"exact"` accepts what the target itself chooses: the tokens are those of `model.generate`, sampled
+            ones too, from the same seed. `"rejection"` accepts, where tokens are sampled, what draft models drew by
+            speculative sampling: more of it, from the same distribution, but not the tokens of the same seed. It
+            takes proposers that draw (`lookahead.DraftModel`), and none of the names.
         max_nodes: Most draft nodes one row's tree may hold, the root not counted, 1 to 512.
             `None` decides: 64, and with the lookahead branch its window and its guesses on top.
         min_probability: A node is drafted only when its chance of being reached is at least this, 0 to 1.
@@ -46,13 +54,15 @@ class LookaheadConfig:
         ConfigError: A value is out of its range.
 
     Source: Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding", §3
-        (W, N and G); Saxena 2023, "Prompt Lookup Decoding" (n-grams of the prompt as drafts);
+        (W, N and G); Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding" (rejection);
+        Saxena 2023, "Prompt Lookup Decoding" (n-grams of the prompt as drafts);
         Luo et al. 2024, "Token Recycling" (the target's likeliest tokens as drafts).
     """
 
-    proposers: Sequence[str] = ("prompt", "outputs", "recycled")
+    proposers: Sequence[str | ProposerFactory] = ("prompt", "outputs", "recycled")
     pool: str | os.PathLike[str] | None = None
     draft: Literal["auto", "fixed"] = "auto"
+    acceptance: Literal["exact", "rejection"] = "exact"
     max_nodes: int | None = None
     min_probability: float = 0.02
     max_ngram: int = 16
@@ -68,13 +78,17 @@ class LookaheadConfig:
             raise ConfigError(f'proposers must be a sequence of names such as ("prompt",), got {self.proposers!r}')
         object.__setattr__(self, "proposers", tuple(self.proposers))
         self._settle_pool()
-        for name in self.proposers:
-            if name not in PROPOSERS:
-                raise ConfigError(f"proposers must be of {', '.join(PROPOSERS)}, got {name!r}")
-        if len(set(self.proposers)) != len(self.proposers):
-            raise ConfigError(f"proposers must not repeat a name, got {self.proposers!r}")
+        self._check_proposers()
         if self.draft not in ("auto", "fixed"):
             raise ConfigError(f"draft must be auto or fixed, got {self.draft!r}")
+        if self.acceptance not in ("exact", "rejection"):
+            raise ConfigError(f"acceptance must be exact or rejection, got {self.acceptance!r}")
+        names = [each for each in self.proposers if isinstance(each, str)]
+        if names and self.acceptance == "rejection":
+            raise ConfigError(
+                f"acceptance='rejection' takes proposers that draw, such as DraftModel(...), and {names[0]!r} does "
+                "not: leave it out"
+            )
         if self.memory not in ("shared", "request"):
             raise ConfigError(f"memory must be shared or request, got {self.memory!r}")
         if self.max_nodes is not None:
@@ -91,6 +105,16 @@ class LookaheadConfig:
                 f"max_nodes must hold the Jacobi window, at least window * (ngram_size - 1) - 1 = "
                 f"{self.window_nodes}, got {self.max_nodes}"
             )
+
+    def _check_proposers(self) -> None:
+        """Check that every proposer is a name or can be made, and stands there once."""
+        for i, each in enumerate(self.proposers):
+            if isinstance(each, str) and each not in PROPOSERS:
+                raise ConfigError(f"proposers must be of {', '.join(PROPOSERS)}, got {each!r}")
+            if not callable(each) and not isinstance(each, str):
+                raise ConfigError(f"proposers must be names, or called with a Call give a Proposer, got {each!r}")
+            if any(each is other or each == other for other in self.proposers[:i]):
+                raise ConfigError(f"proposers must not repeat one, got {self.proposers!r}")
 
     def _settle_pool(self) -> None:
         """Check that the pool and the proposer that reads it come together; the path becomes a string."""
@@ -117,7 +141,7 @@ class LookaheadConfig:
             return self.max_nodes
         if not self.proposers:
             return 0
-        budget = 64 if set(self.proposers) != {"jacobi"} else 0
+        budget = 0 if tuple(self.proposers) == ("jacobi",) else 64
         if "jacobi" in self.proposers:
             budget += self.window_nodes + self.guesses * (self.ngram_size - 1)
         return min(budget, MAX_NODES_LIMIT)

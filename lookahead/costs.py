@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from lookahead.calibration import CONTEXTS, Calibration, calibrate
 from lookahead.costfile import read_costs, write_costs
-from lookahead.generation import experience_of
+from lookahead.experience import experience_of
 
 
 def load_costs(model: PreTrainedModel, folder: Path | str | None = None) -> bool:

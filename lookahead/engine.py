@@ -17,13 +17,15 @@ from lookahead.config import LookaheadConfig
 from lookahead.drafting import Draft, FloatArray, fit, merge
 from lookahead.errors import PromptError
 from lookahead.pacing import Pacing
-from lookahead.proposers.base import IntArray, Outcome, Proposer, Top
+from lookahead.proposers.base import BatchProposer, IntArray, Outcome, Proposal, Proposer, Top
+from lookahead.proposers.custom import paid_by_bits
+from lookahead.rejection import Trials, draw
 from lookahead.sampling import TokenChooser, not_a_number
 from lookahead.scores import Scores, read_scores
 from lookahead.stats import DecodingStats
 from lookahead.stopping import StoppingRule
 from lookahead.target import Target
-from lookahead.tree import TokenTree, sum_by_source
+from lookahead.tree import TokenTree, count_within, sum_by_source
 from lookahead.verify import Verdict, verify, verify_greedy
 
 _NO_ARGMAX = np.zeros(0, np.int32)
@@ -75,6 +77,7 @@ class Engine:
         lengths: int64 `[batch]`, tokens of each prompt without its padding, at least 1.
         keep_cache: Whether to keep the KV of rows that end.
         is_chain: Whether the target verifies chains only.
+        by_rejection: Whether what was drawn is accepted by rejection sampling; proposals then tell their draws.
 
     Attributes:
         chooser: As given.
@@ -97,6 +100,7 @@ class Engine:
         *,
         keep_cache: bool = False,
         is_chain: bool = False,
+        by_rejection: bool = False,
     ) -> None:
         self._target = target
         self._proposers = proposers
@@ -106,10 +110,14 @@ class Engine:
         self._stopping = stopping
         self._device = prompts.device
         self._budget = config.node_budget
+        self._by_rejection = by_rejection
+        self._trials: list[Trials] = []
         self.sources = [name for proposer in proposers for name in proposer.sources]
         self._needs_argmax = any(proposer.needs_argmax for proposer in proposers)
         self._needs_top = any(proposer.needs_top for proposer in proposers)
+        self._needs_hidden = any(proposer.hidden_layers for proposer in proposers)
         self._observing_s = 0.0  # of the last step
+        self._paid = paid_by_bits(proposers)
         self._nothing = tuple(_NO_ARGMAX for _ in proposers)
         padded = prompts.cpu().numpy()
         self._keep_cache = keep_cache
@@ -157,7 +165,7 @@ class Engine:
     def _prefill(self) -> list[Emission]:
         """Read the prompts; the logits of their ends already give every row its first token."""
         logits = self._target.prefill(self._prompts)
-        drafts = [Draft(TokenTree.root(int(row.ids[row.length - 1])), self._nothing) for row in self._rows]
+        drafts = [self._bare(row) for row in self._rows]
         return self._emit(drafts, logits, self._read(logits, with_top=self._needs_top))
 
     def step(self) -> list[Emission]:
@@ -171,8 +179,14 @@ class Engine:
         emissions = self._emit(drafts, logits, self._read(logits, with_top=with_top))
         if self._pacing is not None:
             tokens = sum(len(emission.tokens) for emission in emissions)
-            host_s = drafted - begin + self._observing_s
-            self._pacing.learn(logits.shape[1], tokens, host_s, time.perf_counter() - begin - host_s)
+            host_s, step_s = drafted - begin + self._observing_s, time.perf_counter() - begin
+            self._pacing.learn(logits.shape[1], tokens, host_s, step_s - host_s)
+            for bits, paid in self._paid.items():
+                alone = sum(
+                    count_within(draft.tree, emission.path, bits)
+                    for draft, emission in zip(drafts, emissions, strict=True)
+                )
+                paid.settle(alone=alone / len(drafts), tokens=tokens / len(drafts), step_s=step_s)
         return emissions
 
     def _emit(self, drafts: Sequence[Draft], logits: Tensor, scores: Scores) -> list[Emission]:
@@ -187,7 +201,12 @@ class Engine:
         begin = time.perf_counter()
         for i, (row, draft, verdict) in enumerate(zip(self._rows, drafts, verdicts, strict=True)):
             heard = scores.argmax[i, : len(draft.tree)] if self._needs_argmax else _NO_ARGMAX
-            self._observe(row, draft, Outcome(verdict.tokens, verdict.path, heard, _top_of(draft.tree, scores, i)))
+            nodes = len(draft.tree)
+            hidden = {layer: states[i, :nodes] for layer, states in self._target.hidden.items()}
+            read = self._target.prompt_hidden[i] if self._target.prompt_hidden else {}
+            top = _top_of(draft.tree, scores, i)
+            self._observe(row, draft, Outcome(verdict.tokens, verdict.path, heard, top, hidden, read))
+        self._target.prompt_hidden.clear()
         self._observing_s = time.perf_counter() - begin
         self._retire([i for i, verdict in enumerate(verdicts) if verdict.finished])
         return emissions
@@ -195,17 +214,21 @@ class Engine:
     def _draft_all(self) -> list[Draft]:
         """Every row's tree: plain decoding, or as large as makes a step worth while."""
         costs = None
+        self._trials = []
         if self._pacing is not None:
             context = max(row.length for row in self._rows)
             costs = self._pacing.begin(len(self._rows), context, self._budget + 1)
         if not self._proposers or (self._pacing is not None and costs is None):
-            return [Draft(TokenTree.root(int(row.ids[row.length - 1])), self._nothing) for row in self._rows]
+            return [self._bare(row) for row in self._rows]
+        if self._by_rejection:
+            return self._draft_draws()
+        offers = self._ask()
         if costs is None:
-            return [self._draft(row, None) for row in self._rows]
+            return [self._draft(row, offer, None) for row, offer in zip(self._rows, offers, strict=True)]
         if len(self._rows) == 1:
-            drafts = [self._draft(self._rows[0], costs)]
+            drafts = [self._draft(self._rows[0], offers[0], costs)]
         else:
-            drafts = fit([self._draft(row, None) for row in self._rows], costs)
+            drafts = fit([self._draft(row, offer, None) for row, offer in zip(self._rows, offers, strict=True)], costs)
         assert self._pacing is not None
         if any(len(draft.tree) > 1 for draft in drafts):
             in_step = len(drafts) > 1 and len({row.length - self.padding[row.index] for row in self._rows}) == 1
@@ -213,10 +236,33 @@ class Engine:
                 return [draft.bare() for draft in drafts]
         return drafts
 
-    def _draft(self, row: _Row, costs: FloatArray | None) -> Draft:
+    def _draft_draws(self) -> list[Draft]:
+        """Every row's tree of all that was drawn: to leave a node out for what it is would change the distribution."""
+        offers = [] if self._pacing is not None and self._pacing.pauses else self._ask()
+        drafts = [self._draft(row, offer, None) for row, offer in zip(self._rows, offers, strict=False)]
+        self._trials = [Trials(offer, draft.placed) for offer, draft in zip(offers, drafts, strict=True)]
+        return drafts or [self._bare(row) for row in self._rows]
+
+    def _ask(self) -> list[list[Proposal | None]]:
+        """For every row what every proposer offers."""
+        for row in self._rows:
+            self._tell(row)
+        rows = [row.index for row in self._rows]
+        room = self._budget // len(self._proposers) if self._by_rejection else self._budget
+        offers = [
+            proposer.propose_batch(rows, room)
+            if isinstance(proposer, BatchProposer)
+            else [proposer.propose(row, room) for row in rows]
+            for proposer in self._proposers
+        ]
+        return [list(each) for each in zip(*offers, strict=True)]
+
+    def _bare(self, row: _Row) -> Draft:
+        """A row's newest token alone, nothing having been asked for."""
+        return Draft(TokenTree.root(int(row.ids[row.length - 1])), self._nothing)
+
+    def _draft(self, row: _Row, proposals: Sequence[Proposal | None], costs: FloatArray | None) -> Draft:
         """One row's tree, merged from what every proposer offers."""
-        self._tell(row)
-        proposals = [proposer.propose(row.index, self._budget) for proposer in self._proposers]
         return merge(
             int(row.ids[row.length - 1]),
             proposals,
@@ -225,7 +271,7 @@ class Engine:
             sources=[len(proposer.sources) for proposer in self._proposers],
             min_probability=self._config.min_probability,
             costs=costs,
-            is_chain=self._is_chain,
+            is_chain=self._is_chain and not self._by_rejection,
         )
 
     def _positions_left(self, row: _Row) -> int:
@@ -265,7 +311,11 @@ class Engine:
             return verdict
 
         def choose(node: int) -> int:
-            return self.chooser.choose(self._ids(row), logits[i, node], row=row.index, step=row.emitted)
+            place = {"row": row.index, "step": row.emitted}
+            if self._by_rejection:
+                chances = self.chooser.chances(self._ids(row), logits[i, node], **place)
+                return self._trials[i].choose(node, chances) if self._trials else draw(chances)
+            return self.chooser.choose(self._ids(row), logits[i, node], **place)
 
         def is_finished(token: int) -> bool:
             row.ids[row.length] = token
@@ -285,7 +335,8 @@ class Engine:
         After a plain step they are told only once they are asked again, unless they learn from more than tokens:
         many tokens at once cost little more than one.
         """
-        if draft.placed is self._nothing and not self._needs_argmax and outcome.top is None:
+        is_plain = draft.placed is self._nothing and not self._needs_hidden
+        if is_plain and not self._needs_argmax and outcome.top is None:
             row.untold.append(outcome.tokens)
             return
         for proposer, placed in zip(self._proposers, draft.placed, strict=True):

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -19,23 +18,24 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
-    TextStreamer,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from lookahead.config import LookaheadConfig
-from lookahead.cost import StepCost
 from lookahead.engine import Engine
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
+from lookahead.experience import experience_of
 from lookahead.handover import adopt, hand_back, output_dict, padded_sequences
 from lookahead.pacing import Pacing
+from lookahead.pieces import PieceStreamer
 from lookahead.plain import PlainLoop
 from lookahead.pools.fingerprint import fingerprint_of
 from lookahead.pools.opening import open_pool
-from lookahead.proposers import Experience, make_proposers
+from lookahead.proposers import make_proposers
 from lookahead.request import (
+    call_of,
     prompt_lengths,
     refuse_long_prompts,
     refuse_model,
@@ -46,10 +46,9 @@ from lookahead.request import (
     stopping_rule,
     vocabulary_size,
 )
-from lookahead.sampling import TokenChooser
+from lookahead.sampling import TokenChooser, warp_of
 from lookahead.stats import DecodingStats, total
 from lookahead.support import Support, prefills_at_once, support_of
-from lookahead.switch import Switch
 from lookahead.target import PREFILL_CHUNK, Target, input_device
 
 
@@ -78,6 +77,7 @@ def decode(
     generation_config: GenerationConfig,
     lookahead_config: LookaheadConfig | None = None,
     lookahead_streamer: BaseStreamer | None = None,
+    lookahead_tokenizer: PreTrainedTokenizerBase | None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Decode speculatively inside `model.generate`, without changing a token.
@@ -95,6 +95,8 @@ def decode(
         lookahead_config: How to draft; the defaults when None.
         lookahead_streamer: Gets the new tokens of a single prompt as they are verified; transformers passes its
             own `streamer` argument to no custom method.
+        lookahead_tokenizer: The model's tokenizer, for proposers that compare it with their own; `generate` passes its
+            own `tokenizer` to no custom method either.
         **model_kwargs: What `generate` would pass to the model.
 
     Returns:
@@ -107,7 +109,7 @@ def decode(
         UnsupportedModelError: The generation mode or an input cannot be served; the message names it.
     """
     arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config)
-    engine = prepare(*arguments, lookahead_config=lookahead_config, **model_kwargs)
+    engine = prepare(*arguments, lookahead_config, lookahead_tokenizer, **model_kwargs)
     if lookahead_streamer is not None:
         lookahead_streamer.put(input_ids.cpu())
     if isinstance(engine, PlainLoop):
@@ -131,6 +133,7 @@ def prepare(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     lookahead_config: LookaheadConfig | None = None,
+    lookahead_tokenizer: PreTrainedTokenizerBase | None = None,
     **model_kwargs: Any,
 ) -> Engine | PlainLoop:
     """Check a call of `model.generate` and build what serves it; the arguments are those of `decode`."""
@@ -162,6 +165,11 @@ def prepare(
     if support.shape == "none" or complaint:
         warnings.warn(f"{complaint}; it is decoded plainly", stacklevel=2)
         return PlainLoop(sample, input_ids, lengths, stopping)
+    experience = experience_of(model)
+    is_chain = support.shape == "chains"
+    warp = warp_of(logits_processor) if generation_config.do_sample else None
+    call = call_of(model, lookahead_tokenizer, batch_size, stopping, config, is_chain=is_chain, warp=warp)
+    proposers = make_proposers(config, experience.proposers, pool, call)
     # Room for what short outputs need; the cache grows when an output turns out long.
     capacity = longest + min(stopping.max_length - longest, 256) + config.node_budget + 1
     target = Target(
@@ -171,16 +179,16 @@ def prepare(
         device=input_ids.device,
         shape=support.shape,
         prefill_chunk=longest if prefills_at_once(model) else PREFILL_CHUNK,
+        hidden_layers=sorted({layer for proposer in proposers for layer in proposer.hidden_layers}),
     )
     is_continued = past is not None and past.get_seq_length() > 0
     is_given = getattr(past, "_is_user_defined", False)
     if is_continued:
         refuse_past(past, input_ids, generation_config, model_kwargs.get("attention_mask"))
         adopt(cast(DynamicCache, past), target.cache, longest - lengths)
-    experience = experience_of(model)
     return Engine(
         target,
-        make_proposers(config, experience.proposers, pool),
+        proposers,
         Pacing(experience.cost, experience.switch) if config.proposers and config.draft == "auto" else None,
         config,
         TokenChooser(
@@ -193,7 +201,8 @@ def prepare(
         input_ids,
         lengths,
         keep_cache=bool(generation_config.return_dict_in_generate or is_continued or is_given),
-        is_chain=support.shape == "chains",
+        is_chain=is_chain,
+        by_rejection=call.by_rejection,
     )
 
 
@@ -206,26 +215,9 @@ def _complaint(model: PreTrainedModel, support: Support, batch_size: int, config
         return f"{name} cannot be decoded speculatively for {batch_size} prompts at once: {support.reason}"
     if support.shape == "chains" and "jacobi" in config.proposers:
         return f"{name} cannot verify the lookahead branch: {support.reason}"
+    if support.shape == "chains" and config.acceptance == "rejection" and len(config.proposers) > 1:
+        return f"{name} cannot verify what several proposers draw: {support.reason}"
     return ""
-
-
-class _Experience:
-    """What is learned of a model and worth keeping from one call to the next."""
-
-    def __init__(self) -> None:
-        self.proposers = Experience()
-        self.cost = StepCost()
-        self.switch = Switch()
-
-
-_experiences: WeakKeyDictionary[PreTrainedModel, _Experience] = WeakKeyDictionary()
-
-
-def experience_of(model: PreTrainedModel) -> _Experience:
-    """What was learned of a model so far."""
-    if model not in _experiences:
-        _experiences[model] = _Experience()
-    return _experiences[model]
 
 
 def generate(
@@ -288,30 +280,13 @@ def stream(
 
 def _pieces(engine: Engine | PlainLoop, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     """Turn the emissions of a one-row engine into text, whole words at a time."""
-    streamer: Any = _PieceStreamer(tokenizer, skip_special_tokens=True)
+    streamer: Any = PieceStreamer(tokenizer, skip_special_tokens=True)
     for emissions in engine.run():
         for emission in emissions:
             streamer.put(torch.from_numpy(emission.tokens))
             yield from streamer.take()
     streamer.end()
     yield from streamer.take()
-
-
-class _PieceStreamer(TextStreamer):
-    """transformers' incremental detokenizer, collecting the text instead of printing it."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, **decode_kwargs: Any) -> None:
-        super().__init__(tokenizer, **decode_kwargs)
-        self._ready: list[str] = []
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Keep a piece whose text can no longer change."""
-        self._ready.append(text)
-
-    def take(self) -> list[str]:
-        """The non-empty pieces since the last call."""
-        ready, self._ready = self._ready, []
-        return [piece for piece in ready if piece]
 
 
 def prepare_text(
@@ -353,6 +328,7 @@ def prepare_text(
         generation_config=generation_config,
         custom_generate=prepare,
         lookahead_config=config,
+        lookahead_tokenizer=tokenizer,
         **generate_kwargs,
     )
     return engine

@@ -64,6 +64,11 @@ class Pacing:
         speedup = tokens * self._costs[1] / self._priced[nodes]
         return self._switch.drafts(self._rows, speedup) and (not in_step or speedup >= LONG)
 
+    @property
+    def pauses(self) -> bool:
+        """Whether drafts were found to lose, so that only a long match would be verified."""
+        return not self._switch.drafts(self._rows, 1.0)
+
     def learn(self, nodes: int, tokens: int, host_s: float, step_s: float) -> None:
         """Count the step.
 

@@ -12,10 +12,17 @@ from torch import FloatTensor, LongTensor, Tensor
 from transformers import (
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
     LogitsProcessor,
     LogitsProcessorList,
+    MinPLogitsWarper,
     PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from lookahead.errors import LogitsError
@@ -70,11 +77,7 @@ class TokenChooser:
         Raises:
             LogitsError: The scores name no token.
         """
-        ids, raw = cast(LongTensor, prefix), cast(FloatTensor, logits[None].to(torch.float32, copy=True))
-        scores: Tensor = self._processors[row](ids, raw)
-        if self._keep:
-            self.logits[row].append(logits.to(torch.float32, copy=True))
-            self.scores[row].append(scores[0])
+        scores = self._process(prefix, logits, row)
         if self._do_sample:
             probs = torch.softmax(scores, -1)
             scores = probs / self._noise_of(step, probs)[row]
@@ -82,6 +85,22 @@ class TokenChooser:
         if token < 0:
             raise not_a_number(row, step)
         return token
+
+    def chances(self, prefix: Tensor, logits: Tensor, *, row: int, step: int) -> Tensor:
+        """What `choose` would draw from, `[vocab]`, for one who draws differently; the arguments are the same."""
+        chances = torch.softmax(self._process(prefix, logits, row)[0], -1)
+        if int(likeliest(chances)) < 0:
+            raise not_a_number(row, step)
+        return chances
+
+    def _process(self, prefix: Tensor, logits: Tensor, row: int) -> Tensor:
+        """Scores after the row's processors, `[1, vocab]`, kept where they are asked for."""
+        ids, raw = cast(LongTensor, prefix), cast(FloatTensor, logits[None].to(torch.float32, copy=True))
+        scores: Tensor = self._processors[row](ids, raw)
+        if self._keep:
+            self.logits[row].append(logits.to(torch.float32, copy=True))
+            self.scores[row].append(scores[0])
+        return scores
 
     def forget_before(self, step: int) -> None:
         """Drop noise that no row needs any more: every running row has emitted at least `step` tokens."""
@@ -95,6 +114,26 @@ class TokenChooser:
             shape = (self._batch_size, probs.shape[-1])
             self._noise.append(torch.empty(shape, dtype=probs.dtype, device=probs.device).exponential_())
         return self._noise[step - self._first_step]
+
+
+# What looks at scores alone, so that drafts can be put through it wherever they stand.
+_WARPERS = (
+    *(TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper),
+    *(TypicalLogitsWarper, EpsilonLogitsWarper, EtaLogitsWarper),
+)
+
+
+def warp_of(processors: LogitsProcessorList) -> Callable[[Tensor], Tensor]:
+    """The processors that look at nothing but scores, `[n, vocab]`, as one function; the others are left out."""
+    warpers = [processor for processor in processors if isinstance(processor, _WARPERS)]
+
+    def warp(scores: Tensor) -> Tensor:
+        nothing = cast(LongTensor, torch.zeros(len(scores), 0, dtype=torch.long))
+        for warper in warpers:
+            scores = warper(nothing, cast(FloatTensor, scores))
+        return scores
+
+    return warp
 
 
 def not_a_number(row: int, step: int) -> LogitsError:

@@ -18,6 +18,8 @@ from transformers import PreTrainedModel
 
 from lookahead.attention import ATTENTION_NAME, Reach, TreePass, running
 from lookahead.cache import TreeCache
+from lookahead.errors import UnsupportedModelError
+from lookahead.levels import LevelPass
 from lookahead.tree import IntArray, TokenTree
 
 Shape = Literal["trees", "chains"]
@@ -71,9 +73,13 @@ class Target:
         device: Where the model takes its tokens.
         shape: What is to be scored.
         prefill_chunk: Most prompt tokens read in one pass.
+        hidden_layers: Which hidden states to keep of every pass, numbered as by `output_hidden_states`.
 
     Attributes:
         positions: Positions the model has a table for, None where there is no end to them.
+        hidden: Those hidden states of the newest pass, `[active, nodes of the largest tree, size]`; of a prefill those
+            of the last token of every prompt, `[rows, 1, size]`.
+        prompt_hidden: The same for every row at the tokens the newest prefill read, `[tokens, size]`.
     """
 
     def __init__(
@@ -85,6 +91,7 @@ class Target:
         device: torch.device,
         shape: Shape = "trees",
         prefill_chunk: int = PREFILL_CHUNK,
+        hidden_layers: Sequence[int] = (),
     ) -> None:
         self._model = model
         self._device = device
@@ -97,6 +104,9 @@ class Target:
         self._prefill_chunk = prefill_chunk
         self.cache = TreeCache(rows=rows, capacity=capacity)
         self.positions = position_limit(model)
+        self._hidden_layers = tuple(hidden_layers)
+        self.hidden: dict[int, Tensor] = {}
+        self.prompt_hidden: list[dict[int, Tensor]] = []
         self._own_attention = model.config._attn_implementation
 
     @contextmanager
@@ -133,31 +143,37 @@ class Target:
         """Put the KV of every prompt into the cache; its last token, the first root, is not committed yet.
 
         Args:
-            prompts: int32 `[tokens]` per row, at least one token more than the row's cache holds already; rows may
-                differ in length.
+            prompts: int32 `[tokens]` per active row, at least one token more than the row's cache holds already; rows
+                may differ in length.
 
         Returns:
-            Logits after the last token of every prompt, `[rows, 1, vocab]`.
+            Logits after the last token of every prompt, `[active, 1, vocab]`.
         """
         slots = self.cache.slots
-        cached = slots.lengths.copy()
+        committed = slots.lengths[: slots.active]
+        cached = committed.copy()
         lengths = np.array([len(prompt) for prompt in prompts])
         new = lengths - cached
         padded = np.zeros((len(prompts), int(new.max())), np.int64)
         for row, prompt in enumerate(prompts):
             padded[row, : new[row]] = prompt[cached[row] :]
         last: dict[int, Tensor] = {}
+        hidden: list[dict[int, Tensor]] = []
         for start in range(0, padded.shape[1], self._prefill_chunk):
             chunk = np.ascontiguousarray(padded[:, start : start + self._prefill_chunk])
             # A row whose prompt has ended writes padding behind its end, where its trees will stand.
-            slots.lengths[:] = cached + start
+            committed[:] = cached + start
             ends = new - 1 - start
             ending = np.flatnonzero((ends >= 0) & (ends < chunk.shape[1]))
             keep, place = np.unique(ends[ending], return_inverse=True)
-            positions = slots.lengths[:, None] + np.arange(chunk.shape[1])
+            positions = committed[:, None] + np.arange(chunk.shape[1])
             logits = self._forward(chunk, positions, None, keep=keep if len(keep) else np.zeros(1, np.int64))
             last.update({int(row): logits[row, column] for row, column in zip(ending, place, strict=True)})
-        slots.lengths[:] = lengths - 1
+            hidden.append(self.hidden)
+        committed[:] = lengths - 1
+        whole = {layer: torch.cat([chunk[layer] for chunk in hidden], 1) for layer in self._hidden_layers}
+        self.prompt_hidden = [{layer: each[row, :n] for layer, each in whole.items()} for row, n in enumerate(new)]
+        self.hidden = {layer: each[range(len(new)), new - 1][:, None] for layer, each in whole.items()}
         return torch.stack([last[row] for row in range(len(prompts))])[:, None]
 
     def score(self, trees: Sequence[TokenTree]) -> Tensor:
@@ -166,15 +182,34 @@ class Target:
         Args:
             trees: One tree per active row, in the order of the rows.
         """
-        slots = self.cache.slots
-        width = max(len(tree) for tree in trees)
+        return self._score(trees, np.zeros(len(trees), np.int64))
+
+    def extend(self, trees: Sequence[TokenTree], scored: NDArray[np.int64]) -> Tensor:
+        """Logits after the nodes that trees gained, `[active, most nodes gained, vocab]`, in one forward pass.
+
+        Args:
+            trees: One tree per active row.
+            scored: int64 `[active]`; how many of its first nodes were scored since the last commit, one at least:
+                their KV stands in its slots. A prefill has scored the root.
+        """
+        committed = self.cache.slots.lengths[: len(trees)]
+        committed += scored
+        try:
+            return self._score(trees, scored)
+        finally:
+            committed -= scored
+
+    def _score(self, trees: Sequence[TokenTree], scored: NDArray[np.int64]) -> Tensor:
+        """One pass over all but the first nodes of trees."""
+        starts = self.cache.slots.lengths[: len(trees)] - scored
+        width = max(len(tree) - first for tree, first in zip(trees, scored, strict=True))
         tokens = np.zeros((len(trees), width), np.int64)
         positions = np.empty((len(trees), width), np.int64)
-        for row, tree in enumerate(trees):
-            tokens[row, : len(tree)] = tree.tokens
-            positions[row] = slots.lengths[row]
-            positions[row, : len(tree)] += tree.depths
-        return self._forward(tokens, positions, trees)
+        for row, (tree, first) in enumerate(zip(trees, scored, strict=True)):
+            tokens[row, : len(tree) - first] = tree.tokens[first:]
+            positions[row] = starts[row]
+            positions[row, : len(tree) - first] += tree.depths[first:]
+        return self._forward(tokens, positions, trees, scored=scored if scored.any() else None)
 
     def commit(self, row: int, path: IntArray) -> None:
         """Keep the KV of an accepted path (int32 `[a]`, from node 0) of a row's tree."""
@@ -190,10 +225,15 @@ class Target:
         positions: NDArray[np.int64],
         trees: Sequence[TokenTree] | None,
         keep: NDArray[np.int64] | None = None,
+        scored: NDArray[np.int64] | None = None,
     ) -> Tensor:
         """One pass of the model over `[active, width]` tokens; returns the logits of all columns, or of `keep`."""
         self.cache.slots.begin(tokens.shape[1])
-        tree_pass = TreePass(self.cache.slots, trees, has_softcap=self._own_attention != "sdpa")
+        has_softcap = self._own_attention != "sdpa"
+        if trees is not None and scored is not None:
+            tree_pass: TreePass = LevelPass(self.cache.slots, trees, scored, has_softcap=has_softcap)
+        else:
+            tree_pass = TreePass(self.cache.slots, trees, has_softcap=has_softcap)
         options: dict[str, object] = {}
         columns = None if keep is None else torch.from_numpy(keep).to(self._device)
         if self._keeps_logits and columns is not None:
@@ -205,11 +245,29 @@ class Target:
             scope = running(tree_pass)
         elif self._takes_masks:
             options["attention_mask"] = tree_pass.mask(1, Reach(), self._model.dtype, self._device)
+        if self._hidden_layers:
+            options["output_hidden_states"] = True
         with scope:
-            logits: Tensor = self._model(
+            output = self._model(
                 input_ids=torch.from_numpy(tokens).to(self._device),
                 past_key_values=self.cache,
                 use_cache=True,
                 **options,
-            ).logits
+            )
+        if self._hidden_layers:
+            self.hidden = _choose_layers(output, self._hidden_layers)
+        logits: Tensor = output.logits
         return logits if columns is None or self._keeps_logits else logits[:, columns]
+
+
+def _choose_layers(output: Any, layers: Sequence[int]) -> dict[int, Tensor]:
+    """Some of the hidden states of a pass.
+
+    Raises:
+        UnsupportedModelError: The model has none, or not so many.
+    """
+    states: Sequence[Tensor] = getattr(output, "hidden_states", None) or ()
+    for layer in layers:
+        if not -len(states) <= layer < len(states):
+            raise UnsupportedModelError(f"a proposer asks for hidden states {layer}, and the model has {len(states)}")
+    return {layer: states[layer] for layer in layers}

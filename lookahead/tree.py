@@ -99,6 +99,11 @@ def sum_by_source(tree: TokenTree, reach: NDArray[np.float64], path: IntArray, s
     return sums
 
 
+def count_within(tree: TokenTree, path: IntArray, bits: int) -> int:
+    """Nodes of a path, int32 `[a]`, the root left out, that no other source offered than those of some bits."""
+    return int(np.count_nonzero(tree.sources[path[1:]] & ~bits == 0))
+
+
 @njit(cache=True)
 def _sum_bits(words, reach, path, bits):
     """For every bit, over the words where it is set: their number, how many are on the path, and their reach."""

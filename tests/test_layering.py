@@ -20,36 +20,40 @@ MAX_LINES = 400
 # the floor of its folder; one with no folder has no floor yet, and the test says so.
 FLOORS = (
     {"errors", "atomic"},
-    {"ngram", "kernels", "config", "tree", "files", "loading"},
+    {"ngram", "kernels", "tree", "files", "loading"},
     {"proposers.base", "pools", "scores"},
-    {"drafting", "cost", "switch", "sampling", "stopping", "verify", "stats"},
-    {"pacing", "costfile"},
+    {"config"},
+    {"drafting", "cost", "switch", "sampling", "stopping", "verify", "stats", "rejection"},
+    {"pacing", "costfile", "ledger"},
     {"proposers"},
     {"cache"},
     {"attention"},
+    {"levels"},
     {"target"},
     {"support", "request"},
-    {"calibration"},
+    {"calibration", "proposers.draft_model", "proposers.model_proposer"},
     {"engine"},
-    {"plain", "handover"},
+    {"plain", "handover", "pieces", "experience"},
     {"generation"},
     {"costs"},
     {"explain"},
-    {"enabling"},
+    {"enabling", "contest"},
+    {"picking"},
     {"summarize"},
     {"training", "terminal"},
     {"explain.drawing"},
-    {"cli_measure"},
+    {"cli_measure", "cli_draft"},
     {"lookahead", "cli_pool"},  # lookahead/__init__.py, the public names; the commands on pools
     {"cli"},
 )
-MODEL_BACKED_PROPOSERS: frozenset[str] = frozenset()
+MODEL_BACKED_PROPOSERS = frozenset({"proposers.draft_model", "proposers.model_proposer"})
 KNOW_TRANSFORMERS = {
-    *("cache", "attention", "target", "sampling", "support", "request", "handover", "calibration"),
-    *("generation", "enabling", "costs", "explain", "loading", "pools", "summarize", "training"),
+    *("cache", "attention", "target", "sampling", "support", "request", "handover", "pieces", "experience"),
+    *("calibration", "generation", "enabling", "costs", "explain", "loading", "pools", "summarize"),
+    *("contest", "picking", "training"),
 }
 # Training shows its progress.
-KNOW_THE_TERMINAL = {"cli", "cli_pool", "cli_measure", "explain.drawing", "terminal", "training"}
+KNOW_THE_TERMINAL = {"cli", "cli_pool", "cli_measure", "cli_draft", "explain.drawing", "terminal", "training"}
 BROUGHT_ALONG = {"tokenizers", "llvmlite"}  # by transformers and numba, which pin the range they work with
 
 

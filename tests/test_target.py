@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from transformers import GPTJConfig, GPTJForCausalLM, PreTrainedModel
+from transformers import GPTJConfig, GPTJForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from lookahead.target import Target
 from lookahead.tree import TokenTree
@@ -83,6 +83,66 @@ def test_rows_of_any_length_score_and_commit_trees_of_any_shape(model: PreTraine
                 path = np.flatnonzero(tree.ancestor_mask()[leaf]).astype(np.int32)
                 target.commit(row, path)
                 texts[row] += tokens_to(tree, leaf)
+
+
+def first_nodes(tree: TokenTree, count: int) -> TokenTree:
+    return TokenTree.from_parents(tree.tokens[:count], tree.parents[:count])
+
+
+@pytest.mark.parametrize("shape", ["trees", "chains"])
+def test_trees_that_grow_are_scored_node_by_node_as_if_at_once(model: PreTrainedModel, shape: str) -> None:
+    target = Target(model, rows=3, capacity=24, device=torch.device("cpu"))
+    texts = [prompt.tolist() for prompt in PROMPTS]
+    rng = np.random.default_rng(0)
+    with torch.inference_mode(), target.serving():
+        for _ in range(3):
+            target.prefill([np.array(text, np.int32) for text in texts])
+            trees = [random_tree(int(rng.integers(99)), nodes, root=texts[i][-1]) for i, nodes in enumerate((9, 1, 12))]
+            if shape == "chains":
+                trees = [TokenTree.from_parents(tree.tokens, [0, *range(len(tree) - 1)]) for tree in trees]
+            scored = np.ones(3, np.int64)  # the roots, by the prefill
+            while any(scored < list(map(len, trees))):
+                new = np.minimum(scored + rng.integers(0, 4, 3), list(map(len, trees)))
+                if (new == scored).all():
+                    continue
+                logits = target.extend([first_nodes(tree, int(n)) for tree, n in zip(trees, new, strict=True)], scored)
+                with model_as_it_was(model):
+                    for row, tree in enumerate(trees):
+                        for node in range(scored[row], new[row]):
+                            expected = expected_logits(model, texts[row][:-1] + tokens_to(tree, node))
+                            got = logits[row, node - scored[row]]
+                            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+                scored = new
+            for row, tree in enumerate(trees):
+                leaf = int(rng.integers(len(tree)))
+                target.commit(row, np.flatnonzero(tree.ancestor_mask()[leaf]).astype(np.int32))
+                texts[row] += [*tokens_to(tree, leaf)[1:], 50, 51][: rng.integers(1, 3) + tree.depths[leaf]]
+
+
+def test_a_tree_that_grows_looks_back_as_far_as_a_sliding_window_lets_it() -> None:
+    config = MistralConfig(
+        vocab_size=101,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=5,
+    )
+    torch.manual_seed(0)
+    model = MistralForCausalLM(config).eval()
+    target = Target(model, rows=1, capacity=64, device=torch.device("cpu"))
+    tree = random_tree(4, 14, root=PROMPTS[1][-1])
+    with torch.inference_mode(), target.serving():
+        target.prefill(PROMPTS[1:2])
+        scored = 1
+        for count in (2, 5, 9, 14):
+            logits = target.extend([first_nodes(tree, count)], np.array([scored]))
+            with model_as_it_was(model):
+                for node in range(scored, count):
+                    expected = expected_logits(model, PROMPTS[1][:-1].tolist() + tokens_to(tree, node))
+                    torch.testing.assert_close(logits[0, node - scored], expected, rtol=1e-4, atol=1e-4)
+            scored = count
 
 
 def test_a_retired_row_leaves_its_place_to_the_last_one(model: PreTrainedModel) -> None:

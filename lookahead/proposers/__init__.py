@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from lookahead.config import LookaheadConfig
+from lookahead.errors import ProposerError
+from lookahead.ledger import Ledger
 from lookahead.ngram.hits import HitRates
 from lookahead.ngram.pool import Pool
-from lookahead.proposers.base import Proposer
+from lookahead.proposers.base import Call, Proposer, ProposerFactory
+from lookahead.proposers.custom import CustomProposer
 from lookahead.proposers.jacobi import JacobiProposer
 from lookahead.proposers.mixture import SOURCES, Memory, MixtureProposer
+
+_MOST_SOURCES = 31  # bits of a node that tell who offered it
 
 
 @dataclass(slots=True)
@@ -20,15 +27,21 @@ class Experience:
         mixture: The hit rates of all candidates of a `MixtureProposer`.
         jacobi: The hit rates of the lookahead branch.
         memory: Texts, and what the target thought of them.
+        ledgers: What proposers of a user's own were worth, by what makes them.
     """
 
     mixture: HitRates = field(default_factory=HitRates)
     jacobi: HitRates = field(default_factory=HitRates)
     memory: Memory = field(default_factory=Memory)
+    ledgers: WeakKeyDictionary[Any, Ledger] = field(default_factory=WeakKeyDictionary)
 
 
-def make_proposers(config: LookaheadConfig, experience: Experience, pool: Pool | None) -> list[Proposer]:
-    """The proposers a configuration names, with what was learned before, and its pool."""
+def make_proposers(config: LookaheadConfig, experience: Experience, pool: Pool | None, call: Call) -> list[Proposer]:
+    """The proposers a configuration names, with what was learned before, and its pool, then those it brings along.
+
+    Raises:
+        ProposerError: One of these is none, or two sources have one name.
+    """
     made: list[Proposer] = []
     mixed = [name for name in config.proposers if name in SOURCES]
     if mixed:
@@ -54,4 +67,21 @@ def make_proposers(config: LookaheadConfig, experience: Experience, pool: Pool |
                 rates=experience.jacobi,
             )
         )
+    for factory in config.proposers:
+        if not isinstance(factory, str):
+            made.append(CustomProposer(factory, call, _ledger_of(factory, experience)))
+    names = [name for proposer in made for name in proposer.sources]
+    for name in names:
+        if names.count(name) > 1:
+            raise ProposerError(f"two proposers have a source called {name!r}: give one of them another name")
+    if len(names) > _MOST_SOURCES:
+        raise ProposerError(f"proposers may have {_MOST_SOURCES} sources together, got {len(names)}")
     return made
+
+
+def _ledger_of(factory: ProposerFactory, experience: Experience) -> Ledger:
+    """What a proposer was worth so far; of one that cannot be told from others nothing is kept."""
+    try:
+        return experience.ledgers.setdefault(factory, Ledger())
+    except TypeError:
+        return Ledger()

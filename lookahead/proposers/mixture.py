@@ -66,6 +66,7 @@ class MixtureProposer:
     """
 
     needs_argmax = False
+    hidden_layers: tuple[int, ...] = ()
 
     def __init__(
         self,

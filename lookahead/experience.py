@@ -1,0 +1,43 @@
+"""What is learned of a model from one call to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+from transformers import PreTrainedModel
+
+from lookahead.cost import StepCost
+from lookahead.proposers import Experience
+from lookahead.switch import Switch
+
+
+class ModelExperience:
+    """What is learned of a model and worth keeping from one call to the next."""
+
+    def __init__(self) -> None:
+        self.proposers = Experience()
+        self.cost = StepCost()
+        self.switch = Switch()
+
+
+_experiences: WeakKeyDictionary[PreTrainedModel, ModelExperience] = WeakKeyDictionary()
+
+
+def experience_of(model: PreTrainedModel) -> ModelExperience:
+    """What was learned of a model so far."""
+    if model not in _experiences:
+        _experiences[model] = ModelExperience()
+    return _experiences[model]
+
+
+@contextmanager
+def lent_experience(model: PreTrainedModel, experience: ModelExperience) -> Iterator[None]:
+    """Let a model draft by another experience until the block ends, so that measurements do not learn of each other."""
+    own = experience_of(model)
+    _experiences[model] = experience
+    try:
+        yield
+    finally:
+        _experiences[model] = own

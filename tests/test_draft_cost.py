@@ -1,0 +1,97 @@
+"""What a draft model may cost: it is asked as long as it saves more time than it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from bench.near_models import like, small
+from lookahead import DraftModel, LookaheadConfig
+from lookahead.generation import prepare
+
+
+class Clock:
+    """Time that passes only where a model runs: so many seconds a pass, by the model."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: dict[PreTrainedModel, float]) -> None:
+        self.now = 0.0
+        self.passes = dict.fromkeys(seconds, 0)
+        monkeypatch.setattr("time.perf_counter", lambda: self.now)
+        for model, duration in seconds.items():
+            model.register_forward_hook(self._hook(model, duration))
+
+    def _hook(self, model: PreTrainedModel, seconds: float) -> Callable[..., None]:
+        def passed(*_: Any) -> None:
+            self.now += seconds
+            self.passes[model] += 1
+
+        return passed
+
+
+def lost(target: PreTrainedModel, config: LookaheadConfig, tokens: int) -> float:
+    """Steps of 10 ms that a call took beyond those of plain decoding; below 0 what it saved."""
+    ids = torch.tensor([[5, 9, 31, 77]])
+    options = {"do_sample": False, "max_new_tokens": tokens, "custom_generate": prepare, "lookahead_config": config}
+    engine = target.generate(ids, **options)
+    for _ in engine.run():
+        pass
+    return engine.stats[0].decode_s / 0.01 - engine.stats[0].decoded_tokens
+
+
+@pytest.mark.parametrize("draft_s", [0.0001, 0.001, 0.004, 0.02, 0.1])
+def test_a_draft_model_that_foretells_nothing_loses_a_few_steps_whatever_it_takes(
+    looping_llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, draft_s: float
+) -> None:
+    target, draft = like(looping_llama, 0.0), small()
+    Clock(monkeypatch, {target: 0.01, draft: draft_s})
+    config = LookaheadConfig(proposers=(DraftModel(draft),))
+    assert lost(target, config, 200) < 5 + 2 * draft_s / 0.01  # it reads the prompt, and is asked once
+    assert lost(target, config, 200) < 3 + 2 * draft_s / 0.01
+
+
+def test_a_good_draft_model_is_asked_as_long_as_it_is_fast(
+    looping_llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for draft_s, least in ((0.0001, 120), (0.002, 80)):
+        target, draft = like(looping_llama, 0.0), like(looping_llama, 0.02)
+        with monkeypatch.context() as patch:
+            Clock(patch, {target: 0.01, draft: draft_s})
+            assert lost(target, LookaheadConfig(proposers=(DraftModel(draft),)), 200) < -least
+
+
+@pytest.mark.parametrize("draft_s", [0.004, 0.1])
+def test_a_costly_draft_model_does_not_eat_up_what_the_names_beside_it_save(
+    looping_llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, draft_s: float
+) -> None:
+    target, twin, draft = (like(looping_llama, noise) for noise in (0.0, 0.0, 0.02))
+    Clock(monkeypatch, {target: 0.01, twin: 0.01, draft: draft_s})
+    names = ("prompt", "recycled")
+    alone = [lost(twin, LookaheadConfig(proposers=names, memory="request"), 200) for _ in range(2)][1]
+    config = LookaheadConfig(proposers=(*names, DraftModel(draft)), memory="request")
+    lost(target, config, 200)
+    assert lost(target, config, 200) < 0.8 * alone < -50
+
+
+def test_drafting_stops_where_a_further_pass_takes_longer_than_it_gains(
+    looping_llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    depths: dict[float, float] = {}
+    for draft_s in (0.0001, 0.009):
+        target, draft = like(looping_llama, 0.0), like(looping_llama, 0.02)
+        with monkeypatch.context() as patch:
+            clock = Clock(patch, {target: 0.01, draft: draft_s})
+            config = LookaheadConfig(proposers=(DraftModel(draft, children=1, depth=16),))
+            options = {
+                "do_sample": False,
+                "max_new_tokens": 300,
+                "custom_generate": prepare,
+                "lookahead_config": config,
+            }
+            for _ in target.generate(torch.tensor([[5, 9, 31, 77]]), **options).run():
+                pass
+        depths[draft_s] = clock.passes[draft] / clock.passes[target]
+    assert depths[0.0001] > 3 * depths[0.009]

@@ -1,0 +1,55 @@
+"""A proposer is asked as long as its share of the tokens is its share of the time."""
+
+from __future__ import annotations
+
+import pytest
+
+from lookahead.ledger import Ledger
+
+
+def live(ledger: Ledger, steps: int, *, spent_s: float, alone: float, others: float = 1.0) -> tuple[float, int]:
+    """What was lost of steps of 10 ms that give `others` tokens without it, in such steps; how often it was asked."""
+    took = tokens = 0.0
+    asked = 0
+    for _ in range(steps):
+        asks = ledger.affords
+        asked += asks
+        emitted = others + (alone if asks else 0.0)
+        step_s = 0.01 + (spent_s if asks else 0.0)
+        ledger.settle(spent_s=spent_s if asks else None, alone=emitted - others, tokens=emitted, step_s=step_s)
+        took, tokens = took + step_s, tokens + emitted
+    return took / 0.01 - tokens / others, asked
+
+
+@pytest.mark.parametrize("spent_s", [0.0001, 0.001, 0.01, 0.1, 1.0])
+@pytest.mark.parametrize("others", [1.0, 4.0])
+def test_one_that_earns_nothing_loses_little_whatever_it_takes(spent_s: float, others: float) -> None:
+    lost, _ = live(Ledger(), 4000, spent_s=spent_s, alone=0.0, others=others)
+    assert lost < 0.0075 * 4000 + 3 + spent_s / 0.01
+
+
+@pytest.mark.parametrize("spent_s", [0.0001, 0.002, 0.005])
+def test_one_that_earns_more_than_its_time_is_always_asked(spent_s: float) -> None:
+    lost, asked = live(Ledger(), 500, spent_s=spent_s, alone=0.6)
+    assert asked == 500
+    assert lost < 0
+
+
+def test_one_that_earns_as_much_as_others_do_in_its_time_is_no_gain_and_no_loss() -> None:
+    lost, asked = live(Ledger(), 500, spent_s=0.005, alone=0.5)
+    assert lost == pytest.approx(0.0, abs=1e-6)
+    assert asked == 500
+
+
+def test_one_that_begins_to_earn_is_found_out() -> None:
+    ledger = Ledger()
+    live(ledger, 3000, spent_s=0.01, alone=0.0)
+    _, asked = live(ledger, 2000, spent_s=0.002, alone=1.0)
+    assert asked > 1500
+
+
+def test_a_disturbance_costs_no_more_than_twice_the_usual_price() -> None:
+    ledger = Ledger()
+    live(ledger, 100, spent_s=0.001, alone=0.5)
+    ledger.settle(spent_s=60.0, alone=0.5, tokens=1.5, step_s=60.01)
+    assert ledger.affords

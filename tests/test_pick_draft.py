@@ -1,0 +1,190 @@
+"""Choosing a draft model: each is measured on the same prompts, and none has to be taken."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from bench import proposers as bench
+from lookahead import DraftModel, LookaheadConfig
+from lookahead.cli import app
+from lookahead.contest import Score, compare, pass_seconds
+from lookahead.experience import experience_of
+from lookahead.picking import NAMES, PLAIN, PROMPTS, pick_draft
+
+
+@pytest.fixture(scope="module")
+def folders(
+    tmp_path_factory: pytest.TempPathFactory, looping_llama: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerFast
+) -> dict[str, Path]:
+    """A target, a draft model, and one of another vocabulary."""
+    root = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    config = looping_llama.config
+    models = {
+        "target": looping_llama,
+        "draft": LlamaForCausalLM(type(config)(**{**config.to_dict(), "num_hidden_layers": 1})),
+        "stranger": LlamaForCausalLM(type(config)(**{**config.to_dict(), "vocab_size": 300, "num_hidden_layers": 1})),
+    }
+    for name, model in models.items():
+        model.save_pretrained(root / name)
+        tiny_tokenizer.save_pretrained(root / name)
+    other = PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer.backend_tokenizer, unk_token="<unk>")
+    other.add_tokens(["<new>"])
+    other.save_pretrained(root / "stranger")
+    return {name: root / name for name in models}
+
+
+def test_every_way_decodes_every_prompt_and_learns_for_itself_alone(
+    looping_llama: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    before = experience_of(looping_llama)
+    told = []
+    configs = {
+        "plain": LookaheadConfig(proposers=()),
+        "first": LookaheadConfig(proposers=("outputs",), draft="fixed"),
+        "second": LookaheadConfig(proposers=("outputs",), draft="fixed"),
+    }
+    scores = compare(
+        looping_llama,
+        tiny_tokenizer,
+        ["abcab", "xyz"],
+        configs,
+        told=lambda: told.append(1),
+        max_new_tokens=20,
+        do_sample=True,
+    )
+    assert len(told) == 3 and experience_of(looping_llama) is before
+    assert {(score.prompts, score.identical) for score in scores.values()} == {(2, 2)}
+    assert scores["plain"].mean_acceptance_length == 1.0
+    assert scores["first"].drafted == scores["second"].drafted > 0
+
+
+def test_a_score_adds_up() -> None:
+    score = Score()
+    assert (score.mean_acceptance_length, score.drafted_per_step, score.tokens_per_s) == (0.0, 0.0, 0.0)
+    assert score.to_dict()["draft_acceptance_rate"] == 0.0
+    score = Score(prompts=2, identical=1, forwards=10, decoded=25, drafted=40, accepted=15, seconds=5.0)
+    assert score.to_dict() == {
+        "mean_acceptance_length": 2.5,
+        "tokens_per_s": 5.0,
+        "drafted_per_step": 4.0,
+        "draft_acceptance_rate": 0.375,
+        "identical": 1,
+        "prompts": 2,
+    }
+
+
+def picked(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float], model: Any, tokenizer: Any) -> Any:
+    """What is picked where decoding takes so many seconds."""
+
+    def told(*arguments: Any, **options: Any) -> dict[str, Score]:
+        return {name: Score(decoded=100, seconds=seconds[name]) for name in arguments[3]}
+
+    monkeypatch.setattr("lookahead.picking.compare", told)
+    return pick_draft(model, tokenizer, {"a": DraftModel(model), "b": DraftModel(model)})
+
+
+def test_the_fastest_is_picked_and_none_unless_one_is_faster_than_none(
+    tiny_llama: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def best(plain: float, names: float, a: float, b: float) -> str:
+        seconds = {PLAIN: plain, NAMES: names, "a": a, "b": b}
+        return picked(monkeypatch, seconds, tiny_llama, tiny_tokenizer).best
+
+    assert best(4.0, 3.0, 2.0, 1.0) == "b"
+    assert best(4.0, 3.0, 1.0, 2.0) == "a"
+    assert best(4.0, 3.0, 2.99, 5.0) == NAMES
+    assert best(1.0, 3.0, 2.0, 5.0) == PLAIN
+
+
+def test_a_pass_takes_time(tiny_llama: PreTrainedModel) -> None:
+    assert pass_seconds(tiny_llama) > 0.0
+
+
+def test_the_command_measures_and_recommends(folders: dict[str, Path], tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("abcab\n\nxyz\n")
+    options = ["--model", str(folders["target"]), "--candidates", str(folders["draft"]), "--prompts", str(prompts)]
+    run = CliRunner().invoke(app, ["pick-draft", *options, "--max-new-tokens", "12", "--threads", "1", "--json"])
+    assert run.exit_code == 0, run.output
+    told = json.loads(run.stdout)
+    assert set(told["candidates"]) == {PLAIN, NAMES, str(folders["draft"])}
+    assert told["best"] in told["candidates"] and told["target_pass_ms"] > 0
+    for name, candidate in told["candidates"].items():
+        assert candidate["identical"] == candidate["prompts"] == 2
+        assert (candidate["parameters"] > 0) == (candidate["cost"] > 0) == (name == str(folders["draft"]))
+    run = CliRunner().invoke(app, ["pick-draft", *options, "--max-new-tokens", "12", "--temperature", "0.8"])
+    assert run.exit_code == 0, run.output
+    assert "fastest: " in run.stdout and "2/2" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--candidates", " , "], "candidates must be models, each named once"),
+        (["--candidates", "a,b,a"], "each named once, got 'a,b,a'"),
+        (["--candidates", "./nowhere"], "does not exist"),
+        (["--candidates", "DRAFT", "--prompts", "./nowhere.txt"], "nowhere.txt"),
+        (["--candidates", "DRAFT", "--prompts", "EMPTY"], "holds no prompt"),
+        (["--candidates", "STRANGER"], "gives other ids than the target's"),
+    ],
+)
+def test_the_command_says_what_is_wrong(
+    folders: dict[str, Path], tmp_path: Path, options: list[str], message: str
+) -> None:
+    (tmp_path / "empty.txt").write_text("\n \n")
+    places = {"DRAFT": folders["draft"], "STRANGER": folders["stranger"], "EMPTY": tmp_path / "empty.txt"}
+    arguments = [str(places.get(option, option)) for option in options]
+    run = CliRunner().invoke(app, ["pick-draft", "--model", str(folders["target"]), *arguments])
+    assert run.exit_code == 2
+    assert message in " ".join(run.stderr.split())
+
+
+def test_generate_drafts_with_the_model_that_is_named(folders: dict[str, Path]) -> None:
+    options = ["generate", "abcab", "--model", str(folders["target"]), "--max-new-tokens", "20", "--threads", "1"]
+    draft = ["--draft-model", str(folders["draft"]), "--stats"]
+    plain, drafted, alone = (
+        CliRunner().invoke(app, [*options, *more]) for more in ([], draft, [*draft, "--proposers", "none"])
+    )
+    assert plain.exit_code == drafted.exit_code == alone.exit_code == 0, drafted.output
+    assert plain.stdout == drafted.stdout == alone.stdout
+    refused = CliRunner().invoke(app, [*options, "--draft-model", str(folders["stranger"])])
+    assert refused.exit_code == 2 and "gives other ids than the target's" in " ".join(refused.stderr.split())
+
+
+def test_there_are_prompts_for_those_who_bring_none() -> None:
+    assert len(set(PROMPTS)) == len(PROMPTS) > 3
+
+
+def test_the_benchmark_measures_every_way_and_checks_its_outputs(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.txt").write_text("abcab\nxyz\n")
+    places = ["--model", str(folders["target"]), "--draft", str(folders["draft"]), "--json", str(tmp_path / "r.json")]
+    sizes = [
+        "--layers",
+        "1",
+        "--prompts",
+        "2",
+        "--tokens",
+        "8",
+        "--nodes",
+        "12",
+        "--file",
+        str(tmp_path / "prompts.txt"),
+    ]
+    assert bench.main([*places, *sizes]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result == json.loads((tmp_path / "r.json").read_text())
+    assert set(result["proposers"]) == set(bench.WAYS)
+    for name, figures in result["proposers"].items():
+        for one in (figures, figures["temperature_1"], figures["auto"]):
+            assert one["identical"] == one["prompts"] == 2
+        assert ("rejection" in figures) == (name in bench.DRAWING)
