@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lookahead.errors import (
         ConfigError,
         DocumentError,
+        HeadsError,
         LookaheadError,
         PoolError,
         PromptError,
@@ -40,6 +41,7 @@ __all__ = [
     "DecodingStats",
     "DocumentError",
     "GenerationResult",
+    "HeadsError",
     "LookaheadConfig",
     "LookaheadError",
     "PoolError",
@@ -62,6 +64,7 @@ _HOME = {
     "DecodingStats": "stats",
     "DocumentError": "errors",
     "GenerationResult": "generation",
+    "HeadsError": "errors",
     "LookaheadConfig": "config",
     "LookaheadError": "errors",
     "PoolError": "errors",

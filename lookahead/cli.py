@@ -1,6 +1,6 @@
 """The command line: arguments in, text and tables out. The work is done by `summarize` and `generation`.
 
-`lookahead.cli_pool` has the commands on pools.
+`lookahead.cli_pool` has the commands on pools, `lookahead.cli_train` the one that trains heads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lookahead import cli_measure
+from lookahead import cli_measure, cli_train
 from lookahead.cli_pool import pool_app
 from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError
@@ -37,6 +37,7 @@ app.add_typer(pool_app, name="pool")
 
 app.command()(cli_measure.calibrate)
 app.command()(cli_measure.explain)
+app.command()(cli_train.train)
 
 Inputs = Annotated[
     list[str],
