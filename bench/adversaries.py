@@ -21,7 +21,7 @@ class Scripted:
         offer: Takes a row's place in the batch, its text so far and the room for nodes, and gives a proposal.
     """
 
-    sources, needs_argmax, needs_top = ("scripted",), False, False
+    sources, needs_argmax, needs_top, hidden_layers = ("scripted",), False, False, ()
 
     def __init__(self, offer: Offer) -> None:
         self._offer = offer

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         LookaheadError,
         PoolError,
         PromptError,
+        ProposerError,
         TrainingError,
         UnsupportedModelError,
     )
@@ -46,6 +47,7 @@ __all__ = [
     "LookaheadError",
     "PoolError",
     "PromptError",
+    "ProposerError",
     "TrainingError",
     "UnsupportedModelError",
     "calibrate_costs",
@@ -69,6 +71,7 @@ _HOME = {
     "LookaheadError": "errors",
     "PoolError": "errors",
     "PromptError": "errors",
+    "ProposerError": "errors",
     "TrainingError": "errors",
     "UnsupportedModelError": "errors",
     "calibrate_costs": "costs",

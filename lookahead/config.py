@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from lookahead.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lookahead.proposers.base import ProposerFactory
 
 PROPOSERS = ("prompt", "outputs", "corpus", "recycled", "jacobi")
 MAX_NODES_LIMIT = 512
@@ -23,7 +26,8 @@ class LookaheadConfig:
         proposers: Names of the sources that draft, of `"prompt"` (n-grams of the prompt and the output so far),
             `"outputs"` (n-grams of earlier requests and their outputs), `"corpus"` (n-grams of a pool), `"recycled"`
             (what the target thought likely when it last saw such a context) and `"jacobi"` (the lookahead branch).
-            Empty means plain decoding.
+            Beside the names stand sources of your own: anything that is called with a
+            `lookahead.proposers.base.Call` and gives a `Proposer`, such as its class. Empty means plain decoding.
         pool: Path of a pool file, made by `lookahead pool build`, to draft from; it adds `"corpus"` to the
             proposers where that is not named.
         draft: `"auto"` drafts as many nodes as pay for themselves, by the measured cost of a step;
@@ -50,7 +54,7 @@ class LookaheadConfig:
         Luo et al. 2024, "Token Recycling" (the target's likeliest tokens as drafts).
     """
 
-    proposers: Sequence[str] = ("prompt", "outputs", "recycled")
+    proposers: Sequence[str | ProposerFactory] = ("prompt", "outputs", "recycled")
     pool: str | os.PathLike[str] | None = None
     draft: Literal["auto", "fixed"] = "auto"
     max_nodes: int | None = None
@@ -68,11 +72,7 @@ class LookaheadConfig:
             raise ConfigError(f'proposers must be a sequence of names such as ("prompt",), got {self.proposers!r}')
         object.__setattr__(self, "proposers", tuple(self.proposers))
         self._settle_pool()
-        for name in self.proposers:
-            if name not in PROPOSERS:
-                raise ConfigError(f"proposers must be of {', '.join(PROPOSERS)}, got {name!r}")
-        if len(set(self.proposers)) != len(self.proposers):
-            raise ConfigError(f"proposers must not repeat a name, got {self.proposers!r}")
+        self._check_proposers()
         if self.draft not in ("auto", "fixed"):
             raise ConfigError(f"draft must be auto or fixed, got {self.draft!r}")
         if self.memory not in ("shared", "request"):
@@ -91,6 +91,16 @@ class LookaheadConfig:
                 f"max_nodes must hold the Jacobi window, at least window * (ngram_size - 1) - 1 = "
                 f"{self.window_nodes}, got {self.max_nodes}"
             )
+
+    def _check_proposers(self) -> None:
+        """Check that every proposer is a name or can be made, and stands there once."""
+        for i, each in enumerate(self.proposers):
+            if isinstance(each, str) and each not in PROPOSERS:
+                raise ConfigError(f"proposers must be of {', '.join(PROPOSERS)}, got {each!r}")
+            if not callable(each) and not isinstance(each, str):
+                raise ConfigError(f"proposers must be names, or called with a Call give a Proposer, got {each!r}")
+            if any(each is other or each == other for other in self.proposers[:i]):
+                raise ConfigError(f"proposers must not repeat one, got {self.proposers!r}")
 
     def _settle_pool(self) -> None:
         """Check that the pool and the proposer that reads it come together; the path becomes a string."""
@@ -117,7 +127,7 @@ class LookaheadConfig:
             return self.max_nodes
         if not self.proposers:
             return 0
-        budget = 64 if set(self.proposers) != {"jacobi"} else 0
+        budget = 0 if tuple(self.proposers) == ("jacobi",) else 64
         if "jacobi" in self.proposers:
             budget += self.window_nodes + self.guesses * (self.ngram_size - 1)
         return min(budget, MAX_NODES_LIMIT)

@@ -113,6 +113,7 @@ class _Generate:
                 custom_generate=decode,
                 lookahead_config=self.switches[-1].config,
                 lookahead_streamer=streamer,
+                lookahead_tokenizer=tokenizer,
             )
         except UnsupportedModelError as error:
             warnings.warn(f"decoded by transformers alone: {error}", stacklevel=2)

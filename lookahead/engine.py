@@ -17,7 +17,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.drafting import Draft, FloatArray, fit, merge
 from lookahead.errors import PromptError
 from lookahead.pacing import Pacing
-from lookahead.proposers.base import IntArray, Outcome, Proposer, Top
+from lookahead.proposers.base import BatchProposer, IntArray, Outcome, Proposal, Proposer, Top
 from lookahead.sampling import TokenChooser, not_a_number
 from lookahead.scores import Scores, read_scores
 from lookahead.stats import DecodingStats
@@ -109,6 +109,7 @@ class Engine:
         self.sources = [name for proposer in proposers for name in proposer.sources]
         self._needs_argmax = any(proposer.needs_argmax for proposer in proposers)
         self._needs_top = any(proposer.needs_top for proposer in proposers)
+        self._needs_hidden = any(proposer.hidden_layers for proposer in proposers)
         self._observing_s = 0.0  # of the last step
         self._nothing = tuple(_NO_ARGMAX for _ in proposers)
         padded = prompts.cpu().numpy()
@@ -187,7 +188,12 @@ class Engine:
         begin = time.perf_counter()
         for i, (row, draft, verdict) in enumerate(zip(self._rows, drafts, verdicts, strict=True)):
             heard = scores.argmax[i, : len(draft.tree)] if self._needs_argmax else _NO_ARGMAX
-            self._observe(row, draft, Outcome(verdict.tokens, verdict.path, heard, _top_of(draft.tree, scores, i)))
+            nodes = len(draft.tree)
+            hidden = {layer: states[i, :nodes] for layer, states in self._target.hidden.items()}
+            read = self._target.prompt_hidden[i] if self._target.prompt_hidden else {}
+            top = _top_of(draft.tree, scores, i)
+            self._observe(row, draft, Outcome(verdict.tokens, verdict.path, heard, top, hidden, read))
+        self._target.prompt_hidden.clear()
         self._observing_s = time.perf_counter() - begin
         self._retire([i for i, verdict in enumerate(verdicts) if verdict.finished])
         return emissions
@@ -200,12 +206,13 @@ class Engine:
             costs = self._pacing.begin(len(self._rows), context, self._budget + 1)
         if not self._proposers or (self._pacing is not None and costs is None):
             return [Draft(TokenTree.root(int(row.ids[row.length - 1])), self._nothing) for row in self._rows]
+        offers = self._ask()
         if costs is None:
-            return [self._draft(row, None) for row in self._rows]
+            return [self._draft(row, offer, None) for row, offer in zip(self._rows, offers, strict=True)]
         if len(self._rows) == 1:
-            drafts = [self._draft(self._rows[0], costs)]
+            drafts = [self._draft(self._rows[0], offers[0], costs)]
         else:
-            drafts = fit([self._draft(row, None) for row in self._rows], costs)
+            drafts = fit([self._draft(row, offer, None) for row, offer in zip(self._rows, offers, strict=True)], costs)
         assert self._pacing is not None
         if any(len(draft.tree) > 1 for draft in drafts):
             in_step = len(drafts) > 1 and len({row.length - self.padding[row.index] for row in self._rows}) == 1
@@ -213,10 +220,21 @@ class Engine:
                 return [draft.bare() for draft in drafts]
         return drafts
 
-    def _draft(self, row: _Row, costs: FloatArray | None) -> Draft:
+    def _ask(self) -> list[list[Proposal | None]]:
+        """For every row what every proposer offers."""
+        for row in self._rows:
+            self._tell(row)
+        rows = [row.index for row in self._rows]
+        offers = [
+            proposer.propose_batch(rows, self._budget)
+            if isinstance(proposer, BatchProposer)
+            else [proposer.propose(row, self._budget) for row in rows]
+            for proposer in self._proposers
+        ]
+        return [list(each) for each in zip(*offers, strict=True)]
+
+    def _draft(self, row: _Row, proposals: Sequence[Proposal | None], costs: FloatArray | None) -> Draft:
         """One row's tree, merged from what every proposer offers."""
-        self._tell(row)
-        proposals = [proposer.propose(row.index, self._budget) for proposer in self._proposers]
         return merge(
             int(row.ids[row.length - 1]),
             proposals,
@@ -285,7 +303,8 @@ class Engine:
         After a plain step they are told only once they are asked again, unless they learn from more than tokens:
         many tokens at once cost little more than one.
         """
-        if draft.placed is self._nothing and not self._needs_argmax and outcome.top is None:
+        is_plain = draft.placed is self._nothing and not self._needs_hidden
+        if is_plain and not self._needs_argmax and outcome.top is None:
             row.untold.append(outcome.tokens)
             return
         for proposer, placed in zip(self._proposers, draft.placed, strict=True):

@@ -6,6 +6,7 @@
     ├── PromptError            a prompt cannot be decoded: empty, or no room left (also a ValueError)
     ├── LogitsError            the model's logits name no token (also a RuntimeError)
     ├── DocumentError          a document cannot be read or summarized (also a ValueError)
+    ├── ProposerError          a proposer of your own is none, or offers what is no tree (also a ValueError)
     ├── PoolError              a pool file cannot be read, written or used here (also a ValueError)
     ├── HeadsError             trained heads cannot be read or used with this model (also a ValueError)
     └── TrainingError          training data or a training job is unusable (also a ValueError)
@@ -36,6 +37,10 @@ class LogitsError(LookaheadError, RuntimeError):
 
 class DocumentError(LookaheadError, ValueError):
     """A document cannot be read or summarized."""
+
+
+class ProposerError(LookaheadError, ValueError):
+    """A proposer that was given beside the names is none, or offers what is no tree of known tokens."""
 
 
 class PoolError(LookaheadError, ValueError):

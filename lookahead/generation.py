@@ -36,6 +36,7 @@ from lookahead.pools.fingerprint import fingerprint_of
 from lookahead.pools.opening import open_pool
 from lookahead.proposers import Experience, make_proposers
 from lookahead.request import (
+    call_of,
     prompt_lengths,
     refuse_long_prompts,
     refuse_model,
@@ -46,7 +47,7 @@ from lookahead.request import (
     stopping_rule,
     vocabulary_size,
 )
-from lookahead.sampling import TokenChooser
+from lookahead.sampling import TokenChooser, warp_of
 from lookahead.stats import DecodingStats, total
 from lookahead.support import Support, prefills_at_once, support_of
 from lookahead.switch import Switch
@@ -78,6 +79,7 @@ def decode(
     generation_config: GenerationConfig,
     lookahead_config: LookaheadConfig | None = None,
     lookahead_streamer: BaseStreamer | None = None,
+    lookahead_tokenizer: PreTrainedTokenizerBase | None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Decode speculatively inside `model.generate`, without changing a token.
@@ -95,6 +97,8 @@ def decode(
         lookahead_config: How to draft; the defaults when None.
         lookahead_streamer: Gets the new tokens of a single prompt as they are verified; transformers passes its
             own `streamer` argument to no custom method.
+        lookahead_tokenizer: The model's tokenizer, for proposers that compare it with their own; `generate` passes its
+            own `tokenizer` to no custom method either.
         **model_kwargs: What `generate` would pass to the model.
 
     Returns:
@@ -107,7 +111,7 @@ def decode(
         UnsupportedModelError: The generation mode or an input cannot be served; the message names it.
     """
     arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config)
-    engine = prepare(*arguments, lookahead_config=lookahead_config, **model_kwargs)
+    engine = prepare(*arguments, lookahead_config, lookahead_tokenizer, **model_kwargs)
     if lookahead_streamer is not None:
         lookahead_streamer.put(input_ids.cpu())
     if isinstance(engine, PlainLoop):
@@ -131,6 +135,7 @@ def prepare(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     lookahead_config: LookaheadConfig | None = None,
+    lookahead_tokenizer: PreTrainedTokenizerBase | None = None,
     **model_kwargs: Any,
 ) -> Engine | PlainLoop:
     """Check a call of `model.generate` and build what serves it; the arguments are those of `decode`."""
@@ -162,6 +167,11 @@ def prepare(
     if support.shape == "none" or complaint:
         warnings.warn(f"{complaint}; it is decoded plainly", stacklevel=2)
         return PlainLoop(sample, input_ids, lengths, stopping)
+    experience = experience_of(model)
+    is_chain = support.shape == "chains"
+    warp = warp_of(logits_processor) if generation_config.do_sample else None
+    call = call_of(model, lookahead_tokenizer, batch_size, stopping, config, is_chain=is_chain, warp=warp)
+    proposers = make_proposers(config, experience.proposers, pool, call)
     # Room for what short outputs need; the cache grows when an output turns out long.
     capacity = longest + min(stopping.max_length - longest, 256) + config.node_budget + 1
     target = Target(
@@ -171,16 +181,16 @@ def prepare(
         device=input_ids.device,
         shape=support.shape,
         prefill_chunk=longest if prefills_at_once(model) else PREFILL_CHUNK,
+        hidden_layers=sorted({layer for proposer in proposers for layer in proposer.hidden_layers}),
     )
     is_continued = past is not None and past.get_seq_length() > 0
     is_given = getattr(past, "_is_user_defined", False)
     if is_continued:
         refuse_past(past, input_ids, generation_config, model_kwargs.get("attention_mask"))
         adopt(cast(DynamicCache, past), target.cache, longest - lengths)
-    experience = experience_of(model)
     return Engine(
         target,
-        make_proposers(config, experience.proposers, pool),
+        proposers,
         Pacing(experience.cost, experience.switch) if config.proposers and config.draft == "auto" else None,
         config,
         TokenChooser(
@@ -193,7 +203,7 @@ def prepare(
         input_ids,
         lengths,
         keep_cache=bool(generation_config.return_dict_in_generate or is_continued or is_given),
-        is_chain=support.shape == "chains",
+        is_chain=is_chain,
     )
 
 
@@ -353,6 +363,7 @@ def prepare_text(
         generation_config=generation_config,
         custom_generate=prepare,
         lookahead_config=config,
+        lookahead_tokenizer=tokenizer,
         **generate_kwargs,
     )
     return engine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -23,7 +23,9 @@ from transformers import (
 )
 from transformers.generation.configuration_utils import GenerationMode
 
+from lookahead.config import LookaheadConfig
 from lookahead.errors import PromptError, UnsupportedModelError
+from lookahead.proposers.base import Call
 from lookahead.stopping import StoppingRule
 from lookahead.target import input_device, position_limit
 
@@ -114,6 +116,30 @@ def vocabulary_size(model: PreTrainedModel) -> int:
     text_config: Any = model.config.get_text_config()
     size: int = getattr(model.get_input_embeddings(), "num_embeddings", text_config.vocab_size)
     return size
+
+
+def call_of(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    rows: int,
+    stopping: StoppingRule,
+    config: LookaheadConfig,
+    *,
+    is_chain: bool,
+    warp: Callable[[Tensor], Tensor] | None,
+) -> Call:
+    """What proposers of a user's own are told about the call they are made for."""
+    return Call(
+        model=model,
+        tokenizer=tokenizer,
+        rows=rows,
+        vocab_size=vocabulary_size(model),
+        max_length=stopping.max_length,
+        max_nodes=config.node_budget,
+        is_chain=is_chain,
+        is_timed=config.draft == "auto",
+        warp=warp,
+    )
 
 
 def prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> NDArray[np.int64]:

@@ -12,10 +12,17 @@ from torch import FloatTensor, LongTensor, Tensor
 from transformers import (
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
     LogitsProcessor,
     LogitsProcessorList,
+    MinPLogitsWarper,
     PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from lookahead.errors import LogitsError
@@ -95,6 +102,26 @@ class TokenChooser:
             shape = (self._batch_size, probs.shape[-1])
             self._noise.append(torch.empty(shape, dtype=probs.dtype, device=probs.device).exponential_())
         return self._noise[step - self._first_step]
+
+
+# What looks at scores alone, so that drafts can be put through it wherever they stand.
+_WARPERS = (
+    *(TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper),
+    *(TypicalLogitsWarper, EpsilonLogitsWarper, EtaLogitsWarper),
+)
+
+
+def warp_of(processors: LogitsProcessorList) -> Callable[[Tensor], Tensor]:
+    """The processors that look at nothing but scores, `[n, vocab]`, as one function; the others are left out."""
+    warpers = [processor for processor in processors if isinstance(processor, _WARPERS)]
+
+    def warp(scores: Tensor) -> Tensor:
+        nothing = cast(LongTensor, torch.zeros(len(scores), 0, dtype=torch.long))
+        for warper in warpers:
+            scores = warper(nothing, cast(FloatTensor, scores))
+        return scores
+
+    return warp
 
 
 def not_a_number(row: int, step: int) -> LogitsError:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from lookahead.attention import ATTENTION_NAME, Reach, TreePass, running
 from lookahead.cache import TreeCache
+from lookahead.errors import UnsupportedModelError
 from lookahead.tree import IntArray, TokenTree
 
 Shape = Literal["trees", "chains"]
@@ -71,9 +72,13 @@ class Target:
         device: Where the model takes its tokens.
         shape: What is to be scored.
         prefill_chunk: Most prompt tokens read in one pass.
+        hidden_layers: Which hidden states to keep of every pass, numbered as by `output_hidden_states`.
 
     Attributes:
         positions: Positions the model has a table for, None where there is no end to them.
+        hidden: Those hidden states of the newest pass, `[active, nodes of the largest tree, size]`; of a prefill those
+            of the last token of every prompt, `[rows, 1, size]`.
+        prompt_hidden: The same for every row at the tokens the newest prefill read, `[tokens, size]`.
     """
 
     def __init__(
@@ -85,6 +90,7 @@ class Target:
         device: torch.device,
         shape: Shape = "trees",
         prefill_chunk: int = PREFILL_CHUNK,
+        hidden_layers: Sequence[int] = (),
     ) -> None:
         self._model = model
         self._device = device
@@ -97,6 +103,9 @@ class Target:
         self._prefill_chunk = prefill_chunk
         self.cache = TreeCache(rows=rows, capacity=capacity)
         self.positions = position_limit(model)
+        self._hidden_layers = tuple(hidden_layers)
+        self.hidden: dict[int, Tensor] = {}
+        self.prompt_hidden: list[dict[int, Tensor]] = []
         self._own_attention = model.config._attn_implementation
 
     @contextmanager
@@ -147,6 +156,7 @@ class Target:
         for row, prompt in enumerate(prompts):
             padded[row, : new[row]] = prompt[cached[row] :]
         last: dict[int, Tensor] = {}
+        hidden: list[dict[int, Tensor]] = []
         for start in range(0, padded.shape[1], self._prefill_chunk):
             chunk = np.ascontiguousarray(padded[:, start : start + self._prefill_chunk])
             # A row whose prompt has ended writes padding behind its end, where its trees will stand.
@@ -157,7 +167,11 @@ class Target:
             positions = slots.lengths[:, None] + np.arange(chunk.shape[1])
             logits = self._forward(chunk, positions, None, keep=keep if len(keep) else np.zeros(1, np.int64))
             last.update({int(row): logits[row, column] for row, column in zip(ending, place, strict=True)})
+            hidden.append(self.hidden)
         slots.lengths[:] = lengths - 1
+        whole = {layer: torch.cat([chunk[layer] for chunk in hidden], 1) for layer in self._hidden_layers}
+        self.prompt_hidden = [{layer: each[row, :n] for layer, each in whole.items()} for row, n in enumerate(new)]
+        self.hidden = {layer: each[range(len(new)), new - 1][:, None] for layer, each in whole.items()}
         return torch.stack([last[row] for row in range(len(prompts))])[:, None]
 
     def score(self, trees: Sequence[TokenTree]) -> Tensor:
@@ -205,11 +219,29 @@ class Target:
             scope = running(tree_pass)
         elif self._takes_masks:
             options["attention_mask"] = tree_pass.mask(1, Reach(), self._model.dtype, self._device)
+        if self._hidden_layers:
+            options["output_hidden_states"] = True
         with scope:
-            logits: Tensor = self._model(
+            output = self._model(
                 input_ids=torch.from_numpy(tokens).to(self._device),
                 past_key_values=self.cache,
                 use_cache=True,
                 **options,
-            ).logits
+            )
+        if self._hidden_layers:
+            self.hidden = _choose_layers(output, self._hidden_layers)
+        logits: Tensor = output.logits
         return logits if columns is None or self._keeps_logits else logits[:, columns]
+
+
+def _choose_layers(output: Any, layers: Sequence[int]) -> dict[int, Tensor]:
+    """Some of the hidden states of a pass.
+
+    Raises:
+        UnsupportedModelError: The model has none, or not so many.
+    """
+    states: Sequence[Tensor] = getattr(output, "hidden_states", None) or ()
+    for layer in layers:
+        if not -len(states) <= layer < len(states):
+            raise UnsupportedModelError(f"a proposer asks for hidden states {layer}, and the model has {len(states)}")
+    return {layer: states[layer] for layer in layers}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from lookahead.tree import TokenTree
 
@@ -63,12 +65,46 @@ class Outcome:
         argmax: int32 `[nodes]`; the target's likeliest next token after every node of the draft, before any
             logits processor. Empty when no proposer of the engine asked for it (`needs_argmax`).
         top: More of what it thinks likely; None when no proposer of the engine asked for it (`needs_top`).
+        hidden: For every layer a proposer of the engine asked for (`hidden_layers`) the target's hidden states at
+            every node of the draft, `[nodes, size]`, where the target computed them.
+        prompt_hidden: The same at the tokens of the prompt that the prefill read, `[tokens, size]`: all of them, or
+            the last ones where the call went on from a filled cache. Empty but in a row's first outcome.
     """
 
     tokens: IntArray
     path: IntArray
     argmax: IntArray
     top: Top | None = None
+    hidden: Mapping[int, Tensor] = field(default_factory=dict)
+    prompt_hidden: Mapping[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """The call of `generate` that a proposer is made for.
+
+    Attributes:
+        model: The target. Its weights may be read (its embeddings, its head); to run it is the engine's business.
+        tokenizer: The target's, where the caller gave one, as `lookahead.generate` does; else None.
+        rows: Rows of the batch; a row is told by its place in it.
+        vocab_size: Token ids that can be proposed are those below.
+        max_length: Most tokens a row will hold, its prompt included and its padding too.
+        max_nodes: Most nodes of a draft, the root not counted.
+        is_chain: The target verifies chains only: of a proposal no more than its likeliest chain will be used.
+        is_timed: Drafts are sized by the time they take (`draft="auto"`), so a proposer may watch the clock as well.
+        warp: What sampling does to scores `[n, vocab]` that is the same at every place: temperature and truncation.
+            None where the target's choice is the likeliest token.
+    """
+
+    model: Any
+    tokenizer: Any
+    rows: int
+    vocab_size: int
+    max_length: int
+    max_nodes: int
+    is_chain: bool
+    is_timed: bool
+    warp: Callable[[Tensor], Tensor] | None
 
 
 class Proposer(Protocol):
@@ -76,18 +112,21 @@ class Proposer(Protocol):
 
     The engine calls `start` once per row, then `propose` and `observe` in turn, and `finish` when the row is done.
     Where drafting does not pay it leaves `propose` out: the next `observe` then tells, with an empty `placed`, what
-    one step emitted, or many steps together where the proposer does not read `argmax`. A proposer never sees the
-    target model, only what it chose.
+    one step emitted, or many steps together where no proposer of the engine reads `argmax` or hidden states.
 
     Attributes:
-        sources: What its sources are called in the configuration and in the stats; one or more.
+        sources: What its sources are called in the stats; one or more, and no other proposer's.
         needs_argmax: Whether `observe` reads `Outcome.argmax`.
         needs_top: Whether `observe` reads `Outcome.top`.
+        hidden_layers: The hidden states that `observe` reads from `Outcome.hidden`, numbered as by
+            `output_hidden_states` of transformers: 0 is the embeddings, 1 what the first layer gives, and -1 the
+            last, which the head reads.
     """
 
     sources: tuple[str, ...]
-    needs_argmax: bool
-    needs_top: bool
+    needs_argmax: bool = False
+    needs_top: bool = False
+    hidden_layers: tuple[int, ...] = ()
 
     def start(self, row: int, prompt: IntArray) -> None:
         """Meet a new row; `prompt` (int32 `[tokens]`, at least one) ends with the first root."""
@@ -107,3 +146,14 @@ class Proposer(Protocol):
 
     def finish(self, row: int) -> None:
         """Forget the row."""
+
+
+@runtime_checkable
+class BatchProposer(Proposer, Protocol):
+    """A proposer that drafts for all rows of a step at once, as one that runs a model does."""
+
+    def propose_batch(self, rows: Sequence[int], room: int) -> Sequence[Proposal | None]:
+        """What `propose` gives, for every one of `rows`; `propose` itself is not called then."""
+
+
+ProposerFactory = Callable[[Call], Proposer]

@@ -56,6 +56,7 @@ class JacobiProposer:
     sources: tuple[str, ...] = ("jacobi",)
     needs_argmax = True
     needs_top = False
+    hidden_layers: tuple[int, ...] = ()
 
     def __init__(
         self,

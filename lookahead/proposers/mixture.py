@@ -64,6 +64,7 @@ class MixtureProposer:
     """
 
     needs_argmax = False
+    hidden_layers: tuple[int, ...] = ()
 
     def __init__(
         self,

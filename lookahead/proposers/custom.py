@@ -1,0 +1,104 @@
+"""Proposers of a user's own: made for a call, and what they offer checked before it is drafted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from lookahead.errors import ProposerError
+from lookahead.proposers.base import BatchProposer, Call, IntArray, Outcome, Proposal, Proposer, ProposerFactory
+
+_METHODS = ("start", "propose", "observe", "finish")
+_ATTRIBUTES = ("sources", "needs_argmax", "needs_top", "hidden_layers")
+
+
+class CustomProposer:
+    """Stands before a proposer that was not written here, so that a mistake in it is told and never decoded.
+
+    Args:
+        factory: What the configuration holds; called once.
+        call: The call it makes a proposer for.
+
+    Raises:
+        ProposerError: What it makes is no proposer, or offers what is no tree of tokens the target knows.
+    """
+
+    def __init__(self, factory: ProposerFactory, call: Call) -> None:
+        proposer = factory(call)
+        self._name = getattr(factory, "__name__", type(factory).__name__)
+        lacking = [name for name in (*_METHODS, *_ATTRIBUTES) if not hasattr(proposer, name)]
+        if lacking:
+            raise ProposerError(
+                f"the proposer {self._name} gave a {type(proposer).__name__}, which is none: it has no "
+                f"{', '.join(lacking)}; derive it from lookahead.proposers.base.Proposer"
+            )
+        sources = proposer.sources
+        if not isinstance(sources, tuple) or not sources or not all(isinstance(each, str) for each in sources):
+            raise ProposerError(f"sources of the proposer {self._name} must be a tuple of names, got {sources!r}")
+        self._proposer: Proposer = proposer
+        self._vocab_size = call.vocab_size
+        self._roots: dict[int, int] = {}
+        self.sources = sources
+        self.needs_argmax = bool(proposer.needs_argmax)
+        self.needs_top = bool(proposer.needs_top)
+        self.hidden_layers = tuple(proposer.hidden_layers)
+
+    def start(self, row: int, prompt: IntArray) -> None:
+        """Show it a new row."""
+        self._roots[row] = int(prompt[-1])
+        self._proposer.start(row, prompt)
+
+    def propose(self, row: int, room: int) -> Proposal | None:
+        """What it offers for one row."""
+        return self.propose_batch([row], room)[0]
+
+    def propose_batch(self, rows: Sequence[int], room: int) -> Sequence[Proposal | None]:
+        """What it offers for some rows, all at once where it can."""
+        if isinstance(self._proposer, BatchProposer):
+            offers = self._proposer.propose_batch(rows, room)
+            if len(offers) != len(rows):
+                raise ProposerError(f"the proposer {self._name} gave {len(offers)} proposals for {len(rows)} rows")
+        else:
+            offers = [self._proposer.propose(row, room) for row in rows]
+        for row, offer in zip(rows, offers, strict=True):
+            fault = "" if offer is None else self._fault(row, offer, room)
+            if fault:
+                raise ProposerError(f"the proposer {self._name} gave a proposal for row {row} {fault}")
+        return offers
+
+    def observe(self, row: int, outcome: Outcome, placed: IntArray) -> None:
+        """Let it learn."""
+        self._roots[row] = int(outcome.tokens[-1])
+        self._proposer.observe(row, outcome, placed)
+
+    def finish(self, row: int) -> None:
+        """Let it forget the row."""
+        del self._roots[row]
+        self._proposer.finish(row)
+
+    def _fault(self, row: int, offer: Proposal, room: int) -> str:
+        """What is wrong with a proposal, or an empty string: the tree is made by code that checks nothing more."""
+        arrays: dict[str, tuple[Any, Any]] = {"tokens": (offer.tokens, np.int32), "parents": (offer.parents, np.int32)}
+        arrays["probabilities"] = (offer.probabilities, np.float32)
+        if offer.sources is not None:
+            arrays["sources"] = (offer.sources, np.int32)
+        size = len(offer.tokens)
+        for name, (array, dtype) in arrays.items():
+            if not isinstance(array, np.ndarray) or array.dtype != dtype or array.shape != (size,):
+                got = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+                return f"whose {name} must be {np.dtype(dtype)} ({size},), got {got}"
+        if not 1 <= size <= room + 1:
+            return f"of {size} nodes, room is for 1 to {room + 1}, the root counted"
+        if offer.tokens[0] != self._roots[row]:
+            return f"whose root is {offer.tokens[0]}, the row's newest token is {self._roots[row]}"
+        if offer.tokens.min() < 0 or offer.tokens.max() >= self._vocab_size:
+            return f"with a token beyond 0 to {self._vocab_size - 1}"
+        if offer.parents[0] != 0 or offer.parents.min() < 0 or (offer.parents[1:] >= np.arange(1, size)).any():
+            return "whose parents do not come before their children"
+        if not (offer.probabilities.min() >= 0.0 and offer.probabilities.max() <= 1.0):
+            return "with a probability beyond 0 to 1"
+        if offer.sources is not None and (offer.sources.min() < 0 or offer.sources.max() >> len(self.sources)):
+            return f"whose sources set other bits than the first {len(self.sources)}"
+        return "" if 0 <= offer.required <= size else f"that requires {offer.required} of its {size} nodes"
