@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from lookahead.generation import GenerationResult, decode, generate, stream
+    from lookahead.proposers.heads import Heads
     from lookahead.stats import DecodingStats
 
 __version__ = "0.1.0"
@@ -42,6 +43,7 @@ __all__ = [
     "DecodingStats",
     "DocumentError",
     "GenerationResult",
+    "Heads",
     "HeadsError",
     "LookaheadConfig",
     "LookaheadError",
@@ -66,6 +68,7 @@ _HOME = {
     "DecodingStats": "stats",
     "DocumentError": "errors",
     "GenerationResult": "generation",
+    "Heads": "proposers.heads",
     "HeadsError": "errors",
     "LookaheadConfig": "config",
     "LookaheadError": "errors",

@@ -87,7 +87,7 @@ def test_heads_of_another_size_are_refused_even_without_a_fingerprint(tmp_path, 
     }
     save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(HeadsError, match="heads of another model .unnamed.*(16.*32|99.*101)"):
+    with pytest.raises(HeadsError, match=r"heads of another model .unnamed.*(16.*32|99.*101)"):
         MedusaHeads.load(str(tmp_path), tiny_llama)
 
 

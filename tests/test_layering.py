@@ -20,7 +20,7 @@ MAX_LINES = 400
 # the floor of its folder; one with no folder has no floor yet, and the test says so.
 FLOORS = (
     {"errors", "atomic"},
-    {"ngram", "kernels", "tree", "files", "loading"},
+    {"ngram", "kernels", "tree", "files", "loading", "heads"},
     {"proposers.base", "pools", "scores"},
     {"config"},
     {"drafting", "cost", "switch", "sampling", "stopping", "verify", "stats"},
@@ -40,17 +40,17 @@ FLOORS = (
     {"summarize"},
     {"training", "terminal"},
     {"explain.drawing"},
-    {"cli_measure"},
+    {"cli_measure", "cli_train"},
     {"lookahead", "cli_pool"},  # lookahead/__init__.py, the public names; the commands on pools
     {"cli"},
 )
 MODEL_BACKED_PROPOSERS: frozenset[str] = frozenset()
 KNOW_TRANSFORMERS = {
     *("cache", "attention", "target", "sampling", "support", "request", "handover", "calibration"),
-    *("generation", "enabling", "costs", "explain", "loading", "pools", "summarize", "training"),
+    *("generation", "enabling", "costs", "explain", "loading", "pools", "summarize", "training", "heads"),
 }
 # Training shows its progress.
-KNOW_THE_TERMINAL = {"cli", "cli_pool", "cli_measure", "explain.drawing", "terminal", "training"}
+KNOW_THE_TERMINAL = {"cli", "cli_pool", "cli_measure", "cli_train", "explain.drawing", "terminal", "training"}
 BROUGHT_ALONG = {"tokenizers"}  # by transformers, which pins the range it works with
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -59,8 +59,9 @@ class Together(nn.Module):
         super().__init__()
         self.learner = learner
         self.model = model
-        register: Any = self.register_state_dict_post_hook
-        register(_leave_out_twins)
+        hooks: Any = self  # untyped in torch
+        hooks.register_state_dict_post_hook(_leave_out_twins)
+        hooks.register_load_state_dict_post_hook(_miss_no_twins)
 
 
 class HeadTrainer(Trainer):
@@ -183,11 +184,19 @@ def rate_scale(step: int, *, start: int, warm_up: int, end: int) -> float:
     return min(1.0, (step - start + 1) / warm_up) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
 
 
+def _twins(state: Mapping[str, Tensor]) -> set[str]:
+    """The further names of tensors that have several, such as tied embeddings: safetensors takes one of each."""
+    first: dict[tuple[int, torch.Size], str] = {}
+    return {name for name, t in state.items() if first.setdefault((t.data_ptr(), t.shape), name) != name}
+
+
 def _leave_out_twins(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: object) -> None:
-    """Keep one of the names of a tensor that has several, such as tied embeddings: safetensors takes no twins."""
-    seen: set[tuple[int, torch.Size]] = set()
-    for name in list(state):
-        key = (state[name].data_ptr(), state[name].shape)
-        if key in seen:
-            del state[name]
-        seen.add(key)
+    """Keep one name of every tensor that is written."""
+    for name in _twins(state):
+        del state[name]
+
+
+def _miss_no_twins(module: nn.Module, keys: Any) -> None:
+    """Count no tensor as missing that was read by another name."""
+    twins = _twins(dict(module.named_parameters(remove_duplicate=False)))
+    keys.missing_keys[:] = [name for name in keys.missing_keys if name not in twins]
