@@ -68,6 +68,9 @@ Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ... (defaul
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. (default: as PyTorch chooses)")]
 Proposers = Annotated[str, typer.Option(help="Drafts' sources, of prompt, outputs, corpus, recycled, jacobi; or none.")]
 Pool = Annotated[str | None, typer.Option(metavar="FILE", help="Draft from this too, made by 'lookahead pool build'.")]
+TrainedHeads = Annotated[
+    str | None, typer.Option("--heads", metavar="DIR", help="And from these, see 'lookahead train'.")
+]
 MaxNodes = Annotated[int | None, typer.Option(help="Most draft tokens a step verifies. (default: by the proposers)")]
 Window = Annotated[int, typer.Option(help="W, columns of the Jacobi window.")]
 NgramSize = Annotated[int, typer.Option(help="N, length of the n-grams it makes.")]
@@ -118,6 +121,7 @@ def summarize(
     threads: Threads = None,
     proposers: Proposers = "prompt,outputs,recycled",
     pool: Pool = None,
+    heads: TrainedHeads = None,
     max_nodes: MaxNodes = None,
     window: Window = 7,
     ngram_size: NgramSize = 5,
@@ -146,7 +150,7 @@ def summarize(
 
     with usage_errors():
         check_max_new_tokens(max_new_tokens)
-        config = _config(proposers, pool, max_nodes, window, ngram_size, guesses)
+        config = _config(proposers, pool, heads, max_nodes, window, ngram_size, guesses)
         sources = find_inputs(inputs, field)
         paths = OutputPaths(output, rejects, overwrite)
         paths.check(sources)
@@ -176,6 +180,7 @@ def generate(
     threads: Threads = None,
     proposers: Proposers = "prompt,outputs,recycled",
     pool: Pool = None,
+    heads: TrainedHeads = None,
     max_nodes: MaxNodes = None,
     window: Window = 7,
     ngram_size: NgramSize = 5,
@@ -194,7 +199,7 @@ def generate(
 
     with usage_errors():
         check_max_new_tokens(max_new_tokens)
-        config = _config(proposers, pool, max_nodes, window, ngram_size, guesses)
+        config = _config(proposers, pool, heads, max_nodes, window, ngram_size, guesses)
         text = read_prompt(prompt)
         loaded = load(model, dtype, device, threads)
         check_room(*loaded, text, max_new_tokens)
@@ -227,15 +232,25 @@ def _generate(loaded: LoadedModel, prompt: str, *, with_stats: bool, **options: 
 
 
 def _config(
-    proposers: str, pool: str | None, max_nodes: int | None, window: int, ngram_size: int, guesses: int
+    proposers: str,
+    pool: str | None,
+    heads: str | None,
+    max_nodes: int | None,
+    window: int,
+    ngram_size: int,
+    guesses: int,
 ) -> LookaheadConfig | None:
     """The options on drafting as a configuration, which checks them; None where all are the defaults.
 
     Asking for nothing in particular lets a model that cannot verify drafts be decoded plainly.
     """
-    names = [] if proposers == "none" else [name.strip() for name in proposers.split(",")]
+    sources: list[Any] = [] if proposers == "none" else [name.strip() for name in proposers.split(",")]
+    if heads is not None:
+        from lookahead.proposers.heads import Heads
+
+        sources.append(Heads(heads))
     config = LookaheadConfig(
-        proposers=names, pool=pool, max_nodes=max_nodes, window=window, ngram_size=ngram_size, guesses=guesses
+        proposers=sources, pool=pool, max_nodes=max_nodes, window=window, ngram_size=ngram_size, guesses=guesses
     )
     return None if config == LookaheadConfig() else config
 

@@ -89,7 +89,11 @@ def train(
         check_trainer()
         loaded = load(model, dtype, device, threads)
         stderr = console(sys.stderr)
-        metrics = train_heads(loaded, data, output, settings, resume=resume, say=stderr.print)
+
+        def say(line: str) -> None:
+            stderr.print(line, soft_wrap=True)
+
+        metrics = train_heads(loaded, data, output, settings, resume=resume, say=say)
         if as_json:
             print(json.dumps({"heads": str(output), **metrics}))
             return

@@ -273,7 +273,8 @@ def test_without_accelerate_the_error_names_the_extra(tmp_path, loaded, data, mo
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"kind": "hydra"}, "the kind of heads must be medusa"),
+        ({"kind": "hydra"}, "the kind of heads must be medusa, eagle"),
+        ({"kind": "eagle", "is_joint": True}, "only Medusa's heads"),
         ({"heads": 0}, "heads must be at least 1, got 0"),
         ({"steps": 0}, "steps must be at least 1, got 0"),
         ({"max_length": 1}, "max_length must be at least 2, got 1"),

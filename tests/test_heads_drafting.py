@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 import lookahead
 from lookahead import Heads, LookaheadConfig
 from lookahead.errors import HeadsError
+from lookahead.heads.eaglefile import fresh_eagle, fresh_fused, write_eagle
+from lookahead.heads.guesses import GuessTree
 from lookahead.heads.medusa import MedusaHeads
 from lookahead.heads.product import grow_product
 from lookahead.heads.rates import HeadRates
 from lookahead.loading import LoadedModel
 from lookahead.training.heads.job import Settings, train_heads
 
-KINDS = ["medusa"]
+KINDS = ["medusa", "eagle", "eagle3"]
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "processed": {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
@@ -53,7 +57,9 @@ def trained(kind, looping_llama, tiny_tokenizer, tmp_path_factory):
     folder = tmp_path_factory.mktemp(kind)
     lines = [json.dumps({"prompt": "".join(chr(97 + (i * j) % 23) for j in range(1, 6))}) for i in range(60)]
     (folder / "data.jsonl").write_text("\n".join(lines))
-    settings = Settings(kind=kind, heads=3, steps=60, batch_size=8, learning_rate=1e-2, max_new_tokens=40)
+    settings = Settings(
+        kind=kind, heads=3, steps=60, batch_size=8, learning_rate=1e-2, max_new_tokens=40, draft_vocab=60
+    )
     train_heads(LoadedModel(looping_llama, tiny_tokenizer), folder / "data.jsonl", folder / "heads", settings)
     return folder / "heads"
 
@@ -91,12 +97,12 @@ def test_rows_that_end_at_different_steps_do_not_disturb_each_other(looping_llam
     assert torch.equal(got, expected)
 
 
-def test_heads_and_other_sources_make_one_tree(looping_llama, trained, prompt, tiny_tokenizer):
+def test_heads_and_other_sources_make_one_tree(looping_llama, kind, trained, prompt, tiny_tokenizer):
     config = drafting("prompt", "recycled", Heads(trained))
     expected, got = both(looping_llama, config, input_ids=prompt, do_sample=False)
     assert torch.equal(got, expected)
     result = lookahead.generate(looping_llama, tiny_tokenizer, "efgzq", config=config, max_new_tokens=40)
-    assert {"medusa", "prompt"} <= set(result.stats.drafted_by_source)
+    assert {kind.rstrip("3"), "prompt"} <= set(result.stats.drafted_by_source)
 
 
 def test_drafting_that_turns_itself_off_and_on_loses_no_token(looping_llama, trained, ragged):
@@ -107,24 +113,33 @@ def test_drafting_that_turns_itself_off_and_on_loses_no_token(looping_llama, tra
 
 
 @pytest.mark.parametrize("options", [OPTIONS["greedy"], OPTIONS["warm"]], ids=["greedy", "warm"])
-@pytest.mark.parametrize("how", ["fresh", "random", "infinite"])
-def test_heads_that_know_nothing_change_no_token(looping_llama, kind, trained, ragged, tmp_path, how, options):
-    heads = MedusaHeads.load(str(trained), looping_llama)
-    with torch.no_grad():
-        for parameter in heads.parameters():
-            if how == "random":
-                parameter.normal_(std=3.0)
-            elif how == "infinite":
-                parameter.fill_(float("inf"))
-    if how == "fresh":
-        heads = MedusaHeads.fresh(looping_llama, heads=5)
-    heads.write(str(tmp_path / how), looping_llama)
-    expected, got = both(looping_llama, drafting(Heads(tmp_path / how)), **ragged, **options)
+@pytest.mark.parametrize("how", ["random", "infinite"])
+def test_heads_that_know_nothing_change_no_token(looping_llama, trained, ragged, tmp_path, how, options):
+    spoiled = tmp_path / how
+    shutil.copytree(trained, spoiled)
+    (file,) = spoiled.glob("*.safetensors")
+    tensors = load_file(file)
+    for tensor in tensors.values():
+        if tensor.is_floating_point():
+            tensor.normal_(std=3.0) if how == "random" else tensor.fill_(float("inf"))
+    save_file(tensors, file)
+    expected, got = both(looping_llama, drafting(Heads(spoiled)), **ragged, **options)
     assert torch.equal(got, expected)
 
 
-def test_a_longer_text_makes_a_draft_no_slower_and_no_different(looping_llama, trained, monkeypatch):
-    """The heads run once a step, on one hidden state a row, however long the text is."""
+def test_untrained_heads_change_no_token(looping_llama, ragged, tmp_path):
+    MedusaHeads.fresh(looping_llama, heads=5).write(tmp_path / "medusa", looping_llama)
+    write_eagle(fresh_eagle(looping_llama), tmp_path / "eagle", looping_llama)
+    write_eagle(fresh_fused(looping_llama, range(0, 101, 3)), tmp_path / "eagle3", looping_llama)
+    for folder in tmp_path.iterdir():
+        expected, got = both(looping_llama, drafting(Heads(folder)), **ragged, do_sample=False)
+        assert torch.equal(got, expected)
+
+
+def test_medusa_heads_run_once_a_step_on_one_hidden_state_however_long_the_text_is(
+    looping_llama, tmp_path, monkeypatch
+):
+    MedusaHeads.fresh(looping_llama, heads=2).write(tmp_path, looping_llama)
     shapes = []
     forward = MedusaHeads.forward
     monkeypatch.setattr(
@@ -132,7 +147,7 @@ def test_a_longer_text_makes_a_draft_no_slower_and_no_different(looping_llama, t
     )
     for length in (5, 200):
         ids = torch.arange(length)[None] % 16 + 3
-        both(looping_llama, drafting(Heads(trained)), input_ids=ids, do_sample=False, max_new_tokens=20)
+        both(looping_llama, drafting(Heads(tmp_path)), input_ids=ids, do_sample=False, max_new_tokens=20)
     assert set(shapes) == {(1, 32)}
 
 
@@ -152,48 +167,58 @@ def _best(chances: np.ndarray, room: int) -> float:
     return sum(sorted(reach)[-room:])
 
 
+def _falling(values: list[list[float]]) -> np.ndarray:
+    return -np.sort(-np.array(values, np.float32), axis=1)
+
+
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("room", [1, 5, 30])
 def test_a_tree_of_guesses_promises_as_much_as_any_of_its_size(seed, room):
     rng = np.random.default_rng(seed)
-    chances = (rng.random((3, 5)) ** rng.integers(1, 6)).astype(np.float32)
+    promised = _falling(rng.random((3, 5)) ** rng.integers(1, 6))
     tokens = np.stack([rng.permutation(50)[:5] for _ in range(3)]).astype(np.int32)
-    tree = grow_product(7, tokens, chances, room)
+    tree = grow_product(7, tokens, promised, HeadRates(3), room)
     reach = np.ones(len(tree.tokens))
     for node in range(1, len(reach)):
-        head, rank = tree.guesses[node]
-        assert tree.tokens[node] == tokens[head, rank] and tree.probabilities[node] == chances[head, rank]
+        head, rank = tree.kinds[node]
+        assert tree.tokens[node] == tokens[head, rank]
+        assert tree.promised[node] == promised[head, rank] == pytest.approx(tree.chances[node], abs=0.011)
         assert tree.parents[node] < node and (head == 0) == (tree.parents[node] == 0)
-        reach[node] = reach[tree.parents[node]] * tree.probabilities[node]
+        reach[node] = reach[tree.parents[node]] * tree.chances[node]
     assert len(tree.tokens) == 1 + room and tree.tokens[0] == 7
-    assert reach[1:].sum() == pytest.approx(_best(chances, room), rel=1e-5)
+    assert reach[1:].sum() == pytest.approx(_best(promised.clip(max=0.99), room), rel=1e-5)
     assert (np.diff(reach) <= 1e-9).all()
 
 
+def _chain(*promised: float) -> GuessTree:
+    """One guess of each head, tokens 3, 4, ..."""
+    tokens = np.arange(3, 3 + len(promised), dtype=np.int32)[:, None]
+    return grow_product(0, tokens, _falling([[p] for p in promised]), HeadRates(len(promised)), len(promised))
+
+
+def _says(rates: HeadRates, *promised: float) -> list[float]:
+    """What first guesses of each head are thought to be worth."""
+    kinds = np.array([[head, 0] for head in range(len(promised))], np.int32)
+    return rates.calibrate(kinds, np.array(promised, np.float32)).tolist()
+
+
 def test_guesses_without_a_chance_are_no_nodes():
-    tree = grow_product(1, np.array([[4, 5]], np.int32), np.array([[0.5, 0.0]], np.float32), 10)
+    tree = grow_product(1, np.array([[4, 5]], np.int32), _falling([[0.5, 0.0]]), HeadRates(1), 10)
     assert tree.tokens.tolist() == [1, 4]
 
 
 def test_rates_find_out_what_a_guess_is_worth():
     """A head that says 0.5 and is right nine times in ten is believed to be right nine times in ten."""
     rates, rng = HeadRates(2), np.random.default_rng(0)
-    tree = grow_product(0, np.array([[3], [4]], np.int32), np.array([[0.5], [0.2]], np.float32), 2)
-    promised = np.array([1.0, 0.5, 0.2], np.float32)
+    assert _says(rates, 0.5, 0.2) == pytest.approx([0.5, 0.2])
     for _ in range(500):
         right = [3 if rng.random() < 0.9 else 9, 4 if rng.random() < 0.05 else 9]
-        rates.learn(tree.tokens, tree.parents, tree.guesses, promised, np.array(right, np.int32))
-    first, second = rates.calibrate(np.array([[0.5], [0.2]], np.float32))[:, 0]
-    assert first == pytest.approx(0.9, abs=0.06)
-    assert second == pytest.approx(0.05, abs=0.04)
-    assert HeadRates(2).calibrate(np.array([[0.5], [0.2]], np.float32))[:, 0] == pytest.approx([0.5, 0.2])
+        rates.learn(_chain(0.5, 0.2), np.array(right, np.int32))
+    assert _says(rates, 0.5, 0.2) == [pytest.approx(0.9, abs=0.06), pytest.approx(0.05, abs=0.04)]
 
 
 def test_a_guess_whose_parent_was_wrong_is_no_trial():
     rates = HeadRates(2)
-    tree = grow_product(0, np.array([[3], [4]], np.int32), np.array([[0.5], [0.2]], np.float32), 2)
     for _ in range(50):
-        rates.learn(
-            tree.tokens, tree.parents, tree.guesses, np.array([1.0, 0.5, 0.2], np.float32), np.array([8, 4], np.int32)
-        )
-    assert rates.calibrate(np.array([[0.5], [0.2]], np.float32))[1, 0] == pytest.approx(0.2)
+        rates.learn(_chain(0.5, 0.2), np.array([8, 4], np.int32))
+    assert _says(rates, 0.5, 0.2) == [pytest.approx(0.04, abs=0.02), pytest.approx(0.2)]

@@ -81,15 +81,13 @@ def read_heads(
         HeadsError: They are missing, damaged, of another kind, or a pickle.
     """
     place = Path(folder).expanduser()
-    if not place.is_dir():
-        raise HeadsError(_refuse_file(place))
+    config = read_config(place)
     file = next((place / name for name in names if (place / name).is_file()), None)
     if file is None:
         pickled = sorted(each for each in place.iterdir() if each.suffix in _PICKLES)
         raise HeadsError(
             _refuse_file(pickled[0]) if pickled else f"{place}: no {kind} heads: looked for {' and '.join(names)}"
         )
-    config = _read_config(place / CONFIG)
     if config.kind not in (kind, None):
         raise HeadsError(f"{place}: {config.kind} heads, not {kind} heads")
     try:
@@ -131,8 +129,16 @@ def check_base(
         )
 
 
-def _read_config(path: Path) -> HeadsConfig:
-    """What `config.json` says."""
+def read_config(folder: str | os.PathLike[str]) -> HeadsConfig:
+    """What `config.json` says.
+
+    Raises:
+        HeadsError: There is no such folder, or no such file in it, or it is damaged.
+    """
+    place = Path(folder).expanduser()
+    if not place.is_dir():
+        raise HeadsError(_refuse_file(place))
+    path = place / CONFIG
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 import torch
@@ -67,7 +68,7 @@ class MedusaHeads(nn.ModuleList):
         return made.to(weight.device, weight.dtype)
 
     @classmethod
-    def load(cls, folder: str, model: PreTrainedModel) -> MedusaHeads:
+    def load(cls, folder: str | os.PathLike[str], model: PreTrainedModel) -> MedusaHeads:
         """Read heads of a folder or of the Hub for a model, with its dtype and on its device, ready to guess.
 
         Args:
@@ -91,7 +92,7 @@ class MedusaHeads(nn.ModuleList):
         weight = lm_head(model).weight
         return made.to(weight.device, weight.dtype).eval().requires_grad_(False)
 
-    def write(self, folder: str, model: PreTrainedModel) -> None:
+    def write(self, folder: str | os.PathLike[str], model: PreTrainedModel) -> None:
         """Write the heads in bfloat16, and what model they are of, into a folder.
 
         Raises:
@@ -111,7 +112,7 @@ class MedusaHeads(nn.ModuleList):
         return torch.stack([head(hidden) for head in self])
 
 
-def _sizes(folder: str, tensors: Mapping[str, Tensor]) -> tuple[int, int, torch.Size]:
+def _sizes(folder: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> tuple[int, int, torch.Size]:
     """Heads, blocks a head, and the shape of a projection; a published configuration may say otherwise than the file.
 
     Raises:

@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 import heapq
-from typing import NamedTuple
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
 
-IntArray = NDArray[np.int32]
-FloatArray = NDArray[np.float32]
-
-
-class GuessTree(NamedTuple):
-    """Guesses as a tree, the likeliest path first.
-
-    Attributes:
-        tokens: int32 `[nodes]`; the root first.
-        parents: int32 `[nodes]`; a parent comes before its child, that of the root is 0.
-        probabilities: float32 `[nodes]`; the chance of each where its parent is right; 1 for the root.
-        guesses: int32 `[nodes, 2]`; the head of each, and its rank among the head's guesses as they were given.
-    """
-
-    tokens: IntArray
-    parents: IntArray
-    probabilities: FloatArray
-    guesses: IntArray
+from lookahead.heads.guesses import FloatArray, GuessTree, IntArray
+from lookahead.heads.rates import HeadRates
 
 
-def grow_product(root: int, tokens: IntArray, chances: FloatArray, room: int) -> GuessTree:
+def grow_product(root: int, tokens: IntArray, promised: FloatArray, rates: HeadRates, room: int) -> GuessTree:
     """Combine the guesses of independent heads into the tree of so many nodes that promises most.
 
     Published trees of this kind are chosen once, from the average accuracy of every rank of every head. Here every
@@ -37,23 +19,27 @@ def grow_product(root: int, tokens: IntArray, chances: FloatArray, room: int) ->
 
     Args:
         root: The token that the first head's guesses follow.
-        tokens: int32 `[heads, k]`, the guesses of each head, all different.
-        chances: float32 `[heads, k]`, of each that it is right if the one before is.
+        tokens: int32 `[heads, k]`, the guesses of each head, all different, the likeliest first.
+        promised: float32 `[heads, k]`, the probabilities that the heads give them.
+        rates: How far that can be trusted.
         room: Most nodes besides the root.
 
     Source: Cai et al. 2024, "Medusa", §2.3.3 (sparse trees), there greedy over measured accuracies.
     """
+    heads, width = tokens.shape
+    kinds = np.indices((heads, width), np.int32).reshape(2, -1).T
+    chances = rates.calibrate(np.ascontiguousarray(kinds), promised.reshape(-1)).reshape(heads, width)
     order = np.argsort(-chances, axis=1, kind="stable").astype(np.int32)
-    return GuessTree(*_grow(root, tokens, chances, order, room))
+    return GuessTree(*_grow(root, tokens, promised, chances, order, room))
 
 
 @njit(cache=True)
-def _grow(root, tokens, chances, order, room):
+def _grow(root, tokens, promised, chances, order, room):
     """Take the likeliest node at hand, again and again; at hand are its next sibling and its first child."""
     heads, width = tokens.shape
     out_tokens, parents = np.empty(room + 1, np.int32), np.zeros(room + 1, np.int32)
-    probabilities, guesses = np.ones(room + 1, np.float32), np.zeros((room + 1, 2), np.int32)
-    reach = np.ones(room + 1, np.float64)
+    kinds, reach = np.zeros((room + 1, 2), np.int32), np.ones(room + 1, np.float64)
+    out_chances, out_promised = np.ones(room + 1, np.float32), np.ones(room + 1, np.float32)
     out_tokens[0] = root
     count = 1
     # -reach, parent, head, place in the head's order; ties go to the older parent.
@@ -64,10 +50,11 @@ def _grow(root, tokens, chances, order, room):
             break
         rank = order[head, place]
         out_tokens[count], parents[count], reach[count] = tokens[head, rank], parent, -negative
-        probabilities[count], guesses[count, 0], guesses[count, 1] = chances[head, rank], head, rank
+        kinds[count, 0], kinds[count, 1] = head, rank
+        out_chances[count], out_promised[count] = chances[head, rank], promised[head, rank]
         if place + 1 < width:
             heapq.heappush(at_hand, (-reach[parent] * chances[head, order[head, place + 1]], parent, head, place + 1))
         if head + 1 < heads:
             heapq.heappush(at_hand, (negative * chances[head + 1, order[head + 1, 0]], count, head + 1, 0))
         count += 1
-    return out_tokens[:count], parents[:count], probabilities[:count], guesses[:count]
+    return out_tokens[:count], parents[:count], out_chances[:count], kinds[:count], out_promised[:count]

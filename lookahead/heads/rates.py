@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
 
-IntArray = NDArray[np.int32]
-FloatArray = NDArray[np.float32]
+from lookahead.heads.guesses import FloatArray, GuessTree, IntArray
 
 _RANKS = 5  # the likeliest guess, the second, the third, the fourth, all later ones
 _EDGES = np.array([0.01, 0.03, 0.1, 0.3, 0.6, 0.85], np.float32)
@@ -33,54 +31,52 @@ class HeadRates:
     def __init__(self, heads: int) -> None:
         self._counts = np.zeros((heads, _RANKS, len(_EDGES) + 1, 2))
 
-    def calibrate(self, promised: FloatArray, first: int = 0) -> FloatArray:
+    def calibrate(self, kinds: IntArray, promised: FloatArray) -> FloatArray:
         """Chances that guesses are right, given that the guess before was.
 
         Args:
-            promised: float32 `[heads, guesses]`, the probabilities the heads give, the likeliest guess first.
-            first: Head of the first row.
+            kinds: int32 `[n, 2]`, the head of each guess, and its rank among the head's guesses.
+            promised: float32 `[n]`, the probability its head gives it.
 
         Returns:
-            float32 `[heads, guesses]`, each at most 0.99.
+            float32 `[n]`, each at most 0.99.
         """
-        chances: FloatArray = _calibrate(self._counts, promised, first)
+        chances: FloatArray = _calibrate(self._counts, kinds, promised)
         return chances
 
-    def learn(
-        self, tokens: IntArray, parents: IntArray, guesses: IntArray, promised: FloatArray, right: IntArray
-    ) -> None:
+    def learn(self, tree: GuessTree, right: IntArray) -> None:
         """Count which guesses were right, where the one before was.
 
         Args:
-            tokens: int32 `[nodes]`, a tree of guesses, its root first.
-            parents: int32 `[nodes]`, of each node; a parent comes before its child.
-            guesses: int32 `[nodes, 2]`, the head of each node, and its rank among the head's guesses.
-            promised: float32 `[nodes]`, the probability its head gave it.
+            tree: What was guessed.
             right: int32 `[n]`, the tokens that follow the root.
         """
-        _learn(self._counts, tokens, parents, guesses, promised, right)
+        _learn(self._counts, tree.tokens, tree.parents, tree.kinds, tree.promised, right)
 
 
 @njit(cache=True)
-def _calibrate(counts, promised, first):
+def _bucket(counts, kind, promised):
+    """Hits and promised hits of a kind of guess that was so sure."""
+    return counts[kind[0], min(kind[1], _RANKS - 1), np.searchsorted(_EDGES, promised)]
+
+
+@njit(cache=True)
+def _calibrate(counts, kinds, promised):
     chances = np.empty_like(promised)
-    for head in range(promised.shape[0]):
-        for rank in range(promised.shape[1]):
-            p = promised[head, rank]
-            hits, sum_of = counts[first + head, min(rank, _RANKS - 1), np.searchsorted(_EDGES, p)]
-            chances[head, rank] = min(_CEILING, p * (hits + _PSEUDO_HITS) / (sum_of + _PSEUDO_HITS))
+    for i in range(len(promised)):
+        hits, sum_of = _bucket(counts, kinds[i], promised[i])
+        chances[i] = min(_CEILING, promised[i] * (hits + _PSEUDO_HITS) / (sum_of + _PSEUDO_HITS))
     return chances
 
 
 @njit(cache=True)
-def _learn(counts, tokens, parents, guesses, promised, right):
+def _learn(counts, tokens, parents, kinds, promised, right):
     at = 0
     for token in right:
         found = 0
         for node in range(at + 1, len(tokens)):
             if parents[node] == at:
-                head, rank = guesses[node]
-                count = counts[head, min(rank, _RANKS - 1), np.searchsorted(_EDGES, promised[node])]
+                count = _bucket(counts, kinds[node], promised[node])
                 count[1] += promised[node]
                 if tokens[node] == token:
                     count[0] += 1.0

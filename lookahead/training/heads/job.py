@@ -30,7 +30,7 @@ from lookahead.training.heads.examples import (
 if TYPE_CHECKING:
     from lookahead.training.heads.trainer import HeadTrainer
 
-KINDS = ("medusa",)
+KINDS = ("medusa", "eagle", "eagle3")
 _SETTINGS = "run.json"
 _DONE = "trainer_state.json"  # what the Trainer writes last into a checkpoint
 
@@ -40,9 +40,10 @@ class Settings:
     """What defines a run; one that goes on must have the same.
 
     Attributes:
-        kind: `"medusa"`.
-        heads: How many tokens are guessed, each by a head of its own.
-        is_joint: Whether the model is trained as well, which changes what it writes.
+        kind: `"medusa"`, `"eagle"` or `"eagle3"`.
+        heads: How many tokens are guessed, by Medusa each with a head of its own.
+        is_joint: Whether the model is trained as well, which changes what it writes; Medusa only.
+        draft_vocab: Tokens an EAGLE-3 head can propose, the most frequent ones of the data.
         steps: Batches trained on; None for one pass over the data.
         batch_size: Examples of a batch.
         learning_rate: Of the heads, at its highest.
@@ -58,6 +59,7 @@ class Settings:
     kind: str
     heads: int = 4
     is_joint: bool = False
+    draft_vocab: int = 32_000
     steps: int | None = None
     batch_size: int = 8
     learning_rate: float = 1e-3
@@ -69,7 +71,9 @@ class Settings:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise TrainingError(f"the kind of heads must be {', '.join(KINDS)}, got {self.kind!r}")
-        for name in ("heads", "steps", "batch_size", "max_new_tokens"):
+        if self.is_joint and self.kind != "medusa":
+            raise TrainingError(f"only Medusa's heads are trained with their model, not {self.kind!r}")
+        for name in ("heads", "draft_vocab", "steps", "batch_size", "max_new_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise TrainingError(f"{name} must be at least 1, got {value}")
@@ -129,7 +133,7 @@ def train_heads(
     last = last_checkpoint(output / "checkpoints")
     trainer.train(resume_from_checkpoint=None if last is None else str(last))
     metrics: dict[str, float] = trainer.evaluate()
-    write(str(output))
+    write(output)
     if settings.is_joint:
         loaded.model.save_pretrained(output / "model")
         loaded.tokenizer.save_pretrained(output / "model")
@@ -195,17 +199,22 @@ def _prepare(
     output: Path,
     settings: Settings,
     say: Callable[[str], None],
-) -> tuple[HeadTrainer, Callable[[str], None]]:
+) -> tuple[HeadTrainer, Callable[[Path], None]]:
     """The Trainer of a run, and what writes its heads into a folder."""
     from transformers import TrainingArguments
 
-    from lookahead.heads.medusa import MedusaHeads
-    from lookahead.training.heads.parallel import ParallelLearner
+    from lookahead.training.heads.kinds import begin
     from lookahead.training.heads.trainer import HeadTrainer
 
     model = loaded.model.requires_grad_(settings.is_joint)
-    heads = MedusaHeads.fresh(model, heads=settings.heads).float()
-    learner = ParallelLearner(heads, settings.heads, is_joint=settings.is_joint)
+    learner, write = begin(
+        settings.kind,
+        model,
+        train,
+        heads=settings.heads,
+        is_joint=settings.is_joint,
+        draft_vocab=settings.draft_vocab,
+    )
     on_cpu = model.device.type == "cpu"
     arguments: dict[str, Any] = {
         "output_dir": str(output / "checkpoints"),
@@ -231,4 +240,4 @@ def _prepare(
     trainer = HeadTrainer(
         model, learner, TrainingArguments(**arguments), train, held_out, say, is_joint=settings.is_joint
     )
-    return trainer, lambda folder: heads.write(folder, model)
+    return trainer, write

@@ -56,7 +56,17 @@ def targets(batch: dict[str, Tensor], ahead: int) -> tuple[Tensor, Tensor]:
     return places, ids.flatten()[places + ahead]
 
 
-def count_hits(logits: Tensor, labels: Tensor) -> Tensor:
-    """First guesses that are right, right ones among five, and guesses, int64 `[3]`."""
-    right = logits.topk(min(5, logits.shape[-1]), dim=-1).indices == labels[:, None]
+def five_likeliest(logits: Tensor) -> Tensor:
+    """int64 `[n, 5]`, or fewer where there are no five, of logits `[n, vocab]`; the likeliest first."""
+    return logits.topk(min(5, logits.shape[-1]), dim=-1).indices
+
+
+def count_hits(guesses: Tensor, labels: Tensor) -> Tensor:
+    """First guesses that are right, right ones among five, and how many there were, int64 `[3]`.
+
+    Args:
+        guesses: int64 `[n, 5]`.
+        labels: int64 `[n]`.
+    """
+    right = guesses == labels[:, None]
     return torch.stack([right[:, 0].sum(), right.any(1).sum(), torch.tensor(len(labels), device=labels.device)])

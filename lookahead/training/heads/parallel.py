@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lookahead.heads.trunk import unembed
-from lookahead.training.heads.learner import Learner, count_hits, targets
+from lookahead.training.heads.learner import Learner, count_hits, five_likeliest, targets
 
 DECAY = 0.8
 """A head's loss counts so much of that of the head before: later tokens are guessed worse, and needed less often."""
@@ -64,5 +64,5 @@ class ParallelLearner(Learner):
         counts = []
         for head in range(self.depth):
             places, labels = targets(batch, head + 2)
-            counts.append(count_hits(self.heads.guess(model, head, states, places), labels))
+            counts.append(count_hits(five_likeliest(self.heads.guess(model, head, states, places)), labels))
         return torch.stack(counts)
