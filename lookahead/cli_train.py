@@ -11,7 +11,7 @@ import typer
 
 from lookahead.terminal import console, load, table, usage_errors
 
-Kind = Annotated[str, typer.Argument(metavar="KIND", help="medusa.")]
+Kind = Annotated[str, typer.Argument(metavar="KIND", help="medusa, eagle or eagle3.")]
 Data = Annotated[
     Path,
     typer.Option(
@@ -20,15 +20,16 @@ Data = Annotated[
 ]
 Output = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder for the heads.")]
 Model = Annotated[str, typer.Option(help="Folder of a saved model, its name on the Hub, or 'bundled'.")]
-Heads = Annotated[int, typer.Option(help="Tokens guessed beyond the next, each by a head of its own.")]
-Joint = Annotated[bool, typer.Option("--joint", help="Train the model as well; it is written to DIR/model.")]
+Heads = Annotated[int, typer.Option(help="Tokens guessed beyond the next: Medusa's heads, EAGLE's trained steps.")]
+Joint = Annotated[bool, typer.Option("--joint", help="medusa: train the model as well; it is written to DIR/model.")]
+DraftVocab = Annotated[int, typer.Option(help="eagle3: tokens it can propose, the most frequent ones.")]
 Steps = Annotated[int | None, typer.Option(help="Batches to train on. (default: the data once)")]
 BatchSize = Annotated[int, typer.Option(help="Examples of a batch.")]
 Rate = Annotated[float, typer.Option("--learning-rate", help="Of the heads, at its highest.")]
 MaxLength = Annotated[int, typer.Option(help="Most tokens of an example.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Most tokens of an answer, where the model answers a prompt itself.")]
 HoldOut = Annotated[int, typer.Option("--hold-out-every", help="One example in so many is kept for measuring.")]
-Seed = Annotated[int, typer.Option(help="Of the order of the examples.")]
+Seed = Annotated[int, typer.Option(help="Of the first weights and the order of the examples.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from what an earlier start left in DIR.")]
 Dtype = Annotated[str, typer.Option(help="Of the model: fp32, bf16, or auto: the checkpoint's own on a GPU.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")]
@@ -43,6 +44,7 @@ def train(
     model: Model = "bundled",
     heads: Heads = 4,
     joint: Joint = False,
+    draft_vocab: DraftVocab = 32_000,
     steps: Steps = None,
     batch_size: BatchSize = 8,
     learning_rate: Rate = 1e-3,
@@ -78,6 +80,7 @@ def train(
             kind=kind,
             heads=heads,
             is_joint=joint,
+            draft_vocab=draft_vocab,
             steps=steps,
             batch_size=batch_size,
             learning_rate=learning_rate,

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from lookahead.errors import HeadsError
 from lookahead.heads.eagle import EagleHead, FusedEagleHead
 from lookahead.heads.headfile import HeadsConfig, check_base, read_heads, write_heads
-from lookahead.heads.layer import layer_config
+from lookahead.heads.layer import Rotation, layer_config
 from lookahead.heads.trunk import lm_head
 
 KIND = "eagle"
@@ -86,12 +86,22 @@ def load_eagle(folder: str | os.PathLike[str], model: PreTrainedModel) -> EagleH
     sizes = _layer_sizes(folder, config.sizes, tensors)
     base: Any = model.config.get_text_config()
     check_base(folder, config, model, hidden=sizes.hidden_size, vocab=config.sizes.get("vocab_size", base.vocab_size))
-    head = _build(folder, config.sizes, sizes, tensors, model)
+    fused = "midlayer.hidden_norm.weight" in tensors
+    layers = _fused_layers(folder, config.sizes, sizes, tensors, model) if fused else (-1,)
+    with torch.device("meta"):  # weights made at random would draw from the seed of whoever is decoding
+        head = (
+            FusedEagleHead(sizes, hidden_layers=layers, draft_vocab=len(tensors["d2t"]))
+            if fused
+            else EagleHead(sizes, bias="fc.bias" in tensors)
+        )
     try:
         head.load_state_dict(tensors, assign=True)
     except RuntimeError as error:
-        raise HeadsError(f"{folder}: no EAGLE head of an architecture that is served: {error}") from error
+        raise HeadsError(
+            f"{folder}: no EAGLE head of an architecture that is served: {' '.join(str(error).split())}"
+        ) from error
     weight = lm_head(model).weight
+    head.rotation = Rotation(sizes)  # what it holds is no weight, and was made on meta with the rest
     return head.to(weight.device, weight.dtype).eval().requires_grad_(False)
 
 
@@ -107,21 +117,18 @@ def _layer_sizes(folder: Any, given: Mapping[str, Any], tensors: Mapping[str, Te
     known["attention_bias"] = any(name.endswith("q_proj.bias") for name in tensors)
     try:
         return LlamaConfig(**known, num_hidden_layers=1)
-    except (TypeError, ValueError, KeyError) as error:
+    except Exception as error:  # of unrelated types, from transformers and what it checks with
         raise HeadsError(f"{folder}: config.json names no sizes of a layer: {error}") from error
 
 
-def _build(
+def _fused_layers(
     folder: Any, given: Mapping[str, Any], sizes: LlamaConfig, tensors: Mapping[str, Tensor], model: PreTrainedModel
-) -> EagleHead:
-    """The head that such weights belong to, without weights."""
-    if "midlayer.hidden_norm.weight" not in tensors:
-        return EagleHead(sizes, bias="fc.bias" in tensors)
+) -> tuple[int, ...]:
+    """The layers an EAGLE-3 head reads, once its own vocabulary is checked."""
     if "lm_head.weight" not in tensors or "d2t" not in tensors:
         raise HeadsError(f"{folder}: an EAGLE-3 head needs lm_head.weight and d2t")
-    named = given.get(_LAYERS) or (given.get("eagle_config") or {}).get(_LAYERS)
-    layers = tuple(named) if named else fused_layers(model)
-    named_tokens = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
-    if int(named_tokens.min()) < 0 or int(named_tokens.max()) >= sizes.vocab_size:
+    tokens = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+    if int(tokens.min()) < 0 or int(tokens.max()) >= sizes.vocab_size:
         raise HeadsError(f"{folder}: d2t names tokens beyond the model's {sizes.vocab_size}")
-    return FusedEagleHead(sizes, hidden_layers=layers, draft_vocab=len(tensors["d2t"]))
+    named = given.get(_LAYERS) or (given.get("eagle_config") or {}).get(_LAYERS)
+    return tuple(named) if named else fused_layers(model)

@@ -83,12 +83,12 @@ class MedusaHeads(nn.ModuleList):
             tensors = {name.removeprefix(_PREFIX): t for name, t in tensors.items() if name.startswith(_PREFIX)}
         heads, blocks, (vocab, hidden) = _sizes(folder, tensors)
         check_base(folder, config, model, hidden=hidden, vocab=vocab)
-        with torch.device("meta"):
+        with torch.device("meta"):  # weights made at random would draw from the seed of whoever is decoding
             made = cls(hidden, vocab, heads=heads, blocks=blocks)
         try:
             made.load_state_dict(tensors, assign=True)
         except RuntimeError as error:
-            raise HeadsError(f"{folder}: {error}") from error
+            raise HeadsError(f"{folder}: {' '.join(str(error).split())}") from error
         weight = lm_head(model).weight
         return made.to(weight.device, weight.dtype).eval().requires_grad_(False)
 

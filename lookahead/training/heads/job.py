@@ -50,7 +50,7 @@ class Settings:
         max_length: Most tokens of an example.
         max_new_tokens: Most tokens the model answers with, where a prompt has no output.
         hold_out_every: One example in so many is kept for measuring.
-        seed: Of the order of the examples.
+        seed: Of the first weights and of the order of the examples.
 
     Raises:
         TrainingError: A value is out of its range.
@@ -207,14 +207,16 @@ def _prepare(
     from lookahead.training.heads.trainer import HeadTrainer
 
     model = loaded.model.requires_grad_(settings.is_joint)
-    learner, write = begin(
-        settings.kind,
-        model,
-        train,
-        heads=settings.heads,
-        is_joint=settings.is_joint,
-        draft_vocab=settings.draft_vocab,
-    )
+    with torch.random.fork_rng():
+        torch.manual_seed(settings.seed)  # a run that goes on begins with the same weights
+        learner, write = begin(
+            settings.kind,
+            model,
+            train,
+            heads=settings.heads,
+            is_joint=settings.is_joint,
+            draft_vocab=settings.draft_vocab,
+        )
     on_cpu = model.device.type == "cpu"
     arguments: dict[str, Any] = {
         "output_dir": str(output / "checkpoints"),
