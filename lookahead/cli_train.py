@@ -11,7 +11,7 @@ import typer
 
 from lookahead.terminal import console, load, table, usage_errors
 
-Kind = Annotated[str, typer.Argument(metavar="KIND", help="medusa, eagle or eagle3.")]
+Kind = Annotated[str, typer.Argument(metavar="KIND", help="medusa, eagle, eagle3 or mtp.")]
 Data = Annotated[
     Path,
     typer.Option(
@@ -20,8 +20,8 @@ Data = Annotated[
 ]
 Output = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder for the heads.")]
 Model = Annotated[str, typer.Option(help="Folder of a saved model, its name on the Hub, or 'bundled'.")]
-Heads = Annotated[int, typer.Option(help="Tokens guessed beyond the next: Medusa's heads, EAGLE's trained steps.")]
-Joint = Annotated[bool, typer.Option("--joint", help="medusa: train the model as well; it is written to DIR/model.")]
+Heads = Annotated[int, typer.Option(help="Tokens guessed beyond the next: heads, or steps of EAGLE.")]
+Joint = Annotated[bool, typer.Option("--joint", help="medusa, mtp: train the model too; it is written to DIR/model.")]
 DraftVocab = Annotated[int, typer.Option(help="eagle3: tokens it can propose, the most frequent ones.")]
 Steps = Annotated[int | None, typer.Option(help="Batches to train on. (default: the data once)")]
 BatchSize = Annotated[int, typer.Option(help="Examples of a batch.")]

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
 from lookahead.errors import HeadsError
-from lookahead.heads.dynamic import EagleDrafter, _rerank
+from lookahead.heads.dynamic import EagleDrafter, rerank
 from lookahead.heads.eagle import EagleHead, FusedEagleHead
 from lookahead.heads.eaglefile import fresh_eagle, fresh_fused, fused_layers, load_eagle, write_eagle
 from lookahead.heads.rates import HeadRates
@@ -147,7 +147,7 @@ def test_reranking_keeps_the_nodes_likeliest_to_be_reached_with_their_parents(se
     parents = np.array([rng.integers(0, i + 1) for i in range(n)], np.int32)
     chances, tokens = rng.random(n).astype(np.float32), np.arange(n, dtype=np.int32) + 100
     kinds = np.zeros((n, 2), np.int32)
-    out_tokens, out_parents, out_chances, _, _ = _rerank(7, tokens, parents, chances, kinds, chances, 20)
+    out_tokens, out_parents, out_chances, _, _ = rerank(7, tokens, parents, chances, kinds, chances, 20)
     reach = np.ones(n + 1)
     for i in range(n):
         reach[i + 1] = reach[parents[i]] * chances[i]

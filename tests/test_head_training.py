@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_iter
 
 from lookahead.errors import TrainingError
 from lookahead.heads.medusa import MedusaHeads
+from lookahead.heads.mtp import MtpHeads
 from lookahead.loading import LoadedModel
 from lookahead.training.heads.answers import answer_prompts
 from lookahead.training.heads.examples import Example, Record, collate, make_examples, read_records, split_examples
@@ -141,7 +142,7 @@ def test_an_answer_is_what_the_model_generates_and_a_second_start_goes_on(tmp_pa
         answer_prompts(*loaded, ["other"], file, max_new_tokens=9)
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle", "eagle3"])
+@pytest.mark.parametrize("kind", ["medusa", "eagle", "eagle3", "mtp"])
 def test_training_raises_held_out_accuracy_and_leaves_the_model_alone(tmp_path, loaded, data, kind):
     before = copy.deepcopy(loaded.model.state_dict())
     settings = replace(SETTINGS, kind=kind, steps=60, batch_size=8)
@@ -222,19 +223,24 @@ def test_tied_embeddings_of_a_jointly_trained_model_survive_a_kill(tmp_path, loa
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-def test_one_head_at_a_time_needs_the_memory_of_one_head_whatever_their_number(tiny_llama):
-    """Every further head adds its guess's hidden states and no logits; all heads at once add their logits too."""
+@pytest.mark.parametrize("kind", ["medusa", "mtp"])
+def test_one_head_at_a_time_needs_the_memory_of_one_head_whatever_their_number(tiny_llama, kind):
+    """What a head keeps for its way back is gone when the next head begins; all heads at once keep all their logits."""
     vocab, hidden, tokens = 4096, 32, 256
+    config = type(tiny_llama.config)(**{**tiny_llama.config.to_dict(), "vocab_size": vocab})
+    model = type(tiny_llama)(config).requires_grad_(False)
     batch = {"input_ids": torch.randint(0, vocab, (1, tokens)), "wanted": torch.ones(1, tokens, dtype=torch.bool)}
     states = torch.randn(1, tokens, hidden)
 
     def peak(heads, in_turn):
-        learner = ParallelLearner(MedusaHeads(hidden, vocab, heads=heads), heads)
+        made = (MedusaHeads if kind == "medusa" else MtpHeads).fresh(model, heads=heads)
+        learner = ParallelLearner(made, heads)
         for parameter in learner.parameters():
             parameter.grad = torch.zeros_like(parameter)
         gc.collect()
-        with PeakMemory([*learner.parameters(), *(each.grad for each in learner.parameters())]) as memory:
-            losses = learner.losses(tiny_llama, states, batch)
+        others = [*model.parameters(), *learner.parameters(), *(each.grad for each in learner.parameters())]
+        with PeakMemory(others) as memory:
+            losses = learner.losses(model, states, batch)
             if in_turn:
                 while (loss := next(losses, None)) is not None:
                     loss.backward()
@@ -278,7 +284,7 @@ def test_without_accelerate_the_error_names_the_extra(tmp_path, loaded, data, mo
     ("options", "says"),
     [
         ({"kind": "hydra"}, "the kind of heads must be medusa, eagle"),
-        ({"kind": "eagle", "is_joint": True}, "only Medusa's heads"),
+        ({"kind": "eagle", "is_joint": True}, "only heads of medusa and mtp"),
         ({"heads": 0}, "heads must be at least 1, got 0"),
         ({"steps": 0}, "steps must be at least 1, got 0"),
         ({"max_length": 1}, "max_length must be at least 2, got 1"),

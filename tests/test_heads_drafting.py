@@ -19,12 +19,13 @@ from lookahead.errors import HeadsError
 from lookahead.heads.eaglefile import fresh_eagle, fresh_fused, write_eagle
 from lookahead.heads.guesses import GuessTree
 from lookahead.heads.medusa import MedusaHeads
+from lookahead.heads.mtp import MtpHeads
 from lookahead.heads.product import grow_product
 from lookahead.heads.rates import HeadRates
 from lookahead.loading import LoadedModel
 from lookahead.training.heads.job import Settings, train_heads
 
-KINDS = ["medusa", "eagle", "eagle3"]
+KINDS = ["medusa", "eagle", "eagle3", "mtp"]
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "processed": {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
@@ -129,6 +130,7 @@ def test_heads_that_know_nothing_change_no_token(looping_llama, trained, ragged,
 
 def test_untrained_heads_change_no_token(looping_llama, ragged, tmp_path):
     MedusaHeads.fresh(looping_llama, heads=5).write(tmp_path / "medusa", looping_llama)
+    MtpHeads.fresh(looping_llama, heads=2).write(tmp_path / "mtp", looping_llama)
     write_eagle(fresh_eagle(looping_llama), tmp_path / "eagle", looping_llama)
     write_eagle(fresh_fused(looping_llama, range(0, 101, 3)), tmp_path / "eagle3", looping_llama)
     for folder in tmp_path.iterdir():

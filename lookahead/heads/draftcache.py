@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lookahead.heads.layer import DraftLayer, Rotation, attend
+
 _GROWTH = 1.5
 
 
@@ -38,6 +40,34 @@ class DraftCache:
         keys, values = (self._pick(held, rows)[:, :end].transpose(1, 2) for held in self._states)
         return keys, values
 
+    def extend(
+        self, layer: DraftLayer, rotation: Rotation, rows: Sequence[int], new: Sequence[int], read: Tensor, add: Tensor
+    ) -> Tensor:
+        """Put what is new behind the committed tokens of some rows, and ask the layer at the last of each row.
+
+        Args:
+            layer: The layer.
+            rotation: Its positions.
+            rows: The rows.
+            new: How many tokens are new in each.
+            read: `[rows, most, reads]`, what attention reads; shorter rows are padded on the right, where trees stand.
+            add: `[rows, most, hidden]`, what it is added to.
+
+        Returns:
+            `[rows, hidden]`.
+        """
+        first = [self.lengths[row] for row in rows]
+        positions = torch.tensor(first, device=read.device)[:, None] + torch.arange(max(new), device=read.device)
+        self.write(rows, first, *layer.keys_values(read, rotation(read, positions)))
+        for row, n in zip(rows, new, strict=True):
+            self.lengths[row] += n
+        last = torch.tensor(new, device=read.device)[:, None] - 1
+        end = max(self.lengths[row] for row in rows)
+        at = positions.gather(1, last)
+        query = layer.query(take(read, last), rotation(read, at))
+        mask = torch.arange(end, device=read.device) <= at[..., None]
+        return layer.finish(take(add, last), attend(query, *self.read(rows, end), mask))[:, 0]
+
     def forget(self, row: int) -> None:
         """Empty a row."""
         self.lengths[row] = 0
@@ -57,3 +87,8 @@ class DraftCache:
         if old is not None:
             keys[:, : old[0].shape[1]], values[:, : old[1].shape[1]] = old
         self._states = keys, values
+
+
+def take(states: Tensor, index: Tensor) -> Tensor:
+    """States `[rows, n, size]` at int64 places `[rows, n]` of `[rows, tokens, size]`."""
+    return states.gather(1, index[..., None].expand(-1, -1, states.shape[-1]))

@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from numba import njit
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from lookahead.heads.draftcache import DraftCache
+from lookahead.heads.draftcache import DraftCache, take
 from lookahead.heads.eagle import EagleHead
-from lookahead.heads.guesses import Drafter, GuessTree, Warp
+from lookahead.heads.guesses import Drafter, FloatArray, GuessTree, IntArray, Warp
 from lookahead.heads.layer import attend
 from lookahead.heads.rates import HeadRates
 
@@ -50,26 +51,11 @@ class EagleDrafter(Drafter):
 
     def read(self, rows: Sequence[int], tokens: Sequence[Tensor], states: Sequence[Tensor]) -> None:
         """Put the pairs of new tokens and the hidden states they were chosen from behind those that are there."""
-        head, cache = self._head, self._cache
+        features = self._head.enter(pad_sequence(list(states), batch_first=True))
+        read, add = self._head.pair(features, self._embed(pad_sequence(list(tokens), batch_first=True)))
         new = [len(each) for each in tokens]
-        first = [cache.lengths[row] for row in rows]
-        # Shorter rows are padded behind their ends, where trees will stand.
-        ids = torch.nn.utils.rnn.pad_sequence(list(tokens), batch_first=True)
-        features = head.enter(torch.nn.utils.rnn.pad_sequence(list(states), batch_first=True))
-        device = features.device
-        positions = torch.tensor(first, device=device)[:, None] + torch.arange(max(new), device=device)
-        read, residual = head.pair(features, self._embed(ids))
-        cache.write(rows, first, *head.layer.keys_values(read, head.rotation(features, positions)))
-        for row, n in zip(rows, new, strict=True):
-            cache.lengths[row] += n
-        # Only the last pair of each row is asked what comes next.
-        last = torch.tensor(new, device=device)[:, None] - 1
-        read, residual = _take(read, last), _take(residual, last)
-        end = max(cache.lengths[row] for row in rows)
-        mask = torch.arange(end, device=device) <= positions.gather(1, last)[..., None]
-        query = head.layer.query(read, head.rotation(features, positions.gather(1, last)))
-        out = head.layer.finish(residual, attend(query, *cache.read(rows, end), mask))
-        self._newest.update(zip(rows, out, strict=True))
+        out = self._cache.extend(self._head.layer, self._head.rotation, rows, new, read, add)
+        self._newest.update(zip(rows, out[:, None], strict=True))
 
     def draft(self, rows: Sequence[int], roots: Sequence[int], room: int) -> list[GuessTree]:
         """What may follow the newest token of each of some rows."""
@@ -83,7 +69,7 @@ class EagleDrafter(Drafter):
             tokens, parents, bits = (np.ascontiguousarray(row[:, i]) for i in range(3))
             promised = bits.view(np.float32)
             chances = self._rates.calibrate(kinds, promised)
-            trees.append(GuessTree(*_rerank(root, tokens, parents, chances, kinds, promised, room)))
+            trees.append(rerank(root, tokens, parents, chances, kinds, promised, room))
         return trees
 
     def forget(self, row: int) -> None:
@@ -143,7 +129,7 @@ class EagleDrafter(Drafter):
         lengths = [self._cache.lengths[row] for row in rows]
         own = torch.eye(n, dtype=torch.bool, device=out.device).expand(len(rows), -1, -1)
         seen = torch.cat((seen.gather(1, parents[..., None].expand(-1, -1, seen.shape[-1])), own), -1)
-        features = _take(out, parents)
+        features = take(out, parents)
         positions = torch.tensor(lengths, device=out.device)[:, None] + (level - 1)
         rotation = head.rotation(features, positions.expand(-1, n))
         read, residual = head.pair(features, self._embed(tokens))
@@ -162,14 +148,32 @@ class EagleDrafter(Drafter):
         return embedded
 
 
-def _take(states: Tensor, index: Tensor) -> Tensor:
-    """States `[rows, n, size]` at int64 places `[rows, n]` of `[rows, nodes, size]`."""
-    return states.gather(1, index[..., None].expand(-1, -1, states.shape[-1]))
+def rerank(
+    root: int,
+    tokens: IntArray,
+    parents: IntArray,
+    chances: FloatArray,
+    kinds: IntArray,
+    promised: FloatArray,
+    room: int,
+) -> GuessTree:
+    """Of all guesses the tree of those that are likeliest to be reached.
+
+    Args:
+        root: The token they follow.
+        tokens: int32 `[n]`; guess i is node i + 1.
+        parents: int32 `[n]`, the node each follows, an earlier one; 0 is the root.
+        chances: float32 `[n]`, of each where its parent is right.
+        kinds: int32 `[n, 2]`, as of a `GuessTree`.
+        promised: float32 `[n]`, likewise.
+        room: Most nodes besides the root.
+    """
+    return GuessTree(*_rerank(root, tokens, parents, chances, kinds, promised, room))
 
 
 @njit(cache=True)
 def _rerank(root, tokens, parents, chances, kinds, promised, room):
-    """Keep the nodes that are likeliest to be reached; a parent is never less likely than its child, and before it."""
+    """A parent is never less likely than its child, and stands before it."""
     reach = np.ones(len(tokens) + 1)
     for i in range(len(tokens)):
         reach[i + 1] = reach[parents[i]] * chances[i]

@@ -13,17 +13,13 @@ from transformers import LlamaConfig, PreTrainedModel
 from lookahead.errors import HeadsError
 from lookahead.heads.eagle import EagleHead, FusedEagleHead
 from lookahead.heads.headfile import HeadsConfig, check_base, read_heads, write_heads
-from lookahead.heads.layer import Rotation, layer_config
+from lookahead.heads.layer import Rotation, layer_config, read_sizes, write_sizes
 from lookahead.heads.trunk import lm_head
 
 KIND = "eagle"
 WEIGHTS = "model.safetensors"
 _FILES = (WEIGHTS, "pytorch_model.safetensors")
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
-_SIZES = (
-    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps"),
-    *("rope_parameters", "rope_scaling", "rope_theta", "vocab_size", "max_position_embeddings", "attention_bias"),
-)
 _SHARED = ("embed_tokens.weight", "t2d")  # the model's own, and what d2t says the other way round
 
 
@@ -60,8 +56,7 @@ def write_eagle(head: EagleHead, folder: str | os.PathLike[str], model: PreTrain
     Raises:
         OSError: It cannot be written.
     """
-    own = head.config.to_dict()
-    sizes: dict[str, Any] = {name: own[name] for name in _SIZES if own.get(name) is not None}
+    sizes = write_sizes(head.config)
     if isinstance(head, FusedEagleHead):
         sizes |= {"draft_vocab_size": len(head.d2t), _LAYERS: list(head.hidden_layers)}
     tensors = {
@@ -106,19 +101,14 @@ def load_eagle(folder: str | os.PathLike[str], model: PreTrainedModel) -> EagleH
 
 
 def _layer_sizes(folder: Any, given: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LlamaConfig:
-    """The sizes of the layer, as the configuration has them."""
+    """The sizes of the layer, as the configuration has them, once it is one that is served."""
     if given.get("hidden_act", "silu") != "silu":
         raise HeadsError(f"{folder}: hidden_act must be silu, got {given['hidden_act']!r}")
     if (layers := given.get("num_hidden_layers", 1)) != 1:
         raise HeadsError(f"{folder}: EAGLE heads of one layer are served, this one has {layers}")
     if given.get("target_hidden_size", given.get("hidden_size")) != given.get("hidden_size"):
         raise HeadsError(f"{folder}: EAGLE heads as wide as their model are served, this one differs from it")
-    known = {name: given[name] for name in _SIZES if given.get(name) is not None}
-    known["attention_bias"] = any(name.endswith("q_proj.bias") for name in tensors)
-    try:
-        return LlamaConfig(**known, num_hidden_layers=1)
-    except Exception as error:  # of unrelated types, from transformers and what it checks with
-        raise HeadsError(f"{folder}: config.json names no sizes of a layer: {error}") from error
+    return read_sizes(folder, {**given, "attention_bias": any(name.endswith("q_proj.bias") for name in tensors)})
 
 
 def _fused_layers(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,6 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from lookahead.errors import HeadsError
+
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps"),
+    *("rope_parameters", "rope_scaling", "rope_theta", "vocab_size", "max_position_embeddings", "attention_bias"),
+)
 
 
 class Norm(nn.Module):
@@ -156,3 +164,21 @@ def layer_config(model: PreTrainedModel, **others: Any) -> LlamaConfig:
         num_hidden_layers=1,
         **others,
     )
+
+
+def write_sizes(config: LlamaConfig) -> dict[str, Any]:
+    """The sizes of a layer for `config.json`."""
+    own: dict[str, Any] = config.to_dict()
+    return {name: own[name] for name in _SIZES if own.get(name) is not None}
+
+
+def read_sizes(folder: Any, given: Mapping[str, Any]) -> LlamaConfig:
+    """The sizes of a layer from `config.json`, which may hold more.
+
+    Raises:
+        HeadsError: They make no layer.
+    """
+    try:
+        return LlamaConfig(**{name: given[name] for name in _SIZES if given.get(name) is not None}, num_hidden_layers=1)
+    except Exception as error:  # of unrelated types, from transformers and what it checks with
+        raise HeadsError(f"{folder}: config.json names no sizes of a layer: {' '.join(str(error).split())}") from error

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any, cast
 
 from transformers import PreTrainedModel
 
 from lookahead.errors import HeadsError
-from lookahead.heads import eaglefile, medusa
+from lookahead.heads import eaglefile, medusa, mtp, native
 from lookahead.heads.dynamic import DEPTH, EagleDrafter
 from lookahead.heads.eagle import EagleHead
 from lookahead.heads.guesses import Drafter, Warp
 from lookahead.heads.headfile import read_config
 from lookahead.heads.medusa import MedusaHeads
+from lookahead.heads.mtp import MtpDrafter, MtpHeads
 from lookahead.heads.parallel import MedusaDrafter
 from lookahead.heads.rates import HeadRates
 
-Network = MedusaHeads | EagleHead
+NATIVE = "native"
+"""In place of a folder: the MTP layer that the model's own checkpoint brings along."""
+
+Network = MedusaHeads | MtpHeads | EagleHead | PreTrainedModel
 
 
 def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[str, Network]:
     """Read heads of a folder for a model.
+
+    Args:
+        folder: The folder, or `NATIVE`.
+        model: The model they belong to.
 
     Returns:
         Their kind, and the heads.
@@ -29,9 +38,13 @@ def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[
     Raises:
         HeadsError: There are none, they are damaged, or they belong to another model.
     """
+    if folder == NATIVE and not Path(NATIVE).is_dir():
+        return native.KIND, native.open_native(model)
     kind = read_config(folder).kind or _published_kind(Path(folder))
     if kind == medusa.KIND:
         return kind, MedusaHeads.load(folder, model)
+    if kind == mtp.KIND:
+        return kind, MtpHeads.load(folder, model)
     if kind == eaglefile.KIND:
         return kind, eaglefile.load_eagle(folder, model)
     raise HeadsError(f"{folder}: heads of an unknown kind, {kind!r}")
@@ -39,7 +52,9 @@ def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[
 
 def fresh_rates(network: Network) -> HeadRates:
     """Rates of guesses that nothing is known of yet."""
-    return HeadRates(len(network) if isinstance(network, MedusaHeads) else DEPTH)
+    if isinstance(network, PreTrainedModel):
+        return HeadRates(native.DEPTH)
+    return HeadRates(DEPTH if isinstance(network, EagleHead) else len(network))
 
 
 def put_to_work(network: Network, model: PreTrainedModel, rates: HeadRates, rows: int, warp: Warp | None) -> Drafter:
@@ -54,6 +69,10 @@ def put_to_work(network: Network, model: PreTrainedModel, rates: HeadRates, rows
     """
     if isinstance(network, MedusaHeads):
         return MedusaDrafter(network, rates, warp)
+    if isinstance(network, MtpHeads):
+        return MtpDrafter(network, model, rates, rows, warp)
+    if isinstance(network, PreTrainedModel):
+        return native.NativeDrafter(cast(Any, network), model, rates, warp)
     return EagleDrafter(network, model, rates, rows, warp)
 
 

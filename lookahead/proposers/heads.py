@@ -27,7 +27,8 @@ class Heads:
         `LookaheadConfig(proposers=("prompt", "recycled", lookahead.Heads("heads/")))`
 
     Args:
-        folder: What `lookahead train` wrote, or a published checkpoint of Medusa or EAGLE in safetensors.
+        folder: What `lookahead train` wrote, a published checkpoint of Medusa or EAGLE in safetensors, or `"native"`:
+            the MTP layer that the model's own checkpoint brings along.
         name: What the source is called in the stats; their kind when None.
 
     Raises:

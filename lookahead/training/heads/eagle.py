@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lookahead.heads.draftcache import take
 from lookahead.heads.eagle import EagleHead, FusedEagleHead
 from lookahead.heads.trunk import unembed
 from lookahead.training.heads.learner import Learner, count_hits, five_likeliest
@@ -71,14 +72,14 @@ def unroll(
     read, residual = head.pair(features[:, :-1], embeddings[:, 1:])
     keys, values = layer.keys_values(read, head.rotation(features, position))
     visible = position[:, None] <= places.at[..., None]
-    read, residual = _take(read, places.at), _take(residual, places.at)
+    read, residual = take(read, places.at), take(residual, places.at)
     out = residual
     later: list[tuple[Tensor, Tensor]] = []
     for step in range(steps):
         rotation = head.rotation(features, places.at + step)
         if step > 0:
             token = (places.at + 1 + step).clamp(max=ids.shape[1] - 1)
-            read, residual = head.pair(out, _take(embeddings, token))
+            read, residual = head.pair(out, take(embeddings, token))
             later.append(layer.keys_values(read, rotation))
         context = _attend(layer.query(read, rotation), keys, values, visible, later)
         out = layer.finish(residual, context)
@@ -108,7 +109,7 @@ class EagleLearner(Learner):
         noisy = states + (torch.rand_like(states) * 2 - 1) * NOISE * size
         (predicted,) = unroll(self.head, model, noisy, batch, places, 1)
         kept, _ = _labels(batch, places, 0)
-        truth = _take(states, (places.at + 1).clamp(max=states.shape[1] - 1))[kept]
+        truth = take(states, (places.at + 1).clamp(max=states.shape[1] - 1))[kept]
         guess = predicted[kept]
         chances = unembed(model, truth).float().softmax(-1)
         token_loss = -(chances * self.head.logits(model, guess).float().log_softmax(-1)).sum(-1).mean()
@@ -152,7 +153,7 @@ class FusedEagleLearner(EagleLearner):
             kept, _ = _labels(batch, places, step)
             with torch.no_grad():
                 index = (places.at + 1 + step).clamp(max=states.shape[1] - 1)
-                truth = unembed(model, _take(last, index)[kept]).float()
+                truth = unembed(model, take(last, index)[kept]).float()
                 can_say = torch.isin(truth.argmax(-1), tokens)
                 chances = truth[can_say][:, tokens].softmax(-1)
             if len(chances) > 0:
@@ -171,11 +172,6 @@ def _labels(batch: dict[str, Tensor], places: Places, step: int) -> tuple[Tensor
     inside = at.clamp(max=ids.shape[1] - 1)
     kept = places.is_place & (at < ids.shape[1]) & batch["wanted"].gather(1, inside)
     return kept, ids.gather(1, inside)[kept]
-
-
-def _take(states: Tensor, index: Tensor) -> Tensor:
-    """States `[batch, places, size]` at positions of `[batch, tokens, size]`."""
-    return states.gather(1, index[..., None].expand(-1, -1, states.shape[-1]))
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, later: list[tuple[Tensor, Tensor]]) -> Tensor:

@@ -30,7 +30,8 @@ from lookahead.training.heads.examples import (
 if TYPE_CHECKING:
     from lookahead.training.heads.trainer import HeadTrainer
 
-KINDS = ("medusa", "eagle", "eagle3")
+KINDS = ("medusa", "eagle", "eagle3", "mtp")
+_JOINT = ("medusa", "mtp")
 _SETTINGS = "run.json"
 _DONE = "trainer_state.json"  # what the Trainer writes last into a checkpoint
 
@@ -40,9 +41,9 @@ class Settings:
     """What defines a run; one that goes on must have the same.
 
     Attributes:
-        kind: `"medusa"`, `"eagle"` or `"eagle3"`.
-        heads: How many tokens are guessed, by Medusa each with a head of its own.
-        is_joint: Whether the model is trained as well, which changes what it writes; Medusa only.
+        kind: `"medusa"`, `"mtp"`, `"eagle"` or `"eagle3"`.
+        heads: How many tokens are guessed, by Medusa and MTP each with a head of its own.
+        is_joint: Whether the model is trained as well, which changes what it writes; not for EAGLE.
         draft_vocab: Tokens an EAGLE-3 head can propose, the most frequent ones of the data.
         steps: Batches trained on; None for one pass over the data.
         batch_size: Examples of a batch.
@@ -71,8 +72,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise TrainingError(f"the kind of heads must be {', '.join(KINDS)}, got {self.kind!r}")
-        if self.is_joint and self.kind != "medusa":
-            raise TrainingError(f"only Medusa's heads are trained with their model, not {self.kind!r}")
+        if self.is_joint and self.kind not in _JOINT:
+            raise TrainingError(f"only heads of {' and '.join(_JOINT)} are trained with their model, not {self.kind!r}")
         for name in ("heads", "draft_vocab", "steps", "batch_size", "max_new_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from lookahead.heads.eaglefile import fresh_eagle, fresh_fused, write_eagle
 from lookahead.heads.medusa import MedusaHeads
+from lookahead.heads.mtp import MtpHeads
 from lookahead.heads.trunk import lm_head
 from lookahead.training.heads.eagle import EagleLearner, FusedEagleLearner
 from lookahead.training.heads.examples import Examples
@@ -36,15 +37,15 @@ def begin(
     """Untrained heads of a kind, and how to train and write them.
 
     Args:
-        kind: `"medusa"`, `"eagle"` or `"eagle3"`.
+        kind: `"medusa"`, `"mtp"`, `"eagle"` or `"eagle3"`.
         model: Their model.
         train: What they will be trained on.
         heads: How many tokens they guess.
         is_joint: Whether the model is trained as well.
         draft_vocab: Tokens an EAGLE-3 head can propose.
     """
-    if kind == "medusa":
-        made = MedusaHeads.fresh(model, heads=heads)
+    if kind in ("medusa", "mtp"):
+        made = (MedusaHeads if kind == "medusa" else MtpHeads).fresh(model, heads=heads)
         learner: Learner = ParallelLearner(made, heads, is_joint=is_joint)
         return Beginning(learner.float(), lambda folder: made.write(folder, model))
     if kind == "eagle":
