@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from lookahead.terminal import console, load, table, usage_errors
+from lookahead.terminal import console, load, say, table, usage_errors
 
 Kind = Annotated[str, typer.Argument(metavar="KIND", help="medusa, eagle, eagle3 or mtp.")]
 Data = Annotated[
@@ -93,10 +93,14 @@ def train(
         loaded = load(model, dtype, device, threads)
         stderr = console(sys.stderr)
 
-        def say(line: str) -> None:
+        def tell(line: str) -> None:
             stderr.print(line, soft_wrap=True)
 
-        metrics = train_heads(loaded, data, output, settings, resume=resume, say=say)
+        try:
+            metrics = train_heads(loaded, data, output, settings, resume=resume, say=tell)
+        except KeyboardInterrupt as error:
+            say("interrupted", "pass --resume to go on")
+            raise typer.Exit(130) from error
         if as_json:
             print(json.dumps({"heads": str(output), **metrics}))
             return
