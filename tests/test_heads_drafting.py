@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 import lookahead
 from lookahead import Heads, LookaheadConfig
@@ -104,6 +104,19 @@ def test_heads_and_other_sources_make_one_tree(looping_llama, kind, trained, pro
     assert torch.equal(got, expected)
     result = lookahead.generate(looping_llama, tiny_tokenizer, "efgzq", config=config, max_new_tokens=40)
     assert {kind.rstrip("3"), "prompt"} <= set(result.stats.drafted_by_source)
+
+
+def test_a_conversation_that_goes_on_from_a_filled_cache_gives_the_tokens_of_generate(looping_llama, trained, prompt):
+    """The heads then see the end of the text alone."""
+    config = drafting(Heads(trained))
+    answers = []
+    for extras in ({}, {"custom_generate": lookahead.decode, "lookahead_config": config}):
+        cache, ids = DynamicCache(config=looping_llama.config), prompt
+        for turn in ([9, 10, 11], [30], []):
+            ids = looping_llama.generate(ids, past_key_values=cache, max_new_tokens=15, do_sample=False, **extras)
+            ids = torch.cat((ids, torch.tensor([turn], dtype=torch.int64)), 1)
+        answers.append(ids)
+    assert torch.equal(*answers)
 
 
 def test_drafting_that_turns_itself_off_and_on_loses_no_token(looping_llama, trained, ragged):

@@ -9,6 +9,8 @@ import xxhash
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lookahead.heads.trunk import body_of
+
 _ROWS = 64  # of the embedding, evenly spaced
 
 
@@ -23,7 +25,7 @@ def fingerprint_of(model: PreTrainedModel) -> str:
     embedding: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
     rows = torch.linspace(0, len(embedding) - 1, min(_ROWS, len(embedding))).long()
     digest.update(_bits(embedding.detach()[rows.to(embedding.device)]))
-    for parameter in model.get_decoder().parameters():
+    for parameter in body_of(model).parameters():
         if parameter.ndim == 1:
             digest.update(_bits(parameter.detach()))
     return digest.hexdigest()

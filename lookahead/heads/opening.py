@@ -18,6 +18,7 @@ from lookahead.heads.medusa import MedusaHeads
 from lookahead.heads.mtp import MtpDrafter, MtpHeads
 from lookahead.heads.parallel import MedusaDrafter
 from lookahead.heads.rates import HeadRates
+from lookahead.heads.trunk import lm_head
 
 NATIVE = "native"
 """In place of a folder: the MTP layer that the model's own checkpoint brings along."""
@@ -36,8 +37,9 @@ def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[
         Their kind, and the heads.
 
     Raises:
-        HeadsError: There are none, they are damaged, or they belong to another model.
+        HeadsError: There are none, they are damaged, or they belong to another model; or the model takes none.
     """
+    lm_head(model)  # refuses models that take no heads, whatever is in the folder
     if folder == NATIVE and not Path(NATIVE).is_dir():
         return native.KIND, native.open_native(model)
     kind = read_config(folder).kind or _published_kind(Path(folder))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,20 @@ def lm_head(model: PreTrainedModel) -> nn.Linear:
     """The projection from hidden states to logits.
 
     Raises:
-        HeadsError: The model has none.
+        HeadsError: The model has none, or its weights are elsewhere.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise HeadsError(f"{type(model).__name__} has no LM head of its own, so it takes no heads")
+    if head.weight.device.type == "meta":
+        raise HeadsError(f"the LM head of this {type(model).__name__} is offloaded; heads are not served then")
     return head
+
+
+def body_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without its LM head."""
+    body = model.base_model
+    return cast(PreTrainedModel, body if body is not model else getattr(model, "model", model))
 
 
 def hidden_states(model: PreTrainedModel, input_ids: Tensor, layers: tuple[int, ...] = ()) -> Tensor:
@@ -34,11 +42,11 @@ def hidden_states(model: PreTrainedModel, input_ids: Tensor, layers: tuple[int, 
     Returns:
         `[batch, tokens, hidden]`, times the number of layers where they are named.
     """
-    decoder: Any = model.get_decoder()
+    body: Any = body_of(model)
     if not layers:
-        last: Tensor = decoder(input_ids=input_ids, use_cache=False).last_hidden_state
+        last: Tensor = body(input_ids=input_ids, use_cache=False).last_hidden_state
         return last
-    states = decoder(input_ids=input_ids, use_cache=False, output_hidden_states=True).hidden_states
+    states = body(input_ids=input_ids, use_cache=False, output_hidden_states=True).hidden_states
     return torch.cat([states[layer] for layer in layers], dim=-1)
 
 

@@ -15,6 +15,7 @@ import xxhash
 from lookahead.atomic import write_atomically
 from lookahead.errors import TrainingError
 from lookahead.heads.fingerprint import fingerprint_of
+from lookahead.heads.trunk import lm_head
 from lookahead.loading import LoadedModel
 from lookahead.training.heads.answers import answer_prompts
 from lookahead.training.heads.examples import (
@@ -127,6 +128,7 @@ def train_heads(
     """
     check_trainer()
     records = read_records(data)
+    lm_head(loaded.model)
     _enter(output, settings, fingerprint_of(loaded.model), records, resume=resume)
     train, held_out = split_examples(_examples(loaded, records, output, settings, say), settings.hold_out_every)
     say(f"{len(train):,} examples to train on, {len(held_out):,} held out")
