@@ -23,6 +23,9 @@ DEPTH = 6
 WIDTH = 8
 """Nodes of a level that the head goes on from, and guesses after each."""
 
+LEAST = 0.03
+"""Chance that a node is reached, below which a further pass over what may follow it is not worth its time."""
+
 
 class EagleDrafter(Drafter):
     """Lets a head read what the model said, then guess on, each level's likeliest nodes at once.
@@ -95,6 +98,8 @@ class EagleDrafter(Drafter):
             width = promised.shape[-1]
             levels.append((guesses, nodes[..., None].expand(guesses.shape), promised.view(torch.int32)))
             best = (reach * promised).flatten(1).topk(min(WIDTH, promised[0].numel()))
+            if float(best.values.max()) < LEAST:
+                break
             reach, parents = best.values[..., None], best.indices // width
             tokens = guesses.flatten(1).gather(1, best.indices)
             nodes = best.indices.int() + count

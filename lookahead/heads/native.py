@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lookahead.errors import HeadsError
-from lookahead.heads.dynamic import WIDTH, rerank
+from lookahead.heads.dynamic import LEAST, WIDTH, rerank
 from lookahead.heads.guesses import Drafter, GuessTree, Warp
 from lookahead.heads.rates import HeadRates
 from lookahead.heads.trunk import unembed
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 KIND = "mtp"
 DEPTH = 4
 """Tokens guessed at most. The layer was trained for one, and goes on from its own output as EAGLE does."""
-
-_LEAST = 0.05  # chance of the chain so far, below which a further pass is not worth it
 
 
 def open_native(model: PreTrainedModel) -> MtpModel:
@@ -115,7 +113,7 @@ class NativeDrafter(Drafter):
             tokens.append(guesses)
             promised.append(chances)
             reach *= float(chances[0])
-            if reach < _LEAST:
+            if reach < LEAST:
                 break
         self._caches[row].crop(1 - len(tokens))
         width = len(tokens[0])
