@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lookahead.errors import (
         ConfigError,
         DocumentError,
+        HeadsError,
         LookaheadError,
         PoolError,
         PromptError,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     )
     from lookahead.generation import GenerationResult, decode, generate, stream
     from lookahead.proposers.draft_model import DraftModel
+    from lookahead.proposers.heads import Heads
     from lookahead.stats import DecodingStats
 
 __version__ = "0.1.0"
@@ -43,6 +45,8 @@ __all__ = [
     "DocumentError",
     "DraftModel",
     "GenerationResult",
+    "Heads",
+    "HeadsError",
     "LookaheadConfig",
     "LookaheadError",
     "PoolError",
@@ -67,6 +71,8 @@ _HOME = {
     "DocumentError": "errors",
     "DraftModel": "proposers.draft_model",
     "GenerationResult": "generation",
+    "Heads": "proposers.heads",
+    "HeadsError": "errors",
     "LookaheadConfig": "config",
     "LookaheadError": "errors",
     "PoolError": "errors",

@@ -1,6 +1,6 @@
 """The command line: arguments in, text and tables out. The work is done by `summarize` and `generation`.
 
-`lookahead.cli_pool` has the commands on pools.
+`lookahead.cli_pool` has the commands on pools, `lookahead.cli_train` the one that trains heads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lookahead import cli_draft, cli_measure
+from lookahead import cli_draft, cli_measure, cli_train
 from lookahead.cli_pool import pool_app
 from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError
@@ -38,6 +38,7 @@ app.add_typer(pool_app, name="pool")
 app.command()(cli_measure.calibrate)
 app.command()(cli_measure.explain)
 app.command()(cli_draft.pick_draft)
+app.command()(cli_train.train)
 
 Inputs = Annotated[
     list[str],
@@ -69,6 +70,9 @@ Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. (default:
 Proposers = Annotated[str, typer.Option(help="Drafts' sources, of prompt, outputs, corpus, recycled, jacobi; or none.")]
 Draft = Annotated[str | None, typer.Option("--draft-model", metavar="MODEL", help="Draft with this model too.")]
 Pool = Annotated[str | None, typer.Option(metavar="FILE", help="Draft from this too, made by 'lookahead pool build'.")]
+TrainedHeads = Annotated[
+    str | None, typer.Option("--heads", metavar="DIR", help="And from these, see 'lookahead train'.")
+]
 MaxNodes = Annotated[int | None, typer.Option(help="Most draft tokens a step verifies. (default: by the proposers)")]
 Window = Annotated[int, typer.Option(help="W, columns of the Jacobi window.")]
 NgramSize = Annotated[int, typer.Option(help="N, length of the n-grams it makes.")]
@@ -119,6 +123,7 @@ def summarize(
     threads: Threads = None,
     proposers: Proposers = "prompt,outputs,recycled",
     pool: Pool = None,
+    heads: TrainedHeads = None,
     max_nodes: MaxNodes = None,
     window: Window = 7,
     ngram_size: NgramSize = 5,
@@ -147,7 +152,7 @@ def summarize(
 
     with usage_errors():
         check_max_new_tokens(max_new_tokens)
-        config = _config(proposers, pool, max_nodes, window, ngram_size, guesses)
+        config = _config(proposers, pool, heads, max_nodes, window, ngram_size, guesses)
         sources = find_inputs(inputs, field)
         paths = OutputPaths(output, rejects, overwrite)
         paths.check(sources)
@@ -178,6 +183,7 @@ def generate(
     proposers: Proposers = "prompt,outputs,recycled",
     draft_model: Draft = None,
     pool: Pool = None,
+    heads: TrainedHeads = None,
     max_nodes: MaxNodes = None,
     window: Window = 7,
     ngram_size: NgramSize = 5,
@@ -197,7 +203,7 @@ def generate(
 
     with usage_errors():
         check_max_new_tokens(max_new_tokens)
-        config = _config(proposers, pool, max_nodes, window, ngram_size, guesses)
+        config = _config(proposers, pool, heads, max_nodes, window, ngram_size, guesses)
         text = read_prompt(prompt)
         loaded = load(model, dtype, device, threads)
         check_room(*loaded, text, max_new_tokens)
@@ -232,15 +238,25 @@ def _generate(loaded: LoadedModel, prompt: str, *, with_stats: bool, **options: 
 
 
 def _config(
-    proposers: str, pool: str | None, max_nodes: int | None, window: int, ngram_size: int, guesses: int
+    proposers: str,
+    pool: str | None,
+    heads: str | None,
+    max_nodes: int | None,
+    window: int,
+    ngram_size: int,
+    guesses: int,
 ) -> LookaheadConfig | None:
     """The options on drafting as a configuration, which checks them; None where all are the defaults.
 
     Asking for nothing in particular lets a model that cannot verify drafts be decoded plainly.
     """
-    names = [] if proposers == "none" else [name.strip() for name in proposers.split(",")]
+    sources: list[Any] = [] if proposers == "none" else [name.strip() for name in proposers.split(",")]
+    if heads is not None:
+        from lookahead.proposers.heads import Heads
+
+        sources.append(Heads(heads))
     config = LookaheadConfig(
-        proposers=names, pool=pool, max_nodes=max_nodes, window=window, ngram_size=ngram_size, guesses=guesses
+        proposers=sources, pool=pool, max_nodes=max_nodes, window=window, ngram_size=ngram_size, guesses=guesses
     )
     return None if config == LookaheadConfig() else config
 

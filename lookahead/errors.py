@@ -8,6 +8,7 @@
     ├── DocumentError          a document cannot be read or summarized (also a ValueError)
     ├── ProposerError          a proposer of your own is none, or offers what is no tree (also a ValueError)
     ├── PoolError              a pool file cannot be read, written or used here (also a ValueError)
+    ├── HeadsError             trained heads cannot be read or used with this model (also a ValueError)
     └── TrainingError          training data or a training job is unusable (also a ValueError)
 
 Every message names the field or file, the allowed range where there is one, and what was received.
@@ -44,6 +45,10 @@ class ProposerError(LookaheadError, ValueError):
 
 class PoolError(LookaheadError, ValueError):
     """A pool file cannot be read or written, is damaged, or was made with another tokenizer."""
+
+
+class HeadsError(LookaheadError, ValueError):
+    """Trained heads cannot be read, or belong to another model."""
 
 
 class TrainingError(LookaheadError, ValueError):

@@ -20,7 +20,7 @@ MAX_LINES = 400
 # the floor of its folder; one with no folder has no floor yet, and the test says so.
 FLOORS = (
     {"errors", "atomic"},
-    {"ngram", "kernels", "tree", "files", "loading"},
+    {"ngram", "kernels", "tree", "files", "loading", "heads"},
     {"proposers.base", "pools", "scores"},
     {"config"},
     {"drafting", "cost", "switch", "sampling", "stopping", "verify", "stats", "rejection"},
@@ -42,7 +42,7 @@ FLOORS = (
     {"summarize"},
     {"training", "terminal"},
     {"explain.drawing"},
-    {"cli_measure", "cli_draft"},
+    {"cli_measure", "cli_draft", "cli_train"},
     {"lookahead", "cli_pool"},  # lookahead/__init__.py, the public names; the commands on pools
     {"cli"},
 )
@@ -50,10 +50,21 @@ MODEL_BACKED_PROPOSERS = frozenset({"proposers.draft_model", "proposers.model_pr
 KNOW_TRANSFORMERS = {
     *("cache", "attention", "target", "sampling", "support", "request", "handover", "pieces", "experience"),
     *("calibration", "generation", "enabling", "costs", "explain", "loading", "pools", "summarize"),
-    *("contest", "picking", "training"),
+    *("contest", "picking", "training", "heads"),
 }
 # Training shows its progress.
-KNOW_THE_TERMINAL = {"cli", "cli_pool", "cli_measure", "cli_draft", "explain.drawing", "terminal", "training"}
+KNOW_THE_TERMINAL = {
+    *("cli", "cli_pool", "cli_measure", "cli_draft", "cli_train", "explain.drawing", "terminal", "training"),
+}
+    "cli",
+    "cli_pool",
+    "cli_measure",
+    "cli_draft",
+    "cli_train",
+    "explain.drawing",
+    "terminal",
+    "training",
+}
 BROUGHT_ALONG = {"tokenizers", "llvmlite"}  # by transformers and numba, which pin the range they work with
 
 

@@ -1,0 +1,108 @@
+"""What trained heads are worth: tokens per target pass on passages of documents that training never saw.
+
+    python -m bench.heads --write prompts.jsonl --text novels.tar.xz squality_train.jsonl.xz --limit 6000
+    lookahead train medusa --model bundled --data prompts.jsonl -o heads
+    python -m bench.heads --heads heads --prompts squality_dev.jsonl --field document --limit 40
+
+The first form cuts passages for training out of texts, as prompts that ask for a summary, which the model answers
+itself. The last decodes held-out ones greedily with at most `--nodes` draft nodes a step, the heads alone drafting (no
+cost model, so that a figure does not depend on the machine). Every output must be that of greedy `model.generate`, or
+nothing is printed but the prompts that differ. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import lookahead
+from bench.prompts import read_texts, summary_prompts
+from lookahead import Heads, LookaheadConfig
+from lookahead.loading import LoadedModel, load_model
+from lookahead.stats import DecodingStats, total
+from lookahead.training.corpus import read_documents
+
+_PIECE = 120_000  # characters of a document that passages are cut from at a time
+
+
+def write_prompts(loaded: LoadedModel, texts: Sequence[Path], file: Path, limit: int) -> None:
+    """Write prompts that ask for summaries, JSON lines to train with."""
+    rng = np.random.default_rng(1)
+    pieces = [document.text for document in read_documents(texts)]
+    begins = [int(rng.integers(0, max(1, len(text) - _PIECE))) for text in pieces]
+    cut = (text[begin : begin + _PIECE] for text, begin in zip(pieces, begins, strict=True))
+    prompts = summary_prompts(cut, loaded.tokenizer, limit=limit, shortest=100, longest=700)
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts), encoding="utf-8")
+    print(f"{len(prompts)} prompts written to {file}")
+
+
+def decode_all(
+    loaded: LoadedModel, prompts: Sequence[str], config: LookaheadConfig, tokens: int
+) -> Iterator[tuple[DecodingStats, bool]]:
+    """For every prompt what decoding did, and whether its tokens are those of greedy decoding."""
+    for prompt in prompts:
+        options = {"max_new_tokens": tokens, "do_sample": False}
+        result = lookahead.generate(*loaded, prompt, config=config, **options)
+        ids = loaded.tokenizer(prompt, return_tensors="pt").input_ids
+        expected = loaded.model.generate(ids, **options)  # type: ignore[operator]
+        yield result.stats, result.token_ids[0] == expected[0, ids.shape[1] :].tolist()
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--model", default="bundled", help='"bundled" or a model folder (default: bundled)')
+    options.add_argument("--write", type=Path, metavar="FILE", help="write prompts to train with, and stop")
+    options.add_argument("--text", type=Path, nargs="+", default=[], metavar="PATH", help="what to cut them from")
+    options.add_argument("--heads", type=Path, metavar="DIR", help="heads to measure")
+    options.add_argument("--prompts", type=Path, metavar="FILE", help="held-out documents")
+    options.add_argument("--field", default="document", help="JSON field with the text (default: document)")
+    options.add_argument("--limit", type=int, default=40, help="prompts (default 40)")
+    options.add_argument("--nodes", type=int, default=32, help="most draft nodes a step (default 32)")
+    options.add_argument("--tokens", type=int, default=160, help="new tokens a prompt (default 160)")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check, measure, print; 1 where an output differs."""
+    options = parser().parse_args(arguments)
+    torch.set_num_threads(1)
+    loaded = load_model(options.model, dtype="fp32", device="cpu")
+    if options.write is not None:
+        write_prompts(loaded, options.text, options.write, options.limit)
+        return 0
+    texts = read_texts(options.prompts, options.field)
+    prompts = summary_prompts(texts, loaded.tokenizer, limit=options.limit, shortest=200, longest=900)
+    config = LookaheadConfig(
+        proposers=(Heads(options.heads),), draft="fixed", max_nodes=options.nodes, min_probability=0.0
+    )
+    runs = list(decode_all(loaded, prompts, config, options.tokens))
+    differing = [i for i, (_, same) in enumerate(runs, 1) if not same]
+    if differing:
+        print(f"outputs differ from model.generate: {differing}")
+        return 1
+    stats = total([stats for stats, _ in runs])
+    figures = {
+        "bench": "heads",
+        "model": options.model,
+        "heads": str(options.heads),
+        "prompts": len(prompts),
+        "nodes": options.nodes,
+        "mean_acceptance_length": round(stats.mean_acceptance_length, 4),
+        "drafted_per_forward": round(stats.drafted_tokens / stats.target_forwards, 2),
+        "expected_per_forward": round(stats.expected_tokens / stats.target_forwards, 4),
+        "accepted_per_forward": round(stats.accepted_tokens / stats.target_forwards, 4),
+        "new_tokens": stats.emitted_tokens,
+    }
+    print(json.dumps(figures))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

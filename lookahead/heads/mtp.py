@@ -1,0 +1,160 @@
+"""MTP heads: every head is a decoder layer on the model's hidden states and guesses one later token."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import LlamaConfig, PreTrainedModel
+
+from lookahead.errors import HeadsError
+from lookahead.heads.draftcache import DraftCache, take
+from lookahead.heads.guesses import Warp
+from lookahead.heads.headfile import HeadsConfig, check_base, read_heads, write_heads
+from lookahead.heads.layer import DraftLayer, Norm, Rotation, attend, layer_config, read_sizes, write_sizes
+from lookahead.heads.parallel import ParallelDrafter
+from lookahead.heads.rates import HeadRates
+from lookahead.heads.trunk import lm_head, unembed
+
+KIND = "mtp"
+WEIGHTS = "model.safetensors"
+
+
+class MtpHead(DraftLayer):
+    """A decoder layer that reads hidden states through a norm and adds to them."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config, config.hidden_size)
+        self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+
+
+class MtpHeads(nn.Module):
+    """Heads side by side on the same hidden states, in front of the model's own LM head.
+
+    Head k guesses the token k + 2 places behind a hidden state, and looks back at all hidden states before.
+
+    Args:
+        config: Sizes of a layer, as of a Llama.
+        heads: How many.
+
+    Source: Gloeckle et al. 2024, "Better & Faster Large Language Models via Multi-token Prediction", §2. There the
+        heads and the trunk are trained together from the beginning; here they are added to a trained model, which may
+        stay as it is, so each begins as one that changes nothing.
+    """
+
+    def __init__(self, config: LlamaConfig, *, heads: int) -> None:
+        super().__init__()
+        self.config = config
+        self.heads = nn.ModuleList(MtpHead(config) for _ in range(heads))
+        self.rotation = Rotation(config)
+
+    def __len__(self) -> int:
+        return len(self.heads)
+
+    def head(self, index: int) -> MtpHead:
+        """One of them."""
+        head = self.heads[index]
+        assert isinstance(head, MtpHead)
+        return head
+
+    @classmethod
+    @torch.no_grad()
+    def fresh(cls, model: PreTrainedModel, *, heads: int) -> MtpHeads:
+        """Untrained heads with layers like those of the model, which say what its LM head says."""
+        made = cls(layer_config(model), heads=heads)
+        for index in range(heads):
+            made.head(index).self_attn.o_proj.weight.zero_()
+            made.head(index).mlp.down_proj.weight.zero_()
+        return made.to(lm_head(model).weight.device)
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str], model: PreTrainedModel) -> MtpHeads:
+        """Read heads of a folder for a model, with its dtype and on its device, ready to guess.
+
+        Raises:
+            HeadsError: There are none, they are damaged, or they belong to another model.
+        """
+        config, tensors = read_heads(folder, KIND, (WEIGHTS,))
+        sizes = read_sizes(folder, config.sizes)
+        check_base(folder, config, model, hidden=sizes.hidden_size, vocab=sizes.vocab_size)
+        count = config.sizes.get("num_heads")
+        if not isinstance(count, int) or count < 1:
+            raise HeadsError(f"{folder}: num_heads must be a whole number of at least 1, got {count!r}")
+        with torch.device("meta"):  # weights made at random would draw from the seed of whoever is decoding
+            made = cls(sizes, heads=count)
+        try:
+            made.load_state_dict(tensors, assign=True)
+        except RuntimeError as error:
+            raise HeadsError(f"{folder}: {' '.join(str(error).split())}") from error
+        made.rotation = Rotation(sizes)  # what it holds is no weight, and was made on meta with the rest
+        weight = lm_head(model).weight
+        return made.to(weight.device, weight.dtype).eval().requires_grad_(False)
+
+    def write(self, folder: str | os.PathLike[str], model: PreTrainedModel) -> None:
+        """Write the heads in bfloat16, and what model they are of, into a folder.
+
+        Raises:
+            OSError: They cannot be written.
+        """
+        sizes = {**write_sizes(self.config), "num_heads": len(self)}
+        tensors = {name: tensor.bfloat16() for name, tensor in self.state_dict().items()}
+        write_heads(folder, HeadsConfig.of(KIND, model, sizes), WEIGHTS, tensors)
+
+    def guess(self, model: PreTrainedModel, head: int, states: Tensor, places: Tensor) -> Tensor:
+        """Logits `[n, vocab]` of one head at places, int64 `[n]`, of flattened states `[batch, tokens, hidden]`.
+
+        Keys and values are made of all states, queries of those at the places alone.
+        """
+        layer, (batch, tokens) = self.head(head), states.shape[:2]
+        position = torch.arange(tokens, device=states.device).expand(batch, -1)
+        read = layer.input_layernorm(states)
+        keys, values = layer.keys_values(read, self.rotation(states, position))
+        counts = torch.bincount(places // tokens, minlength=batch).tolist()
+        at = pad_sequence((places % tokens).split(counts), batch_first=True)
+        query = layer.query(take(read, at), self.rotation(states, at))
+        out = layer.finish(take(states, at), attend(query, keys, values, position[:, None] <= at[..., None]))
+        kept = torch.cat([row[:count] for row, count in zip(out, counts, strict=True)])
+        return unembed(model, kept)
+
+
+class MtpDrafter(ParallelDrafter):
+    """MTP heads at work, each with keys and values of every token.
+
+    Args:
+        heads: The heads.
+        model: Their model, for its LM head.
+        rates: How far their guesses can be trusted.
+        rows: How many rows there may be.
+        warp: What sampling does to logits; None where the likeliest token is taken.
+    """
+
+    reads_all = True
+
+    def __init__(self, heads: MtpHeads, model: PreTrainedModel, rates: HeadRates, rows: int, warp: Warp | None) -> None:
+        super().__init__(rates, warp)
+        self._heads = heads
+        self._model = model
+        self._caches = [DraftCache(rows) for _ in range(len(heads))]
+        self._newest: dict[int, Tensor] = {}
+
+    def read(self, rows: Sequence[int], tokens: Sequence[Tensor], states: Sequence[Tensor]) -> None:
+        """Let every head look at the new hidden states, and guess at the last of each row."""
+        padded, new = pad_sequence(list(states), batch_first=True), [len(each) for each in states]
+        outs = []
+        for index, cache in enumerate(self._caches):
+            layer = self._heads.head(index)
+            outs.append(cache.extend(layer, self._heads.rotation, rows, new, layer.input_layernorm(padded), padded))
+        self._newest.update(zip(rows, torch.stack(outs, 1), strict=True))
+
+    def forget(self, row: int) -> None:
+        """Forget a row."""
+        for cache in self._caches:
+            cache.forget(row)
+        self._newest.pop(row, None)
+
+    def _logits(self, rows: Sequence[int]) -> Tensor:
+        """What every head says, `[heads, rows, vocab]`."""
+        return unembed(self._model, torch.stack([self._newest[row] for row in rows], 1))

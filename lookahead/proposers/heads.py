@@ -1,0 +1,131 @@
+"""Trained heads as a source of drafts: a folder in the configuration, a proposer in every call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lookahead.heads.guesses import Drafter, GuessTree
+from lookahead.heads.opening import Network, fresh_rates, open_heads, put_to_work
+from lookahead.heads.rates import HeadRates
+from lookahead.proposers.base import Call, IntArray, Outcome, Proposal, Proposer
+
+
+class Heads:
+    """Drafts from heads that were trained for the model, see `lookahead train`.
+
+    They are read when a model is first decoded with them, and what is learned of them stays for later calls.
+
+    Example:
+        `LookaheadConfig(proposers=("prompt", "recycled", lookahead.Heads("heads/")))`
+
+    Args:
+        folder: What `lookahead train` wrote, a published checkpoint of Medusa or EAGLE in safetensors, or `"native"`:
+            the MTP layer that the model's own checkpoint brings along.
+        name: What the source is called in the stats; their kind when None.
+
+    Raises:
+        HeadsError: When called: there are none in the folder, or they belong to another model.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, name: str | None = None) -> None:
+        self._folder = os.fspath(folder)
+        self._name = name
+        self._opened: WeakKeyDictionary[Any, tuple[str, Network, HeadRates]] = WeakKeyDictionary()
+
+    def __call__(self, call: Call) -> Proposer:
+        """The proposer of one call."""
+        if call.model not in self._opened:
+            kind, network = open_heads(self._folder, call.model)
+            self._opened[call.model] = (kind, network, fresh_rates(network))
+        kind, network, rates = self._opened[call.model]
+        drafter = put_to_work(network, call.model, rates, call.rows, call.warp)
+        return HeadsProposer(drafter, rates, self._name or kind)
+
+
+@dataclass(slots=True)
+class _Row:
+    """One row: its newest token, what its heads have not read yet, and what was offered last."""
+
+    root: int
+    tokens: list[IntArray] = field(default_factory=list)
+    states: list[Tensor] = field(default_factory=list)
+    prompt: IntArray | None = None
+    tree: GuessTree | None = None
+
+
+class HeadsProposer(Proposer):
+    """Lets heads read what was decoded, offers what they guess, and learns how far that can be trusted.
+
+    Args:
+        drafter: The heads at work.
+        rates: What is learned of them; as the drafter has.
+        name: What the source is called.
+    """
+
+    def __init__(self, drafter: Drafter, rates: HeadRates, name: str) -> None:
+        self.sources = (name,)
+        self.hidden_layers = drafter.hidden_layers
+        self._drafter = drafter
+        self._rates = rates
+        self._rows: dict[int, _Row] = {}
+
+    def start(self, row: int, prompt: IntArray) -> None:
+        """Meet a new row."""
+        self._rows[row] = _Row(int(prompt[-1]), prompt=prompt)
+
+    def propose(self, row: int, room: int) -> Proposal | None:
+        """Offer the guesses for one row."""
+        return self.propose_batch([row], room)[0]
+
+    def propose_batch(self, rows: Sequence[int], room: int) -> Sequence[Proposal | None]:
+        """Let the heads read and guess for all rows at once."""
+        with torch.inference_mode():
+            self._read([row for row in rows if self._rows[row].states])
+            trees = self._drafter.draft(rows, [self._rows[row].root for row in rows], room)
+        for row, tree in zip(rows, trees, strict=True):
+            self._rows[row].tree = tree
+        return [Proposal(tree.tokens, tree.parents, tree.chances) if len(tree.tokens) > 1 else None for tree in trees]
+
+    def observe(self, row: int, outcome: Outcome, placed: IntArray) -> None:
+        """Learn which guesses were right, and keep for later what the heads are to read."""
+        state = self._rows[row]
+        if state.tree is not None:
+            self._rates.learn(state.tree, outcome.tokens)
+            state.tree = None
+        tokens, states = outcome.tokens, [outcome.hidden[layer][outcome.path] for layer in self.hidden_layers]
+        if not self._drafter.reads_all:
+            tokens, states = tokens[-1:], [each[-1:] for each in states]
+            state.tokens.clear()
+            state.states.clear()
+        elif state.prompt is not None:
+            # Behind every token of the prompt stands the next one, and behind its last the first that was emitted.
+            states = [outcome.prompt_hidden[layer] for layer in self.hidden_layers]
+            tokens = np.concatenate((state.prompt[len(state.prompt) + 1 - len(states[0]) :], tokens))
+        state.tokens.append(tokens)
+        state.states.append(torch.cat(states, -1))
+        state.prompt, state.root = None, int(tokens[-1])
+
+    def finish(self, row: int) -> None:
+        """Forget the row; what was learned stays."""
+        del self._rows[row]
+        self._drafter.forget(row)
+
+    def _read(self, rows: Sequence[int]) -> None:
+        """Let the heads read what is new in some rows."""
+        if not rows:
+            return
+        states = [torch.cat(self._rows[row].states) for row in rows]
+        device = states[0].device
+        tokens = [torch.from_numpy(np.concatenate(self._rows[row].tokens)).long().to(device) for row in rows]
+        self._drafter.read(rows, tokens, states)
+        for row in rows:
+            self._rows[row].tokens.clear()
+            self._rows[row].states.clear()

@@ -1,0 +1,176 @@
+"""Heads on disk: what is written, what is read back, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig
+
+from lookahead.errors import HeadsError
+from lookahead.heads.fingerprint import fingerprint_of
+from lookahead.heads.medusa import MedusaHeads
+from lookahead.heads.trunk import hidden_states, unembed
+
+
+@pytest.fixture
+def heads(tiny_llama):
+    """Medusa heads with weights of their own."""
+    torch.manual_seed(3)
+    made = MedusaHeads.fresh(tiny_llama, heads=3, blocks=2)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.normal_(std=0.2)
+    return made
+
+
+@pytest.fixture
+def folder(tmp_path, heads, tiny_llama):
+    """The same in a folder."""
+    heads.write(str(tmp_path / "heads"), tiny_llama)
+    return tmp_path / "heads"
+
+
+def _rewrite_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_heads_read_back_guess_what_they_guessed(folder, heads, tiny_llama):
+    hidden = torch.randn(5, 32)
+    read = MedusaHeads.load(str(folder), tiny_llama)
+    assert torch.equal(read(hidden), heads.bfloat16().float()(hidden))
+    assert (len(read), read.blocks) == (3, 2)
+
+
+def test_fresh_heads_say_what_the_lm_head_says(tiny_llama):
+    hidden = torch.randn(5, 32)
+    with torch.no_grad():
+        for logits in MedusaHeads.fresh(tiny_llama, heads=2)(hidden):
+            assert torch.equal(logits, tiny_llama.lm_head(hidden))
+
+
+def test_a_published_checkpoint_without_a_fingerprint_is_read_whatever_its_configuration_counts(tmp_path, tiny_llama):
+    tensors = {}
+    for head in range(5):
+        tensors[f"{head}.0.linear.weight"] = torch.randn(32, 32)
+        tensors[f"{head}.0.linear.bias"] = torch.randn(32)
+        tensors[f"{head}.1.weight"] = torch.randn(101, 32)
+    save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
+    published = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    assert len(MedusaHeads.load(str(tmp_path), tiny_llama)) == 5
+
+
+def test_heads_are_found_in_a_checkpoint_that_holds_the_model_too(tmp_path, folder, heads, tiny_llama):
+    own = load_file(folder / "medusa_lm_head.safetensors")
+    whole = {"model.norm.weight": torch.ones(32), **{f"medusa_head.{name}": own[name] for name in own}}
+    save_file(whole, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"medusa_num_heads": 3}')
+    hidden = torch.randn(2, 32)
+    assert torch.equal(MedusaHeads.load(str(tmp_path), tiny_llama)(hidden), heads.bfloat16().float()(hidden))
+
+
+def test_heads_of_another_model_are_refused_by_its_fingerprint(folder, looping_llama, tiny_llama):
+    with pytest.raises(HeadsError, match=rf"heads of another model .*{fingerprint_of(tiny_llama)}.*this model"):
+        MedusaHeads.load(str(folder), looping_llama)
+
+
+@pytest.mark.parametrize(("hidden", "vocab"), [(16, 101), (32, 99)])
+def test_heads_of_another_size_are_refused_even_without_a_fingerprint(tmp_path, tiny_llama, hidden, vocab):
+    tensors = {
+        "0.0.linear.weight": torch.zeros(hidden, hidden),
+        "0.0.linear.bias": torch.zeros(hidden),
+        "0.1.weight": torch.zeros(vocab, hidden),
+    }
+    save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(HeadsError, match=r"heads of another model .unnamed.*(16.*32|99.*101)"):
+        MedusaHeads.load(str(tmp_path), tiny_llama)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_pickle_is_not_opened_and_the_message_says_how_to_convert_it(tmp_path, tiny_llama, direct, monkeypatch):
+    path = tmp_path / "medusa_lm_head.pt"
+    torch.save({"0.0.linear.weight": torch.zeros(32, 32)}, path)
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was opened"))
+    with pytest.raises(HeadsError, match=r"a pickle.*safetensors.torch import save_file.*medusa_lm_head.safetensors"):
+        MedusaHeads.load(str(path if direct else tmp_path), tiny_llama)
+
+
+def test_the_conversion_that_the_message_names_works(tmp_path, heads, tiny_llama, folder, monkeypatch):
+    import re
+    import subprocess
+    import sys
+
+    torch.save(dict(load_file(folder / "medusa_lm_head.safetensors")), tmp_path / "medusa_lm_head.pt")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(HeadsError) as caught:
+        MedusaHeads.load(str(tmp_path), tiny_llama)
+    script = re.search(r'python -c "(.*)"', str(caught.value)).group(1)
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, timeout=300)
+    hidden = torch.randn(2, 32)
+    assert torch.equal(MedusaHeads.load(str(tmp_path), tiny_llama)(hidden), heads.bfloat16().float()(hidden))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "config.json: cannot be read"),
+        (lambda folder: (folder / "config.json").write_text("[1]"), "must hold a JSON object, got list"),
+        (lambda folder: (folder / "medusa_lm_head.safetensors").write_bytes(b"\0" * 20), "cannot be read"),
+        (lambda folder: (folder / "medusa_lm_head.safetensors").unlink(), "no medusa heads: looked for"),
+        (lambda folder: _rewrite_config(folder, lookahead_heads="eagle"), "eagle heads, not medusa heads"),
+        (
+            lambda folder: save_file({"fc.weight": torch.zeros(1)}, folder / "medusa_lm_head.safetensors"),
+            "no Medusa heads; it holds fc.weight",
+        ),
+    ],
+    ids=["no config", "config of another shape", "damaged", "no weights", "another kind", "other weights"],
+)
+def test_what_is_wrong_with_a_folder_is_said(folder, tiny_llama, spoil, says):
+    spoil(folder)
+    with pytest.raises(HeadsError, match=says):
+        MedusaHeads.load(str(folder), tiny_llama)
+
+
+def test_a_head_that_lacks_a_tensor_is_refused(folder, tiny_llama):
+    tensors = load_file(folder / "medusa_lm_head.safetensors")
+    del tensors["1.1.linear.bias"]
+    save_file(tensors, folder / "medusa_lm_head.safetensors")
+    with pytest.raises(HeadsError, match=r"1\.1\.linear\.bias"):
+        MedusaHeads.load(str(folder), tiny_llama)
+
+
+def test_a_copy_in_another_precision_has_the_same_fingerprint_and_a_trained_one_has_not(tiny_llama, looping_llama):
+    import copy
+
+    assert fingerprint_of(copy.deepcopy(tiny_llama).bfloat16()) == fingerprint_of(tiny_llama)
+    trained = copy.deepcopy(tiny_llama)
+    with torch.no_grad():
+        trained.model.layers[1].post_attention_layernorm.weight[3] += 0.1
+    assert len({fingerprint_of(model) for model in (tiny_llama, looping_llama, trained)}) == 3
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        CohereConfig(logit_scale=0.3, bos_token_id=1, eos_token_id=2),
+        GraniteConfig(logits_scaling=4.0),
+        Gemma2Config(final_logit_softcapping=5.0, head_dim=8),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_hidden_states_become_the_logits_of_the_model_itself(config):
+    for name, value in {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}.items():
+        setattr(config, name, value)
+    config.num_attention_heads, config.num_key_value_heads, config.pad_token_id = 4, 2, 0
+    if hasattr(config, "layer_types"):
+        config.layer_types = config.layer_types[:2]
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.randint(3, 50, (2, 7))
+    with torch.no_grad():
+        assert torch.allclose(unembed(model, hidden_states(model, ids)), model(ids).logits, atol=1e-6)

@@ -1,0 +1,239 @@
+"""Drafting with trained heads: whatever they guess, the tokens are those of `model.generate`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import DynamicCache, PreTrainedModel
+
+import lookahead
+from lookahead import Heads, LookaheadConfig
+from lookahead.errors import HeadsError
+from lookahead.heads.eaglefile import fresh_eagle, fresh_fused, write_eagle
+from lookahead.heads.guesses import GuessTree
+from lookahead.heads.medusa import MedusaHeads
+from lookahead.heads.mtp import MtpHeads
+from lookahead.heads.product import grow_product
+from lookahead.heads.rates import HeadRates
+from lookahead.loading import LoadedModel
+from lookahead.training.heads.job import Settings, train_heads
+
+KINDS = ["medusa", "eagle", "eagle3", "mtp"]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "processed": {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+    "warm": {"do_sample": True, "temperature": 0.7, "top_k": 0},
+    "hot": {"do_sample": True, "temperature": 1.3, "top_k": 20, "top_p": 0.9},
+}
+
+
+def drafting(*proposers: Any, **options: Any) -> LookaheadConfig:
+    return LookaheadConfig(proposers=proposers, draft="fixed", min_probability=0.0, max_nodes=24, **options)
+
+
+def both(model: PreTrainedModel, config: LookaheadConfig, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What transformers gives, and what we give from the same seed."""
+    kwargs = {"max_new_tokens": 40, "pad_token_id": 0, **kwargs}
+    torch.manual_seed(0)
+    expected = model.generate(**kwargs)
+    torch.manual_seed(0)
+    return expected, model.generate(**kwargs, custom_generate=lookahead.decode, lookahead_config=config)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def trained(kind, looping_llama, tiny_tokenizer, tmp_path_factory):
+    """A folder with heads that were shown how the model counts."""
+    folder = tmp_path_factory.mktemp(kind)
+    lines = [json.dumps({"prompt": "".join(chr(97 + (i * j) % 23) for j in range(1, 6))}) for i in range(60)]
+    (folder / "data.jsonl").write_text("\n".join(lines))
+    settings = Settings(
+        kind=kind, heads=3, steps=60, batch_size=8, learning_rate=1e-2, max_new_tokens=40, draft_vocab=60
+    )
+    train_heads(LoadedModel(looping_llama, tiny_tokenizer), folder / "data.jsonl", folder / "heads", settings)
+    return folder / "heads"
+
+
+@pytest.fixture
+def prompt(tiny_tokenizer):
+    return torch.tensor([tiny_tokenizer("efgzq")["input_ids"]])
+
+
+@pytest.fixture
+def ragged():
+    rows = [[0, 0, 0, 7, 8], [3, 4, 5, 3, 4], [0, 9, 9, 9, 9]]
+    mask = [[0, 0, 0, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]]
+    return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(mask)}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_one_prompt_gives_the_tokens_of_generate(looping_llama, trained, prompt, accepted, options):
+    expected, got = both(looping_llama, drafting(Heads(trained)), input_ids=prompt, **options)
+    assert torch.equal(got, expected)
+    assert accepted[0] > 0
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_ragged_batch_gives_the_tokens_of_generate(looping_llama, trained, ragged, accepted, options):
+    heads = Heads(trained)
+    for _ in range(2):  # the second call begins with what was learned in the first
+        expected, got = both(looping_llama, drafting(heads), **ragged, **options)
+        assert torch.equal(got, expected)
+    assert accepted[0] > 0
+
+
+def test_rows_that_end_at_different_steps_do_not_disturb_each_other(looping_llama, trained, ragged):
+    expected, got = both(looping_llama, drafting(Heads(trained)), **ragged, do_sample=False, eos_token_id=[12, 30, 77])
+    assert torch.equal(got, expected)
+
+
+def test_heads_and_other_sources_make_one_tree(looping_llama, kind, trained, prompt, tiny_tokenizer):
+    config = drafting("prompt", "recycled", Heads(trained))
+    expected, got = both(looping_llama, config, input_ids=prompt, do_sample=False)
+    assert torch.equal(got, expected)
+    result = lookahead.generate(looping_llama, tiny_tokenizer, "efgzq", config=config, max_new_tokens=40)
+    assert {kind.rstrip("3"), "prompt"} <= set(result.stats.drafted_by_source)
+
+
+def test_a_conversation_that_goes_on_from_a_filled_cache_gives_the_tokens_of_generate(looping_llama, trained, prompt):
+    """The heads then see the end of the text alone."""
+    config = drafting(Heads(trained))
+    answers = []
+    for extras in ({}, {"custom_generate": lookahead.decode, "lookahead_config": config}):
+        cache, ids = DynamicCache(config=looping_llama.config), prompt
+        for turn in ([9, 10, 11], [30], []):
+            ids = looping_llama.generate(ids, past_key_values=cache, max_new_tokens=15, do_sample=False, **extras)
+            ids = torch.cat((ids, torch.tensor([turn], dtype=torch.int64)), 1)
+        answers.append(ids)
+    assert torch.equal(*answers)
+
+
+def test_drafting_that_turns_itself_off_and_on_loses_no_token(looping_llama, trained, ragged):
+    config = LookaheadConfig(proposers=(Heads(trained),))
+    for seed in range(4):
+        expected, got = both(looping_llama, config, **ragged, do_sample=bool(seed % 2), max_new_tokens=120)
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("options", [OPTIONS["greedy"], OPTIONS["warm"]], ids=["greedy", "warm"])
+@pytest.mark.parametrize("how", ["random", "infinite"])
+def test_heads_that_know_nothing_change_no_token(looping_llama, trained, ragged, tmp_path, how, options):
+    spoiled = tmp_path / how
+    shutil.copytree(trained, spoiled)
+    (file,) = spoiled.glob("*.safetensors")
+    tensors = load_file(file)
+    for tensor in tensors.values():
+        if tensor.is_floating_point():
+            tensor.normal_(std=3.0) if how == "random" else tensor.fill_(float("inf"))
+    save_file(tensors, file)
+    expected, got = both(looping_llama, drafting(Heads(spoiled)), **ragged, **options)
+    assert torch.equal(got, expected)
+
+
+def test_untrained_heads_change_no_token(looping_llama, ragged, tmp_path):
+    MedusaHeads.fresh(looping_llama, heads=5).write(tmp_path / "medusa", looping_llama)
+    MtpHeads.fresh(looping_llama, heads=2).write(tmp_path / "mtp", looping_llama)
+    write_eagle(fresh_eagle(looping_llama), tmp_path / "eagle", looping_llama)
+    write_eagle(fresh_fused(looping_llama, range(0, 101, 3)), tmp_path / "eagle3", looping_llama)
+    for folder in tmp_path.iterdir():
+        expected, got = both(looping_llama, drafting(Heads(folder)), **ragged, do_sample=False)
+        assert torch.equal(got, expected)
+
+
+def test_medusa_heads_run_once_a_step_on_one_hidden_state_however_long_the_text_is(
+    looping_llama, tmp_path, monkeypatch
+):
+    MedusaHeads.fresh(looping_llama, heads=2).write(tmp_path, looping_llama)
+    shapes = []
+    forward = MedusaHeads.forward
+    monkeypatch.setattr(
+        MedusaHeads, "forward", lambda self, hidden: shapes.append(hidden.shape) or forward(self, hidden)
+    )
+    for length in (5, 200):
+        ids = torch.arange(length)[None] % 16 + 3
+        both(looping_llama, drafting(Heads(tmp_path)), input_ids=ids, do_sample=False, max_new_tokens=20)
+    assert set(shapes) == {(1, 32)}
+
+
+def test_heads_of_another_model_are_refused_when_it_is_decoded(tiny_llama, trained, prompt):
+    with pytest.raises(HeadsError, match="heads of another model"):
+        both(tiny_llama, drafting(Heads(trained)), input_ids=prompt, do_sample=False)
+
+
+def _best(chances: np.ndarray, room: int) -> float:
+    """The highest sum of chances of being reached that a tree of so many nodes can have, by trying all paths."""
+    heads, width = chances.shape
+    reach = [
+        float(np.prod([chances[head, rank] for head, rank in enumerate(path)]))
+        for depth in range(1, heads + 1)
+        for path in itertools.product(range(width), repeat=depth)
+    ]
+    return sum(sorted(reach)[-room:])
+
+
+def _falling(values: list[list[float]]) -> np.ndarray:
+    return -np.sort(-np.array(values, np.float32), axis=1)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("room", [1, 5, 30])
+def test_a_tree_of_guesses_promises_as_much_as_any_of_its_size(seed, room):
+    rng = np.random.default_rng(seed)
+    promised = _falling(rng.random((3, 5)) ** rng.integers(1, 6))
+    tokens = np.stack([rng.permutation(50)[:5] for _ in range(3)]).astype(np.int32)
+    tree = grow_product(7, tokens, promised, HeadRates(3), room)
+    reach = np.ones(len(tree.tokens))
+    for node in range(1, len(reach)):
+        head, rank = tree.kinds[node]
+        assert tree.tokens[node] == tokens[head, rank]
+        assert tree.promised[node] == promised[head, rank] == pytest.approx(tree.chances[node], abs=0.011)
+        assert tree.parents[node] < node and (head == 0) == (tree.parents[node] == 0)
+        reach[node] = reach[tree.parents[node]] * tree.chances[node]
+    assert len(tree.tokens) == 1 + room and tree.tokens[0] == 7
+    assert reach[1:].sum() == pytest.approx(_best(promised.clip(max=0.99), room), rel=1e-5)
+    assert (np.diff(reach) <= 1e-9).all()
+
+
+def _chain(*promised: float) -> GuessTree:
+    """One guess of each head, tokens 3, 4, ..."""
+    tokens = np.arange(3, 3 + len(promised), dtype=np.int32)[:, None]
+    return grow_product(0, tokens, _falling([[p] for p in promised]), HeadRates(len(promised)), len(promised))
+
+
+def _says(rates: HeadRates, *promised: float) -> list[float]:
+    """What first guesses of each head are thought to be worth."""
+    kinds = np.array([[head, 0] for head in range(len(promised))], np.int32)
+    return rates.calibrate(kinds, np.array(promised, np.float32)).tolist()
+
+
+def test_guesses_without_a_chance_are_no_nodes():
+    tree = grow_product(1, np.array([[4, 5]], np.int32), _falling([[0.5, 0.0]]), HeadRates(1), 10)
+    assert tree.tokens.tolist() == [1, 4]
+
+
+def test_rates_find_out_what_a_guess_is_worth():
+    """A head that says 0.5 and is right nine times in ten is believed to be right nine times in ten."""
+    rates, rng = HeadRates(2), np.random.default_rng(0)
+    assert _says(rates, 0.5, 0.2) == pytest.approx([0.5, 0.2])
+    for _ in range(500):
+        right = [3 if rng.random() < 0.9 else 9, 4 if rng.random() < 0.05 else 9]
+        rates.learn(_chain(0.5, 0.2), np.array(right, np.int32))
+    assert _says(rates, 0.5, 0.2) == [pytest.approx(0.9, abs=0.06), pytest.approx(0.05, abs=0.04)]
+
+
+def test_a_guess_whose_parent_was_wrong_is_no_trial():
+    rates = HeadRates(2)
+    for _ in range(50):
+        rates.learn(_chain(0.5, 0.2), np.array([8, 4], np.int32))
+    assert _says(rates, 0.5, 0.2) == [pytest.approx(0.04, abs=0.02), pytest.approx(0.2)]

@@ -1,0 +1,142 @@
+"""The command that trains heads, and the one that drafts with them, as a user meets them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers.utils import logging
+from typer.testing import CliRunner
+
+from lookahead.cli import app
+
+ROOT = Path(__file__).resolve().parent.parent
+QUIET = "import sys; sys.modules['torchao'] = None; "  # it complains on stderr of what it cannot load
+COMMAND = [sys.executable, "-c", QUIET + "from lookahead.cli import main; main()"]
+OPTIONS = ["--heads", "2", "--batch-size", "4", "--max-new-tokens", "16", "--threads", "1"]
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory, looping_llama, tiny_tokenizer):
+    """A tiny random model, saved as any other."""
+    folder = tmp_path_factory.mktemp("model")
+    looping_llama.save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with prompts; stderr and stdout are wide enough not to wrap."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    lines = [json.dumps({"prompt": chr(97 + i % 16) * (1 + i // 16)}) for i in range(40)]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    # The commands set up their process, which here is that of all tests.
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    yield tmp_path
+    logging.set_verbosity(verbosity)
+    if bars:
+        logging.enable_progress_bar()
+
+
+@pytest.fixture
+def lookahead(folder, model_folder):
+    """Runs a command with the tiny model."""
+    return lambda *arguments: CliRunner().invoke(app, [*map(str, arguments), "--model", str(model_folder)])
+
+
+def test_heads_are_trained_measured_and_drafted_with(lookahead, folder):
+    trained = lookahead("train", "medusa", "--data", "data.jsonl", "-o", "heads", "--steps", 6, *OPTIONS)
+    assert trained.exit_code == 0, trained.stderr
+    assert "40 prompts without an output: the model answers them first" in trained.stderr
+    assert "step 6 of 6: loss" in trained.stderr and "written to heads" in trained.stderr
+    rows = [line.split() for line in trained.stdout.splitlines() if "%" in line]
+    assert [row[0] for row in rows] == ["1", "2"] and all(len(row) == 3 for row in rows)
+    plain = lookahead("generate", "abc", "--proposers", "none", "--max-new-tokens", 30)
+    drafted = lookahead("generate", "abc", "--heads", "heads", "--max-new-tokens", 30, "--stats")
+    assert drafted.exit_code == 0, drafted.stderr
+    assert drafted.stdout == plain.stdout
+    assert "medusa" in drafted.stderr
+
+
+def test_json_is_one_object_and_nothing_else(lookahead):
+    trained = lookahead("train", "eagle", "--data", "data.jsonl", "-o", "heads", "--steps", 2, "--json", *OPTIONS)
+    figures = json.loads(trained.stdout)
+    assert figures["heads"] == "heads"
+    assert {"eval_accuracy_1", "eval_top_5_2"} <= set(figures)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["hydra", "--data", "data.jsonl"], "the kind of heads must be medusa, eagle, eagle3, mtp, got 'hydra'"),
+        (["medusa", "--data", "none.jsonl"], "none.jsonl: No such file or directory"),
+        (["medusa", "--data", "data.jsonl", "--heads", "0"], "heads must be at least 1, got 0"),
+        (["eagle", "--data", "data.jsonl", "--joint"], "only heads of medusa and mtp are trained with their model"),
+    ],
+)
+def test_a_wrong_argument_is_one_line_and_status_2(lookahead, arguments, says):
+    result = lookahead("train", *arguments, "-o", "heads")
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert not Path("heads").exists()
+
+
+def test_missing_accelerate_is_told_before_the_model_is_loaded(lookahead, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "accelerate" else find(name, *a))
+    monkeypatch.setattr("lookahead.cli_train.load", lambda *_: pytest.fail("it was loaded"))
+    result = lookahead("train", "medusa", "--data", "data.jsonl", "-o", "heads")
+    assert result.exit_code == 2
+    assert "pip install 'lookahead-decoding[train]'" in result.stderr
+
+
+def test_heads_of_another_model_are_one_line_and_status_2(lookahead, tiny_llama, folder):
+    from lookahead.heads.medusa import MedusaHeads
+
+    MedusaHeads.fresh(tiny_llama, heads=1).write(folder / "other", tiny_llama)
+    result = lookahead("generate", "abc", "--heads", "other", "--max-new-tokens", 5)
+    assert result.exit_code == 2
+    assert "heads of another model" in result.stderr
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
+def test_a_killed_process_goes_on_with_resume_to_the_same_heads(folder, model_folder):
+    def command(output):
+        arguments = [
+            "train",
+            "mtp",
+            "--model",
+            str(model_folder),
+            "--data",
+            "data.jsonl",
+            "-o",
+            output,
+            "--steps",
+            "40",
+        ]
+        return [*COMMAND, *arguments, *OPTIONS]
+
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(command("whole"), env=environment, check=True, capture_output=True, timeout=600)
+    process = subprocess.Popen(command("cut"), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 500
+    while not list((folder / "cut").glob("checkpoints/checkpoint-*/trainer_state.json")):
+        assert process.poll() is None and time.monotonic() < until, "no checkpoint was written"
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (folder / "cut" / "config.json").exists()
+    subprocess.run([*command("cut"), "--resume"], env=environment, check=True, capture_output=True, timeout=600)
+    whole, resumed = (load_file(folder / each / "model.safetensors") for each in ("whole", "cut"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
