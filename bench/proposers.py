@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder of a HuggingFace causal LM")
     parser.add_argument("--draft", required=True, help="folder of a smaller one with its tokenizer")
-    parser.add_argument("--layers", type=int, default=3, help="of the target in the second draft model (default 3)")
+    parser.add_argument("--layers", type=int, default=4, help="of the target in the second draft model (default 4)")
     parser.add_argument("--file", type=Path, default=OPENINGS, help="prompts, one a line, or JSON lines")
     parser.add_argument("--field", default="prompt", help="field of the JSON lines that holds the prompt")
     parser.add_argument("--prompts", type=int, default=20, help="how many prompts (default 20)")

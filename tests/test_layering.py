@@ -56,15 +56,6 @@ KNOW_TRANSFORMERS = {
 KNOW_THE_TERMINAL = {
     *("cli", "cli_pool", "cli_measure", "cli_draft", "cli_train", "explain.drawing", "terminal", "training"),
 }
-    "cli",
-    "cli_pool",
-    "cli_measure",
-    "cli_draft",
-    "cli_train",
-    "explain.drawing",
-    "terminal",
-    "training",
-}
 BROUGHT_ALONG = {"tokenizers", "llvmlite"}  # by transformers and numba, which pin the range they work with
 
 

@@ -15,6 +15,9 @@ from lookahead.proposers.model_proposer import Experience, ModelProposer
 from lookahead.request import refuse_model, vocabulary_size
 from lookahead.support import support_of
 
+_SHAPE = 8, 4  # children of a node, nodes that a pass extends
+_DRAWN_SHAPE = 3, 2
+
 
 class DraftModel:
     """A smaller causal LM that drafts for a target, to stand in `LookaheadConfig.proposers`.
@@ -34,8 +37,9 @@ class DraftModel:
             the models' tables of tokens may differ in size.
         name: What it is called in the stats.
         depth: Most passes of the draft model a step, and so the deepest node, 1 to 64.
-        children: Candidates after every node, 1 to 16; 1 drafts chains.
-        width: Candidates that one pass extends, 1 to 64.
+        children: Candidates after every node, 1 to 16; 1 drafts chains. None decides: 8, and 3 under
+            `acceptance="rejection"`, where all that is drawn takes room.
+        width: Candidates that one pass extends, 1 to 64. None decides: 4, and 2.
 
     Raises:
         ConfigError: An option is out of its range.
@@ -52,8 +56,8 @@ class DraftModel:
         tokenizer: PreTrainedTokenizerBase | None = None,
         name: str = "draft",
         depth: int = 8,
-        children: int = 4,
-        width: int = 4,
+        children: int | None = None,
+        width: int | None = None,
     ) -> None:
         model = getattr(model, "_orig_mod", model)
         if not hasattr(model, "get_input_embeddings"):
@@ -61,6 +65,8 @@ class DraftModel:
                 f"DraftModel takes a loaded causal LM, got {model!r}: load it with AutoModelForCausalLM.from_pretrained"
             )
         for option, value, most in (("depth", depth, 64), ("children", children, 16), ("width", width, 64)):
+            if value is None and option != "depth":
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
                 raise ConfigError(f"{option} must be a whole number from 1 to {most}, got {value!r}")
         if not isinstance(name, str) or not name:
@@ -97,6 +103,7 @@ class DraftModel:
                     "hardly pay",
                     stacklevel=2,
                 )
+        children, width = _DRAWN_SHAPE if call.by_rejection else _SHAPE
         return ModelProposer(
             self.model,
             call,
@@ -105,8 +112,8 @@ class DraftModel:
             vocabulary=vocabulary,
             shape=support.shape,
             depth=self.depth,
-            children=self.children,
-            width=self.width,
+            children=self.children if self.children is not None else children,
+            width=self.width if self.width is not None else width,
         )
 
     def _shared_vocabulary(self, call: Call) -> int:
