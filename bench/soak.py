@@ -1,0 +1,142 @@
+"""Whether memory stays flat: thousands of requests with the default configuration, whose memory they share.
+
+    python -m bench.soak --model DIR --prompts squality_dev.jsonl --field document --output bench/results/soak.json
+
+Requests are pieces of the texts, cut anywhere, of varied length, with short outputs: greedy, sampled, in ragged
+batches, and streamed, every second of those left half-way. What requests share is bounded (`LookaheadConfig.memory`)
+but takes thousands of them to fill. So requests warm up until the earlier outputs have reached their bound and been
+halved for the first time; what grows from there on is a leak. The sizes of both stores stand beside the resident
+memory of the process, which is read from /proc (Linux), after Python's garbage was collected. The last line is one
+JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import lookahead
+from bench.dropin import resident_bytes
+from bench.prompts import read_texts
+from lookahead.generation import experience_of
+from lookahead.loading import load_model
+
+NEW_TOKENS = 16  # at most; the least is 4
+LONGEST = 400  # tokens of a prompt
+REPORTS = 10
+
+
+class Requests:
+    """Requests drawn from the tokens of texts, each served as it is drawn."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: list[list[int]]) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._texts = texts
+        self._rng = np.random.default_rng(0)
+        self.served = 0
+
+    def serve(self) -> None:
+        """One request: every fourth is a batch, every fourth is streamed, and one in three of the rest is sampled."""
+        kind, self.served = self.served % 4, self.served + 1
+        options: dict[str, Any] = {"max_new_tokens": int(self._rng.integers(4, NEW_TOKENS + 1))}
+        options["do_sample"] = bool(self._rng.integers(3) == 0)
+        if kind == 3:
+            prompt = self._tokenizer.decode(self._piece())
+            pieces = lookahead.stream(self._model, self._tokenizer, prompt, add_special_tokens=False, **options)
+            for _ in pieces:
+                if self.served % 8 == 0:
+                    break
+            return
+        rows = [self._piece() for _ in range(3 if kind == 2 else 1)]
+        longest = max(map(len, rows))
+        ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+        self._model.generate(ids, attention_mask=mask, pad_token_id=0, custom_generate=lookahead.decode, **options)
+
+    def _piece(self) -> list[int]:
+        """A piece of a text."""
+        text = self._texts[self._rng.integers(len(self._texts))]
+        begin = int(self._rng.integers(max(1, len(text) - LONGEST)))
+        return text[begin : begin + int(self._rng.integers(2, LONGEST + 1))]
+
+    def sizes(self) -> dict[str, Any]:
+        """Resident memory of the process, and what is in the stores the requests share."""
+        gc.collect()
+        memory = experience_of(self._model).proposers.memory
+        return {
+            "requests": self.served,
+            "rss_mb": round(resident_bytes() / 2**20, 1),
+            "outputs_tokens": len(memory.outputs),
+            "stores_mb": round((memory.outputs.nbytes + memory.recycled.nbytes) / 2**20, 1),
+            "python_objects": len(gc.get_objects()),
+        }
+
+    def warm_up(self) -> None:
+        """Serve until the earlier outputs were halved for the first time."""
+        outputs, before = experience_of(self._model).proposers.memory.outputs, 0
+        while len(outputs) >= before:
+            before = len(outputs)
+            self.serve()
+            if self.served % 1000 == 0:
+                print(f"warming up: {self.sizes()}", flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Warm up, serve, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="bundled", help="'bundled', a folder, or a name on the Hub")
+    parser.add_argument("--prompts", type=Path, required=True, help="a .jsonl file, or a text file of one text a line")
+    parser.add_argument("--field", default="text", help="the field of each JSON line")
+    parser.add_argument("--requests", type=int, default=10_000, help="after those that warm up")
+    parser.add_argument("--output", type=Path, help="also write the JSON object here")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    loaded = load_model(arguments.model, dtype="fp32", device="cpu")
+    texts = [
+        loaded.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        for text in read_texts(arguments.prompts, arguments.field)
+    ]
+    requests = Requests(*loaded, texts)
+    started = time.perf_counter()
+    requests.warm_up()
+    sizes = [requests.sizes()]
+    print(f"warm: {sizes[0]}", flush=True)
+    for number in range(1, arguments.requests + 1):
+        requests.serve()
+        if number % max(1, arguments.requests // REPORTS) == 0:
+            sizes.append(requests.sizes())
+            print(sizes[-1], flush=True)
+    report = {
+        "model": Path(arguments.model).name,
+        "requests": arguments.requests,
+        "warm_up_requests": sizes[0]["requests"],
+        "rss_mb_after_warmup": sizes[0]["rss_mb"],
+        "rss_mb_end": sizes[-1]["rss_mb"],
+        "growth_mb": round(sizes[-1]["rss_mb"] - sizes[0]["rss_mb"], 1),
+        "python_objects_grown": sizes[-1]["python_objects"] - sizes[0]["python_objects"],
+        "sizes": sizes,
+        "seconds": round(time.perf_counter() - started),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    if arguments.output:
+        arguments.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
