@@ -156,6 +156,7 @@ def test_training_raises_held_out_accuracy_and_leaves_the_model_alone(tmp_path, 
         assert 1 >= metrics[f"eval_top_5_{place}"] >= metrics[f"eval_accuracy_{place}"]
     after = loaded.model.state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before)
+    assert all(parameter.requires_grad for parameter in loaded.model.parameters()) and not loaded.model.training
     assert not (tmp_path / "heads" / "model").exists()
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
+from transformers import PreTrainedModel
 
 from lookahead.atomic import write_atomically
 from lookahead.errors import TrainingError
@@ -132,15 +134,29 @@ def train_heads(
     _enter(output, settings, fingerprint_of(loaded.model), records, resume=resume)
     train, held_out = split_examples(_examples(loaded, records, output, settings, say), settings.hold_out_every)
     say(f"{len(train):,} examples to train on, {len(held_out):,} held out")
-    trainer, write = _prepare(loaded, train, held_out, output, settings, say)
-    last = last_checkpoint(output / "checkpoints")
-    trainer.train(resume_from_checkpoint=None if last is None else str(last))
-    metrics: dict[str, float] = trainer.evaluate()
-    write(output)
+    with _as_it_was(loaded.model):
+        trainer, write = _prepare(loaded, train, held_out, output, settings, say)
+        last = last_checkpoint(output / "checkpoints")
+        trainer.train(resume_from_checkpoint=None if last is None else str(last))
+        metrics: dict[str, float] = trainer.evaluate()
+        write(output)
     if settings.is_joint:
         loaded.model.save_pretrained(output / "model")
         loaded.tokenizer.save_pretrained(output / "model")
     return metrics
+
+
+@contextmanager
+def _as_it_was(model: PreTrainedModel) -> Iterator[None]:
+    """Let a block freeze or train a model, which after it takes gradients where it did before, in the same mode."""
+    took = [parameter.requires_grad for parameter in model.parameters()]
+    was_training = model.training
+    try:
+        yield
+    finally:
+        model.train(was_training)
+        for parameter, takes in zip(model.parameters(), took, strict=True):
+            parameter.requires_grad_(takes)
 
 
 def last_checkpoint(folder: Path) -> Path | None:
