@@ -42,7 +42,7 @@ class LookaheadConfig:
         max_ngram: Longest context, in tokens, that n-grams are looked up by, 1 to 64.
         min_ngram: Shortest context that n-grams are looked up by, 1 to `max_ngram`.
         memory: `"shared"` keeps what `"outputs"` and `"recycled"` collect for all later calls on the same model in
-            this process, at most 1,048,576 tokens and 262,144 contexts (52 MiB). Text of one request can
+            this process, at most 1,048,576 tokens and 262,144 contexts (57 MiB). Text of one request can
             then change the speed of another, and so betray itself to someone who measures, but never a token.
             `"request"` starts every call with an empty memory; only hit rates and costs outlive it.
         window: Columns W of the Jacobi window, 1 to 64.
