@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model.generate(ids, max_new_tokens=options.tokens, do_sample=False)[0, ids.shape[1] :].tolist()
         for ids in prompts
     ]
-    result: dict[str, object] = {"model": options.model, "prompts": len(prompts), "nodes": options.nodes}
+    result: dict[str, object] = {"model": Path(options.model).name, "prompts": len(prompts), "nodes": options.nodes}
     modes: tuple[tuple[str, Literal["shared", "request"]], ...] = (("fresh", "request"), ("shared", "shared"))
     for name, memory in modes:
         runs = decode_all(model, prompts, options.tokens, options.nodes, memory)
