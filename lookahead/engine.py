@@ -17,7 +17,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.drafting import Draft, FloatArray, fit, merge
 from lookahead.errors import PromptError
 from lookahead.pacing import Pacing
-from lookahead.proposers.base import BatchProposer, IntArray, Outcome, Proposal, Proposer, Top
+from lookahead.proposers.base import IntArray, Outcome, Proposal, Proposer, Top, question_of
 from lookahead.proposers.custom import paid_by_bits
 from lookahead.rejection import Trials, draw
 from lookahead.sampling import TokenChooser, not_a_number
@@ -117,6 +117,7 @@ class Engine:
         self._needs_top = any(proposer.needs_top for proposer in proposers)
         self._needs_hidden = any(proposer.hidden_layers for proposer in proposers)
         self._observing_s = 0.0  # of the last step
+        self._questions = [question_of(proposer) for proposer in proposers]
         self._paid = paid_by_bits(proposers)
         self._nothing = tuple(_NO_ARGMAX for _ in proposers)
         padded = prompts.cpu().numpy()
@@ -249,12 +250,7 @@ class Engine:
             self._tell(row)
         rows = [row.index for row in self._rows]
         room = self._budget // len(self._proposers) if self._by_rejection else self._budget
-        offers = [
-            proposer.propose_batch(rows, room)
-            if isinstance(proposer, BatchProposer)
-            else [proposer.propose(row, room) for row in rows]
-            for proposer in self._proposers
-        ]
+        offers = [ask(rows, room) for ask in self._questions]
         return [list(each) for each in zip(*offers, strict=True)]
 
     def _bare(self, row: _Row) -> Draft:

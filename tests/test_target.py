@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from transformers import GPTJConfig, GPTJForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers import GPTJConfig, GPTJForCausalLM, PreTrainedModel
 
+from bench.families import FAMILIES, build
 from lookahead.target import Target
 from lookahead.tree import TokenTree
 
@@ -119,30 +120,21 @@ def test_trees_that_grow_are_scored_node_by_node_as_if_at_once(model: PreTrained
                 texts[row] += [*tokens_to(tree, leaf)[1:], 50, 51][: rng.integers(1, 3) + tree.depths[leaf]]
 
 
-def test_a_tree_that_grows_looks_back_as_far_as_a_sliding_window_lets_it() -> None:
-    config = MistralConfig(
-        vocab_size=101,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        sliding_window=5,
-    )
-    torch.manual_seed(0)
-    model = MistralForCausalLM(config).eval()
-    target = Target(model, rows=1, capacity=64, device=torch.device("cpu"))
-    tree = random_tree(4, 14, root=PROMPTS[1][-1])
-    with torch.inference_mode(), target.serving():
-        target.prefill(PROMPTS[1:2])
-        scored = 1
-        for count in (2, 5, 9, 14):
-            logits = target.extend([first_nodes(tree, count)], np.array([scored]))
-            with model_as_it_was(model):
-                for node in range(scored, count):
-                    expected = expected_logits(model, PROMPTS[1][:-1].tolist() + tokens_to(tree, node))
-                    torch.testing.assert_close(logits[0, node - scored], expected, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("name", ["Gemma2", "Gemma3", "GptOss", "Llama4", "Qwen2-windows", "DeepseekV3", "OPT"])
+def test_a_tree_that_grows_is_scored_as_the_whole_tree_is(name: str) -> None:
+    # Windows, softcaps, sinks, chunks, and prepared masks.
+    model = build(FAMILIES[name])
+    prompts = [np.arange(3, 24, dtype=np.int32), np.arange(30, 43, dtype=np.int32)]
+    trees = [random_tree(row, 14, root=int(prompt[-1])) for row, prompt in enumerate(prompts)]
+    target, other = (Target(model, rows=2, capacity=80, device=torch.device("cpu")) for _ in range(2))
+    with target.serving():
+        target.prefill(prompts)
+        other.prefill(prompts)
+        scored, grown = 1, []
+        for count in (3, 7, 8, 14):
+            grown.append(target.extend([first_nodes(tree, count) for tree in trees], np.array([scored, scored])))
             scored = count
+        torch.testing.assert_close(torch.cat(grown, 1), other.score(trees)[:, 1:], rtol=1e-4, atol=1e-4)
 
 
 def test_a_retired_row_leaves_its_place_to_the_last_one(model: PreTrainedModel) -> None:

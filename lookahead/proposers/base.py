@@ -175,3 +175,10 @@ class BatchProposer(Proposer, Protocol):
 
 
 ProposerFactory = Callable[[Call], Proposer]
+
+
+def question_of(proposer: Proposer) -> Callable[[Sequence[int], int], Sequence[Proposal | None]]:
+    """How to ask a proposer about several rows: at once where it can, else one after the other."""
+    if isinstance(proposer, BatchProposer):
+        return proposer.propose_batch
+    return lambda rows, room: [proposer.propose(row, room) for row in rows]

@@ -11,7 +11,7 @@ import torch
 
 from lookahead.errors import ProposerError
 from lookahead.ledger import Ledger
-from lookahead.proposers.base import BatchProposer, Call, IntArray, Outcome, Proposal, Proposer, ProposerFactory
+from lookahead.proposers.base import Call, IntArray, Outcome, Proposal, Proposer, ProposerFactory, question_of
 
 _METHODS = ("start", "propose", "observe", "finish")
 _ATTRIBUTES = ("sources", "needs_argmax", "needs_top", "hidden_layers")
@@ -42,6 +42,7 @@ class CustomProposer:
         if not isinstance(sources, tuple) or not sources or not all(isinstance(each, str) for each in sources):
             raise ProposerError(f"sources of the proposer {self._name} must be a tuple of names, got {sources!r}")
         self._proposer: Proposer = proposer
+        self._question = question_of(proposer)
         self._vocab_size = call.vocab_size
         self._by_rejection = call.by_rejection
         self._is_chain = call.is_chain
@@ -76,12 +77,9 @@ class CustomProposer:
 
     def _ask(self, rows: Sequence[int], room: int) -> Sequence[Proposal | None]:
         """Ask it, and check what it says."""
-        if isinstance(self._proposer, BatchProposer):
-            offers = self._proposer.propose_batch(rows, room)
-            if len(offers) != len(rows):
-                raise ProposerError(f"the proposer {self._name} gave {len(offers)} proposals for {len(rows)} rows")
-        else:
-            offers = [self._proposer.propose(row, room) for row in rows]
+        offers = self._question(rows, room)
+        if len(offers) != len(rows):
+            raise ProposerError(f"the proposer {self._name} gave {len(offers)} proposals for {len(rows)} rows")
         for row, offer in zip(rows, offers, strict=True):
             fault = "" if offer is None else self._fault(row, offer, room)
             if fault:
