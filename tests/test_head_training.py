@@ -143,6 +143,14 @@ def test_an_answer_is_what_the_model_generates_and_a_second_start_goes_on(tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle", "eagle3", "mtp"])
+def test_heads_of_a_model_in_half_precision_can_be_trained(tmp_path, loaded, data, kind):
+    loaded.model.bfloat16()
+    metrics = train_heads(loaded, data, tmp_path / "heads", replace(SETTINGS, kind=kind))
+    assert 0 <= metrics["eval_accuracy_1"] <= 1
+    assert _weights(tmp_path / "heads")
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle", "eagle3", "mtp"])
 def test_training_raises_held_out_accuracy_and_leaves_the_model_alone(tmp_path, loaded, data, kind):
     before = copy.deepcopy(loaded.model.state_dict())
     settings = replace(SETTINGS, kind=kind, steps=60, batch_size=8)

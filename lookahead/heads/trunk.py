@@ -55,7 +55,8 @@ def unembed(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
     Cohere and Granite scale them and Gemma caps them, which their LM head alone would leave out.
     """
-    logits: Tensor = lm_head(model)(hidden)
+    head = lm_head(model)
+    logits: Tensor = head(hidden.to(head.weight.dtype))  # heads in training are float32, whatever the model is
     config: Any = model.config.get_text_config()
     scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
     logits = logits if scale == 1.0 else logits * scale
