@@ -186,10 +186,13 @@ def prepare(
     if is_continued:
         refuse_past(past, input_ids, generation_config, model_kwargs.get("attention_mask"))
         adopt(cast(DynamicCache, past), target.cache, longest - lengths)
+    pacing = None
+    if config.proposers and config.draft == "auto":
+        pacing = Pacing(experience.cost, experience.switch, runs_to_limit=stopping.is_only_length)
     return Engine(
         target,
         proposers,
-        Pacing(experience.cost, experience.switch) if config.proposers and config.draft == "auto" else None,
+        pacing,
         config,
         TokenChooser(
             logits_processor,
