@@ -75,7 +75,7 @@ def part(texts, own, places, first, stop, depth, options, weights):
     Returns the options and the longest match. An option's weight is what it is ranked by among them.
     """
     occurrences, ahead, orders = places
-    count, end, of_first_text = 0, 0, 0
+    count, end, of_first_text, own_length = 0, 0, 0, 0
     for at in range(first, stop):
         each = orders[0, at]
         text = occurrences[each, TEXT]
@@ -84,7 +84,9 @@ def part(texts, own, places, first, stop, depth, options, weights):
         token = ahead[each, depth]
         if token < 0:
             continue
-        of_first_text += text == 0
+        if text == 0:
+            of_first_text += 1
+            own_length = max(own_length, occurrences[each, LENGTH] + depth)
         option = 0
         while option < count and options[option, TOKEN] != token:
             option += 1
@@ -108,7 +110,7 @@ def part(texts, own, places, first, stop, depth, options, weights):
             options[option, _SUPPORT] = support_of(0, agreeing, of_first_text)
             weights[option] = matched + 0.5 * agreeing + 1.0
         else:
-            kind = 2 if of_first_text > 0 else 1
+            kind = 1 if of_first_text == 0 else (3 if own_length >= matched else 2)
             options[option, _SUPPORT] = support_of(kind, total, end - of_first_text)
             weights[option] = matched + 0.5 * total
         options[option, FIRST] = options[option, STOP] = place

@@ -22,17 +22,22 @@ RANKS = 16
 CEILING = 0.999  # the children of a node never claim all of the chance
 _PSEUDO_COUNTS = 12.0
 _MEMORY = 400.0
-_RATE = 0.02  # share of a surprise that the odds of a kind follow
+_FIRST_KNOWN, _MOST_KNOWN = (
+    8.0,
+    50.0,
+)  # information (Fisher's) that the odds of a kind rest on: before any trial, and at most added
 _LEAST_ODDS, _MOST_ODDS = 0.1, 16.0
 
 # A match where the memory knows nothing: by its length (in buckets), its rank, how far the occurrences agree, and,
 # where it is long, the risk that a copy ends here.
 _LENGTH_STARTS = (1, 2, 3, 4, 5, 7, 10, 16, 24)
 _LENGTH_GUESS = (0.24, 0.38, 0.48, 0.57, 0.60, 0.72, 0.80, 0.90, 0.96)
-# By the first text, the row's own; by others alone; by others while the first text says otherwise: in each case
-# one occurrence, all of few, all of many, most, or fewer.
-_SUPPORT_ODDS = np.outer((1.0, 0.8, 0.3), (1.0, 3.0, 6.0, 0.7, 0.4)).reshape(-1)
+# By the first text, the row's own; by others alone; by others while the first text says otherwise, after a shorter
+# match or one as long: in each case one occurrence, all of few, all of many, most, or fewer.
+_SUPPORT_ODDS = np.outer((1.0, 0.8, 0.3, 0.3), (1.0, 3.0, 6.0, 0.7, 0.4)).reshape(-1)
 _AGREEMENTS = 5
+_CONTRADICTED = 3 * _AGREEMENTS  # the first of those that the first text contradicts after a match as long
+_CONTRADICTED_GUESS = 0.12  # whatever their length
 _LATER_RANK = 0.6
 _LENGTHS, _SUPPORTS = len(_LENGTH_STARTS), len(_SUPPORT_ODDS)
 _LENGTH_OF = np.searchsorted(_LENGTH_STARTS, np.arange(129), side="right").clip(1) - 1
@@ -113,8 +118,8 @@ class HitRates:
     Attributes:
         prior: float64 `[features]`: the first guesses.
         table: float64 `[features + kinds + 4096, 3]`: of every feature the chance before its kind's odds, hits, and
-            trials; of every kind the factor on the odds; of tokens (by their id modulo 4096) how many long matches
-            reached them, and how many ended there.
+            trials; of every kind the factor on the odds, and the information it rests on; of tokens (by their id
+            modulo 4096) how many long matches reached them, and how many ended there.
         frequent: int64 `[64, 2]`: tokens chosen often and how often, the most frequent first; -1 is no token.
     """
 
@@ -155,7 +160,8 @@ def _of_matches() -> FloatArray:
     odds = np.empty((_LENGTHS, RANKS, _SUPPORTS, _RISKS))
     for length, chance in enumerate(_LENGTH_GUESS):
         for support, factor in enumerate(_SUPPORT_ODDS):
-            top = _chance(factor * chance / (1.0 - chance))
+            likely = chance if support < _CONTRADICTED else min(chance, _CONTRADICTED_GUESS)
+            top = _chance(factor * likely / (1.0 - likely))
             later = top * ((1.0 - top) * _LATER_RANK) ** np.arange(RANKS)
             is_copy = length >= _LENGTH_OF[_COPY]
             odds[length, :, support] = (later / (1.0 - later))[:, None] * (_RISK_ODDS if is_copy else 1.0)
@@ -196,7 +202,10 @@ def _of_frequent() -> FloatArray:
 
 @njit(cache=True, error_model="numpy", forceinline=True)
 def support_of(kind, agreeing, total):
-    """How far the `total` occurrences in the first text (kind 0) or the others (1; 2 beside it) agree on a token."""
+    """How far the `total` occurrences in the first text (kind 0) or the others agree on a token.
+
+    The others are of kind 1, of 2 where the first text says otherwise, and of 3 where it does after a match as long.
+    """
     agreement = 3 if 2 * agreeing >= total else 4
     if agreeing == total:
         agreement = 0 if total == 1 else (1 if total < 4 else 2)
@@ -289,10 +298,12 @@ def hit_rate(table, feature):
 
 @njit(cache=True, error_model="numpy")
 def _count_trial(table, prior, feature, hit):
-    """Count one candidate."""
+    """Count one candidate; the odds of its kind take a Newton step towards what was seen."""
     kind = _FIRST_KIND + _KIND_OF[feature]
-    surprise = hit - hit_rate(table, feature)
-    table[kind, 0] = min(_MOST_ODDS, max(_LEAST_ODDS, table[kind, 0] * (1.0 + _RATE * surprise)))
+    chance = hit_rate(table, feature)
+    table[kind, 1] = min(_MOST_KNOWN, table[kind, 1] + chance * (1.0 - chance))
+    odds = table[kind, 0] * np.exp((hit - chance) / (_FIRST_KNOWN + table[kind, 1]))
+    table[kind, 0] = min(_MOST_ODDS, max(_LEAST_ODDS, odds))
     row = table[feature]
     row[1] += hit
     row[2] += 1.0
@@ -300,6 +311,32 @@ def _count_trial(table, prior, feature, hit):
         row[1] *= 0.5
         row[2] *= 0.5
     row[0] = (_PSEUDO_COUNTS * prior[feature] + row[1]) / (_PSEUDO_COUNTS + row[2])
+
+
+@njit(cache=True, error_model="numpy")
+def copied(parents, tokens, features, placed, chosen):
+    """After which nodes of a verified tree the target goes on with a copy of the row's own text.
+
+    Args:
+        parents: int32 `[k]`, a tree of candidates.
+        tokens: int32 `[k]`.
+        features: int32 `[k]`, by which they were scored.
+        placed: int32 `[k]`, the node of the verified tree that each became, 0 where it was left out.
+        chosen: int32 `[nodes]`, what the target thinks likeliest after every node of the verified tree.
+
+    Returns:
+        bool `[nodes]`. After a copied node behind which nothing was offered, the copy is taken to go on.
+    """
+    nodes, has_child = np.zeros(chosen.size, np.bool_), np.zeros(chosen.size, np.bool_)
+    for node in range(parents.size - 1, 0, -1):
+        feature, at = features[node], placed[node]
+        if at == 0 or not _FIRST_COPY <= feature < _FIRST_BOTH or not is_own(feature // _RISKS % _SUPPORTS):
+            continue
+        before = placed[parents[node]]
+        has_child[before] = True
+        nodes[before] |= chosen[before] == tokens[node]
+        nodes[at] |= not has_child[at]
+    return nodes
 
 
 @njit(cache=True, error_model="numpy")

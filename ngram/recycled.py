@@ -67,7 +67,15 @@ class RecycledTable:
         """Keys, tokens and chances, as the compiled cores take them."""
         return self._keys, self._tokens, self._chances
 
-    def store(self, before: IntArray, parents: IntArray, tokens: IntArray, top: IntArray, chances: FloatArray) -> None:
+    def store(
+        self,
+        before: IntArray,
+        parents: IntArray,
+        tokens: IntArray,
+        top: IntArray,
+        chances: FloatArray,
+        skipped: NDArray[np.bool_] | None = None,
+    ) -> None:
         """Keep what the target thinks likely after every node of a tree, under the last tokens up to the node.
 
         Args:
@@ -76,6 +84,7 @@ class RecycledTable:
             tokens: int32 `[k]`, the token of each node; that of the root is the last of `before`.
             top: int32 `[k, 8]`, the target's likeliest tokens after each node.
             chances: float32 `[k, 8]`, their probabilities, highest first.
+            skipped: bool `[k]`, nodes after which nothing is kept.
 
         Raises:
             ValueError: The shapes do not fit.
@@ -86,7 +95,9 @@ class RecycledTable:
                 f"{nodes} tokens after {before.size} need as many parents and {TOP} successors each, got "
                 f"{parents.size} parents, successors of {top.shape} and chances of {chances.shape}"
             )
-        _store_tree(*self.state, self._times, self._now, before, parents, tokens, top, chances)
+        if skipped is None:
+            skipped = np.zeros(nodes, np.bool_)
+        _store_tree(*self.state, self._times, self._now, before, parents, tokens, top, chances, skipped)
 
     def find(self, context: IntArray) -> tuple[int, IntArray, FloatArray]:
         """Look up the longest known end of a context.
@@ -171,10 +182,12 @@ def _place(keys, times, code):
 
 
 @njit(cache=True, error_model="numpy")
-def _store_tree(keys, kept_tokens, kept_chances, times, now, before, parents, tokens, top, chances):
+def _store_tree(keys, kept_tokens, kept_chances, times, now, before, parents, tokens, top, chances, skipped):
     """The core of `RecycledTable.store`."""
     hashes = np.empty(ORDERS, np.uint64)
     for node in range(tokens.size):
+        if skipped[node]:
+            continue
         orders = hash_context(before, before.size, tokens, parents, node, hashes)
         for order in range(orders):
             group, way = _place(keys, times, hashes[order])

@@ -194,7 +194,7 @@ def test_each_node_tells_which_sources_offered_it():
     memory.outputs.append(ids(1, 2, 3, 4))
     proposer = MixtureProposer(["prompt", "outputs"], memory)
     proposer.start(0, ids(1, 2, 3, 9, 1, 2))
-    proposal = proposer.propose(0, 6)
+    proposal = proposer.propose(0, 12)
     children = proposal.parents == 1
     assert (proposal.tokens[1], proposal.sources[1]) == (3, 0b11)
     assert dict(zip(proposal.tokens[children], proposal.sources[children], strict=True)) == {9: 0b01, 4: 0b10}
@@ -223,3 +223,37 @@ def test_what_other_texts_offer_leaves_the_promise_of_the_rows_own_text_alone():
         return float(tree.probabilities[np.flatnonzero((tree.tokens == token) & (tree.parents == 0))[0]])
 
     assert chance_of(beside, 1) == pytest.approx(chance_of(alone, 1))
+
+
+def test_another_text_that_the_rows_own_contradicts_after_as_long_a_match_is_hardly_believed_however_long_it_is():
+    shared, memory = list(range(10, 40)), Memory()
+    memory.outputs.append(ids(*shared, 7, 8, 9))
+    own = MixtureProposer(["prompt", "outputs"], memory)
+    own.start(0, ids(*shared, 5, 6, 3, *shared))
+    contradicted = own.propose(0, 40)
+    own.start(1, ids(39, 5, 6, 3, *shared))
+    longer = own.propose(1, 40)
+    first, second = (
+        {int(offer.tokens[node]): float(offer.probabilities[node]) for node in np.flatnonzero(offer.parents == 0)[1:]}
+        for offer in (contradicted, longer)
+    )
+    assert first[5] > 0.8
+    assert first.get(7, 0.0) < 0.1
+    assert second[7] > 0.5, "the row's own match is of a single token here"
+
+
+def test_what_the_target_copies_from_the_rows_own_text_is_not_kept_for_other_texts():
+    text, memory = list(range(10, 40)), Memory()
+    proposer = MixtureProposer(["prompt", "recycled"], memory)
+    proposer.start(0, ids(*text, 3, *text[:10]))
+    proposal = proposer.propose(0, 4)
+    tree = TokenTree.from_parents(proposal.tokens, proposal.parents)
+    assert tree.tokens.tolist() == [19, 20, 21, 22, 23]
+    departs = 2  # after this node the target says something else
+    top = np.tile(np.arange(50, 58, dtype=np.int32), (5, 1))
+    top[:, 0] = [20, 21, 60, 23, 24]
+    chances = np.full((5, 8), 0.1, np.float32)
+    outcome = Outcome(ids(20, 21, 60), np.arange(3, dtype=np.int32), NOTHING, Top(tree, top, chances))
+    proposer.observe(0, outcome, np.arange(5, dtype=np.int32))
+    known = [memory.recycled.find(tree.tokens[: node + 1])[0] for node in range(5)]
+    assert [order > 0 for order in known] == [node == departs for node in range(5)]

@@ -76,6 +76,14 @@ def test_the_oldest_context_of_a_set_gives_way():
     assert [table.find(np.array([each], np.int32))[0] for each in (1, 2, 3, 4, 5)] == [1, 0, 1, 1, 1]
 
 
+def test_nothing_is_kept_after_nodes_that_are_skipped():
+    table, tokens = RecycledTable(contexts=64), np.array([1, 2, 3], np.int32)
+    top, chances = np.tile(np.arange(8, dtype=np.int32), (3, 1)), np.full((3, 8), 0.1, np.float32)
+    skipped = np.array([False, True, False])
+    table.store(tokens[:1], np.array([0, 0, 1], np.int32), tokens, top, chances, skipped)
+    assert [table.find(tokens[: n + 1])[0] for n in range(3)] == [1, 0, 3]
+
+
 def test_a_tree_grows_from_what_the_target_thought_likely():
     table = RecycledTable(contexts=64)
     chain(table, [7], [8, 9, 1, 2, 3, 4, 5, 6], [0.8, 0.1, 0.02, 0.02, 0.02, 0.02, 0.01, 0.01])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lookahead.ngram.chains import MAX_CONTEXT, ChainIndex, Chains
-from lookahead.ngram.hits import HitRates
+from lookahead.ngram.hits import HitRates, copied
 from lookahead.ngram.pool import Pool
 from lookahead.ngram.recycled import ORDERS, RecycledTable
 from lookahead.ngram.trie import Trie, grow_trie
@@ -126,14 +126,17 @@ class MixtureProposer:
 
     def observe(self, row: int, outcome: Outcome, placed: IntArray) -> None:
         """Learn which candidates were right and what the target thinks now, and index the emitted tokens."""
-        state = self._rows[row]
-        if state.trie is not None:
-            self._rates.learn(state.trie.parents, state.trie.tokens, state.trie.features, outcome.tokens)
-            state.trie = None
+        state, trie = self._rows[row], self._rows[row].trie
+        if trie is not None:
+            self._rates.learn(trie.parents, trie.tokens, trie.features, outcome.tokens)
         if self._recycled is not None and outcome.top is not None:
-            tree = outcome.top.tree
+            tree, top, skipped = outcome.top.tree, outcome.top, None
+            if trie is not None and placed.size:
+                # What is copied from this text is found in it, and in another text it would mislead.
+                skipped = copied(trie.parents, trie.tokens, trie.features, placed, top.tokens[:, 0])
             before = state.text.tokens[-ORDERS:]
-            self._recycled.store(before, tree.parents, tree.tokens, outcome.top.tokens, outcome.top.probabilities)
+            self._recycled.store(before, tree.parents, tree.tokens, top.tokens, top.probabilities, skipped)
+        state.trie = None
         self._rates.count(outcome.tokens)
         state.text.append(outcome.tokens)
 
