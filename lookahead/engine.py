@@ -366,6 +366,7 @@ class Engine:
         stats.expected_tokens += float(draft.reach.sum()) - 1.0
         sums = sum_by_source(draft.tree, draft.reach, verdict.path, len(self.sources))
         for name, (drafted, accepted, expected) in zip(self.sources, sums.tolist(), strict=True):
+            stats.forwards_by_source[name] += drafted > 0
             stats.drafted_by_source[name] += int(drafted)
             stats.accepted_by_source[name] += int(accepted)
             stats.expected_by_source[name] += expected
