@@ -82,7 +82,7 @@ def draw_config(rng: np.random.Generator) -> LookaheadConfig:
         proposers=proposers,
         draft="fixed" if rng.random() < 0.5 else "auto",
         min_probability=float(rng.choice([0.0, 0.02, 0.3])),
-        window=int(rng.integers(1, 6)),
+        window=(int(rng.integers(0, 6)) or None) if "jacobi" in proposers else None,
         ngram_size=int(rng.integers(2, 6)),
         guesses=int(rng.integers(0, 6)),
         max_nodes=int(rng.integers(32, 65)),

@@ -74,9 +74,8 @@ TrainedHeads = Annotated[
     str | None, typer.Option("--heads", metavar="DIR", help="And from these, see 'lookahead train'.")
 ]
 MaxNodes = Annotated[int | None, typer.Option(help="Most draft tokens a step verifies. (default: by the proposers)")]
-Window = Annotated[int, typer.Option(help="W, columns of the Jacobi window.")]
-NgramSize = Annotated[int, typer.Option(help="N, length of the n-grams it makes.")]
-Guesses = Annotated[int, typer.Option(help="G, most of its n-grams that a step verifies.")]
+NgramSize = Annotated[int | None, typer.Option(help="N, length of its n-grams. (default: 5, or as suits auto)")]
+Guesses = Annotated[int | None, typer.Option(help="G, most of them a step verifies. (default: 7, or as suits auto)")]
 
 
 def main() -> None:
@@ -125,9 +124,9 @@ def summarize(
     pool: Pool = None,
     heads: TrainedHeads = None,
     max_nodes: MaxNodes = None,
-    window: Window = 7,
-    ngram_size: NgramSize = 5,
-    guesses: Guesses = 7,
+    window: cli_measure.Window = None,
+    ngram_size: NgramSize = None,
+    guesses: Guesses = None,
 ) -> None:
     """Summarize documents of any length.
 
@@ -185,9 +184,9 @@ def generate(
     pool: Pool = None,
     heads: TrainedHeads = None,
     max_nodes: MaxNodes = None,
-    window: Window = 7,
-    ngram_size: NgramSize = 5,
-    guesses: Guesses = 7,
+    window: cli_measure.Window = None,
+    ngram_size: NgramSize = None,
+    guesses: Guesses = None,
 ) -> None:
     """Continue a prompt, token for token as transformers does.
 
@@ -242,9 +241,9 @@ def _config(
     pool: str | None,
     heads: str | None,
     max_nodes: int | None,
-    window: int,
-    ngram_size: int,
-    guesses: int,
+    window: str | None,
+    ngram_size: int | None,
+    guesses: int | None,
 ) -> LookaheadConfig | None:
     """The options on drafting as a configuration, which checks them; None where all are the defaults.
 
@@ -255,8 +254,9 @@ def _config(
         from lookahead.proposers.heads import Heads
 
         sources.append(Heads(heads))
+    columns = cli_measure.read_window(window)
     config = LookaheadConfig(
-        proposers=sources, pool=pool, max_nodes=max_nodes, window=window, ngram_size=ngram_size, guesses=guesses
+        proposers=sources, pool=pool, max_nodes=max_nodes, window=columns, ngram_size=ngram_size, guesses=guesses
     )
     return None if config == LookaheadConfig() else config
 

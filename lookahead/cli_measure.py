@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from lookahead.config import LookaheadConfig
 from lookahead.terminal import console, load, usage_errors
 
 Model = Annotated[str, typer.Option(help="Folder of a saved model, its name on the Hub, or 'bundled'.")]
@@ -23,7 +24,15 @@ Folder = Annotated[Path | None, typer.Option("--cache", help="Folder of the cost
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 PromptFile = Annotated[str, typer.Argument(metavar="FILE", help="A text file with the prompt, or - for stdin.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Most tokens to write.")]
+Window = Annotated[
+    str | None, typer.Option(help="Draft from a Jacobi window of W columns too, or auto: while it pays, W chosen.")
+]
 Page = Annotated[Path | None, typer.Option("--html", metavar="PAGE", help="Write the trace as an HTML page too.")]
+
+
+def read_window(text: str | None) -> Any:
+    """A window as an option gives it: digits are a number, and the configuration checks the rest."""
+    return int(text) if text is not None and text.isdecimal() else text
 
 
 def calibrate(
@@ -68,6 +77,7 @@ def explain(
     prompt: PromptFile,
     model: Model = "bundled",
     max_new_tokens: MaxNewTokens = 128,
+    window: Window = None,
     html: Page = None,
     dtype: Dtype = "auto",
     device: Device = None,
@@ -77,17 +87,20 @@ def explain(
 
     The text is coloured by the source of each token; what the model gave itself is
     plain. For every step: the nodes drafted, how many of them were expected to be
-    accepted, how many were, and the time.
+    accepted, how many were, and the time. For every source: in how many passes it
+    drafted, and the same figures.
 
     For example:
 
       lookahead explain prompt.txt --model ./my-model
       lookahead explain prompt.txt --max-new-tokens 200 --html page.html
+      lookahead explain prompt.txt --window auto
     """
     from lookahead.summarize.fitting import check_max_new_tokens, check_room
 
     with usage_errors():
         check_max_new_tokens(max_new_tokens)
+        config = LookaheadConfig(window=read_window(window)) if window is not None else None
         from lookahead.explain.files import check_page, read_prompt_file, write_page
 
         text = read_prompt_file(prompt)
@@ -97,7 +110,7 @@ def explain(
         from lookahead.explain.drawing import draw_trace
         from lookahead.explain.trace import trace
 
-        traced = trace(*loaded, text, max_new_tokens=max_new_tokens, do_sample=False)
+        traced = trace(*loaded, text, config=config, max_new_tokens=max_new_tokens, do_sample=False)
         draw_trace(traced, console(sys.stdout))
         if html is not None:
             write_page(traced, html)

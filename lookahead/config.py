@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from lookahead.errors import ConfigError
 
@@ -14,6 +14,29 @@ if TYPE_CHECKING:
 
 PROPOSERS = ("prompt", "outputs", "corpus", "recycled", "jacobi")
 MAX_NODES_LIMIT = 512
+
+
+class BranchSize(NamedTuple):
+    """Sizes of the lookahead branch: W columns, n-grams of N tokens, at most G of them guessed in a step."""
+
+    window: int
+    ngram_size: int
+    guesses: int
+
+    @property
+    def window_nodes(self) -> int:
+        """Nodes of a tree that the window takes, the root not counted."""
+        return self.window * (self.ngram_size - 1) - 1
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that the window and the guesses take at most."""
+        return self.window_nodes + self.guesses * (self.ngram_size - 1)
+
+
+# What `window="auto"` chooses from: the settings published for models of 34B, 7B and 1B, and a smaller one.
+_AUTO_SIZES = tuple(BranchSize(*size) for size in ((5, 3, 5), (7, 5, 7), (15, 5, 15), (20, 7, 20)))
+_FIXED_SIZE = BranchSize(7, 5, 7)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +60,7 @@ class LookaheadConfig:
             speculative sampling: more of it, from the same distribution, but not the tokens of the same seed. It
             takes proposers that draw (`lookahead.DraftModel`), and none of the names.
         max_nodes: Most draft nodes one row's tree may hold, the root not counted, 1 to 512.
-            `None` decides: 64, and with the lookahead branch its window and its guesses on top.
+            `None` decides: 64, and while the lookahead branch runs its window and its guesses on top.
         min_probability: A node is drafted only when its chance of being reached is at least this, 0 to 1.
         max_ngram: Longest context, in tokens, that n-grams are looked up by, 1 to 64.
         min_ngram: Shortest context that n-grams are looked up by, 1 to `max_ngram`.
@@ -45,9 +68,13 @@ class LookaheadConfig:
             this process, at most 1,048,576 tokens and 262,144 contexts (57 MiB). Text of one request can
             then change the speed of another, and so betray itself to someone who measures, but never a token.
             `"request"` starts every call with an empty memory; only hit rates and costs outlive it.
-        window: Columns W of the Jacobi window, 1 to 64.
-        ngram_size: N, the length of the n-grams the window closes, 2 to 16.
-        guesses: G, the most n-grams of the pool verified in a step, 0 to 64.
+        window: Columns W of the Jacobi window, 1 to 64, or `"auto"`: the lookahead branch runs only while it was
+            measured to pay, with W, N and G that suit what steps cost here (with `draft="fixed"`, where no cost is
+            measured, always and with 7, 5 and 7). A window adds `"jacobi"` to the proposers where that is not
+            named; `None` is `"auto"` where it is.
+        ngram_size: N, the length of the n-grams the window closes, 2 to 16. `None` decides: 5, or what suits the
+            window that `"auto"` chose.
+        guesses: G, the most n-grams of the pool verified in a step, 0 to 64. `None` decides: 7, or likewise.
         pool_from_prompt: Whether the n-gram pool is filled from the prompt too.
 
     Raises:
@@ -68,9 +95,9 @@ class LookaheadConfig:
     max_ngram: int = 16
     min_ngram: int = 1
     memory: Literal["shared", "request"] = "shared"
-    window: int = 7
-    ngram_size: int = 5
-    guesses: int = 7
+    window: int | Literal["auto"] | None = None
+    ngram_size: int | None = None
+    guesses: int | None = None
     pool_from_prompt: bool = True
 
     def __post_init__(self) -> None:
@@ -78,6 +105,8 @@ class LookaheadConfig:
             raise ConfigError(f'proposers must be a sequence of names such as ("prompt",), got {self.proposers!r}')
         object.__setattr__(self, "proposers", tuple(self.proposers))
         self._settle_pool()
+        if self.window is not None and "jacobi" not in self.proposers:
+            object.__setattr__(self, "proposers", (*self.proposers, "jacobi"))
         self._check_proposers()
         if self.draft not in ("auto", "fixed"):
             raise ConfigError(f"draft must be auto or fixed, got {self.draft!r}")
@@ -95,15 +124,22 @@ class LookaheadConfig:
             _check_range("max_nodes", self.max_nodes, 1, MAX_NODES_LIMIT)
         _check_range("max_ngram", self.max_ngram, 1, 64)
         _check_range("min_ngram", self.min_ngram, 1, self.max_ngram)
-        _check_range("window", self.window, 1, 64)
-        _check_range("ngram_size", self.ngram_size, 2, 16)
-        _check_range("guesses", self.guesses, 0, 64)
         if not 0.0 <= self.min_probability <= 1.0:
             raise ConfigError(f"min_probability must be from 0 to 1, got {self.min_probability!r}")
-        if self.max_nodes is not None and self.max_nodes < self.window_nodes:
+        self._check_branch()
+
+    def _check_branch(self) -> None:
+        """Check the sizes of the lookahead branch, and that its window fits."""
+        if self.window not in (None, "auto"):
+            _check_range("window", self.window, 1, 64, instead="auto or ")
+        if self.ngram_size is not None:
+            _check_range("ngram_size", self.ngram_size, 2, 16)
+        if self.guesses is not None:
+            _check_range("guesses", self.guesses, 0, 64)
+        if "jacobi" in self.proposers and not self.branch_sizes:
             raise ConfigError(
                 f"max_nodes must hold the Jacobi window, at least window * (ngram_size - 1) - 1 = "
-                f"{self.window_nodes}, got {self.max_nodes}"
+                f"{self._all_sizes()[0].window_nodes}, got {self.max_nodes}"
             )
 
     def _check_proposers(self) -> None:
@@ -130,24 +166,35 @@ class LookaheadConfig:
             object.__setattr__(self, "proposers", (*self.proposers, "corpus"))
 
     @property
-    def window_nodes(self) -> int:
-        """Nodes of a tree that the Jacobi window takes, the root not counted; 0 without the branch."""
-        return self.window * (self.ngram_size - 1) - 1 if "jacobi" in self.proposers else 0
+    def decides_branch(self) -> bool:
+        """Whether it is left to measured costs if the lookahead branch runs, and how large it is."""
+        return "jacobi" in self.proposers and self.window in (None, "auto") and self.draft == "auto"
+
+    @property
+    def branch_sizes(self) -> tuple[BranchSize, ...]:
+        """Sizes the lookahead branch may have, the smallest first: one unless costs decide; none without it."""
+        if "jacobi" not in self.proposers:
+            return ()
+        most = MAX_NODES_LIMIT if self.max_nodes is None else self.max_nodes
+        return tuple(size for size in self._all_sizes() if size.window_nodes <= most)
+
+    def _all_sizes(self) -> tuple[BranchSize, ...]:
+        """Sizes of the lookahead branch by its own options alone."""
+        given = {name: getattr(self, name) for name in BranchSize._fields if getattr(self, name) not in (None, "auto")}
+        return tuple(size._replace(**given) for size in (_AUTO_SIZES if self.decides_branch else (_FIXED_SIZE,)))
 
     @property
     def node_budget(self) -> int:
-        """Most draft nodes one row's tree may hold, with `max_nodes=None` decided."""
+        """Most draft nodes one row's tree may hold, with `max_nodes=None` decided; a branch left to costs is off."""
         if self.max_nodes is not None:
             return self.max_nodes
-        if not self.proposers:
-            return 0
-        budget = 0 if tuple(self.proposers) == ("jacobi",) else 64
-        if "jacobi" in self.proposers:
-            budget += self.window_nodes + self.guesses * (self.ngram_size - 1)
+        budget = 0 if tuple(self.proposers) in ((), ("jacobi",)) else 64
+        if "jacobi" in self.proposers and not self.decides_branch:
+            budget += self.branch_sizes[0].nodes
         return min(budget, MAX_NODES_LIMIT)
 
 
-def _check_range(name: str, value: int, low: int, high: int) -> None:
-    """Raise ConfigError unless `value` is an int from `low` to `high`."""
+def _check_range(name: str, value: object, low: int, high: int, instead: str = "") -> None:
+    """Raise ConfigError unless `value` is an int from `low` to `high`; `instead` tells what else there is."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"{name} must be a whole number from {low} to {high}, got {value!r}")
+        raise ConfigError(f"{name} must be {instead}a whole number from {low} to {high}, got {value!r}")

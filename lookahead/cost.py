@@ -108,6 +108,13 @@ class StepCost:
             self._curves[key] = np.maximum.accumulate(costs)
         return self._curves[key]
 
+    def measured(self, rows: int, context: int = 0) -> int:
+        """Nodes a row of the largest step that was measured, or nearly; the cost of larger ones is extrapolated."""
+        nearest = self._nearest(bucket_of(rows, context))
+        known = np.flatnonzero(self._ratios[nearest]) if nearest is not None else np.zeros(1, int)
+        around = _POINTS[known[-1] : known[-1] + 2]  # a point stands for what is nearer to it than to the next
+        return max(1, int(np.sqrt(around[0] * around[-1])) // rows)
+
     def calibrate(self, nodes: Sequence[int], seconds: Sequence[float], *, rows: int, context: int) -> None:
         """Take over what a sweep measured: the seconds of steps of so many nodes a row.
 

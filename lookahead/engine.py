@@ -25,7 +25,7 @@ from lookahead.scores import Scores, read_scores
 from lookahead.stats import DecodingStats
 from lookahead.stopping import StoppingRule
 from lookahead.target import Target
-from lookahead.tree import TokenTree, count_within, sum_by_source
+from lookahead.tree import TokenTree, count_within, sum_by_source, without_source
 from lookahead.verify import Verdict, verify, verify_greedy
 
 _NO_ARGMAX = np.zeros(0, np.int32)
@@ -113,7 +113,7 @@ class Engine:
         self._by_rejection = by_rejection
         self._trials: list[Trials] = []
         self.sources = [name for proposer in proposers for name in proposer.sources]
-        self._needs_argmax = any(proposer.needs_argmax for proposer in proposers)
+        self._needs_argmax = self._always_needs_argmax = any(proposer.needs_argmax for proposer in proposers)
         self._needs_top = any(proposer.needs_top for proposer in proposers)
         self._needs_hidden = any(proposer.hidden_layers for proposer in proposers)
         self._observing_s = 0.0  # of the last step
@@ -181,7 +181,11 @@ class Engine:
         if self._pacing is not None:
             tokens = [len(emission.tokens) for emission in emissions]
             host_s, step_s = drafted - begin + self._observing_s, time.perf_counter() - begin
-            self._pacing.learn(logits.shape[1], tokens, host_s, step_s - host_s)
+            without = None
+            if self._pacing.branch.size is not None:
+                verified = [(draft.tree, emission.path) for draft, emission in zip(drafts, emissions, strict=True)]
+                without = without_source(verified, tokens, self.sources.index("jacobi"))
+            self._pacing.learn(logits.shape[1], tokens, host_s, step_s - host_s, without)
             for bits, paid in self._paid.items():
                 alone = sum(
                     count_within(draft.tree, emission.path, bits)
@@ -219,7 +223,9 @@ class Engine:
         if self._pacing is not None:
             context = max(row.length for row in self._rows)
             left = [self._stopping.max_length - row.length for row in self._rows]
-            costs = self._pacing.begin(left, context, self._budget + 1)
+            costs = self._pacing.begin(left, context, self._config.node_budget + 1)
+            self._budget = len(costs) - 2 if costs is not None else 0
+            self._needs_argmax = self._always_needs_argmax or self._pacing.branch.size is not None
         if not self._proposers or (self._pacing is not None and costs is None):
             return [self._bare(row) for row in self._rows]
         if self._by_rejection:
@@ -250,7 +256,7 @@ class Engine:
         for row in self._rows:
             self._tell(row)
         rows = [row.index for row in self._rows]
-        room = self._budget // len(self._proposers) if self._by_rejection else self._budget
+        room = self._config.node_budget // (len(self._proposers) if self._by_rejection else 1)
         offers = [ask(rows, room) for ask in self._questions]
         return [list(each) for each in zip(*offers, strict=True)]
 
@@ -360,6 +366,7 @@ class Engine:
         stats.expected_tokens += float(draft.reach.sum()) - 1.0
         sums = sum_by_source(draft.tree, draft.reach, verdict.path, len(self.sources))
         for name, (drafted, accepted, expected) in zip(self.sources, sums.tolist(), strict=True):
+            stats.forwards_by_source[name] += drafted > 0
             stats.drafted_by_source[name] += int(drafted)
             stats.accepted_by_source[name] += int(accepted)
             stats.expected_by_source[name] += expected

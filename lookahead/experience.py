@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
+from lookahead.branch import Lane
 from lookahead.cost import StepCost
 from lookahead.proposers import Experience
 from lookahead.switch import Switch
@@ -20,6 +22,7 @@ class ModelExperience:
         self.proposers = Experience()
         self.cost = StepCost()
         self.switch = Switch()
+        self.branch: defaultdict[tuple[str, ...], dict[int, Lane]] = defaultdict(dict)  # by the sources beside it
 
 
 _experiences: WeakKeyDictionary[PreTrainedModel, ModelExperience] = WeakKeyDictionary()

@@ -23,10 +23,11 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from lookahead.config import LookaheadConfig
+from lookahead.branch import Branch
+from lookahead.config import MAX_NODES_LIMIT, LookaheadConfig
 from lookahead.engine import Engine
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
-from lookahead.experience import experience_of
+from lookahead.experience import ModelExperience, experience_of
 from lookahead.handover import adopt, hand_back, output_dict, padded_sequences
 from lookahead.pacing import Pacing
 from lookahead.pieces import PieceStreamer
@@ -169,7 +170,8 @@ def prepare(
     is_chain = support.shape == "chains"
     warp = warp_of(logits_processor) if generation_config.do_sample else None
     call = call_of(model, lookahead_tokenizer, batch_size, stopping, config, is_chain=is_chain, warp=warp)
-    proposers = make_proposers(config, experience.proposers, pool, call)
+    branch = _branch_of(config, experience, is_chain=is_chain)
+    proposers = make_proposers(config, experience.proposers, pool, call, branch)
     # Room for what short outputs need; the cache grows when an output turns out long.
     capacity = longest + min(stopping.max_length - longest, 256) + config.node_budget + 1
     target = Target(
@@ -188,7 +190,7 @@ def prepare(
         adopt(cast(DynamicCache, past), target.cache, longest - lengths)
     pacing = None
     if config.proposers and config.draft == "auto":
-        pacing = Pacing(experience.cost, experience.switch, runs_to_limit=stopping.is_only_length)
+        pacing = Pacing(experience.cost, experience.switch, branch, runs_to_limit=stopping.is_only_length)
     return Engine(
         target,
         proposers,
@@ -209,6 +211,16 @@ def prepare(
     )
 
 
+def _branch_of(config: LookaheadConfig, experience: ModelExperience, *, is_chain: bool) -> Branch:
+    """Whether the lookahead branch runs, where costs decide that; elsewhere it is always off for them."""
+    return Branch(
+        config.branch_sizes if config.decides_branch and not is_chain else (),
+        experience.branch[tuple(name for name in config.proposers if isinstance(name, str))],
+        max_nodes=config.max_nodes or MAX_NODES_LIMIT,
+        teaches="recycled" in config.proposers,
+    )
+
+
 def _complaint(model: PreTrainedModel, support: Support, batch_size: int, config: LookaheadConfig) -> str:
     """Why a model cannot verify what is asked for, or an empty string."""
     name = type(model).__name__
@@ -216,7 +228,7 @@ def _complaint(model: PreTrainedModel, support: Support, batch_size: int, config
         return f"{name} cannot be decoded speculatively: {support.reason}"
     if support.shape == "chains" and batch_size > 1:
         return f"{name} cannot be decoded speculatively for {batch_size} prompts at once: {support.reason}"
-    if support.shape == "chains" and "jacobi" in config.proposers:
+    if support.shape == "chains" and "jacobi" in config.proposers and not config.decides_branch:
         return f"{name} cannot verify the lookahead branch: {support.reason}"
     if support.shape == "chains" and config.acceptance == "rejection" and len(config.proposers) > 1:
         return f"{name} cannot verify what several proposers draw: {support.reason}"

@@ -32,7 +32,14 @@ class Ledger:
         """Whether the proposer is to be asked."""
         return self._balance >= min(self._price, _START)
 
-    def settle(self, *, spent_s: float | None, alone: float, tokens: float, step_s: float) -> None:
+    @property
+    def is_filled(self) -> bool:
+        """Whether it holds as much as at first, or more."""
+        return self._balance >= _START
+
+    def settle(
+        self, *, spent_s: float | None, alone: float, tokens: float, step_s: float, is_steady: bool = False
+    ) -> None:
         """Count a step.
 
         Args:
@@ -40,13 +47,14 @@ class Ledger:
             alone: Accepted tokens a row that only it offered.
             tokens: Tokens a row emitted.
             step_s: What the whole step took, more than `spent_s`.
+            is_steady: Whether times are averages, which no disturbance of a single step explains.
         """
         self._balance += SHARE * tokens
         if spent_s is not None:
             price = spent_s * (tokens - alone) / (step_s - spent_s)
-            if self._prices >= _KNOWN:
+            if self._prices >= _KNOWN and not is_steady:
                 price = min(price, _SURPRISE * self._price)
-            self._price += (_FOLLOW if self._prices else 1.0) * (price - self._price)
+            self._price += (_FOLLOW if self._prices and not is_steady else 1.0) * (price - self._price)
             self._prices += 1
             self._balance += alone - price
         self._balance = min(MOST_SAVED, self._balance)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
+from lookahead.branch import Branch
 from lookahead.cost import FloatArray, StepCost
 from lookahead.drafting import Draft
 from lookahead.progress import Batch
@@ -22,18 +24,26 @@ class Pacing:
 
     Each step calls `begin`, where that gave costs `accepts`, and at its end `learn`. No clock is read here.
 
+    While the lookahead branch is on trial, the switch is told what a step with it would have been without: what the
+    branch loses then is on its own account.
+
     Args:
         cost: What steps were measured to cost; learns from every step.
         switch: What drafting was measured to save; learns likewise.
+        branch: Whether the lookahead branch runs, where costs decide that; learns likewise.
         runs_to_limit: Whether nothing ends a row before its limit.
 
     Attributes:
         batch: What a token of each row is worth in the coming step, once `begin` gave costs.
+        branch: As given; one that is always off when None.
     """
 
-    def __init__(self, cost: StepCost, switch: Switch, *, runs_to_limit: bool = False) -> None:
+    def __init__(
+        self, cost: StepCost, switch: Switch, branch: Branch | None = None, *, runs_to_limit: bool = False
+    ) -> None:
         self._cost = cost
         self._switch = switch
+        self.branch = branch if branch is not None else Branch(())
         self._runs_to_limit = runs_to_limit
         self._rows = self._context = 0
         self.batch = Batch(np.ones(1), np.ones(2))
@@ -49,17 +59,23 @@ class Pacing:
         Args:
             left: Tokens that each row that takes it may still emit.
             context: Tokens of the longest one.
-            nodes: Nodes of the largest tree allowed, its root counted.
+            nodes: Nodes of the largest tree allowed without the lookahead branch, its root counted.
 
         Returns:
-            float64 `[nodes + 1]`, the seconds of a step by the nodes of its largest tree.
+            float64 `[nodes + 1]`, or longer by the nodes of the branch: the seconds of a step by the nodes of its
+            largest tree.
         """
         rows = len(left)
         self._rows, self._context = rows, context
         self._costs = self._priced = None
+        self.branch.rest(rows)
         if not self._cost.knows(rows, context) or not self._switch.looks(rows):
             return None
-        self._costs = self._cost.curve(rows, nodes, context)
+        self.branch.choose(rows, self._curve, partial(self._cost.measured, rows, context))
+        nodes = self.branch.nodes_beside(nodes)
+        if nodes == 1:
+            return None  # the branch is all there is, and it is off
+        self._costs = self._curve(nodes)
         # Where any row may end at any time, a token of one is worth as much as of another.
         plain = self._cost.plain(rows, context) if self._runs_to_limit else np.arange(rows + 1.0)
         self.batch = Batch(np.array(left, np.float64), plain)
@@ -82,7 +98,7 @@ class Pacing:
         nodes = max(len(draft.tree) for draft in drafts)
         tokens = self.batch.steps_saved([float(draft.reach.sum()) for draft in drafts])
         took = float(self._priced[nodes] / self._costs[1])
-        if not self._switch.drafts(self._rows, tokens / took):
+        if self.branch.size is None and not self._switch.drafts(self._rows, tokens / took):
             return False
         if in_step_for:
             self._forgone += max(0.0, tokens - took)
@@ -93,7 +109,14 @@ class Pacing:
         """Whether drafts were found to lose, so that only a long match would be verified."""
         return not self._switch.drafts(self._rows, 1.0)
 
-    def learn(self, nodes: int, tokens: Sequence[int], host_s: float, step_s: float) -> None:
+    def learn(
+        self,
+        nodes: int,
+        tokens: Sequence[int],
+        host_s: float,
+        step_s: float,
+        without: tuple[int, Sequence[int]] | None = None,
+    ) -> None:
         """Count the step.
 
         Args:
@@ -101,22 +124,34 @@ class Pacing:
             tokens: Tokens that each row emitted.
             host_s: What drafting took, and letting the proposers learn.
             step_s: What the rest of it took.
+            without: Nodes and tokens, had the branch offered nothing; None where it did not.
         """
         if self._cost.warms_up(nodes):
             return
+        is_known = self._costs is None and self._cost.knows(self._rows, self._context)
+        if not is_known or self._passed % _SAMPLE == 0:
+            self._cost.observe(nodes, step_s, rows=self._rows, context=self._context)
+        own_nodes, own_tokens = without if without is not None else (nodes, tokens)
+        if self.branch.is_open:
+            own = own_nodes, sum(own_tokens) / self._rows
+            self.branch.learn(nodes=nodes, tokens=sum(tokens) / self._rows, without=own, costs=self._curve(nodes))
         if self._costs is None:
             self._switch.pass_by(self._rows)
             self._passed += 1
-            if self._passed % _SAMPLE and self._cost.knows(self._rows, self._context):
-                return
-        else:
-            self._switch.learn(
-                self._rows,
-                nodes=nodes,
-                tokens=self.batch.steps_saved(tokens),
-                seconds=host_s + step_s,
-                host_s=host_s,
-                expected_s=float(self._costs[nodes]),
-                plain_s=float(self._costs[1]),
-            )
-        self._cost.observe(nodes, step_s, rows=self._rows, context=self._context)
+            return
+        if without is not None and not self.branch.is_proven:
+            host_s = max(0.0, host_s - self.branch.host_s)
+            nodes, tokens, step_s = own_nodes, own_tokens, float(self._curve(own_nodes)[own_nodes])
+        self._switch.learn(
+            self._rows,
+            nodes=nodes,
+            tokens=self.batch.steps_saved(tokens),
+            seconds=host_s + step_s,
+            host_s=host_s,
+            expected_s=float(self._costs[nodes]),
+            plain_s=float(self._costs[1]),
+        )
+
+    def _curve(self, nodes: int) -> FloatArray:
+        """What a step like the coming one costs, by the nodes of its largest tree."""
+        return self._cost.curve(self._rows, nodes, self._context)

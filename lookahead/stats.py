@@ -24,6 +24,7 @@ class DecodingStats:
         drafted_tokens: Draft nodes verified, the root not counted.
         accepted_tokens: Draft nodes whose token was emitted.
         expected_tokens: Draft nodes expected to be accepted, the sum of their chances as the proposers saw them.
+        forwards_by_source: Target passes that verified nodes of a proposer: how often the lookahead branch was on.
         drafted_by_source: Draft nodes by proposer; a node two proposers offered counts for both.
         accepted_by_source: Accepted draft nodes by proposer, likewise.
         expected_by_source: Draft nodes expected to be accepted by proposer, likewise.
@@ -39,6 +40,7 @@ class DecodingStats:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     expected_tokens: float = 0.0
+    forwards_by_source: Counter[str] = field(default_factory=Counter)
     drafted_by_source: Counter[str] = field(default_factory=Counter)
     accepted_by_source: Counter[str] = field(default_factory=Counter)
     expected_by_source: defaultdict[str, float] = field(default_factory=_no_chances)
@@ -97,6 +99,7 @@ class DecodingStats:
             "draft_acceptance_rate": round(self.draft_acceptance_rate, 4),
             "expected_tokens": round(self.expected_tokens, 3),
             "calibration_error": round(self.calibration_error, 4),
+            "forwards_by_source": dict(self.forwards_by_source),
             "drafted_by_source": dict(self.drafted_by_source),
             "accepted_by_source": dict(self.accepted_by_source),
             "expected_by_source": {name: round(sum_, 3) for name, sum_ in self.expected_by_source.items()},
@@ -129,6 +132,7 @@ def total(rows: Iterable[DecodingStats]) -> DecodingStats:
         result.expected_tokens += row.expected_tokens
         for name, expected in row.expected_by_source.items():
             result.expected_by_source[name] += expected
+        result.forwards_by_source.update(row.forwards_by_source)
         result.drafted_by_source.update(row.drafted_by_source)
         result.accepted_by_source.update(row.accepted_by_source)
         result.acceptance_histogram.update(row.acceptance_histogram)

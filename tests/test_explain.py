@@ -15,6 +15,7 @@ from lookahead.cli import app
 from lookahead.config import LookaheadConfig
 from lookahead.explain.page import render_page
 from lookahead.explain.trace import Piece, Step, Trace, trace
+from lookahead.explain.words import source_rows
 from lookahead.stats import DecodingStats
 
 PROMPT = "the cat and the dog, "
@@ -87,6 +88,17 @@ def test_stats_expect_what_the_steps_expect(tiny_llama, tiny_tokenizer) -> None:
     assert seen.stats.expected_by_source["prompt"] == pytest.approx(seen.stats.expected_tokens)
     error = (seen.stats.expected_tokens - seen.stats.accepted_tokens) / seen.stats.drafted_tokens
     assert seen.stats.calibration_error == pytest.approx(error)
+    drafting = sum(step.drafted > 0 for step in seen.steps)
+    assert seen.stats.forwards_by_source["prompt"] == seen.stats.to_dict()["forwards_by_source"]["prompt"] == drafting
+
+
+def test_a_source_tells_in_how_many_passes_it_drafted(tiny_llama, tiny_tokenizer) -> None:
+    config = LookaheadConfig(proposers=("prompt",), window=4, draft="fixed")
+    seen = trace(tiny_llama, tiny_tokenizer, PROMPT, config=config, max_new_tokens=30)
+    rows = {row[0]: row for row in source_rows(seen)}
+    assert int(rows["jacobi"][1]) == seen.stats.forwards_by_source["jacobi"]
+    assert int(rows["jacobi"][1]) >= int(rows["prompt"][1]) > 0
+    assert rows["all"][1] == str(seen.stats.target_forwards)
 
 
 # The page
@@ -156,6 +168,15 @@ def test_the_command_shows_the_text_its_steps_and_the_totals(explain, plain) -> 
     assert "from: prompt, outputs, recycled, plain: the model itself" in result.stdout
     assert f"{NEW} tokens from" in result.stdout
     assert "calibration error" in result.stdout
+
+
+def test_the_command_takes_a_window(explain, plain) -> None:
+    result = explain("prompt.txt", "--window", "4")
+    assert result.exit_code == 0, result.output
+    assert plain.texts[0].strip() in result.stdout
+    assert "from: prompt, outputs, recycled, jacobi, plain" in result.stdout
+    assert explain("prompt.txt", "--window", "auto").exit_code == 0
+    assert "window must be auto or a whole number" in explain("prompt.txt", "--window", "x").stderr
 
 
 def test_the_command_writes_the_page_whole_and_leaves_nothing_beside_it(explain, tmp_path) -> None:

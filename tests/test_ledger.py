@@ -53,3 +53,12 @@ def test_a_disturbance_costs_no_more_than_twice_the_usual_price() -> None:
     live(ledger, 100, spent_s=0.001, alone=0.5)
     ledger.settle(spent_s=60.0, alone=0.5, tokens=1.5, step_s=60.01)
     assert ledger.affords
+
+
+def test_a_price_that_is_an_average_is_paid_at_once() -> None:
+    ledger = Ledger()
+    for _ in range(10):
+        ledger.settle(spent_s=0.0001, alone=0.1, tokens=1.1, step_s=0.0101, is_steady=True)
+    assert ledger.is_filled
+    ledger.settle(spent_s=0.03, alone=0.0, tokens=1.0, step_s=0.04, is_steady=True)
+    assert not ledger.affords

@@ -6,7 +6,7 @@ from lookahead.calibration import Calibration, Sweep
 from lookahead.explain.trace import Step, Trace
 
 STEP_HEADINGS = ("step", "drafted", "expected", "accepted", "ms")
-SOURCE_HEADINGS = ("source", "drafted", "expected", "accepted", "calibration error")
+SOURCE_HEADINGS = ("source", "passes", "drafted", "expected", "accepted", "calibration error")
 SWEEP_HEADINGS = (
     "nodes",
     "ms\nmeasured",
@@ -25,15 +25,19 @@ def step_cells(number: int, step: Step) -> tuple[str, ...]:
 def source_rows(trace: Trace) -> list[tuple[str, ...]]:
     """One row under `SOURCE_HEADINGS` for each proposer that drafted, the headings first and the sums last."""
     stats = trace.stats
-    errors = stats.calibration_error_by_source
     rows: list[tuple[str, ...]] = [SOURCE_HEADINGS]
-    for name in trace.sources:
+    for name, error in stats.calibration_error_by_source.items():
         if stats.drafted_by_source[name]:
-            counts = stats.drafted_by_source[name], stats.expected_by_source[name], stats.accepted_by_source[name]
-            rows.append((name, str(counts[0]), f"{counts[1]:.1f}", str(counts[2]), f"{errors[name]:+.3f}"))
-    whole = stats.drafted_tokens, stats.expected_tokens, stats.accepted_tokens
-    rows.append(("all", str(whole[0]), f"{whole[1]:.1f}", str(whole[2]), f"{stats.calibration_error:+.3f}"))
+            nodes = stats.drafted_by_source[name], stats.expected_by_source[name], stats.accepted_by_source[name]
+            rows.append(_source_row(name, stats.forwards_by_source[name], *nodes, error))
+    sums = stats.drafted_tokens, stats.expected_tokens, stats.accepted_tokens
+    rows.append(_source_row("all", stats.target_forwards, *sums, stats.calibration_error))
     return rows
+
+
+def _source_row(name: str, passes: int, drafted: int, expected: float, accepted: int, error: float) -> tuple[str, ...]:
+    """One row under `SOURCE_HEADINGS`."""
+    return name, str(passes), str(drafted), f"{expected:.1f}", str(accepted), f"{error:+.3f}"
 
 
 def total_line(trace: Trace) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from lookahead.branch import Branch
 from lookahead.config import LookaheadConfig
 from lookahead.errors import ProposerError
 from lookahead.ledger import Ledger
@@ -14,6 +15,7 @@ from lookahead.ngram.pool import Pool
 from lookahead.proposers.base import Call, Proposer, ProposerFactory
 from lookahead.proposers.custom import CustomProposer
 from lookahead.proposers.jacobi import JacobiProposer
+from lookahead.proposers.jacobi_auto import AutoJacobiProposer
 from lookahead.proposers.mixture import SOURCES, Memory, MixtureProposer
 
 _MOST_SOURCES = 31  # bits of a node that tell who offered it
@@ -36,8 +38,12 @@ class Experience:
     ledgers: WeakKeyDictionary[Any, Ledger] = field(default_factory=WeakKeyDictionary)
 
 
-def make_proposers(config: LookaheadConfig, experience: Experience, pool: Pool | None, call: Call) -> list[Proposer]:
+def make_proposers(
+    config: LookaheadConfig, experience: Experience, pool: Pool | None, call: Call, branch: Branch
+) -> list[Proposer]:
     """The proposers a configuration names, with what was learned before, and its pool, then those it brings along.
+
+    `branch` tells whether the lookahead branch runs, where the configuration leaves that open.
 
     Raises:
         ProposerError: One of these is none, or two sources have one name.
@@ -57,16 +63,11 @@ def make_proposers(config: LookaheadConfig, experience: Experience, pool: Pool |
                 min_probability=config.min_probability,
             )
         )
-    if "jacobi" in config.proposers:
-        made.append(
-            JacobiProposer(
-                config.window,
-                config.ngram_size,
-                config.guesses,
-                pool_from_prompt=config.pool_from_prompt,
-                rates=experience.jacobi,
-            )
-        )
+    rates, from_prompt = experience.jacobi, config.pool_from_prompt
+    if config.decides_branch:
+        made.append(AutoJacobiProposer(branch, pool_from_prompt=from_prompt, rates=rates))
+    elif "jacobi" in config.proposers:
+        made.append(JacobiProposer(*config.branch_sizes[0], pool_from_prompt=from_prompt, rates=rates))
     for factory in config.proposers:
         if not isinstance(factory, str):
             made.append(CustomProposer(factory, call, _ledger_of(factory, experience)))

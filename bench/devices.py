@@ -1,0 +1,159 @@
+"""What sizing drafts by measured cost is worth on devices that are not at hand: a real model, a simulated clock.
+
+    python -m bench.devices --model DIR
+
+The model decodes as ever, but the clock that the engine reads goes on by what each pass would cost on the device: a
+curve of the nodes of its largest tree, in plain steps; and by 1% of a plain step for looking for drafts. So figures
+are the same on every machine, however busy. `dear` and `half` are the curves of a small model on a CPU in fp32 and
+bf16; on `wide` nodes are free up to 128, as where the weights are what a pass waits for.
+
+For every device and configuration the seconds of all prompts over those of plain decoding are printed (memory fresh
+for each prompt, what is learned of costs and hit rates kept), and the nodes and accepted tokens of the lookahead
+branch. Every output must be that of plain decoding. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from bench.jacobi import OPENINGS
+from bench.prompts import read_texts
+from lookahead import LookaheadConfig
+from lookahead.engine import Engine
+from lookahead.experience import ModelExperience, lent_experience
+from lookahead.generation import prepare
+from lookahead.loading import load_model
+from lookahead.stats import DecodingStats, total
+from lookahead.target import Target
+
+Cost = Callable[[int], float]
+HOST = 0.01  # plain steps that looking for drafts takes
+MIXED = ("prompt", "outputs", "recycled")
+CONFIGS: dict[str, dict[str, Any]] = {
+    "plain": {"proposers": ()},
+    "default": {},
+    "default and window 7": {"window": 7},
+    "default and window auto": {"window": "auto"},
+    "window 7 alone": {"proposers": ("jacobi",), "window": 7},
+    "window auto alone": {"proposers": ("jacobi",)},
+}
+
+
+def through(points: dict[int, float]) -> Cost:
+    """A curve through some points, straight between them and beyond."""
+    nodes, costs = (np.array(each, float) for each in zip(*points.items(), strict=True))
+    slope = (costs[-1] - costs[-2]) / (nodes[-1] - nodes[-2])
+    return lambda n: float(np.interp(n, nodes, costs) + max(0.0, n - nodes[-1]) * slope)
+
+
+DEVICES: dict[str, Cost] = {
+    "dear": through({1: 1.0, 8: 1.5, 16: 1.83, 32: 2.5, 64: 3.83}),
+    "half": through({1: 1.0, 8: 1.4, 16: 1.6, 32: 2.3, 64: 3.5}),
+    "wide": through({1: 1.0, 128: 1.05, 256: 2.0}),
+}
+
+
+@contextmanager
+def on_device(cost: Cost, host: float = 0.0) -> Iterator[None]:
+    """Let engines read a clock that goes on by what their passes and their drafts cost on a device."""
+    now = [0.0]
+    score, draft = Target.score, Engine._draft
+
+    def timed_score(self: Target, trees: Any) -> torch.Tensor:
+        now[0] += cost(max(len(tree) for tree in trees))
+        return score(self, trees)
+
+    def timed_draft(self: Engine, *arguments: Any) -> Any:
+        now[0] += host
+        return draft(self, *arguments)
+
+    class Clock:
+        @staticmethod
+        def perf_counter() -> float:
+            return now[0]
+
+    with (
+        patch("lookahead.engine.time", Clock),
+        patch("lookahead.proposers.jacobi_auto.time", Clock),
+        patch.object(Target, "score", timed_score),
+        patch.object(Engine, "_draft", timed_draft),
+    ):
+        yield
+
+
+def decode(
+    model: PreTrainedModel, ids: torch.Tensor, tokens: int, config: LookaheadConfig
+) -> tuple[list[int], DecodingStats]:
+    """The output, and what its decoding did, by the simulated clock."""
+    engine: Engine = model.generate(
+        ids, max_new_tokens=tokens, do_sample=False, custom_generate=prepare, lookahead_config=config
+    )
+    output = [token for step in engine.run() for emission in step for token in emission.tokens.tolist()]
+    return output, engine.stats[0]
+
+
+def compare(
+    model: PreTrainedModel, prompts: Sequence[torch.Tensor], tokens: int, cost: Cost, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Seconds of every configuration over those of plain decoding, and what the branch did."""
+    expected: list[list[int]] = []
+    plain_s, report = 0.0, {}
+    for name, sources in CONFIGS.items():
+        config = LookaheadConfig(memory="request", **sources, **options)
+        experience = ModelExperience()
+        experience.cost.warms_up(2)
+        with on_device(cost, HOST), lent_experience(model, experience):
+            runs = [decode(model, ids, tokens, config) for ids in prompts]
+        outputs = [output for output, _ in runs]
+        expected = expected or outputs
+        if outputs != expected:
+            sys.exit(f"not lossless: {name} differs from plain decoding")
+        seconds = sum(stats.decode_s for _, stats in runs)
+        plain_s = plain_s or seconds
+        whole = total(stats for _, stats in runs)
+        report[name] = {
+            "over_plain": round(seconds / plain_s, 4),
+            "tokens_per_pass": round(whole.mean_acceptance_length, 3),
+            "branch_drafted_per_pass": round(whole.drafted_by_source["jacobi"] / whole.target_forwards, 2),
+            "branch_accepted": whole.accepted_by_source["jacobi"],
+        }
+    return report
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="bundled", help="'bundled', a folder, or a name on the Hub")
+    parser.add_argument("--file", type=Path, default=OPENINGS, help="prompts, one a line, or JSON lines")
+    parser.add_argument("--field", default="prompt", help="field of the JSON lines that holds the prompt")
+    parser.add_argument("--prompts", type=int, default=40, help="how many prompts (default 40)")
+    parser.add_argument("--tokens", type=int, default=160, help="new tokens a prompt (default 160)")
+    parser.add_argument("--min-probability", type=float, default=0.02, help="of the configuration (default 0.02)")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    model, tokenizer = load_model(arguments.model, dtype="fp32", device="cpu")
+    texts = islice(read_texts(arguments.file, arguments.field), arguments.prompts)
+    prompts = [tokenizer(text, return_tensors="pt").input_ids for text in texts]
+    report: dict[str, Any] = {"model": Path(arguments.model).name, "prompts": len(prompts), "tokens": arguments.tokens}
+    for device, cost in DEVICES.items():
+        report[device] = compare(model, prompts, arguments.tokens, cost, {"min_probability": arguments.min_probability})
+        for name, row in report[device].items():
+            print(f"{device:5} {name:25} {row}", flush=True)
+    print(json.dumps(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

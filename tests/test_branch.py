@@ -1,0 +1,355 @@
+"""The lookahead branch left to costs: on where it pays, off where it does not, and free while it is off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import cycle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+import lookahead
+from bench.devices import decode, on_device
+from lookahead import LookaheadConfig
+from lookahead.branch import Branch
+from lookahead.config import BranchSize
+from lookahead.cost import StepCost
+from lookahead.errors import ConfigError
+from lookahead.experience import ModelExperience, lent_experience
+from lookahead.pacing import Pacing
+from lookahead.proposers.base import Outcome
+from lookahead.proposers.jacobi import JacobiProposer
+from lookahead.proposers.jacobi_auto import AutoJacobiProposer
+from lookahead.switch import MOST_SAVED, SHARE, Switch
+from lookahead.tree import TokenTree, without_source
+
+AUTO = LookaheadConfig(window="auto")
+SIZES = AUTO.branch_sizes
+BUDGET = 32
+NOTHING = np.zeros(0, np.int32)
+Cost = Callable[[int], float]
+
+
+def ids(*tokens: int) -> np.ndarray:
+    return np.array(tokens, np.int32)
+
+
+def flat_to(width: int, node_cost: float = 0.04) -> Cost:
+    """A device on which nodes are free up to a width, and then take some share of a plain step each."""
+    return lambda nodes: 1.0 + node_cost * max(0, nodes - width)
+
+
+def rising(node_cost: float) -> Cost:
+    return flat_to(1, node_cost)
+
+
+@dataclass
+class Machine:
+    """A simulated engine of one row: what steps cost, what other sources give, and what the branch adds to them."""
+
+    step_cost: Cost
+    own_nodes: int = 1
+    own_tokens: float = 1.0
+    host: float = 0.01
+    pacing: Pacing = field(default_factory=lambda: Pacing(StepCost(), Switch(), Branch(SIZES)))
+    seconds: float = 0.0
+    without_branch: float = 0.0  # what the same tokens would have taken
+    sizes: list[BranchSize | None] = field(default_factory=list)
+    longest: float = 0.0
+
+    def step(self, added: float | Callable[[BranchSize], float]) -> None:
+        """One step; a branch that is on adds so many tokens to it."""
+        costs = self.pacing.begin([900], 100, BUDGET + 1)
+        size = self.pacing.branch.size
+        nodes, tokens, host = (1, 1.0, 0.0) if costs is None else (self.own_nodes, self.own_tokens, self.host)
+        without = None
+        if size is not None:
+            without, nodes = (nodes, [tokens]), nodes + size.window_nodes + size.guesses
+            assert nodes < len(costs)
+            tokens, host = tokens + (added(size) if callable(added) else added), 2 * self.host
+            self.pacing.branch.host_s = self.host
+        took = self.step_cost(nodes)
+        self.pacing.learn(nodes, [tokens], host, took, without)
+        self.seconds += took + host
+        own = self.step_cost(self.own_nodes) + self.host
+        self.without_branch += tokens * own / self.own_tokens if self.own_tokens > 1 else tokens
+        self.sizes.append(size)
+        self.longest = max(self.longest, took + host)
+
+    @property
+    def lost(self) -> float:
+        """Plain steps beyond those that the same tokens would have taken without the branch."""
+        return self.seconds - self.without_branch
+
+    def share_on(self, last: int) -> float:
+        """Of the last steps, those with the branch."""
+        return sum(size is not None for size in self.sizes[-last:]) / last
+
+
+# Whether it runs
+
+
+@pytest.mark.parametrize("own", [(1, 1.0), (32, 3.0)], ids=["alone", "beside others"])
+def test_where_nodes_are_free_it_is_soon_on_and_stays(own: tuple[int, float]) -> None:
+    machine = Machine(flat_to(256), *own)
+    for i in range(600):
+        machine.step(float(i % 2))
+    assert machine.share_on(500) > 0.9
+    assert machine.lost < -0.1 * machine.seconds
+
+
+def test_where_nodes_are_dear_it_is_hardly_ever_tried() -> None:
+    machine = Machine(rising(0.05), own_nodes=8, own_tokens=3.0)
+    for i in range(4000):
+        machine.step(float(i % 3 == 0))
+    assert machine.share_on(4000) < 0.01
+    assert machine.lost < 0.01 * machine.seconds
+
+
+@pytest.mark.parametrize("node_cost", [0.001, 0.02, 0.1])
+def test_where_it_never_adds_anything_it_costs_no_more_than_its_share(node_cost: float) -> None:
+    machine = Machine(rising(node_cost), own_nodes=8, own_tokens=2.0)
+    for _ in range(4000):
+        machine.step(0.0)
+    assert machine.lost < SHARE * machine.seconds
+
+
+@given(
+    st.floats(0.0, 1.0),
+    st.sampled_from([1, 32, 64]),
+    st.floats(0.0, 0.3),
+    st.sampled_from([(1, 1.0), (16, 2.0)]),
+    st.lists(st.integers(0, 3), min_size=1, max_size=200),
+)
+@settings(max_examples=30)
+def test_whatever_steps_cost_and_the_branch_adds_the_time_lost_is_bounded(node_cost, width, host, own, pattern) -> None:
+    machine = Machine(flat_to(width, node_cost), *own, host=host)
+    without = Machine(flat_to(width, node_cost), *own, host=host, pacing=Pacing(StepCost(), Switch()))
+    for _, added in zip(range(800), cycle(pattern), strict=False):
+        machine.step(added)
+        without.step(0.0)
+    # Other sources lose what they lose; the branch's own account comes on top.
+    allowed = max(0.0, without.lost) * machine.seconds / without.seconds
+    assert machine.lost <= allowed + 2 * SHARE * machine.seconds + MOST_SAVED + 6 * machine.longest
+
+
+def test_what_begins_to_pay_is_found_and_what_ceases_to_is_left() -> None:
+    machine = Machine(rising(0.01), host=0.005)
+    for _ in range(2000):
+        machine.step(0.0)
+    assert machine.share_on(1000) < 0.1
+    for _ in range(2000):
+        machine.step(2.0)
+    assert machine.share_on(500) > 0.9
+    for _ in range(1000):
+        machine.step(0.0)
+    assert machine.share_on(500) < 0.1
+
+
+def test_while_it_runs_some_steps_are_plain_so_that_their_cost_stays_known() -> None:
+    machine = Machine(flat_to(256), host=0.005)
+    for _ in range(2000):
+        machine.step(1.0)
+    assert 2000 / 64 / 4 < machine.sizes[100:].count(None) < 2 * 2000 / 64
+
+
+def test_the_size_follows_the_width_that_is_free() -> None:
+    narrow, wide = Machine(flat_to(16)), Machine(flat_to(512))
+    for _ in range(1000):
+        for machine in (narrow, wide):
+            machine.step(lambda size: float(np.log2(size.window_nodes + 2)) / 4)
+    assert narrow.sizes[-1] == SIZES[0]
+    assert wide.sizes[-1] == SIZES[-1]
+
+
+def test_numbers_of_rows_are_judged_for_themselves() -> None:
+    machine = Machine(flat_to(256))
+    for _ in range(300):
+        machine.step(1.0)
+    branch = machine.pacing.branch
+    machine.pacing.begin([900], 100, BUDGET + 1)
+    assert branch.size is not None
+    machine.pacing.begin([900] * 4, 100, BUDGET + 1)
+    assert branch.size is None
+
+
+def test_a_branch_on_trial_takes_nothing_from_other_sources() -> None:
+    pacing, dear = Pacing(StepCost(), Switch(), Branch(SIZES)), rising(0.2)
+    for _ in range(50):
+        pacing.begin([900], 100, BUDGET + 1)
+        pacing.learn(2, [2], 0.01, dear(2))
+    looked = 0
+    for _ in range(300):
+        looked += pacing.begin([900], 100, BUDGET + 1) is not None
+        pacing.branch.size = SIZES[1]  # as if it had been chosen
+        pacing.learn(40, [2], 0.01, dear(40), (2, [2]))
+    assert looked > 280, "each of its steps costs as much as eight without it"
+
+
+def test_a_hang_of_the_machine_does_not_turn_it_off() -> None:
+    machine = Machine(flat_to(256))
+    for _ in range(200):
+        machine.step(1.0)
+    machine.step_cost = rising(10.0)
+    machine.step(1.0)
+    machine.step_cost = flat_to(256)
+    for _ in range(200):
+        machine.step(1.0)
+    assert machine.share_on(200) > 0.9
+
+
+# What a step would have been without it
+
+
+def test_a_step_without_it_lacks_the_tokens_and_nodes_that_it_alone_offered() -> None:
+    #        root, 1 of both, 2 of the others, 3 of the branch alone, 4 below it, and a sibling of the branch
+    tree = TokenTree.from_parents(ids(9, 1, 2, 3, 4, 5), ids(0, 0, 1, 2, 3, 0), ids(0, 3, 1, 2, 2, 2))
+    assert without_source([(tree, ids(0))], [1], source=1) == (3, [1])
+    assert without_source([(tree, ids(0, 1, 2))], [3], source=1) == (3, [3])
+    assert without_source([(tree, ids(0, 1, 2, 3, 4)), (TokenTree.root(9), ids(0))], [5, 1], source=1) == (3, [3, 1])
+
+
+# What it costs while it is off
+
+
+def test_while_it_is_off_nothing_is_made_or_drafted() -> None:
+    proposer = AutoJacobiProposer(Branch(SIZES))
+    proposer.start(0, ids(1, 2, 1))
+    assert proposer.propose(0, 100) is None
+    proposer.observe(0, Outcome(ids(2), ids(0), NOTHING), NOTHING)
+    assert proposer._rows[0].server is None
+    proposer.finish(0)
+
+
+def test_where_it_is_the_only_source_a_step_without_it_is_plain() -> None:
+    config = LookaheadConfig(proposers=("jacobi",))
+    assert config.node_budget == 0
+    pacing = Pacing(StepCost(), Switch(), Branch(SIZES))
+    pacing.begin([900], 100, config.node_budget + 1)
+    pacing.learn(1, [1], 0.0, 1.0)
+    assert pacing.begin([900], 100, config.node_budget + 1) is None
+
+
+@pytest.mark.parametrize("from_prompt", [False, True])
+def test_a_row_goes_on_as_if_it_had_been_told_all_the_while(from_prompt: bool) -> None:
+    branch = Branch(SIZES)
+    auto = AutoJacobiProposer(branch, pool_from_prompt=from_prompt)
+    fixed = JacobiProposer(*SIZES[1], pool_from_prompt=from_prompt)
+
+    def step(emitted: np.ndarray) -> None:
+        proposals = [each.propose(0, SIZES[1].nodes) for each in (auto, fixed)]
+        for ours, theirs in zip(*([p.tokens, p.parents, p.probabilities] for p in proposals), strict=True):
+            assert np.array_equal(ours, theirs)
+        argmax = np.arange(len(proposals[0].tokens), dtype=np.int32)
+        for each in (auto, fixed):
+            each.observe(0, Outcome(emitted, ids(0), argmax), np.arange(len(argmax), dtype=np.int32))
+
+    for each in (auto, fixed):
+        each.start(0, ids(1, 2, 3, 1, 2))
+    for i in range(12):
+        branch.size = SIZES[1] if i % 6 < 3 else None
+        if branch.size is not None:
+            step(ids(i, i + 1))
+        else:
+            assert auto.propose(0, 90) is None
+            auto.observe(0, Outcome(ids(7, i), ids(0), NOTHING), NOTHING)
+            if i % 6 == 5:  # told all at once, as rows are told that were not asked
+                fixed.observe(0, Outcome(ids(7, i - 2, 7, i - 1, 7, i), ids(0), NOTHING), NOTHING)
+
+
+def test_a_row_served_at_another_size_begins_anew() -> None:
+    branch = Branch(SIZES)
+    auto = AutoJacobiProposer(branch)
+    auto.start(0, ids(1, 2, 3, 1))
+    for size in (SIZES[0], SIZES[2], SIZES[0]):
+        branch.size = size
+        proposal = auto.propose(0, 400)
+        assert proposal.required == size.window, "its first level alone"
+        auto.observe(0, Outcome(ids(2), ids(0), np.zeros(len(proposal.tokens), np.int32)), NOTHING)
+
+
+# The option
+
+
+def test_auto_leaves_all_three_sizes_open_or_those_that_are_not_given() -> None:
+    assert [tuple(size) for size in SIZES] == [(5, 3, 5), (7, 5, 7), (15, 5, 15), (20, 7, 20)]
+    given = replace(AUTO, ngram_size=4, guesses=3)
+    assert [tuple(size) for size in given.branch_sizes] == [(w, 4, 3) for w in (5, 7, 15, 20)]
+    assert [size.window for size in replace(AUTO, max_nodes=40).branch_sizes] == [5, 7]
+    assert AUTO.node_budget == LookaheadConfig().node_budget == 64
+
+
+def test_a_window_adds_the_branch_and_the_branch_alone_is_left_to_costs() -> None:
+    assert AUTO.proposers == (*LookaheadConfig().proposers, "jacobi")
+    assert LookaheadConfig(window=3).branch_sizes == ((3, 5, 7),)
+    assert not LookaheadConfig(window=3).decides_branch
+    assert LookaheadConfig(proposers=("jacobi",)).branch_sizes == SIZES
+    assert LookaheadConfig(proposers=("jacobi",), draft="fixed").branch_sizes == ((7, 5, 7),)
+    assert LookaheadConfig(ngram_size=3).branch_sizes == ()
+
+
+@pytest.mark.parametrize("window", ["wide", "", 0, 65, True, 2.0])
+def test_a_window_that_is_neither_auto_nor_a_number_in_range_is_refused(window) -> None:
+    with pytest.raises(ConfigError, match="window must be auto or a whole number from 1 to 64"):
+        LookaheadConfig(window=window)
+
+
+def test_a_window_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"at least window \* \(ngram_size - 1\) - 1 = 9, got 8"):
+        replace(AUTO, max_nodes=8)
+    with pytest.raises(ConfigError, match=r"= 27, got 26"):
+        replace(AUTO, window=7, max_nodes=26)
+
+
+# The engine
+
+
+@pytest.fixture
+def restless(monkeypatch: pytest.MonkeyPatch) -> list[BranchSize | None]:
+    """Lets the branch of every engine go through all sizes and none, a few steps each; lists what it was."""
+    chosen: list[BranchSize | None] = []
+
+    def choose(self: Branch, rows: int, curve: object, measured: object) -> None:
+        self.size = [None, *self._sizes][len(chosen) // 3 % (1 + len(self._sizes))]
+        chosen.append(self.size)
+
+    monkeypatch.setattr(Branch, "choose", choose)
+    monkeypatch.setattr(Switch, "looks", lambda self, rows: True)
+    monkeypatch.setattr("lookahead.pacing._RAGGED", 0.0)  # rows in step are no exception
+    return chosen
+
+
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "temperature": 1.3}], ids=str)
+@pytest.mark.parametrize("proposers", [("jacobi",), AUTO.proposers], ids="+".join)
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_branch_that_comes_and_goes_changes_no_token(
+    looping_llama: PreTrainedModel, restless, options, proposers, batch_size
+) -> None:
+    rows = torch.randint(3, 100, (batch_size, 12), generator=torch.Generator().manual_seed(5))
+    options = {**options, "max_new_tokens": 60, "eos_token_id": None, "pad_token_id": 0}
+    torch.manual_seed(1)
+    expected = looping_llama.generate(rows, **options)
+    torch.manual_seed(1)
+    config = LookaheadConfig(proposers=proposers, memory="request")
+    got = looping_llama.generate(rows, **options, custom_generate=lookahead.decode, lookahead_config=config)
+    assert torch.equal(got, expected)
+    assert set(restless) >= {None, *SIZES[:2]}
+
+
+def test_on_a_device_of_free_nodes_the_engine_runs_it_and_on_a_dear_one_it_does_not(
+    looping_llama: PreTrainedModel,
+) -> None:
+    drafted = {}
+    for name, cost in (("free", flat_to(512)), ("dear", rising(0.5))):
+        with on_device(cost), lent_experience(looping_llama, ModelExperience()):
+            config = LookaheadConfig(proposers=("jacobi",))
+            _, drafted[name] = decode(looping_llama, torch.tensor([[5, 9, 31]]), 400, config)
+    assert drafted["free"].mean_acceptance_length > 1.5
+    assert drafted["free"].drafted_by_source["jacobi"] > 2000
+    assert drafted["dear"].drafted_by_source["jacobi"] < 100
+    assert drafted["dear"].decode_s < 1.05 * 399

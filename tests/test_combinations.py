@@ -1,0 +1,113 @@
+"""Every combination of sources under every way to size a draft: the tokens of `model.generate`, and sums that agree."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from bench.families import FAMILIES, build
+from lookahead import LookaheadConfig
+from lookahead.experience import ModelExperience, lent_experience
+from lookahead.generation import prepare
+from lookahead.ngram.chains import SEPARATOR
+from lookahead.ngram.pool import write_pool
+from lookahead.pools.fingerprint import fingerprint_of
+from lookahead.stats import DecodingStats, total
+
+NAMES = ("prompt", "outputs", "corpus", "recycled", "jacobi")
+COMBINATIONS = [names for count in range(1, 6) for names in combinations(NAMES, count)]
+CHAIN_FAMILIES = [family for family in FAMILIES.values() if family.decoded == "chains"]
+ROWS = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31], [0, 0, 0, 0, 0, 8, 8, 9, 8, 8, 9, 8]])
+SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 20}
+CALLS = ((ROWS[:1], {"do_sample": False}), (ROWS, {"do_sample": False}), (ROWS, SAMPLED))
+# A window of one column fits into one node.
+SIZES: tuple[dict[str, Any], ...] = (
+    {"max_nodes": None},
+    {"max_nodes": 1, "window": 1, "ngram_size": 2, "guesses": 1},
+    {"max_nodes": 512, "window": 20, "ngram_size": 7, "guesses": 20},
+)
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory, looping_llama: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> str:
+    """The path of a pool of what the model writes."""
+    path = tmp_path_factory.mktemp("pool") / "pool.lkp"
+    written = looping_llama.generate(ROWS[:1], max_new_tokens=60, do_sample=False)[0].numpy()
+    write_pool(path, np.append(written, SEPARATOR).astype(np.int32), fingerprint_of(tiny_tokenizer))
+    return str(path)
+
+
+def run(model: PreTrainedModel, inputs: dict[str, Any], config: LookaheadConfig) -> tuple[list[list[int]], Any]:
+    """The new tokens of every row, and the stats."""
+    torch.manual_seed(3)
+    engine: Any = model.generate(**inputs, custom_generate=prepare, lookahead_config=config)
+    outputs: list[list[int]] = [[] for _ in engine.stats]
+    for emissions in engine.run():
+        for emission in emissions:
+            outputs[emission.row].extend(emission.tokens.tolist())
+    return outputs, engine.stats
+
+
+def check_sums(rows: list[DecodingStats], config: LookaheadConfig) -> None:
+    """What the counters promise, of every row and of all together."""
+    most = config.max_nodes or max([config.node_budget, *(64 + size.nodes for size in config.branch_sizes)])
+    for stats in (*rows, total(rows)):
+        assert stats.decoded_tokens == stats.target_forwards + stats.accepted_tokens
+        assert stats.drafted_tokens <= most * stats.target_forwards
+        assert set(stats.drafted_by_source) <= set(config.proposers)
+        for whole, parts in (
+            (stats.drafted_tokens, stats.drafted_by_source),
+            (stats.accepted_tokens, stats.accepted_by_source),
+            (stats.expected_tokens, stats.expected_by_source),
+        ):
+            assert max(parts.values(), default=0) <= whole + 1e-6
+            assert sum(parts.values()) >= whole - 1e-6
+            if len(config.proposers) == 1:
+                assert sum(parts.values()) == pytest.approx(whole)
+
+
+@pytest.mark.parametrize("names", COMBINATIONS, ids="+".join)
+def test_every_combination_of_sources_gives_the_tokens_of_generate_and_sums_that_agree(
+    looping_llama: PreTrainedModel, pool: str, names: tuple[str, ...]
+) -> None:
+    for rows, mode in CALLS:
+        inputs = {"input_ids": rows, "attention_mask": (rows != 0).long(), "max_new_tokens": 24, **mode}
+        torch.manual_seed(3)
+        expected = looping_llama.generate(**inputs)[:, rows.shape[1] :].tolist()
+        for draft in ("auto", "fixed"):
+            for size in SIZES:
+                options = size if "jacobi" in names else {"max_nodes": size["max_nodes"]}
+                source = {"pool": pool} if "corpus" in names else {}
+                config = LookaheadConfig(proposers=names, draft=draft, **source, **options)
+                outputs, stats = run(looping_llama, inputs, config)
+                assert outputs == expected, (config, mode)
+                check_sums(stats, config)
+
+
+def test_every_source_is_heard_in_a_draft_of_all(looping_llama: PreTrainedModel, pool: str) -> None:
+    config = LookaheadConfig(proposers=NAMES, pool=pool, draft="fixed", min_probability=0.0)
+    inputs = {"input_ids": ROWS[1:, 5:], "max_new_tokens": 40, "do_sample": False}  # what the pool does not know
+    drafted: set[str] = set()
+    with lent_experience(looping_llama, ModelExperience()):
+        for _ in range(2):  # the second call finds what the first one left
+            _, stats = run(looping_llama, inputs, config)
+            drafted |= {name for name, nodes in stats[0].drafted_by_source.items() if nodes}
+    assert drafted == set(NAMES)
+
+
+@pytest.mark.parametrize("family", CHAIN_FAMILIES, ids=lambda family: family.name)
+def test_where_only_chains_are_verified_a_branch_left_to_costs_stays_off(family: Any) -> None:
+    model = build(family)
+    inputs = {"input_ids": ROWS[:1], "max_new_tokens": 19, "do_sample": False}
+    expected = model.generate(**inputs)[:, ROWS.shape[1] :].tolist()
+    for names in (("jacobi",), ("prompt", "outputs", "recycled", "jacobi")):
+        config = LookaheadConfig(proposers=names)
+        outputs, stats = run(model, inputs, config)
+        assert outputs == expected
+        assert stats[0].drafted_by_source["jacobi"] == 0
+        check_sums(stats, config)
