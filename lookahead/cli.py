@@ -77,6 +77,8 @@ MaxNodes = Annotated[int | None, typer.Option(help="Most draft tokens a step ver
 Window = Annotated[int, typer.Option(help="W, columns of the Jacobi window.")]
 NgramSize = Annotated[int, typer.Option(help="N, length of the n-grams it makes.")]
 Guesses = Annotated[int, typer.Option(help="G, most of its n-grams that a step verifies.")]
+Compile = Annotated[bool, typer.Option("--compile", help="Compile the model on the way: for long outputs and many.")]
+Graphs = Annotated[bool, typer.Option("--cuda-graphs", help="Record its passes as CUDA graphs, on a GPU.")]
 
 
 def main() -> None:
@@ -128,6 +130,8 @@ def summarize(
     window: Window = 7,
     ngram_size: NgramSize = 5,
     guesses: Guesses = 7,
+    compile: Compile = False,
+    cuda_graphs: Graphs = False,
 ) -> None:
     """Summarize documents of any length.
 
@@ -152,7 +156,7 @@ def summarize(
 
     with usage_errors():
         check_max_new_tokens(max_new_tokens)
-        config = _config(proposers, pool, heads, max_nodes, window, ngram_size, guesses)
+        config = _config(proposers, pool, heads, max_nodes, window, ngram_size, guesses, compile, cuda_graphs)
         sources = find_inputs(inputs, field)
         paths = OutputPaths(output, rejects, overwrite)
         paths.check(sources)
@@ -188,6 +192,8 @@ def generate(
     window: Window = 7,
     ngram_size: NgramSize = 5,
     guesses: Guesses = 7,
+    compile: Compile = False,
+    cuda_graphs: Graphs = False,
 ) -> None:
     """Continue a prompt, token for token as transformers does.
 
@@ -203,7 +209,7 @@ def generate(
 
     with usage_errors():
         check_max_new_tokens(max_new_tokens)
-        config = _config(proposers, pool, heads, max_nodes, window, ngram_size, guesses)
+        config = _config(proposers, pool, heads, max_nodes, window, ngram_size, guesses, compile, cuda_graphs)
         text = read_prompt(prompt)
         loaded = load(model, dtype, device, threads)
         check_room(*loaded, text, max_new_tokens)
@@ -245,6 +251,8 @@ def _config(
     window: int,
     ngram_size: int,
     guesses: int,
+    compile: bool,
+    cuda_graphs: bool,
 ) -> LookaheadConfig | None:
     """The options on drafting as a configuration, which checks them; None where all are the defaults.
 
@@ -256,8 +264,9 @@ def _config(
 
         sources.append(Heads(heads))
     config = LookaheadConfig(
-        proposers=sources, pool=pool, max_nodes=max_nodes, window=window, ngram_size=ngram_size, guesses=guesses
-    )
+        proposers=sources, pool=pool, max_nodes=max_nodes, window=window, ngram_size=ngram_size, guesses=guesses,
+        compile=compile, cuda_graphs=cuda_graphs,
+    )  # fmt: skip
     return None if config == LookaheadConfig() else config
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 PROPOSERS = ("prompt", "outputs", "corpus", "recycled", "jacobi")
 MAX_NODES_LIMIT = 512
+PASSES = ("plain", "compiled", "graphs", "compiled graphs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +38,8 @@ class LookaheadConfig:
             speculative sampling: more of it, from the same distribution, but not the tokens of the same seed. It
             takes proposers that draw (`lookahead.DraftModel`), and none of the names.
         max_nodes: Most draft nodes one row's tree may hold, the root not counted, 1 to 512.
-            `None` decides: 64, and with the lookahead branch its window and its guesses on top.
+            `None` decides: 64, and with the lookahead branch its window and its guesses on top; one less where trees
+            are padded to powers of two, the root being one of them.
         min_probability: A node is drafted only when its chance of being reached is at least this, 0 to 1.
         max_ngram: Longest context, in tokens, that n-grams are looked up by, 1 to 64.
         min_ngram: Shortest context that n-grams are looked up by, 1 to `max_ngram`.
@@ -49,6 +51,11 @@ class LookaheadConfig:
         ngram_size: N, the length of the n-grams the window closes, 2 to 16.
         guesses: G, the most n-grams of the pool verified in a step, 0 to 64.
         pool_from_prompt: Whether the n-gram pool is filled from the prompt too.
+        compile: Whether the model's passes over drafts are compiled by `torch.compile`, once for every number of rows
+            and nodes (both rounded up to a power of two) when it is first needed. That takes seconds each, much less
+            where an earlier process has left them in PyTorch's cache on disk. A model that cannot be compiled is run
+            as it is; the log says why.
+        cuda_graphs: Whether those passes are recorded as CUDA graphs, likewise; on a GPU only. Compiled passes too.
 
     Raises:
         ConfigError: A value is out of its range.
@@ -72,6 +79,8 @@ class LookaheadConfig:
     ngram_size: int = 5
     guesses: int = 7
     pool_from_prompt: bool = True
+    compile: bool = False
+    cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.proposers, str):
@@ -98,6 +107,9 @@ class LookaheadConfig:
         _check_range("window", self.window, 1, 64)
         _check_range("ngram_size", self.ngram_size, 2, 16)
         _check_range("guesses", self.guesses, 0, 64)
+        for name in ("compile", "cuda_graphs"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if not 0.0 <= self.min_probability <= 1.0:
             raise ConfigError(f"min_probability must be from 0 to 1, got {self.min_probability!r}")
         if self.max_nodes is not None and self.max_nodes < self.window_nodes:
@@ -141,10 +153,20 @@ class LookaheadConfig:
             return self.max_nodes
         if not self.proposers:
             return 0
-        budget = 0 if tuple(self.proposers) == ("jacobi",) else 64
+        budget = 0 if tuple(self.proposers) == ("jacobi",) else 64 - self.has_fixed_shapes
         if "jacobi" in self.proposers:
             budget += self.window_nodes + self.guesses * (self.ngram_size - 1)
         return min(budget, MAX_NODES_LIMIT)
+
+    @property
+    def has_fixed_shapes(self) -> bool:
+        """Whether trees are padded, so that few shapes are compiled or recorded."""
+        return self.compile or self.cuda_graphs
+
+    @property
+    def passes(self) -> str:
+        """How the model is run, one of `PASSES`: what steps cost is known apart for each."""
+        return PASSES[self.compile + 2 * self.cuda_graphs]
 
 
 def _check_range(name: str, value: int, low: int, high: int) -> None:

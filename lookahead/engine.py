@@ -181,7 +181,7 @@ class Engine:
         if self._pacing is not None:
             tokens = sum(len(emission.tokens) for emission in emissions)
             host_s, step_s = drafted - begin + self._observing_s, time.perf_counter() - begin
-            self._pacing.learn(logits.shape[1], tokens, host_s, step_s - host_s)
+            self._pacing.learn(logits.shape[1], tokens, host_s, step_s - host_s, is_cold=self._target.is_cold)
             for bits, paid in self._paid.items():
                 alone = sum(
                     count_within(draft.tree, emission.path, bits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
@@ -14,12 +15,18 @@ from lookahead.switch import Switch
 
 
 class ModelExperience:
-    """What is learned of a model and worth keeping from one call to the next."""
+    """What is learned of a model and worth keeping from one call to the next.
+
+    Attributes:
+        proposers: By the sources of drafts.
+        costs: Of steps, by how the model is run (`lookahead.config.PASSES`).
+        switches: What drafting was measured to save, likewise.
+    """
 
     def __init__(self) -> None:
         self.proposers = Experience()
-        self.cost = StepCost()
-        self.switch = Switch()
+        self.costs: defaultdict[str, StepCost] = defaultdict(StepCost)
+        self.switches: defaultdict[str, Switch] = defaultdict(Switch)
 
 
 _experiences: WeakKeyDictionary[PreTrainedModel, ModelExperience] = WeakKeyDictionary()
