@@ -31,7 +31,7 @@ def padded_slots(slots: int) -> int:
 class StaticPass(TreePass):
     """A pass of fixed shape, used for one step after the other: `fill` is all that changes between them.
 
-    Padding nodes are copies of their row's root that nobody sees; padding rows hold a root at slot 0.
+    Padding nodes are copies of their row's root that no other node sees; padding rows hold a root at slot 0.
 
     Args:
         slots: Where the rows stand; its capacity is part of the shape.
@@ -45,7 +45,7 @@ class StaticPass(TreePass):
         tokens: int64 `[rows, width]`.
         positions: int64 `[rows, width]`.
         index: int64 `[rows * width]`; the slot of every node, rows laid end to end.
-        trees: What the attention reads; padding nodes see the root, and are not counted as nodes.
+        trees: What the attention reads; padding nodes see what the root sees, and are not counted.
     """
 
     def __init__(self, slots: TreeSlots, rows: int, width: int, device: torch.device, *, has_softcap: bool) -> None:

@@ -28,7 +28,9 @@ FLOORS = (
     {"proposers"},
     {"cache"},
     {"attention"},
-    {"levels"},
+    {"levels", "static"},
+    {"compiled", "graphs"},
+    {"passes"},
     {"target"},
     {"support", "request"},
     {"calibration", "proposers.draft_model", "proposers.model_proposer"},
@@ -49,7 +51,18 @@ FLOORS = (
 MODEL_BACKED_PROPOSERS = frozenset({"proposers.draft_model", "proposers.model_proposer"})
 KNOW_TRANSFORMERS = {
     *("cache", "attention", "target", "sampling", "support", "request", "handover", "pieces", "experience"),
-    *("calibration", "generation", "enabling", "costs", "explain", "loading", "pools", "summarize"),
+    *(
+        "calibration",
+        "compiled",
+        "passes",
+        "generation",
+        "enabling",
+        "costs",
+        "explain",
+        "loading",
+        "pools",
+        "summarize",
+    ),
     *("contest", "picking", "training", "heads"),
 }
 # Training shows its progress.
