@@ -71,7 +71,7 @@ class TreeSlots:
         try:
             yield
         finally:
-            self.active = active
+            self.active, self.index = active, None
 
     def write(self, buffer: Tensor, states: Tensor) -> None:
         """Put `states` `[active, heads, width, dim]` into `buffer` `[rows, capacity, heads, dim]`."""
@@ -154,7 +154,9 @@ class TreeLayer(CacheLayerMixin):
         return self._slots.kv_length, 0
 
     def get_seq_length(self) -> int:
-        """Committed tokens of the longest active row."""
+        """Committed tokens of the longest active row; of a pass of fixed shape only that there are some."""
+        if self._slots.index is not None:
+            return 1
         return self._slots.kv_length - self._slots.width
 
     def get_max_length(self) -> int:

@@ -86,20 +86,27 @@ class CompiledForward:
         Returns:
             What runs it again, and what `forward` returned.
         """
-        outputs: tuple[Tensor, ...] = self._guarded(*arguments)
-        if self._newest is None:
-            return partial(self._guarded, *arguments), outputs
-        (compiled, inputs, results), self._newest = self._newest, None
+        outputs = self._call(*arguments)
+        newest, self._newest = self._newest, None
+        if newest is None:
+            return partial(self._call, *arguments), outputs
+        compiled, inputs, results = newest
         places = {id(each): place for place, each in enumerate(results)}
-        order = [places.get(id(output)) for output in outputs]
-        if None in order:  # Dynamo made an output of what the code gave
-            return partial(self._guarded, *arguments), outputs
+        order = [places[id(output)] for output in outputs if id(output) in places]
+        if len(order) < len(outputs):  # Dynamo made an output of what the code gave
+            return partial(self._call, *arguments), outputs
 
         def run() -> tuple[Tensor, ...]:
             results = compiled(*inputs)
-            return tuple(results[place] for place in order if place is not None)
+            return tuple(results[place] for place in order)
 
         return run, outputs
+
+    def _call(self, *arguments: Any) -> tuple[Tensor, ...]:
+        """Call what Dynamo guards."""
+        self._newest = None  # it would keep a cache alive
+        outputs: tuple[Tensor, ...] = self._guarded(*arguments)
+        return outputs
 
     def _compile(self, graph: Any, examples: Sequence[Any]) -> Callable[..., Sequence[Tensor]]:
         """What Dynamo calls to compile: Inductor, which keeps what it makes on disk for later processes."""

@@ -49,7 +49,9 @@ class CudaGraphs:
                 run()
             current.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            # What other threads do on the device is no business of this pass.
+            mode = "thread_local"
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
                 outputs = run()
         return _CudaGraph(graph, outputs)
 

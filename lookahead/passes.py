@@ -58,7 +58,6 @@ class FastPasses:
         device: Where the model takes its tokens.
         most_nodes: Nodes of the largest tree to expect, its root counted.
         hidden_layers: Which hidden states are wanted.
-        has_softcap: As for `TreePass`.
         is_registered: Whether the model's attention is ours.
         compiles: Whether to compile the model.
         captures: Whether to record CUDA graphs.
@@ -76,7 +75,6 @@ class FastPasses:
         *,
         most_nodes: int,
         hidden_layers: tuple[int, ...],
-        has_softcap: bool,
         is_registered: bool,
         compiles: bool,
         captures: bool,
@@ -87,7 +85,6 @@ class FastPasses:
         self._device = device
         self._most_nodes = most_nodes
         self._hidden_layers = hidden_layers
-        self._has_softcap = has_softcap
         self._mask_dtype = None if is_registered else model.dtype
         self._lanes: dict[tuple[int, int], _Lane] = {}
         self._made_at = -1  # allocations of the cache when the lanes were made
@@ -101,11 +98,12 @@ class FastPasses:
             else:
                 self._give_up("capture", f"it is on {device}")
 
-    def score(self, trees: Sequence[TokenTree]) -> tuple[Tensor, ...] | None:
+    def score(self, trees: Sequence[TokenTree], *, has_softcap: bool) -> tuple[Tensor, ...] | None:
         """Logits `[active, nodes of the largest tree, vocab]` and hidden states likewise; None where it cannot be done.
 
         Args:
             trees: One per active row.
+            has_softcap: As for `TreePass`.
         """
         self.is_cold = False
         if not (self._compiles or self._capture) or not self._cache.layers:
@@ -119,16 +117,20 @@ class FastPasses:
             self._made_at = slots.allocations
         lane = self._lanes.get((rows, width))
         if lane is None:
-            lane = self._lanes[rows, width] = self._open(rows, width)
+            lane = self._lanes[rows, width] = self._open(rows, width, has_softcap)
         lane.static.fill(trees)
         with slots.fixed(rows, width, lane.static.index), running(lane.static):
             outputs = self._run(lane)
-        return None if outputs is None else tuple(each[: len(trees), :nodes] for each in outputs)
+        if outputs is None:
+            return None
+        wanted = tuple(each[: len(trees), :nodes] for each in outputs)
+        # What was recorded writes over its outputs the next time, and whoever has them may keep them.
+        return wanted if lane.graph is None else tuple(map(torch.clone, wanted))
 
-    def _open(self, rows: int, width: int) -> _Lane:
+    def _open(self, rows: int, width: int, has_softcap: bool) -> _Lane:
         """A lane for passes of a shape that is new since the KV moved."""
         slots = self._cache.slots
-        static = StaticPass(slots, rows, width, self._device, has_softcap=self._has_softcap)
+        static = StaticPass(slots, rows, width, self._device, has_softcap=has_softcap)
         compiled = None
         if self._compiles:
             shape = Shape(len(slots.lengths), slots.capacity, rows, width, self._hidden_layers)
@@ -146,16 +148,15 @@ class FastPasses:
             self._capture = None
             self._give_up("capture", _in_short(error))
         if lane.graph is not None:
-            # The next replay writes over its outputs, and whoever has them may keep them.
-            return tuple(each.clone() for each in lane.graph.replay())
-        if not self._compiles:
-            return lane.run()
+            return lane.graph.replay()
         try:
             return lane.run()
         except Exception as error:
-            self._compiles = False
+            # The model may well be fine: it is called by itself next, and whatever is wrong with it shows there.
+            what = "compile" if self._compiles else "capture"
+            self._compiles, self._capture = False, None
             self._lanes.clear()
-            self._give_up("compile", _in_short(error))
+            self._give_up(what, _in_short(error))
             return None
 
     def _give_up(self, what: str, reason: str) -> None:

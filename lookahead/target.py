@@ -121,8 +121,7 @@ class Target:
         if is_fixed:
             self._fast = FastPasses(
                 model, self.cache, device, most_nodes=most_nodes, hidden_layers=self._hidden_layers,
-                has_softcap=self._own_attention != "sdpa", is_registered=self._registered,
-                compiles=compiles, captures=captures,
+                is_registered=self._registered, compiles=compiles, captures=captures,
             )  # fmt: skip
 
     @property
@@ -203,7 +202,9 @@ class Target:
         Args:
             trees: One tree per active row, in the order of the rows.
         """
-        outputs = self._fast.score(trees) if self._fast is not None else None
+        outputs = None
+        if self._fast is not None:
+            outputs = self._fast.score(trees, has_softcap=self._own_attention != "sdpa")
         if outputs is None:
             return self._score(trees, np.zeros(len(trees), np.int64))
         self.hidden = dict(zip(self._hidden_layers, outputs[1:], strict=True))
