@@ -78,7 +78,7 @@ class StaticPass(TreePass):
         for row in range(len(trees), self._rows):
             _fill_row(self._filled, row, root, nothing, nothing, 0, self._capacity)
         if self._packed is not self._host:
-            self._packed.copy_(self._host, non_blocking=True)
+            self._packed.copy_(self._host, non_blocking=self._copied is not None)
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._packed.device))
 

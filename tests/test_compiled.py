@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from typer.testing import CliRunner
 
 import lookahead
 from bench.families import FAMILIES, build
 from lookahead import LookaheadConfig, compiled
 from lookahead.attention import Reach, TreePass
 from lookahead.cache import TreeSlots
+from lookahead.cli import app
 from lookahead.config import PASSES
 from lookahead.cost import StepCost, padded_nodes
 from lookahead.errors import ConfigError
@@ -69,9 +71,9 @@ def complaints(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name.startswith("lookahead")]
 
 
-def one_layer() -> LlamaForCausalLM:
+def one_layer(hidden_size: int = 32) -> LlamaForCausalLM:
     """The smallest model there is: its C++ is compiled for real."""
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {"hidden_size": hidden_size, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=101, num_key_value_heads=1, initializer_range=0.4, eos_token_id=None, **sizes)
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -160,15 +162,15 @@ def test_a_model_that_cannot_be_compiled_is_run_as_it_is_and_the_log_says_why_on
 
 
 def test_a_machine_without_a_compiler_is_told_what_to_install(caplog: pytest.LogCaptureFixture) -> None:
-    model, ids = fresh(), text(3, 20)
-    model.lm_head.weight.data = model.lm_head.weight.data.double()  # nothing on disk is compiled for such a model
-    model.lm_head.forward = lambda states: torch.nn.functional.linear(states.double(), model.lm_head.weight)
+    model, ids = one_layer(hidden_size=40), text(3, 20)  # for this size there is nothing on disk
     expected = model.generate(ids, **GREEDY)
     with (
         torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}),
         caplog.at_level(logging.WARNING, "lookahead"),
     ):
-        assert torch.equal(decode(model, input_ids=ids, **GREEDY), expected)
+        assert torch.equal(
+            decode(model, LookaheadConfig(compile=True, proposers=()), input_ids=ids, **GREEDY), expected
+        )
     assert complaints(caplog) == [
         "LlamaForCausalLM is decoded without torch.compile: there is no C++ compiler; install g++ or clang++, or name "
         "one in the environment variable CXX"
@@ -247,6 +249,27 @@ def test_costs_of_compiled_steps_are_kept_apart(tmp_path: Any) -> None:
     assert lookahead.load_costs(model, tmp_path)
     assert costs["compiled"].knows(1, 30) and not costs["plain"].knows(1, 30)
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_the_command_line_and_calibration_compile_where_they_are_told_to(
+    tiny_tokenizer: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = one_layer()
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    command = ["generate", "The cat", "--model", str(tmp_path), "--max-new-tokens", "9", "--proposers", "none"]
+    before = graphs()
+    plain = CliRunner().invoke(app, command)
+    assert graphs() == before
+    compiled_too = CliRunner().invoke(app, [*command, "--compile"])
+    assert (compiled_too.exit_code, compiled_too.stdout) == (0, plain.stdout)
+    assert graphs() == before + 1
+    monkeypatch.setattr("lookahead.costs.PADDED_NODES", (1, 2))
+    (sweep,) = lookahead.calibrate_costs(model, [20], compile=True).sweeps
+    assert [point.nodes for point in sweep.points] == [1, 2]
+    assert graphs() == before + 3
+    assert experience_of(model).costs["compiled"].knows(1, 20)
 
 
 @pytest.mark.parametrize("name", ["compile", "cuda_graphs"])
