@@ -52,7 +52,8 @@ class Pacing:
                 self._padded[1:] = [padded_nodes(n, nodes) for n in range(1, nodes + 1)]
         if not self._cost.knows(rows, context) or not self._switch.looks(rows):
             return None
-        self._costs = self._cost.curve(rows, nodes, context)[self._padded]
+        curve = self._cost.curve(rows, nodes, context)
+        self._costs = curve[self._padded] if self._is_padded else curve
         # Looking is paid for whatever comes of it; a draft has to be worth its risk besides.
         priced = self._costs.copy()
         priced[2:] *= _MARGIN
