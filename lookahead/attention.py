@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from lookahead.cache import TreeSlots
-from lookahead.tree import TokenTree
+from lookahead.tree import IntArray, TokenTree, fill_ancestor_words
 
 ATTENTION_NAME = "lookahead_tree"
 
@@ -112,15 +112,10 @@ class TreePass:
     def _copy(self, device: torch.device) -> TreeTensors:
         """Pack the trees into one array of int64, copy it, and view its parts."""
         active, width = self._slots.active, self._slots.width
-        words = np.zeros((active, width, (width + 63) // 64), np.int64)
+        parents, depths, nodes = self._lay_out()
+        words = _pack_ancestors(parents, nodes)
         small = np.zeros((active * (width + 2) + 1) // 2 * 2, np.int32)
-        lengths, nodes, depths = np.split(small[: active * (width + 2)], [active, 2 * active])
-        lengths[:] = self._slots.lengths[:active]
-        for row, tree in enumerate(self._trees or ()):
-            nodes[row] = len(tree)
-            depths[row * width :][: len(tree)] = tree.depths
-            ancestors = tree.ancestor_words()
-            words[row, : len(tree), : ancestors.shape[1]] = ancestors
+        np.concatenate((self._slots.lengths[:active], nodes, depths.reshape(-1)), out=small[: active * (width + 2)])
         packed = torch.from_numpy(np.concatenate([words.reshape(-1), small.view(np.int64)]))
         packed = packed.to(device, non_blocking=True)
         ints = packed[words.size :].view(torch.int32)
@@ -135,17 +130,57 @@ class TreePass:
         """Fill a host mask with Numba and view it as `dtype`."""
         slots = self._slots
         bits_dtype, blocked = _MINUS_INF_BITS[dtype]
+        if slots.width == 1 and reach == Reach():
+            # Plain steps of rows that differ in length: the most frequent mask, and one line serves all groups.
+            bits = torch.empty(slots.active, 1, 1, slots.kv_length, dtype=bits_dtype)
+            _end_rows(bits.numpy(), slots.lengths, blocked)
+            return bits.view(dtype).expand(-1, -1, groups, -1)
         bits = torch.empty(slots.active, 1, slots.width * groups, slots.kv_length, dtype=bits_dtype)
-        view = bits.numpy()
         window, chunk = (_NO_END if limit is None else limit for limit in reach)
-        chain = np.maximum(np.arange(slots.width, dtype=np.int32) - 1, 0)
-        depths = np.arange(slots.width, dtype=np.int32)
-        for row in range(slots.active):
-            parents, deep = chain, depths
-            if self._trees is not None:
-                parents, deep = self._trees[row].parents, self._trees[row].depths
-            _fill_mask(view[row, 0], parents, deep, int(slots.lengths[row]), groups, window, chunk, blocked)
+        parents, depths, nodes = self._lay_out()
+        _fill_masks(bits.numpy(), parents, depths, nodes, slots.lengths, groups, window, chunk, blocked)
         return bits.view(dtype)
+
+    def _lay_out(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Parents and depths, int32 `[active, width]`, zeros behind a row's tree, and how many nodes each has."""
+        active, width = self._slots.active, self._slots.width
+        if self._trees is None or width == 1:
+            chain = np.arange(width, dtype=np.int32)
+            depths = np.repeat(chain[None], active, 0)
+            return np.maximum(depths - 1, 0), depths, np.full(active, width, np.int32)
+        parents, depths = np.zeros((2, active, width), np.int32)
+        for row, tree in enumerate(self._trees):
+            parents[row, : len(tree)] = tree.parents
+            depths[row, : len(tree)] = tree.depths
+        return parents, depths, np.array([len(tree) for tree in self._trees], np.int32)
+
+
+@njit(cache=True)
+def _pack_ancestors(parents, nodes):
+    """`TokenTree.ancestor_words` of all rows, int64 `[active, width, ceil(width / 64)]`."""
+    rows, width = parents.shape
+    words = np.zeros((rows, width, (width + 63) // 64), np.int64)
+    for row in range(rows):
+        fill_ancestor_words(parents[row, : nodes[row]], words[row])
+    return words
+
+
+@njit(cache=True)
+def _end_rows(masks, lengths, blocked):
+    """Write masks `[active, 1, 1, kv]` of rows that see their committed slots and the one behind them."""
+    for row in range(len(masks)):
+        masks[row, 0, 0, : lengths[row] + 1] = 0
+        masks[row, 0, 0, lengths[row] + 1 :] = blocked
+
+
+@njit(cache=True)
+def _fill_masks(masks, parents, depths, nodes, lengths, groups, window, chunk, blocked):
+    """Write the mask of every row, `[active, 1, width * groups, kv]`."""
+    for row in range(len(nodes)):
+        count = nodes[row]
+        _fill_mask(
+            masks[row, 0], parents[row, :count], depths[row, :count], lengths[row], groups, window, chunk, blocked
+        )
 
 
 @njit(cache=True)

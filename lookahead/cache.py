@@ -9,11 +9,14 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 _GROWTH = 1.5
+_FEW = 32  # tokens of a pass up to which a loop writes them sooner than a call of torch begins to
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # Numba knows no bfloat16
 
 RowStates = tuple[Tensor, Tensor]
 
@@ -73,20 +76,31 @@ class TreeSlots:
         finally:
             self.active, self.index = active, None
 
-    def write(self, buffer: Tensor, states: Tensor) -> None:
-        """Put `states` `[active, heads, width, dim]` into `buffer` `[rows, capacity, heads, dim]`."""
+    def write(self, buffers: Sequence[Tensor], states: Sequence[Tensor]) -> None:
+        """Put keys and values `[active, heads, width, dim]` into their buffers `[rows, capacity, heads, dim]`."""
         if self.index is not None:
-            buffer.flatten(0, 1).index_copy_(0, self.index, states.transpose(1, 2).flatten(0, 1))
+            for buffer, new in zip(buffers, states, strict=True):
+                buffer.flatten(0, 1).index_copy_(0, self.index, new.transpose(1, 2).flatten(0, 1))
             return
-        if self.is_even:
-            buffer[: self.active, self._begin : self._begin + self.width] = states.transpose(1, 2)
+        is_small = self.active * self.width <= _FEW
+        if buffers[0].device.type == "cpu" and (is_small or not self.is_even):
+            keys, values, new_keys, new_values = (_bits(each) for each in (*buffers, *states))
+            _write(keys, values, new_keys, new_values, self.lengths)
             return
-        index = self._flat.get(buffer.device)
-        if index is None:
+        for buffer, new in zip(buffers, states, strict=True):
+            if self.is_even:
+                buffer[: self.active, self._begin : self._begin + self.width] = new.transpose(1, 2)
+            else:
+                index = self._index(buffer.device)
+                buffer.flatten(0, 1).index_copy_(0, index, new.transpose(1, 2).flatten(0, 1))
+
+    def _index(self, device: torch.device) -> Tensor:
+        """Where the pass's nodes go, int64 `[active * width]`, counted over the slots of all rows."""
+        if device not in self._flat:
             starts = self.lengths[: self.active] + np.arange(self.active) * self.capacity
             slots = (starts[:, None] + np.arange(self.width)).reshape(-1)
-            index = self._flat[buffer.device] = torch.from_numpy(slots).to(buffer.device)
-        buffer.flatten(0, 1).index_copy_(0, index, states.transpose(1, 2).flatten(0, 1))
+            self._flat[device] = torch.from_numpy(slots).to(device)
+        return self._flat[device]
 
 
 class TreeLayer(CacheLayerMixin):
@@ -116,8 +130,7 @@ class TreeLayer(CacheLayerMixin):
         elif self._buffers[0].shape[1] < self._slots.capacity:
             self.grow()
         keys, values = self._buffers
-        self._slots.write(keys, key_states)
-        self._slots.write(values, value_states)
+        self._slots.write(self._buffers, (key_states, value_states))
         active, kv_length = self._slots.active, self._slots.kv_length
         return keys[:active, :kv_length].transpose(1, 2), values[:active, :kv_length].transpose(1, 2)
 
@@ -261,3 +274,28 @@ class TreeCache(Cache):
     def _tree_layers(self) -> list[TreeLayer]:
         """All layers, by their type."""
         return cast(list[TreeLayer], self.layers)
+
+
+def _bits(tensor: Tensor) -> NDArray[Any]:
+    """A tensor of the CPU as an array of integers of its size."""
+    view: NDArray[Any] = tensor.view(_BITS[tensor.element_size()]).numpy()
+    return view
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _write(key_buffer, value_buffer, keys, values, lengths):
+    """Write every row's keys and values `[active, heads, width, dim]` behind its committed slots."""
+    rows, heads, width, _ = keys.shape
+    for row in range(rows):
+        for node in range(width):
+            slot = lengths[row] + node
+            for head in range(heads):
+                _copy(key_buffer[row, slot, head], keys[row, head, node])
+                _copy(value_buffer[row, slot, head], values[row, head, node])
+
+
+@njit(cache=True, error_model="numpy")
+def _copy(to, source):
+    """Copy one vector."""
+    for i in range(to.size):
+        to[i] = source[i]

@@ -19,6 +19,7 @@ _RATE = 0.2  # share of a surprise that is believed
 _SURPRISE = 2.0  # a step that took longer than this many times the expected was held up by something else
 _FIRST_SURPRISE = 2.0  # the same where nothing was measured but elsewhere: believed at once, so no more than this
 _FORGET = 0.002  # share by which a point not measured goes back to the shape first expected, per step
+_STALE = 0.1  # shares by which ratios may have moved, taken together, before curves are drawn anew
 _SHORT_CONTEXT = 512  # tokens; the first bucket ends here, and each further one at four times as many
 
 Bucket = tuple[int, int]
@@ -47,6 +48,8 @@ class StepCost:
         # Measured over guessed at every point, 0 where nothing was measured; and the shape to go back to.
         self._ratios: dict[Bucket, FloatArray] = {}
         self._shapes: dict[Bucket, FloatArray] = {}
+        self._curves: dict[tuple[Bucket | None, int, int], FloatArray] = {}
+        self._drift = 0.0  # of the ratios since curves were drawn from them
         self._is_warm = False
 
     def warms_up(self, nodes: int) -> bool:
@@ -70,7 +73,11 @@ class StepCost:
             empty = np.zeros(len(_POINTS))
             self._ratios[bucket] = self._ratios[nearest].copy() if nearest is not None else empty
             self._shapes[bucket] = self._shapes[nearest].copy() if nearest is not None else empty + 1.0
-        _observe(self._ratios[bucket], self._shapes[bucket], rows, nodes, seconds)
+            self._curves.clear()
+        self._drift += _FORGET + _observe(self._ratios[bucket], self._shapes[bucket], rows, nodes, seconds)
+        if self._drift > _STALE:
+            self._curves.clear()
+            self._drift = 0.0
 
     def knows(self, rows: int, context: int) -> bool:
         """Whether any step of such rows and such a context was measured."""
@@ -87,9 +94,19 @@ class StepCost:
             context: Tokens the longest row's cache holds.
         """
         nearest = self._nearest(bucket_of(rows, context))
-        ratios = self._ratios[nearest] if nearest is not None else np.zeros(len(_POINTS))
-        curve: FloatArray = _curve(ratios, rows, nodes)
-        return curve
+        key = (nearest, rows, nodes)
+        if key not in self._curves:
+            ratios = self._ratios[nearest] if nearest is not None else np.zeros(len(_POINTS))
+            self._curves[key] = _curve(ratios, rows, nodes)
+        return self._curves[key]
+
+    def plain(self, rows: int, context: int = 0) -> FloatArray:
+        """Cost of a plain step of 0, 1, …, `rows` rows, float64 `[rows + 1]`, in what `curve` gives; never falling."""
+        key = (bucket_of(rows, context), rows, 0)
+        if key not in self._curves:
+            costs = [0.0] + [self.curve(some, 1, context)[1] for some in range(1, rows + 1)]
+            self._curves[key] = np.maximum.accumulate(costs)
+        return self._curves[key]
 
     def calibrate(self, nodes: Sequence[int], seconds: Sequence[float], *, rows: int, context: int) -> None:
         """Take over what a sweep measured: the seconds of steps of so many nodes a row.
@@ -105,6 +122,7 @@ class StepCost:
         bucket = bucket_of(rows, context)
         self._ratios[bucket] = ratios
         self._shapes[bucket] = np.array([_ratio(ratios, tokens) for tokens in _POINTS])
+        self._curves.clear()
 
     def to_dict(self) -> list[dict[str, Any]]:
         """Everything known, JSON-ready."""
@@ -130,6 +148,7 @@ class StepCost:
                 raise ConfigError(f"step costs must be {len(_POINTS)} positive numbers a bucket")
         for bucket, (ratios, shape) in zip(buckets, tables, strict=True):
             self._ratios[bucket], self._shapes[bucket] = ratios, shape
+        self._curves.clear()
 
     def _nearest(self, bucket: Bucket) -> Bucket | None:
         """The measured bucket most like another: first by its rows, then by its context."""
@@ -186,7 +205,10 @@ def _point(tokens):
 
 @njit(cache=True)
 def _observe(ratios, shape, rows, nodes, seconds):
-    """Move the nearest point towards what was measured, and all others a little; with no shape, set it."""
+    """Move the nearest point towards what was measured, and all others a little; with no shape, set it.
+
+    Returns the share by which it moved.
+    """
     ratio = seconds / _guess(rows * nodes)
     nearest, plain = _point(rows * nodes), _point(rows)
     if len(shape) > 0 and ratios.max() > 0.0:
@@ -198,7 +220,9 @@ def _observe(ratios, shape, rows, nodes, seconds):
             # Plain steps are what all is compared with, and they are measured time and again.
             if ratios[point] > 0.0 and point != plain:
                 ratios[point] += _FORGET * (ratio * shape[point] / shape[nearest] - ratios[point])
+    before = ratios[nearest]
     ratios[nearest] = ratio
+    return abs(ratio / before - 1.0) if before > 0.0 else 1.0
 
 
 @njit(cache=True)

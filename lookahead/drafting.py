@@ -9,6 +9,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from lookahead.progress import Batch, steps_saved
 from lookahead.proposers.base import IntArray, Proposal
 from lookahead.tree import TokenTree
 
@@ -92,8 +93,8 @@ def merge(
     return Draft(TokenTree(whole[0], whole[1], whole[2], whole[3]), placed, reach, whole[4])
 
 
-def fit(drafts: Sequence[Draft], costs: FloatArray) -> list[Draft]:
-    """Cut the drafts of rows that take a step together to one size, that of the most expected tokens per cost.
+def fit(drafts: Sequence[Draft], costs: FloatArray, batch: Batch) -> list[Draft]:
+    """Cut the drafts of rows that take a step together to one size, that which saves most per cost.
 
     A pass computes as many nodes for every row as the largest tree has, so their trees are sized together: each keeps
     its required nodes and its likeliest ones, as far as that size goes.
@@ -101,11 +102,12 @@ def fit(drafts: Sequence[Draft], costs: FloatArray) -> list[Draft]:
     Args:
         drafts: One per row, merged without costs.
         costs: float64, what a step costs whose largest tree has so many nodes, the root counted.
+        batch: What a token of each row is worth.
     """
     reaches = np.concatenate([draft.reach for draft in drafts])
     required = np.concatenate([draft.required for draft in drafts])
     ends = np.cumsum([len(draft.tree) for draft in drafts])
-    kept, places = _fit(reaches, required, ends, costs)
+    kept, places = _fit(reaches, required, ends, costs, batch.left, batch.plain)
     fitted = []
     for draft, end in zip(drafts, ends, strict=True):
         begin = end - len(draft.tree)
@@ -179,27 +181,29 @@ def _finish(tokens, parents, depths, reach, must, sources, limits, costs):
 
 
 @njit(cache=True, error_model="numpy")
-def _fit(reaches, required, ends, costs):
+def _fit(reaches, required, ends, costs, left, plain):
     """Which nodes of all rows to keep, and the place of each among those its row keeps, 0 where it goes."""
     ranks = np.zeros(len(reaches), np.int64)
-    gains = np.zeros(len(costs))
-    least, begin = 1, 0
-    for end in ends:
+    gains = np.zeros((len(costs), len(ends)))
+    least, most, begin = 1, 1, 0
+    for row, end in enumerate(ends):
         order = _likeliest_first(np.where(required[begin:end] > 0, 2.0, reaches[begin:end]))
         # The root is certain but not required: it comes first all the same.
         rank = 1
         for node in order:
             if node != 0:
                 ranks[begin + node] = rank
-                gains[rank + 1] += reaches[begin + node]
+                gains[rank + 1, row] = reaches[begin + node]
                 rank += 1
-        least = max(least, 1 + required[begin:end].sum())
+        least, most = max(least, 1 + required[begin:end].sum()), max(most, rank)
         begin = end
-    expected, best, best_rate = 1.0 * len(ends), least, 0.0
-    for size in range(1, len(costs)):
+    expected, best, best_rate = np.ones(len(ends)), least, 0.0
+    for size in range(1, most + 1):
         expected += gains[size]
-        if size >= least and expected / costs[size] > best_rate:
-            best, best_rate = size, expected / costs[size]
+        if size >= least:
+            rate = steps_saved(expected, left, plain) / costs[size]
+            if rate > best_rate:
+                best, best_rate = size, rate
     kept, places = ranks < best, np.zeros(len(reaches), np.int32)
     begin = 0
     for end in ends:

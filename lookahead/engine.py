@@ -179,7 +179,7 @@ class Engine:
         with_top = self._needs_top and any(draft.placed is not self._nothing for draft in drafts)
         emissions = self._emit(drafts, logits, self._read(logits, with_top=with_top))
         if self._pacing is not None:
-            tokens = sum(len(emission.tokens) for emission in emissions)
+            tokens = [len(emission.tokens) for emission in emissions]
             host_s, step_s = drafted - begin + self._observing_s, time.perf_counter() - begin
             self._pacing.learn(logits.shape[1], tokens, host_s, step_s - host_s, is_cold=self._target.is_cold)
             for bits, paid in self._paid.items():
@@ -187,7 +187,7 @@ class Engine:
                     count_within(draft.tree, emission.path, bits)
                     for draft, emission in zip(drafts, emissions, strict=True)
                 )
-                paid.settle(alone=alone / len(drafts), tokens=tokens / len(drafts), step_s=step_s)
+                paid.settle(alone=alone / len(drafts), tokens=sum(tokens) / len(drafts), step_s=step_s)
         return emissions
 
     def _emit(self, drafts: Sequence[Draft], logits: Tensor, scores: Scores) -> list[Emission]:
@@ -218,22 +218,23 @@ class Engine:
         self._trials = []
         if self._pacing is not None:
             context = max(row.length for row in self._rows)
-            costs = self._pacing.begin(len(self._rows), context, self._budget + 1)
+            left = [self._stopping.max_length - row.length for row in self._rows]
+            costs = self._pacing.begin(left, context, self._budget + 1)
         if not self._proposers or (self._pacing is not None and costs is None):
             return [self._bare(row) for row in self._rows]
         if self._by_rejection:
             return self._draft_draws()
         offers = self._ask()
-        if costs is None:
+        if costs is None or self._pacing is None:
             return [self._draft(row, offer, None) for row, offer in zip(self._rows, offers, strict=True)]
         if len(self._rows) == 1:
             drafts = [self._draft(self._rows[0], offers[0], costs)]
         else:
-            drafts = fit([self._draft(row, offer, None) for row, offer in zip(self._rows, offers, strict=True)], costs)
-        assert self._pacing is not None
+            whole = [self._draft(row, offer, None) for row, offer in zip(self._rows, offers, strict=True)]
+            drafts = fit(whole, costs, self._pacing.batch)
         if any(len(draft.tree) > 1 for draft in drafts):
             in_step = len(drafts) > 1 and len({row.length - self.padding[row.index] for row in self._rows}) == 1
-            if not self._pacing.accepts(drafts, in_step=in_step):
+            if not self._pacing.accepts(drafts, in_step_for=max(left) if in_step else 0):
                 return [draft.bare() for draft in drafts]
         return drafts
 

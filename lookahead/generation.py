@@ -184,15 +184,15 @@ def prepare(
         captures=config.cuda_graphs,
         most_nodes=config.node_budget + 1,
     )
-    pacing = None
-    if config.proposers and config.draft == "auto":
-        cost, switch = experience.costs[config.passes], experience.switches[config.passes]
-        pacing = Pacing(cost, switch, is_padded=config.has_fixed_shapes)
     is_continued = past is not None and past.get_seq_length() > 0
     is_given = getattr(past, "_is_user_defined", False)
     if is_continued:
         refuse_past(past, input_ids, generation_config, model_kwargs.get("attention_mask"))
         adopt(cast(DynamicCache, past), target.cache, longest - lengths)
+    pacing = None
+    if config.proposers and config.draft == "auto":
+        cost, switch = experience.costs[config.passes], experience.switches[config.passes]
+        pacing = Pacing(cost, switch, is_padded=config.has_fixed_shapes, runs_to_limit=stopping.is_only_length)
     return Engine(
         target,
         proposers,

@@ -8,9 +8,13 @@ import numpy as np
 
 from lookahead.cost import FloatArray, StepCost, padded_nodes
 from lookahead.drafting import Draft
-from lookahead.switch import LONG, Switch
+from lookahead.progress import Batch
+from lookahead.switch import Switch
 
 _MARGIN = 1.03  # times the cost of a plain step per token: what a draft must promise to be worth the risk
+_RAGGED = 0.025  # plain steps that a step of rows of differing lengths takes more, for the mask that it needs
+_SAMPLE = 4  # of so many steps before which nothing was looked for, one is measured: to note it takes time too
+_LONG_OUTPUT = 256  # steps; most outputs end sooner, whatever they are allowed
 
 
 class Pacing:
@@ -22,28 +26,38 @@ class Pacing:
         cost: What steps were measured to cost; learns from every step.
         switch: What drafting was measured to save; learns likewise.
         is_padded: Whether trees are padded to few sizes, so that the cost of a step is a staircase.
+        runs_to_limit: Whether nothing ends a row before its limit.
+
+    Attributes:
+        batch: What a token of each row is worth in the coming step, once `begin` gave costs.
     """
 
-    def __init__(self, cost: StepCost, switch: Switch, *, is_padded: bool = False) -> None:
+    def __init__(self, cost: StepCost, switch: Switch, *, is_padded: bool = False, runs_to_limit: bool = False) -> None:
         self._cost = cost
         self._is_padded = is_padded
         self._padded = np.zeros(0, np.int64)  # by the nodes of the largest tree those of the pass
         self._switch = switch
+        self._runs_to_limit = runs_to_limit
         self._rows = self._context = 0
+        self.batch = Batch(np.ones(1), np.ones(2))
+        self._passed = 0  # steps before which nothing was looked for
+        self._forgone = 0.0  # plain steps that drafts promised to save and were not taken for
+        switch.begin_output()
         self._costs: FloatArray | None = None
         self._priced: FloatArray | None = None
 
-    def begin(self, rows: int, context: int, nodes: int) -> FloatArray | None:
+    def begin(self, left: Sequence[int], context: int, nodes: int) -> FloatArray | None:
         """What drafts of the coming step are to be sized by; None where nothing is to be drafted.
 
         Args:
-            rows: Rows that take it.
+            left: Tokens that each row that takes it may still emit.
             context: Tokens of the longest one.
             nodes: Nodes of the largest tree allowed, its root counted.
 
         Returns:
             float64 `[nodes + 1]`, the seconds of a step by the nodes of its largest tree.
         """
+        rows = len(left)
         self._rows, self._context = rows, context
         self._costs = self._priced = None
         if len(self._padded) != nodes + 1:
@@ -54,37 +68,47 @@ class Pacing:
             return None
         curve = self._cost.curve(rows, nodes, context)
         self._costs = curve[self._padded] if self._is_padded else curve
+        # Where any row may end at any time, a token of one is worth as much as of another.
+        plain = self._cost.plain(rows, context) if self._runs_to_limit else np.arange(rows + 1.0)
+        self.batch = Batch(np.array(left, np.float64), plain)
         # Looking is paid for whatever comes of it; a draft has to be worth its risk besides.
         priced = self._costs.copy()
         priced[2:] *= _MARGIN
         self._priced = priced + self._switch.look(rows) * priced[1]
         return self._priced
 
-    def accepts(self, drafts: Sequence[Draft], *, in_step: bool) -> bool:
+    def accepts(self, drafts: Sequence[Draft], *, in_step_for: int) -> bool:
         """Whether drafts of such promise are to be verified.
 
         Args:
             drafts: One per row.
-            in_step: Several rows hold equally many tokens. A pass over such rows needs no mask; accepted drafts end
-                that for the rest of the output, so they have to promise more. Padded passes have masks anyway.
+            in_step_for: Where several rows hold equally many tokens, the most steps that they can still take so; else
+                0. A pass over such rows needs no mask, unless it is padded. Accepted drafts end that for the rest of
+                the output, so they wait until what they promised to save, taken together, is what all later steps
+                would take more.
         """
         assert self._costs is not None and self._priced is not None
         nodes = max(len(draft.tree) for draft in drafts)
-        tokens = sum(float(draft.reach.sum()) for draft in drafts) / len(drafts)
-        speedup = tokens * self._costs[1] / self._priced[nodes]
-        return self._switch.drafts(self._rows, speedup) and (not in_step or self._is_padded or speedup >= LONG)
+        tokens = self.batch.steps_saved([float(draft.reach.sum()) for draft in drafts])
+        took = float(self._priced[nodes] / self._costs[1])
+        if not self._switch.drafts(self._rows, tokens / took):
+            return False
+        in_step_for = 0 if self._is_padded else in_step_for
+        if in_step_for:
+            self._forgone += max(0.0, tokens - took)
+        return self._forgone >= _RAGGED * min(in_step_for, _LONG_OUTPUT)
 
     @property
     def pauses(self) -> bool:
         """Whether drafts were found to lose, so that only a long match would be verified."""
         return not self._switch.drafts(self._rows, 1.0)
 
-    def learn(self, nodes: int, tokens: int, host_s: float, step_s: float, *, is_cold: bool = False) -> None:
+    def learn(self, nodes: int, tokens: Sequence[int], host_s: float, step_s: float, *, is_cold: bool = False) -> None:
         """Count the step.
 
         Args:
             nodes: Nodes of its largest tree, its root counted.
-            tokens: Tokens all rows emitted.
+            tokens: Tokens that each row emitted.
             host_s: What drafting took, and letting the proposers learn.
             step_s: What the rest of it took.
             is_cold: Its pass compiled, or did other work that later ones need not do: it tells nothing.
@@ -94,11 +118,14 @@ class Pacing:
         nodes = int(self._padded[nodes]) if nodes < len(self._padded) else nodes
         if self._costs is None:
             self._switch.pass_by(self._rows)
+            self._passed += 1
+            if self._passed % _SAMPLE and self._cost.knows(self._rows, self._context):
+                return
         else:
             self._switch.learn(
                 self._rows,
                 nodes=nodes,
-                tokens=tokens / self._rows,
+                tokens=self.batch.steps_saved(tokens),
                 seconds=host_s + step_s,
                 host_s=host_s,
                 expected_s=float(self._costs[nodes]),

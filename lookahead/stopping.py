@@ -25,6 +25,11 @@ class StoppingRule:
     eos_tokens: IntArray
     custom: Callable[[int, Tensor, Sequence[Tensor]], bool] | None = None
 
+    @property
+    def is_only_length(self) -> bool:
+        """Whether nothing ends a row before `max_length`."""
+        return self.custom is None and not self.eos_tokens.size
+
     def is_finished(self, row: int, ids: Tensor, scores: Sequence[Tensor] = ()) -> bool:
         """Whether a row whose ids, int64 `[1, tokens]`, end with its newest token ends there."""
         # Every criterion is asked, as `model.generate` does: one that counts its calls must see them all.

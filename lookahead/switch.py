@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 SHARE = 0.0075  # of the time, the most that looking for drafts and trying them may cost in the long run
 MOST_SAVED = 8.0  # plain steps of gain that are remembered, and may be lost again before drafting is held back
-_START = 2.0  # plain steps that may be lost before anything was gained
+_START = 1.0  # plain steps of an output that may be lost before anything was gained in it
 _FIRST_LOOK = 0.05  # plain steps that asking the proposers is taken to cost before it was measured
 _MARGIN = 1.04  # times the seconds a token of plain decoding takes; beyond it drafting loses
 _TRIAL = 8  # drafted steps that are judged together at least
@@ -42,9 +42,9 @@ class Switch:
     Three rules, each simple:
 
     - An account, in plain steps. Every step that looked for drafts pays what it took beyond plain decoding of the
-      tokens it gave, and is paid what it saved. It earns 0.75% of all time besides, and holds at most 8. While it is
-      overdrawn nothing is looked for. So whatever the costs and however wrong the drafts, the time lost
-      stays below 0.75%, a few plain steps and the one step that overdrew it.
+      tokens it gave, and is paid what it saved. It earns 0.75% of all time besides, and holds at most 8, of which an
+      output hands on 1 at most to the next. While it is overdrawn nothing is looked for. So whatever the costs and
+      however wrong the drafts, the time lost stays below 0.75%, a few plain steps and the one step that overdrew it.
     - A comparison. Drafted steps are compared with plain ones in seconds per committed token. Where the last ones
       (at least 8) took 4% longer, drafting pauses for 16 steps, twice as many after every further loss, up to 1024.
       Proposers are still asked: a draft expected to go at 1.5 times the plain speed, a long match, ends a pause.
@@ -58,6 +58,11 @@ class Switch:
 
     def __init__(self) -> None:
         self._lanes: dict[int, _Lane] = {}
+
+    def begin_output(self) -> None:
+        """Let the gains of outputs before this one be what they are: they are not to be lost in it."""
+        for lane in self._lanes.values():
+            lane.balance = min(lane.balance, _START)
 
     def looks(self, rows: int) -> bool:
         """Whether the proposers are to be asked before the next step of so many rows."""
@@ -90,7 +95,7 @@ class Switch:
         Args:
             rows: Rows that took it together.
             nodes: Nodes of the largest tree, its root counted; 1 where nothing was drafted.
-            tokens: Tokens a row emitted, on average.
+            tokens: Plain steps that it did the work of.
             seconds: What the step took, looking for drafts included.
             host_s: What looking for drafts took, and learning from what came of it.
             expected_s: What a step of such trees was expected to take without that.

@@ -228,6 +228,8 @@ class Target:
     def _score(self, trees: Sequence[TokenTree], scored: NDArray[np.int64]) -> Tensor:
         """One pass over all but the first nodes of trees."""
         starts = self.cache.slots.lengths[: len(trees)] - scored
+        if not scored.any() and all(len(tree) == 1 for tree in trees):
+            return self._forward(np.array([tree.tokens for tree in trees], np.int64), starts[:, None], trees)
         width = max(len(tree) - first for tree, first in zip(trees, scored, strict=True))
         tokens = np.zeros((len(trees), width), np.int64)
         positions = np.empty((len(trees), width), np.int64)

@@ -79,7 +79,8 @@ class TokenTree:
 
     def ancestor_words(self) -> NDArray[np.int64]:
         """int64 `[n, ceil(n / 64)]`: `ancestor_mask` packed, node j at bit `j % 64` of word `j // 64`."""
-        words: NDArray[np.int64] = _ancestor_words(self.parents)
+        words = np.zeros((len(self), (len(self) + 63) // 64), np.int64)
+        fill_ancestor_words(self.parents, words)
         return words
 
 
@@ -140,12 +141,9 @@ def _ancestor_mask(parents):
 
 
 @njit(cache=True)
-def _ancestor_words(parents):
-    """As `_ancestor_mask`, one bit a node."""
-    n = len(parents)
-    words = np.zeros((n, (n + 63) // 64), np.int64)
+def fill_ancestor_words(parents, words):
+    """Write `ancestor_mask`, one bit a node, into int64 `[at least n, at least ceil(n / 64)]` zeros."""
     words[0, 0] = 1
-    for node in range(1, n):
+    for node in range(1, len(parents)):
         words[node] = words[parents[node]]
         words[node, node // 64] |= np.int64(1) << np.int64(node % 64)
-    return words

@@ -222,18 +222,18 @@ def test_the_cost_of_padded_steps_is_a_staircase_and_compiling_is_no_part_of_it(
     cost = StepCost()
     pacing = Pacing(cost, Switch(), is_padded=True)
     for nodes, seconds in [(1, 0.001), (4, 0.002), (16, 0.004), (1, 0.001), (1, 0.001)] * 8:
-        pacing.begin(1, 100, 64)
-        pacing.learn(nodes, nodes, 0.0, seconds)
-    pacing.begin(1, 100, 64)
-    pacing.learn(8, 1, 0.0, 30.0, is_cold=True)
-    costs = pacing.begin(1, 100, 64)
+        pacing.begin([50], 100, 64)
+        pacing.learn(nodes, [nodes], 0.0, seconds)
+    pacing.begin([50], 100, 64)
+    pacing.learn(8, [1], 0.0, 30.0, is_cold=True)
+    costs = pacing.begin([50], 100, 64)
     assert costs is not None
     stairs = costs.tolist()
     assert stairs[3] == stairs[4] < stairs[5] == stairs[8] < stairs[9] == stairs[16] < stairs[17] == stairs[32]
     assert stairs[8] < 0.004
     for _ in range(50):
-        pacing.begin(1, 100, 64)
-        pacing.learn(13, 1, 0.0, 0.006)  # was padded to 16, and counts as such
+        pacing.begin([50], 100, 64)
+        pacing.learn(13, [1], 0.0, 0.006)  # was padded to 16, and counts as such
     assert cost.curve(1, 16, 100)[16] == pytest.approx(0.006, rel=0.1)
 
 

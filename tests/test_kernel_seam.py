@@ -186,3 +186,33 @@ def test_a_cpu_and_a_machine_without_triton_are_served_without_those_of_triton(m
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert not choice.runs_on.__wrapped__(torch.device("cuda"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 3, 20])
+@pytest.mark.parametrize("lengths", [(7, 7, 7), (2, 9, 5)])
+def test_every_row_writes_its_nodes_behind_its_own_committed_slots(dtype, width: int, lengths) -> None:
+    cache = TreeCache(rows=3, capacity=40)
+    cache.slots.lengths[:] = lengths
+    cache.slots.begin(width)
+    states = [torch.randn(3, width, 2, dim).to(dtype).transpose(1, 2) for dim in (8, 4)]
+    seen = cache.update(*states, 0)
+    for kept, written in zip(seen, states, strict=True):
+        for row, length in enumerate(lengths):
+            assert torch.equal(kept[row, :, length : length + width], written[row])
+            assert not kept[row, :, :length].any()
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_rows_of_a_plain_step_that_differ_in_length_see_their_own_slots_and_no_others(groups: int) -> None:
+    slots = TreeSlots(rows=3, capacity=40)
+    slots.lengths[:] = (2, 9, 5)
+    slots.begin(1)
+    tree_pass = TreePass(slots, [TokenTree.root(1)] * 3)
+    assert not tree_pass.sees_all
+    mask = tree_pass.mask(groups, Reach(), torch.bfloat16, torch.device("cpu"))
+    assert mask.shape == (3, 1, groups, 10)
+    for row, length in enumerate((2, 9, 5)):
+        assert (mask[row] == 0).sum() == groups * (length + 1)
+        assert (mask[row, :, :, : length + 1] == 0).all()
+        assert (mask[row, :, :, length + 1 :] == -torch.inf).all()

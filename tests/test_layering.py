@@ -21,7 +21,7 @@ MAX_LINES = 400
 FLOORS = (
     {"errors", "atomic"},
     {"ngram", "kernels", "tree", "files", "loading", "heads"},
-    {"proposers.base", "pools", "scores"},
+    {"proposers.base", "pools", "scores", "progress"},
     {"config"},
     {"drafting", "cost", "switch", "sampling", "stopping", "verify", "stats", "rejection"},
     {"pacing", "costfile", "ledger"},

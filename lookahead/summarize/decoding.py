@@ -81,11 +81,13 @@ class LookaheadDecoder:
         from lookahead.config import LookaheadConfig
         from lookahead.drafting import Draft, fit
         from lookahead.generation import generate
+        from lookahead.progress import Batch
         from lookahead.tree import TokenTree
 
         everything = replace(self.config or LookaheadConfig(), draft="fixed", min_probability=0.0)
         generate(self.model, self.tokenizer, prompt, config=everything, max_new_tokens=12, do_sample=False)
-        fit([Draft(TokenTree.root(0), ())] * 2, np.ones(3))  # what only batches need
+        # What only batches need.
+        fit([Draft(TokenTree.root(0), ())] * 2, np.ones(3), Batch(np.ones(2), np.arange(3.0)))
 
 
 def total_in_sequence(calls: Iterable[DecodingStats]) -> DecodingStats:
