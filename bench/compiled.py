@@ -3,10 +3,10 @@
     python -m bench.compiled --dtype fp32
     python -m bench.compiled --dtype bf16 --model DIR --text FILE
 
-One thread, whose processor time is measured, batch 1. Steps of both kinds are taken in turn on random trees after 300
-tokens; medians of many, and the quartiles around them. Then passages of a text are summarized, or continued where the
-model knows no summaries, by the engine without drafts and with them, plainly and compiled, every way in turn; the first
-round compiles, and counts for nothing but the seconds that passed. In fp32 every output must be that of
+One thread, whose processor time is measured, batch 1. Steps of both kinds are taken in turn on random trees after
+`--context` tokens; medians of many, and the quartiles around them. Then passages of a text are summarized, or continued
+where the model knows no summaries, by the engine without drafts and with them, plainly and compiled, every way in turn;
+the first round compiles, and counts for nothing but the seconds that passed. In fp32 every output must be that of
 `model.generate`, or nothing is measured. The last line is one JSON object.
 """
 
@@ -36,7 +36,6 @@ from lookahead.target import Target
 from lookahead.tree import TokenTree
 
 ROOT = Path(__file__).resolve().parent.parent
-CONTEXT = 300
 WAYS = {
     "plain": LookaheadConfig(proposers=()),
     "plain, compiled": LookaheadConfig(proposers=(), compile=True),
@@ -51,13 +50,13 @@ def random_tree(rng: np.random.Generator, nodes: int, vocabulary: int) -> TokenT
     return TokenTree.from_parents(tokens.astype(np.int32), [max(0, (node - 1) // 2) for node in range(nodes)])
 
 
-def compare_steps(model: PreTrainedModel, sizes: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+def compare_steps(model: PreTrainedModel, context: int, sizes: Sequence[int], rounds: int) -> list[dict[str, Any]]:
     """Seconds of steps of every size, plain and compiled in turn."""
     rng, vocabulary = np.random.default_rng(0), model.config.vocab_size
-    prompt = rng.integers(0, vocabulary, CONTEXT).astype(np.int32)
+    prompt = rng.integers(0, vocabulary, context).astype(np.int32)
     device = torch.device("cpu")
     targets = [
-        Target(model, rows=1, capacity=CONTEXT + 2 * max(sizes), device=device, compiles=each) for each in (False, True)
+        Target(model, rows=1, capacity=context + 2 * max(sizes), device=device, compiles=each) for each in (False, True)
     ]
     figures = []
     with targets[0].serving():
@@ -156,6 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="bundled")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--text", type=Path, default=ROOT / "examples" / "dust_unto_dust.txt")
+    parser.add_argument("--context", type=int, default=300, help="tokens before the steps")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 8, 16, 32])
     parser.add_argument("--steps", type=int, default=200, help="steps of every size; 0 leaves them out")
     parser.add_argument("--rounds", type=int, default=5, help="over all prompts; 0 leaves whole outputs out")
@@ -167,7 +167,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     model, tokenizer = load_model(arguments.model, dtype=arguments.dtype, device="cpu")
     report: dict[str, Any] = {"dtype": arguments.dtype, "torch": torch.__version__}
     report["transformers"] = transformers.__version__
-    report["steps"] = compare_steps(model, arguments.sizes, arguments.steps) if arguments.steps else []
+    report["steps"] = (
+        compare_steps(model, arguments.context, arguments.sizes, arguments.steps) if arguments.steps else []
+    )
     if arguments.rounds:
         texts = [arguments.text.read_text(encoding="utf-8")]
         try:
