@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
+from threading import local
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -210,17 +210,18 @@ def _fill_mask(mask, parents, depths, length, groups, window, chunk, blocked):
             mask[node * groups + copy] = row
 
 
-_running: ContextVar[TreePass] = ContextVar("lookahead_tree_pass")
+_running = local()  # no ContextVar: torch.compile cannot look into one
 
 
 @contextmanager
 def running(tree_pass: TreePass) -> Iterator[None]:
     """Make `tree_pass` the one that the registered attention serves."""
-    token = _running.set(tree_pass)
+    outer = getattr(_running, "tree_pass", None)
+    _running.tree_pass = tree_pass
     try:
         yield
     finally:
-        _running.reset(token)
+        _running.tree_pass = outer
 
 
 def tree_attention(
@@ -254,13 +255,13 @@ def tree_attention(
     Returns:
         `[rows, width, heads, value_dim]`, contiguous, and None for the weights.
     """
-    tree_pass = _running.get()
+    tree_pass: TreePass = _running.tree_pass
     reach = _reach(module, kwargs, key.shape[2])
     softcap = softcap if tree_pass.has_softcap else None
     rows, heads, width, dim = query.shape
     kv_heads = key.shape[1]
     groups = heads // kv_heads
-    if tree_pass.scores_trees:
+    if tree_pass.scores_trees and not torch.compiler.is_compiling():
         slots = (key.transpose(1, 2), value.transpose(1, 2))  # as the cache holds them
         kernel = _kernel_for(query, *slots)
         if kernel is not None:

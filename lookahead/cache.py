@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -31,6 +32,7 @@ class TreeSlots:
         is_even: Whether all active rows hold equally many committed tokens.
         capacity: Slots a row has.
         allocations: How often a layer has allocated its slots, so that addresses can be known to be old.
+        index: int64 `[active * width]`; the slots a pass of fixed shape writes, rows laid end to end; None in others.
     """
 
     def __init__(self, rows: int, capacity: int) -> None:
@@ -41,6 +43,7 @@ class TreeSlots:
         self.capacity = capacity
         self.allocations = 0
         self.is_even = True
+        self.index: Tensor | None = None
         self._begin = 0
         self._flat: dict[torch.device, Tensor] = {}
 
@@ -50,13 +53,35 @@ class TreeSlots:
         self._begin = lengths[0]
         self.is_even = all(length == self._begin for length in lengths)
         self._flat = {}
+        self.index = None
         self.width = width
         self.kv_length = max(lengths) + width
         if self.kv_length > self.capacity:
             self.capacity = max(self.kv_length, int(self.capacity * _GROWTH))
 
+    @contextmanager
+    def fixed(self, rows: int, width: int, index: Tensor) -> Iterator[None]:
+        """Hold a pass of fixed shape: all that Python sees of it is the same at every step, slots come as a tensor.
+
+        Args:
+            rows: Rows of the pass, the active ones first; the others' slots hold nothing that is needed.
+            width: Nodes it writes per row.
+            index: int64 `[rows * width]`; as the attribute.
+        """
+        active, self.active = self.active, rows
+        self.is_even, self.index = False, index
+        self.width, self.kv_length = width, self.capacity
+        try:
+            yield
+        finally:
+            self.active, self.index = active, None
+
     def write(self, buffers: Sequence[Tensor], states: Sequence[Tensor]) -> None:
         """Put keys and values `[active, heads, width, dim]` into their buffers `[rows, capacity, heads, dim]`."""
+        if self.index is not None:
+            for buffer, new in zip(buffers, states, strict=True):
+                buffer.flatten(0, 1).index_copy_(0, self.index, new.transpose(1, 2).flatten(0, 1))
+            return
         is_small = self.active * self.width <= _FEW
         if buffers[0].device.type == "cpu" and (is_small or not self.is_even):
             keys, values, new_keys, new_values = (_bits(each) for each in (*buffers, *states))
@@ -103,7 +128,7 @@ class TreeLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         elif self._buffers[0].shape[1] < self._slots.capacity:
-            self._grow()
+            self.grow()
         keys, values = self._buffers
         self._slots.write(self._buffers, (key_states, value_states))
         active, kv_length = self._slots.active, self._slots.kv_length
@@ -142,14 +167,16 @@ class TreeLayer(CacheLayerMixin):
         return self._slots.kv_length, 0
 
     def get_seq_length(self) -> int:
-        """Committed tokens of the longest active row."""
+        """Committed tokens of the longest active row; of a pass of fixed shape only that there are some."""
+        if self._slots.index is not None:
+            return 1
         return self._slots.kv_length - self._slots.width
 
     def get_max_length(self) -> int:
         """No maximum: the slots grow."""
         return -1
 
-    def _grow(self) -> None:
+    def grow(self) -> None:
         """Reallocate at the shared capacity, keeping what is there."""
         for i, old in enumerate(self._buffers):
             self._buffers[i] = old.new_zeros(old.shape[0], self._slots.capacity, *old.shape[2:])
@@ -174,6 +201,13 @@ class TreeCache(Cache):
         self._bound_at = 0
         # The base class only ever calls it, so a partial does as well as a class.
         super().__init__(layer_class_to_replicate=cast(type[CacheLayerMixin], partial(TreeLayer, self.slots)))
+
+    def reserve(self, capacity: int) -> None:
+        """Give every row so many slots now, before a pass during which nothing may be allocated."""
+        self.slots.capacity = max(self.slots.capacity, capacity)
+        for layer in self._written_layers():
+            if layer.buffers[0].shape[1] < self.slots.capacity:
+                layer.grow()
 
     def commit(self, row: int, path: NDArray[np.int32]) -> None:
         """Keep the KV of the nodes of `path` (int32 `[a]`, ascending from 0) and forget the tree's other nodes."""

@@ -21,6 +21,7 @@ from lookahead.target import Target, input_device
 from lookahead.tree import TokenTree
 
 NODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128)
+PADDED_NODES = (1, 2, 4, 8, 16, 32, 64)  # what compiled steps are padded to
 CONTEXTS = (256,)
 _ROUNDS = 9
 _WARM_UPS = 2
@@ -120,6 +121,7 @@ def calibrate(
     *,
     contexts: Sequence[int] = CONTEXTS,
     nodes: Sequence[int] = NODES,
+    compiles: bool = False,
     clock: Clock = time.perf_counter,
 ) -> Calibration:
     """Sweep the numbers of nodes for one row at some lengths of context, and teach the costs to `cost`.
@@ -131,6 +133,7 @@ def calibrate(
         cost: Learns what was measured.
         contexts: Tokens in the cache, each at least 1.
         nodes: Nodes of a tree, the root counted; 1 among them.
+        compiles: Whether the model's passes are compiled.
         clock: Seconds.
 
     Raises:
@@ -146,7 +149,7 @@ def calibrate(
     machine = measure_machine(model, clock)
     sweeps = []
     for context in contexts:
-        seconds, kv_bytes = _sweep(model, context, nodes, clock)
+        seconds, kv_bytes = _sweep(model, context, nodes, compiles, clock)
         cost.calibrate(nodes, seconds, rows=1, context=context + most)
         plain = seconds[nodes.index(1)]
         points = [
@@ -180,14 +183,18 @@ def _timed(work: Callable[[], object], device: torch.device, clock: Clock) -> fl
     return max(clock() - start, 1e-9)
 
 
-def _sweep(model: PreTrainedModel, context: int, nodes: Sequence[int], clock: Clock) -> tuple[list[float], float]:
+def _sweep(
+    model: PreTrainedModel, context: int, nodes: Sequence[int], compiles: bool, clock: Clock
+) -> tuple[list[float], float]:
     """Median seconds of a step for every number of nodes, and the bytes of KV of one token."""
     length = context + max(nodes) + 1
     support = support_of(model, shortest=context, max_length=length)
     if support.shape == "none":
         raise UnsupportedModelError(f"{type(model).__name__} cannot verify drafts: {support.reason}")
     device = input_device(model)
-    target = Target(model, rows=1, capacity=length, device=device, shape=support.shape)
+    target = Target(
+        model, rows=1, capacity=length, device=device, shape=support.shape, compiles=compiles, most_nodes=max(nodes)
+    )
     if target.positions is not None and length > target.positions:
         raise ConfigError(f"context must leave room for {max(nodes)} nodes in {target.positions} positions")
     rng = np.random.default_rng(0)

@@ -76,6 +76,8 @@ TrainedHeads = Annotated[
 MaxNodes = Annotated[int | None, typer.Option(help="Most draft tokens a step verifies. (default: by the proposers)")]
 NgramSize = Annotated[int | None, typer.Option(help="N, length of its n-grams. (default: 5, or as suits auto)")]
 Guesses = Annotated[int | None, typer.Option(help="G, most of them a step verifies. (default: 7, or as suits auto)")]
+Compile = Annotated[bool, typer.Option("--compile", help="Compile the model on the way: for long outputs and many.")]
+Graphs = Annotated[bool, typer.Option("--cuda-graphs", help="Record its passes as CUDA graphs, on a GPU.")]
 
 
 def main() -> None:
@@ -127,6 +129,8 @@ def summarize(
     window: cli_measure.Window = None,
     ngram_size: NgramSize = None,
     guesses: Guesses = None,
+    compile: Compile = False,
+    cuda_graphs: Graphs = False,
 ) -> None:
     """Summarize documents of any length.
 
@@ -151,7 +155,7 @@ def summarize(
 
     with usage_errors():
         check_max_new_tokens(max_new_tokens)
-        config = _config(proposers, pool, heads, max_nodes, window, ngram_size, guesses)
+        config = _config(proposers, pool, heads, max_nodes, window, ngram_size, guesses, compile, cuda_graphs)
         sources = find_inputs(inputs, field)
         paths = OutputPaths(output, rejects, overwrite)
         paths.check(sources)
@@ -187,6 +191,8 @@ def generate(
     window: cli_measure.Window = None,
     ngram_size: NgramSize = None,
     guesses: Guesses = None,
+    compile: Compile = False,
+    cuda_graphs: Graphs = False,
 ) -> None:
     """Continue a prompt, token for token as transformers does.
 
@@ -202,7 +208,7 @@ def generate(
 
     with usage_errors():
         check_max_new_tokens(max_new_tokens)
-        config = _config(proposers, pool, heads, max_nodes, window, ngram_size, guesses)
+        config = _config(proposers, pool, heads, max_nodes, window, ngram_size, guesses, compile, cuda_graphs)
         text = read_prompt(prompt)
         loaded = load(model, dtype, device, threads)
         check_room(*loaded, text, max_new_tokens)
@@ -244,6 +250,8 @@ def _config(
     window: str | None,
     ngram_size: int | None,
     guesses: int | None,
+    compile: bool,
+    cuda_graphs: bool,
 ) -> LookaheadConfig | None:
     """The options on drafting as a configuration, which checks them; None where all are the defaults.
 
@@ -256,8 +264,9 @@ def _config(
         sources.append(Heads(heads))
     columns = cli_measure.read_window(window)
     config = LookaheadConfig(
-        proposers=sources, pool=pool, max_nodes=max_nodes, window=columns, ngram_size=ngram_size, guesses=guesses
-    )
+        proposers=sources, pool=pool, max_nodes=max_nodes, window=columns, ngram_size=ngram_size, guesses=guesses,
+        compile=compile, cuda_graphs=cuda_graphs,
+    )  # fmt: skip
     return None if config == LookaheadConfig() else config
 
 

@@ -21,6 +21,7 @@ Contexts = Annotated[
     typer.Option("--context", min=1, help="Tokens in the cache, 256 by default; may be repeated."),
 ]
 Folder = Annotated[Path | None, typer.Option("--cache", help="Folder of the cost files. (default: the platform's)")]
+Compile = Annotated[bool, typer.Option("--compile", help="Measure steps as --compile takes them elsewhere.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 PromptFile = Annotated[str, typer.Argument(metavar="FILE", help="A text file with the prompt, or - for stdin.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Most tokens to write.")]
@@ -42,6 +43,7 @@ def calibrate(
     device: Device = None,
     threads: Threads = None,
     cache: Folder = None,
+    compile: Compile = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure what drafts cost with a model on this machine, and keep it for later.
@@ -64,8 +66,8 @@ def calibrate(
         from lookahead.explain.drawing import draw_calibration
 
         with console(sys.stderr).status("measuring"):
-            calibration = calibrate_costs(loaded.model, context or CONTEXTS)
-        path = save_costs(loaded.model, cache)
+            calibration = calibrate_costs(loaded.model, context or CONTEXTS, compile=compile)
+        path = save_costs(loaded.model, cache, compile=compile)
         if as_json:
             print(json.dumps({**calibration.to_dict(), "file": str(path)}))
         else:

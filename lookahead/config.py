@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 PROPOSERS = ("prompt", "outputs", "corpus", "recycled", "jacobi")
 MAX_NODES_LIMIT = 512
+PASSES = ("plain", "compiled", "graphs", "compiled graphs")
 
 
 class BranchSize(NamedTuple):
@@ -60,7 +61,8 @@ class LookaheadConfig:
             speculative sampling: more of it, from the same distribution, but not the tokens of the same seed. It
             takes proposers that draw (`lookahead.DraftModel`), and none of the names.
         max_nodes: Most draft nodes one row's tree may hold, the root not counted, 1 to 512.
-            `None` decides: 64, and while the lookahead branch runs its window and its guesses on top.
+            `None` decides: 64, and while the lookahead branch runs its window and its guesses on top; one less where
+            trees are padded to powers of two, the root being one of them.
         min_probability: A node is drafted only when its chance of being reached is at least this, 0 to 1.
         max_ngram: Longest context, in tokens, that n-grams are looked up by, 1 to 64.
         min_ngram: Shortest context that n-grams are looked up by, 1 to `max_ngram`.
@@ -76,6 +78,11 @@ class LookaheadConfig:
             window that `"auto"` chose.
         guesses: G, the most n-grams of the pool verified in a step, 0 to 64. `None` decides: 7, or likewise.
         pool_from_prompt: Whether the n-gram pool is filled from the prompt too.
+        compile: Whether the model's passes over drafts are compiled by `torch.compile`, once for every number of rows
+            and nodes (both rounded up to a power of two) when it is first needed. That takes seconds each, much less
+            where an earlier process has left them in PyTorch's cache on disk. A model that cannot be compiled is run
+            as it is; the log says why.
+        cuda_graphs: Whether those passes are recorded as CUDA graphs, likewise; on a GPU only. Compiled passes too.
 
     Raises:
         ConfigError: A value is out of its range.
@@ -99,6 +106,8 @@ class LookaheadConfig:
     ngram_size: int | None = None
     guesses: int | None = None
     pool_from_prompt: bool = True
+    compile: bool = False
+    cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.proposers, str):
@@ -124,6 +133,9 @@ class LookaheadConfig:
             _check_range("max_nodes", self.max_nodes, 1, MAX_NODES_LIMIT)
         _check_range("max_ngram", self.max_ngram, 1, 64)
         _check_range("min_ngram", self.min_ngram, 1, self.max_ngram)
+        for name in ("compile", "cuda_graphs"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if not 0.0 <= self.min_probability <= 1.0:
             raise ConfigError(f"min_probability must be from 0 to 1, got {self.min_probability!r}")
         self._check_branch()
@@ -188,10 +200,20 @@ class LookaheadConfig:
         """Most draft nodes one row's tree may hold, with `max_nodes=None` decided; a branch left to costs is off."""
         if self.max_nodes is not None:
             return self.max_nodes
-        budget = 0 if tuple(self.proposers) in ((), ("jacobi",)) else 64
+        budget = 0 if tuple(self.proposers) in ((), ("jacobi",)) else 64 - self.has_fixed_shapes
         if "jacobi" in self.proposers and not self.decides_branch:
             budget += self.branch_sizes[0].nodes
         return min(budget, MAX_NODES_LIMIT)
+
+    @property
+    def has_fixed_shapes(self) -> bool:
+        """Whether trees are padded, so that few shapes are compiled or recorded."""
+        return self.compile or self.cuda_graphs
+
+    @property
+    def passes(self) -> str:
+        """How the model is run, one of `PASSES`: what steps cost is known apart for each."""
+        return PASSES[self.compile + 2 * self.cuda_graphs]
 
 
 def _check_range(name: str, value: object, low: int, high: int, instead: str = "") -> None:

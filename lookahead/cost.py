@@ -165,6 +165,11 @@ class StepCost:
         return min(distance, key=lambda other: distance[other], default=None)
 
 
+def padded_nodes(nodes: int, most: int) -> int:
+    """Nodes a row of a pass of fixed shape that has to hold so many: a power of two, or `most` where that is less."""
+    return max(nodes, min(1 << (nodes - 1).bit_length(), most))
+
+
 def bucket_of(rows: int, context: int) -> Bucket:
     """The bucket of so many rows and so long a context."""
     beyond = max(0, context - 1) // _SHORT_CONTEXT

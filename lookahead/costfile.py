@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lookahead.atomic import write_atomically
+from lookahead.config import PASSES
 from lookahead.cost import StepCost
 from lookahead.errors import ConfigError
 
@@ -33,13 +34,18 @@ def cache_folder() -> Path:
     return base / "lookahead" / "costs"
 
 
-def identity(model: nn.Module) -> dict[str, Any]:
-    """What the cost of a step depends on: the shape of the model, its dtype, its device, threads, PyTorch."""
+def identity(model: nn.Module, passes: str = PASSES[0]) -> dict[str, Any]:
+    """What the cost of a step depends on: the shape of the model, its dtype, its device, threads, PyTorch, its passes.
+
+    Args:
+        model: The model.
+        passes: How it is run, one of `PASSES`.
+    """
     parameter = next(model.parameters())
     shapes = ",".join(f"{name}{tuple(each.shape)}" for name, each in model.named_parameters())
     device = parameter.device
     on_gpu = device.type == "cuda"
-    return {
+    known = {
         "model": type(model).__name__,
         "shapes": hashlib.sha256(shapes.encode()).hexdigest()[:16],
         "dtype": str(parameter.dtype).removeprefix("torch."),
@@ -47,24 +53,26 @@ def identity(model: nn.Module) -> dict[str, Any]:
         "threads": 0 if on_gpu else torch.get_num_threads(),
         "torch": torch.__version__,
     }
+    return known if passes == PASSES[0] else {**known, "passes": passes}
 
 
-def cost_path(model: nn.Module, folder: Path | None = None) -> Path:
+def cost_path(model: nn.Module, folder: Path | None = None, passes: str = PASSES[0]) -> Path:
     """The file of a model's step costs in a folder, that of the platform when None."""
-    known = identity(model)
+    known = identity(model, passes)
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
     return (folder if folder is not None else cache_folder()) / f"{known['model']}-{known['dtype']}-{digest}.json"
 
 
-def read_costs(model: nn.Module, cost: StepCost, folder: Path | None = None) -> bool:
+def read_costs(model: nn.Module, cost: StepCost, folder: Path | None = None, passes: str = PASSES[0]) -> bool:
     """Take over the costs a file holds; False where there is none for this model here.
 
     A file that cannot be read, or holds something else, is left alone with a warning; `write_costs` replaces it.
     """
-    path = cost_path(model, folder)
+    path = cost_path(model, folder, passes)
+    known = identity(model, passes)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict) or content.get("version") != _VERSION or content.get("for") != identity(model):
+        if not isinstance(content, dict) or content.get("version") != _VERSION or content.get("for") != known:
             raise ConfigError("it is not of this version or for this model")
         cost.update(content["costs"])
     except FileNotFoundError:
@@ -76,14 +84,14 @@ def read_costs(model: nn.Module, cost: StepCost, folder: Path | None = None) -> 
     return True
 
 
-def write_costs(model: nn.Module, cost: StepCost, folder: Path | None = None) -> Path:
+def write_costs(model: nn.Module, cost: StepCost, folder: Path | None = None, passes: str = PASSES[0]) -> Path:
     """Write the costs known, all at once or not at all, over a file that is there; returns its path.
 
     Raises:
         OSError: The folder cannot be made or written to.
     """
-    path = cost_path(model, folder)
+    path = cost_path(model, folder, passes)
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"version": _VERSION, "for": identity(model), "costs": cost.to_dict()}
+    content = {"version": _VERSION, "for": identity(model, passes), "costs": cost.to_dict()}
     write_atomically(path, json.dumps(content, indent=1) + "\n")
     return path

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from lookahead.calibration import CONTEXTS, Calibration, calibrate
+from lookahead.calibration import CONTEXTS, NODES, PADDED_NODES, Calibration, calibrate
+from lookahead.config import PASSES
 from lookahead.costfile import read_costs, write_costs
 from lookahead.experience import experience_of
 
@@ -21,7 +22,8 @@ def load_costs(model: PreTrainedModel, folder: Path | str | None = None) -> bool
     """Let a model's drafts be sized by the costs a file holds, from the first step on.
 
     Costs belong to a model of one shape, dtype, device and number of threads, under one version of PyTorch; those
-    of another are never used. A file that cannot be read is ignored with a warning.
+    of another are never used. Steps of compiled and recorded passes have files of their own. A file that cannot be
+    read is ignored with a warning.
 
     Args:
         model: The model; costs go on being refined by its steps.
@@ -30,26 +32,42 @@ def load_costs(model: PreTrainedModel, folder: Path | str | None = None) -> bool
     Returns:
         Whether there was a file.
     """
-    return read_costs(model, experience_of(model).cost, _as_path(folder))
+    costs = experience_of(model).costs
+    found = [read_costs(model, costs[passes], _as_path(folder), passes) for passes in PASSES]
+    return any(found)
 
 
-def save_costs(model: PreTrainedModel, folder: Path | str | None = None) -> Path:
+def save_costs(model: PreTrainedModel, folder: Path | str | None = None, *, compile: bool = False) -> Path:
     """Write what the steps of a model were measured to cost, over a file that is there; returns its path.
+
+    Args:
+        model: The model.
+        folder: Where to write; the platform's cache folder when None.
+        compile: Whether its compiled steps are meant.
 
     Raises:
         OSError: It cannot be written; an older file is still whole then.
     """
-    return write_costs(model, experience_of(model).cost, _as_path(folder))
+    passes = PASSES[compile]
+    return write_costs(model, experience_of(model).costs[passes], _as_path(folder), passes)
 
 
-def calibrate_costs(model: PreTrainedModel, contexts: Sequence[int] = CONTEXTS) -> Calibration:
+def calibrate_costs(
+    model: PreTrainedModel, contexts: Sequence[int] = CONTEXTS, *, compile: bool = False
+) -> Calibration:
     """Measure what steps of every size cost, at some lengths of context, instead of learning it bit by bit.
+
+    Args:
+        model: A causal language model.
+        contexts: Tokens in the cache.
+        compile: Whether to measure compiled steps, of every size they are padded to; that compiles them.
 
     Raises:
         ConfigError: A context is out of its range.
         UnsupportedModelError: The model cannot verify drafts.
     """
-    return calibrate(model, experience_of(model).cost, contexts=contexts)
+    cost = experience_of(model).costs[PASSES[compile]]
+    return calibrate(model, cost, contexts=contexts, nodes=PADDED_NODES if compile else NODES, compiles=compile)
 
 
 def _as_path(folder: Path | str | None) -> Path | None:

@@ -181,11 +181,11 @@ class Engine:
         if self._pacing is not None:
             tokens = [len(emission.tokens) for emission in emissions]
             host_s, step_s = drafted - begin + self._observing_s, time.perf_counter() - begin
-            without = None
+            without, cold = None, self._target.is_cold
             if self._pacing.branch.size is not None:
                 verified = [(draft.tree, emission.path) for draft, emission in zip(drafts, emissions, strict=True)]
                 without = without_source(verified, tokens, self.sources.index("jacobi"))
-            self._pacing.learn(logits.shape[1], tokens, host_s, step_s - host_s, without)
+            self._pacing.learn(logits.shape[1], tokens, host_s, step_s - host_s, without, is_cold=cold)
             for bits, paid in self._paid.items():
                 alone = sum(
                     count_within(draft.tree, emission.path, bits)

@@ -16,12 +16,18 @@ from lookahead.switch import Switch
 
 
 class ModelExperience:
-    """What is learned of a model and worth keeping from one call to the next."""
+    """What is learned of a model and worth keeping from one call to the next.
+
+    Attributes:
+        proposers: By the sources of drafts.
+        costs: Of steps, by how the model is run (`lookahead.config.PASSES`).
+        switches: What drafting was measured to save, likewise.
+    """
 
     def __init__(self) -> None:
         self.proposers = Experience()
-        self.cost = StepCost()
-        self.switch = Switch()
+        self.costs: defaultdict[str, StepCost] = defaultdict(StepCost)
+        self.switches: defaultdict[str, Switch] = defaultdict(Switch)
         self.branch: defaultdict[tuple[str, ...], dict[int, Lane]] = defaultdict(dict)  # by the sources beside it
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -182,6 +182,9 @@ def prepare(
         shape=support.shape,
         prefill_chunk=longest if prefills_at_once(model) else PREFILL_CHUNK,
         hidden_layers=sorted({layer for proposer in proposers for layer in proposer.hidden_layers}),
+        compiles=config.compile,
+        captures=config.cuda_graphs,
+        most_nodes=config.node_budget + 1,
     )
     is_continued = past is not None and past.get_seq_length() > 0
     is_given = getattr(past, "_is_user_defined", False)
@@ -190,7 +193,12 @@ def prepare(
         adopt(cast(DynamicCache, past), target.cache, longest - lengths)
     pacing = None
     if config.proposers and config.draft == "auto":
-        pacing = Pacing(experience.cost, experience.switch, branch, runs_to_limit=stopping.is_only_length)
+        cost, switch, padded = (
+            experience.costs[config.passes],
+            experience.switches[config.passes],
+            config.has_fixed_shapes,
+        )
+        pacing = Pacing(cost, switch, branch, is_padded=padded, runs_to_limit=stopping.is_only_length)
     return Engine(
         target,
         proposers,
@@ -244,6 +252,7 @@ def generate(
     generation_config: GenerationConfig | None = None,
     seed: int | None = None,
     add_special_tokens: bool = True,
+    compile: bool = False,
     **generate_kwargs: Any,
 ) -> GenerationResult:
     """Generate from text, token for token what `model.generate` gives.
@@ -256,6 +265,7 @@ def generate(
         generation_config: As for `model.generate`.
         seed: Seeds torch's random numbers first, for reproducible sampling.
         add_special_tokens: Whether the tokenizer adds its special tokens; False for text from a chat template.
+        compile: Whether to compile the model's passes, as by `LookaheadConfig(compile=True)`.
         **generate_kwargs: Options of `model.generate`, such as `max_new_tokens`, `do_sample` or `temperature`.
 
     Raises:
@@ -263,6 +273,7 @@ def generate(
         PromptError: A prompt has no tokens, or there is no room for a new one.
         UnsupportedModelError: The generation mode cannot be served.
     """
+    config = replace(config or LookaheadConfig(), compile=True) if compile else config
     batch = [prompts] if isinstance(prompts, str) else list(prompts)
     if not batch:
         return GenerationResult([], [], DecodingStats(), [])
@@ -281,12 +292,14 @@ def stream(
     generation_config: GenerationConfig | None = None,
     seed: int | None = None,
     add_special_tokens: bool = True,
+    compile: bool = False,
     **generate_kwargs: Any,
 ) -> Iterator[str]:
     """Generate from one prompt, yielding text as soon as its tokens are verified.
 
     The arguments are those of `generate`. They are checked at once, before the first piece is asked for.
     """
+    config = replace(config or LookaheadConfig(), compile=True) if compile else config
     engine = prepare_text(
         model, tokenizer, [prompt], config, generation_config, seed, add_special_tokens, generate_kwargs
     )

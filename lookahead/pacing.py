@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from lookahead.branch import Branch
-from lookahead.cost import FloatArray, StepCost
+from lookahead.cost import FloatArray, StepCost, padded_nodes
 from lookahead.drafting import Draft
 from lookahead.progress import Batch
 from lookahead.switch import Switch
@@ -31,6 +31,7 @@ class Pacing:
         cost: What steps were measured to cost; learns from every step.
         switch: What drafting was measured to save; learns likewise.
         branch: Whether the lookahead branch runs, where costs decide that; learns likewise.
+        is_padded: Whether trees are padded to few sizes, so that the cost of a step is a staircase.
         runs_to_limit: Whether nothing ends a row before its limit.
 
     Attributes:
@@ -39,9 +40,17 @@ class Pacing:
     """
 
     def __init__(
-        self, cost: StepCost, switch: Switch, branch: Branch | None = None, *, runs_to_limit: bool = False
+        self,
+        cost: StepCost,
+        switch: Switch,
+        branch: Branch | None = None,
+        *,
+        is_padded: bool = False,
+        runs_to_limit: bool = False,
     ) -> None:
         self._cost = cost
+        self._is_padded = is_padded
+        self._most = 1
         self._switch = switch
         self.branch = branch if branch is not None else Branch(())
         self._runs_to_limit = runs_to_limit
@@ -66,7 +75,7 @@ class Pacing:
             largest tree.
         """
         rows = len(left)
-        self._rows, self._context = rows, context
+        self._rows, self._context, self._most = rows, context, nodes
         self._costs = self._priced = None
         self.branch.rest(rows)
         if not self._cost.knows(rows, context) or not self._switch.looks(rows):
@@ -91,8 +100,9 @@ class Pacing:
         Args:
             drafts: One per row.
             in_step_for: Where several rows hold equally many tokens, the most steps that they can still take so; else
-                0. A pass over such rows needs no mask. Accepted drafts end that for the rest of the output, so they
-                wait until what they promised to save, taken together, is what all later steps would take more.
+                0. A pass over such rows needs no mask, unless it is padded. Accepted drafts end that for the rest of
+                the output, so they wait until what they promised to save, taken together, is what all later steps
+                would take more.
         """
         assert self._costs is not None and self._priced is not None
         nodes = max(len(draft.tree) for draft in drafts)
@@ -100,6 +110,7 @@ class Pacing:
         took = float(self._priced[nodes] / self._costs[1])
         if self.branch.size is None and not self._switch.drafts(self._rows, tokens / took):
             return False
+        in_step_for = 0 if self._is_padded else in_step_for
         if in_step_for:
             self._forgone += max(0.0, tokens - took)
         return self._forgone >= _RAGGED * min(in_step_for, _LONG_OUTPUT)
@@ -116,6 +127,8 @@ class Pacing:
         host_s: float,
         step_s: float,
         without: tuple[int, Sequence[int]] | None = None,
+        *,
+        is_cold: bool = False,
     ) -> None:
         """Count the step.
 
@@ -125,12 +138,13 @@ class Pacing:
             host_s: What drafting took, and letting the proposers learn.
             step_s: What the rest of it took.
             without: Nodes and tokens, had the branch offered nothing; None where it did not.
+            is_cold: Its pass compiled, or did other work that later ones need not do: it tells nothing.
         """
-        if self._cost.warms_up(nodes):
+        if is_cold or self._cost.warms_up(nodes):
             return
         is_known = self._costs is None and self._cost.knows(self._rows, self._context)
         if not is_known or self._passed % _SAMPLE == 0:
-            self._cost.observe(nodes, step_s, rows=self._rows, context=self._context)
+            self._cost.observe(self._width(nodes), step_s, rows=self._rows, context=self._context)
         own_nodes, own_tokens = without if without is not None else (nodes, tokens)
         if self.branch.is_open:
             own = own_nodes, sum(own_tokens) / self._rows
@@ -154,4 +168,9 @@ class Pacing:
 
     def _curve(self, nodes: int) -> FloatArray:
         """What a step like the coming one costs, by the nodes of its largest tree."""
-        return self._cost.curve(self._rows, nodes, self._context)
+        curve = self._cost.curve(self._rows, self._width(nodes), self._context)
+        return curve[[0] + [self._width(n) for n in range(1, nodes + 1)]] if self._is_padded else curve
+
+    def _width(self, nodes: int) -> int:
+        """Nodes of the pass over trees of at most so many."""
+        return padded_nodes(nodes, self._most) if self._is_padded else nodes

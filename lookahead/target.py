@@ -20,6 +20,8 @@ from lookahead.attention import ATTENTION_NAME, Reach, TreePass, running
 from lookahead.cache import TreeCache
 from lookahead.errors import UnsupportedModelError
 from lookahead.levels import LevelPass
+from lookahead.passes import FastPasses
+from lookahead.static import padded_slots
 from lookahead.tree import IntArray, TokenTree
 
 Shape = Literal["trees", "chains"]
@@ -74,6 +76,9 @@ class Target:
         shape: What is to be scored.
         prefill_chunk: Most prompt tokens read in one pass.
         hidden_layers: Which hidden states to keep of every pass, numbered as by `output_hidden_states`.
+        compiles: Whether `score` compiles the model, trees being padded to few sizes.
+        captures: Whether `score` records CUDA graphs, likewise.
+        most_nodes: Nodes of the largest tree that `score` is to expect, its root counted.
 
     Attributes:
         positions: Positions the model has a table for, None where there is no end to them.
@@ -92,6 +97,9 @@ class Target:
         shape: Shape = "trees",
         prefill_chunk: int = PREFILL_CHUNK,
         hidden_layers: Sequence[int] = (),
+        compiles: bool = False,
+        captures: bool = False,
+        most_nodes: int = 64,
     ) -> None:
         self._model = model
         self._device = device
@@ -102,12 +110,24 @@ class Target:
         self._takes_masks = shape == "trees"
         self._registered = self._takes_masks and bool(model._can_set_attn_implementation())
         self._prefill_chunk = prefill_chunk
-        self.cache = TreeCache(rows=rows, capacity=capacity)
+        is_fixed = (compiles or captures) and self._takes_masks and self._takes_positions
+        self.cache = TreeCache(rows=rows, capacity=padded_slots(capacity) if is_fixed else capacity)
         self.positions = position_limit(model)
         self._hidden_layers = tuple(hidden_layers)
         self.hidden: dict[int, Tensor] = {}
         self.prompt_hidden: list[dict[int, Tensor]] = []
         self._own_attention = model.config._attn_implementation
+        self._fast = None
+        if is_fixed:
+            self._fast = FastPasses(
+                model, self.cache, device, most_nodes=most_nodes, hidden_layers=self._hidden_layers,
+                is_registered=self._registered, compiles=compiles, captures=captures,
+            )  # fmt: skip
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether the newest pass did work that later ones of its shape need not do again, such as compiling."""
+        return self._fast is not None and self._fast.is_cold
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -182,7 +202,13 @@ class Target:
         Args:
             trees: One tree per active row, in the order of the rows.
         """
-        return self._score(trees, np.zeros(len(trees), np.int64))
+        outputs = None
+        if self._fast is not None:
+            outputs = self._fast.score(trees, has_softcap=self._own_attention != "sdpa")
+        if outputs is None:
+            return self._score(trees, np.zeros(len(trees), np.int64))
+        self.hidden = dict(zip(self._hidden_layers, outputs[1:], strict=True))
+        return outputs[0]
 
     def extend(self, trees: Sequence[TokenTree], scored: NDArray[np.int64]) -> Tensor:
         """Logits after the nodes that trees gained, `[active, most nodes gained, vocab]`, in one forward pass.

@@ -30,7 +30,9 @@ FLOORS = (
     {"proposers"},
     {"cache"},
     {"attention"},
-    {"levels"},
+    {"levels", "static"},
+    {"compiled", "graphs"},
+    {"passes"},
     {"target"},
     {"support", "request"},
     {"calibration", "proposers.draft_model", "proposers.model_proposer"},
@@ -51,7 +53,18 @@ FLOORS = (
 MODEL_BACKED_PROPOSERS = frozenset({"proposers.draft_model", "proposers.model_proposer"})
 KNOW_TRANSFORMERS = {
     *("cache", "attention", "target", "sampling", "support", "request", "handover", "pieces", "experience"),
-    *("calibration", "generation", "enabling", "costs", "explain", "loading", "pools", "summarize"),
+    *(
+        "calibration",
+        "compiled",
+        "passes",
+        "generation",
+        "enabling",
+        "costs",
+        "explain",
+        "loading",
+        "pools",
+        "summarize",
+    ),
     *("contest", "picking", "training", "heads"),
 }
 # Training shows its progress.

@@ -1,0 +1,47 @@
+"""A stand-in for CUDA graphs on the CPU: the operations of a pass, recorded once and done again on the same memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+Run = Callable[[], tuple[Tensor, ...]]
+
+
+class Recording(TorchDispatchMode):
+    """What a pass did to tensors, and nothing else: numbers that Python read in between are fixed, as in a graph.
+
+    A tensor that the pass did not make itself is the one it met, wherever newer ones stand by then.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self._steps: list[tuple[Any, Any, Any, Any]] = []
+        self._kept: list[Any] = []  # tensors are known by their ids, which must not be given away
+        with self:
+            self._outputs = run()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        self._steps.append((func, args, kwargs, made))
+        self._kept.append(made)
+        return made
+
+    def replay(self) -> tuple[Tensor, ...]:
+        known: dict[int, Tensor] = {}
+
+        def now(tensor: Tensor) -> Tensor:
+            return known.get(id(tensor), tensor)
+
+        for func, args, kwargs, recorded in self._steps:
+            made = func(*tree_map_only(Tensor, now, args), **tree_map_only(Tensor, now, kwargs))
+            before, after = ((each,) if isinstance(each, Tensor) else tuple(each or ()) for each in (recorded, made))
+            known.update({id(old): new for old, new in zip(before, after, strict=True) if isinstance(old, Tensor)})
+        for output in self._outputs:
+            output.copy_(now(output))  # where a graph would have left it
+        return self._outputs

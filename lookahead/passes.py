@@ -1,0 +1,176 @@
+"""How a target scores trees faster than by calling the model: compiled code, CUDA graphs, and when not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lookahead.attention import running
+from lookahead.cache import TreeCache
+from lookahead.compiled import CompiledForward, Shape, compiled_forward, forward
+from lookahead.cost import padded_nodes
+from lookahead.graphs import Capture, CudaGraphs, Graph
+from lookahead.static import Run, StaticPass, padded_rows, padded_slots
+from lookahead.tree import TokenTree
+
+_CAPTURE_AT = 3  # the use of a shape at which it is recorded: one that is used once is not worth it
+
+_log = logging.getLogger(__name__)
+_failed: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
+
+
+class _Lane:
+    """A static pass and what runs it: the model's forward, its compiled code, or a graph of either."""
+
+    def __init__(self, static: StaticPass, arguments: tuple[Any, ...], compiled: CompiledForward | None) -> None:
+        self.static = static
+        self.graph: Graph | None = None
+        self.uses = 0
+        self._compiled = compiled
+        self._arguments = arguments
+        self._run: Run | None = None if compiled is not None else partial(forward, *arguments)
+
+    def run(self) -> tuple[Tensor, ...]:
+        """Run the pass by its function, with masks of its own."""
+        try:
+            if self._run is not None:
+                return self._run()
+            assert self._compiled is not None
+            self._run, outputs = self._compiled.bind(*self._arguments)
+            return outputs
+        finally:
+            self.static.forget_masks()
+
+
+class FastPasses:
+    """Scores the trees of a target in passes of few fixed shapes.
+
+    Args:
+        model: The model, in service whenever a pass runs.
+        cache: Where the rows stand.
+        device: Where the model takes its tokens.
+        most_nodes: Nodes of the largest tree to expect, its root counted.
+        hidden_layers: Which hidden states are wanted.
+        is_registered: Whether the model's attention is ours.
+        compiles: Whether to compile the model.
+        captures: Whether to record CUDA graphs.
+        capture: What records a pass; that of CUDA when None.
+
+    Attributes:
+        is_cold: Whether the newest pass compiled or recorded, so that its time tells nothing.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: TreeCache,
+        device: torch.device,
+        *,
+        most_nodes: int,
+        hidden_layers: tuple[int, ...],
+        is_registered: bool,
+        compiles: bool,
+        captures: bool,
+        capture: Capture | None = None,
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._device = device
+        self._most_nodes = most_nodes
+        self._hidden_layers = hidden_layers
+        self._mask_dtype = None if is_registered else model.dtype
+        self._lanes: dict[tuple[int, int], _Lane] = {}
+        self._made_at = -1  # allocations of the cache when the lanes were made
+        self.is_cold = False
+        failed = _failed.setdefault(model, set())
+        self._compiles = compiles and "compile" not in failed
+        self._capture = capture
+        if captures and capture is None and "capture" not in failed:
+            if device.type == "cuda":
+                self._capture = CudaGraphs(device)
+            else:
+                self._give_up("capture", f"it is on {device}")
+
+    def score(self, trees: Sequence[TokenTree], *, has_softcap: bool) -> tuple[Tensor, ...] | None:
+        """Logits `[active, nodes of the largest tree, vocab]` and hidden states likewise; None where it cannot be done.
+
+        Args:
+            trees: One per active row.
+            has_softcap: As for `TreePass`.
+        """
+        self.is_cold = False
+        if not (self._compiles or self._capture) or not self._cache.layers:
+            return None
+        slots, nodes = self._cache.slots, max(map(len, trees))
+        width = padded_nodes(nodes, self._most_nodes)
+        rows = padded_rows(len(trees), len(slots.lengths))
+        self._cache.reserve(padded_slots(max(int(slots.lengths[: len(trees)].max()) + width, slots.capacity)))
+        if self._made_at != slots.allocations:
+            self._lanes.clear()  # the KV moved, and recorded passes know where it was
+            self._made_at = slots.allocations
+        lane = self._lanes.get((rows, width))
+        if lane is None:
+            lane = self._lanes[rows, width] = self._open(rows, width, has_softcap)
+        lane.static.fill(trees)
+        with slots.fixed(rows, width, lane.static.index), running(lane.static):
+            outputs = self._run(lane)
+        if outputs is None:
+            return None
+        wanted = tuple(each[: len(trees), :nodes] for each in outputs)
+        # What was recorded writes over its outputs the next time, and whoever has them may keep them.
+        return wanted if lane.graph is None else tuple(map(torch.clone, wanted))
+
+    def _open(self, rows: int, width: int, has_softcap: bool) -> _Lane:
+        """A lane for passes of a shape that is new since the KV moved."""
+        slots = self._cache.slots
+        static = StaticPass(slots, rows, width, self._device, has_softcap=has_softcap)
+        compiled = None
+        if self._compiles:
+            shape = Shape(len(slots.lengths), slots.capacity, rows, width, self._hidden_layers)
+            compiled, self.is_cold = compiled_forward(self._model, shape)
+        return _Lane(static, (self._model, self._cache, static, self._hidden_layers, self._mask_dtype), compiled)
+
+    def _run(self, lane: _Lane) -> tuple[Tensor, ...] | None:
+        """Run a pass whose buffers are filled; None where it failed and will not be tried again."""
+        lane.uses += 1
+        try:
+            if lane.graph is None and self._capture is not None and lane.uses >= _CAPTURE_AT:
+                self.is_cold = True
+                lane.graph = self._capture(lane.run)
+        except Exception as error:
+            self._capture = None
+            self._give_up("capture", _in_short(error))
+        if lane.graph is not None:
+            return lane.graph.replay()
+        try:
+            return lane.run()
+        except Exception as error:
+            # The model may well be fine: it is called by itself next, and whatever is wrong with it shows there.
+            what = "compile" if self._compiles else "capture"
+            self._compiles, self._capture = False, None
+            self._lanes.clear()
+            self._give_up(what, _in_short(error))
+            return None
+
+    def _give_up(self, what: str, reason: str) -> None:
+        """Say once for a model why it is not compiled or recorded."""
+        failed = _failed.setdefault(self._model, set())
+        if what not in failed:
+            way = {"compile": "torch.compile", "capture": "CUDA graphs"}[what]
+            _log.warning("%s is decoded without %s: %s", type(self._model).__name__, way, reason)
+        failed.add(what)
+
+
+def _in_short(error: Exception) -> str:
+    """The first line of what went wrong, and what to do about the likeliest cause."""
+    if type(error).__name__ == "InvalidCxxCompiler" or "InvalidCxxCompiler" in str(error):
+        return "there is no C++ compiler; install g++ or clang++, or name one in the environment variable CXX"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

@@ -1,0 +1,284 @@
+"""Compiled passes: the tokens of `model.generate`, few compilations, and the plain model where there can be none."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from typer.testing import CliRunner
+
+import lookahead
+from bench.families import FAMILIES, build
+from lookahead import LookaheadConfig, compiled
+from lookahead.attention import Reach, TreePass
+from lookahead.cache import TreeSlots
+from lookahead.cli import app
+from lookahead.config import PASSES
+from lookahead.cost import StepCost, padded_nodes
+from lookahead.errors import ConfigError
+from lookahead.experience import experience_of
+from lookahead.kernels import reference
+from lookahead.pacing import Pacing
+from lookahead.static import StaticPass, padded_rows, padded_slots
+from lookahead.switch import Switch
+from lookahead.target import Target
+from lookahead.tree import TokenTree
+
+CPU = torch.device("cpu")
+CONFIG = LookaheadConfig(compile=True, draft="fixed", max_nodes=3, min_probability=0.0, memory="request")
+GREEDY: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False}
+
+
+@pytest.fixture
+def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets Dynamo trace as ever, and leaves Inductor out, whose C++ compiler takes seconds a shape."""
+    monkeypatch.setattr(compiled, "_BACKEND", "aot_eager")
+
+
+def fresh(name: str = "Llama") -> PreTrainedModel:
+    """A model nothing was compiled for yet."""
+    model = build(FAMILIES[name])
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def decode(model: PreTrainedModel, config: LookaheadConfig = CONFIG, **options: Any) -> Tensor:
+    return model.generate(**options, custom_generate=lookahead.decode, lookahead_config=config)
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def text(seed: int, length: int) -> Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).integers(10, 100, (1, length)))
+
+
+def random_tree(seed: int, nodes: int) -> TokenTree:
+    rng = np.random.default_rng(seed)
+    parents = [int(rng.integers(max(0, i - 3), max(1, i))) for i in range(nodes)]
+    return TokenTree.from_parents(rng.permutation(100)[:nodes], parents)
+
+
+def complaints(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.startswith("lookahead")]
+
+
+def one_layer(hidden_size: int = 32) -> LlamaForCausalLM:
+    """The smallest model there is: its C++ is compiled for real."""
+    sizes = {"hidden_size": hidden_size, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=101, num_key_value_heads=1, initializer_range=0.4, eos_token_id=None, **sizes)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return LlamaForCausalLM(config).float().eval()
+
+
+def test_compiled_passes_give_the_tokens_of_generate_and_another_process_finds_them_on_disk() -> None:
+    model, ids = one_layer(), text(0, 12)
+    expected = model.generate(ids, **GREEDY)
+    config = LookaheadConfig(compile=True, proposers=())
+    before = graphs()
+    for _ in range(2):  # what one call compiled serves the next
+        assert torch.equal(decode(model, config, input_ids=ids, **GREEDY), expected)
+    assert graphs() - before == 1
+    before = counters["inductor"]["fxgraph_cache_hit"]
+    torch._dynamo.reset()  # what a process forgets when it ends
+    assert torch.equal(decode(copy.deepcopy(model), config, input_ids=ids, **GREEDY), expected)
+    assert counters["inductor"]["fxgraph_cache_hit"] - before == 1
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_a_ragged_batch_whose_rows_end_one_by_one_gives_the_tokens_of_generate(looping_llama: PreTrainedModel) -> None:
+    ids = torch.tensor([[0] * 8 + [5, 9, 31, 5], [5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31], [0] * 3 + [40] * 9])
+    config = LookaheadConfig(compile=True, draft="fixed", max_nodes=1, min_probability=0.0, memory="request")
+    for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8}):
+        options = {"attention_mask": (ids != 0).long(), "eos_token_id": [7, 8, 9], "pad_token_id": 0, **sampling}
+        options["max_new_tokens"] = 40
+        torch.manual_seed(1)
+        expected = looping_llama.generate(ids, **options)
+        torch.manual_seed(1)
+        assert torch.equal(decode(looping_llama, config, input_ids=ids, **options), expected)
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_a_text_that_outgrows_its_slots_is_compiled_for_twice_as_many() -> None:
+    model = fresh()
+    config = LookaheadConfig(compile=True, proposers=())
+    before = graphs()
+    for length in (240, 243):  # the second one starts with 512 slots, and needs no others
+        ids = text(length, length)
+        expected = model.generate(ids, max_new_tokens=30, do_sample=False)
+        engine = model.generate(
+            ids,
+            max_new_tokens=30,
+            do_sample=False,
+            custom_generate=lookahead.generation.prepare,
+            lookahead_config=config,
+        )
+        if length == 240:
+            engine._target.cache.slots.capacity = 256
+        assert [t for step in engine.run() for t in step[0].tokens.tolist()] == expected[0, length:].tolist()
+    assert graphs() - before == 2
+
+
+@pytest.mark.usefixtures("traced_only")
+@pytest.mark.parametrize("name", ["GptOss", "GPTJ"])
+def test_families_are_compiled_whole(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    # Windows and sinks, and prepared masks.
+    model = fresh(name)
+    prompts = [np.arange(3, 24, dtype=np.int32), np.arange(30, 43, dtype=np.int32)]
+    fast, plain = (Target(model, rows=2, capacity=80, device=CPU, compiles=compiles) for compiles in (True, False))
+    with fast.serving(), caplog.at_level(logging.WARNING, "lookahead"):
+        fast.prefill(prompts)
+        plain.prefill(prompts)
+        for step in range(2):
+            trees = [random_tree(step, 7), random_tree(step + 9, 5)]
+            got, want = fast.score(trees), plain.score(trees)
+            for row, tree in enumerate(trees):
+                torch.testing.assert_close(got[row, : len(tree)], want[row, : len(tree)], rtol=1e-4, atol=1e-4)
+                for target in (fast, plain):
+                    target.commit(row, np.flatnonzero(tree.ancestor_mask()[-1]).astype(np.int32))
+    assert complaints(caplog) == []
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_a_model_that_cannot_be_compiled_is_run_as_it_is_and_the_log_says_why_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, ids = fresh("Dbrx"), text(3, 20)  # how many tokens an expert gets is a number that Python reads
+    expected = model.generate(ids, **GREEDY)
+    with caplog.at_level(logging.WARNING, "lookahead"):
+        for _ in range(2):
+            assert torch.equal(decode(model, input_ids=ids, **GREEDY), expected)
+    (complaint,) = complaints(caplog)
+    assert complaint.startswith("DbrxForCausalLM is decoded without torch.compile: UserError: ")
+
+
+def test_a_machine_without_a_compiler_is_told_what_to_install(caplog: pytest.LogCaptureFixture) -> None:
+    model, ids = one_layer(hidden_size=40), text(3, 20)  # for this size there is nothing on disk
+    expected = model.generate(ids, **GREEDY)
+    with (
+        torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}),
+        caplog.at_level(logging.WARNING, "lookahead"),
+    ):
+        assert torch.equal(
+            decode(model, LookaheadConfig(compile=True, proposers=()), input_ids=ids, **GREEDY), expected
+        )
+    assert complaints(caplog) == [
+        "LlamaForCausalLM is decoded without torch.compile: there is no C++ compiler; install g++ or clang++, or name "
+        "one in the environment variable CXX"
+    ]
+
+
+@pytest.mark.parametrize("reach", [Reach(), Reach(window=3), Reach(window=20), Reach(chunk=7), Reach(30, 16)], ids=str)
+def test_a_static_pass_says_what_the_trees_say_and_padding_copies_the_root(reach: Reach) -> None:
+    slots = TreeSlots(rows=4, capacity=256)
+    slots.lengths[:3] = (0, 17, 40)
+    trees = [random_tree(1, 70), random_tree(2, 1), random_tree(3, 33)]
+    slots.active = 3
+    static = StaticPass(slots, 4, 128, CPU, has_softcap=True)
+    for seed in (8, 0):  # what one step leaves must not show in the next
+        filled = [random_tree(seed + 1, 70), random_tree(seed + 2, 1 + 9 * seed), random_tree(seed + 3, 33)]
+        static.fill(trees if seed == 0 else filled)
+    slots.begin(70)
+    expected = TreePass(slots, trees).mask(1, reach, torch.float32, CPU)[:, 0] == 0
+    got = static.mask(1, reach, torch.float32, CPU)[:, 0] == 0
+    for row, tree in enumerate(trees):
+        assert torch.equal(got[row, : len(tree), : slots.kv_length], expected[row, : len(tree)])
+        assert static.index.view(4, 128)[row].tolist() == list(
+            range(row * 256 + slots.lengths[row], row * 256 + 128 + slots.lengths[row])
+        )
+        assert static.positions[row, : len(tree)].tolist() == (slots.lengths[row] + tree.depths).tolist()
+        assert static.tokens[row].tolist() == [*tree.tokens.tolist(), *[tree.tokens[0]] * (128 - len(tree))]
+        assert (got[row, len(tree) :] == got[row, 0]).all()
+    assert (got[3].sum(-1) == 1).all() and got[3, :, 0].all(), "a padding row looks at its root"
+    assert not got[:, :, slots.kv_length + 128 :].any()
+    sees = reference.tree_mask(256, *static.tensors(CPU), *reach)
+    for row, tree in enumerate(trees):
+        assert torch.equal(sees[row, : len(tree)], got[row, : len(tree)])
+    assert sees[3].sum() == 1, "and for a kernel it has no other node"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "most", "padded"), [(1, 64, 1), (3, 64, 4), (33, 64, 64), (64, 64, 64), (17, 21, 21), (30, 21, 30)]
+)
+def test_nodes_are_padded_to_a_power_of_two_or_the_most_there_are(nodes: int, most: int, padded: int) -> None:
+    assert padded_nodes(nodes, most) == padded
+
+
+def test_rows_and_slots_are_padded_to_powers_of_two() -> None:
+    assert [padded_rows(active, 6) for active in (1, 2, 3, 4, 5, 6)] == [1, 2, 4, 4, 6, 6]
+    assert [padded_slots(slots) for slots in (1, 256, 257, 1000)] == [256, 256, 512, 1024]
+
+
+def test_the_cost_of_padded_steps_is_a_staircase_and_compiling_is_no_part_of_it() -> None:
+    cost = StepCost()
+    pacing = Pacing(cost, Switch(), is_padded=True)
+    for nodes, seconds in [(1, 0.001), (4, 0.002), (16, 0.004), (1, 0.001), (1, 0.001)] * 8:
+        pacing.begin([50], 100, 64)
+        pacing.learn(nodes, [nodes], 0.0, seconds)
+    pacing.begin([50], 100, 64)
+    pacing.learn(8, [1], 0.0, 30.0, is_cold=True)
+    costs = pacing.begin([50], 100, 64)
+    assert costs is not None
+    stairs = costs.tolist()
+    assert stairs[3] == stairs[4] < stairs[5] == stairs[8] < stairs[9] == stairs[16] < stairs[17] == stairs[32]
+    assert stairs[8] < 0.004
+    for _ in range(50):
+        pacing.begin([50], 100, 64)
+        pacing.learn(13, [1], 0.0, 0.006)  # was padded to 16, and counts as such
+    assert cost.curve(1, 16, 100)[16] == pytest.approx(0.006, rel=0.1)
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_costs_of_compiled_steps_are_kept_apart(tmp_path: Any) -> None:
+    model = fresh()
+    decode(model, LookaheadConfig(compile=True, max_nodes=1), input_ids=text(0, 20), **GREEDY)
+    costs = experience_of(model).costs
+    assert costs["compiled"].knows(1, 30)
+    assert not costs["plain"].knows(1, 30)
+    path = lookahead.save_costs(model, tmp_path, compile=True)
+    costs.clear()
+    assert lookahead.load_costs(model, tmp_path)
+    assert costs["compiled"].knows(1, 30) and not costs["plain"].knows(1, 30)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_the_command_line_and_calibration_compile_where_they_are_told_to(
+    tiny_tokenizer: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = one_layer()
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    command = ["generate", "The cat", "--model", str(tmp_path), "--max-new-tokens", "9", "--proposers", "none"]
+    before = graphs()
+    plain = CliRunner().invoke(app, command)
+    assert graphs() == before
+    compiled_too = CliRunner().invoke(app, [*command, "--compile"])
+    assert (compiled_too.exit_code, compiled_too.stdout) == (0, plain.stdout)
+    assert graphs() == before + 1
+    monkeypatch.setattr("lookahead.costs.PADDED_NODES", (1, 2))
+    (sweep,) = lookahead.calibrate_costs(model, [20], compile=True).sweeps
+    assert [point.nodes for point in sweep.points] == [1, 2]
+    assert graphs() == before + 3
+    assert experience_of(model).costs["compiled"].knows(1, 20)
+
+
+@pytest.mark.parametrize("name", ["compile", "cuda_graphs"])
+def test_what_is_neither_true_nor_false_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be True or False, got 'yes'"):
+        LookaheadConfig(**{name: "yes"})
+
+
+def test_a_configuration_says_how_the_model_is_run() -> None:
+    options = [{}, {"compile": True}, {"cuda_graphs": True}, {"compile": True, "cuda_graphs": True}]
+    assert tuple(LookaheadConfig(**each).passes for each in options) == PASSES
+    assert [LookaheadConfig(**each).node_budget for each in options] == [64, 63, 63, 63]

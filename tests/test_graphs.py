@@ -1,0 +1,209 @@
+"""Recorded passes: doing the same operations on the same memory again gives the exact tokens, whatever happened since.
+
+A recording stands in for a CUDA graph; tests/test_graphs_gpu.py captures real ones.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import lookahead
+from bench.families import FAMILIES, build
+from bench.recording import Recording
+from lookahead import LookaheadConfig
+from lookahead.generation import prepare
+from lookahead.kernels import choice, reference
+from lookahead.passes import FastPasses
+from lookahead.target import Target
+from lookahead.tree import TokenTree
+
+CPU = torch.device("cpu")
+CONFIG = LookaheadConfig(cuda_graphs=True, draft="fixed", max_nodes=7, min_probability=0.0, memory="request")
+
+
+@pytest.fixture
+def recordings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Recording]]:
+    """Lets passes be recorded on the CPU, and lists what was."""
+    made: list[Recording] = []
+
+    def capture(run: Any) -> Recording:
+        run()  # as CUDA's capture does
+        made.append(Recording(run))
+        return made[-1]
+
+    plain = FastPasses.__init__
+
+    def with_recordings(self: FastPasses, *args: Any, **options: Any) -> None:
+        plain(self, *args, **options, capture=capture if options["captures"] else None)
+
+    monkeypatch.setattr(FastPasses, "__init__", with_recordings)
+    # The attention of the CPU's own kernel is no operation of torch, so that no recording would hold it.
+    monkeypatch.setattr(choice, "attention_for", lambda *_: None)
+    yield made
+
+
+def random_tree(seed: int, nodes: int) -> TokenTree:
+    rng = np.random.default_rng(seed)
+    parents = [int(rng.integers(max(0, i - 3), max(1, i))) for i in range(nodes)]
+    return TokenTree.from_parents(rng.permutation(100)[:nodes], parents)
+
+
+def decode(model: PreTrainedModel, config: LookaheadConfig = CONFIG, **options: Any) -> torch.Tensor:
+    return model.generate(**options, custom_generate=lookahead.decode, lookahead_config=config)
+
+
+def ragged(seed: int, *lengths: int) -> dict[str, torch.Tensor]:
+    rng = np.random.default_rng(seed)
+    longest = max(lengths)
+    rows = [[0] * (longest - n) + rng.integers(10, 100, n).tolist() for n in lengths]
+    mask = [[0] * (longest - n) + [1] * n for n in lengths]
+    return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(mask)}
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"do_sample": False}, {"do_sample": True, "temperature": 0.8}], ids=["greedy", "sampled"]
+)
+def test_a_ragged_batch_whose_rows_end_one_by_one_gives_the_tokens_of_generate(
+    looping_llama: PreTrainedModel, recordings: list[Recording], sampling: dict[str, Any]
+) -> None:
+    options = {**ragged(0, 4, 9, 12, 30), **sampling, "eos_token_id": [7, 8, 9], "pad_token_id": 0}
+    options["max_new_tokens"] = 60
+    torch.manual_seed(3)
+    expected = looping_llama.generate(**options)
+    torch.manual_seed(3)
+    assert torch.equal(decode(looping_llama, **options), expected)
+    assert len(recordings) >= 2
+
+
+def test_a_cache_that_outgrows_its_slots_is_recorded_anew(
+    tiny_llama: PreTrainedModel, recordings: list[Recording]
+) -> None:
+    ids = ragged(1, 230)["input_ids"]
+    options = {"max_new_tokens": 70, "do_sample": False}
+    expected = tiny_llama.generate(ids, **options)
+    engine = tiny_llama.generate(ids, **options, custom_generate=prepare, lookahead_config=CONFIG)
+    engine._target.cache.slots.capacity = 256  # as if the output had turned out long
+    tokens = [token for step in engine.run() for token in step[0].tokens.tolist()]
+    assert tokens == expected[0, 230:].tolist()
+    assert engine._target.cache.slots.capacity == 512
+    assert len(recordings) > 1
+
+
+def test_two_models_that_take_turns_do_not_meet(
+    tiny_llama: PreTrainedModel, looping_llama: PreTrainedModel, recordings: list[Recording]
+) -> None:
+    ids = ragged(2, 20)["input_ids"]
+    models = [tiny_llama, looping_llama, tiny_llama]
+    options = {"max_new_tokens": 40, "do_sample": False}
+    expected = [model.generate(ids, **options)[0, 20:].tolist() for model in models]
+    engines = [model.generate(ids, **options, custom_generate=prepare, lookahead_config=CONFIG) for model in models]
+    outputs: list[list[int]] = [[], [], []]
+    running = {i: engine.run() for i, engine in enumerate(engines)}
+    while running:
+        for i, steps in list(running.items()):
+            emissions = next(steps, None)
+            if emissions is None:
+                del running[i]
+            else:
+                outputs[i] += emissions[0].tokens.tolist()
+    assert outputs == expected
+    assert len(recordings) >= 3
+
+
+@pytest.mark.parametrize("with_kernel", [False, True], ids=["masks", "kernel"])
+@pytest.mark.parametrize(
+    "name", ["Llama", "Mistral", "Gemma2", "Gemma3", "GptOss", "Llama4", "Qwen2-windows", "DeepseekV3", "GPTJ"]
+)
+def test_replayed_trees_are_scored_as_trees_are(
+    name: str, with_kernel: bool, recordings: list[Recording], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Windows, softcaps, sinks, chunks, prepared masks; a prefill in between; padding rows and nodes.
+    model = build(FAMILIES[name])
+    if with_kernel:
+        kernel = partial(reference.tree_attention, dtype=torch.float32)
+        monkeypatch.setattr(choice, "attention_for", lambda *_: kernel)
+    prompts = [np.arange(3, 24, dtype=np.int32), np.arange(30, 43, dtype=np.int32), np.arange(50, 57, dtype=np.int32)]
+    fast, plain = (Target(model, rows=5, capacity=80, device=CPU, captures=captures) for captures in (True, False))
+    with fast.serving():
+        for target in (fast, plain):
+            target.retire(4)
+            target.retire(3)
+            target.prefill(prompts)
+        for step in range(7):
+            trees = [random_tree(3 * step + row, 5 + (step + row) % 4) for row in range(3)]
+            if step == 4:  # other passes use the model meanwhile
+                for target in (fast, plain):
+                    grown = target.extend([TokenTree.from_parents([9, 8], [0, 0])] * 3, np.ones(3, np.int64))
+                assert grown.shape[1] == 1
+            got, want = fast.score(trees), plain.score(trees)
+            for row, tree in enumerate(trees):
+                torch.testing.assert_close(got[row, : len(tree)], want[row, : len(tree)], rtol=1e-4, atol=1e-4)
+                for target in (fast, plain):
+                    target.commit(row, np.flatnonzero(tree.ancestor_mask()[-1]).astype(np.int32))
+    assert len(recordings) == 1
+
+
+def test_what_a_pass_returned_stays_when_the_next_is_replayed(
+    tiny_llama: PreTrainedModel, recordings: list[Recording]
+) -> None:
+    target = Target(tiny_llama, rows=1, capacity=80, device=CPU, captures=True)
+    with target.serving():
+        target.prefill([np.arange(3, 24, dtype=np.int32)])
+        logits = [target.score([TokenTree.root(token)]) for token in range(8)]
+        kept = [each.clone() for each in logits]
+        target.score([TokenTree.root(50)])
+    assert recordings
+    assert all(map(torch.equal, logits, kept))
+
+
+def test_where_recording_fails_the_log_says_so_once_and_the_tokens_are_the_same(
+    recordings: list[Recording], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build(FAMILIES["Llama"])
+    ids = ragged(4, 20)["input_ids"]
+
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(Recording, "__init__", refuse)
+    expected = model.generate(ids, max_new_tokens=30, do_sample=False)
+    with caplog.at_level(logging.WARNING, "lookahead"):
+        for _ in range(2):
+            assert torch.equal(decode(model, input_ids=ids, max_new_tokens=30, do_sample=False), expected)
+    assert [record.message for record in caplog.records] == [
+        f"{type(model).__name__} is decoded without CUDA graphs: "
+        "RuntimeError: operation not permitted when stream is capturing"
+    ]
+
+
+def test_on_a_cpu_there_are_no_graphs_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = build(FAMILIES["Llama"])
+    ids = ragged(4, 20)["input_ids"]
+    expected = model.generate(ids, max_new_tokens=10, do_sample=False)
+    with caplog.at_level(logging.WARNING, "lookahead"):
+        assert torch.equal(decode(model, input_ids=ids, max_new_tokens=10, do_sample=False), expected)
+    assert "without CUDA graphs: it is on cpu" in caplog.text
+
+
+def test_hidden_states_are_recorded_too(recordings: list[Recording]) -> None:
+    model = build(FAMILIES["Llama"])
+    options = {"rows": 1, "capacity": 80, "device": CPU, "hidden_layers": (0, -1)}
+    fast, plain = (Target(model, **options, captures=captures) for captures in (True, False))
+    with fast.serving():
+        for target in (fast, plain):
+            target.prefill([np.arange(3, 24, dtype=np.int32)])
+        for step in range(5):
+            tree = random_tree(step, 6)
+            fast.score([tree])
+            plain.score([tree])
+            for layer in (0, -1):
+                torch.testing.assert_close(fast.hidden[layer], plain.hidden[layer], rtol=1e-4, atol=1e-4)
+    assert recordings
