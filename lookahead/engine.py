@@ -374,11 +374,14 @@ class Engine:
     def _retire(self, finished: Sequence[int]) -> None:
         """Take finished rows out, the last active row filling each gap, in the target as in the engine."""
         for i in reversed(finished):
-            self._tell(self._rows[i])
+            row = self._rows[i]
+            self._tell(row)
+            if self._pacing is not None:
+                self._pacing.end(row.emitted, is_early=row.length < self._stopping.max_length)
             for proposer in self._proposers:
-                proposer.finish(self._rows[i].index)
+                proposer.finish(row.index)
             if self._keep_cache:
-                self.kept[self._rows[i].index] = self._target.cache.take(i)
+                self.kept[row.index] = self._target.cache.take(i)
             self._target.retire(i)
             last = self._rows.pop()
             if i < len(self._rows):

@@ -16,6 +16,7 @@ from lookahead.switch import Switch
 _MARGIN = 1.03  # times the cost of a plain step per token: what a draft must promise to be worth the risk
 _RAGGED = 0.025  # plain steps that a step of rows of differing lengths takes more, for the mask that it needs
 _SAMPLE = 4  # of so many steps before which nothing was looked for, one is measured: to note it takes time too
+_ALONE = Batch(np.full(1, 1e9), np.arange(2.0))  # a token of a single row is a step
 _LONG_OUTPUT = 256  # steps; most outputs end sooner, whatever they are allowed
 
 
@@ -55,7 +56,7 @@ class Pacing:
         self.branch = branch if branch is not None else Branch(())
         self._runs_to_limit = runs_to_limit
         self._rows = self._context = 0
-        self.batch = Batch(np.ones(1), np.ones(2))
+        self.batch = _ALONE
         self._passed = 0  # steps before which nothing was looked for
         self._forgone = 0.0  # plain steps that drafts promised to save and were not taken for
         switch.begin_output()
@@ -85,9 +86,11 @@ class Pacing:
         if nodes == 1:
             return None  # the branch is all there is, and it is off
         self._costs = self._curve(nodes)
-        # Where any row may end at any time, a token of one is worth as much as of another.
-        plain = self._cost.plain(rows, context) if self._runs_to_limit else np.arange(rows + 1.0)
-        self.batch = Batch(np.array(left, np.float64), plain)
+        if rows > 1:
+            lasting = 1.0 if self._runs_to_limit else self._switch.endings.chance_to_last(max(left))
+            self.batch = Batch.of(left, self._cost.plain(rows, context), lasting)
+        else:
+            self.batch = _ALONE
         # Looking is paid for whatever comes of it; a draft has to be worth its risk besides.
         priced = self._costs.copy()
         priced[2:] *= _MARGIN
@@ -165,6 +168,10 @@ class Pacing:
             expected_s=float(self._costs[nodes]),
             plain_s=float(self._costs[1]),
         )
+
+    def end(self, tokens: int, *, is_early: bool) -> None:
+        """Count an output of so many tokens, which ended before its limit or did not."""
+        self._switch.endings.count(tokens, is_early=is_early)
 
     def _curve(self, nodes: int) -> FloatArray:
         """What a step like the coming one costs, by the nodes of its largest tree."""

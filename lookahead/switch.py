@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SHARE = 0.0075  # of the time, the most that looking for drafts and trying them may cost in the long run
+from lookahead.progress import Endings
+
+SHARE = 0.006  # of the time, the most that looking for drafts and trying them may cost in the long run
 MOST_SAVED = 8.0  # plain steps of gain that are remembered, and may be lost again before drafting is held back
-_START = 1.0  # plain steps of an output that may be lost before anything was gained in it
+_START = 0.75  # plain steps of an output that may be lost before anything was gained in it
 _FIRST_LOOK = 0.05  # plain steps that asking the proposers is taken to cost before it was measured
 _MARGIN = 1.04  # times the seconds a token of plain decoding takes; beyond it drafting loses
 _TRIAL = 8  # drafted steps that are judged together at least
@@ -42,9 +44,9 @@ class Switch:
     Three rules, each simple:
 
     - An account, in plain steps. Every step that looked for drafts pays what it took beyond plain decoding of the
-      tokens it gave, and is paid what it saved. It earns 0.75% of all time besides, and holds at most 8, of which an
-      output hands on 1 at most to the next. While it is overdrawn nothing is looked for. So whatever the costs and
-      however wrong the drafts, the time lost stays below 0.75%, a few plain steps and the one step that overdrew it.
+      tokens it gave, and is paid what it saved. It earns 0.6% of all time besides, and holds at most 8, of which an
+      output hands on 0.75 at most to the next. While it is overdrawn nothing is looked for. So whatever the costs and
+      however wrong the drafts, the time lost stays below 0.6%, a few plain steps and the one step that overdrew it.
     - A comparison. Drafted steps are compared with plain ones in seconds per committed token. Where the last ones
       (at least 8) took 4% longer, drafting pauses for 16 steps, twice as many after every further loss, up to 1024.
       Proposers are still asked: a draft expected to go at 1.5 times the plain speed, a long match, ends a pause.
@@ -53,10 +55,14 @@ class Switch:
 
     It reads no clock: what happened is told by `learn`.
 
+    Attributes:
+        endings: How outputs ended.
+
     Source: the account is a token bucket, e.g. Tanenbaum and Wetherall 2011, "Computer Networks", §5.4.2.
     """
 
     def __init__(self) -> None:
+        self.endings = Endings()
         self._lanes: dict[int, _Lane] = {}
 
     def begin_output(self) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lookahead.cost import StepCost
 from lookahead.drafting import Draft, fit, merge
 from lookahead.pacing import Pacing
-from lookahead.progress import Batch
+from lookahead.progress import Batch, Endings
 from lookahead.proposers.base import Proposal
 from lookahead.switch import MOST_SAVED, SHARE, Switch
 
@@ -252,6 +252,27 @@ def test_tokens_are_worth_the_time_by_which_the_batch_then_ends_sooner(rows, ste
     sooner = simulate(left, plain) - simulate([max(0, a - b) for a, b in rows], plain)
     batch = Batch(np.array(left, np.float64), np.array(plain))
     assert batch.steps_saved(tokens) == pytest.approx(sooner / plain[-1])
+
+
+def test_the_chance_that_an_output_runs_to_its_limit_follows_how_outputs_ended() -> None:
+    short, endless = Endings(), Endings()
+    for _ in range(100):
+        short.count(40, is_early=True)
+        endless.count(128, is_early=False)
+    assert 0.3 < Endings().chance_to_last(200) < 0.5
+    assert short.chance_to_last(40) == pytest.approx(np.exp(-1), rel=0.1)
+    assert endless.chance_to_last(128) > 0.98
+    for _ in range(2000):
+        endless.count(40, is_early=True)
+    assert endless.chance_to_last(40) == pytest.approx(np.exp(-1), rel=0.1)
+
+
+@pytest.mark.parametrize("lasting", [0.0, 0.5, 1.0])
+def test_the_less_it_is_known_when_rows_end_the_more_their_tokens_count_alike(lasting: float) -> None:
+    batch = Batch.of([50, 90], np.array([0.0, 3.0, 3.0]), lasting)
+    ahead, behind = batch.steps_saved([4, 0]), batch.steps_saved([0, 4])
+    assert ahead == pytest.approx((1 - lasting) * 2)
+    assert behind == pytest.approx((1 - lasting) * 2 + lasting * 4)
 
 
 def test_a_row_that_is_ahead_is_not_drafted_for_where_the_others_take_as_long_without_it() -> None:
