@@ -111,7 +111,7 @@ class Pacing:
         nodes = max(len(draft.tree) for draft in drafts)
         tokens = self.batch.steps_saved([float(draft.reach.sum()) for draft in drafts])
         took = float(self._priced[nodes] / self._costs[1])
-        if self.branch.size is None and not self._switch.drafts(self._rows, tokens / took):
+        if self.branch.size is None and not self._switch.drafts(self._rows, tokens / took, took - 1.0):
             return False
         in_step_for = 0 if self._is_padded else in_step_for
         if in_step_for:

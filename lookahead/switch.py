@@ -8,7 +8,7 @@ from lookahead.progress import Endings
 
 SHARE = 0.006  # of the time, the most that looking for drafts and trying them may cost in the long run
 MOST_SAVED = 8.0  # plain steps of gain that are remembered, and may be lost again before drafting is held back
-_START = 0.75  # plain steps of an output that may be lost before anything was gained in it
+_START = 0.6  # plain steps of an output that may be lost before anything was gained in it
 _FIRST_LOOK = 0.05  # plain steps that asking the proposers is taken to cost before it was measured
 _MARGIN = 1.04  # times the seconds a token of plain decoding takes; beyond it drafting loses
 _TRIAL = 8  # drafted steps that are judged together at least
@@ -45,7 +45,7 @@ class Switch:
 
     - An account, in plain steps. Every step that looked for drafts pays what it took beyond plain decoding of the
       tokens it gave, and is paid what it saved. It earns 0.6% of all time besides, and holds at most 8, of which an
-      output hands on 0.75 at most to the next. While it is overdrawn nothing is looked for. So whatever the costs and
+      output hands on 0.6 at most to the next. While it is overdrawn nothing is looked for. So whatever the costs and
       however wrong the drafts, the time lost stays below 0.6%, a few plain steps and the one step that overdrew it.
     - A comparison. Drafted steps are compared with plain ones in seconds per committed token. Where the last ones
       (at least 8) took 4% longer, drafting pauses for 16 steps, twice as many after every further loss, up to 1024.
@@ -81,10 +81,17 @@ class Switch:
         """What asking the proposers takes, in plain steps."""
         return self._lane(rows).look
 
-    def drafts(self, rows: int, speedup: float) -> bool:
-        """Whether a draft is to be verified that is expected to go at `speedup` times the plain speed."""
+    def drafts(self, rows: int, speedup: float, stake: float = 0.0) -> bool:
+        """Whether a draft is to be verified.
+
+        Args:
+            rows: Rows of the step.
+            speedup: Times the plain speed that it is expected to go at.
+            stake: Plain steps that it loses where none of it is right. Unless it is a long match, the account has to
+                hold that, or half of what an output begins with.
+        """
         lane = self._lane(rows)
-        return lane.pause == 0 or speedup >= LONG
+        return (lane.pause == 0 and lane.balance >= min(stake, _START / 2)) or speedup >= LONG
 
     def pass_by(self, rows: int) -> None:
         """Count a plain step before which nothing was looked for."""
