@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from bench.dictation import Trace, dictate
+from bench.dictation import Trace, dictating
 from bench.gpu_steps import Replays, summary
 from lookahead import LookaheadConfig
 from lookahead.engine import Engine
@@ -166,8 +166,8 @@ def compare_dictated(model: PreTrainedModel, traces: list[Trace], rounds: int, d
             tokens += new - 1
             for name, config in {"plain": PLAIN, "drafts": DRAFTS}.items():
                 engine = make_engine(model, ids, new, config)
-                dictate(engine, trace, device)
-                output = run(engine, device)
+                with dictating(engine, trace, device):
+                    output = run(engine, device)
                 if output.tokens != trace.output:
                     sys.exit(f"not lossless: {name}: the recorded text was not written; nothing is reported")
                 steps[name] += output.steps

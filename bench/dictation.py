@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +25,9 @@ class Trace:
     output: list[int]
 
 
-def dictate(engine: Engine, trace: Trace, device: torch.device) -> None:
-    """Let an engine of one row that has not started write a trace's output.
+@contextmanager
+def dictating(engine: Engine, trace: Trace, device: torch.device) -> Iterator[None]:
+    """Let an engine of one row that has not started write a trace's output, which it must do within the block.
 
     The logit of the given next token is raised where the logits are, after the pass and outside what is recorded of it;
     the few numbers that takes go to the device before the pass, so that the host does not wait for it. A node at depth
@@ -50,3 +52,7 @@ def dictate(engine: Engine, trace: Trace, device: torch.device) -> None:
         return logits.scatter_(2, told, _RAISE)
 
     target.prefill, target.score = dictated_prefill, dictated_score
+    try:
+        yield
+    finally:
+        del target.prefill, target.score  # they hold the target, and with it the memory of its KV

@@ -138,6 +138,9 @@ def show(result: dict[str, Any]) -> None:
             print(f"  {way:20} {ms(each)}")
     if "dictated" in result:
         print(f"  tokens per pass {result['dictated']['mean_acceptance_length']}: of the recorded text, not this model")
+        print(
+            f"  {result['traces']} recorded outputs, after prompts of {result['median_trace_prompt']} tokens (median)"
+        )
     else:
         print("with drafts: not measured; --pairs and --tokenizer give recorded texts")
     for goal in GPU_DECODE:

@@ -10,7 +10,7 @@ import torch
 
 from bench import gpu_decode
 from bench.decoding_rates import Output, make_engine, run
-from bench.dictation import Trace, dictate
+from bench.dictation import Trace, dictating
 from bench.goals import GPU_DECODE
 from lookahead import LookaheadConfig
 
@@ -55,8 +55,8 @@ def test_a_dictated_model_writes_the_recorded_text(proposers: tuple[str, ...]) -
     trace = Trace(list(range(40, 70)) * 2, [*range(40, 60), 9, 8, 7])
     config = LookaheadConfig(proposers=proposers, draft="fixed", memory="request")
     engine = make_engine(model, torch.tensor([trace.prompt]), len(trace.output), config)
-    dictate(engine, trace, CPU)
-    steps = list(engine.run())
+    with dictating(engine, trace, CPU):
+        steps = list(engine.run())
     assert [token for step in steps for token in step[0].tokens.tolist()] == trace.output
     assert (len(steps) < len(trace.output)) == bool(proposers)
 
