@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from bench import gpu_decode
-from bench.decoding_rates import Output, make_engine, run
+from bench.decoding_rates import PLAIN, Output, make_engine, run
 from bench.dictation import Trace, dictating
 from bench.goals import GPU_DECODE
+from bench.gpu_steps import BACK_TO_BACK
+from bench.recording import Recording
 from lookahead import LookaheadConfig
+from lookahead.kernels import choice
 
 BUNDLED = Path(__file__).resolve().parent.parent / "lookahead" / "bundled"
 CPU = torch.device("cpu")
@@ -69,3 +74,46 @@ def test_recorded_passes_that_give_other_tokens_are_not_timed(monkeypatch: pytes
     monkeypatch.setattr("bench.decoding_rates.run", wrong_by_hand)
     with pytest.raises(SystemExit, match=r"not lossless: .* by hand after 47 tokens"):
         gpu_decode.main(TINY)
+
+
+class FakeEvent:
+    """An event of a device that has done everything as soon as it is asked to."""
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+def test_a_graph_is_timed_in_replays_that_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What happens on a GPU, with stand-ins for its events and its graphs.
+    replayed = []
+
+    class Counted(Recording):
+        def replay(self) -> tuple[torch.Tensor, ...]:
+            replayed.append(self)
+            return super().replay()
+
+    def record(run: Any) -> Counted:
+        run()  # as CUDA's capture does
+        return Counted(run)
+
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(choice, "attention_for", lambda *_: None)
+    model = gpu_decode.make_model("tiny", "fp32", CPU, 0)
+    ids = torch.arange(40, 70)[None]
+    engine = make_engine(model, ids, 12, PLAIN)
+    engine._target._fast._capture = record
+    output = run(engine, torch.device("cuda"))
+    assert output.tokens == model.generate(ids, max_new_tokens=12, do_sample=False)[0, 30:].tolist()
+    assert [step.is_replayed for step in output.steps] == [False] * 2 + [True] * 9
+    assert [step.is_cold for step in output.steps] == [False] * 2 + [True] + [False] * 8
+    assert len(replayed) == 9 + 1 + BACK_TO_BACK
+    assert output.graph_s is not None and output.graph_s > 0
