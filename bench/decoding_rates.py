@@ -1,0 +1,188 @@
+"""Tokens per second of whole outputs: transformers' own decoding and ours, on the model's word and on a given one."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from bench.dictation import Trace, dictating
+from bench.gpu_steps import Replays, summary
+from lookahead import LookaheadConfig
+from lookahead.engine import Engine
+from lookahead.generation import prepare
+from lookahead.stats import total
+from lookahead.tree import IntArray
+
+EAGER = LookaheadConfig(proposers=())
+PLAIN = LookaheadConfig(proposers=(), cuda_graphs=True)
+DRAFTS = LookaheadConfig(cuda_graphs=True, memory="request")
+GATE_DRAFTS = LookaheadConfig(cuda_graphs=True, memory="request", draft="fixed", max_nodes=15)
+GATE_TOKENS = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of an engine.
+
+    Attributes:
+        seconds: By the clock on the wall.
+        tokens: Tokens it emitted.
+        is_replayed: Whether its pass was a graph's.
+        is_cold: Whether a graph was recorded in it.
+    """
+
+    seconds: float
+    tokens: int
+    is_replayed: bool
+    is_cold: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What an engine wrote, in all of its steps but the prefill, and what its newest graph takes alone, if any."""
+
+    tokens: list[int]
+    steps: list[Step]
+    graph_s: float | None = None
+
+
+class Ticks(BaseStreamer):
+    """When every token came: transformers hands over the prompt, and then each token once it is on the host."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        """Note the time."""
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+
+def generate(model: PreTrainedModel, ids: torch.Tensor, new: int) -> tuple[list[int], float]:
+    """New tokens of greedy `model.generate`, and its tokens per second from the first to the last."""
+    ticks = Ticks()
+    whole = model.generate(ids, max_new_tokens=new, do_sample=False, streamer=ticks)
+    return whole[0, ids.shape[1] :].tolist(), (new - 1) / (ticks.times[-1] - ticks.times[1])
+
+
+def make_engine(model: PreTrainedModel, ids: torch.Tensor, new: int, config: LookaheadConfig) -> Engine:
+    """An engine for one prompt, not started yet."""
+    engine: Engine = model.generate(
+        ids, max_new_tokens=new, do_sample=False, custom_generate=prepare, lookahead_config=config
+    )
+    return engine
+
+
+def run(engine: Engine, device: torch.device, *, by_hand: bool = False) -> Output:
+    """Decode to the end; every step ends with its tokens on the host, so the clock on the wall times it."""
+    target = engine._target
+    replays = Replays(target, device, by_hand=by_hand) if target._fast is not None else None
+    tokens: list[int] = []
+    steps: list[Step] = []
+    loop = engine.run()
+    with engine.serving():
+        tokens += next(loop)[0].tokens.tolist()
+        while True:
+            before = replays.count if replays else 0
+            begin = time.perf_counter()
+            emissions = next(loop, None)
+            seconds = time.perf_counter() - begin
+            if emissions is None:
+                return Output(tokens, steps, replays.alone_s() if replays and replays.count else None)
+            new = emissions[0].tokens.tolist()
+            steps.append(Step(seconds, len(new), replays is not None and replays.count > before, target.is_cold))
+            tokens += new
+
+
+def tokens_per_s(steps: list[Step], *, with_recording: bool = False) -> float:
+    """Of the steps that recorded no graph, or of all."""
+    kept = [step for step in steps if with_recording or not step.is_cold]
+    return sum(step.tokens for step in kept) / sum(step.seconds for step in kept)
+
+
+def check_lossless(model: PreTrainedModel, device: torch.device) -> None:
+    """The gate: recorded passes give the tokens of passes run by hand, and in fp32 all those of `model.generate`."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (1, 40), generator=generator).to(device)
+
+    def tokens_of(config: LookaheadConfig, *, by_hand: bool = False) -> list[int]:
+        return run(make_engine(model, ids, GATE_TOKENS, config), device, by_hand=by_hand).tokens
+
+    recorded = tokens_of(PLAIN)
+    expected = {"the same passes run by hand": tokens_of(PLAIN, by_hand=True)}
+    if model.dtype == torch.float32:
+        expected["model.generate"] = generate(model, ids, GATE_TOKENS)[0]
+        expected["passes that are not recorded"] = tokens_of(EAGER)
+        expected["passes over drafts"] = tokens_of(GATE_DRAFTS)
+    for name, tokens in expected.items():
+        if tokens != recorded:
+            same = next((i for i, pair in enumerate(zip(tokens, recorded, strict=False)) if pair[0] != pair[1]), "all")
+            sys.exit(f"not lossless: recorded passes part from {name} after {same} tokens; nothing is timed")
+
+
+def compare_plain(
+    model: PreTrainedModel, prompt: IntArray, new: int, rounds: int, device: torch.device
+) -> dict[str, Any]:
+    """Plain decoding after a prompt: transformers, ours eager and ours with graphs, in turn."""
+    ids = torch.from_numpy(prompt).long()[None].to(device)
+    rates: dict[str, list[float]] = {"transformers": [], "eager": [], "graphs": [], "graphs with_recording": []}
+    host: list[float] = []
+    for number in range(rounds + 1):
+        theirs = generate(model, ids, new)[1]
+        eager = run(make_engine(model, ids, new, EAGER), device).steps
+        output = run(make_engine(model, ids, new, PLAIN), device)
+        graphs = output.steps
+        if output.graph_s is None:
+            sys.exit("no step was replayed from a graph; the log says why, or --max-new-tokens is too low")
+        if number == 0:
+            continue
+        figures = (theirs, tokens_per_s(eager), tokens_per_s(graphs), tokens_per_s(graphs, with_recording=True))
+        for each, figure in zip(rates.values(), figures, strict=True):
+            each.append(figure)
+        host += [step.seconds - output.graph_s for step in graphs if step.is_replayed and not step.is_cold]
+    return _compare(rates, "graphs") | {"host_us": summary(host, 1e6)}
+
+
+def compare_dictated(model: PreTrainedModel, traces: list[Trace], rounds: int, device: torch.device) -> dict[str, Any]:
+    """Recorded texts: transformers, which says what it likes, ours plain, and ours with drafts, in turn on each."""
+    rates: dict[str, list[float]] = {"transformers": [], "plain": [], "drafts": [], "drafts with_recording": []}
+    lengths = []
+    for number in range(rounds + 1):
+        seconds, tokens = 0.0, 0
+        steps: dict[str, list[Step]] = {"plain": [], "drafts": []}
+        stats = []
+        for trace in traces:
+            ids, new = torch.tensor([trace.prompt], device=device), len(trace.output)
+            seconds += (new - 1) / generate(model, ids, new)[1]
+            tokens += new - 1
+            for name, config in {"plain": PLAIN, "drafts": DRAFTS}.items():
+                engine = make_engine(model, ids, new, config)
+                with dictating(engine, trace, device):
+                    output = run(engine, device)
+                if output.tokens != trace.output:
+                    sys.exit(f"not lossless: {name}: the recorded text was not written; nothing is reported")
+                steps[name] += output.steps
+            stats += engine.stats  # the drafts'
+        if number == 0:
+            continue
+        figures = [tokens / seconds, *map(tokens_per_s, steps.values())]
+        figures.append(tokens_per_s(steps["drafts"], with_recording=True))
+        for each, figure in zip(rates.values(), figures, strict=True):
+            each.append(figure)
+        lengths.append(total(stats).mean_acceptance_length)
+    return _compare(rates, "drafts") | {"mean_acceptance_length": round(median(lengths), 4)}
+
+
+def _compare(rates: dict[str, list[float]], ours: str) -> dict[str, Any]:
+    """The rates, and how many times transformers' in the same round one of them is."""
+    ratios = [mine / theirs for mine, theirs in zip(rates[ours], rates["transformers"], strict=True)]
+    return {"tokens_per_s": {name: summary(each, 1) for name, each in rates.items()}, "speedup": summary(ratios, 1)}

@@ -1,0 +1,217 @@
+"""How fast one prompt is decoded on a GPU: what a step costs beside the memory's pace, and beside transformers.
+
+    python -m bench.gpu_decode
+    python -m bench.gpu_decode --tokenizer DIR --pairs outputs.jsonl
+    python -m bench.gpu_decode --shape tiny --device cpu
+
+The model has the shape of Llama-3-8B and random weights, made on the device: what it says means nothing, what a pass
+costs is that of real weights. Measured are, every way in turn, medians and quartiles: how long the device takes to read
+as many bytes as the weights of a step hold (at the pace of a reduction or a copy of up to 4 GiB, whichever is better),
+and what share of a step that is; steps of 1, 16 and 64 nodes after `--context` tokens, with CUDA graphs and without;
+what the host takes of a step of plain decoding outside the graph; and tokens per second of plain decoding, prefill
+excluded, beside transformers' own `generate`. Steps that record a graph are left out; `with_recording` counts them.
+
+Drafts can be accepted only where text is like text, which no random model writes. So with `--pairs` a recorded text
+(in the forms `bench.replay` reads) dictates what the model says, on the device after every pass: the acceptance is that
+of the recorded text, not of this model, and the dictation's own time counts as ours. `generate` decodes as many tokens
+after the same prompt, and is dictated nothing.
+
+The gate comes first: in fp32 a tiny model must give the tokens of `model.generate`, and this one with CUDA graphs those
+of the same passes run one operation at a time, or nothing is timed. On a CPU, where there are no graphs, that is what
+runs in their place: it shows that the command works, and nothing about a GPU. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from bench.decoding_rates import check_lossless, compare_dictated, compare_plain
+from bench.dictation import Trace
+from bench.goals import GPU_DECODE
+from bench.gpu_steps import measure_steps, read_bandwidth, step_bytes
+from bench.replay import load_tokenizer, read_pairs
+from lookahead.kernels.choice import runs_on
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SIZES = (1, 16, 64)
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama3-8b": {
+        "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "intermediate_size": 14336, "vocab_size": 128256, "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    },
+    "tiny": {
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 128, "vocab_size": 4096, "initializer_range": 0.1,
+    },
+}  # fmt: skip
+
+
+def make_model(shape: str, dtype: str, device: torch.device, positions: int) -> PreTrainedModel:
+    """A model of random weights, made where it will run; it never ends a text."""
+    config = LlamaConfig(
+        **SHAPES[shape], max_position_embeddings=max(8192, positions), tie_word_embeddings=False, bos_token_id=1
+    )
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(DTYPES[dtype])
+    try:
+        with device:
+            model = LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def read_traces(arguments: argparse.Namespace, vocabulary: int) -> list[Trace]:
+    """The first recorded outputs that are long enough, cut to `--max-new-tokens`; prompts to their ends."""
+    if arguments.pairs is None:
+        return []
+    tokenizer = load_tokenizer(arguments.tokenizer)
+    traces: list[Trace] = []
+    for texts in read_pairs(arguments.pairs):
+        prompt, output = (tokenizer(text, verbose=False, add_special_tokens=False)["input_ids"] for text in texts)
+        if prompt and len(output) >= arguments.max_new_tokens and len(traces) < arguments.limit:
+            traces.append(Trace(prompt[-arguments.context :], output[: arguments.max_new_tokens]))
+    if not traces:
+        sys.exit(f"{arguments.pairs} holds no output of {arguments.max_new_tokens} tokens; lower --max-new-tokens")
+    if max(max(trace.prompt + trace.output) for trace in traces) >= vocabulary:
+        sys.exit(f"the tokenizer has tokens beyond the {vocabulary} of this shape")
+    return traces
+
+
+def measure(model: PreTrainedModel, traces: list[Trace], arguments: argparse.Namespace) -> dict[str, Any]:
+    """All that is measured, and out of it the figures that have goals."""
+    device, trials = model.device, arguments.trials
+    prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, arguments.context).astype(np.int32)
+    weights = step_bytes(model)
+    memory = read_bandwidth(weights, device, trials)
+    steps = measure_steps(model, prompt, SIZES, trials, device)
+    plain = compare_plain(model, prompt, arguments.max_new_tokens, arguments.rounds, device)
+    medians = [step["graphs_ms"]["median"] for step in steps]
+    limit_ms = weights / memory["gb_per_s"] / 1e6
+    figures = {f"step_ratio_{size}": medians[i] / medians[0] for i, size in enumerate(SIZES) if i}
+    figures |= {"weight_read_share": limit_ms / medians[0], "host_us": plain["host_us"]["median"]}
+    figures["plain_speedup"] = plain["speedup"]["median"]
+    result = {"step_weight_bytes": weights, "weight_read_ms": limit_ms, "memory": memory, "steps": steps}
+    result["plain"] = plain
+    if traces:
+        result["dictated"] = compare_dictated(model, traces, arguments.rounds, device)
+        figures["dictated_speedup"] = result["dictated"]["speedup"]["median"]
+    return {"figures": {name: round(each, 4) for name, each in figures.items()}} | result
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the tables."""
+
+    def ms(each: dict[str, float]) -> str:
+        return f"{each['median']:.3f} ({each['low']:.3f}-{each['high']:.3f})"
+
+    memory = result["memory"]
+    print(f"memory, GB/s: reduction {ms(memory['reduction_gb_per_s'])}, copy {ms(memory['copy_gb_per_s'])}")
+    read = f"{result['step_weight_bytes']} bytes, the weights that a step reads"
+    print(f"at the better pace {read}, take {result['weight_read_ms']:.3f} ms")
+    print(f"steps, ms ({result['graphs']})")
+    print("nodes  with graphs                   the graph alone               eager")
+    for step in result["steps"]:
+        print(
+            f"{step['nodes']:5}  " + "  ".join(f"{ms(step[f'{k}_ms']):28}" for k in ("graphs", "graph_alone", "eager"))
+        )
+    names = {"plain": "plain decoding after random tokens", "dictated": "a recorded text dictates what the model says"}
+    for name in [name for name in names if name in result]:
+        print(f"{names[name]}, tokens/s, prefill excluded:")
+        for way, each in result[name]["tokens_per_s"].items():
+            print(f"  {way:20} {ms(each)}")
+    if "dictated" in result:
+        print(f"  tokens per pass {result['dictated']['mean_acceptance_length']}: of the recorded text, not this model")
+        print(
+            f"  {result['traces']} recorded outputs, after prompts of {result['median_trace_prompt']} tokens (median)"
+        )
+    else:
+        print("with drafts: not measured; --pairs and --tokenizer give recorded texts")
+    for goal in GPU_DECODE:
+        if goal.key in result["figures"]:
+            target = f"  (target: {goal.target})" if goal.target and result["has_targets"] else ""
+            print(f"{goal.what}: {result['figures'][goal.key]:.3f}{target}")
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu_decode", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--context", type=int, default=2048, help="tokens of the prompt; of recorded ones at most")
+    parser.add_argument("--trials", type=int, default=50, help="of every step and read of memory")
+    parser.add_argument("--rounds", type=int, default=3, help="timed outputs of every way; one more warms up")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--pairs", type=Path, help="recorded prompts and outputs, as bench.replay takes them")
+    parser.add_argument("--tokenizer", help="folder of the tokenizer they are read with")
+    parser.add_argument("--limit", type=int, default=8, help="recorded outputs")
+    parser.add_argument("--output", type=Path, help="also write the JSON object here")
+    arguments = parser.parse_args(argv)
+    if arguments.device == "cpu" and arguments.shape != "tiny":
+        parser.error("--device cpu takes --shape tiny alone")
+    if (arguments.pairs is None) != (arguments.tokenizer is None):
+        parser.error("--pairs and --tokenizer go together")
+    for name, least in {"context": 2, "trials": 1, "rounds": 1, "limit": 1, "max_new_tokens": 8}.items():
+        if getattr(arguments, name) < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(arguments, name)}")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check, measure and print."""
+    arguments = parse_arguments(argv)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        print("bench.gpu_decode needs a CUDA GPU, and torch finds none", file=sys.stderr)
+        return 2
+    is_gpu = arguments.device == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device("cpu")
+    traces = read_traces(arguments, SHAPES[arguments.shape]["vocab_size"])
+    check_lossless(make_model("tiny", "fp32", device, 0), device)
+    positions = arguments.context + arguments.max_new_tokens + max(SIZES)
+    model = make_model(arguments.shape, arguments.dtype, device, positions)
+    check_lossless(model, device)
+    name = torch.cuda.get_device_name(device) if is_gpu else "cpu"
+    print(f"{arguments.shape}, random weights, {arguments.dtype}, {name}, {arguments.context} tokens of context")
+    taken = ("shape", "dtype", "context", "trials", "rounds", "max_new_tokens")
+    report = {key: getattr(arguments, key) for key in taken} | {
+        "device": name,
+        "model": SHAPES[arguments.shape] | {"weights": "random", "parameters": model.num_parameters()},
+        "graphs": "CUDA graphs" if is_gpu else "no CUDA graphs on a CPU: passes run by hand",
+        "has_targets": is_gpu and arguments.shape == "llama3-8b",
+        "tree_attention_kernel": runs_on(device),
+        "traces": len(traces),
+        "median_trace_prompt": median(len(trace.prompt) for trace in traces) if traces else None,
+        "versions": {
+            "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
+            "transformers": transformers.__version__,
+        },
+    }  # fmt: skip
+    report |= measure(model, traces, arguments)
+    show(report)
+    if arguments.output:
+        arguments.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""How long a device takes: to read memory, to run a recorded pass, and for steps of several sizes."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from bench.compiled import random_tree
+from lookahead.graphs import Graph
+from lookahead.scores import read_scores
+from lookahead.static import Run
+from lookahead.target import Target
+from lookahead.tree import IntArray, TokenTree
+
+MOST_BYTES = 4 << 30  # of the buffer that is read: far more than a GPU caches, and room for it beside a model
+BACK_TO_BACK = 8  # replays that are timed together
+WARM_UP = 5  # more than the uses of a shape after which it is recorded
+
+
+class Stopwatch:
+    """Seconds a device works on what was queued between `start` and `stop`: events on a GPU, the clock elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
+        self._times = [0.0, 0.0]
+
+    def start(self) -> None:
+        """Begin with what is queued from here on."""
+        self._mark(0)
+
+    def stop(self) -> None:
+        """End with what was queued up to here; the host does not wait for it."""
+        self._mark(1)
+
+    @property
+    def seconds(self) -> float:
+        """From start to stop; waits until the device has come so far."""
+        if not self._events:
+            return self._times[1] - self._times[0]
+        self._events[1].synchronize()
+        return 1e-3 * float(self._events[0].elapsed_time(self._events[1]))
+
+    def _mark(self, place: int) -> None:
+        if self._events:
+            self._events[place].record()
+        else:
+            self._times[place] = time.perf_counter()
+
+
+class ByHand:
+    """The operations of a pass one by one, where a graph would launch them together."""
+
+    def __init__(self, run: Run) -> None:
+        self.replay = run
+
+
+class _CountedGraph:
+    def __init__(self, graph: Graph, owner: Replays) -> None:
+        self.graph = graph
+        self._owner = owner
+
+    def replay(self) -> tuple[Tensor, ...]:
+        self._owner.watch.start()
+        outputs = self.graph.replay()
+        self._owner.watch.stop()
+        self._owner.count += 1
+        self._owner.newest = self.graph
+        return outputs
+
+
+class Replays:
+    """Watches what a target records and replays; its graphs are made as the target would make them.
+
+    Args:
+        target: It was made with `captures=True`.
+        device: Where it runs; on a CPU passes are run by hand.
+        by_hand: Whether they are on a GPU too.
+
+    Attributes:
+        count: Replays so far.
+        newest: The graph that was replayed last.
+        watch: What the host waited for during the newest replay; a graph's own time is that of `alone_s`.
+    """
+
+    def __init__(self, target: Target, device: torch.device, *, by_hand: bool = False) -> None:
+        fast = target._fast
+        assert fast is not None
+        self._capture: Callable[[Run], Graph] | None = ByHand
+        if device.type == "cuda" and not by_hand:
+            self._capture = fast._capture
+        if self._capture is None:
+            sys.exit("the passes of this model cannot be recorded as CUDA graphs; the log says why")
+        self.watch = Stopwatch(device)
+        self.count = 0
+        self.newest: Graph | None = None
+        fast._capture = self._make
+
+    def alone_s(self) -> float:
+        """Seconds the device takes for the newest graph, on what its buffers hold now."""
+        assert self.newest is not None
+        if isinstance(self.newest, ByHand):
+            return self.watch.seconds  # it needs its step around it, and the clock has timed it there
+        # A launch takes the host a while, in which an idle device would wait: so one replay goes ahead, and the others
+        # stand in line behind it before it has ended.
+        self.newest.replay()
+        self.watch.start()
+        for _ in range(BACK_TO_BACK):
+            self.newest.replay()
+        self.watch.stop()
+        return self.watch.seconds / BACK_TO_BACK
+
+    def _make(self, run: Run) -> Graph:
+        assert self._capture is not None
+        return _CountedGraph(self._capture(run), self)
+
+
+def summary(seconds: Sequence[float], unit: float = 1e3) -> dict[str, float]:
+    """Median and quartiles, in milliseconds unless another unit is given."""
+    low, middle, high = (
+        statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else (seconds[0],) * 3
+    )
+    return {"median": round(unit * middle, 4), "low": round(unit * low, 4), "high": round(unit * high, 4)}
+
+
+def step_bytes(model: PreTrainedModel) -> int:
+    """Bytes of weights that one step reads: all but the table of input embeddings, unless it is the LM head too."""
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings().weight
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    return whole if head is embedding else whole - int(embedding.nbytes)
+
+
+def read_bandwidth(size: int, device: torch.device, trials: int) -> dict[str, Any]:
+    """Gigabytes per second of a reduction of a buffer, and of a copy of it, which reads and writes; and the better one.
+
+    Args:
+        size: Bytes of the buffer, cut to 4 GiB.
+        device: Where.
+        trials: Of each, after a warm-up.
+    """
+    source = torch.rand(min(size, MOST_BYTES) // 4, dtype=torch.float32, device=device)
+    copied = torch.empty_like(source)
+    ways = {"reduction": (source.sum, source.nbytes), "copy": (lambda: copied.copy_(source), 2 * source.nbytes)}
+    watch = Stopwatch(device)
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    for trial in range(trials + WARM_UP):
+        for name, (run, read) in ways.items():
+            run()  # ahead of the timed one, which then waits for no launch
+            watch.start()
+            run()
+            watch.stop()
+            if trial >= WARM_UP:
+                rates[name].append(read / watch.seconds)
+    found: dict[str, Any] = {f"{name}_gb_per_s": summary(each, 1e-9) for name, each in rates.items()}
+    return found | {"gb_per_s": max(each["median"] for each in found.values()), "buffer_bytes": source.nbytes}
+
+
+def measure_steps(
+    model: PreTrainedModel, prompt: IntArray, sizes: Sequence[int], trials: int, device: torch.device
+) -> list[dict[str, Any]]:
+    """Steps over trees of every size after the same prompt, recorded and not, all in turn.
+
+    A step is the pass and the likeliest token after every node, read by the host: by the clock on the wall.
+    """
+    options: dict[str, Any] = {"rows": 1, "capacity": len(prompt) + max(sizes), "device": device}
+    graphs = Target(model, **options, captures=True, most_nodes=max(sizes))
+    eager = Target(model, **options)
+    replays = Replays(graphs, device)
+    rng = np.random.default_rng(0)
+    trees = [random_tree(rng, size, model.config.vocab_size) for size in sizes]
+    taken = [{"graphs": [], "graph_alone": [], "eager": []} for _ in sizes]
+    with graphs.serving():
+        for target in (graphs, eager):
+            target.prefill([prompt])
+        for trial in range(trials + WARM_UP):
+            for tree, seconds in zip(trees, taken, strict=True):
+                before = replays.count
+                stepped = {"graphs": _step(graphs, tree, device), "eager": _step(eager, tree, device)}
+                if trial < WARM_UP:
+                    continue
+                if replays.count == before:
+                    sys.exit("a step was not replayed from a graph; the log says why")
+                stepped["graph_alone"] = replays.alone_s()
+                for name, each in stepped.items():
+                    seconds[name].append(each)
+    return [
+        {"nodes": size} | {f"{name}_ms": summary(each) for name, each in seconds.items()}
+        for size, seconds in zip(sizes, taken, strict=True)
+    ]
+
+
+def _step(target: Target, tree: TokenTree, device: torch.device) -> float:
+    """Seconds of one step, nothing else being under way on the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    read_scores(target.score([tree]), with_top=False)
+    return time.perf_counter() - begin

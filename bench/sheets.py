@@ -1,0 +1,251 @@
+"""What the results page shows of every result file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bench.goals import GPU_DECODE
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure.
+
+    Attributes:
+        what: What it is.
+        path: Where it stands in the file, as `a/b/c`; a `*` is every place of a list.
+        target: What was to be reached; empty where nothing was set.
+        each: What such a place is called, with its own fields in braces.
+        is_optional: Whether a file may well be without it, so that it was not measured yet.
+    """
+
+    what: str
+    path: str
+    target: str = ""
+    each: str = ""
+    is_optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """One result file.
+
+    Attributes:
+        file: Its name in `bench/results`.
+        title: What it is about.
+        command: What makes it.
+        rows: The figures shown; none shows those at the top of the file.
+        model: The model of its command, where the file does not say.
+        dtype: Likewise.
+        device: Likewise.
+        note: What a reader has to know.
+    """
+
+    file: str
+    title: str
+    command: str
+    rows: tuple[Row, ...] = ()
+    model: str = ""
+    dtype: str = ""
+    device: str = ""
+    note: str = ""
+
+
+def _speed(dtype: str, identical: str) -> Sheet:
+    prompts = "--prompts squality_dev.jsonl --field document --limit 40"
+    rows = (
+        Row("decode speed over transformers' greedy", "speedup_vs_hf_greedy"),
+        Row("over transformers' prompt lookup, its best", "speedup_vs_hf_prompt_lookup"),
+        Row("plain decoding over transformers' greedy", "plain_speedup_vs_hf_greedy"),
+        Row("end to end over transformers' greedy", "end_to_end_speedup_vs_hf_greedy"),
+        Row("transformers' greedy, ms a token", "methods/hf_greedy/ms_per_token"),
+        Row("ours, ms a token", "methods/ours/ms_per_token"),
+        Row("tokens a pass", "mean_acceptance_length"),
+        Row("tokens a pass, prompt lookup", "hf_prompt_lookup_mean_acceptance_length"),
+        Row("prompts", "prompts"),
+        Row("outputs identical to greedy", "methods/ours/identical", identical),
+    )
+    return Sheet(
+        f"speed_{dtype}.json",
+        f"Decoding, {dtype}",
+        f"python -m bench.speed --model bundled {prompts} --dtype {dtype}",
+        rows,
+    )
+
+
+def _compiled(dtype: str) -> Sheet:
+    ways = ("plain", "plain, compiled", "drafts", "drafts, compiled")
+    rows = (
+        Row("compiled over plain", "steps/*/speedup", each="step, nodes {nodes}"),
+        *(Row(f"{way}, tokens/s", f"outputs/{way}/median_tokens_per_s") for way in ways),
+    )
+    command = f"python -m bench.compiled --dtype {dtype}"
+    return Sheet(f"compiled_{dtype}.json", f"Compiled passes, {dtype}", command, rows, "bundled", device="cpu")
+
+
+def _replay(name: str, texts: str) -> Sheet:
+    ways = {"hf_prompt_lookup": "transformers' prompt lookup", "longest_suffix": "longest suffix"}
+    ways |= {"first_occurrence": "first occurrence"}
+    ways |= {f"ours@{n}": f"ours, at most {n} nodes" for n in (8, 16, 32, 64)}
+    ways |= {f"ours_shared@{n}": f"ours, memory shared, at most {n} nodes" for n in (8, 16, 32, 64)}
+    rows = tuple(Row(f"tokens a step, {what}", f"methods/{way}/tokens_per_step") for way, what in ways.items())
+    return Sheet(
+        f"replay_{name}.json",
+        f"Recorded outputs: {texts}",
+        "python -m bench.replay --tokenizer DIR --pairs FILE",
+        (Row("outputs", "pairs"), Row("tokens", "tokens"), *rows),
+        model="none runs",
+        dtype="none",
+        device="cpu",
+    )
+
+
+def _jacobi(name: str, options: str) -> Sheet:
+    rows = (
+        Row("tokens a pass", "mean_acceptance_length"),
+        Row("before the output loops", "mean_acceptance_length_before_loops"),
+        Row("nodes a pass", "drafted_per_forward"),
+        Row("prompts", "prompts"),
+    )
+    command = f"python -m bench.jacobi --model DIR {options}"
+    title = f"The lookahead branch alone: {options}"
+    return Sheet(f"jacobi_{name}.json", title, command, rows, dtype="fp32", device="cpu")
+
+
+def _propose() -> Sheet:
+    rows: tuple[Row, ...] = ()
+    for context in (1024, 4096, 16384, 65536, 131072):
+        for way, what in {"propose": "n-grams of the request", "mixture": "all sources"}.items():
+            rows += (Row(f"{what}, {context:,} tokens of context, median us", f"{way}_p50_us/{context}"),)
+    rows += (Row("a token in bulk, us", "append_bulk_us"), Row("bytes a token", "bytes_per_token"))
+    command = "python -m bench.propose --tokenizer DIR --text FILE"
+    return Sheet("propose.json", "What a proposal costs the host", command, rows, "none runs", "none", "cpu")
+
+
+SHEETS = (
+    Sheet(
+        "gpu_decode.json",
+        "Decoding on a GPU",
+        "python -m bench.gpu_decode --tokenizer DIR --pairs FILE --output bench/results/gpu_decode.json",
+        tuple(Row(goal.what, f"figures/{goal.key}", goal.target, is_optional=True) for goal in GPU_DECODE),
+        note="The targets are for the shape of Llama-3-8B, batch 1, 2,048 tokens of context, in bf16. The weights are "
+        "random: with drafts, a recorded text dictates what the model says, so that acceptance is the text's and not "
+        "this model's.",
+    ),
+    Sheet(
+        "kernel.json",
+        "Tree attention on a GPU",
+        "python -m bench.kernel",
+        (
+            Row("copy, GB/s", "copy_gb_per_s"),
+            Row("us a layer", "results/*/us_per_layer", each="{method}, {rows} x {context} tokens, {width} nodes"),
+            Row("of a copy", "results/*/of_copy", each="{method}, {rows} x {context} tokens, {width} nodes"),
+        ),
+        model="none runs",
+    ),
+    _speed("fp32", "40"),
+    _speed("bf16", ""),
+    Sheet(
+        "never_slower.json",
+        "Never slower than plain decoding",
+        "python -m bench.never_slower --prompts squality_dev.jsonl --field document",
+        (Row("worst case, over plain decoding", "worst"), Row("which", "worst_case")),
+        dtype="fp32 and bf16",
+    ),
+    Sheet(
+        "exactness.json",
+        "The tokens of `model.generate`",
+        "python -m bench.exactness --prompts squality_dev.jsonl --output bench/results/exactness.json",
+        (
+            Row("tiny models, fp32: outputs", "fp32/runs"),
+            Row("identical", "fp32/identical", "all"),
+            Row("bundled model, fp32: outputs", "bundled/fp32/runs"),
+            Row("identical", "bundled/fp32/identical", "all"),
+            Row("tiny models, bf16: share of outputs that part from greedy", "bf16/lookahead/divergence_rate"),
+            Row("the same of transformers' prompt lookup", "bf16/prompt_lookup/divergence_rate"),
+            Row("bundled model, bf16: that share", "bundled/bf16/lookahead/divergence_rate"),
+            Row("failures", "failures", "none"),
+        ),
+        model="tiny random ones of all families, and the bundled one",
+        dtype="fp32 and bf16",
+        device="cpu",
+    ),
+    Sheet(
+        "fuzz.json",
+        "Random settings",
+        "python -m bench.fuzz --runs 10000 --output bench/results/fuzz.json",
+        (Row("runs", "runs"), Row("failures", "failures", "none")),
+        model="tiny random ones",
+        dtype="fp32",
+        device="cpu",
+    ),
+    _compiled("fp32"),
+    _compiled("bf16"),
+    _replay("spec_bench_summaries", "Spec-Bench summaries"),
+    _replay("vicuna", "chat, Vicuna 7B"),
+    _replay("llama3", "chat, Llama-3-8B-Instruct"),
+    Sheet(
+        "stories.json",
+        "The default sources on story openings",
+        "python -m bench.stories --model DIR --nodes 32 --tokens 160",
+        (
+            Row("tokens a pass, memory fresh for each", "fresh/mean_acceptance_length"),
+            Row("before the output loops", "fresh/mean_acceptance_length_before_loops"),
+            Row("tokens a pass, memory shared", "shared/mean_acceptance_length"),
+            Row("before the output loops", "shared/mean_acceptance_length_before_loops"),
+            Row("prompts", "prompts"),
+        ),
+        dtype="fp32",
+        device="cpu",
+    ),
+    _jacobi("w7_n5_g7", "--window 7 --ngram-size 5 --guesses 7"),
+    _jacobi("w7_n5_g7_prompt_pool", "--window 7 --ngram-size 5 --guesses 7 --pool-from-prompt"),
+    _jacobi("w20_n7_g20_prompt_pool", "--window 20 --ngram-size 7 --guesses 20 --pool-from-prompt"),
+    _propose(),
+    Sheet(
+        "dropin.json",
+        "What it costs to be a drop-in",
+        "python -m bench.dropin --output bench/results/dropin.json",
+        (
+            Row("the switch on and off, ms", "switch_ms"),
+            *(
+                Row(f"a single token after {n:,}, over transformers", f"single_token_ratio/{n}")
+                for n in (16, 128, 512, 1024)
+            ),
+            Row("calls", "memory/calls"),
+            Row("memory before them, MiB", "memory/before_mib"),
+            Row("and after, MiB", "memory/after_mib"),
+        ),
+        model="bundled",
+        dtype="fp32",
+        device="cpu",
+    ),
+    Sheet(
+        "soak.json",
+        "Memory over many requests",
+        "python -m bench.soak --model DIR --prompts squality_dev.jsonl --field document "
+        "--output bench/results/soak.json",
+        (
+            Row("requests, after those that warm up", "requests"),
+            Row("memory after warming up, MiB", "rss_mb_after_warmup"),
+            Row("growth, MiB", "growth_mb"),
+            Row("Python objects grown", "python_objects_grown"),
+        ),
+        dtype="fp32",
+        device="cpu",
+    ),
+    Sheet(
+        "summarizer.json",
+        "The bundled summarizer",
+        "python -m bench.summarizer --model bundled --text FILE --limit 200",
+        (
+            Row("passages", "passages"),
+            Row("share of sentences that stand in the passage", "verbatim"),
+            Row("share of summaries that end", "finished"),
+            Row("ROUGE-L", "rouge_l"),
+            Row("of the first three sentences", "rouge_l_lead_3"),
+            Row("of three at random", "rouge_l_random_3"),
+        ),
+        note="ROUGE-L is against the extract a classical scorer would make.",
+    ),
+)

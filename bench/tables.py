@@ -1,0 +1,148 @@
+"""What was measured, as tables: `bench/RESULTS.md` from the files in `bench/results`.
+
+    python -m bench.tables
+
+Every result file is a table, with the command that made it, what it was measured on, what was to be reached where that
+was set, and the figures as they stand in the file. What no file holds was not measured yet, and the table says so. The
+same files give the same page. With matplotlib (the extra `plot`) the plot is drawn too; without it the page refers to
+the one that is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.sheets import SHEETS, Row, Sheet
+from lookahead.kernels.choice import VERIFIED
+
+BENCH = Path(__file__).resolve().parent
+PLOT = Path("results/plots/replay.svg")
+MISSING = "not measured yet"
+UNKNOWN = "not recorded"
+_VERSIONS = ("python", "torch", "cuda", "transformers", "numba", "numpy")
+
+
+def value_at(result: Any, path: str) -> Any:
+    """What stands at `a/b/c` of a result, a number being a place in a list; None where nothing does."""
+    for key in path.split("/"):
+        if isinstance(result, Mapping):
+            result = result.get(key)
+        elif isinstance(result, list) and key.isdecimal() and int(key) < len(result):
+            result = result[int(key)]
+        else:
+            return None
+    return result
+
+
+def in_words(value: Any) -> str:
+    """A figure as the file holds it, to four digits behind the point."""
+    if value is None:
+        return UNKNOWN
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.4f}".rstrip("0").rstrip(".")
+    if isinstance(value, list):
+        return ", ".join(map(in_words, value)) or "none"
+    return str(value).replace("|", "\\|")
+
+
+def versions_of(result: Mapping[str, Any]) -> str:
+    """The versions that a result was made with."""
+    known = {**result, **(result.get("versions") or {})}
+    return ", ".join(f"{name} {known[name]}" for name in _VERSIONS if known.get(name)) or UNKNOWN
+
+
+def setting(sheet: Sheet, result: Mapping[str, Any]) -> list[str]:
+    """What a result was measured on: as it says itself, and else what its command always uses."""
+    model = result.get("shape", result.get("model", sheet.model))
+    return [
+        f"- model: {model or UNKNOWN}{', random weights' if 'shape' in result else ''}",
+        f"- dtype: {result.get('dtype', sheet.dtype) or UNKNOWN}",
+        f"- device: {result.get('device', sheet.device) or UNKNOWN}",
+        f"- versions: {versions_of(result)}",
+    ]
+
+
+def own_rows(result: Mapping[str, Any]) -> list[Row]:
+    """The figures of a result that no sheet describes: those at the top."""
+    return [Row(key, key) for key, value in result.items() if isinstance(value, int | float | str)]
+
+
+def expand(rows: Sequence[Row], result: Mapping[str, Any] | None) -> Iterator[Row]:
+    """The rows, those of a list once for every place of it."""
+    for row in rows:
+        if result is None or "*" not in row.path:
+            yield row
+            continue
+        places = value_at(result, row.path.split("/*")[0]) or []
+        for i, place in enumerate(places):
+            yield Row(f"{row.each.format(**place)}: {row.what}", row.path.replace("*", str(i)), row.target)
+
+
+def section(sheet: Sheet, result: Mapping[str, Any] | None) -> list[str]:
+    """One table."""
+    lines = [f"## {sheet.title}", "", f"`{sheet.command}`", ""]
+    if result is not None:
+        lines += [*setting(sheet, result), ""]
+    lines += ["| figure | target | measured |", "|---|---|---|"]
+    for row in expand(sheet.rows or own_rows(result or {}), result):
+        value = None if result is None else value_at(result, row.path)
+        is_missing = result is None or (row.is_optional and value is None)
+        lines.append(f"| {row.what} | {row.target} | {MISSING if is_missing else in_words(value)} |")
+    return [*lines, *(["", sheet.note] if sheet.note else []), ""]
+
+
+def gpu_tests() -> list[str]:
+    """On what the tests that need a GPU have passed: the kernels serve there and nowhere else."""
+    passed = ", ".join(f"{major}.{minor}" for major, minor in sorted(VERIFIED)) or MISSING
+    lines = ["## GPU tests", "", "`pytest -m gpu`", "", "| figure | target | measured |", "|---|---|---|"]
+    return [*lines, f"| compute capabilities on which the kernels passed |  | {passed} |", ""]
+
+
+def page(folder: Path) -> str:
+    """The whole page of the results in a folder."""
+    results = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+    described = {sheet.file for sheet in SHEETS}
+    others = [Sheet(name, name, UNKNOWN) for name in results if name not in described]
+    lines = [
+        "# Results",
+        "",
+        "`python -m bench.tables` writes this page from the files in `bench/results`; nothing here is written by hand.",
+        f"`{UNKNOWN}`: the file does not say. Models and files of prompts that commands name do not all come along.",
+        "",
+        f"![Tokens a step on recorded outputs, by draft nodes]({PLOT.as_posix()})",
+        "",
+    ]
+    for sheet in [*SHEETS, *others]:
+        lines += section(sheet, results.get(sheet.file))
+    return "\n".join([*lines, *gpu_tests()])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the page, and the plot where it can be drawn."""
+    parser = argparse.ArgumentParser(prog="python -m bench.tables", description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=BENCH, help="holds results/, and gets RESULTS.md")
+    folder: Path = parser.parse_args(argv).folder
+    (folder / "RESULTS.md").write_text(page(folder / "results"), encoding="utf-8")
+    print(f"wrote {folder / 'RESULTS.md'}")
+    try:
+        from bench.plots import draw_replay
+    except ImportError:
+        print("matplotlib is missing, so the plot was not drawn: pip install 'lookahead-decoding[plot]'")
+        return 0
+    (folder / PLOT).parent.mkdir(parents=True, exist_ok=True)
+    draw_replay(folder / "results", folder / PLOT)
+    print(f"wrote {folder / PLOT}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

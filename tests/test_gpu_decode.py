@@ -1,0 +1,119 @@
+"""The benchmark of decoding on a GPU: without one it says so, and a tiny model on the CPU shows that all of it runs."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import gpu_decode
+from bench.decoding_rates import PLAIN, Output, make_engine, run
+from bench.dictation import Trace, dictating
+from bench.goals import GPU_DECODE
+from bench.gpu_steps import BACK_TO_BACK
+from bench.recording import Recording
+from lookahead import LookaheadConfig
+from lookahead.kernels import choice
+
+BUNDLED = Path(__file__).resolve().parent.parent / "lookahead" / "bundled"
+CPU = torch.device("cpu")
+TEXT = "The old house stood on the hill above the town. Nobody had lived in it for many years. "
+TINY = ["--shape", "tiny", "--device", "cpu", "--dtype", "fp32", "--context", "60", "--trials", "2", "--rounds", "1"]
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Path:
+    path = tmp_path / "pairs.jsonl"
+    entries = [{"prompt": TEXT * 2, "output": TEXT}, {"prompt": TEXT, "output": "No."}]
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
+    return path
+
+
+def test_a_tiny_model_on_the_cpu_takes_the_benchmark_from_its_gate_to_its_figures(
+    pairs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded = ["--pairs", str(pairs), "--tokenizer", str(BUNDLED), "--max-new-tokens", "16"]
+    assert gpu_decode.main([*TINY, *recorded]) == 0
+    printed = capsys.readouterr().out
+    result = json.loads(printed.splitlines()[-1])
+    assert set(result["figures"]) == {goal.key for goal in GPU_DECODE}
+    assert [step["nodes"] for step in result["steps"]] == [1, 16, 64]
+    assert result["traces"] == 1  # the other is too short
+    assert result["dictated"]["mean_acceptance_length"] > 1
+    assert "not this model" in printed
+    assert not result["has_targets"] and "target:" not in printed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_benchmark_says_that_it_needs_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_decode.main([]) != 0
+    assert capsys.readouterr().err == "bench.gpu_decode needs a CUDA GPU, and torch finds none\n"
+
+
+@pytest.mark.parametrize("proposers", [(), ("prompt", "recycled")], ids=["plain", "drafts"])
+def test_a_dictated_model_writes_the_recorded_text(proposers: tuple[str, ...]) -> None:
+    model = gpu_decode.make_model("tiny", "bf16", CPU, 0)
+    trace = Trace(list(range(40, 70)) * 2, [*range(40, 60), 9, 8, 7])
+    config = LookaheadConfig(proposers=proposers, draft="fixed", memory="request")
+    engine = make_engine(model, torch.tensor([trace.prompt]), len(trace.output), config)
+    with dictating(engine, trace, CPU):
+        steps = list(engine.run())
+    assert [token for step in steps for token in step[0].tokens.tolist()] == trace.output
+    assert (len(steps) < len(trace.output)) == bool(proposers)
+
+
+def test_recorded_passes_that_give_other_tokens_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong_by_hand(*arguments: object, by_hand: bool = False) -> Output:
+        output = run(*arguments, by_hand=by_hand)
+        return Output([*output.tokens[:-1], -1], output.steps) if by_hand else output
+
+    monkeypatch.setattr("bench.decoding_rates.run", wrong_by_hand)
+    with pytest.raises(SystemExit, match=r"not lossless: .* by hand after 47 tokens"):
+        gpu_decode.main(TINY)
+
+
+class FakeEvent:
+    """An event of a device that has done everything as soon as it is asked to."""
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+def test_a_graph_is_timed_in_replays_that_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What happens on a GPU, with stand-ins for its events and its graphs.
+    replayed = []
+
+    class Counted(Recording):
+        def replay(self) -> tuple[torch.Tensor, ...]:
+            replayed.append(self)
+            return super().replay()
+
+    def record(run: Any) -> Counted:
+        run()  # as CUDA's capture does
+        return Counted(run)
+
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(choice, "attention_for", lambda *_: None)
+    model = gpu_decode.make_model("tiny", "fp32", CPU, 0)
+    ids = torch.arange(40, 70)[None]
+    engine = make_engine(model, ids, 12, PLAIN)
+    engine._target._fast._capture = record
+    output = run(engine, torch.device("cuda"))
+    assert output.tokens == model.generate(ids, max_new_tokens=12, do_sample=False)[0, 30:].tolist()
+    assert [step.is_replayed for step in output.steps] == [False] * 2 + [True] * 9
+    assert [step.is_cold for step in output.steps] == [False] * 2 + [True] + [False] * 8
+    assert len(replayed) == 9 + 1 + BACK_TO_BACK
+    assert output.graph_s is not None and output.graph_s > 0

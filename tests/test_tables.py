@@ -1,0 +1,86 @@
+"""The page of results is what its files say, and says so where there is none."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import tables
+from bench.goals import GPU_DECODE
+from bench.sheets import SHEETS
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Path:
+    """A folder with one result, of a command that has a page of its own, and one that nothing is known of."""
+    results = tmp_path / "results"
+    results.mkdir()
+    (results / "fuzz.json").write_text('{"runs": 12345, "failures": [7, 9], "torch": "2.99"}', encoding="utf-8")
+    (results / "new.json").write_text('{"device": "abacus", "beads": 100, "each": {"left": 1}}', encoding="utf-8")
+    return tmp_path
+
+
+def test_the_page_in_the_repository_is_what_its_files_give() -> None:
+    written = (tables.BENCH / "RESULTS.md").read_text(encoding="utf-8")
+    assert written == tables.page(tables.BENCH / "results"), "run python -m bench.tables"
+
+
+def test_every_figure_of_the_page_that_was_measured_stands_in_its_file() -> None:
+    for sheet in SHEETS:
+        path = tables.BENCH / "results" / sheet.file
+        if path.exists():
+            result = json.loads(path.read_text(encoding="utf-8"))
+            rows = [row for row in tables.expand(sheet.rows, result) if not row.is_optional]
+            missing = [row.path for row in rows if tables.value_at(result, row.path) is None]
+            assert rows and not missing, f"{sheet.file} lacks {missing}"
+
+
+def test_what_no_file_holds_was_not_measured_yet(bench: Path) -> None:
+    page = tables.page(bench / "results")
+    for goal in GPU_DECODE:
+        assert f"| {goal.what} | {goal.target} | not measured yet |" in page
+
+
+def test_a_result_is_shown_with_its_command_its_versions_and_its_target(bench: Path) -> None:
+    page = tables.page(bench / "results")
+    assert "`python -m bench.fuzz --runs 10000 --output bench/results/fuzz.json`" in page
+    assert "- versions: torch 2.99" in page
+    assert "| runs |  | 12,345 |" in page
+    assert "| failures | none | 7, 9 |" in page
+
+
+def test_a_result_that_nothing_is_known_of_is_shown_all_the_same(bench: Path) -> None:
+    page = tables.page(bench / "results")
+    assert "## new.json" in page and "- device: abacus" in page and "| beads |  | 100 |" in page
+
+
+def test_measured_figures_of_a_gpu_are_shown_where_a_result_has_them(bench: Path) -> None:
+    result = {"shape": "llama3-8b", "dtype": "bf16", "device": "a GPU", "figures": {"host_us": 99.5}}
+    (bench / "results" / "gpu_decode.json").write_text(json.dumps(result), encoding="utf-8")
+    page = tables.page(bench / "results")
+    assert "- model: llama3-8b, random weights\n- dtype: bf16\n- device: a GPU" in page
+    assert "| host time a plain step outside the graph, us | at most 150 | 99.5 |" in page
+    assert "`generate`, tokens/s | at least 3 | not measured yet |" in page
+
+
+def test_without_matplotlib_the_command_says_so_and_writes_the_page(
+    bench: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "bench.plots", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert tables.main(["--folder", str(bench)]) == 0
+    assert "matplotlib is missing" in capsys.readouterr().out
+    assert (bench / "RESULTS.md").read_text(encoding="utf-8") == tables.page(bench / "results")
+    assert not (bench / tables.PLOT).exists()
+
+
+def test_the_same_files_give_the_same_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from bench.plots import draw_replay
+
+    for name in ("one.svg", "two.svg"):
+        draw_replay(tables.BENCH / "results", tmp_path / name)
+    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
