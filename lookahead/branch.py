@@ -58,7 +58,7 @@ class Branch:
     - Every 16 steps the sizes allowed and going without are compared by the tokens per cost they promise, and what
       promises 5% more than what runs takes its place. Before it was tried, the tokens that a branch adds are hoped to
       grow with the logarithm of its window; a disappointment is forgotten over some 500 steps without it.
-    - A `Ledger` bounds what trying costs: 0.6% of the time and a few tokens. While it is overdrawn the branch is
+    - A `Ledger` bounds what trying costs: 0.5% of the time and a few tokens. While it is overdrawn the branch is
       off, and it comes back only when the account is filled again.
 
     While it is off nothing of it is drafted or looked up.

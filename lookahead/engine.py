@@ -175,8 +175,10 @@ class Engine:
         drafts = self._draft_all()
         drafted = time.perf_counter()
         logits = self._target.score([draft.tree for draft in drafts])
-        # A plain step pays for nothing but its token.
-        with_top = self._needs_top and any(draft.placed is not self._nothing for draft in drafts)
+        # A plain step pays for nothing but its token, and one that found nothing while drafting loses for no more.
+        can_spare = self._pacing is None or self._pacing.can_spare
+        asked = any(draft.placed is not self._nothing and (can_spare or len(draft.tree) > 1) for draft in drafts)
+        with_top = self._needs_top and asked
         emissions = self._emit(drafts, logits, self._read(logits, with_top=with_top))
         if self._pacing is not None:
             tokens = [len(emission.tokens) for emission in emissions]

@@ -13,7 +13,7 @@ _SURPRISE = 2.0  # and counts as so many times the usual
 class Ledger:
     """An account in tokens a row, so that a costly proposer does not eat up what others save.
 
-    Every step pays in 0.6% of the tokens it gave. A step before which the proposer was asked also pays in the accepted
+    Every step pays in 0.5% of the tokens it gave. A step before which the proposer was asked also pays in the accepted
     tokens that nobody else offered, and pays out those that would have been had in the time it took, at the speed of
     that step without it: it is worth asking as long as its share of the tokens is its share of the time. The account
     holds at most 8 tokens; while it does not hold the price of a question, at most 2, the proposer is not asked. The

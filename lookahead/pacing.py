@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
@@ -57,7 +58,7 @@ class Pacing:
         self._runs_to_limit = runs_to_limit
         self._rows = self._context = 0
         self.batch = _ALONE
-        self._passed = 0  # steps before which nothing was looked for
+        self._passed: Counter[int] = Counter()  # by rows, steps before which nothing was looked for
         self._forgone = 0.0  # plain steps that drafts promised to save and were not taken for
         switch.begin_output()
         self._costs: FloatArray | None = None
@@ -79,7 +80,7 @@ class Pacing:
         self._rows, self._context, self._most = rows, context, nodes
         self._costs = self._priced = None
         self.branch.rest(rows)
-        if not self._cost.knows(rows, context) or not self._switch.looks(rows):
+        if not self._switch.looks(rows) or not self._cost.knows(rows, context):
             return None
         self.branch.choose(rows, self._curve, partial(self._cost.measured, rows, context))
         nodes = self.branch.nodes_beside(nodes)
@@ -119,6 +120,11 @@ class Pacing:
         return self._forgone >= _RAGGED * min(in_step_for, _LONG_OUTPUT)
 
     @property
+    def can_spare(self) -> bool:
+        """Whether time can be spared for what may help later drafts alone."""
+        return self._switch.has_reserve(self._rows)
+
+    @property
     def pauses(self) -> bool:
         """Whether drafts were found to lose, so that only a long match would be verified."""
         return not self._switch.drafts(self._rows, 1.0)
@@ -143,10 +149,14 @@ class Pacing:
             without: Nodes and tokens, had the branch offered nothing; None where it did not.
             is_cold: Its pass compiled, or did other work that later ones need not do: it tells nothing.
         """
+        is_sampled = self._costs is not None or self._passed[self._rows] % _SAMPLE == 0
+        if not is_sampled and not self.branch.is_open:
+            self._passed[self._rows] += 1
+            self._switch.pass_by(self._rows)
+            return
         if is_cold or self._cost.warms_up(nodes):
             return
-        is_known = self._costs is None and self._cost.knows(self._rows, self._context)
-        if not is_known or self._passed % _SAMPLE == 0:
+        if is_sampled:
             self._cost.observe(self._width(nodes), step_s, rows=self._rows, context=self._context)
         own_nodes, own_tokens = without if without is not None else (nodes, tokens)
         if self.branch.is_open:
@@ -154,7 +164,7 @@ class Pacing:
             self.branch.learn(nodes=nodes, tokens=sum(tokens) / self._rows, without=own, costs=self._curve(nodes))
         if self._costs is None:
             self._switch.pass_by(self._rows)
-            self._passed += 1
+            self._passed[self._rows] += 1
             return
         if without is not None and not self.branch.is_proven:
             host_s = max(0.0, host_s - self.branch.host_s)

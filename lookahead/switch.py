@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 from lookahead.progress import Endings
 
-SHARE = 0.006  # of the time, the most that looking for drafts and trying them may cost in the long run
+SHARE = 0.005  # of the time, the most that looking for drafts and trying them may cost in the long run
 MOST_SAVED = 8.0  # plain steps of gain that are remembered, and may be lost again before drafting is held back
-_START = 0.6  # plain steps of an output that may be lost before anything was gained in it
+_START = 0.5  # plain steps that an output may lose before anything was gained in it, where outputs save nothing
+_PART = 0.25  # of what outputs usually save, that may be lost likewise
+_FOLLOW = 0.3  # share of a surprise that the usual follows
 _FIRST_LOOK = 0.05  # plain steps that asking the proposers is taken to cost before it was measured
 _MARGIN = 1.04  # times the seconds a token of plain decoding takes; beyond it drafting loses
 _TRIAL = 8  # drafted steps that are judged together at least
@@ -24,6 +26,9 @@ class _Lane:
     """What is known for one number of rows; times are in plain steps."""
 
     balance: float = _START
+    saved: float = 0.0  # in this output
+    has_learned: bool = False  # in this output
+    usual: float = 0.0  # saved in one, on average
     look: float = _FIRST_LOOK
     since_plain: int = _PROBE_EVERY * 1024
     spent: float = 0.0
@@ -44,9 +49,10 @@ class Switch:
     Three rules, each simple:
 
     - An account, in plain steps. Every step that looked for drafts pays what it took beyond plain decoding of the
-      tokens it gave, and is paid what it saved. It earns 0.6% of all time besides, and holds at most 8, of which an
-      output hands on 0.6 at most to the next. While it is overdrawn nothing is looked for. So whatever the costs and
-      however wrong the drafts, the time lost stays below 0.6%, a few plain steps and the one step that overdrew it.
+      tokens it gave, and is paid what it saved. It earns 0.5% of all time besides, and holds at most 8. An output
+      begins with a quarter of what outputs usually save, at least with 0.5 where it is not overdrawn. While it is,
+      nothing is looked for. So whatever the costs and however wrong the drafts, the time lost stays below 0.5%, a few
+      plain steps and the one step that overdrew it.
     - A comparison. Drafted steps are compared with plain ones in seconds per committed token. Where the last ones
       (at least 8) took 4% longer, drafting pauses for 16 steps, twice as many after every further loss, up to 1024.
       Proposers are still asked: a draft expected to go at 1.5 times the plain speed, a long match, ends a pause.
@@ -66,9 +72,13 @@ class Switch:
         self._lanes: dict[int, _Lane] = {}
 
     def begin_output(self) -> None:
-        """Let the gains of outputs before this one be what they are: they are not to be lost in it."""
+        """Begin with a part of what outputs usually save; where they save nothing, their gains are not lost again."""
         for lane in self._lanes.values():
-            lane.balance = min(lane.balance, _START)
+            if lane.has_learned:
+                # More than can be handed on is not counted, so that a change is noticed soon.
+                lane.usual += _FOLLOW * (min(lane.saved, MOST_SAVED / _PART) - lane.usual)
+            lane.balance = max(min(lane.balance, _START), _PART * lane.usual)
+            lane.saved, lane.has_learned = 0.0, False
 
     def looks(self, rows: int) -> bool:
         """Whether the proposers are to be asked before the next step of so many rows."""
@@ -80,6 +90,10 @@ class Switch:
     def look(self, rows: int) -> float:
         """What asking the proposers takes, in plain steps."""
         return self._lane(rows).look
+
+    def has_reserve(self, rows: int) -> bool:
+        """Whether the account holds half of what an output begins with."""
+        return self._lane(rows).balance >= _START / 2
 
     def drafts(self, rows: int, speedup: float, stake: float = 0.0) -> bool:
         """Whether a draft is to be verified.
@@ -121,6 +135,7 @@ class Switch:
         # A step that drafted nothing lost what looking took, whatever held up the rest of it.
         saved = tokens - took if nodes > 1 else -look
         lane.balance = min(MOST_SAVED, lane.balance + saved + SHARE * took)
+        lane.saved, lane.has_learned = lane.saved + saved, True
         lane.pause = max(0, lane.pause - 1)
         lane.since_plain = 0 if nodes == 1 else lane.since_plain + 1
         if nodes > 1:
@@ -142,4 +157,7 @@ class Switch:
 
     def _lane(self, rows: int) -> _Lane:
         """What is known for so many rows."""
-        return self._lanes.setdefault((rows - 1).bit_length(), _Lane())
+        key = (rows - 1).bit_length()
+        if key not in self._lanes:
+            self._lanes[key] = _Lane()
+        return self._lanes[key]

@@ -185,15 +185,30 @@ def test_rows_in_step_are_brought_out_of_it_once_small_gains_add_up_to_what_it_c
     assert 3 < waited < 40
 
 
-def test_what_one_output_saved_is_not_lost_again_in_the_next() -> None:
+def outputs(switch: Switch, count: int, chances: list[float], accepted: int) -> list[Machine]:
+    cost, machines = StepCost(), []
+    for _ in range(count):
+        machines.append(Machine(node_cost=0.1, look=0.2, pacing=Pacing(cost, switch)))
+        for _ in range(50):
+            machines[-1].step(chances, accepted)
+    return machines
+
+
+def test_what_earlier_outputs_saved_is_not_lost_again_once_they_save_nothing() -> None:
     switch = Switch()
+    outputs(switch, 3, [0.9] * 16, 16)
+    lost = [machine.lost for machine in outputs(switch, 40, [], 0)]
+    assert sum(lost) < 50
+    assert max(lost[20:]) < 1.0 + SHARE * 50
+
+
+def test_where_outputs_save_a_lot_a_bad_beginning_of_one_does_not_stop_drafting_in_it() -> None:
+    switch = Switch()
+    outputs(switch, 3, [0.9] * 16, 16)
     machine = Machine(node_cost=0.1, look=0.2, pacing=Pacing(StepCost(), switch))
-    for _ in range(50):
-        machine.step([0.9] * 16, 16)
-    following = Machine(node_cost=0.1, look=0.2, pacing=Pacing(StepCost(), switch))
-    for _ in range(100):
-        following.step([], 0)
-    assert following.lost < 1.0 + SHARE * 100 + 0.2
+    for accepted in 3 * [0] + 47 * [16]:
+        machine.step([0.9] * 16, accepted)
+    assert machine.drafted > 40
 
 
 def test_the_trees_of_rows_that_step_together_are_sized_together() -> None:
