@@ -13,7 +13,6 @@ the first round compiles, and counts for nothing but the seconds that passed. In
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -27,6 +26,7 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.prompts import continuation_prompts, summary_prompts
+from bench.report import publish
 from lookahead import LookaheadConfig
 from lookahead.experience import ModelExperience, lent_experience
 from lookahead.generation import prepare_text
@@ -178,9 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ValueError:
             prompts = continuation_prompts(iter(texts[0].split("\n\n")), tokenizer, limit=arguments.prompts, longest=64)
         report["outputs"] = compare_outputs(model, tokenizer, prompts, arguments.rounds, arguments.max_new_tokens)
-    if arguments.output:
-        arguments.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(report))
+    publish(report, arguments.output)
     return 0
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ import transformers
 from transformers import PreTrainedModel
 
 import lookahead
+from bench.report import publish
 from lookahead.loading import load_model
 
 PROMPT_LENGTHS = (16, 128, 512, 1024)
@@ -106,9 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report["memory"] = growth(model, arguments.calls, warm_up=300)
     print(f"memory over {arguments.calls} calls: {report['memory']}")
     report |= {"torch": torch.__version__, "transformers": transformers.__version__}
-    if arguments.output:
-        arguments.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(report))
+    publish(report, arguments.output)
     return 0
 
 

@@ -13,7 +13,6 @@ to include the bundled model on real passages. The last line is one JSON object.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -32,6 +31,7 @@ import lookahead
 from bench.adversaries import always_wrong, drafting_by, nothing, perfect
 from bench.families import FAMILIES, Family, build
 from bench.prompts import read_texts, summary_prompts
+from bench.report import publish
 from lookahead import LookaheadConfig
 from lookahead.loading import load_model
 
@@ -173,10 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.prompts:
         report["bundled"] = check_bundled(arguments, failures)
     report |= {"failures": failures, "torch": torch.__version__, "transformers": transformers.__version__}
-    line = json.dumps(report)
-    if arguments.output:
-        arguments.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    print(line)
+    publish(report, arguments.output)
     return 1 if failures else 0
 
 

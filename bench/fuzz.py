@@ -9,7 +9,6 @@ line is one JSON object.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import warnings
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 import lookahead
 from bench.adversaries import drafting_by, random_trees
 from bench.families import FAMILIES, build
+from bench.report import publish
 from lookahead import LookaheadConfig
 
 # A full attention, a windowed one, sinks and prepared masks: what differs in how a tree is attended to.
@@ -130,9 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"case {number} of {arguments.first + arguments.runs}", flush=True)
     report = {"runs": arguments.runs, "first": arguments.first, "failures": failures}
     report |= {"torch": torch.__version__, "transformers": transformers.__version__}
-    if arguments.output:
-        arguments.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(report))
+    publish(report, arguments.output)
     return 1 if failures else 0
 
 

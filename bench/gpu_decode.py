@@ -24,7 +24,6 @@ runs in their place: it shows that the command works, and nothing about a GPU. T
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import sys
 from collections.abc import Sequence
@@ -42,6 +41,7 @@ from bench.dictation import Trace
 from bench.goals import GPU_DECODE
 from bench.gpu_steps import measure_steps, read_bandwidth, step_bytes
 from bench.replay import load_tokenizer, read_pairs
+from bench.report import publish
 from lookahead.kernels.choice import runs_on
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -207,9 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }  # fmt: skip
     report |= measure(model, traces, arguments)
     show(report)
-    if arguments.output:
-        arguments.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(report))
+    publish(report, arguments.output)
     return 0
 
 

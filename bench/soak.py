@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import lookahead
 from bench.dropin import resident_bytes
 from bench.prompts import read_texts
+from bench.report import publish
 from lookahead.generation import experience_of
 from lookahead.loading import load_model
 
@@ -132,9 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    if arguments.output:
-        arguments.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(report))
+    publish(report, arguments.output)
     return 0
 
 

@@ -321,3 +321,24 @@ def test_stop_strings_end_the_text_where_generate_ends_it(tiny_llama: PreTrained
     expected = tiny_llama.generate(ids, tokenizer=tiny_tokenizer, **kwargs)[0, ids.shape[1] :].tolist()
     assert got.token_ids == [expected]
     assert len(expected) < 40
+
+
+@pytest.mark.parametrize("has_reserve", [True, False])
+def test_a_step_that_found_nothing_reads_the_likeliest_tokens_only_where_time_can_be_spared(
+    has_reserve: bool, tiny_llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[bool] = []
+    whole = lookahead.engine.read_scores
+
+    def listen(logits: torch.Tensor, *, with_top: bool) -> Any:
+        read.append(with_top)
+        return whole(logits, with_top=with_top)
+
+    monkeypatch.setattr("lookahead.engine.read_scores", listen)
+    monkeypatch.setattr("lookahead.switch.Switch.looks", lambda *_: True)
+    monkeypatch.setattr("lookahead.switch.Switch.drafts", lambda *_, **__: False)
+    monkeypatch.setattr("lookahead.switch.Switch.has_reserve", lambda *_: has_reserve)
+    tiny_llama.generate(
+        torch.tensor([[3, 4, 5, 3, 4]]), max_new_tokens=12, do_sample=False, custom_generate=lookahead.decode
+    )
+    assert any(read[3:]) == has_reserve

@@ -202,6 +202,31 @@ def test_what_earlier_outputs_saved_is_not_lost_again_once_they_save_nothing() -
     assert max(lost[20:]) < 1.0 + SHARE * 50
 
 
+def test_a_lucky_output_among_those_that_save_nothing_is_not_lost_again_in_the_next() -> None:
+    switch = Switch()
+    outputs(switch, 20, [], 0)
+    outputs(switch, 1, [0.9] * 16, 16)
+    (following,) = outputs(switch, 1, [], 0)
+    assert following.lost < 4.0 < MOST_SAVED
+
+
+def test_where_outputs_save_a_lot_one_that_lost_it_all_does_not_keep_the_next_from_drafting() -> None:
+    switch = Switch()
+    outputs(switch, 3, [0.9] * 16, 16)
+    outputs(switch, 1, [0.9] * 16, 0)
+    (following,) = outputs(switch, 1, [0.9] * 16, 16)
+    assert following.drafted > 40
+
+
+def test_what_is_left_of_the_account_has_to_hold_what_a_draft_may_lose_unless_it_is_a_long_match() -> None:
+    switch, step = Switch(), {"expected_s": 1.0, "plain_s": 1.0}
+    assert switch.drafts(1, 1.1, stake=0.2)
+    for _ in range(20):
+        switch.learn(1, nodes=1, tokens=1.0, seconds=1.05, host_s=0.05, **step)
+    assert not switch.drafts(1, 1.1, stake=0.2)
+    assert switch.drafts(1, 2.0, stake=0.2)
+
+
 def test_where_outputs_save_a_lot_a_bad_beginning_of_one_does_not_stop_drafting_in_it() -> None:
     switch = Switch()
     outputs(switch, 3, [0.9] * 16, 16)
