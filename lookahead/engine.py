@@ -166,13 +166,13 @@ class Engine:
     def _prefill(self) -> list[Emission]:
         """Read the prompts; the logits of their ends already give every row its first token."""
         logits = self._target.prefill(self._prompts)
-        drafts = [self._bare(row) for row in self._rows]
-        return self._emit(drafts, logits, self._read(logits, with_top=self._needs_top))
+        return self._emit(self._bare_all(), logits, self._read(logits, with_top=self._needs_top))
 
     def step(self) -> list[Emission]:
         """Advance every running row by one target pass; the model must be in service."""
         begin = time.perf_counter()
-        drafts = self._draft_all()
+        rests = self._pacing is not None and self._pacing.rests(len(self._rows))
+        drafts = self._bare_all() if rests else self._draft_all()
         drafted = time.perf_counter()
         logits = self._target.score([draft.tree for draft in drafts])
         # A plain step pays for nothing but its token, and one that found nothing while drafting loses for no more.
@@ -180,7 +180,7 @@ class Engine:
         asked = any(draft.placed is not self._nothing and (can_spare or len(draft.tree) > 1) for draft in drafts)
         with_top = self._needs_top and asked
         emissions = self._emit(drafts, logits, self._read(logits, with_top=with_top))
-        if self._pacing is not None:
+        if self._pacing is not None and not rests:
             tokens = [len(emission.tokens) for emission in emissions]
             host_s, step_s = drafted - begin + self._observing_s, time.perf_counter() - begin
             without, cold = None, self._target.is_cold
@@ -221,7 +221,6 @@ class Engine:
     def _draft_all(self) -> list[Draft]:
         """Every row's tree: plain decoding, or as large as makes a step worth while."""
         costs = None
-        self._trials = []
         if self._pacing is not None:
             context = max(row.length for row in self._rows)
             left = [self._stopping.max_length - row.length for row in self._rows]
@@ -229,7 +228,7 @@ class Engine:
             self._budget = len(costs) - 2 if costs is not None else 0
             self._needs_argmax = self._always_needs_argmax or self._pacing.branch.size is not None
         if not self._proposers or (self._pacing is not None and costs is None):
-            return [self._bare(row) for row in self._rows]
+            return self._bare_all()
         if self._by_rejection:
             return self._draft_draws()
         offers = self._ask()
@@ -251,7 +250,7 @@ class Engine:
         offers = [] if self._pacing is not None and self._pacing.pauses else self._ask()
         drafts = [self._draft(row, offer, None) for row, offer in zip(self._rows, offers, strict=False)]
         self._trials = [Trials(offer, draft.placed) for offer, draft in zip(offers, drafts, strict=True)]
-        return drafts or [self._bare(row) for row in self._rows]
+        return drafts or self._bare_all()
 
     def _ask(self) -> list[list[Proposal | None]]:
         """For every row what every proposer offers."""
@@ -262,9 +261,10 @@ class Engine:
         offers = [ask(rows, room) for ask in self._questions]
         return [list(each) for each in zip(*offers, strict=True)]
 
-    def _bare(self, row: _Row) -> Draft:
-        """A row's newest token alone, nothing having been asked for."""
-        return Draft(TokenTree.root(int(row.ids[row.length - 1])), self._nothing)
+    def _bare_all(self) -> list[Draft]:
+        """Every row's newest token alone, nothing having been asked for."""
+        self._trials = []
+        return [Draft(TokenTree.root(int(row.ids[row.length - 1])), self._nothing) for row in self._rows]
 
     def _draft(self, row: _Row, proposals: Sequence[Proposal | None], costs: FloatArray | None) -> Draft:
         """One row's tree, merged from what every proposer offers."""

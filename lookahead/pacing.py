@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
@@ -16,7 +15,7 @@ from lookahead.switch import Switch
 
 _MARGIN = 1.03  # times the cost of a plain step per token: what a draft must promise to be worth the risk
 _RAGGED = 0.025  # plain steps that a step of rows of differing lengths takes more, for the mask that it needs
-_SAMPLE = 4  # of so many steps before which nothing was looked for, one is measured: to note it takes time too
+_LONGEST_REST = 16  # steps taken without a thought while nothing can be looked for; between rests one is measured
 _ALONE = Batch(np.full(1, 1e9), np.arange(2.0))  # a token of a single row is a step
 _LONG_OUTPUT = 256  # steps; most outputs end sooner, whatever they are allowed
 
@@ -24,7 +23,8 @@ _LONG_OUTPUT = 256  # steps; most outputs end sooner, whatever they are allowed
 class Pacing:
     """Sizes drafts by the measured cost of a step, and turns drafting off where it was measured to lose.
 
-    Each step calls `begin`, where that gave costs `accepts`, and at its end `learn`. No clock is read here.
+    Each step calls `rests`, and where that is false `begin`, where that gave costs `accepts`, and at its end `learn`.
+    No clock is read here.
 
     While the lookahead branch is on trial, the switch is told what a step with it would have been without: what the
     branch loses then is on its own account.
@@ -58,11 +58,22 @@ class Pacing:
         self._runs_to_limit = runs_to_limit
         self._rows = self._context = 0
         self.batch = _ALONE
-        self._passed: Counter[int] = Counter()  # by rows, steps before which nothing was looked for
+        self._rest = self._rested = 0  # steps of this rest still to come, and those taken
         self._forgone = 0.0  # plain steps that drafts promised to save and were not taken for
         switch.begin_output()
         self._costs: FloatArray | None = None
         self._priced: FloatArray | None = None
+
+    def rests(self, rows: int) -> bool:
+        """Whether the coming step is plain and nobody need know what it takes: to decide and to note take time too."""
+        if self._rest > 0 and rows == self._rows:
+            self._rest -= 1
+            self._rested += 1
+            return True
+        if self._rested:
+            self._switch.pass_by(self._rows, self._rested)
+            self._rest = self._rested = 0
+        return False
 
     def begin(self, left: Sequence[int], context: int, nodes: int) -> FloatArray | None:
         """What drafts of the coming step are to be sized by; None where nothing is to be drafted.
@@ -149,22 +160,17 @@ class Pacing:
             without: Nodes and tokens, had the branch offered nothing; None where it did not.
             is_cold: Its pass compiled, or did other work that later ones need not do: it tells nothing.
         """
-        is_sampled = self._costs is not None or self._passed[self._rows] % _SAMPLE == 0
-        if not is_sampled and not self.branch.is_open:
-            self._passed[self._rows] += 1
-            self._switch.pass_by(self._rows)
-            return
         if is_cold or self._cost.warms_up(nodes):
             return
-        if is_sampled:
-            self._cost.observe(self._width(nodes), step_s, rows=self._rows, context=self._context)
+        self._cost.observe(self._width(nodes), step_s, rows=self._rows, context=self._context)
         own_nodes, own_tokens = without if without is not None else (nodes, tokens)
         if self.branch.is_open:
             own = own_nodes, sum(own_tokens) / self._rows
             self.branch.learn(nodes=nodes, tokens=sum(tokens) / self._rows, without=own, costs=self._curve(nodes))
         if self._costs is None:
             self._switch.pass_by(self._rows)
-            self._passed[self._rows] += 1
+            if not self.branch.is_open:
+                self._rest = min(_LONGEST_REST, self._switch.steps_before_look(self._rows))
             return
         if without is not None and not self.branch.is_proven:
             host_s = max(0.0, host_s - self.branch.host_s)

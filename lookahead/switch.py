@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from lookahead.progress import Endings
@@ -87,6 +88,11 @@ class Switch:
             return False
         return lane.balance >= min(lane.look, _START)
 
+    def steps_before_look(self, rows: int) -> int:
+        """Plain steps until the account holds what asking the proposers takes; 0 where it does."""
+        lane = self._lane(rows)
+        return max(0, math.ceil((min(lane.look, _START) - lane.balance) / SHARE))
+
     def look(self, rows: int) -> float:
         """What asking the proposers takes, in plain steps."""
         return self._lane(rows).look
@@ -107,11 +113,11 @@ class Switch:
         lane = self._lane(rows)
         return (lane.pause == 0 and lane.balance >= min(stake, _START / 2)) or speedup >= LONG
 
-    def pass_by(self, rows: int) -> None:
-        """Count a plain step before which nothing was looked for."""
+    def pass_by(self, rows: int, steps: int = 1) -> None:
+        """Count plain steps before which nothing was looked for."""
         lane = self._lane(rows)
-        lane.balance = min(MOST_SAVED, lane.balance + SHARE)
-        lane.pause = max(0, lane.pause - 1)
+        lane.balance = min(MOST_SAVED, lane.balance + SHARE * steps)
+        lane.pause = max(0, lane.pause - steps)
         lane.since_plain = 0
 
     def learn(

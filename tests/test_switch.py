@@ -45,6 +45,7 @@ class Machine:
     tokens: float = 0.0  # a row
     drafted: int = 0
     steps: int = 0
+    rested: int = 0
     longest: float = 0.0
 
     def step_cost(self, nodes: int) -> float:
@@ -52,6 +53,10 @@ class Machine:
 
     def step(self, claimed: list[float], accepted: int) -> None:
         """One step: every row's proposer claims these chances for a chain, and so many of its nodes are right."""
+        if self.pacing.rests(self.rows):
+            self.rested += 1
+            self._count(1, 1.0, 0.0, 1)
+            return
         costs = self.pacing.begin([10_000] * self.rows, 100, BUDGET + 1)
         drafts = [Draft(merge(0, [], budget=0, max_depth=0).tree, ())] * self.rows
         host = 0.0
@@ -65,6 +70,9 @@ class Machine:
         tokens = 1 + min(accepted, nodes - 1)
         took = self.step_cost(nodes)
         self.pacing.learn(nodes, [tokens] * self.rows, host, took)
+        self._count(tokens, took, host, nodes)
+
+    def _count(self, tokens: int, took: float, host: float, nodes: int) -> None:
         self.seconds += took + host
         self.tokens += tokens
         self.drafted += nodes > 1
@@ -104,6 +112,24 @@ def test_looking_for_drafts_in_vain_costs_no_more_however_slow_it_is() -> None:
     for _ in range(4000):
         machine.step([], 0)
     assert machine.lost < 0.01 * machine.seconds
+
+
+def test_while_nothing_can_be_looked_for_most_steps_are_taken_without_a_thought_and_some_are_measured() -> None:
+    machine = Machine(node_cost=0.5, look=0.4)
+    for _ in range(1000):
+        machine.step([0.9] * 8, accepted=0)
+    assert 800 < machine.rested < 980
+
+
+def test_a_rest_ends_when_the_number_of_rows_changes_and_what_it_earned_is_kept() -> None:
+    switch = Switch()
+    pacing = Pacing(StepCost(), switch)
+    machine = Machine(node_cost=0.5, look=0.4, pacing=pacing)
+    while machine.rested == 0:
+        machine.step([0.9] * 8, accepted=0)
+    before = switch.steps_before_look(1)
+    assert pacing.rests(1) and pacing.rests(1) and not pacing.rests(2)
+    assert before - switch.steps_before_look(1) == 3  # with the step that rested before
 
 
 def test_text_that_can_be_copied_is_copied_from_the_first_steps_on() -> None:
