@@ -33,8 +33,8 @@ from numpy.typing import NDArray
 from bench.peers import IntArray, LongestSuffix, PromptLookup
 from bench.replay import load_tokenizer
 from lookahead.config import LookaheadConfig
-from lookahead.drafting import merge
 from lookahead.ngram.chains import ChainIndex
+from lookahead.ngram.cut import FREE, Limits
 from lookahead.ngram.recycled import TOP
 from lookahead.proposers.base import Outcome, Top
 from lookahead.proposers.mixture import Memory, MixtureProposer
@@ -65,14 +65,12 @@ def time_proposals(
     proposer: MixtureProposer, text: IntArray, length: int, steps: int, successors: Successors | None
 ) -> tuple[list[float], list[int]]:
     """Decode `steps` tokens behind a prompt of `length`; the microseconds of every proposal and its nodes."""
-    minimum = LookaheadConfig().min_probability
+    limits = Limits(NODES, NODES, LookaheadConfig().min_probability)
     took, nodes = [], []
     proposer.start(0, text[:length])
     for at in range(length, length + steps):
-        root = int(text[at - 1])
         start = time.perf_counter()
-        proposal = proposer.propose(0, NODES)
-        draft = merge(root, [proposal], budget=NODES, max_depth=NODES, min_probability=minimum)
+        draft = proposer.draft(0, NODES, limits, FREE)
         words, positions = draft.tree.ancestor_words(), draft.tree.depths
         took.append(1e6 * (time.perf_counter() - start))
         assert len(words) == len(positions) == len(draft.tree)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from lookahead.ngram.cut import FREE, Limits
 from lookahead.progress import Batch, steps_saved
-from lookahead.proposers.base import IntArray, Proposal
-from lookahead.tree import TokenTree
+from lookahead.tree import IntArray, TokenTree
+
+if TYPE_CHECKING:
+    from lookahead.proposers.base import Proposal
 
 FloatArray = NDArray[np.float64]
 
-_FREE = np.zeros(0)
 _CERTAIN = np.ones(1)
 _NONE_REQUIRED = np.zeros(1, np.int32)
 
@@ -43,51 +45,53 @@ class Draft(NamedTuple):
         return Draft(root, tuple(np.zeros(len(where), np.int32) for where in self.placed))
 
 
+@runtime_checkable
+class Drafter(Protocol):
+    """A proposer that can make a draft of its own proposal, in less time than `merge` takes."""
+
+    def draft(self, row: int, room: int, limits: Limits, costs: FloatArray) -> Draft:
+        """What `merge` makes of `propose(row, room)`, in the limits; free where there are no costs."""
+
+
+def drafter_of(proposers: Sequence[object]) -> Drafter | None:
+    """The one of these proposers that drafts by itself; None where several offers have to be merged."""
+    return proposers[0] if len(proposers) == 1 and isinstance(proposers[0], Drafter) else None
+
+
 def merge(
     root: int,
     proposals: Sequence[Proposal | None],
+    limits: Limits,
     *,
-    budget: int,
-    max_depth: int,
     sources: Sequence[int] | None = None,
-    min_probability: float = 0.0,
-    costs: NDArray[np.float64] | None = None,
-    is_chain: bool = False,
+    costs: FloatArray = FREE,
 ) -> Draft:
     """Merge proposals by prefix and keep the likeliest nodes.
 
     A node several proposers offer is one node; its probability is the highest of theirs. Required nodes come
-    first, then the nodes with the highest probability of being reached (the product along the path), while
-    that is at least `min_probability` and the budget lasts; of these as many as give the most expected tokens per
-    cost. Nodes are laid out depth first, the likelier child
-    first, so that the likeliest path is 0, 1, 2, … and committing it moves no KV.
+    first, then those with the highest probability of being reached (the product along the path), while that is at
+    least the lowest allowed and the budget lasts; of these as many as give the most expected tokens per cost. Nodes
+    are laid out depth first, the likelier child first, so that the likeliest path is 0, 1, 2, … and committing it
+    moves no KV.
 
     Args:
         root: The newest committed token.
         proposals: One proposal, or None, per proposer. Each has `root` as its root.
-        budget: Most nodes besides the root.
-        max_depth: Deepest node worth verifying: one less than the tokens the row may still emit.
+        limits: What the tree may hold; no deeper than one less than the tokens the row may still emit.
         sources: How many sources each proposer has, 31 in all at most: their bits stand side by side in the
             tree's. None where each has one.
-        min_probability: Lowest probability of being reached that a node is drafted for.
-        costs: float64 `[budget + 2]` or longer, what a step with that many nodes costs, the root counted; None
+        costs: float64 `[budget + 2]` or longer, what a step with that many nodes costs, the root counted; empty
             where nodes are free.
-        is_chain: Whether to keep the likeliest child of a node only, required ones or not.
     """
     offers = [(i, offer) for i, offer in enumerate(proposals) if offer is not None]
-    if not offers or budget <= 0 or max_depth <= 0:
+    if not offers or limits.budget <= 0 or limits.max_depth <= 0:
         sizes = [0 if offer is None else len(offer.tokens) for offer in proposals]
         return Draft(TokenTree.root(root), tuple(np.zeros(size, np.int32) for size in sizes))
-    limits = (budget, max_depth, min_probability, is_chain)
-    prices = costs if costs is not None else _FREE
     arrays = [(each.tokens, each.parents, each.probabilities, _sources_of(each)) for _, each in offers]
-    if len(proposals) == 1:
-        whole, reach, where = _cut(arrays[0], offers[0][1].required, limits, prices)
-        return Draft(TokenTree(whole[0], whole[1], whole[2], whole[3]), (where,), reach, whole[4])
     firsts = np.cumsum([0, *(sources if sources is not None else (1,) * len(proposals))])
     table = np.array([(len(each.tokens), each.required, firsts[i]) for i, each in offers])
     joined = tuple(map(np.concatenate, zip(*arrays, strict=True)))
-    whole, reach, where = _merge(root, joined, table, limits, prices)
+    whole, reach, where = _merge(root, joined, table, limits, costs)
     ends = np.cumsum([0 if offer is None else len(offer.tokens) for offer in proposals]).tolist()
     placed = tuple(where[begin:end] for begin, end in zip([0, *ends], ends, strict=False))
     return Draft(TokenTree(whole[0], whole[1], whole[2], whole[3]), placed, reach, whole[4])
@@ -131,38 +135,12 @@ def _sources_of(offer: Proposal) -> IntArray:
 
 @njit(cache=True, error_model="numpy")
 def _merge(root, offered, offers, limits, costs):
-    """Union trie, then as `_cut`."""
-    tokens, parents, probabilities, sources = offered
-    trie = _union(root, tokens, parents, probabilities, sources, offers)
-    trie_tokens, trie_parents, depths, reach, must, trie_sources, where = trie
-    whole, kept_reach, position = _finish(trie_tokens, trie_parents, depths, reach, must, trie_sources, limits, costs)
-    for i in range(len(where)):
-        where[i] = position[where[i]]
-    return whole, kept_reach, where
-
-
-@njit(cache=True, error_model="numpy")
-def _cut(offered, required, limits, costs):
-    """The part of a single proposal that is worth drafting.
+    """Union trie, selection, then depth-first layout.
 
     Returns tokens, parents, depths, sources and what is required, int32 `[5, nodes]`; the reach; where nodes went.
     """
-    tokens, parents, probabilities, sources = offered
-    n = len(tokens)
-    depths, must, reach = np.zeros(n, np.int32), np.zeros(n, np.bool_), np.ones(n)
-    must[:required] = True
-    must[0] = True
-    for node in range(1, n):
-        parent = parents[node]
-        depths[node] = depths[parent] + 1
-        reach[node] = reach[parent] * min(1.0, probabilities[node])
-    return _finish(tokens, parents, depths, reach, must, sources, limits, costs)
-
-
-@njit(cache=True, error_model="numpy", forceinline=True)
-def _finish(tokens, parents, depths, reach, must, sources, limits, costs):
-    """Selection, then depth-first layout; what `_cut` returns."""
     budget, max_depth, min_probability, is_chain = limits
+    tokens, parents, depths, reach, must, sources, where = _union(root, offered, offers)
     if is_chain:
         _leave_likeliest_chain(parents, reach, must)
     kept = _select(depths, reach, must, budget, max_depth, min_probability, costs)
@@ -177,7 +155,9 @@ def _finish(tokens, parents, depths, reach, must, sources, limits, costs):
         whole[2, new], whole[3, new] = depths[node], sources[node] if node > 0 else 0
         whole[4, new] = node > 0 and must[node]
         kept_reach[new] = reach[node]
-    return whole, kept_reach, position
+    for i in range(len(where)):
+        where[i] = position[where[i]]
+    return whole, kept_reach, where
 
 
 @njit(cache=True, error_model="numpy")
@@ -217,11 +197,12 @@ def _fit(reaches, required, ends, costs, left, plain):
 
 
 @njit(cache=True, error_model="numpy", forceinline=True)
-def _union(root, tokens, parents, probabilities, origins, offers):
+def _union(root, offered, offers):
     """Insert every proposal into one trie; a node's probability is the highest of those offered.
 
     `offers` holds (nodes, required nodes, first source) of each proposal.
     """
+    tokens, parents, probabilities, origins = offered
     most = len(tokens) + 1
     trie_tokens, trie_parents = np.empty(most, np.int32), np.zeros(most, np.int32)
     depths, sources = np.zeros(most, np.int32), np.zeros(most, np.int32)

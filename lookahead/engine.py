@@ -14,8 +14,9 @@ from torch import Tensor
 
 from lookahead.cache import RowStates
 from lookahead.config import LookaheadConfig
-from lookahead.drafting import Draft, FloatArray, fit, merge
+from lookahead.drafting import Draft, FloatArray, drafter_of, fit, merge
 from lookahead.errors import PromptError
+from lookahead.ngram.cut import FREE, Limits
 from lookahead.pacing import Pacing
 from lookahead.proposers.base import IntArray, Outcome, Proposal, Proposer, Top, question_of
 from lookahead.proposers.custom import paid_by_bits
@@ -119,6 +120,7 @@ class Engine:
         self._observing_s = 0.0  # of the last step
         self._questions = [question_of(proposer) for proposer in proposers]
         self._paid = paid_by_bits(proposers)
+        self._drafter = drafter_of(proposers)
         self._nothing = tuple(_NO_ARGMAX for _ in proposers)
         padded = prompts.cpu().numpy()
         self._keep_cache = keep_cache
@@ -184,15 +186,12 @@ class Engine:
             tokens = [len(emission.tokens) for emission in emissions]
             host_s, step_s = drafted - begin + self._observing_s, time.perf_counter() - begin
             without, cold = None, self._target.is_cold
+            verified = [(draft.tree, emission.path) for draft, emission in zip(drafts, emissions, strict=True)]
             if self._pacing.branch.size is not None:
-                verified = [(draft.tree, emission.path) for draft, emission in zip(drafts, emissions, strict=True)]
                 without = without_source(verified, tokens, self.sources.index("jacobi"))
             self._pacing.learn(logits.shape[1], tokens, host_s, step_s - host_s, without, is_cold=cold)
             for bits, paid in self._paid.items():
-                alone = sum(
-                    count_within(draft.tree, emission.path, bits)
-                    for draft, emission in zip(drafts, emissions, strict=True)
-                )
+                alone = sum(count_within(tree, path, bits) for tree, path in verified)
                 paid.settle(alone=alone / len(drafts), tokens=sum(tokens) / len(drafts), step_s=step_s)
         return emissions
 
@@ -231,14 +230,9 @@ class Engine:
             return self._bare_all()
         if self._by_rejection:
             return self._draft_draws()
-        offers = self._ask()
         if costs is None or self._pacing is None:
-            return [self._draft(row, offer, None) for row, offer in zip(self._rows, offers, strict=True)]
-        if len(self._rows) == 1:
-            drafts = [self._draft(self._rows[0], offers[0], costs)]
-        else:
-            whole = [self._draft(row, offer, None) for row, offer in zip(self._rows, offers, strict=True)]
-            drafts = fit(whole, costs, self._pacing.batch)
+            return self._propose(FREE)
+        drafts = self._propose(costs) if len(self._rows) == 1 else fit(self._propose(FREE), costs, self._pacing.batch)
         if any(len(draft.tree) > 1 for draft in drafts):
             in_step = len(drafts) > 1 and len({row.length - self.padding[row.index] for row in self._rows}) == 1
             if not self._pacing.accepts(drafts, in_step_for=max(left) if in_step else 0):
@@ -248,17 +242,26 @@ class Engine:
     def _draft_draws(self) -> list[Draft]:
         """Every row's tree of all that was drawn: to leave a node out for what it is would change the distribution."""
         offers = [] if self._pacing is not None and self._pacing.pauses else self._ask()
-        drafts = [self._draft(row, offer, None) for row, offer in zip(self._rows, offers, strict=False)]
+        drafts = [self._draft(row, offer, FREE) for row, offer in zip(self._rows, offers, strict=False)]
         self._trials = [Trials(offer, draft.placed) for offer, draft in zip(offers, drafts, strict=True)]
         return drafts or self._bare_all()
+
+    def _propose(self, costs: FloatArray) -> list[Draft]:
+        """Every row's tree, of what all proposers offer."""
+        if self._drafter is None:
+            offers = self._ask()
+            return [self._draft(row, offer, costs) for row, offer in zip(self._rows, offers, strict=True)]
+        for row in self._rows:
+            self._tell(row)
+        draft, room = self._drafter.draft, self._config.node_budget
+        return [draft(row.index, room, self._limits(row), costs) for row in self._rows]
 
     def _ask(self) -> list[list[Proposal | None]]:
         """For every row what every proposer offers."""
         for row in self._rows:
             self._tell(row)
-        rows = [row.index for row in self._rows]
         room = self._config.node_budget // (len(self._proposers) if self._by_rejection else 1)
-        offers = [ask(rows, room) for ask in self._questions]
+        offers = [ask([row.index for row in self._rows], room) for ask in self._questions]
         return [list(each) for each in zip(*offers, strict=True)]
 
     def _bare_all(self) -> list[Draft]:
@@ -266,18 +269,15 @@ class Engine:
         self._trials = []
         return [Draft(TokenTree.root(int(row.ids[row.length - 1])), self._nothing) for row in self._rows]
 
-    def _draft(self, row: _Row, proposals: Sequence[Proposal | None], costs: FloatArray | None) -> Draft:
+    def _draft(self, row: _Row, proposals: Sequence[Proposal | None], costs: FloatArray) -> Draft:
         """One row's tree, merged from what every proposer offers."""
-        return merge(
-            int(row.ids[row.length - 1]),
-            proposals,
-            budget=self._budget,
-            max_depth=min(self._stopping.max_length - row.length - 1, self._positions_left(row)),
-            sources=[len(proposer.sources) for proposer in self._proposers],
-            min_probability=self._config.min_probability,
-            costs=costs,
-            is_chain=self._is_chain and not self._by_rejection,
-        )
+        sources = [len(proposer.sources) for proposer in self._proposers]
+        return merge(int(row.ids[row.length - 1]), proposals, self._limits(row), sources=sources, costs=costs)
+
+    def _limits(self, row: _Row) -> Limits:
+        """What a row's tree may hold."""
+        depth = min(self._stopping.max_length - row.length - 1, self._positions_left(row))
+        return Limits(self._budget, depth, self._config.min_probability, self._is_chain and not self._by_rejection)
 
     def _positions_left(self, row: _Row) -> int:
         """Positions the model has behind the newest token of a row.

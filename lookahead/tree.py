@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen: that would take twice as long to make, and one is made at every step
 class TokenTree:
     """A rooted tree of tokens; the root is the newest committed token, whose KV is not in the cache yet.
 
@@ -79,8 +79,7 @@ class TokenTree:
 
     def ancestor_words(self) -> NDArray[np.int64]:
         """int64 `[n, ceil(n / 64)]`: `ancestor_mask` packed, node j at bit `j % 64` of word `j // 64`."""
-        words = np.zeros((len(self), (len(self) + 63) // 64), np.int64)
-        fill_ancestor_words(self.parents, words)
+        words: NDArray[np.int64] = _ancestor_words(self.parents)
         return words
 
 
@@ -157,6 +156,15 @@ def _ancestor_mask(parents):
         mask[node, :node] = mask[parents[node], :node]
         mask[node, node] = True
     return mask
+
+
+@njit(cache=True)
+def _ancestor_words(parents):
+    """`ancestor_mask` packed."""
+    nodes = len(parents)
+    words = np.zeros((nodes, (nodes + 63) // 64), np.int64)
+    fill_ancestor_words(parents, words)
+    return words
 
 
 @njit(cache=True)

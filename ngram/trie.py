@@ -13,14 +13,12 @@ from numpy.typing import NDArray
 from lookahead.ngram.candidates import (
     COLUMNS,
     DEPTH,
-    FEATURE,
     FIRST,
     LENGTH,
     MOST_OPTIONS,
     PARENT,
     POSITION,
     READ,
-    SOURCES,
     STOP,
     TEXT,
     TOKEN,
@@ -29,12 +27,13 @@ from lookahead.ngram.candidates import (
     score,
 )
 from lookahead.ngram.chains import MAX_CONTEXT, ChainIndex, Chains, IntArray, as_tokens, find_matches
+from lookahead.ngram.cut import FREE, NOTHING, PART, PLACED, Limits, cut
 from lookahead.ngram.hits import HitRates
 from lookahead.ngram.recycled import ORDERS, RecycledTable, hash_context
 
 _VARIETY = 16
 _FLOOR = 0.0001
-_MAX_ROOM = 1 << 10
+MAX_ROOM = 1 << 10
 _MAX_LINKS = 1 << 12
 _MOST_TEXTS = 3
 _NO_TEXT = ChainIndex().state
@@ -63,7 +62,7 @@ class Trie(NamedTuple):
 
     Attributes:
         tokens: int32 `[k]`; the root, node 0, holds the last token of the context.
-        parents: int32 `[k]`; a parent comes before its children, and the likeliest path is 0, 1, 2, ….
+        parents: int32 `[k]`; nodes stand in the order of their chance to be reached, a parent before its children.
         probabilities: float32 `[k]`; the chance of a node once its parent was chosen; 1 for the root.
         features: int32 `[k]`; what `HitRates.learn` needs to know of each node; 0 for the root.
         sources: int32 `[k]`; bit i is set where text i offered the node, the bit after those of the texts where
@@ -75,6 +74,36 @@ class Trie(NamedTuple):
     probabilities: NDArray[np.float32]
     features: IntArray
     sources: IntArray
+
+
+class Grown(NamedTuple):
+    """A tree, and the part of it that is worth verifying.
+
+    Attributes:
+        written: int32 `[11, k]`, as `lookahead.ngram.cut.cut` writes it.
+        reach: float64 `[m]`, the chance that a node of the part is reached; 1 for the root.
+    """
+
+    written: IntArray
+    reach: NDArray[np.float64]
+
+    @property
+    def trie(self) -> Trie:
+        """The whole tree."""
+        tokens, parents, features, sources, bits = self.written[:PLACED]
+        return Trie(tokens, parents, bits.view(np.float32), features, sources)
+
+    @property
+    def placed(self) -> IntArray:
+        """int32 `[k]`, the node of the part that each node became, 0 where it was left out."""
+        placed: IntArray = self.written[PLACED]
+        return placed
+
+    @property
+    def part(self) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
+        """Tokens, parents, depths, sources and zeros, int32 `[m]`: depth first, the likelier child first."""
+        tokens, parents, depths, sources, zeros = self.written[PART:, : self.reach.size]
+        return tokens, parents, depths, sources, zeros
 
 
 def grow_trie(
@@ -126,30 +155,63 @@ def grow_trie(
         raise ValueError(f"max_links must be from 1 to {_MAX_LINKS}, got {max_links}")
     if len(texts) > _MOST_TEXTS:
         raise ValueError(f"at most {_MOST_TEXTS} texts are searched, got {len(texts)}")
-    own = context is None
-    if room < 1 or (own and not texts):
+    if room < 1 or (context is None and not texts):
         return None
-    room = min(room, _MAX_ROOM)
+    tail = None if context is None else as_tokens(context)
+    search = (min_ngram, max_ngram, max_links, min(room, MAX_ROOM))
+    grown = grow(texts, rates, memory, tail, search, min_probability)
+    return grown.trie if grown.written.shape[1] > 1 else None
+
+
+def grow(
+    texts: Sequence[Chains],
+    rates: HitRates,
+    memory: RecycledTable | None,
+    context: IntArray | None,
+    search: tuple[int, int, int, int],
+    min_probability: float,
+    limits: Limits = NOTHING,
+    costs: NDArray[np.float64] = FREE,
+) -> Grown:
+    """`grow_trie` for those who call it at every step: arguments are not checked, and a part is cut from the tree.
+
+    Args:
+        texts: As there; at least one where there is no context.
+        rates: As there.
+        memory: As there.
+        context: As there, int32.
+        search: `min_ngram`, `max_ngram`, `max_links` and `room`.
+        min_probability: As there.
+        limits: What part of the tree is cut: of all that may be kept the likeliest nodes, as many as give the most
+            expected tokens per cost.
+        costs: float64 `[budget + 2]` or longer, what a step with that many nodes costs, the root counted; empty
+            where nodes are free.
+    """
     count = len(texts)
-    whole, probabilities = _propose(
-        texts[0].state if count > 0 else _NO_TEXT,
-        texts[1].state if count > 1 else _NO_TEXT,
-        texts[2].state if count > 2 else _NO_TEXT,
-        memory.state if memory is not None else _NO_MEMORY,
-        rates.table,
-        rates.frequent,
-        _NO_TAIL if context is None else as_tokens(context),
-        own,
-        (min_ngram, max_ngram, max_links, room, count),
-        max(min_probability, _FLOOR),
-        _space.at_least(_space_needed(max_links, room)),
+    return Grown(
+        # Arguments that are tuples take the compiled code twice as long to receive.
+        *_propose(
+            *(texts[0].state if count > 0 else _NO_TEXT),
+            *(texts[1].state if count > 1 else _NO_TEXT),
+            *(texts[2].state if count > 2 else _NO_TEXT),
+            *(memory.state if memory is not None else _NO_MEMORY),
+            rates.table,
+            rates.frequent,
+            _NO_TAIL if context is None else context,
+            context is None,
+            *search,
+            count,
+            max(min_probability, _FLOOR),
+            _space.at_least(_space_needed(search[2], search[3])),
+            *limits,
+            costs,
+        )
     )
-    return Trie(whole[0], whole[1], probabilities, whole[2], whole[3]) if len(probabilities) > 1 else None
 
 
 def _space_needed(max_links: int, room: int) -> int:
     """Numbers that `_propose` carves out of its space."""
-    return _MOST_TEXTS * max_links * (7 + room) + (2 * room + 1) * COLUMNS + 3 * (room + 1) + MOST_OPTIONS * 9 + ORDERS
+    return _MOST_TEXTS * max_links * (7 + room) + (2 * room + 1) * COLUMNS + 4 * (room + 1) + MOST_OPTIONS * 9 + ORDERS
 
 
 # The whole of a search is one piece of code: between pieces the compiler counts references to arrays, which took more
@@ -164,9 +226,15 @@ def _carve(space, used, rows, columns):
 
 
 @njit(cache=True, error_model="numpy")
-def _propose(first, second, third, memory, table, frequent, context, own, limits, floor, space):
-    """Find, grow, and put in order: the whole of `grow_trie`."""
-    shortest, longest, walked, room, source = limits
+def _propose(
+    arena, heads, links, length, arena_1, heads_1, links_1, length_1, arena_2, heads_2, links_2, length_2,
+    keys, top, stored, table, frequent, context, own, shortest, longest, walked, room, source, floor, space,
+    budget, max_depth, min_probability, is_chain, costs,
+):  # fmt: skip
+    """Find, grow, and cut: the whole of `grow`."""
+    first, second = (arena, heads, links, length), (arena_1, heads_1, links_1, length_1)
+    third, memory = (arena_2, heads_2, links_2, length_2), (keys, top, stored)
+    limits = (budget, max_depth, min_probability, is_chain)
     tail = first[0][: first[3]] if own else context
     most = _MOST_TEXTS * walked
     occurrences, used = _carve(space, 0, most, 4)
@@ -175,7 +243,7 @@ def _propose(first, second, third, memory, table, frequent, context, own, limits
     nodes, used = _carve(space, used, room + 1, COLUMNS)
     tips, used = _carve(space, used, room, COLUMNS)
     options, used = _carve(space, used, MOST_OPTIONS, COLUMNS)
-    numbers, used = _carve(space, used, 3, room + 1)
+    numbers, used = _carve(space, used, 4, room + 1)
     likely, used = _carve(space, used, 1, MOST_OPTIONS)
     hashes, used = _carve(space, used, 1, ORDERS)
     chances = numbers.view(np.float64)
@@ -191,7 +259,7 @@ def _propose(first, second, third, memory, table, frequent, context, own, limits
         known = (memory, hashes[0].view(np.uint64), table, frequent, source)
         space_of_options = (options, likely[0].view(np.float64))
         count = _grow((first, second, third), own, places, known, tail, floor, nodes, tips, chances, space_of_options)
-    return _in_order(nodes, chances[0], count)
+    return cut(nodes, chances[0], chances[3], count, limits, costs)
 
 
 @njit(cache=True, error_model="numpy", forceinline=True)
@@ -229,10 +297,10 @@ def _grow(texts, own, places, known, tail, floor, nodes, tips, numbers, space_of
     """
     options, likely = space_of_options
     memory, hashes, table, frequent, source = known
-    chances, tip_chances, reach = numbers[0], numbers[1], numbers[2]
+    chances, tip_chances, reach, reaches = numbers[0], numbers[1], numbers[2], numbers[3]
     recalls, room, orders = memory[0].shape[0] > 1, tips.shape[0], 0
     count, live, reached = 1, 0, 1.0
-    chances[0] = 1.0
+    chances[0] = reaches[0] = 1.0
     while True:
         node = count - 1
         depth, first, stop = nodes[node, DEPTH], nodes[node, FIRST], nodes[node, STOP]
@@ -265,6 +333,7 @@ def _grow(texts, own, places, known, tail, floor, nodes, tips, numbers, space_of
                 best = tip
         live -= 1
         chances[count], reached = tip_chances[best], reach[best]
+        reaches[count] = reached
         reach[best], tip_chances[best] = reach[live], tip_chances[live]
         for column in range(COLUMNS):
             nodes[count, column], tips[best, column] = tips[best, column], tips[live, column]
@@ -279,33 +348,3 @@ def _least(reach, live):
         if reach[tip] < reach[least]:
             least = tip
     return least
-
-
-@njit(cache=True, error_model="numpy", forceinline=True)
-def _in_order(nodes, chances, count):
-    """The tree, nodes as a walk from the root meets them; siblings as they were made, likeliest first.
-
-    Returns tokens, parents, features and sources, int32 `[4, count]`, and the chances, float32 `[count]`.
-    """
-    # What led to a node is of no use any more: its columns serve to lay the nodes out.
-    for node in range(count):
-        nodes[node, FIRST] = 0
-    for node in range(count - 1, 0, -1):
-        nodes[node, STOP] = nodes[nodes[node, PARENT], FIRST]
-        nodes[nodes[node, PARENT], FIRST] = node
-    whole, probabilities = np.empty((4, count), dtype=np.int32), np.empty(count, dtype=np.float32)
-    node, new = 0, 0
-    while True:
-        whole[0, new], whole[1, new] = nodes[node, TOKEN], nodes[nodes[node, PARENT], DEPTH]
-        whole[2, new], whole[3, new] = nodes[node, FEATURE], nodes[node, SOURCES]
-        probabilities[new] = chances[node]
-        nodes[node, DEPTH] = new
-        new += 1
-        if new == count:
-            return whole, probabilities
-        if nodes[node, FIRST] > 0:
-            node = nodes[node, FIRST]
-        else:
-            while nodes[node, STOP] == 0:
-                node = nodes[node, PARENT]
-            node = nodes[node, STOP]

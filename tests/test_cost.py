@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import lookahead.cost
 from lookahead.cost import StepCost
 from lookahead.drafting import merge
+from lookahead.ngram.cut import Limits
 from lookahead.proposers.base import Proposal
 
 
@@ -77,7 +78,7 @@ def test_a_draft_ends_where_expected_tokens_over_cost_are_highest(chances: list[
         np.array([1.0, *chances], np.float32),
     )
     costs = np.cumsum(steps)
-    tree = merge(0, [chain], budget=12, max_depth=100, costs=costs).tree
+    tree = merge(0, [chain], Limits(12, 100), costs=costs).tree
     expected = np.cumsum(np.cumprod(chain.probabilities.astype(np.float64)))
     rates = expected / costs[1 : n + 1]
     assert rates[len(tree) - 1] == pytest.approx(rates.max())
@@ -85,5 +86,5 @@ def test_a_draft_ends_where_expected_tokens_over_cost_are_highest(chances: list[
 
 def test_nodes_that_cost_too_much_are_not_drafted_at_all() -> None:
     chain = Proposal(np.array([0, 1], np.int32), np.zeros(2, np.int32), np.array([1.0, 0.5], np.float32))
-    assert len(merge(0, [chain], budget=4, max_depth=9, costs=np.array([0.0, 1.0, 2.0, 3.0, 4.0, 5.0])).tree) == 1
-    assert len(merge(0, [chain], budget=4, max_depth=9, costs=np.array([0.0, 1.0, 1.1, 1.2, 1.3, 1.4])).tree) == 2
+    assert len(merge(0, [chain], Limits(4, 9), costs=np.array([0.0, 1.0, 2.0, 3.0, 4.0, 5.0])).tree) == 1
+    assert len(merge(0, [chain], Limits(4, 9), costs=np.array([0.0, 1.0, 1.1, 1.2, 1.3, 1.4])).tree) == 2

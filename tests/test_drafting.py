@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lookahead.drafting import merge
+from lookahead.ngram.cut import Limits
 from lookahead.proposers.base import Proposal
 from lookahead.tree import TokenTree
 
@@ -50,7 +51,7 @@ def paths(tokens: np.ndarray, parents: np.ndarray) -> list[tuple[int, ...]]:
 
 @given(st.lists(st.one_of(st.none(), proposals()), max_size=4), st.integers(0, 40), st.integers(0, 8))
 def test_a_draft_is_the_best_part_of_the_union_of_all_proposals(offers, budget, max_depth) -> None:
-    draft = merge(ROOT, offers, budget=budget, max_depth=max_depth, min_probability=0.05)
+    draft = merge(ROOT, offers, Limits(budget, max_depth, min_probability=0.05))
     tree = draft.tree
     TokenTree.from_parents(tree.tokens, tree.parents)  # raises unless it is a tree without duplicates
     assert len(tree) <= budget + 1
@@ -82,13 +83,13 @@ def test_a_draft_is_the_best_part_of_the_union_of_all_proposals(offers, budget, 
 
 def test_the_likeliest_path_is_laid_out_first() -> None:
     unlikely, likely = chain(1, 2, 3, p=0.5), chain(4, 5, 6, p=0.9)
-    tree = merge(ROOT, [unlikely, likely], budget=16, max_depth=16).tree
+    tree = merge(ROOT, [unlikely, likely], Limits(16, 16)).tree
     assert tree.tokens[:4].tolist() == [ROOT, 4, 5, 6]
     assert tree.parents[:4].tolist() == [0, 0, 1, 2]
 
 
 def test_a_node_offered_twice_is_one_node_that_remembers_both_sources() -> None:
-    draft = merge(ROOT, [chain(1, 2), None, chain(1, 3)], budget=16, max_depth=16)
+    draft = merge(ROOT, [chain(1, 2), None, chain(1, 3)], Limits(16, 16))
     assert sorted(draft.tree.tokens[1:].tolist()) == [1, 2, 3]
     shared = draft.placed[0][1]
     assert shared == draft.placed[2][1]
@@ -97,21 +98,21 @@ def test_a_node_offered_twice_is_one_node_that_remembers_both_sources() -> None:
 
 def test_required_nodes_stand_before_likelier_ones() -> None:
     window = chain(1, 2, 3, p=0.01, required=4)
-    draft = merge(ROOT, [chain(4, 5, 6, p=0.99), window], budget=4, max_depth=16, min_probability=0.05)
+    draft = merge(ROOT, [chain(4, 5, 6, p=0.99), window], Limits(4, 16, min_probability=0.05))
     assert (draft.placed[1][1:] > 0).all()
     assert sorted(draft.tree.tokens.tolist()) == [1, 2, 3, 4, ROOT]
 
 
 @pytest.mark.parametrize("offers", [[], [None], [chain()]])
 def test_nothing_offered_is_the_root_alone(offers: list[Proposal | None]) -> None:
-    draft = merge(ROOT, offers, budget=16, max_depth=16)
+    draft = merge(ROOT, offers, Limits(16, 16))
     assert draft.tree.tokens.tolist() == [ROOT]
     assert len(draft.placed) == len(offers)
 
 
 @given(st.lists(st.one_of(st.none(), proposals()), max_size=4), st.integers(1, 40), st.integers(1, 8))
 def test_a_chain_is_the_likeliest_child_of_the_likeliest_child(offers, budget, max_depth) -> None:
-    tree = merge(ROOT, offers, budget=budget, max_depth=max_depth, is_chain=True).tree
+    tree = merge(ROOT, offers, Limits(budget, max_depth, is_chain=True)).tree
     assert tree.parents.tolist() == [max(0, node - 1) for node in range(len(tree))]
     assert len(tree) <= min(budget, max_depth) + 1
     chance: dict[tuple[int, ...], float] = {}

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead.drafting import merge
+from lookahead.ngram.cut import Limits
 from lookahead.ngram.trie import Trie
 from lookahead.ngram.window import UNKNOWN, JacobiWindow
 from lookahead.proposers.base import Outcome
@@ -159,7 +160,7 @@ def decode(proposer, prompt, target, count, room=1000, budget=1000):
     text, proposals, sizes = prompt.tolist(), [], []
     while len(text) < len(prompt) + count:
         proposal = proposer.propose(0, room)
-        draft = merge(text[-1], [proposal], budget=budget, max_depth=len(prompt) + count - len(text) - 1)
+        draft = merge(text[-1], [proposal], Limits(budget, len(prompt) + count - len(text) - 1))
         tree = draft.tree
         paths: list[list[int]] = [[]]
         for node in range(1, len(tree)):

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lookahead.drafting import merge
 from lookahead.ngram.chains import ChainIndex
+from lookahead.ngram.cut import FREE, Limits
 from lookahead.ngram.hits import HitRates
 from lookahead.ngram.trie import grow_trie
 from lookahead.proposers.base import Outcome, Proposal, Top
@@ -198,6 +200,53 @@ def test_each_node_tells_which_sources_offered_it():
     children = proposal.parents == 1
     assert (proposal.tokens[1], proposal.sources[1]) == (3, 0b11)
     assert dict(zip(proposal.tokens[children], proposal.sources[children], strict=True)) == {9: 0b01, 4: 0b10}
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=40),
+    st.integers(1, 30),
+    st.builds(Limits, st.integers(0, 30), st.integers(0, 8), st.sampled_from([0.0, 0.02, 0.3]), st.booleans()),
+    st.one_of(st.just(0.0), st.floats(0.01, 0.5)),
+)
+def test_the_draft_it_makes_by_itself_is_that_merged_from_its_proposal(text, room, limits, node_cost):
+    costs = np.append(0.0, 1.0 + node_cost * np.arange(limits.budget + 1)) if node_cost else FREE
+    proposer = MixtureProposer(["prompt"])
+    proposer.start(0, ids(*text))
+    proposal = proposer.propose(0, room)
+    expected = merge(text[-1], [proposal], limits, costs=costs)
+    drafted = proposer.draft(0, room, limits, costs)
+    tree = drafted.tree
+    TokenTree.from_parents(tree.tokens, tree.parents)  # raises unless it is a tree without duplicates
+    rates = [each.reach.sum() / (costs[len(each.tree)] if node_cost else 1.0) for each in (drafted, expected)]
+    assert rates[0] == pytest.approx(rates[1], rel=1e-6), "proposals tell chances in half the digits"
+    if not node_cost:
+        assert sorted(drafted.reach) == pytest.approx(sorted(expected.reach), rel=1e-6)
+    assert tree.depths.tolist() == [len(path) for path in paths(tree)]
+    assert not drafted.required.any()
+    if proposal is None:
+        assert len(tree) == 1
+    else:
+        offered = paths(TokenTree.from_parents(proposal.tokens, proposal.parents))
+        for path, node in zip(offered, drafted.placed[0], strict=True):
+            assert paths(tree)[node] == (path if path in paths(tree) else ())
+
+
+def paths(tree: TokenTree) -> list[tuple[int, ...]]:
+    """For every node, the tokens from below the root to it."""
+    found: list[tuple[int, ...]] = [()]
+    for node in range(1, len(tree)):
+        found.append((*found[tree.parents[node]], int(tree.tokens[node])))
+    return found
+
+
+def test_the_draft_it_makes_by_itself_goes_along_the_likeliest_path_first():
+    proposer = MixtureProposer(["prompt"])
+    proposer.start(0, ids(1, 2, 8, 1, 2, 3, 4, 1, 2, 3, 4, 5, 1, 2))
+    drafted = proposer.draft(0, 8, Limits(8, 8), FREE)
+    likeliest = [0]
+    while (children := np.flatnonzero(drafted.tree.parents[1:] == likeliest[-1]) + 1).size:
+        likeliest.append(int(children[np.argmax(drafted.reach[children])]))
+    assert likeliest == list(range(len(likeliest))) and len(likeliest) > 3
 
 
 @pytest.mark.parametrize("sources", [[], ["magic"], ["prompt", "prompt"]])

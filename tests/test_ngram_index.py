@@ -229,25 +229,19 @@ def test_a_tree_holds_what_followed_and_nothing_else_likeliest_path_first(docume
 
 
 def check_order(grown: trie.Trie) -> None:
-    """Parents first, depth first, the likelier sibling first, and no more chance than there is."""
+    """Likeliest to be reached first, a parent before its children, and no more chance than there is."""
     siblings: dict[int, list[float]] = {}
+    reach = [1.0]
     for node in range(1, len(grown.tokens)):
         parent = int(grown.parents[node])
         assert parent < node
-        assert parent == node - 1 or parent in ancestors(grown.parents, node - 1)
+        reach.append(reach[parent] * float(grown.probabilities[node]))
+        assert reach[-1] <= reach[-2] * 1.00001
         siblings.setdefault(parent, []).append(float(grown.probabilities[node]))
     for chances in siblings.values():
         assert chances == sorted(chances, reverse=True)
         assert 0.0 < sum(chances) <= 1.0
         assert len(chances) <= RANKS
-
-
-def ancestors(parents: np.ndarray, node: int) -> set[int]:
-    seen = {0}
-    while node != 0:
-        node = int(parents[node])
-        seen.add(node)
-    return seen
 
 
 @given(few_documents, st.integers(1, 12))

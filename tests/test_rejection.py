@@ -14,6 +14,7 @@ import lookahead
 from lookahead import ConfigError, DraftModel, LookaheadConfig
 from lookahead.drafting import merge
 from lookahead.generation import prepare
+from lookahead.ngram.cut import Limits
 from lookahead.proposers.base import Proposal
 from lookahead.proposers.draft_rates import DraftRates
 from lookahead.proposers.grove import Grove
@@ -135,7 +136,7 @@ def grow(law: Law, *, passes: int, width: int, children: int, room: int = 64) ->
 def step(target: Law, drafts: Sequence[Law], max_depth: int = 9, **shape: int) -> Prefix:
     """What one step emits after nothing, its draft drawn by several models."""
     offers = [grow(draft, **shape) for draft in drafts]
-    draft = merge(0, offers, budget=256, max_depth=max_depth, sources=[1] * len(offers))
+    draft = merge(0, offers, Limits(256, max_depth), sources=[1] * len(offers))
     trials = Trials(offers, draft.placed)
     emitted: list[int] = []
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from lookahead.cost import StepCost
 from lookahead.drafting import Draft, fit, merge
+from lookahead.ngram.cut import Limits
 from lookahead.pacing import Pacing
 from lookahead.progress import Batch, Endings
 from lookahead.proposers.base import Proposal
@@ -58,11 +59,11 @@ class Machine:
             self._count(1, 1.0, 0.0, 1)
             return
         costs = self.pacing.begin([10_000] * self.rows, 100, BUDGET + 1)
-        drafts = [Draft(merge(0, [], budget=0, max_depth=0).tree, ())] * self.rows
+        drafts = [Draft(merge(0, [], Limits(0, 0)).tree, ())] * self.rows
         host = 0.0
         if costs is not None:
             host = self.look
-            offers = [merge(0, [chain(claimed)], budget=BUDGET, max_depth=99) for _ in range(self.rows)]
+            offers = [merge(0, [chain(claimed)], Limits(BUDGET, 99)) for _ in range(self.rows)]
             drafts = fit(offers, costs, self.pacing.batch)
             if not self.pacing.accepts(drafts, in_step_for=0):
                 drafts = [draft.bare() for draft in drafts]
@@ -191,7 +192,7 @@ def plain_steps_were_taken(rows: int) -> Pacing:
 def offers_of(pacing: Pacing, chances: list[float]) -> list[Draft]:
     costs = pacing.begin([100] * 4, 100, BUDGET + 1)
     assert costs is not None
-    return fit([merge(0, [chain(chances)], budget=BUDGET, max_depth=99)] * 4, costs, pacing.batch)
+    return fit([merge(0, [chain(chances)], Limits(BUDGET, 99))] * 4, costs, pacing.batch)
 
 
 def test_rows_in_step_are_not_brought_out_of_it_for_a_small_gain() -> None:
@@ -265,13 +266,13 @@ def test_where_outputs_save_a_lot_a_bad_beginning_of_one_does_not_stop_drafting_
 def test_the_trees_of_rows_that_step_together_are_sized_together() -> None:
     likely, unlikely = [0.9] * 8, [0.1]
     costs = 1.0 + 0.5 * np.arange(34.0)
-    alone = fit([merge(0, [chain(likely)], budget=32, max_depth=99)], costs, alike(1))
+    alone = fit([merge(0, [chain(likely)], Limits(32, 99))], costs, alike(1))
     assert len(alone[0].tree) > 4
-    together = [merge(0, [chain(chances)], budget=32, max_depth=99) for chances in [likely] + 15 * [unlikely]]
+    together = [merge(0, [chain(chances)], Limits(32, 99)) for chances in [likely] + 15 * [unlikely]]
     assert all(len(draft.tree) == 1 for draft in fit(together, costs, alike(16))), (
         "one row does not make fifteen others wait"
     )
-    everyone = [merge(0, [chain(likely)], budget=32, max_depth=99) for _ in range(16)]
+    everyone = [merge(0, [chain(likely)], Limits(32, 99)) for _ in range(16)]
     assert {len(draft.tree) for draft in fit(everyone, costs, alike(16))} == {len(alone[0].tree)}
 
 
@@ -283,7 +284,7 @@ def test_the_trees_of_rows_that_step_together_are_sized_together() -> None:
 def test_a_common_size_gives_the_most_expected_tokens_per_cost(rows, required, steps) -> None:
     offers = [chain(chances) for chances in rows]
     offers = [Proposal(o.tokens, o.parents, o.probabilities, required=min(required, len(o.tokens))) for o in offers]
-    drafts = [merge(0, [offer], budget=10, max_depth=99) for offer in offers]
+    drafts = [merge(0, [offer], Limits(10, 99)) for offer in offers]
     costs = np.cumsum(steps)
     fitted = fit(drafts, costs, alike(len(drafts)))
     least = max(max(1, int(d.required.sum()) + 1) for d in drafts)
@@ -342,7 +343,7 @@ def test_the_less_it_is_known_when_rows_end_the_more_their_tokens_count_alike(la
 
 
 def test_a_row_that_is_ahead_is_not_drafted_for_where_the_others_take_as_long_without_it() -> None:
-    drafts = [merge(0, [chain([0.9] * 8)], budget=32, max_depth=99), merge(0, [], budget=32, max_depth=99)]
+    drafts = [merge(0, [chain([0.9] * 8)], Limits(32, 99)), merge(0, [], Limits(32, 99))]
     costs = np.array([0.0, *np.linspace(1.0, 2.0, 32)])
     same_price = np.array([0.0, 1.0, 1.0])
     ahead, behind = (fit(drafts, costs, Batch(np.array(left), same_price)) for left in ([50.0, 90.0], [90.0, 50.0]))

@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead.drafting import Draft
 from lookahead.ngram.chains import MAX_CONTEXT, ChainIndex, Chains
+from lookahead.ngram.cut import FREE, NOTHING, Limits
 from lookahead.ngram.hits import HitRates, copied
 from lookahead.ngram.pool import Pool
 from lookahead.ngram.recycled import ORDERS, RecycledTable
-from lookahead.ngram.trie import Trie, grow_trie
+from lookahead.ngram.trie import MAX_ROOM, Grown, grow
 from lookahead.proposers.base import IntArray, Outcome, Proposal
+from lookahead.tree import TokenTree
 
 SOURCES = ("prompt", "outputs", "corpus", "recycled")
+_MAX_LINKS = 32  # walked in each text
 _OUTPUT_TOKENS = 1 << 20  # of earlier outputs; the oldest half is forgotten when they are full
 
 
@@ -37,7 +44,7 @@ class _Row:
 
     text: ChainIndex
     texts: list[Chains]
-    trie: Trie | None = None
+    grown: Grown | None = None
 
 
 class MixtureProposer:
@@ -87,6 +94,7 @@ class MixtureProposer:
         if "corpus" in sources and pool is None:
             raise ValueError("the source corpus needs a pool")
         self.needs_top = "recycled" in sources
+        self._from_prompt = "prompt" in sources
         self.min_ngram = min_ngram
         self.max_ngram = max_ngram
         self.min_probability = min_probability
@@ -100,7 +108,7 @@ class MixtureProposer:
         """Index the prompt of a new row."""
         text = ChainIndex()
         text.append(prompt)
-        texts: list[Chains] = [text] if "prompt" in self.sources else []
+        texts: list[Chains] = [text] if self._from_prompt else []
         if "outputs" in self.sources:
             texts.append(self._memory.outputs)
         if self._pool is not None:
@@ -109,24 +117,35 @@ class MixtureProposer:
 
     def propose(self, row: int, room: int) -> Proposal | None:
         """Offer what may follow the row's last tokens, at most `room` nodes besides the root."""
-        state = self._rows[row]
-        from_prompt = "prompt" in self.sources
-        trie = grow_trie(
+        if room < 1:
+            return None
+        trie = self._grow(self._rows[row], room).trie
+        return Proposal(trie.tokens, trie.parents, trie.probabilities, trie.sources) if len(trie.tokens) > 1 else None
+
+    def draft(self, row: int, room: int, limits: Limits, costs: NDArray[np.float64]) -> Draft:
+        """Propose, with room for a node at least, and cut the proposal to a draft."""
+        grown = self._grow(self._rows[row], room, limits, costs)
+        tokens, parents, depths, sources, required = grown.part
+        return Draft(TokenTree(tokens, parents, depths, sources), (grown.placed,), grown.reach, required)
+
+    def _grow(self, state: _Row, room: int, limits: Limits = NOTHING, costs: NDArray[np.float64] = FREE) -> Grown:
+        """What may follow, remembered until it is known what did."""
+        state.grown = grow(
             state.texts,
             self._rates,
-            room,
-            memory=self._recycled,
-            context=None if from_prompt else state.text.tokens[1:][-self.max_ngram :],
-            min_ngram=self.min_ngram,
-            max_ngram=self.max_ngram,
-            min_probability=self.min_probability,
+            self._recycled,
+            None if self._from_prompt else state.text.tokens[1:][-self.max_ngram :],
+            (self.min_ngram, self.max_ngram, _MAX_LINKS, min(room, MAX_ROOM)),
+            self.min_probability,
+            limits,
+            costs,
         )
-        state.trie = trie
-        return None if trie is None else Proposal(trie.tokens, trie.parents, trie.probabilities, trie.sources)
+        return state.grown
 
     def observe(self, row: int, outcome: Outcome, placed: IntArray) -> None:
         """Learn which candidates were right and what the target thinks now, and index the emitted tokens."""
-        state, trie = self._rows[row], self._rows[row].trie
+        state = self._rows[row]
+        trie = state.grown.trie if state.grown is not None else None
         if trie is not None:
             self._rates.learn(trie.parents, trie.tokens, trie.features, outcome.tokens)
         if self._recycled is not None and outcome.top is not None:
@@ -136,7 +155,7 @@ class MixtureProposer:
                 skipped = copied(trie.parents, trie.tokens, trie.features, placed, top.tokens[:, 0])
             before = state.text.tokens[-ORDERS:]
             self._recycled.store(before, tree.parents, tree.tokens, top.tokens, top.probabilities, skipped)
-        state.trie = None
+        state.grown = None
         self._rates.count(outcome.tokens)
         state.text.append(outcome.tokens)
 
