@@ -152,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from lookahead.kernels.choice import runs_on
 
     if not runs_on(torch.device("cuda", torch.cuda.current_device())):
-        print("bench.kernel needs triton and a GPU of compute capability 8.0 or later", file=sys.stderr)
+        print("bench.kernel needs triton and an NVIDIA GPU", file=sys.stderr)
         return 2
     torch.manual_seed(0)
     pace = copy_bandwidth()

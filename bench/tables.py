@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from bench.sheets import SHEETS, Row, Sheet
-from lookahead.kernels.choice import VERIFIED
 
 BENCH = Path(__file__).resolve().parent
 PLOT = Path("results/plots/replay.svg")
@@ -100,13 +99,6 @@ def section(sheet: Sheet, result: Mapping[str, Any] | None) -> list[str]:
     return [*lines, *(["", sheet.note] if sheet.note else []), ""]
 
 
-def gpu_tests() -> list[str]:
-    """On what the tests that need a GPU have passed: the kernels serve there and nowhere else."""
-    passed = ", ".join(f"{major}.{minor}" for major, minor in sorted(VERIFIED)) or MISSING
-    lines = ["## GPU tests", "", "`pytest -m gpu`", "", "| figure | target | measured |", "|---|---|---|"]
-    return [*lines, f"| compute capabilities on which the kernels passed |  | {passed} |", ""]
-
-
 def page(folder: Path) -> str:
     """The whole page of the results in a folder."""
     results = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
@@ -123,7 +115,7 @@ def page(folder: Path) -> str:
     ]
     for sheet in [*SHEETS, *others]:
         lines += section(sheet, results.get(sheet.file))
-    return "\n".join([*lines, *gpu_tests()])
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

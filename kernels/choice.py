@@ -9,27 +9,31 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from lookahead.kernels.audition import Part, attends_rightly, compacts_rightly
 from lookahead.kernels.checks import shortcoming, slot_shortcoming
 
-# Compute capabilities on which tests/test_kernels_gpu.py passed; on others the engine leaves the kernels alone.
-VERIFIED: frozenset[tuple[int, int]] = frozenset()
+NO_OPTIONS: frozenset[str] = frozenset()
 
 
 @cache
 def runs_on(device: torch.device) -> bool:
-    """Whether `device` is an NVIDIA GPU the kernels were verified on, with triton at hand."""
-    if device.type != "cuda" or torch.version.cuda is None or find_spec("triton") is None:
-        return False
-    return torch.cuda.get_device_capability(device) in VERIFIED
+    """Whether `device` is an NVIDIA GPU with triton at hand."""
+    return device.type == "cuda" and torch.version.cuda is not None and find_spec("triton") is not None
 
 
-def attention_for(query: Tensor, keys: Tensor, values: Tensor) -> Callable[..., Tensor] | None:
+def attention_for(
+    query: Tensor, keys: Tensor, values: Tensor, options: frozenset[str] = NO_OPTIONS
+) -> Callable[..., Tensor] | None:
     """The tree attention kernel for these tensors, or None where torch's own attention serves them better.
+
+    On a GPU a kernel serves once it was seen to be right there, for such heads, types and options
+    (`lookahead.kernels.audition`); the first call that needs one waits for that.
 
     Args:
         query: `[rows, heads, width, dim]`.
         keys: `[rows, slots, kv_heads, dim]`.
         values: `[rows, slots, kv_heads, value_dim]`.
+        options: Which of "window", "chunk", "softcap" and "sinks" will be given.
     """
     if query.device.type == "cpu":
         from lookahead.kernels import cpu_attention
@@ -39,7 +43,9 @@ def attention_for(query: Tensor, keys: Tensor, values: Tensor) -> Callable[..., 
         return None
     from lookahead.kernels.tree_attention import tree_attention
 
-    return tree_attention
+    groups = query.shape[1] // keys.shape[2]
+    part = Part(query.device, query.dtype, keys.shape[3], values.shape[3], groups, options)
+    return tree_attention if attends_rightly(part, tree_attention) else None
 
 
 def compactor_for(buffers: Sequence[Tensor]) -> Callable[..., None] | None:
@@ -51,4 +57,5 @@ def compactor_for(buffers: Sequence[Tensor]) -> Callable[..., None] | None:
         return None
     from lookahead.kernels.compaction import SlotBuffers, compact
 
-    return partial(compact, SlotBuffers(buffers))
+    right = compacts_rightly(buffers[0].device, compact, SlotBuffers)
+    return partial(compact, SlotBuffers(buffers)) if right else None

@@ -263,9 +263,9 @@ def tree_attention(
     groups = heads // kv_heads
     if tree_pass.scores_trees and not torch.compiler.is_compiling():
         slots = (key.transpose(1, 2), value.transpose(1, 2))  # as the cache holds them
-        kernel = _kernel_for(query, *slots)
+        limits = {"window": reach.window, "chunk": reach.chunk, "softcap": softcap, "sinks": s_aux}
+        kernel = _kernel_for(query, *slots, limits)
         if kernel is not None:
-            limits = {"window": reach.window, "chunk": reach.chunk, "softcap": softcap, "sinks": s_aux}
             return kernel(query, *slots, **tree_pass.tensors(query.device)._asdict(), scaling=scaling, **limits), None
     packed = query.view(rows, kv_heads, groups, width, dim).transpose(2, 3).reshape(rows, kv_heads, width * groups, dim)
     plain = softcap is None and s_aux is None
@@ -284,11 +284,11 @@ def tree_attention(
     return out.reshape(rows, width, heads, -1), None
 
 
-def _kernel_for(query: Tensor, keys: Tensor, values: Tensor) -> Callable[..., Tensor] | None:
+def _kernel_for(query: Tensor, keys: Tensor, values: Tensor, limits: dict[str, Any]) -> Callable[..., Tensor] | None:
     """The kernel for these tensors, or None where SDPA serves them."""
     from lookahead.kernels.choice import attention_for
 
-    return attention_for(query, keys, values)
+    return attention_for(query, keys, values, frozenset(name for name, limit in limits.items() if limit is not None))
 
 
 def _reach(module: Any, kwargs: dict[str, Any], kv_length: int) -> Reach:

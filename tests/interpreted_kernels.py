@@ -15,6 +15,7 @@ import torch
 
 from bench.trees import CASES, random_trees, relative_error
 from lookahead.kernels import reference
+from lookahead.kernels.audition import Part, attends_rightly, compacts_rightly
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1 to run the kernels without a GPU", allow_module_level=True)
@@ -134,3 +135,10 @@ def test_buffers_that_compaction_cannot_move_are_refused_by_index():
         SlotBuffers([torch.zeros(2, 8, 1, 8), torch.zeros(2, 9, 1, 8)])
     with pytest.raises(ValueError, match=r"a multiple of 16 bytes, got address .* and 12 bytes a slot"):
         SlotBuffers([torch.zeros(2, 8, 1, 3)])
+
+
+@pytest.mark.parametrize("options", [frozenset(), frozenset({"window", "softcap", "sinks"})], ids=["plain", "options"])
+def test_they_pass_the_audition_that_lets_them_serve_on_a_gpu(options):
+    part = Part(torch.device("cpu"), FULL, 64, 64, 2, options)
+    assert attends_rightly(part, tree_attention)
+    assert compacts_rightly(part.device, compact, SlotBuffers)

@@ -66,10 +66,16 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         told.update(name for name, argument in arguments.items() if argument is not None)
         return reference.tree_attention(query, keys, values, **arguments, dtype=torch.float32).to(query.dtype)
 
-    def attention_for(query: Tensor, keys: Tensor, values: Tensor) -> Callable[..., Tensor]:
+    def attention_for(query: Tensor, keys: Tensor, values: Tensor, options: frozenset[str]) -> Callable[..., Tensor]:
         problem = checks.shortcoming(query, keys, values)
         assert problem is None, problem
-        return attention
+
+        def announced(*tensors: Tensor, **arguments: Any) -> Tensor:
+            limits = {"window", "chunk", "softcap", "sinks"}
+            assert options == {name for name in limits if arguments[name] is not None}
+            return attention(*tensors, **arguments)
+
+        return announced
 
     def compactor_for(buffers: Sequence[Tensor]) -> Callable[..., None]:
         assert checks.slot_shortcoming(buffers) is None

@@ -1,0 +1,130 @@
+"""A kernel serves on a device only where it was heard to be right: with references in its place, a CPU can tell."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lookahead.kernels import audition, reference
+from lookahead.kernels.audition import Part, attends_rightly, compacts_rightly
+
+CPU = torch.device("cpu")
+OPTIONS = [frozenset(), frozenset({"window"}), frozenset({"chunk", "sinks"}), frozenset({"softcap"})]
+
+
+@pytest.fixture(autouse=True)
+def nothing_heard_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(audition, "_outcomes", {})
+    yield
+
+
+def part(dtype: torch.dtype = torch.float32, options: frozenset[str] = frozenset(), groups: int = 3) -> Part:
+    return Part(CPU, dtype, 64, 48, groups, options)
+
+
+def right(query: Tensor, keys: Tensor, values: Tensor, **arguments: Any) -> Tensor:
+    return reference.tree_attention(query, keys, values, **arguments, dtype=torch.float32).to(query.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(sorted(options)) or "plain")
+def test_a_kernel_that_is_right_serves(dtype: torch.dtype, options: frozenset[str]) -> None:
+    assert attends_rightly(part(dtype, options), right)
+
+
+def one_slot_short(query: Tensor, keys: Tensor, values: Tensor, *, lengths: Tensor, **arguments: Any) -> Tensor:
+    keys = keys.clone()
+    keys[:, 0] = -100 * query[:, 0, :1].sum(1, keepdim=True).sign()  # hardly seen
+    return right(query, keys, values, lengths=lengths, **arguments)
+
+
+def without_the_last_word(query: Tensor, keys: Tensor, values: Tensor, *, words: Tensor, **arguments: Any) -> Tensor:
+    words = words.clone()
+    words[:, :, 1] = 0
+    return right(query, keys, values, words=words, **arguments)
+
+
+def all_see_all(query: Tensor, keys: Tensor, values: Tensor, *, words: Tensor, **arguments: Any) -> Tensor:
+    return right(query, keys, values, words=words | words[:, -1:], **arguments)
+
+
+def without_options(query: Tensor, keys: Tensor, values: Tensor, **arguments: Any) -> Tensor:
+    for name in ("window", "chunk", "softcap", "sinks"):
+        arguments.pop(name, None)
+    return right(query, keys, values, **arguments)
+
+
+def reading_what_is_unused(query: Tensor, keys: Tensor, values: Tensor, **arguments: Any) -> Tensor:
+    return right(query, keys, values, **arguments) + 0 * values.sum()
+
+
+def that_does_not_compile(*tensors: Tensor, **arguments: Any) -> Tensor:
+    raise RuntimeError("out of resources: shared memory")
+
+
+@pytest.mark.parametrize(
+    "kernel", [one_slot_short, without_the_last_word, all_see_all, reading_what_is_unused, that_does_not_compile]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_kernel_that_is_wrong_anywhere_does_not_serve_and_the_log_says_so_once(
+    dtype: torch.dtype, kernel: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="lookahead.kernels.audition"):
+        assert not attends_rightly(part(dtype), kernel)
+        assert not attends_rightly(part(dtype), kernel)
+    (record,) = caplog.records
+    assert f"{dtype}, head size 64 and 48, 3 heads a KV head on cpu is not used" in record.getMessage()
+
+
+@pytest.mark.parametrize("options", OPTIONS[1:], ids=lambda options: "+".join(sorted(options)))
+def test_a_kernel_that_is_deaf_to_an_option_serves_without_it_only(options: frozenset[str]) -> None:
+    assert attends_rightly(part(), without_options)
+    assert not attends_rightly(part(options=options), without_options)
+
+
+def test_a_kernel_is_heard_once_for_every_type_size_and_option_and_not_while_a_graph_is_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[int] = []
+
+    def counting(query: Tensor, *tensors: Tensor, **arguments: Any) -> Tensor:
+        calls.append(query.shape[1])
+        return right(query, *tensors, **arguments)
+
+    monkeypatch.setattr(audition, "_is_recording", lambda _: True)
+    assert not attends_rightly(part(), counting)
+    assert not calls
+    monkeypatch.setattr(audition, "_is_recording", lambda _: False)
+    for _ in range(3):
+        assert attends_rightly(part(), counting) and attends_rightly(part(groups=1), counting)
+    assert calls == [6, 6, 2, 2]
+    monkeypatch.setattr(audition, "_is_recording", lambda _: True)
+    assert attends_rightly(part(), counting), "what was heard before serves while a graph is recorded"
+
+
+def test_compaction_serves_where_it_leaves_the_right_bytes() -> None:
+    def right(buffers: list[Tensor], **plan: Tensor) -> None:
+        for buffer in buffers:
+            reference.compact(buffer, **plan)
+
+    def in_the_wrong_order(
+        buffers: list[Tensor], *, rows: Tensor, starts: Tensor, counts: Tensor, paths: Tensor
+    ) -> None:
+        for buffer in buffers:
+            for row, start, count, path in zip(rows.tolist(), starts.tolist(), counts.tolist(), paths, strict=True):
+                for node in reversed(range(count)):
+                    buffer[row, start + node] = buffer[row, start + int(path[node])]
+
+    assert compacts_rightly(CPU, right, list)
+    assert not compacts_rightly(CPU, in_the_wrong_order, list)
+
+
+def test_the_default_random_numbers_are_left_alone() -> None:
+    before = torch.get_rng_state()
+    attends_rightly(part(), right)
+    assert torch.equal(torch.get_rng_state(), before)
