@@ -19,7 +19,7 @@ from lookahead.summarize import summarize
 
 if TYPE_CHECKING:
     from lookahead.config import LookaheadConfig
-    from lookahead.costs import calibrate_costs, load_costs, save_costs
+    from lookahead.costs import calibrate_costs, load_costs, prepare_costs, save_costs
     from lookahead.enabling import enable
     from lookahead.errors import (
         ConfigError,
@@ -59,6 +59,7 @@ __all__ = [
     "enable",
     "generate",
     "load_costs",
+    "prepare_costs",
     "save_costs",
     "stream",
     "summarize",
@@ -85,6 +86,7 @@ _HOME = {
     "enable": "enabling",
     "generate": "generation",
     "load_costs": "costs",
+    "prepare_costs": "costs",
     "save_costs": "costs",
     "stream": "generation",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,11 @@ PADDED_NODES = (1, 2, 4, 8, 16, 32, 64)  # what compiled steps are padded to
 CONTEXTS = (256,)
 _ROUNDS = 9
 _WARM_UPS = 2
+QUICK_NODES = (1, 2, 4, 8, 16, 32, 64)
+_QUICK_CONTEXT = 256
+_QUICK_ROUNDS = 3
+QUICK_S = 3.0
+_DEARER = 3.0  # than a plain step, what a step of a sweep is taken to be before any was measured
 
 Clock = Callable[[], float]
 
@@ -149,7 +155,7 @@ def calibrate(
     machine = measure_machine(model, clock)
     sweeps = []
     for context in contexts:
-        seconds, kv_bytes = _sweep(model, context, nodes, compiles, clock)
+        seconds, kv_bytes = _sweep(model, context, nodes, compiles, clock, rounds=_ROUNDS)
         cost.calibrate(nodes, seconds, rows=1, context=context + most)
         plain = seconds[nodes.index(1)]
         points = [
@@ -157,6 +163,34 @@ def calibrate(
         ]
         sweeps.append(Sweep(context, points))
     return Calibration(machine, sweeps)
+
+
+def calibrate_quickly(
+    model: PreTrainedModel, cost: StepCost, *, within_s: float = QUICK_S, clock: Clock = time.perf_counter
+) -> bool:
+    """Teach costs what few steps tell, of few sizes and over a short context, where that takes no longer than allowed.
+
+    Args:
+        model: A causal language model.
+        cost: Learns what was measured.
+        within_s: Seconds it may take; what it would take is judged by a plain step.
+        clock: Seconds.
+
+    Returns:
+        Whether anything was learned: not of a slow model, and not of one that cannot verify drafts.
+    """
+    config: Any = model.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None) or _QUICK_CONTEXT
+    context = min(_QUICK_CONTEXT, positions - max(QUICK_NODES) - 2)
+    if context < 1:
+        return False
+    try:
+        seconds, _ = _sweep(model, context, QUICK_NODES, False, clock, rounds=_QUICK_ROUNDS, within_s=within_s)
+    except (UnsupportedModelError, ConfigError):
+        return False
+    if seconds:
+        cost.calibrate(QUICK_NODES, seconds, rows=1, context=context + max(QUICK_NODES))
+    return bool(seconds)
 
 
 def measure_machine(model: PreTrainedModel, clock: Clock = time.perf_counter) -> Machine:
@@ -184,9 +218,19 @@ def _timed(work: Callable[[], object], device: torch.device, clock: Clock) -> fl
 
 
 def _sweep(
-    model: PreTrainedModel, context: int, nodes: Sequence[int], compiles: bool, clock: Clock
+    model: PreTrainedModel,
+    context: int,
+    nodes: Sequence[int],
+    compiles: bool,
+    clock: Clock,
+    *,
+    rounds: int,
+    within_s: float = math.inf,
 ) -> tuple[list[float], float]:
-    """Median seconds of a step for every number of nodes, and the bytes of KV of one token."""
+    """Median seconds of a step for every number of nodes, and the bytes of KV of one token.
+
+    No seconds where the sweep would take longer than it may.
+    """
     length = context + max(nodes) + 1
     support = support_of(model, shortest=context, max_length=length)
     if support.shape == "none":
@@ -201,14 +245,17 @@ def _sweep(
     config: Any = model.config.get_text_config()
     prompt = rng.integers(0, config.vocab_size, context + 1).astype(np.int32)
     trees = [_tree(rng, n, config.vocab_size, is_chain=support.shape == "chains") for n in nodes]
-    rounds: list[list[float]] = []
+    spent: list[list[float]] = []
     with target.serving():
         target.prefill([prompt])
-        for _ in range(_WARM_UPS + _ROUNDS):
-            rounds.append([_timed(partial(_step, target, tree), device, clock) for tree in trees])
+        plain_s = min(_timed(partial(_step, target, trees[nodes.index(1)]), device, clock) for _ in range(2))
+        if plain_s * len(nodes) * (_WARM_UPS + rounds) * _DEARER > within_s:
+            return [], 0.0
+        for _ in range(_WARM_UPS + rounds):
+            spent.append([_timed(partial(_step, target, tree), device, clock) for tree in trees])
     layers: list[Any] = [layer for layer in cast(list[Any], target.cache.layers) if layer.is_initialized]
     per_slot = [each.nbytes / each.shape[1] for layer in layers for each in (layer.keys, layer.values)]
-    return [statistics.median(spent) for spent in zip(*rounds[_WARM_UPS:], strict=True)], sum(per_slot)
+    return [statistics.median(each) for each in zip(*spent[_WARM_UPS:], strict=True)], sum(per_slot)
 
 
 def _step(target: Target, tree: TokenTree) -> None:

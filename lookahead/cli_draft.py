@@ -58,13 +58,13 @@ def pick_draft(
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"candidates must be models, each named once, got {candidates!r}")
         texts = _read_prompts(prompts)
-        loaded = load(model, dtype, device, threads)
+        loaded = load(model, dtype, device, threads, measures_costs=False)
         from lookahead.picking import PROMPTS, pick_draft
         from lookahead.proposers.draft_model import DraftModel
 
         drafts = {}
         for name in names:
-            draft, tokenizer = load(name, dtype, device, threads)
+            draft, tokenizer = load(name, dtype, device, threads, measures_costs=False)
             drafts[name] = DraftModel(draft, tokenizer=tokenizer)
         sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
         with console(sys.stderr).status("measuring"):
@@ -79,7 +79,7 @@ def with_draft_model(
     config: LookaheadConfig | None, model: str, dtype: str, device: str | None, threads: int | None
 ) -> LookaheadConfig:
     """The options on drafting, with a draft model beside the other sources; it is loaded for that."""
-    draft, tokenizer = load(model, dtype, device, threads)
+    draft, tokenizer = load(model, dtype, device, threads, measures_costs=False)
     from lookahead.proposers.draft_model import DraftModel
 
     config = config if config is not None else LookaheadConfig()

@@ -52,7 +52,7 @@ def calibrate(
     need at its best. "Tokens to break even" is how many tokens a step of that size
     must emit, the one plain decoding would give included, to be no slower.
     The costs are written to a file that later commands read; `load_costs` reads it
-    in Python. Without it they are learned while decoding.
+    in Python. Without it a command measures a few sizes, quickly, and keeps them.
 
     For example:
 
@@ -60,7 +60,7 @@ def calibrate(
       lookahead calibrate --context 256 --context 4096 --json
     """
     with usage_errors():
-        loaded = load(model, dtype, device, threads)
+        loaded = load(model, dtype, device, threads, measures_costs=False)
         from lookahead.calibration import CONTEXTS
         from lookahead.costs import calibrate_costs, save_costs
         from lookahead.explain.drawing import draw_calibration

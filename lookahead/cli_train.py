@@ -90,7 +90,7 @@ def train(
             seed=seed,
         )
         check_trainer()
-        loaded = load(model, dtype, device, threads)
+        loaded = load(model, dtype, device, threads, measures_costs=False)
         stderr = console(sys.stderr)
 
         def tell(line: str) -> None:

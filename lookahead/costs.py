@@ -1,8 +1,8 @@
 """What the steps of a model cost, kept from one process to the next.
 
 The library learns costs from the steps it takes anyway and writes no file unasked: a program that wants the first
-call to know them loads them, and one that has learned them saves them. The command line loads them, and
-`lookahead calibrate` saves them.
+call to know them prepares or loads them, and one that has learned them saves them. The command line prepares them, and
+`lookahead calibrate` measures them with more care.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from lookahead.calibration import CONTEXTS, NODES, PADDED_NODES, Calibration, calibrate
+from lookahead.calibration import CONTEXTS, NODES, PADDED_NODES, Calibration, calibrate, calibrate_quickly
 from lookahead.config import PASSES
 from lookahead.costfile import read_costs, write_costs
 from lookahead.experience import experience_of
@@ -35,6 +35,27 @@ def load_costs(model: PreTrainedModel, folder: Path | str | None = None) -> bool
     costs = experience_of(model).costs
     found = [read_costs(model, costs[passes], _as_path(folder), passes) for passes in PASSES]
     return any(found)
+
+
+def prepare_costs(model: PreTrainedModel, folder: Path | str | None = None) -> bool:
+    """`load_costs`, and where there is no file a quick sweep of at most about 3 seconds, which is then saved.
+
+    Args:
+        model: A causal language model; one too slow for that, or that cannot verify drafts, is not measured.
+        folder: Where the file is or will be; the platform's cache folder when None.
+
+    Returns:
+        Whether costs are known now.
+
+    Raises:
+        OSError: The file cannot be written; the costs are known all the same.
+    """
+    if load_costs(model, folder):
+        return True
+    if not calibrate_quickly(model, experience_of(model).costs[PASSES[0]]):
+        return False
+    save_costs(model, folder)
+    return True
 
 
 def save_costs(model: PreTrainedModel, folder: Path | str | None = None, *, compile: bool = False) -> Path:

@@ -86,18 +86,35 @@ def _bar(words: str, *, shown: bool) -> Progress:
     )
 
 
-def load(model: str, dtype: str, device: str | None, threads: int | None) -> LoadedModel:
-    """Load the model, with a sign of life for the seconds that takes, and what `lookahead calibrate` measured."""
-    from lookahead.costs import load_costs
+def load(
+    model: str, dtype: str, device: str | None, threads: int | None, *, measures_costs: bool = True
+) -> LoadedModel:
+    """Load the model, with a sign of life for the seconds that takes, and what its steps cost.
+
+    Args:
+        model: As `lookahead.loading.load_model` takes it.
+        dtype: Likewise.
+        device: Likewise.
+        threads: CPU threads, as PyTorch chooses when None.
+        measures_costs: Whether costs that no file holds are measured quickly, and kept.
+    """
+    from lookahead.costs import load_costs, prepare_costs
     from lookahead.loading import load_model, locate_model, prepare_process
 
     locate_model(model)
-    with console(sys.stderr).status("loading the model"):
+    with console(sys.stderr).status("loading the model") as status:
         prepare_process(threads)
         loaded = load_model(model, dtype=dtype, device=device)
         with warnings.catch_warnings(record=True) as complaints:
             warnings.simplefilter("always")
-            load_costs(loaded.model)
+            if measures_costs:
+                status.update("measuring what steps cost, once for this model on this machine")
+                try:
+                    prepare_costs(loaded.model)
+                except OSError as error:
+                    warnings.warn(f"what steps cost is not kept for the next time: {error}", stacklevel=1)
+            else:
+                load_costs(loaded.model)
     for complaint in complaints:
         say("warning", str(complaint.message))
     return loaded

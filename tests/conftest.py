@@ -21,6 +21,15 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What the command line keeps between runs is not kept where its user's is."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
+
+
 # The first example compiles: a deadline would measure Numba.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from transformers import MambaConfig, MambaForCausalLM
 from typer.testing import CliRunner
 
 import lookahead
-from lookahead.calibration import calibrate
+from lookahead.calibration import calibrate, calibrate_quickly
 from lookahead.cli import app
 from lookahead.cost import StepCost
 from lookahead.costfile import cache_folder, cost_path, read_costs, write_costs
@@ -69,6 +71,25 @@ def test_arithmetic_and_traffic_follow_from_parameters_dtype_and_cache(tiny_llam
     assert four.moved == 4 * (read + kv * 28)
     assert 3 < four.intensity / one.intensity < 4
     assert (one.break_even, four.break_even, four.acceptance_needed) == (1.0, 1.0, 0.0)
+
+
+def test_a_quick_sweep_teaches_the_costs_of_few_sizes(tiny_llama) -> None:
+    cost = StepCost()
+    assert calibrate_quickly(tiny_llama, cost, within_s=1e9, clock=ticking())
+    np.testing.assert_allclose(cost.curve(1, 64, context=300)[[1, 2, 4, 8, 16, 32]], 1.0, rtol=0.05)
+
+
+def test_a_model_too_slow_for_a_quick_sweep_is_not_measured_and_takes_two_steps_to_say_so(tiny_llama) -> None:
+    cost, reads = StepCost(), itertools.count(0.0)
+    assert not calibrate_quickly(tiny_llama, cost, within_s=60.0, clock=reads.__next__)
+    assert next(reads) == 4, "a step takes a second by this clock, which is read before and after it"
+    assert not cost.to_dict()
+
+
+def test_a_model_that_cannot_verify_drafts_is_not_measured() -> None:
+    with torch.random.fork_rng():
+        model = MambaForCausalLM(MambaConfig(vocab_size=101, hidden_size=32, num_hidden_layers=1)).eval()
+    assert not calibrate_quickly(model, StepCost(), within_s=1e9)
 
 
 @pytest.mark.parametrize("nodes", [(), (0, 1), (2, 4)])
@@ -173,6 +194,23 @@ def test_saved_costs_are_loaded_into_the_model_they_were_saved_for(tiny_llama, t
 
 
 # The command
+
+
+def test_costs_are_measured_and_saved_where_there_is_no_file_and_loaded_where_there_is(tiny_llama, tmp_path) -> None:
+    assert lookahead.prepare_costs(tiny_llama, tmp_path)
+    path = cost_path(tiny_llama, tmp_path)
+    written = path.read_bytes()
+    assert lookahead.prepare_costs(tiny_llama, tmp_path)
+    assert path.read_bytes() == written, "measured once"
+
+
+def test_a_folder_that_takes_no_file_is_a_warning_and_decoding_goes_on(model_folder, tmp_path, monkeypatch) -> None:
+    (tmp_path / "lookahead").write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    arguments = ["generate", "3 4 5", "--model", str(model_folder), "--max-new-tokens", "3"]
+    outcome = CliRunner().invoke(app, arguments)
+    assert outcome.exit_code == 0, outcome.output
+    assert "what steps cost is not kept for the next time" in " ".join(outcome.output.split())
 
 
 def test_the_command_prints_tables_and_writes_the_file(model_folder, tmp_path, monkeypatch) -> None:
