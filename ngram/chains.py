@@ -12,18 +12,22 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from lookahead.ngram.matches import LEVELS, find_matches, hash_levels, mix
+from lookahead.ngram.places import Placed, array_at, places_at
+
 IntArray = NDArray[np.int32]
 
-LEVELS = 4  # chains are kept for contexts of 1, 2, 4 and 8 tokens: level k holds those of 2**k tokens
 MAX_CONTEXT = 64  # a match is measured up to this many tokens
 SEPARATOR = -1  # stands between documents; no token is negative, so no match crosses it
 _FIRST_CAPACITY = 1024
 _BLOCK = 1024  # positions linked together
 _FEW = 64  # fewer than this are linked one by one
+_LENGTH, _CAPACITY, _SLOTS = 3, 4, 5  # behind the places of arena, heads and links
+_PLACES = 6
 _GROWTH = 1.25  # of the arena when it is full; twice as much would leave up to half of it empty
 
 
-class Chains:
+class Chains(Placed):
     """Hash chains over an arena of documents, to be searched; `ChainIndex` grows them, `Pool` reads them from a file.
 
     Args:
@@ -37,10 +41,12 @@ class Chains:
     __slots__ = ("_arena", "_heads", "_length", "_links")
 
     def __init__(self, arena: IntArray, heads: IntArray, links: IntArray, length: int) -> None:
+        super().__init__(_PLACES)
         self._arena = arena
         self._heads = heads
         self._links = links
-        self._length = length
+        self._fill(length)
+        self._settle()
 
     def __len__(self) -> int:
         """Places taken in the arena: tokens, and one separator before each document."""
@@ -55,6 +61,15 @@ class Chains:
     def nbytes(self) -> int:
         """Memory held by the arena, the chains and the tables, in bytes."""
         return self._arena.nbytes + self._links.nbytes + self._heads.nbytes
+
+    def _fill(self, length: int) -> None:
+        """Take note of how many places of the arena are taken."""
+        self._length = self._places[_LENGTH] = length
+
+    def _settle(self) -> None:
+        """Take note of where arena, heads and links lie."""
+        self._place(self._arena, self._heads, self._links)
+        self._places[_CAPACITY], self._places[_SLOTS] = self._arena.size, self._heads.shape[1]
 
     @property
     def state(self) -> tuple[IntArray, IntArray, IntArray, int]:
@@ -149,7 +164,7 @@ class ChainIndex(Chains):
         end = _append(self._arena, self._heads, self._links, self._length, new, True)
         if end < 0:
             raise ValueError(f"token ids must not be negative, got {int(new.min())}")
-        self._length = end
+        self._fill(end)
 
     def append_documents(self, tokens: IntArray) -> None:
         """Close the open document and add several, the last of which stays open.
@@ -167,14 +182,14 @@ class ChainIndex(Chains):
             raise ValueError(f"tokens must be flat and at most half of max_tokens, got shape {tokens.shape}")
         self.end_document()
         self._reserve(tokens.size)
-        self._length = _append(self._arena, self._heads, self._links, self._length, tokens, False)
+        self._fill(_append(self._arena, self._heads, self._links, self._length, tokens, False))
 
     def end_document(self) -> None:
         """Close the open document; what is appended next belongs to another, and no match spans the two."""
         if self._arena[self._length - 1] != SEPARATOR:
             self._reserve(1)
             self._arena[self._length] = SEPARATOR
-            self._length += 1
+            self._fill(self._length + 1)
 
     def _reserve(self, extra: int) -> None:
         """Make room for `extra` more places: forget the oldest half if capped, else grow by doubling."""
@@ -190,12 +205,13 @@ class ChainIndex(Chains):
             if slots > self._heads.shape[1]:
                 self._heads = np.zeros((LEVELS, slots), dtype=np.int32)
                 _link(self._arena, self._heads, self._links, 1, self._length)
+            self._settle()
 
     def _forget(self, extra: int) -> None:
         """Keep the newest tokens only, so that `extra` more leave the arena at most half full."""
         kept = max(0, min(self._length - 1, (self._max_tokens or 0) // 2 - extra))
         self._arena[1 : kept + 1] = self._arena[self._length - kept : self._length].copy()
-        self._length = kept + 1
+        self._fill(kept + 1)
         self._heads[:] = 0
         _link(self._arena, self._heads, self._links, 1, self._length)
 
@@ -228,6 +244,17 @@ def _extended(array: IntArray, capacity: int) -> IntArray:
     return larger
 
 
+@njit(cache=True, error_model="numpy", forceinline=True)
+def chains_at(address):
+    """The arena, heads, links and length of the `Chains` at an address."""
+    places = places_at(address, _PLACES)
+    capacity, slots = places[_CAPACITY], places[_SLOTS]
+    arena = array_at(places[0], (capacity,), np.int32)
+    heads = array_at(places[1], (LEVELS, slots), np.int32)
+    links = array_at(places[2], (capacity, LEVELS), np.int32)
+    return arena, heads, links, places[_LENGTH]
+
+
 @njit(cache=True, error_model="numpy")
 def _has_negative(tokens):
     """Whether any token is negative; for a few tokens faster than `tokens.min()`."""
@@ -235,13 +262,6 @@ def _has_negative(tokens):
         if token < 0:
             return True
     return False
-
-
-@njit(cache=True, error_model="numpy", forceinline=True)
-def _mix(code, token):
-    """Fold one more token into a hash; every product stays below 2**63."""
-    product = (code ^ token) * 0x5BD1E995 + 0x2545F491
-    return (product ^ (product >> 29)) & 0x7FFFFFFF
 
 
 @njit(cache=True, error_model="numpy")
@@ -265,7 +285,7 @@ def _link(arena, heads, links, begin, end):
                 for at in range(count):
                     if codes[at] >= 0:
                         token = int(arena[first + at - back])
-                        codes[at] = _mix(codes[at], token) if token >= 0 else -1
+                        codes[at] = mix(codes[at], token) if token >= 0 else -1
                 back += 1
             for at in range(count):
                 digest ^= heads[level, codes[at] & mask]
@@ -300,86 +320,8 @@ def _link_one(arena, heads, links, position):
     """`_link` for a single position."""
     if arena[position] < 0:
         return
-    levels, first, second, third, fourth = _hash_context(arena, position, heads.shape[1] - 1)
+    levels, first, second, third, fourth = hash_levels(arena, position, heads.shape[1] - 1)
     for level in range(levels):
         slot = fourth if level == 3 else (third if level == 2 else (second if level == 1 else first))
         links[position, level] = heads[level, slot]
         heads[level, slot] = position
-
-
-@njit(cache=True, error_model="numpy", forceinline=True)
-def _match_length(arena, position, context, end, cap):
-    """Tokens that agree reading backwards from `position` and from `end` (both exclusive), separators aside."""
-    length = 0
-    while length < cap and length < end:
-        token = context[end - 1 - length]
-        if token < 0 or arena[position - 1 - length] != token:
-            break
-        length += 1
-    return length
-
-
-@njit(cache=True, error_model="numpy", forceinline=True)
-def _hash_context(context, end, mask):
-    """How many levels the context fills, and the hash of its last 1, 2, 4 and 8 tokens."""
-    code, levels = 0, 0
-    first, second, third, fourth = 0, 0, 0, 0
-    for back in range(1, min(end, 1 << (LEVELS - 1)) + 1):
-        token = context[end - back]
-        if token < 0:
-            break
-        code = _mix(code, int(token))
-        if back == 1:
-            levels, first = 1, code & mask
-        elif back == 2:
-            levels, second = 2, code & mask
-        elif back == 4:
-            levels, third = 3, code & mask
-        elif back == 8:
-            levels, fourth = 4, code & mask
-    return levels, first, second, third, fourth
-
-
-@njit(cache=True, error_model="numpy", forceinline=True)
-def _is_new(arena, positions, count):
-    """Whether the last of `count` positions holds a token that none before it holds."""
-    token = arena[positions[count - 1]]
-    for other in range(count - 1):
-        if arena[positions[other]] == token:
-            return False
-    return True
-
-
-@njit(cache=True, error_model="numpy")
-def find_matches(arena, heads, links, length, context, end, shortest, longest, variety, positions, lengths):
-    """Walk the chains from the longest context down; the door with the checks is `ChainIndex.find`.
-
-    Fills `positions` and `lengths`, whose size bounds the links walked, and returns how many were found.
-    """
-    levels, first, second, third, fourth = _hash_context(context, end, heads.shape[1] - 1)
-    budget = positions.size
-    count = 0
-    distinct = 0
-    for level in range(levels - 1, -1, -1):
-        width = 1 << level
-        above = 2 * width if level < levels - 1 and 2 * width <= longest else longest + 1
-        if width > longest:
-            continue
-        if above <= shortest:
-            break
-        # No tuple is indexed: that could fail, as far as the compiler knows, and what can fail counts references.
-        slot = fourth if level == 3 else (third if level == 2 else (second if level == 1 else first))
-        position = heads[level, slot]
-        while position > 0 and budget > 0:
-            budget -= 1
-            agreed = _match_length(arena, position, context, end, longest)
-            if max(width, shortest) <= agreed < above:
-                positions[count] = position
-                lengths[count] = agreed
-                count += 1
-                if _is_new(arena, positions, count):
-                    distinct += 1
-                    if distinct == variety:
-                        return count
-            position = links[position, level]
-    return count

@@ -14,6 +14,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from lookahead.ngram.chains import IntArray
+from lookahead.ngram.places import Placed, array_at, places_at
 from lookahead.ngram.recycled import ORDERS
 
 FloatArray = NDArray[np.float64]
@@ -101,7 +102,7 @@ _FIRST_KIND = len(_KIND_OF)  # rows of the table behind those of the features: t
 _FIRST_FOLLOWED = _FIRST_KIND + _KIND_OF.max() + 1  # and the copies by the tokens they reached
 
 
-class HitRates:
+class HitRates(Placed):
     """The chance that a candidate is what the target chooses, by the features of the candidate.
 
     A feature joins what is known of a candidate: the length of the match behind it (in buckets), its rank among
@@ -131,6 +132,8 @@ class HitRates:
         self.table[:_FIRST_KIND, 0] = self.prior
         self.table[_FIRST_KIND:_FIRST_FOLLOWED, 0] = 1.0
         self.frequent = np.tile(np.array([-1, 0]), (_COUNTED, 1))
+        super().__init__(2)
+        self._place(self.table, self.frequent)
 
     def count(self, tokens: IntArray) -> None:
         """Count tokens the target chose (int32 `[n]`), so that those it chooses often are known."""
@@ -148,6 +151,14 @@ class HitRates:
         if not parents.size == tokens.size == features.size:
             raise ValueError(f"a tree of {tokens.size} tokens has {parents.size} parents, {features.size} features")
         _learn(self.table, self.prior, parents, tokens, features, emitted)
+
+
+@njit(cache=True, error_model="numpy", forceinline=True)
+def rates_at(address):
+    """The table and the frequent tokens of the `HitRates` at an address."""
+    places = places_at(address, 2)
+    table = array_at(places[0], (_FIRST_FOLLOWED + _FOLLOWED, 3), np.float64)
+    return table, array_at(places[1], (_COUNTED, 2), np.int64)
 
 
 def _chance(odds: Any) -> Any:

@@ -20,7 +20,8 @@ from typing import BinaryIO
 import numpy as np
 import xxhash
 
-from lookahead.ngram.chains import LEVELS, SEPARATOR, ChainIndex, Chains, IntArray
+from lookahead.ngram.chains import SEPARATOR, ChainIndex, Chains, IntArray
+from lookahead.ngram.matches import LEVELS
 
 VERSION = 1
 MAX_PLACES = (1 << 31) - 1  # of an arena: a position is an int32

@@ -12,6 +12,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from lookahead.ngram.chains import IntArray
+from lookahead.ngram.places import Placed, array_at, places_at
 
 FloatArray = NDArray[np.float32]
 RecycledState = tuple[NDArray[np.uint64], IntArray, NDArray[np.uint16]]
@@ -19,10 +20,11 @@ RecycledState = tuple[NDArray[np.uint64], IntArray, NDArray[np.uint16]]
 TOP = 8  # successors kept of a context
 ORDERS = 4  # contexts of 1 to 4 tokens
 WAYS = 4  # places where a context may stand: its set
+_GROUPS = 3  # behind the places of keys, tokens and chances: how many sets there are
 _UNIT = 65535.0  # a probability of 1 as it is stored
 
 
-class RecycledTable:
+class RecycledTable(Placed):
     """The likeliest successors of contexts, as the target saw them last, in memory that never grows.
 
     Every context of 1 to 4 tokens has one set of four places, found by its hash; the place written longest ago
@@ -56,6 +58,9 @@ class RecycledTable:
         self._chances = np.zeros((contexts // WAYS, WAYS, TOP), dtype=np.uint16)
         self._times = np.zeros((contexts // WAYS, WAYS), dtype=np.int64)  # when written, counted in writes
         self._now = np.zeros(1, dtype=np.int64)
+        super().__init__(_GROUPS + 1)
+        self._place(*self.state)
+        self._places[_GROUPS] = contexts // WAYS
 
     @property
     def nbytes(self) -> int:
@@ -114,6 +119,16 @@ class RecycledTable:
         order, group, way = find_context(self._keys, hashes, orders)
         found = slice(0, TOP if order else 0)
         return order, self._tokens[group, way][found], (self._chances[group, way][found] / _UNIT).astype(np.float32)
+
+
+@njit(cache=True, error_model="numpy", forceinline=True)
+def table_at(address):
+    """Keys, tokens and chances of the `RecycledTable` at an address."""
+    places = places_at(address, _GROUPS + 1)
+    groups = places[_GROUPS]
+    keys = array_at(places[0], (groups, WAYS), np.uint64)
+    tokens = array_at(places[1], (groups, WAYS, TOP), np.int32)
+    return keys, tokens, array_at(places[2], (groups, WAYS, TOP), np.uint16)
 
 
 _NO_PARENTS = np.zeros(1, dtype=np.int32)

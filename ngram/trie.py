@@ -26,32 +26,37 @@ from lookahead.ngram.candidates import (
     read_ahead,
     score,
 )
-from lookahead.ngram.chains import MAX_CONTEXT, ChainIndex, Chains, IntArray, as_tokens, find_matches
+from lookahead.ngram.chains import MAX_CONTEXT, ChainIndex, Chains, IntArray, as_tokens, chains_at
 from lookahead.ngram.cut import FREE, NOTHING, PART, PLACED, Limits, cut
-from lookahead.ngram.hits import HitRates
-from lookahead.ngram.recycled import ORDERS, RecycledTable, hash_context
+from lookahead.ngram.hits import HitRates, rates_at
+from lookahead.ngram.matches import find_matches
+from lookahead.ngram.places import places_at
+from lookahead.ngram.recycled import ORDERS, RecycledTable, hash_context, table_at
 
 _VARIETY = 16
 _FLOOR = 0.0001
 MAX_ROOM = 1 << 10
 _MAX_LINKS = 1 << 12
 _MOST_TEXTS = 3
-_NO_TEXT = ChainIndex().state
+_NO_TEXT = ChainIndex()
 _NO_TAIL = np.zeros(0, np.int32)
-_NO_MEMORY = RecycledTable(contexts=4).state
+_NO_MEMORY = RecycledTable(contexts=4)
 
 
 class _Space(local):
     """Memory a tree is grown in, one for each thread: making it anew would take as long as finding matches."""
 
-    def __init__(self) -> None:
-        self.numbers = np.zeros(1 << 15, np.int64)
+    size = 0
 
-    def at_least(self, size: int) -> NDArray[np.int64]:
-        """As much or more."""
-        if self.numbers.size < size:
-            self.numbers = np.zeros(size, np.int64)
-        return self.numbers
+    def __init__(self) -> None:
+        self.at_least(1 << 15)
+
+    def at_least(self, size: int) -> int:
+        """Where as many int64 lie, or more."""
+        if self.size < size:
+            self.size, self.numbers = size, np.zeros(size, np.int64)
+            self.address = int(self.numbers.ctypes.data)
+        return self.address
 
 
 _space = _Space()
@@ -189,27 +194,26 @@ def grow(
     """
     count = len(texts)
     return Grown(
-        # Arguments that are tuples take the compiled code twice as long to receive.
         *_propose(
-            *(texts[0].state if count > 0 else _NO_TEXT),
-            *(texts[1].state if count > 1 else _NO_TEXT),
-            *(texts[2].state if count > 2 else _NO_TEXT),
-            *(memory.state if memory is not None else _NO_MEMORY),
-            rates.table,
-            rates.frequent,
+            (texts[0] if count > 0 else _NO_TEXT).address,
+            (texts[1] if count > 1 else _NO_TEXT).address,
+            (texts[2] if count > 2 else _NO_TEXT).address,
+            (memory if memory is not None else _NO_MEMORY).address,
+            rates.address,
+            _space.at_least(_space_needed(search[2], search[3])),
             _NO_TAIL if context is None else context,
             context is None,
             *search,
             count,
             max(min_probability, _FLOOR),
-            _space.at_least(_space_needed(search[2], search[3])),
             *limits,
             costs,
         )
     )
 
 
-def _space_needed(max_links: int, room: int) -> int:
+@njit(cache=True)
+def _space_needed(max_links, room):
     """Numbers that `_propose` carves out of its space."""
     return _MOST_TEXTS * max_links * (7 + room) + (2 * room + 1) * COLUMNS + 4 * (room + 1) + MOST_OPTIONS * 9 + ORDERS
 
@@ -227,13 +231,13 @@ def _carve(space, used, rows, columns):
 
 @njit(cache=True, error_model="numpy")
 def _propose(
-    arena, heads, links, length, arena_1, heads_1, links_1, length_1, arena_2, heads_2, links_2, length_2,
-    keys, top, stored, table, frequent, context, own, shortest, longest, walked, room, source, floor, space,
-    budget, max_depth, min_probability, is_chain, costs,
+    first_at, second_at, third_at, memory_at, hits_at, space_at, context, own,
+    shortest, longest, walked, room, source, floor, budget, max_depth, min_probability, is_chain, costs,
 ):  # fmt: skip
-    """Find, grow, and cut: the whole of `grow`."""
-    first, second = (arena, heads, links, length), (arena_1, heads_1, links_1, length_1)
-    third, memory = (arena_2, heads_2, links_2, length_2), (keys, top, stored)
+    """Find, grow, and cut: the whole of `grow`, told where everything lies."""
+    first, second, third, memory = chains_at(first_at), chains_at(second_at), chains_at(third_at), table_at(memory_at)
+    table, frequent = rates_at(hits_at)
+    space = places_at(space_at, _space_needed(walked, room))
     limits = (budget, max_depth, min_probability, is_chain)
     tail = first[0][: first[3]] if own else context
     most = _MOST_TEXTS * walked

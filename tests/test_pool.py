@@ -15,8 +15,9 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookahead.ngram.chains import LEVELS, SEPARATOR, ChainIndex, find_matches
+from lookahead.ngram.chains import SEPARATOR, ChainIndex
 from lookahead.ngram.hits import HitRates
+from lookahead.ngram.matches import LEVELS, find_matches
 from lookahead.ngram.pool import Pool, PoolHeader, read_header, write_pool
 from lookahead.ngram.reference import find_by_scan
 from lookahead.ngram.trie import grow_trie
