@@ -7,7 +7,9 @@ from numba import njit
 from lookahead.ngram.hits import (
     CEILING,
     FREQUENT,
+    PLACE_WEIGHT,
     RANKS,
+    RESUMED,
     feature_of_both,
     feature_of_frequent,
     feature_of_match,
@@ -25,13 +27,14 @@ _FOLLOWED = 6  # occurrences that agree on a token and are followed on
 _LONG = 2  # tokens; a match as long knows more of the context than the memory does
 _SHORT = 5  # tokens; where a match is as long, a token that is merely frequent stands no chance
 
-# Columns of an occurrence: where its next token stands, its match, its text, and how much was read of what followed.
-POSITION, LENGTH, TEXT, READ = range(4)
+# Columns of an occurrence: where its next token stands, its match, its text, how much was read of what followed, and
+# its place (`lookahead.ngram.hits.place_of`, or RESUMED where nothing matches).
+POSITION, LENGTH, TEXT, READ, PLACE = range(5)
 _CHUNK = 8  # tokens read at a time
 # Columns of an option: the occurrences behind it, where it would stand, its token, its feature (until it is scored,
-# the length of its match and the agreement on it), and a bit for each source.
-FIRST, STOP, PARENT, DEPTH, TOKEN, FEATURE, SOURCES, _SUPPORT = range(8)
-COLUMNS = 8
+# the length of its match, the agreement on it, and its place), and a bit for each source.
+FIRST, STOP, PARENT, DEPTH, TOKEN, FEATURE, SOURCES, _SUPPORT, _PLACE = range(9)
+COLUMNS = 9
 _MEMBERS, _AGREEING = PARENT, DEPTH  # while occurrences are counted: all of an option's, and those of the first text
 
 
@@ -84,7 +87,8 @@ def part(texts, own, places, first, stop, depth, options, weights):
         token = ahead[each, depth]
         if token < 0:
             continue
-        if text == 0:
+        is_resumed = occurrences[each, PLACE] == RESUMED
+        if text == 0 and not is_resumed:
             of_first_text += 1
             own_length = max(own_length, occurrences[each, LENGTH] + depth)
         option = 0
@@ -97,9 +101,11 @@ def part(texts, own, places, first, stop, depth, options, weights):
             options[option, TOKEN] = token
             count += 1
         options[option, _MEMBERS] += 1
-        options[option, _AGREEING] += text == 0
+        options[option, _AGREEING] += text == 0 and not is_resumed
         options[option, FEATURE] = max(options[option, FEATURE], occurrences[each, LENGTH] + depth)
         options[option, SOURCES] |= 1 << text
+        if not is_resumed or options[option, _MEMBERS] == 1:
+            options[option, _PLACE] = max(options[option, _PLACE], occurrences[each, PLACE])
         orders[1, end], orders[2, end] = each, option
         end += 1
     longest, place = 0, first
@@ -108,7 +114,10 @@ def part(texts, own, places, first, stop, depth, options, weights):
         longest = max(longest, matched)
         if agreeing > 0:
             options[option, _SUPPORT] = support_of(0, agreeing, of_first_text)
-            weights[option] = matched + 0.5 * agreeing + 1.0
+            weights[option] = matched + 0.5 * agreeing + 1.0 + PLACE_WEIGHT[options[option, _PLACE]]
+        elif options[option, _PLACE] == RESUMED:
+            options[option, _SUPPORT] = 0
+            weights[option] = matched
         else:
             kind = 1 if of_first_text == 0 else (3 if own_length >= matched else 2)
             options[option, _SUPPORT] = support_of(kind, total, end - of_first_text)
@@ -146,8 +155,11 @@ def score(after, options, chances, matches, longest, memory, hashes, orders, sou
             standing = _standing_in(memory, group, way, options[at, TOKEN])
             if standing > 0:
                 options[at, SOURCES] |= 1 << source
-        if order == 0 or options[at, FEATURE] >= _LONG:
-            feature = feature_of_match(options[at, FEATURE], rank, options[at, _SUPPORT], risk)
+        is_resumed = options[at, _PLACE] == RESUMED
+        if order == 0 or options[at, FEATURE] >= _LONG or (is_resumed and standing == 0):
+            feature = feature_of_match(options[at, FEATURE], rank, options[at, _SUPPORT], risk, options[at, _PLACE])
+        elif is_resumed:
+            feature = feature_of_memory(order, standing, 0)
         else:
             feature = feature_of_both(rank, options[at, _SUPPORT], order, standing)
         options[at, FEATURE] = feature

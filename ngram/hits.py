@@ -21,7 +21,7 @@ FloatArray = NDArray[np.float64]
 
 RANKS = 16
 CEILING = 0.999  # the children of a node never claim all of the chance
-_PSEUDO_COUNTS = 12.0
+_PSEUDO_COUNTS = 16.0
 _MEMORY = 400.0
 _FIRST_KNOWN, _MOST_KNOWN = (
     8.0,
@@ -47,6 +47,12 @@ _COPY = 4  # tokens of a match that is a copy
 # part, or most.
 _RISK_ODDS = np.array([1.0, 1.5, 4.0, 1.0, 0.3, 0.08])
 _RISKS = len(_RISK_ODDS)
+# The place of a match too short to be a copy: anywhere, or a little or close ahead of the last copy's source; and, no
+# match at all, that source itself, as if the tokens since stood for some of it. As many as risks, whose room they take.
+_PLACE_ODDS = np.array([0.8, 1.2, 3.0, 0.1, 1.0, 1.0])
+PLACE_WEIGHT = np.array([0.0, 0.5, 1.5, 0.0])  # tokens; what a place counts for in ranking
+RESUMED = 3
+_AHEAD, _CLOSE = 48, 8  # tokens
 _MANY = 4.0
 _ENDING_SHARES = (0.08, 0.3)
 _FOLLOWED = 4096  # tokens whose copies are counted, by their id modulo this
@@ -109,12 +115,13 @@ class HitRates(Placed):
     what matches offer and how far they agree; how long a context the target's memory knows here, and how likely it
     thought this token then; for a candidate from that memory alone, the longest match that says otherwise. Where
     nothing is known, the tokens chosen most often are candidates by their rank. Each feature starts at a first
-    guess worth 12 trials, adds what it sees, and halves its counts at 400 trials, so that it follows a change of
+    guess worth 16 trials, adds what it sees, and halves its counts at 400 trials, so that it follows a change of
     text. Features are many and texts short: so those of one kind share a factor on their odds, which follows every
     surprise at once.
 
     Copies end at particular tokens: a summary takes a sentence and goes on elsewhere. So it is counted after which
-    tokens they end, and the risk of that is a feature of long matches.
+    tokens they end, and the risk of that is a feature of long matches. It goes on a little further down the text, or
+    with one word changed for another: so where short matches stand, seen from the last copy, is a feature too.
 
     Attributes:
         prior: float64 `[features]`: the first guesses.
@@ -175,7 +182,8 @@ def _of_matches() -> FloatArray:
             top = _chance(factor * likely / (1.0 - likely))
             later = top * ((1.0 - top) * _LATER_RANK) ** np.arange(RANKS)
             is_copy = length >= _LENGTH_OF[_COPY]
-            odds[length, :, support] = (later / (1.0 - later))[:, None] * (_RISK_ODDS if is_copy else 1.0)
+            factors = _RISK_ODDS if is_copy else (_PLACE_ODDS if support < _AGREEMENTS else 1.0)
+            odds[length, :, support] = (later / (1.0 - later))[:, None] * factors
     guess: FloatArray = _chance(odds).reshape(-1)
     return guess
 
@@ -240,6 +248,14 @@ def standing_of(rank, chance):
 
 
 @njit(cache=True, error_model="numpy", forceinline=True)
+def place_of(distance):
+    """The bucket of how many tokens ahead of the last copy's source a match stands."""
+    if distance <= 0 or distance > _AHEAD:
+        return 0
+    return 1 if distance > _CLOSE else 2
+
+
+@njit(cache=True, error_model="numpy", forceinline=True)
 def risk_of(table, token):
     """The bucket of how often copies end behind a token."""
     row = _FIRST_FOLLOWED + token % _FOLLOWED
@@ -253,10 +269,13 @@ def risk_of(table, token):
 
 
 @njit(cache=True, error_model="numpy", forceinline=True)
-def feature_of_match(length, rank, support, risk):
-    """The row of `HitRates.table` for a match of `length` tokens where the memory knows nothing."""
+def feature_of_match(length, rank, support, risk, place):
+    """The row of `HitRates.table` for a match of `length` tokens where the memory knows nothing.
+
+    What counts of a copy is its risk, of a shorter match its place.
+    """
     row = (_LENGTH_OF[min(length, _LENGTH_OF.size - 1)] * RANKS + rank) * _SUPPORTS + support
-    return row * _RISKS + (risk if length >= _COPY else 0)
+    return row * _RISKS + (risk if length >= _COPY else place)
 
 
 @njit(cache=True, error_model="numpy", forceinline=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from numba import njit
 
 LEVELS = 4  # chains are kept for contexts of 1, 2, 4 and 8 tokens: level k holds those of 2**k tokens
+_COPY_AGE, _COPY_LINKS = 12, 2  # tokens, and links from each of them, where the last copy is looked for
 
 
 @njit(cache=True, error_model="numpy", forceinline=True)
@@ -90,3 +91,22 @@ def find_matches(arena, heads, links, length, context, end, shortest, longest, v
                         return count
             position = links[position, level]
     return count
+
+
+@njit(cache=True, error_model="numpy", forceinline=True)
+def last_copy(arena, links, length):
+    """The last copy in the open document: what follows its source (0: there was none), and its distance to the end.
+
+    A copy is three tokens or more, among the last dozen, that stood in a row before; links already lead there.
+    """
+    for end in range(length - 1, max(3, length - _COPY_AGE), -1):
+        if arena[end] < 0:
+            break
+        place = links[end, 1]
+        for _ in range(_COPY_LINKS):
+            if place <= 2:
+                break
+            if arena[place] == arena[end] and arena[place - 1] == arena[end - 1] and arena[place - 2] == arena[end - 2]:
+                return place + 1, length - 1 - end
+            place = links[place, 1]
+    return 0, 0

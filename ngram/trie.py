@@ -17,6 +17,7 @@ from lookahead.ngram.candidates import (
     LENGTH,
     MOST_OPTIONS,
     PARENT,
+    PLACE,
     POSITION,
     READ,
     STOP,
@@ -28,8 +29,8 @@ from lookahead.ngram.candidates import (
 )
 from lookahead.ngram.chains import MAX_CONTEXT, ChainIndex, Chains, IntArray, as_tokens, chains_at
 from lookahead.ngram.cut import FREE, NOTHING, PART, PLACED, Limits, cut
-from lookahead.ngram.hits import HitRates, rates_at
-from lookahead.ngram.matches import find_matches
+from lookahead.ngram.hits import RESUMED, HitRates, place_of, rates_at
+from lookahead.ngram.matches import find_matches, last_copy
 from lookahead.ngram.places import places_at
 from lookahead.ngram.recycled import ORDERS, RecycledTable, hash_context, table_at
 
@@ -38,6 +39,7 @@ _FLOOR = 0.0001
 MAX_ROOM = 1 << 10
 _MAX_LINKS = 1 << 12
 _MOST_TEXTS = 3
+_MOST_CHANGED = 3  # tokens in the place of as many of a copy's source, behind which it goes on
 _NO_TEXT = ChainIndex()
 _NO_TAIL = np.zeros(0, np.int32)
 _NO_MEMORY = RecycledTable(contexts=4)
@@ -215,7 +217,8 @@ def grow(
 @njit(cache=True)
 def _space_needed(max_links, room):
     """Numbers that `_propose` carves out of its space."""
-    return _MOST_TEXTS * max_links * (7 + room) + (2 * room + 1) * COLUMNS + 4 * (room + 1) + MOST_OPTIONS * 9 + ORDERS
+    occurrences = _MOST_TEXTS * max_links + 1
+    return occurrences * (8 + room) + (2 * room + 1) * COLUMNS + 4 * (room + 1) + MOST_OPTIONS * (COLUMNS + 1) + ORDERS
 
 
 # The whole of a search is one piece of code: between pieces the compiler counts references to arrays, which took more
@@ -240,8 +243,8 @@ def _propose(
     space = places_at(space_at, _space_needed(walked, room))
     limits = (budget, max_depth, min_probability, is_chain)
     tail = first[0][: first[3]] if own else context
-    most = _MOST_TEXTS * walked
-    occurrences, used = _carve(space, 0, most, 4)
+    most = _MOST_TEXTS * walked + 1
+    occurrences, used = _carve(space, 0, most, 5)
     ahead, used = _carve(space, used, most, room)
     orders, used = _carve(space, used, 3, most)
     nodes, used = _carve(space, used, room + 1, COLUMNS)
@@ -278,17 +281,26 @@ def _find(chains, text, own, tail, bounds, places, count):
     shortest, longest, walked = bounds
     occurrences, ahead, orders = places
     positions, lengths = orders[1, :walked], orders[2, :walked]
+    source, changed = last_copy(arena, links, length) if own and text == 0 else (0, 0)
     found = find_matches(arena, heads, links, length, tail, tail.size, shortest, longest, _VARIETY, positions, lengths)
     for each in range(found):
         matched = lengths[each]
         occurrences[count, POSITION], occurrences[count, LENGTH] = positions[each], matched
         occurrences[count, TEXT], occurrences[count, READ] = text, 0
+        occurrences[count, PLACE] = place_of(positions[each] - source) if source > 0 else 0
         read_ahead(arena, length, own and text == 0, occurrences, ahead, count)
         at = count
         while text > 0 and at > 0 and occurrences[orders[0, at - 1], LENGTH] < matched:
             orders[0, at] = orders[0, at - 1]
             at -= 1
         orders[0, at] = count
+        count += 1
+    if shortest == 1 and 0 < changed <= _MOST_CHANGED and source + changed < length:
+        occurrences[count, POSITION], occurrences[count, LENGTH] = source + changed, 0
+        occurrences[count, TEXT], occurrences[count, READ] = text, 0
+        occurrences[count, PLACE] = RESUMED
+        read_ahead(arena, length, True, occurrences, ahead, count)
+        orders[0, count] = count
         count += 1
     return count
 

@@ -215,9 +215,13 @@ def test_a_tree_holds_what_followed_and_nothing_else_likeliest_path_first(docume
     stream = index.tokens.tolist()
     tail = stream if context is None else context
     matches = [position for position, length in find_by_scan(stream, tail, max_ngram=16)]
-    if not matches or not tail or tail[-1] < 0:
+    resumed = resumptions(stream) if context is None else []
+    if not (matches or resumed) or not tail or tail[-1] < 0:
         assert grown is None
         return
+    if not matches and grown is None:
+        return  # a copy is looked for in few places
+    matches += resumed
     assert grown.tokens[0] == tail[-1]
     assert 1 < len(grown.tokens) <= room + 1
     followed = [tuple(continuation(stream, each, room, is_open=context is None)) for each in matches]
@@ -226,6 +230,31 @@ def test_a_tree_holds_what_followed_and_nothing_else_likeliest_path_first(docume
     for path in walked:
         assert any(path == each[: len(path)] for each in followed)
     check_order(grown)
+
+
+def resumptions(stream: list[int]) -> list[int]:
+    """Where copies of three tokens go on behind as many of their source as were changed since: one to three."""
+    places = []
+    for changed in range(1, 4):
+        end = len(stream) - changed
+        copied = stream[max(0, end - 3) : end]
+        if len(copied) == 3 and min(stream[end - 3 :]) >= 0:
+            sources = [at for at in range(3, end) if stream[at - 3 : at] == copied]
+            places += [at + changed for at in sources if at + changed < len(stream)]
+    return places
+
+
+def test_a_copy_goes_on_behind_a_changed_word():
+    text = index_of([[11, 12, 13, 14, 15, 16, 17, 11, 12, 13, 99]])
+    grown = grow_trie([text], HitRates(), 4)
+    assert grown.tokens[:3].tolist() == [99, 15, 16]
+    assert grow_trie([text], HitRates(), 4, min_ngram=2) is None
+
+
+def test_the_match_that_stands_close_ahead_of_the_last_copy_comes_first():
+    # 7 stood before 1, soon after the source of the copy "11 12 13", and later before 2.
+    text = index_of([[11, 12, 13, 14, 7, 1, *range(30, 50), 7, 2, *range(60, 80), 11, 12, 13, 7]])
+    assert grow_trie([text], HitRates(), 4).tokens[1] == 1
 
 
 def check_order(grown: trie.Trie) -> None:
