@@ -36,10 +36,12 @@ FLOORS = (
     {"target"},
     {"support", "request"},
     {"calibration", "proposers.draft_model", "proposers.model_proposer"},
+    {"rows"},
     {"engine"},
     {"plain", "handover", "pieces", "experience"},
+    {"assembly"},
     {"generation"},
-    {"costs"},
+    {"costs", "batching"},
     {"explain"},
     {"enabling", "contest"},
     {"picking"},
@@ -54,6 +56,8 @@ MODEL_BACKED_PROPOSERS = frozenset({"proposers.draft_model", "proposers.model_pr
 KNOW_TRANSFORMERS = {
     *("cache", "attention", "target", "sampling", "support", "request", "handover", "pieces", "experience"),
     *(
+        "assembly",
+        "batching",
         "calibration",
         "compiled",
         "passes",
