@@ -298,7 +298,7 @@ def prepare_text(
 ) -> Engine | PlainLoop:
     """Tokenize, left-pad, and let `model.generate` resolve its options into an engine."""
     refuse_model(model)
-    _check_lengths(generate_kwargs)
+    check_lengths(generate_kwargs)
     if config is not None and config.pool is not None:
         open_pool(os.fspath(config.pool), fingerprint=fingerprint_of(tokenizer))
     encoded = [tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"] for prompt in prompts]
@@ -306,7 +306,7 @@ def prepare_text(
         if not ids:
             raise PromptError(f"prompt {i} has no tokens: {prompts[i]!r}; a prompt needs at least one")
     longest = max(map(len, encoded))
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
+    pad = pad_token_of(tokenizer)
     padded = [[pad] * (longest - len(ids)) + ids for ids in encoded]
     mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in encoded]
     limit = generate_kwargs.get("max_length") if generate_kwargs.get("max_new_tokens") is None else None
@@ -331,7 +331,13 @@ def prepare_text(
     return engine
 
 
-def _check_lengths(generate_kwargs: dict[str, Any]) -> None:
+def pad_token_of(tokenizer: PreTrainedTokenizerBase) -> int:
+    """A token to fill rows with; masks hide it, so that any will do."""
+    pad: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
+    return pad
+
+
+def check_lengths(generate_kwargs: dict[str, Any]) -> None:
     """Refuse a limit that leaves no room for a token, and a streamer, which no one would feed."""
     if generate_kwargs.get("streamer") is not None:
         raise ConfigError("streamer is not taken here; use stream, or model.generate under lookahead.enable")

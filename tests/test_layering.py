@@ -41,7 +41,8 @@ FLOORS = (
     {"plain", "handover", "pieces", "experience"},
     {"assembly"},
     {"generation"},
-    {"costs", "batching"},
+    {"costs", "intake"},
+    {"batching"},
     {"explain"},
     {"enabling", "contest"},
     {"picking"},
@@ -58,6 +59,7 @@ KNOW_TRANSFORMERS = {
     *(
         "assembly",
         "batching",
+        "intake",
         "calibration",
         "compiled",
         "passes",
