@@ -45,7 +45,7 @@ from lookahead.summarize.summarizer import Summarizer
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 HF_SIZES = (4, 8, 16, 32)
-GATE = 32  # documents that warm up and are compared first
+GATE = 32  # documents that warm up and are compared first, at most as many as are timed
 
 Texts = dict[int, str]
 
@@ -57,7 +57,8 @@ def cut(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, arguments: arg
     sizes = [[len(ids) for ids in tokenizer(story, add_special_tokens=False)["input_ids"]] for story in stories]
     begins = dict.fromkeys(range(len(stories)), 0)  # of stories that are not used up
     documents: list[str] = []
-    while begins and len(documents) < arguments.documents + GATE:
+    wanted = arguments.documents + min(GATE, arguments.documents)
+    while begins and len(documents) < wanted:
         for story in list(begins):
             if not arguments.text:
                 begins[story] = int(rng.integers(len(stories[story])))
@@ -69,7 +70,7 @@ def cut(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, arguments: arg
                 begins[story] = end
             elif arguments.text:
                 del begins[story]
-    return documents[: arguments.documents + GATE]
+    return documents[:wanted]
 
 
 def together(summarizer: Summarizer, rows: int) -> Callable[[Sequence[str]], Texts]:
@@ -170,9 +171,10 @@ def measure_speed(arguments: argparse.Namespace, model: PreTrainedModel, tokeniz
         for text in ([path.read_text(encoding="utf-8")] if path.suffix == ".txt" else read_texts(path, arguments.field))
     ]
     documents = cut(texts, tokenizer, arguments)
-    gate, documents = documents[:GATE], documents[GATE:]
+    first = min(GATE, len(documents) // 2)
+    gate, documents = documents[:first], documents[first:]
     if not documents:
-        sys.exit(f"the texts give no more than {len(gate)} documents: shorten them, or name more text")
+        sys.exit(f"the texts give no document of {arguments.shortest} to {arguments.longest} tokens")
     new = arguments.max_new_tokens
     summarizer = Summarizer(model, tokenizer, max_new_tokens=new)
     summarizer.warm_up()
@@ -180,6 +182,7 @@ def measure_speed(arguments: argparse.Namespace, model: PreTrainedModel, tokeniz
     sizes = {size: huggingface(model, tokenizer, new, size) for size in HF_SIZES}
     tried = {size: timed(way, gate, model) for size, way in sizes.items()}
     best = min(tried, key=lambda size: tried[size][1])
+    print({size: round(run[1], 1) for size, run in tried.items()}, flush=True)
     gated = {name: timed(way, gate, model)[0] for name, way in ours.items()}
     check({**gated, "hf_batch": tried[best][0]}, arguments.dtype, "first")
     ways = {**ours, "hf_batch": sizes[best]}
