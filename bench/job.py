@@ -12,9 +12,9 @@ One thread does all the work, so seconds are those of CPU time, which other proc
 the wall clock's stand beside them. Without --text the documents are cut from the stories in `examples`, each at a
 sentence drawn at random, so that they overlap.
 
-Then --streamed short documents go through a dry engine, a model of one tiny layer, and the growth of the resident
-memory of the process is read from /proc (Linux): from before the first document to the highest. The last line is one
-JSON object.
+Before that --streamed short documents go through a dry engine, a model of one tiny layer, and the growth of the
+resident memory of the process is read from /proc (Linux): from before the first document to the highest. The last line
+is one JSON object.
 """
 
 from __future__ import annotations
@@ -234,10 +234,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     transformers.logging.set_verbosity_error()
     model, tokenizer = load_model(arguments.model, dtype=arguments.dtype, device="cpu")
     report: dict[str, Any] = {}
-    if arguments.documents:
-        report |= measure_speed(arguments, model, tokenizer)
-    if arguments.streamed:
+    if arguments.streamed:  # first, while nothing was given back that would be taken again unseen
         report |= measure_memory(arguments, tokenizer)
+    if arguments.documents:
+        report = measure_speed(arguments, model, tokenizer) | report
     report |= {"model": Path(arguments.model).name, "dtype": arguments.dtype, "device": "cpu", "threads": 1}
     report |= {"torch": torch.__version__, "transformers": transformers.__version__}
     publish(report, arguments.output)
