@@ -6,6 +6,8 @@ out = model.generate(**inputs, max_new_tokens=256, custom_generate=lookahead.dec
 result = lookahead.generate(model, tokenizer, ["..."], max_new_tokens=256)
 for piece in lookahead.stream(model, tokenizer, "..."):
     print(piece, end="")
+for done in lookahead.stream_many(model, tokenizer, prompts, max_new_tokens=256):
+    print(done.index, done.text)
 print(lookahead.summarize("a long text ..."))
 """
 
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from lookahead.summarize import summarize
 
 if TYPE_CHECKING:
+    from lookahead.batching import Completion, stream_many
     from lookahead.config import LookaheadConfig
     from lookahead.costs import calibrate_costs, load_costs, prepare_costs, save_costs
     from lookahead.enabling import enable
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Completion",
     "ConfigError",
     "DecodingStats",
     "DocumentError",
@@ -62,11 +66,13 @@ __all__ = [
     "prepare_costs",
     "save_costs",
     "stream",
+    "stream_many",
     "summarize",
 ]
 
 # Everything else is imported on first use: torch, transformers and Numba take seconds.
 _HOME = {
+    "Completion": "batching",
     "ConfigError": "errors",
     "DecodingStats": "stats",
     "DocumentError": "errors",
@@ -89,6 +95,7 @@ _HOME = {
     "prepare_costs": "costs",
     "save_costs": "costs",
     "stream": "generation",
+    "stream_many": "batching",
 }
 
 

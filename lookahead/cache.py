@@ -25,11 +25,13 @@ class TreeSlots:
     """Where the rows of a batch stand in the slots of every layer; one object shared by all layers.
 
     Attributes:
-        lengths: int64 `[rows]`; committed tokens of each row, whose KV stands at slots 0..length-1.
-        active: Rows that take part in a pass; they are the rows 0..active-1.
+        lengths: int64 `[rows]`; committed tokens of each row from `first` on, whose KV stands at slots 0..length-1.
+        first: The first row that takes part in a pass; 0 but within `since`.
+        active: Rows that take part in a pass; they are the rows first..first+active-1.
         width: Nodes the running pass writes per row, at slots length..length+width-1.
         kv_length: Slots a row's queries may look at during the running pass.
         is_even: Whether all active rows hold equally many committed tokens.
+        rows: Rows there are slots for.
         capacity: Slots a row has.
         allocations: How often a layer has allocated its slots, so that addresses can be known to be old.
         index: int64 `[active * width]`; the slots a pass of fixed shape writes, rows laid end to end; None in others.
@@ -37,6 +39,8 @@ class TreeSlots:
 
     def __init__(self, rows: int, capacity: int) -> None:
         self.lengths: NDArray[np.int64] = np.zeros(rows, np.int64)
+        self.rows = rows
+        self.first = 0
         self.active = rows
         self.width = 0
         self.kv_length = 0
@@ -58,6 +62,16 @@ class TreeSlots:
         self.kv_length = max(lengths) + width
         if self.kv_length > self.capacity:
             self.capacity = max(self.kv_length, int(self.capacity * _GROWTH))
+
+    @contextmanager
+    def since(self, first: int) -> Iterator[None]:
+        """Leave the rows before `first` out of the passes of a block, which numbers the others from 0."""
+        lengths, active = self.lengths, self.active
+        self.first, self.lengths, self.active = first, lengths[first:], active - first
+        try:
+            yield
+        finally:
+            self.first, self.lengths, self.active = 0, lengths, active
 
     @contextmanager
     def fixed(self, rows: int, width: int, index: Tensor) -> Iterator[None]:
@@ -82,14 +96,16 @@ class TreeSlots:
             for buffer, new in zip(buffers, states, strict=True):
                 buffer.flatten(0, 1).index_copy_(0, self.index, new.transpose(1, 2).flatten(0, 1))
             return
+        end = self.first + self.active
         is_small = self.active * self.width <= _FEW
         if buffers[0].device.type == "cpu" and (is_small or not self.is_even):
-            keys, values, new_keys, new_values = (_bits(each) for each in (*buffers, *states))
+            own = [buffer[self.first : end] for buffer in buffers]
+            keys, values, new_keys, new_values = (_bits(each) for each in (*own, *states))
             _write(keys, values, new_keys, new_values, self.lengths)
             return
         for buffer, new in zip(buffers, states, strict=True):
             if self.is_even:
-                buffer[: self.active, self._begin : self._begin + self.width] = new.transpose(1, 2)
+                buffer[self.first : end, self._begin : self._begin + self.width] = new.transpose(1, 2)
             else:
                 index = self._index(buffer.device)
                 buffer.flatten(0, 1).index_copy_(0, index, new.transpose(1, 2).flatten(0, 1))
@@ -97,7 +113,7 @@ class TreeSlots:
     def _index(self, device: torch.device) -> Tensor:
         """Where the pass's nodes go, int64 `[active * width]`, counted over the slots of all rows."""
         if device not in self._flat:
-            starts = self.lengths[: self.active] + np.arange(self.active) * self.capacity
+            starts = self.lengths[: self.active] + (self.first + np.arange(self.active)) * self.capacity
             slots = (starts[:, None] + np.arange(self.width)).reshape(-1)
             self._flat[device] = torch.from_numpy(slots).to(device)
         return self._flat[device]
@@ -116,7 +132,7 @@ class TreeLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the slots; zeros, because a masked slot still takes part in 0 · value."""
-        shape = (len(self._slots.lengths), self._slots.capacity)
+        shape = (self._slots.rows, self._slots.capacity)
         self._buffers = [new.new_zeros(*shape, new.shape[1], new.shape[3]) for new in (key_states, value_states)]
         self.keys, self.values = self._buffers
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -131,8 +147,9 @@ class TreeLayer(CacheLayerMixin):
             self.grow()
         keys, values = self._buffers
         self._slots.write(self._buffers, (key_states, value_states))
-        active, kv_length = self._slots.active, self._slots.kv_length
-        return keys[:active, :kv_length].transpose(1, 2), values[:active, :kv_length].transpose(1, 2)
+        first, kv_length = self._slots.first, self._slots.kv_length
+        end = first + self._slots.active
+        return keys[first:end, :kv_length].transpose(1, 2), values[first:end, :kv_length].transpose(1, 2)
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -176,11 +193,18 @@ class TreeLayer(CacheLayerMixin):
         """No maximum: the slots grow."""
         return -1
 
+    def wipe(self, row: int) -> None:
+        """Write zeros into all slots of a row."""
+        for buffer in self._buffers:
+            buffer[row] = 0
+
     def grow(self) -> None:
-        """Reallocate at the shared capacity, keeping what is there."""
+        """Reallocate for the shared rows and capacity, keeping what is there as far as there is room."""
         for i, old in enumerate(self._buffers):
-            self._buffers[i] = old.new_zeros(old.shape[0], self._slots.capacity, *old.shape[2:])
-            self._buffers[i][:, : old.shape[1]] = old
+            new = old.new_zeros(self._slots.rows, self._slots.capacity, *old.shape[2:])
+            rows, capacity = (min(sizes) for sizes in zip(old.shape[:2], new.shape[:2], strict=True))
+            new[:rows, :capacity] = old[:rows, :capacity]
+            self._buffers[i] = new
         self.keys, self.values = self._buffers
         self._slots.allocations += 1
 
@@ -208,6 +232,31 @@ class TreeCache(Cache):
         for layer in self._written_layers():
             if layer.buffers[0].shape[1] < self.slots.capacity:
                 layer.grow()
+
+    def vacate(self) -> None:
+        """Let no row take part in passes until it joins; what rows hold stays theirs."""
+        self.slots.active = 0
+
+    def join(self, rows: int) -> int:
+        """Let so many rows more take part, behind those that do. Returns the first of them."""
+        first = self.slots.active
+        self.slots.active += rows
+        return first
+
+    def resize(self, *, rows: int, capacity: int) -> None:
+        """Reallocate for so many rows, no fewer than take part, with so many slots each, no fewer than those hold."""
+        slots = self.slots
+        lengths = np.zeros(rows, np.int64)
+        lengths[: slots.active] = slots.lengths[: slots.active]
+        slots.lengths, slots.rows, slots.capacity = lengths, rows, capacity
+        for layer in self._written_layers():
+            layer.grow()
+
+    def wipe(self, row: int) -> None:
+        """Forget what a row holds to the last bit: a masked slot still takes part in 0 · value, and NaN would stay."""
+        for layer in self._written_layers():
+            layer.wipe(row)
+        self.slots.lengths[row] = 0
 
     def commit(self, row: int, path: NDArray[np.int32]) -> None:
         """Keep the KV of the nodes of `path` (int32 `[a]`, ascending from 0) and forget the tree's other nodes."""
@@ -264,6 +313,7 @@ class TreeCache(Cache):
             for layer in self._written_layers():
                 layer.copy_row(last, row, length)
             self.slots.lengths[row] = length
+        self.slots.lengths[last] = 0
         self.slots.active = last
         return last
 

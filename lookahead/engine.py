@@ -8,8 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lookahead.cache import RowStates
@@ -21,13 +19,11 @@ from lookahead.pacing import Pacing
 from lookahead.proposers.base import IntArray, Outcome, Proposal, Proposer, Top, question_of
 from lookahead.proposers.custom import paid_by_bits
 from lookahead.rejection import Trials, draw
-from lookahead.sampling import TokenChooser, not_a_number
+from lookahead.rows import Pick, Row
 from lookahead.scores import Scores, read_scores
-from lookahead.stats import DecodingStats
-from lookahead.stopping import StoppingRule
 from lookahead.target import Target
-from lookahead.tree import TokenTree, count_within, sum_by_source, without_source
-from lookahead.verify import Verdict, verify, verify_greedy
+from lookahead.tree import TokenTree, count_within, without_source
+from lookahead.verify import Verdict
 
 _NO_ARGMAX = np.zeros(0, np.int32)
 _ROOT = np.zeros(1, np.int32)
@@ -39,10 +35,11 @@ class Emission:
 
     Attributes:
         row: The row's place in the batch.
-        tokens: int32 `[n]`, n at least 1.
+        tokens: int32 `[n]`, n at least 1 but where there was an error.
         finished: The row's output ends here.
         draft: What was verified; None where transformers decoded.
         path: int32 `[a]`, the nodes of the draft that were accepted, its root first.
+        error: What ended the row, where nothing should have; it then emitted nothing in this step.
     """
 
     row: int
@@ -50,41 +47,28 @@ class Emission:
     finished: bool
     draft: Draft | None = None
     path: IntArray = field(default_factory=lambda: _ROOT)
-
-
-@dataclass(slots=True)
-class _Row:
-    """A row that is being decoded; `ids[:length]` is what `model.generate` would hold, padding included."""
-
-    index: int
-    ids: NDArray[np.int64]
-    length: int
-    emitted: int = 0
-    untold: list[IntArray] = field(default_factory=list)  # emitted since the proposers were asked last
-    stats: DecodingStats = field(default_factory=DecodingStats)
+    error: Exception | None = None
 
 
 class Engine:
-    """Decodes a batch of prompts together; rows advance and finish independently.
+    """Decodes rows together; they advance and finish independently, and others may join as they do.
 
     Args:
-        target: The model behind its cache, with room for as many rows as there are prompts.
+        target: The model behind its cache.
         proposers: Where drafts come from; none means plain decoding.
         pacing: Sizes drafts and turns drafting off where it loses; None drafts all that the options allow.
         config: The options.
-        chooser: How a token is chosen.
-        stopping: When a row ends.
-        prompts: int64 `[batch, tokens]`, left-padded as `model.generate` takes them.
-        lengths: int64 `[batch]`, tokens of each prompt without its padding, at least 1.
+        batch: The rows that `run` decodes, those of one call of `model.generate`, as many as the cache has.
         keep_cache: Whether to keep the KV of rows that end.
         is_chain: Whether the target verifies chains only.
         by_rejection: Whether what was drawn is accepted by rejection sampling; proposals then tell their draws.
+        isolates: Whether an error that concerns one row ends that row alone, which its emission then tells.
 
     Attributes:
-        chooser: As given.
+        batch: As given.
+        cache: Where the rows' KV stands.
         sources: What the sources of drafts are called, by their bits in `TokenTree.sources`.
         stats: One per row of the batch.
-        padding: int64 `[batch]`, padding tokens before each prompt.
         kept: For every row that ended its KV per layer, where it is to be kept.
     """
 
@@ -94,22 +78,17 @@ class Engine:
         proposers: Sequence[Proposer],
         pacing: Pacing | None,
         config: LookaheadConfig,
-        chooser: TokenChooser,
-        stopping: StoppingRule,
-        prompts: Tensor,
-        lengths: NDArray[np.int64],
+        batch: Sequence[Row] = (),
         *,
         keep_cache: bool = False,
         is_chain: bool = False,
         by_rejection: bool = False,
+        isolates: bool = False,
     ) -> None:
         self._target = target
         self._proposers = proposers
         self._pacing = pacing
         self._config = config
-        self.chooser = chooser
-        self._stopping = stopping
-        self._device = prompts.device
         self._budget = config.node_budget
         self._by_rejection = by_rejection
         self._trials: list[Trials] = []
@@ -122,90 +101,119 @@ class Engine:
         self._paid = paid_by_bits(proposers)
         self._drafter = drafter_of(proposers)
         self._nothing = tuple(_NO_ARGMAX for _ in proposers)
-        padded = prompts.cpu().numpy()
         self._keep_cache = keep_cache
         self._is_chain = is_chain
-        self._is_simple = chooser.is_plain_greedy and stopping.custom is None
-        self.padding = padded.shape[1] - lengths
+        self._isolates = isolates
         self.kept: dict[int, list[RowStates]] = {}
-        self._prompts = [
-            np.ascontiguousarray(ids[len(ids) - n :], np.int32) for ids, n in zip(padded, lengths, strict=True)
-        ]
-        self._rows: list[_Row] = []
-        for index, ids in enumerate(padded):
-            room = np.empty(max(stopping.max_length, len(ids) + 1), np.int64)
-            room[: len(ids)] = ids
-            self._rows.append(_Row(index, room, len(ids), stats=DecodingStats(prompt_tokens=int(lengths[index]))))
-        self.stats = [row.stats for row in self._rows]
+        self._seats = list(range(target.cache.slots.rows))[::-1]  # that are free
+        self._begun = -len(self._seats)  # rows that joined since an output was begun
+        self._rows: list[Row] = []
+        self.batch = batch
+        self.stats = [row.stats for row in batch]
+        self.cache = target.cache
+        self.cache.vacate()
 
     def serving(self) -> AbstractContextManager[None]:
         """Keep the model in service for a whole block, for a loop over `run` that will not pause."""
         return self._target.serving()
 
     def run(self) -> Iterator[list[Emission]]:
-        """Decode every row to its end, yielding what each step emitted.
+        """Decode every row of the batch to its end, yielding what each step emitted.
 
         Between steps the model is as it was, unless the loop runs inside `serving`.
         """
-        started = time.perf_counter()
-        for row, prompt in zip(self._rows, self._prompts, strict=True):
-            for proposer in self._proposers:
-                proposer.start(row.index, prompt)
         with self._target.serving():
-            emissions = self._prefill()
-        prefilled = time.perf_counter()
-        for stats in self.stats:
-            stats.prefill_s = stats.ttft_s = prefilled - started
+            emissions = self.admit(self.batch)
         yield emissions
         while self._rows:
             with self._target.serving():
                 emissions = self.step()
-            now = time.perf_counter()
-            for emission in emissions:
-                self.stats[emission.row].decode_s = now - prefilled
             yield emissions
 
-    def _prefill(self) -> list[Emission]:
-        """Read the prompts; the logits of their ends already give every row its first token."""
-        logits = self._target.prefill(self._prompts)
-        return self._emit(self._bare_all(), logits, self._read(logits, with_top=self._needs_top))
+    def admit(self, rows: Sequence[Row]) -> list[Emission]:
+        """Let rows join those that are running; the model must be in service, and the cache have room for them.
 
-    def step(self) -> list[Emission]:
-        """Advance every running row by one target pass; the model must be in service."""
+        Their prompts are read together in a pass of their own, and the logits of their ends already give every row its
+        first token.
+        """
+        started = time.perf_counter()
+        for row in rows:
+            row.seat = self._seats.pop()
+            for proposer in self._proposers:
+                proposer.start(row.seat, row.text)
+        self._begun += len(rows)
+        if self._begun > 0 and self._pacing is not None:
+            self._pacing.begin_output()
+            self._begun -= len(self._seats) + len(self._rows) + len(rows)
+        first = self.cache.join(len(rows))
+        self._rows += rows
+        logits = self._target.prefill([row.text for row in rows], first)
+        emissions = self._emit(self._bare(rows), logits, self._read(logits, self._needs_top), first)
+        now = time.perf_counter()
+        for row in rows:
+            row.prefilled = now
+            row.stats.prefill_s = row.stats.ttft_s = now - started
+        return emissions
+
+    def step(self, *, is_refilled: bool = False) -> list[Emission]:
+        """Advance every running row by one target pass; the model must be in service.
+
+        Args:
+            is_refilled: Whether a row that ends makes room for another.
+        """
         begin = time.perf_counter()
-        rests = self._pacing is not None and self._pacing.rests(len(self._rows))
-        drafts = self._bare_all() if rests else self._draft_all()
+        outgrown = self._retire_outgrown()
+        if not self._rows:
+            return outgrown
+        rows = list(self._rows)
+        rests = self._pacing is not None and self._pacing.rests(len(rows))
+        drafts = self._bare(rows) if rests else self._draft_all(is_refilled)
         drafted = time.perf_counter()
         logits = self._target.score([draft.tree for draft in drafts])
         # A plain step pays for nothing but its token, and one that found nothing while drafting loses for no more.
         can_spare = self._pacing is None or self._pacing.can_spare
         asked = any(draft.placed is not self._nothing and (can_spare or len(draft.tree) > 1) for draft in drafts)
-        with_top = self._needs_top and asked
-        emissions = self._emit(drafts, logits, self._read(logits, with_top=with_top))
+        emissions = self._emit(drafts, logits, self._read(logits, self._needs_top and asked))
+        now = time.perf_counter()
+        for row in rows:
+            row.stats.decode_s = now - row.prefilled
         if self._pacing is not None and not rests:
-            tokens = [len(emission.tokens) for emission in emissions]
-            host_s, step_s = drafted - begin + self._observing_s, time.perf_counter() - begin
-            without, cold = None, self._target.is_cold
-            verified = [(draft.tree, emission.path) for draft, emission in zip(drafts, emissions, strict=True)]
-            if self._pacing.branch.size is not None:
-                without = without_source(verified, tokens, self.sources.index("jacobi"))
-            self._pacing.learn(logits.shape[1], tokens, host_s, step_s - host_s, without, is_cold=cold)
-            for bits, paid in self._paid.items():
-                alone = sum(count_within(tree, path, bits) for tree, path in verified)
-                paid.settle(alone=alone / len(drafts), tokens=sum(tokens) / len(drafts), step_s=step_s)
-        return emissions
+            self._learn(self._pacing, drafts, emissions, drafted - begin + self._observing_s, now - begin)
+        return outgrown + emissions
 
-    def _emit(self, drafts: Sequence[Draft], logits: Tensor, scores: Scores) -> list[Emission]:
-        """Verify every row's tree, then let the cache, the stats and the proposers follow from what was chosen."""
-        with nullcontext() if self._is_simple else self._target.resting():
-            verdicts = [self._verify(i, draft, logits, scores.argmax) for i, draft in enumerate(drafts)]
+    def _learn(
+        self, pacing: Pacing, drafts: Sequence[Draft], emissions: Sequence[Emission], host_s: float, step_s: float
+    ) -> None:
+        """Count what a step took and gave."""
+        tokens = [len(emission.tokens) for emission in emissions]
+        without, cold = None, self._target.is_cold
+        verified = [(draft.tree, emission.path) for draft, emission in zip(drafts, emissions, strict=True)]
+        if pacing.branch.size is not None:
+            without = without_source(verified, tokens, self.sources.index("jacobi"))
+        nodes = max(len(draft.tree) for draft in drafts)
+        pacing.learn(nodes, tokens, host_s, step_s - host_s, without, is_cold=cold)
+        for bits, paid in self._paid.items():
+            alone = sum(count_within(tree, path, bits) for tree, path in verified)
+            paid.settle(alone=alone / len(drafts), tokens=sum(tokens) / len(drafts), step_s=step_s)
+
+    def _emit(self, drafts: Sequence[Draft], logits: Tensor, scores: Scores, first: int = 0) -> list[Emission]:
+        """Verify a tree of every row from `first` on, then let all else follow from what was chosen."""
+        rows = self._rows[first:]
+        with nullcontext() if all(row.is_simple for row in rows) else self._target.resting():
+            verdicts = [self._verify(i, row, drafts[i], logits, scores.argmax) for i, row in enumerate(rows)]
         emissions = []
-        for i, (row, draft, verdict) in enumerate(zip(self._rows, drafts, verdicts, strict=True)):
-            self._target.commit(i, verdict.path)
-            self._count(row.stats, draft, verdict)
+        for i, (row, draft, verdict) in enumerate(zip(rows, drafts, verdicts, strict=True)):
+            if isinstance(verdict, Exception):
+                self.cache.wipe(first + i)
+                emissions.append(Emission(row.index, _NO_ARGMAX, finished=True, draft=draft, error=verdict))
+                continue
+            self._target.commit(first + i, verdict.path)
+            row.count(draft, verdict, self.sources)
             emissions.append(Emission(row.index, verdict.tokens, verdict.finished, draft, verdict.path))
         begin = time.perf_counter()
-        for i, (row, draft, verdict) in enumerate(zip(self._rows, drafts, verdicts, strict=True)):
+        for i, (row, draft, verdict) in enumerate(zip(rows, drafts, verdicts, strict=True)):
+            if isinstance(verdict, Exception):
+                continue
             heard = scores.argmax[i, : len(draft.tree)] if self._needs_argmax else _NO_ARGMAX
             nodes = len(draft.tree)
             hidden = {layer: states[i, :nodes] for layer, states in self._target.hidden.items()}
@@ -214,27 +222,27 @@ class Engine:
             self._observe(row, draft, Outcome(verdict.tokens, verdict.path, heard, top, hidden, read))
         self._target.prompt_hidden.clear()
         self._observing_s = time.perf_counter() - begin
-        self._retire([i for i, verdict in enumerate(verdicts) if verdict.finished])
+        self._retire([first + i for i, emission in enumerate(emissions) if emission.finished])
         return emissions
 
-    def _draft_all(self) -> list[Draft]:
+    def _draft_all(self, is_refilled: bool) -> list[Draft]:
         """Every row's tree: plain decoding, or as large as makes a step worth while."""
         costs = None
         if self._pacing is not None:
             context = max(row.length for row in self._rows)
-            left = [self._stopping.max_length - row.length for row in self._rows]
-            costs = self._pacing.begin(left, context, self._config.node_budget + 1)
+            left = [row.left for row in self._rows]
+            costs = self._pacing.begin(left, context, self._config.node_budget + 1, is_refilled=is_refilled)
             self._budget = len(costs) - 2 if costs is not None else 0
             self._needs_argmax = self._always_needs_argmax or self._pacing.branch.size is not None
         if not self._proposers or (self._pacing is not None and costs is None):
-            return self._bare_all()
+            return self._bare(self._rows)
         if self._by_rejection:
             return self._draft_draws()
         if costs is None or self._pacing is None:
             return self._propose(FREE)
         drafts = self._propose(costs) if len(self._rows) == 1 else fit(self._propose(FREE), costs, self._pacing.batch)
         if any(len(draft.tree) > 1 for draft in drafts):
-            in_step = len(drafts) > 1 and len({row.length - self.padding[row.index] for row in self._rows}) == 1
+            in_step = not is_refilled and len(drafts) > 1 and len({row.tokens for row in self._rows}) == 1
             if not self._pacing.accepts(drafts, in_step_for=max(left) if in_step else 0):
                 return [draft.bare() for draft in drafts]
         return drafts
@@ -244,7 +252,7 @@ class Engine:
         offers = [] if self._pacing is not None and self._pacing.pauses else self._ask()
         drafts = [self._draft(row, offer, FREE) for row, offer in zip(self._rows, offers, strict=False)]
         self._trials = [Trials(offer, draft.placed) for offer, draft in zip(offers, drafts, strict=True)]
-        return drafts or self._bare_all()
+        return drafts or self._bare(self._rows)
 
     def _propose(self, costs: FloatArray) -> list[Draft]:
         """Every row's tree, of what all proposers offer."""
@@ -254,87 +262,51 @@ class Engine:
         for row in self._rows:
             self._tell(row)
         draft, room = self._drafter.draft, self._config.node_budget
-        return [draft(row.index, room, self._limits(row), costs) for row in self._rows]
+        return [draft(row.seat, room, self._limits(row), costs) for row in self._rows]
 
     def _ask(self) -> list[list[Proposal | None]]:
         """For every row what every proposer offers."""
         for row in self._rows:
             self._tell(row)
         room = self._config.node_budget // (len(self._proposers) if self._by_rejection else 1)
-        offers = [ask([row.index for row in self._rows], room) for ask in self._questions]
+        offers = [ask([row.seat for row in self._rows], room) for ask in self._questions]
         return [list(each) for each in zip(*offers, strict=True)]
 
-    def _bare_all(self) -> list[Draft]:
-        """Every row's newest token alone, nothing having been asked for."""
+    def _bare(self, rows: Sequence[Row]) -> list[Draft]:
+        """The newest token of rows alone, nothing having been asked for."""
         self._trials = []
-        return [Draft(TokenTree.root(int(row.ids[row.length - 1])), self._nothing) for row in self._rows]
+        return [Draft(TokenTree.root(row.newest), self._nothing) for row in rows]
 
-    def _draft(self, row: _Row, proposals: Sequence[Proposal | None], costs: FloatArray) -> Draft:
+    def _draft(self, row: Row, proposals: Sequence[Proposal | None], costs: FloatArray) -> Draft:
         """One row's tree, merged from what every proposer offers."""
         sources = [len(proposer.sources) for proposer in self._proposers]
-        return merge(int(row.ids[row.length - 1]), proposals, self._limits(row), sources=sources, costs=costs)
+        return merge(row.newest, proposals, self._limits(row), sources=sources, costs=costs)
 
-    def _limits(self, row: _Row) -> Limits:
+    def _limits(self, row: Row) -> Limits:
         """What a row's tree may hold."""
-        depth = min(self._stopping.max_length - row.length - 1, self._positions_left(row))
+        depth = min(row.left - 1, row.positions_left(self._target.positions))
         return Limits(self._budget, depth, self._config.min_probability, self._is_chain and not self._by_rejection)
 
-    def _positions_left(self, row: _Row) -> int:
-        """Positions the model has behind the newest token of a row.
-
-        Raises:
-            PromptError: It has none for that token; on a GPU the model would bring the process down.
-        """
-        if self._target.positions is None:
-            return row.ids.size
-        length = row.length - int(self.padding[row.index])
-        if length > self._target.positions:
-            raise PromptError(
-                f"row {row.index} has {length} tokens and the model positions for {self._target.positions}; "
-                "lower max_new_tokens or max_length"
-            )
-        return self._target.positions - length
-
-    def _read(self, logits: Tensor, *, with_top: bool) -> Scores:
+    def _read(self, logits: Tensor, with_top: bool) -> Scores:
         """The likeliest tokens after every node, as far as anyone asks: the step's one read from the device."""
-        wanted = self.chooser.is_plain_greedy or self._needs_argmax or with_top
+        wanted = self._needs_argmax or with_top or any(row.chooser.is_plain_greedy for row in self._rows)
         if not wanted and logits.device.type == "cpu":
             return Scores(_NO_ARGMAX)  # elsewhere reading is also what waits for the pass, so that its time is known
         return read_scores(logits, with_top=with_top)
 
-    def _verify(self, i: int, draft: Draft, logits: Tensor, argmax: IntArray) -> Verdict:
-        """Walk the tree of active row i; its ids grow by the tokens it emits."""
-        row = self._rows[i]
-        if self._is_simple:
-            limit = self._stopping.max_length - row.length
-            verdict = verify_greedy(draft.tree, argmax[i], self._stopping.eos_tokens, limit)
-            if verdict.tokens[-1] < 0:
-                raise not_a_number(row.index, row.emitted + len(verdict.tokens) - 1)
-            row.ids[row.length : row.length + len(verdict.tokens)] = verdict.tokens
-            row.length += len(verdict.tokens)
-            row.emitted += len(verdict.tokens)
-            return verdict
+    def _verify(self, i: int, row: Row, draft: Draft, logits: Tensor, argmax: IntArray) -> Verdict | Exception:
+        """Walk the tree of row i of a pass; what goes wrong there, where that is its own affair."""
+        pick: Pick | None = None
+        if self._by_rejection:
+            pick = self._trials[i].choose if self._trials else _draw
+        try:
+            return row.verify(draft, logits[i], argmax[i] if len(argmax) else argmax, pick)
+        except Exception as error:
+            if not self._isolates:
+                raise
+            return error
 
-        def choose(node: int) -> int:
-            place = {"row": row.index, "step": row.emitted}
-            if self._by_rejection:
-                chances = self.chooser.chances(self._ids(row), logits[i, node], **place)
-                return self._trials[i].choose(node, chances) if self._trials else draw(chances)
-            return self.chooser.choose(self._ids(row), logits[i, node], **place)
-
-        def is_finished(token: int) -> bool:
-            row.ids[row.length] = token
-            row.length += 1
-            row.emitted += 1
-            return self._stopping.is_finished(row.index, self._ids(row), self.chooser.scores[row.index])
-
-        return verify(draft.tree, choose, is_finished)
-
-    def _ids(self, row: _Row) -> Tensor:
-        """The row's ids so far, int64 `[1, tokens]`, on the device of the prompts."""
-        return torch.from_numpy(row.ids[: row.length])[None].to(self._device)
-
-    def _observe(self, row: _Row, draft: Draft, outcome: Outcome) -> None:
+    def _observe(self, row: Row, draft: Draft, outcome: Outcome) -> None:
         """Let the proposers learn from what happened to their offers.
 
         After a plain step they are told only once they are asked again, unless they learn from more than tokens:
@@ -345,33 +317,27 @@ class Engine:
             row.untold.append(outcome.tokens)
             return
         for proposer, placed in zip(self._proposers, draft.placed, strict=True):
-            proposer.observe(row.index, outcome, placed)
+            proposer.observe(row.seat, outcome, placed)
 
-    def _tell(self, row: _Row) -> None:
+    def _tell(self, row: Row) -> None:
         """Let the proposers see what was emitted while they were not asked."""
         if row.untold:
             outcome = Outcome(np.concatenate(row.untold), _ROOT, _NO_ARGMAX)
             row.untold.clear()
             for proposer in self._proposers:
-                proposer.observe(row.index, outcome, _NO_ARGMAX)
+                proposer.observe(row.seat, outcome, _NO_ARGMAX)
 
-    def _count(self, stats: DecodingStats, draft: Draft, verdict: Verdict) -> None:
-        """Count a verified draft; the first token of a row comes from the prefill, not from a draft's pass."""
-        if stats.emitted_tokens:
-            stats.target_forwards += 1
-            stats.acceptance_histogram[len(verdict.tokens)] += 1
-        stats.emitted_tokens += len(verdict.tokens)
-        if len(draft.tree) == 1:
-            return
-        stats.drafted_tokens += len(draft.tree) - 1
-        stats.accepted_tokens += len(verdict.path) - 1
-        stats.expected_tokens += float(draft.reach.sum()) - 1.0
-        sums = sum_by_source(draft.tree, draft.reach, verdict.path, len(self.sources))
-        for name, (drafted, accepted, expected) in zip(self.sources, sums.tolist(), strict=True):
-            stats.forwards_by_source[name] += drafted > 0
-            stats.drafted_by_source[name] += int(drafted)
-            stats.accepted_by_source[name] += int(accepted)
-            stats.expected_by_source[name] += expected
+    def _retire_outgrown(self) -> list[Emission]:
+        """Take out rows that the model has no more positions for, where one row's error ends that row alone."""
+        errors: dict[int, PromptError] = {}
+        for i, row in enumerate(self._rows if self._isolates else ()):
+            try:
+                row.positions_left(self._target.positions)
+            except PromptError as error:
+                errors[i] = error
+        emissions = [Emission(self._rows[i].index, _NO_ARGMAX, finished=True, error=errors[i]) for i in errors]
+        self._retire(list(errors))
+        return emissions
 
     def _retire(self, finished: Sequence[int]) -> None:
         """Take finished rows out, the last active row filling each gap, in the target as in the engine."""
@@ -379,17 +345,24 @@ class Engine:
             row = self._rows[i]
             self._tell(row)
             if self._pacing is not None:
-                self._pacing.end(row.emitted, is_early=row.length < self._stopping.max_length)
+                self._pacing.end(row.emitted, is_early=row.left > 0)
             for proposer in self._proposers:
-                proposer.finish(row.index)
+                proposer.finish(row.seat)
+            self._seats.append(row.seat)
             if self._keep_cache:
-                self.kept[row.index] = self._target.cache.take(i)
+                self.kept[row.index] = self.cache.take(i)
             self._target.retire(i)
             last = self._rows.pop()
             if i < len(self._rows):
                 self._rows[i] = last
         if self._rows:
-            self.chooser.forget_before(min(row.emitted for row in self._rows))
+            # Rows share their draws of random numbers only where they all belong to one batch.
+            self._rows[0].chooser.forget_before(min(row.emitted for row in self._rows))
+
+
+def _draw(node: int, chances: Tensor) -> int:
+    """The token after a node where nothing was drafted."""
+    return draw(chances)
 
 
 def _top_of(tree: TokenTree, scores: Scores, i: int) -> Top | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
@@ -23,18 +24,15 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from lookahead.branch import Branch
-from lookahead.config import MAX_NODES_LIMIT, LookaheadConfig
+from lookahead.assembly import assemble
+from lookahead.config import LookaheadConfig
 from lookahead.engine import Engine
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
-from lookahead.experience import ModelExperience, experience_of
 from lookahead.handover import adopt, hand_back, output_dict, padded_sequences
-from lookahead.pacing import Pacing
 from lookahead.pieces import PieceStreamer
 from lookahead.plain import PlainLoop
 from lookahead.pools.fingerprint import fingerprint_of
 from lookahead.pools.opening import open_pool
-from lookahead.proposers import make_proposers
 from lookahead.request import (
     call_of,
     prompt_lengths,
@@ -47,10 +45,11 @@ from lookahead.request import (
     stopping_rule,
     vocabulary_size,
 )
+from lookahead.rows import Row
 from lookahead.sampling import TokenChooser, warp_of
 from lookahead.stats import DecodingStats, total
-from lookahead.support import Support, prefills_at_once, support_of
-from lookahead.target import PREFILL_CHUNK, Target, input_device
+from lookahead.support import Support, support_of
+from lookahead.target import input_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +120,10 @@ def decode(
     past = past if isinstance(past, DynamicCache) else None
     if engine.kept and past is not None:
         rows = [engine.kept[row] for row in range(len(outputs))]
-        hand_back(past, rows, engine.padding, sequences.shape[1] - 1)
+        hand_back(past, rows, np.array([row.padding for row in engine.batch]), sequences.shape[1] - 1)
     if not generation_config.return_dict_in_generate:
         return sequences
-    return output_dict(sequences, engine.chooser, generation_config, past)
+    return output_dict(sequences, engine.batch[0].chooser, generation_config, past)
 
 
 def prepare(
@@ -166,67 +165,37 @@ def prepare(
     if support.shape == "none" or complaint:
         warnings.warn(f"{complaint}; it is decoded plainly", stacklevel=2)
         return PlainLoop(sample, input_ids, lengths, stopping)
-    experience = experience_of(model)
     is_chain = support.shape == "chains"
     warp = warp_of(logits_processor) if generation_config.do_sample else None
     call = call_of(model, lookahead_tokenizer, batch_size, stopping, config, is_chain=is_chain, warp=warp)
-    branch = _branch_of(config, experience, is_chain=is_chain)
-    proposers = make_proposers(config, experience.proposers, pool, call, branch)
-    # Room for what short outputs need; the cache grows when an output turns out long.
-    capacity = longest + min(stopping.max_length - longest, 256) + config.node_budget + 1
-    target = Target(
-        model,
-        rows=batch_size,
-        capacity=capacity,
-        device=input_ids.device,
-        shape=support.shape,
-        prefill_chunk=longest if prefills_at_once(model) else PREFILL_CHUNK,
-        hidden_layers=sorted({layer for proposer in proposers for layer in proposer.hidden_layers}),
-        compiles=config.compile,
-        captures=config.cuda_graphs,
-        most_nodes=config.node_budget + 1,
-    )
     is_continued = past is not None and past.get_seq_length() > 0
     is_given = getattr(past, "_is_user_defined", False)
+    chooser = TokenChooser(
+        logits_processor,
+        do_sample=bool(generation_config.do_sample),
+        batch_size=batch_size,
+        keep=bool(generation_config.output_scores or generation_config.output_logits),
+    )
+    rows = [
+        Row.begin(i, ids, chooser, stopping, padding=longest - length, place=i, device=input_ids.device)
+        for i, (ids, length) in enumerate(zip(input_ids.cpu().numpy(), lengths.tolist(), strict=True))
+    ]
+    engine = assemble(
+        model,
+        config,
+        call,
+        pool,
+        rows,
+        # Room for what short outputs need; the cache grows when an output turns out long.
+        capacity=longest + min(stopping.max_length - longest, 256) + config.node_budget + 1,
+        shape=support.shape,
+        runs_to_limit=stopping.is_only_length,
+        keep_cache=bool(generation_config.return_dict_in_generate or is_continued or is_given),
+    )
     if is_continued:
         refuse_past(past, input_ids, generation_config, model_kwargs.get("attention_mask"))
-        adopt(cast(DynamicCache, past), target.cache, longest - lengths)
-    pacing = None
-    if config.proposers and config.draft == "auto":
-        cost, switch, padded = (
-            experience.costs[config.passes],
-            experience.switches[config.passes],
-            config.has_fixed_shapes,
-        )
-        pacing = Pacing(cost, switch, branch, is_padded=padded, runs_to_limit=stopping.is_only_length)
-    return Engine(
-        target,
-        proposers,
-        pacing,
-        config,
-        TokenChooser(
-            logits_processor,
-            do_sample=bool(generation_config.do_sample),
-            batch_size=batch_size,
-            keep=bool(generation_config.output_scores or generation_config.output_logits),
-        ),
-        stopping,
-        input_ids,
-        lengths,
-        keep_cache=bool(generation_config.return_dict_in_generate or is_continued or is_given),
-        is_chain=is_chain,
-        by_rejection=call.by_rejection,
-    )
-
-
-def _branch_of(config: LookaheadConfig, experience: ModelExperience, *, is_chain: bool) -> Branch:
-    """Whether the lookahead branch runs, where costs decide that; elsewhere it is always off for them."""
-    return Branch(
-        config.branch_sizes if config.decides_branch and not is_chain else (),
-        experience.branch[tuple(name for name in config.proposers if isinstance(name, str))],
-        max_nodes=config.max_nodes or MAX_NODES_LIMIT,
-        teaches="recycled" in config.proposers,
-    )
+        adopt(cast(DynamicCache, past), engine.cache, longest - lengths)
+    return engine
 
 
 def _complaint(model: PreTrainedModel, support: Support, batch_size: int, config: LookaheadConfig) -> str:
@@ -329,7 +298,7 @@ def prepare_text(
 ) -> Engine | PlainLoop:
     """Tokenize, left-pad, and let `model.generate` resolve its options into an engine."""
     refuse_model(model)
-    _check_lengths(generate_kwargs)
+    check_lengths(generate_kwargs)
     if config is not None and config.pool is not None:
         open_pool(os.fspath(config.pool), fingerprint=fingerprint_of(tokenizer))
     encoded = [tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"] for prompt in prompts]
@@ -337,7 +306,7 @@ def prepare_text(
         if not ids:
             raise PromptError(f"prompt {i} has no tokens: {prompts[i]!r}; a prompt needs at least one")
     longest = max(map(len, encoded))
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
+    pad = pad_token_of(tokenizer)
     padded = [[pad] * (longest - len(ids)) + ids for ids in encoded]
     mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in encoded]
     limit = generate_kwargs.get("max_length") if generate_kwargs.get("max_new_tokens") is None else None
@@ -362,7 +331,13 @@ def prepare_text(
     return engine
 
 
-def _check_lengths(generate_kwargs: dict[str, Any]) -> None:
+def pad_token_of(tokenizer: PreTrainedTokenizerBase) -> int:
+    """A token to fill rows with; masks hide it, so that any will do."""
+    pad: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
+    return pad
+
+
+def check_lengths(generate_kwargs: dict[str, Any]) -> None:
     """Refuse a limit that leaves no room for a token, and a streamer, which no one would feed."""
     if generate_kwargs.get("streamer") is not None:
         raise ConfigError("streamer is not taken here; use stream, or model.generate under lookahead.enable")

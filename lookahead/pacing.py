@@ -70,18 +70,28 @@ class Pacing:
             self._rest -= 1
             self._rested += 1
             return True
-        if self._rested:
-            self._switch.pass_by(self._rows, self._rested)
-            self._rest = self._rested = 0
+        self._end_rest()
         return False
 
-    def begin(self, left: Sequence[int], context: int, nodes: int) -> FloatArray | None:
+    def _end_rest(self) -> None:
+        """Count the steps that were taken without a thought."""
+        if self._rested:
+            self._switch.pass_by(self._rows, self._rested)
+        self._rest = self._rested = 0
+
+    def begin_output(self) -> None:
+        """Begin a further output, or as many of them as there are rows: what may be lost anew is counted by those."""
+        self._end_rest()
+        self._switch.begin_output()
+
+    def begin(self, left: Sequence[int], context: int, nodes: int, *, is_refilled: bool = False) -> FloatArray | None:
         """What drafts of the coming step are to be sized by; None where nothing is to be drafted.
 
         Args:
             left: Tokens that each row that takes it may still emit.
             context: Tokens of the longest one.
             nodes: Nodes of the largest tree allowed without the lookahead branch, its root counted.
+            is_refilled: Whether a row that ends makes room for another.
 
         Returns:
             float64 `[nodes + 1]`, or longer by the nodes of the branch: the seconds of a step by the nodes of its
@@ -100,6 +110,7 @@ class Pacing:
         self._costs = self._curve(nodes)
         if rows > 1:
             lasting = 1.0 if self._runs_to_limit else self._switch.endings.chance_to_last(max(left))
+            lasting = 0.0 if is_refilled else lasting  # no row has to wait for the last one
             self.batch = Batch.of(left, self._cost.plain(rows, context), lasting)
         else:
             self.batch = _ALONE

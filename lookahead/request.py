@@ -147,14 +147,18 @@ def prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None, vocab_size:
     """Tokens of each prompt without its left padding, once all of them are known to be in the vocabulary."""
     lengths = _prompt_lengths(input_ids, attention_mask)
     for row, ids in enumerate(input_ids.cpu().numpy()):
-        text = ids[len(ids) - lengths[row] :]
-        if text.min() < 0 or text.max() >= vocab_size:
-            stranger = text[(text < 0) | (text >= vocab_size)][0]
-            raise PromptError(
-                f"prompt {row} holds token {stranger}, and the model's vocabulary ends at {vocab_size - 1}: "
-                "is the tokenizer that of another model?"
-            )
+        refuse_strangers(ids[len(ids) - lengths[row] :], row, vocab_size)
     return lengths
+
+
+def refuse_strangers(ids: NDArray[np.int64], prompt: int, vocab_size: int) -> None:
+    """Say that the prompt of such a number holds tokens, int64 `[n]`, that the model does not know."""
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        stranger = ids[(ids < 0) | (ids >= vocab_size)][0]
+        raise PromptError(
+            f"prompt {prompt} holds token {stranger}, and the model's vocabulary ends at {vocab_size - 1}: "
+            "is the tokenizer that of another model?"
+        )
 
 
 def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> NDArray[np.int64]:
@@ -186,14 +190,15 @@ def stopping_rule(criteria: StoppingCriteriaList, batch_size: int) -> StoppingRu
     return StoppingRule(max_length=min(limits), eos_tokens=np.array(eos, np.int32), custom=custom if others else None)
 
 
-def refuse_long_prompts(model: PreTrainedModel, lengths: NDArray[np.int64]) -> None:
-    """Say that a prompt outgrows the model's table of positions; on a GPU the model would bring the process down."""
-    limit = position_limit(model)
-    if limit is not None and int(lengths.max()) > limit:
-        raise PromptError(
-            f"prompt {int(lengths.argmax())} has {int(lengths.max())} tokens and the model positions for {limit}; "
-            "shorten it"
-        )
+def refuse_long_prompts(model: PreTrainedModel, lengths: NDArray[np.int64], first: int = 0) -> None:
+    """Say that a prompt outgrows the model's table of positions; on a GPU the model would bring the process down.
+
+    `first` is the number of the first prompt, for the message.
+    """
+    limit, longest = position_limit(model), int(lengths.max())
+    if limit is not None and longest > limit:
+        number = first + int(lengths.argmax())
+        raise PromptError(f"prompt {number} has {longest} tokens and the model positions for {limit}; shorten it")
 
 
 def refuse_positions(position_ids: Tensor | None, lengths: NDArray[np.int64], longest: int) -> None:

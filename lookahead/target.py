@@ -83,8 +83,8 @@ class Target:
     Attributes:
         positions: Positions the model has a table for, None where there is no end to them.
         hidden: Those hidden states of the newest pass, `[active, nodes of the largest tree, size]`; of a prefill those
-            of the last token of every prompt, `[rows, 1, size]`.
-        prompt_hidden: The same for every row at the tokens the newest prefill read, `[tokens, size]`.
+            of the last token of every prompt, `[prompts, 1, size]`.
+        prompt_hidden: The same for every prompt at the tokens the newest prefill read, `[tokens, size]`.
     """
 
     def __init__(
@@ -159,16 +159,22 @@ class Target:
         finally:
             self._model.set_attn_implementation(ATTENTION_NAME)
 
-    def prefill(self, prompts: Sequence[IntArray]) -> Tensor:
+    def prefill(self, prompts: Sequence[IntArray], first: int = 0) -> Tensor:
         """Put the KV of every prompt into the cache; its last token, the first root, is not committed yet.
 
         Args:
-            prompts: int32 `[tokens]` per active row, at least one token more than the row's cache holds already; rows
-                may differ in length.
+            prompts: int32 `[tokens]` per active row from `first` on, at least one token more than the row's cache holds
+                already; rows may differ in length.
+            first: The rows before it stay as they are.
 
         Returns:
-            Logits after the last token of every prompt, `[active, 1, vocab]`.
+            Logits after the last token of every prompt, `[prompts, 1, vocab]`.
         """
+        with self.cache.slots.since(first):
+            return self._prefill(prompts)
+
+    def _prefill(self, prompts: Sequence[IntArray]) -> Tensor:
+        """`prefill` of all rows that take part."""
         slots = self.cache.slots
         committed = slots.lengths[: slots.active]
         cached = committed.copy()

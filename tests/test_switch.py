@@ -360,3 +360,16 @@ def test_the_curve_follows_what_steps_cost_though_it_is_not_drawn_anew_for_every
             cost.curve(1, 8)
         assert cost.curve(1, 8)[[1, 8]].tolist() == pytest.approx([seconds, 2 * seconds], rel=0.1)
         assert cost.plain(1)[1] == pytest.approx(seconds, rel=0.1)
+
+
+@pytest.mark.parametrize("is_refilled", [True, False])
+def test_a_token_is_worth_the_same_in_every_row_while_rows_are_refilled(is_refilled):
+    cost, switch = StepCost(), Switch()
+    for _ in range(20):
+        cost.observe(1, 0.010, rows=2)
+    pacing = Pacing(cost, switch, runs_to_limit=True)
+    switch.pass_by(2)
+    assert pacing.begin([5, 100], 50, 9, is_refilled=is_refilled) is not None
+    worth = [pacing.batch.steps_saved(tokens) for tokens in ([3.0, 1.0], [1.0, 3.0])]
+    assert (worth[0] == pytest.approx(worth[1]) == pytest.approx(2.0)) == is_refilled
+    assert is_refilled or worth[0] < worth[1]  # else the one that has more to go ends the batch

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lookahead.errors import DocumentError
+from lookahead.errors import DocumentError, LookaheadError
+from lookahead.files.documents import Document, Reject
 from lookahead.summarize.comparison import ComparingDecoder, PlainFigures
 from lookahead.summarize.decoding import Decoder, LookaheadDecoder, total_in_sequence
 from lookahead.summarize.fitting import PromptFitter
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
 
     from lookahead.config import LookaheadConfig
     from lookahead.stats import DecodingStats
+    from lookahead.summarize.job import Summarized
 
 ROWS_TOGETHER = 8
 
@@ -124,6 +128,49 @@ class Summarizer:
             stats=total_in_sequence(calls),
             plain=self._comparing.take_figures() if self._comparing else None,
         )
+
+    def summarize_all(self, documents: Iterable[Document], rows: int | None = None) -> Iterator[Summarized | Reject]:
+        """Summarize many documents, the prompts of several at a time decoded together, each done as it comes.
+
+        A document is taken when there is a row for it, so memory does not grow with their number; a document that
+        cannot be summarized is rejected alone. The summaries are those of `summarize`, and the parts of a long document
+        are decoded beside each other. With `compare` it is one document after the other.
+
+        Args:
+            documents: The documents; they may come from a stream.
+            rows: Prompts that are decoded together, 1 to 1024; None decides.
+
+        Raises:
+            ConfigError: `rows` is out of range.
+        """
+        from lookahead.batching import Batching
+        from lookahead.summarize.together import Together
+
+        decoder = self._lookahead
+        open_rows = partial(
+            Batching,
+            decoder.model,
+            decoder.tokenizer,
+            rows=rows,
+            config=decoder.config,
+            add_special_tokens=decoder.add_special_tokens,
+            do_sample=False,
+        )
+        together = Together(open_rows, self._fitter, self._max_new_tokens, self.summarize_or_reject)
+        return map(self.summarize_or_reject, documents) if self._comparing else together.run(documents)
+
+    def summarize_or_reject(self, document: Document) -> Summarized | Reject:
+        """Summarize one document, or say why not."""
+        from lookahead.summarize.job import Summarized
+
+        try:
+            return Summarized(document, self.summarize(document.text))
+        except LookaheadError as error:
+            return Reject(document.id, f"{document.id}: {error}")
+        except Exception as error:
+            # Whatever one document meets (out of memory, a tokenizer's panic), the others still get their turn.
+            message = " ".join(str(error).split())
+            return Reject(document.id, f"{document.id}: {type(error).__name__}: {message}")
 
     def warm_up(self) -> None:
         """Decode a few tokens, so that compiling is not charged to the first document."""

@@ -1,0 +1,248 @@
+"""A summarization job: documents a second with rows that are refilled, against one document after the other.
+
+    python -m bench.job --documents 500 --text squality_dev.jsonl --field document --output bench/results/job_fp32.json
+
+Documents of mixed length, cut from texts at sentence ends, are summarized in three ways in turn: one after the other
+with lookahead, together in refilled rows with lookahead (`Summarizer.summarize_all`), and by transformers' own greedy
+`generate` in padded batches, of the size that was fastest on the first documents. Cutting, tokenizing and prefill count
+in all of them. Each way of ours begins with nothing learned of these documents. The first documents warm up and are the
+losslessness gate: in fp32 all three must write the same summaries, or nothing is timed; those timed are compared too.
+
+One thread does all the work, so seconds are those of CPU time, which other processes on the machine do not lengthen;
+the wall clock's stand beside them. Without --text the documents are cut from the stories in `examples`, each at a
+sentence drawn at random, so that they overlap.
+
+Before that --streamed short documents go through a dry engine, a model of one tiny layer, and the growth of the
+resident memory of the process is read from /proc (Linux): from before the first document to the highest. The last line
+is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+import lookahead
+from bench.dropin import resident_bytes
+from bench.prompts import read_texts
+from bench.report import publish
+from lookahead.experience import ModelExperience, lent_experience
+from lookahead.files.documents import Document
+from lookahead.loading import load_model
+from lookahead.summarize.fitting import PromptFitter
+from lookahead.summarize.sentences import split_sentences
+from lookahead.summarize.summarizer import Summarizer
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+HF_SIZES = (4, 8, 16, 32)
+GATE = 32  # documents that warm up and are compared first, at most as many as are timed
+
+Texts = dict[int, str]
+
+
+def cut(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, arguments: argparse.Namespace) -> list[str]:
+    """Documents of `shortest` to `longest` tokens, their logarithms drawn evenly with a fixed seed."""
+    rng = np.random.default_rng(0)
+    stories = [list(split_sentences(text.strip())) for text in texts]
+    sizes = [[len(ids) for ids in tokenizer(story, add_special_tokens=False)["input_ids"]] for story in stories]
+    begins = dict.fromkeys(range(len(stories)), 0)  # of stories that are not used up
+    documents: list[str] = []
+    wanted = arguments.documents + min(GATE, arguments.documents)
+    while begins and len(documents) < wanted:
+        for story in list(begins):
+            if not arguments.text:
+                begins[story] = int(rng.integers(len(stories[story])))
+            goal = np.exp(rng.uniform(np.log(arguments.shortest), np.log(arguments.longest)))
+            ends = np.flatnonzero(np.cumsum(sizes[story][begins[story] :]) >= goal)
+            if ends.size:
+                end = begins[story] + int(ends[0]) + 1
+                documents.append("".join(stories[story][begins[story] : end]).strip())
+                begins[story] = end
+            elif arguments.text:
+                del begins[story]
+    return documents[:wanted]
+
+
+def together(summarizer: Summarizer, rows: int) -> Callable[[Sequence[str]], Texts]:
+    """Summaries by rows that are refilled."""
+
+    def run(documents: Sequence[str]) -> Texts:
+        numbered = (Document(number, text) for number, text in enumerate(documents))
+        return {done.document.id: done.summary.text for done in summarizer.summarize_all(numbered, rows)}
+
+    return run
+
+
+def one_by_one(summarizer: Summarizer) -> Callable[[Sequence[str]], Texts]:
+    """Summaries of one document after the other."""
+    return lambda documents: {number: summarizer.summarize(text).text for number, text in enumerate(documents)}
+
+
+def huggingface(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, size: int
+) -> Callable[[Sequence[str]], Texts]:
+    """Summaries by transformers' greedy `generate` in batches of one size."""
+    fitter = PromptFitter(model, tokenizer, max_new_tokens)
+    tokenizer.padding_side = "left"
+
+    def run(documents: Sequence[str]) -> Texts:
+        texts: list[str] = []
+        for begin in range(0, len(documents), size):
+            prompts = [fitter.fit(document).prompts[0] for document in documents[begin : begin + size]]
+            inputs = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=fitter.add_special_tokens)
+            out = model.generate(
+                inputs["input_ids"],
+                attention_mask=inputs["attention_mask"],
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+            )
+            texts += tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        return {number: text.strip() for number, text in enumerate(texts)}
+
+    return run
+
+
+def timed(
+    way: Callable[[Sequence[str]], Texts], documents: Sequence[str], model: PreTrainedModel
+) -> tuple[Texts, float, float]:
+    """The summaries, seconds of CPU time and those of the wall clock; nothing is known of other documents."""
+    with lent_experience(model, ModelExperience()):
+        cpu, wall = time.process_time(), time.perf_counter()
+        texts = way(documents)
+        return texts, time.process_time() - cpu, time.perf_counter() - wall
+
+
+def check(ways: dict[str, Texts], dtype: str, what: str) -> int:
+    """How many summaries of refilled rows are those of `generate`; in fp32 anything but all ends the benchmark."""
+    same = {name: sum(texts[i] == ways["hf_batch"][i] for i in texts) for name, texts in ways.items()}
+    if dtype == "fp32" and any(count != len(ways["hf_batch"]) for count in same.values()):
+        sys.exit(f"not lossless: of {len(ways['hf_batch'])} {what} summaries {same} are those of generate")
+    return same["together"]
+
+
+def dry_streams(count: int, rows: int, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, int]]:
+    """Stream short documents through a tiny model; yields how many are done and the bytes resident."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, max_position_embeddings=256, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).float().eval()
+    words = ["a", "quiet", "story", "of", "one", "long", "day", "by", "the", "river", "and", "those", "who", "lived"]
+    rng = np.random.default_rng(1)
+    prompts = (" ".join(rng.choice(words, size=rng.integers(4, 16))) for _ in range(count))
+    yield 0, resident_bytes()
+    stream = lookahead.stream_many(model, tokenizer, prompts, rows=rows, max_new_tokens=4, do_sample=False)
+    for done, completion in enumerate(stream, start=1):
+        assert completion.error is None
+        if done % max(1, count // 100) == 0:
+            yield done, resident_bytes()
+
+
+def measure_memory(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """How much memory the stream takes at most beyond what was resident before it."""
+    before, highest, growths = None, 0, []
+    for done, resident in dry_streams(arguments.streamed, arguments.rows or 8, tokenizer):
+        before = resident if before is None else before
+        highest = max(highest, resident - before)
+        growths.append([done, round((resident - before) / 2**20, 1)])
+    return {
+        "rss_growth_mb": round(highest / 2**20, 1),
+        "streamed": arguments.streamed,
+        "rss_growth_by_documents": growths[:: max(1, len(growths) // 10)],
+    }
+
+
+def measure_speed(arguments: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Gate, then the three ways in turn."""
+    paths = [arguments.text] if arguments.text else sorted(EXAMPLES.glob("*.txt"))
+    texts = [
+        text
+        for path in paths
+        for text in ([path.read_text(encoding="utf-8")] if path.suffix == ".txt" else read_texts(path, arguments.field))
+    ]
+    documents = cut(texts, tokenizer, arguments)
+    first = min(GATE, len(documents) // 2)
+    gate, documents = documents[:first], documents[first:]
+    if not documents:
+        sys.exit(f"the texts give no document of {arguments.shortest} to {arguments.longest} tokens")
+    new = arguments.max_new_tokens
+    summarizer = Summarizer(model, tokenizer, max_new_tokens=new)
+    summarizer.warm_up()
+    ours = {"together": together(summarizer, arguments.rows), "one_by_one": one_by_one(summarizer)}
+    sizes = {size: huggingface(model, tokenizer, new, size) for size in HF_SIZES}
+    tried = {size: timed(way, gate, model) for size, way in sizes.items()}
+    best = min(tried, key=lambda size: tried[size][1])
+    print({size: round(run[1], 1) for size, run in tried.items()}, flush=True)
+    gated = {name: timed(way, gate, model)[0] for name, way in ours.items()}
+    check({**gated, "hf_batch": tried[best][0]}, arguments.dtype, "first")
+    ways = {**ours, "hf_batch": sizes[best]}
+    rounds: list[dict[str, tuple[Texts, float, float]]] = []
+    for number in range(arguments.trials):
+        names = list(ways)[number % 3 :] + list(ways)[: number % 3]
+        rounds.append({name: timed(ways[name], documents, model) for name in names})
+        print({name: round(run[1], 1) for name, run in rounds[-1].items()}, flush=True)
+    identical = check({name: run[0] for name, run in rounds[0].items()}, arguments.dtype, "timed")
+
+    def over(name: str) -> float:
+        return round(statistics.median(each[name][1] / each["together"][1] for each in rounds), 3)
+
+    lengths = [len(ids) for ids in tokenizer(documents, add_special_tokens=False, verbose=False)["input_ids"]]
+    return {
+        "speedup_vs_one_by_one": over("one_by_one"),
+        "speedup_vs_hf_batch": over("hf_batch"),
+        "documents": len(documents),
+        "identical": identical,
+        "hf_batch_size": best,
+        "rows": arguments.rows or "decided by lookahead",
+        "document_tokens": {"min": min(lengths), "median": statistics.median(lengths), "max": max(lengths)},
+        "max_new_tokens": new,
+        "trials": arguments.trials,
+        "documents_per_cpu_s": {
+            name: round(len(documents) / statistics.median(each[name][1] for each in rounds), 2) for name in ways
+        },
+        "wall_s": {name: round(statistics.median(each[name][2] for each in rounds), 1) for name in ways},
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="bundled", help="'bundled', a folder, or a name on the Hub")
+    parser.add_argument("--documents", type=int, default=500, help="how many to summarize; fewer where texts end")
+    parser.add_argument("--text", type=Path, help="a .txt or .jsonl file to cut them from")
+    parser.add_argument("--field", default="document", help="the field of each JSON line")
+    parser.add_argument("--shortest", type=int, default=40, help="tokens of the shortest document")
+    parser.add_argument("--longest", type=int, default=900, help="tokens of the longest document")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--rows", type=int, help="documents together; left to lookahead where not given")
+    parser.add_argument("--trials", type=int, default=1, help="timed rounds")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--streamed", type=int, default=100_000, help="documents through the dry engine; 0 for none")
+    parser.add_argument("--output", type=Path, help="also write the JSON object here")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    model, tokenizer = load_model(arguments.model, dtype=arguments.dtype, device="cpu")
+    report: dict[str, Any] = {}
+    if arguments.streamed:  # first, while nothing was given back that would be taken again unseen
+        report |= measure_memory(arguments, tokenizer)
+    if arguments.documents:
+        report = measure_speed(arguments, model, tokenizer) | report
+    report |= {"model": Path(arguments.model).name, "dtype": arguments.dtype, "device": "cpu", "threads": 1}
+    report |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    publish(report, arguments.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

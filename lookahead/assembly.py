@@ -1,0 +1,92 @@
+"""What an engine is made of: a model behind its cache, sources of drafts, and what was learned of both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedModel
+
+from lookahead.branch import Branch
+from lookahead.config import MAX_NODES_LIMIT, LookaheadConfig
+from lookahead.engine import Engine
+from lookahead.experience import ModelExperience, experience_of
+from lookahead.ngram.pool import Pool
+from lookahead.pacing import Pacing
+from lookahead.proposers import make_proposers
+from lookahead.proposers.base import Call
+from lookahead.rows import Row
+from lookahead.support import prefills_at_once
+from lookahead.target import PREFILL_CHUNK, Shape, Target, input_device
+
+
+def assemble(
+    model: PreTrainedModel,
+    config: LookaheadConfig,
+    call: Call,
+    pool: Pool | None,
+    batch: Sequence[Row] = (),
+    *,
+    capacity: int,
+    shape: Shape = "trees",
+    runs_to_limit: bool,
+    keep_cache: bool = False,
+    isolates: bool = False,
+) -> Engine:
+    """Make an engine.
+
+    Args:
+        model: The model.
+        config: The options.
+        call: What is asked of it; its rows are those of the cache.
+        pool: That of the configuration, opened.
+        batch: As for `Engine`.
+        capacity: Slots per row to begin with.
+        shape: What the model can score.
+        runs_to_limit: Whether nothing ends a row before its limit.
+        keep_cache: As for `Engine`.
+        isolates: As for `Engine`.
+
+    Raises:
+        ProposerError: A source of drafts is none.
+    """
+    experience = experience_of(model)
+    branch = _branch_of(config, experience, is_chain=call.is_chain)
+    proposers = make_proposers(config, experience.proposers, pool, call, branch)
+    longest = max((row.length for row in batch), default=PREFILL_CHUNK)
+    target = Target(
+        model,
+        rows=call.rows,
+        capacity=capacity,
+        device=batch[0].device if batch else input_device(model),
+        shape=shape,
+        prefill_chunk=longest if prefills_at_once(model) else PREFILL_CHUNK,
+        hidden_layers=sorted({layer for proposer in proposers for layer in proposer.hidden_layers}),
+        compiles=config.compile,
+        captures=config.cuda_graphs,
+        most_nodes=config.node_budget + 1,
+    )
+    pacing = None
+    if config.proposers and config.draft == "auto":
+        cost, switch = experience.costs[config.passes], experience.switches[config.passes]
+        pacing = Pacing(cost, switch, branch, is_padded=config.has_fixed_shapes, runs_to_limit=runs_to_limit)
+    return Engine(
+        target,
+        proposers,
+        pacing,
+        config,
+        batch,
+        keep_cache=keep_cache,
+        is_chain=call.is_chain,
+        by_rejection=call.by_rejection,
+        isolates=isolates,
+    )
+
+
+def _branch_of(config: LookaheadConfig, experience: ModelExperience, *, is_chain: bool) -> Branch:
+    """Whether the lookahead branch runs, where costs decide that; elsewhere it is always off for them."""
+    return Branch(
+        config.branch_sizes if config.decides_branch and not is_chain else (),
+        experience.branch[tuple(name for name in config.proposers if isinstance(name, str))],
+        max_nodes=config.max_nodes or MAX_NODES_LIMIT,
+        teaches="recycled" in config.proposers,
+    )

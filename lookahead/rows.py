@@ -1,0 +1,170 @@
+"""One output in the making: its ids, how its tokens are chosen, when it ends, and what was counted of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lookahead.drafting import Draft
+from lookahead.errors import PromptError
+from lookahead.proposers.base import IntArray
+from lookahead.sampling import TokenChooser, not_a_number
+from lookahead.stats import DecodingStats
+from lookahead.stopping import StoppingRule
+from lookahead.tree import sum_by_source
+from lookahead.verify import Verdict, verify, verify_greedy
+
+Pick = Callable[[int, Tensor], int]
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A row of an engine; `ids[:length]` is what `model.generate` would hold, padding included.
+
+    Attributes:
+        index: What emissions call it: its place in the batch, or the number of its prompt.
+        ids: int64, with room for all that it may still emit.
+        length: Ids so far.
+        padding: How many of them, the first ones, are padding.
+        chooser: How its tokens are chosen.
+        stopping: When it ends.
+        place: Its place in the batch that those two were made for.
+        device: Where logits processors and stopping criteria expect ids.
+        seat: Its number among the rows of its engine; another row has it once this one has ended.
+        emitted: Tokens it emitted.
+        untold: Those that the proposers do not know of yet.
+        stats: What was counted.
+        prefilled: When its prompt was read, by `time.perf_counter`.
+    """
+
+    index: int
+    ids: NDArray[np.int64]
+    length: int
+    padding: int
+    chooser: TokenChooser
+    stopping: StoppingRule
+    place: int
+    device: torch.device
+    stats: DecodingStats
+    seat: int = 0
+    emitted: int = 0
+    untold: list[IntArray] = field(default_factory=list)
+    prefilled: float = 0.0
+
+    @classmethod
+    def begin(
+        cls,
+        index: int,
+        ids: Sequence[int] | NDArray[np.int64],
+        chooser: TokenChooser,
+        stopping: StoppingRule,
+        *,
+        padding: int = 0,
+        place: int = 0,
+        device: torch.device,
+    ) -> Row:
+        """A row that holds its prompt, int64 `[tokens]`, and nothing else yet."""
+        room = np.empty(max(stopping.max_length, len(ids) + 1), np.int64)
+        room[: len(ids)] = ids
+        stats = DecodingStats(prompt_tokens=len(ids) - padding)
+        return cls(index, room, len(ids), padding, chooser, stopping, place, device, stats)
+
+    @property
+    def text(self) -> IntArray:
+        """Its ids without padding, int32 `[tokens]`."""
+        return np.ascontiguousarray(self.ids[self.padding : self.length], np.int32)
+
+    @property
+    def newest(self) -> int:
+        """Its newest token."""
+        return int(self.ids[self.length - 1])
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens it holds, padding left out."""
+        return self.length - self.padding
+
+    @property
+    def left(self) -> int:
+        """Tokens it may still emit."""
+        return self.stopping.max_length - self.length
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether its tokens are the argmax of the raw logits until one of them or a length ends it."""
+        return self.chooser.is_plain_greedy and self.stopping.custom is None
+
+    def positions_left(self, positions: int | None) -> int:
+        """Positions a model of so many (None for no end to them) has behind the newest token.
+
+        Raises:
+            PromptError: It has none for that token; on a GPU the model would bring the process down.
+        """
+        if positions is None:
+            return self.ids.size
+        if self.tokens > positions:
+            raise PromptError(
+                f"row {self.index} has {self.tokens} tokens and the model positions for {positions}; "
+                "lower max_new_tokens or max_length"
+            )
+        return positions - self.tokens
+
+    def verify(self, draft: Draft, logits: Tensor, argmax: IntArray, pick: Pick | None = None) -> Verdict:
+        """Walk a tree; the ids grow by the tokens emitted.
+
+        Args:
+            draft: What was scored.
+            logits: `[nodes or more, vocab]`.
+            argmax: int32 `[nodes or more]`; read where the row is simple.
+            pick: Chooses the token after a node by the chances of all tokens, `[vocab]`; None for the choice of
+                `model.generate`.
+        """
+        if self.is_simple:
+            verdict = verify_greedy(draft.tree, argmax, self.stopping.eos_tokens, self.left)
+            if verdict.tokens[-1] < 0:
+                raise not_a_number(self.index, self.emitted + len(verdict.tokens) - 1)
+            self.ids[self.length : self.length + len(verdict.tokens)] = verdict.tokens
+            self.length += len(verdict.tokens)
+            self.emitted += len(verdict.tokens)
+            return verdict
+
+        def choose(node: int) -> int:
+            if pick is None:
+                return self.chooser.choose(self._seen(), logits[node], row=self.place, step=self.emitted)
+            return pick(node, self.chooser.chances(self._seen(), logits[node], row=self.place, step=self.emitted))
+
+        def is_finished(token: int) -> bool:
+            self.ids[self.length] = token
+            self.length += 1
+            self.emitted += 1
+            return self.stopping.is_finished(self.place, self._seen(), self.chooser.scores[self.place])
+
+        return verify(draft.tree, choose, is_finished)
+
+    def _seen(self) -> Tensor:
+        """The ids so far as processors and criteria see them, int64 `[1, tokens]`."""
+        return torch.from_numpy(self.ids[: self.length])[None].to(self.device)
+
+    def count(self, draft: Draft, verdict: Verdict, sources: Sequence[str]) -> None:
+        """Count a verified draft; the first token of a row comes from the prefill, not from a draft's pass."""
+        stats = self.stats
+        if stats.emitted_tokens:
+            stats.target_forwards += 1
+            stats.acceptance_histogram[len(verdict.tokens)] += 1
+        stats.emitted_tokens += len(verdict.tokens)
+        if len(draft.tree) == 1:
+            return
+        stats.drafted_tokens += len(draft.tree) - 1
+        stats.accepted_tokens += len(verdict.path) - 1
+        stats.expected_tokens += float(draft.reach.sum()) - 1.0
+        sums = sum_by_source(draft.tree, draft.reach, verdict.path, len(sources))
+        for name, (drafted, accepted, expected) in zip(sources, sums.tolist(), strict=True):
+            stats.forwards_by_source[name] += drafted > 0
+            stats.drafted_by_source[name] += int(drafted)
+            stats.accepted_by_source[name] += int(accepted)
+            stats.expected_by_source[name] += expected

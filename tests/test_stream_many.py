@@ -1,0 +1,218 @@
+"""Any number of prompts in a few rows, token for token what `model.generate` gives for each alone."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import lookahead
+from lookahead import ConfigError, LookaheadConfig, PromptError, UnsupportedModelError
+from lookahead.batching import Batching
+from lookahead.errors import LogitsError
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz ,."
+
+
+def texts(count, shortest=3, longest=60, seed=0):
+    chance = random.Random(seed)
+    return ["".join(chance.choices(LETTERS, k=chance.randint(shortest, longest))) for _ in range(count)]
+
+
+def plainly(model, encode, prompt, **options):
+    ids = torch.tensor([encode(prompt)["input_ids"]])
+    mask = torch.ones_like(ids)
+    out = model.generate(ids, attention_mask=mask, pad_token_id=0, **{"do_sample": False, **options})
+    return out[0, ids.shape[1] :].tolist()
+
+
+def many(model, tokenizer, prompts, **options):
+    done = list(lookahead.stream_many(model, tokenizer, prompts, **options))
+    assert sorted(each.index for each in done) == list(range(len(done)))
+    return sorted(done, key=lambda each: each.index)
+
+
+@pytest.fixture
+def gpt2():
+    """A tiny model with a table of 64 positions."""
+    config = GPT2Config(vocab_size=101, n_positions=64, n_embd=32, n_layer=2, n_head=4, eos_token_id=None)
+    config.initializer_range = 0.4
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        return GPT2LMHeadModel(config).float().eval()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 20])
+@pytest.mark.parametrize("kind", ["tiny_llama", "looping_llama"])
+def test_every_prompt_gets_its_own_tokens_whatever_stands_beside_it(kind, tiny_tokenizer, rows, request):
+    model, prompts = request.getfixturevalue(kind), texts(11)
+    options = {"max_new_tokens": 30, "eos_token_id": [11, 40, 77, 90]}
+    expected = [plainly(model, tiny_tokenizer, prompt, **options) for prompt in prompts]
+    assert len(set(map(len, expected))) > 3  # they end at different times
+    done = many(model, tiny_tokenizer, prompts, rows=rows, **options)
+    assert [each.token_ids for each in done] == expected
+    assert [each.text for each in done] == [tiny_tokenizer.decode(ids, skip_special_tokens=True) for ids in expected]
+    assert [each.stats.emitted_tokens for each in done] == list(map(len, expected))
+    assert [each.stats.prompt_tokens for each in done] == list(map(len, prompts))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [LookaheadConfig(proposers=()), LookaheadConfig(draft="fixed"), LookaheadConfig(window="auto", draft="fixed")],
+    ids=["plain", "fixed", "jacobi"],
+)
+def test_drafts_of_any_kind_change_no_token(looping_llama, tiny_tokenizer, config):
+    prompts = texts(7, seed=3)
+    done = many(looping_llama, tiny_tokenizer, prompts, rows=3, config=config, max_new_tokens=40)
+    assert [each.token_ids for each in done] == [
+        plainly(looping_llama, tiny_tokenizer, prompt, max_new_tokens=40) for prompt in prompts
+    ]
+    assert bool(sum(each.stats.accepted_tokens for each in done)) == bool(config.proposers)
+
+
+def test_processors_and_stop_strings_are_those_of_every_prompt(tiny_llama, tiny_tokenizer):
+    prompts = texts(5, seed=1)
+    options = {"max_new_tokens": 24, "repetition_penalty": 1.3, "min_new_tokens": 4, "eos_token_id": 50}
+    expected = [plainly(tiny_llama, tiny_tokenizer, prompt, **options) for prompt in prompts]
+    assert [each.token_ids for each in many(tiny_llama, tiny_tokenizer, prompts, rows=2, **options)] == expected
+    stop = tiny_tokenizer.decode(expected[0][2:4])
+    options = {"max_new_tokens": 24, "repetition_penalty": 1.3, "stop_strings": [stop]}
+    expected = [plainly(tiny_llama, tiny_tokenizer, p, tokenizer=tiny_tokenizer, **options) for p in prompts]
+    assert [each.token_ids for each in many(tiny_llama, tiny_tokenizer, prompts, rows=2, **options)] == expected
+
+
+def test_sampled_tokens_are_those_of_one_call_after_the_other(tiny_llama, tiny_tokenizer):
+    prompts, options = texts(4), {"max_new_tokens": 12, "do_sample": True, "temperature": 0.9}
+    torch.manual_seed(3)
+    expected = [plainly(tiny_llama, tiny_tokenizer, prompt, **options) for prompt in prompts]
+    torch.manual_seed(3)
+    assert [each.token_ids for each in many(tiny_llama, tiny_tokenizer, prompts, rows=3, **options)] == expected
+
+
+def test_prompts_are_taken_as_rows_come_free(tiny_llama, tiny_tokenizer):
+    taken = []
+
+    def endless():
+        while True:
+            taken.append(1)
+            yield texts(1, seed=len(taken))[0]
+
+    own = tiny_llama.config._attn_implementation
+    stream = lookahead.stream_many(tiny_llama, tiny_tokenizer, endless(), rows=3, max_new_tokens=10)
+    for number, _ in zip(range(1, 8), stream, strict=False):
+        assert len(taken) <= number + 2
+        assert tiny_llama.config._attn_implementation == own
+    stream.close()
+    assert len(taken) <= 10
+
+
+def test_no_prompts_give_no_completions(tiny_llama, tiny_tokenizer):
+    assert many(tiny_llama, tiny_tokenizer, []) == []
+
+
+def test_a_row_that_ends_is_filled_at_once(tiny_llama, tiny_tokenizer):
+    batching = Batching(tiny_llama, tiny_tokenizer, rows=2, max_new_tokens=8, config=LookaheadConfig(proposers=()))
+    prompts, done, running = texts(6), [], []
+    waiting = list(enumerate(prompts))
+    while waiting or not batching.is_idle:
+        while waiting and batching.is_free:
+            batching.put(*waiting.pop(0))
+        done += batching.step()
+        running.append(batching._engine.cache.slots.active)
+    assert len(done) == 6
+    assert len(running) == 3 * 8  # three times two rows, each with a prefill and seven steps
+
+
+@pytest.mark.parametrize("long", [70, 60], ids=["the prompt", "the output"])
+def test_a_prompt_that_outgrows_the_models_positions_fails_alone(gpt2, tiny_tokenizer, long):
+    prompts = texts(6, longest=30)
+    prompts[2] = texts(1, long, long)[0]
+    done = many(gpt2, tiny_tokenizer, prompts, rows=3, max_new_tokens=20)
+    assert isinstance(done[2].error, PromptError)
+    assert f"has {max(long, 65)} tokens and the model positions for 64" in str(done[2].error)
+    for i in (0, 1, 3, 4, 5):
+        assert done[i].error is None
+        assert done[i].token_ids == plainly(gpt2, tiny_tokenizer, prompts[i], max_new_tokens=20)
+
+
+def test_a_row_without_numbers_fails_alone_and_leaves_nothing_behind(tiny_llama, tiny_tokenizer):
+    poison = tiny_tokenizer("#")["input_ids"][0]
+    sound = copy.deepcopy(tiny_llama)
+    with torch.no_grad():
+        sound.lm_head.weight[poison] = 0.0  # or it would be said by itself
+        model = copy.deepcopy(sound)
+        model.get_input_embeddings().weight[poison] = torch.nan
+    prompts = [text if i % 3 else f"{text}#{text}" for i, text in enumerate(texts(9, longest=20))]
+    done = many(model, tiny_tokenizer, prompts, rows=2, max_new_tokens=10)
+    for i, each in enumerate(done):
+        assert isinstance(each.error, LogitsError) == (i % 3 == 0)
+        if i % 3:
+            assert each.token_ids == plainly(sound, tiny_tokenizer, prompts[i], max_new_tokens=10)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [("", "prompt 1 has no tokens"), (7, "prompt 1 must be a string, got int"), ("x" * 50, "max_length must be more")],
+)
+def test_a_prompt_that_cannot_be_continued_fails_alone(tiny_llama, tiny_tokenizer, prompt, message):
+    done = many(tiny_llama, tiny_tokenizer, ["abc", prompt, "de"], rows=2, max_length=40)
+    assert message in str(done[1].error)
+    assert [len(each.token_ids) for each in done] == [37, 0, 38]
+
+
+def test_prompts_that_break_off_are_told_of_once_those_before_are_done(tiny_llama, tiny_tokenizer):
+    def broken():
+        yield from texts(4)
+        raise OSError("the disk is gone")
+
+    done = []
+    with pytest.raises(OSError, match="the disk is gone"):
+        for each in lookahead.stream_many(tiny_llama, tiny_tokenizer, broken(), rows=3, max_new_tokens=6):
+            done.append(each.index)
+    assert sorted(done) == [0, 1, 2, 3]
+
+
+def test_a_long_prompt_waits_until_the_cache_has_room_for_it(tiny_llama, tiny_tokenizer):
+    options, cache = {"max_new_tokens": 12}, 600
+    prompts = texts(9, longest=40)
+    prompts[3] = texts(1, 300, 300)[0]
+    prompts[6] = texts(1, 700, 700)[0]  # more than all of it
+    batching = Batching(tiny_llama, tiny_tokenizer, rows=4, cache_tokens=cache, **options)
+    waiting, done, sizes = list(enumerate(prompts)), [], set()
+    while waiting or not batching.is_idle:
+        while waiting and batching.is_free:
+            batching.put(*waiting.pop(0))
+        done += batching.step()
+        slots = batching._engine.cache.slots
+        sizes.add((slots.rows, slots.capacity))
+    assert max(rows for rows, _ in sizes) > 1
+    assert all(rows * capacity <= cache or rows == 1 for rows, capacity in sizes)
+    for each in done:
+        assert each.token_ids == plainly(tiny_llama, tiny_tokenizer, prompts[each.index], **options)
+
+
+def test_a_model_that_scores_no_trees_is_served_one_prompt_after_the_other(tiny_llama, tiny_tokenizer, monkeypatch):
+    from lookahead.support import Support
+
+    monkeypatch.setattr("lookahead.intake.support_of", lambda *_, **__: Support("chains", "of a test"))
+    prompts = texts(3)
+    done = many(tiny_llama, tiny_tokenizer, prompts, rows=2, max_new_tokens=9)
+    assert [each.token_ids for each in done] == [
+        plainly(tiny_llama, tiny_tokenizer, prompt, max_new_tokens=9) for prompt in prompts
+    ]
+
+
+@pytest.mark.parametrize("options", [{"rows": 0}, {"rows": 1.5}, {"cache_tokens": 0}, {"max_new_tokens": 0}])
+def test_an_option_out_of_range_is_refused_at_once(tiny_llama, tiny_tokenizer, options):
+    with pytest.raises(ConfigError, match=f"{next(iter(options))} must be a whole number"):
+        lookahead.stream_many(tiny_llama, tiny_tokenizer, [], **options)
+
+
+def test_one_string_and_a_mode_without_exact_form_are_refused(tiny_llama, tiny_tokenizer):
+    with pytest.raises(ConfigError, match="several strings"):
+        lookahead.stream_many(tiny_llama, tiny_tokenizer, "abc")
+    with pytest.raises(UnsupportedModelError, match="beam search"):
+        list(lookahead.stream_many(tiny_llama, tiny_tokenizer, ["abc"], num_beams=2, max_new_tokens=4))
