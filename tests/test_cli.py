@@ -250,7 +250,7 @@ def test_what_goes_wrong_within_a_document_is_that_document_s_alone(summarize, m
     ("arguments", "message"),
     [
         (["gone.txt"], "gone.txt: no such file"),
-        (["."], ". is a directory; name its files"),
+        (["empty"], "empty: no file to read in this folder; known suffixes are .txt"),
         (["*.md"], "*.md: no file matches this pattern"),
         (["a.txt", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, got 0"),
         (["a.txt", "--max-new-tokens", "600"], "max_new_tokens must be at most 487 to leave room"),

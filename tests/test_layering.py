@@ -44,6 +44,7 @@ FLOORS = (
     {"enabling", "contest"},
     {"picking"},
     {"summarize"},
+    {"jobs"},
     {"training", "terminal"},
     {"explain.drawing"},
     {"cli_measure", "cli_draft", "cli_train"},
@@ -64,12 +65,20 @@ KNOW_TRANSFORMERS = {
         "loading",
         "pools",
         "summarize",
+        "jobs",
     ),
     *("contest", "picking", "training", "heads"),
 }
 # Training shows its progress.
 KNOW_THE_TERMINAL = {
     *("cli", "cli_pool", "cli_measure", "cli_draft", "cli_train", "explain.drawing", "terminal", "training"),
+}
+# Of an extra, imported where it is needed and missed with a word about the extra.
+OPTIONAL = {
+    "kernels": {"triton"},
+    "files.pages": {"trafilatura"},
+    "files.tables": {"pyarrow"},
+    "jobs.outputs": {"pyarrow"},
 }
 BROUGHT_ALONG = {"tokenizers", "llvmlite"}  # by transformers and numba, which pin the range they work with
 
@@ -192,7 +201,7 @@ def test_every_import_is_a_declared_dependency(module):
     listed = re.search(r"^dependencies = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S)
     declared = set(re.findall(r'"([a-z0-9_-]+)', listed.group(1)))
     allowed = declared | BROUGHT_ALONG | {"lookahead"}
-    assert _foreign(module) <= (allowed | {"triton"} if _is_in(module.room, {"kernels"}) else allowed)
+    assert _foreign(module) <= allowed | set().union(*(OPTIONAL[room] for room in OPTIONAL if _is_in(module.room, {room})))
 
 
 @every_module
