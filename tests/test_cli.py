@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 import lookahead
 from lookahead.cli import app
+from lookahead.jobs.results import JsonLinesFile
 from lookahead.summarize.comparison import ComparingDecoder
-from lookahead.summarize.results import JsonLinesFile
 from lookahead.summarize.summarizer import Summarizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -85,7 +85,7 @@ def test_every_help_shows_an_example(arguments):
 
 
 def test_every_option_is_read_by_its_command():
-    source = (ROOT / "lookahead" / "cli.py").read_text("utf-8")
+    source = "".join((ROOT / "lookahead" / f"{name}.py").read_text("utf-8") for name in ("cli", "cli_summarize"))
     for name, body in re.findall(r"^def (summarize|generate)\((.*?)(?=^def |^@)", source, re.M | re.S):
         signature, code = body.split(") -> None:", 1)
         code = code.split('"""', 2)[2]
@@ -250,7 +250,18 @@ def test_what_goes_wrong_within_a_document_is_that_document_s_alone(summarize, m
     ("arguments", "message"),
     [
         (["gone.txt"], "gone.txt: no such file"),
-        (["empty"], "empty: no file to read in this folder; known suffixes are .txt"),
+        ([], "no input: name files, folders or URLs, or - for stdin"),
+        (["a.txt", "--resume"], "--resume needs --output, the file to go on with"),
+        (["a.txt", "-o", "new.jsonl", "--retry-rejects"], "it needs --resume"),
+        (["a.txt", "-o", "new.jsonl", "--resume", "--overwrite"], "pass one of them"),
+        (["a.txt", "-o", "old.jsonl", "--resume"], "output old.jsonl has no manifest (old.jsonl.manifest.json)"),
+        (["a.txt", "--price-per-hour", "1"], "--price-per-hour is for --dry-run"),
+        (["a.txt", "--style", "haiku"], "style must be bullets, paragraph, headline, got 'haiku'"),
+        (["a.txt", "--style", "bullets"], "the model's tokenizer has no chat template"),
+        (["a.txt", "--style", "bullets", "--model", "bundled"], "made to summarize and follows no instructions"),
+        (["a.txt", "--prompt-file", "gone.txt"], "gone.txt: No such file"),
+        (["a.txt", "--job", "gone.toml"], "job gone.toml: No such file"),
+        (["-", "--sample", "3"], "a sample is drawn by reading the inputs twice"),
         (["*.md"], "*.md: no file matches this pattern"),
         (["a.txt", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, got 0"),
         (["a.txt", "--max-new-tokens", "600"], "max_new_tokens must be at most 487 to leave room"),
@@ -323,7 +334,10 @@ def test_no_space_left_is_told_and_what_is_finished_stays(summarize, monkeypatch
     monkeypatch.setattr(JsonLinesFile, "write", full)
     result = summarize("a.txt", "b.txt", "-o", "out.jsonl")
     assert result.exit_code == 1
-    assert "error: writing failed: No space left on device; 1 finished summary in out.jsonl\n" in result.stderr
+    assert (
+        "error: writing failed: No space left on device; 1 finished summary in out.jsonl; --resume goes on from there\n"
+        in result.stderr
+    )
     assert [record["id"] for record in records("out.jsonl")] == ["a.txt"]
 
 

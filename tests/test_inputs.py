@@ -75,7 +75,14 @@ def write_parquet(path, **columns):
 
 
 def test_a_folder_stands_for_the_files_of_known_suffixes_in_it_and_below(folder):
-    for name in ("notes/b.txt", "notes/a.md", "notes/deep/c.TXT", "notes/image.png", "notes/.git/d.txt", "notes/.e.txt"):
+    for name in (
+        "notes/b.txt",
+        "notes/a.md",
+        "notes/deep/c.TXT",
+        "notes/image.png",
+        "notes/.git/d.txt",
+        "notes/.e.txt",
+    ):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(name)
     assert [source.path for source in find_inputs(["notes"])] == ["notes/a.md", "notes/b.txt", "notes/deep/c.TXT"]
@@ -146,7 +153,9 @@ def test_a_named_id_field_must_hold_an_id(folder):
     assert second.error == "a.jsonl:2: field 'key' must be a string or a whole number, got an empty string"
 
 
-@pytest.mark.parametrize("data", [b"PAR1 is not all of it PAR1", b"", b"id,text\n1,One.\n"], ids=["cut", "empty", "csv"])
+@pytest.mark.parametrize(
+    "data", [b"PAR1 is not all of it PAR1", b"", b"id,text\n1,One.\n"], ids=["cut", "empty", "csv"]
+)
 def test_a_damaged_parquet_file_is_told(folder, data):
     (folder / "a.parquet").write_bytes(data)
     assert error_of("a.parquet").startswith("a.parquet: cannot be read as Parquet: ")
@@ -273,7 +282,9 @@ def test_a_url_that_names_nothing_is_refused_at_once(url, message):
 
 def test_a_driver_that_is_not_installed_is_told_with_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(DocumentError, match=r"^s3://b/a\.txt: Install s3fs .* pip install 'lookahead-decoding\[remote\]'"):
+    with pytest.raises(
+        DocumentError, match=r"^s3://b/a\.txt: Install s3fs .* pip install 'lookahead-decoding\[remote\]'"
+    ):
         file_system("s3://b/a.txt")
 
 
@@ -322,6 +333,8 @@ def test_a_document_above_the_limit_is_a_reject_in_every_format(folder, name):
 
 def test_lines_in_utf_16_are_read_one_at_a_time(folder):
     long = "x" * 5000
-    (folder / "a.jsonl").write_bytes(f'{{"text": "Größe."}}\n{{"text": "{long}"}}\n{{"text": "Three."}}\n'.encode("utf-16"))
+    (folder / "a.jsonl").write_bytes(
+        f'{{"text": "Größe."}}\n{{"text": "{long}"}}\n{{"text": "Three."}}\n'.encode("utf-16")
+    )
     first, reject, third = read("a.jsonl", limit=1000)
     assert (first.text, third.text, type(reject)) == ("Größe.", "Three.", Reject)

@@ -48,6 +48,8 @@ FLOORS = (
     {"training", "terminal"},
     {"explain.drawing"},
     {"cli_measure", "cli_draft", "cli_train"},
+    {"cli_options"},
+    {"cli_summarize"},
     {"lookahead", "cli_pool"},  # lookahead/__init__.py, the public names; the commands on pools
     {"cli"},
 )
@@ -71,14 +73,14 @@ KNOW_TRANSFORMERS = {
 }
 # Training shows its progress.
 KNOW_THE_TERMINAL = {
-    *("cli", "cli_pool", "cli_measure", "cli_draft", "cli_train", "explain.drawing", "terminal", "training"),
+    *("cli", "cli_pool", "cli_measure", "cli_draft", "cli_train", "cli_options", "cli_summarize"),
+    *("explain.drawing", "terminal", "training"),
 }
 # Of an extra, imported where it is needed and missed with a word about the extra.
 OPTIONAL = {
     "kernels": {"triton"},
     "files.pages": {"trafilatura"},
     "files.tables": {"pyarrow"},
-    "jobs.outputs": {"pyarrow"},
 }
 BROUGHT_ALONG = {"tokenizers", "llvmlite"}  # by transformers and numba, which pin the range they work with
 
@@ -201,7 +203,9 @@ def test_every_import_is_a_declared_dependency(module):
     listed = re.search(r"^dependencies = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S)
     declared = set(re.findall(r'"([a-z0-9_-]+)', listed.group(1)))
     allowed = declared | BROUGHT_ALONG | {"lookahead"}
-    assert _foreign(module) <= allowed | set().union(*(OPTIONAL[room] for room in OPTIONAL if _is_in(module.room, {room})))
+    assert _foreign(module) <= allowed | set().union(
+        *(OPTIONAL[room] for room in OPTIONAL if _is_in(module.room, {room}))
+    )
 
 
 @every_module

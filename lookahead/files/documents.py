@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from lookahead.errors import DocumentError, PromptError
 from lookahead.files.inputs import Input
 from lookahead.files.opening import MEGABYTE, STDIN, bounded_lines, read_bounded
-from lookahead.files.text import Document, DocumentId, Reject, checked, decode_bytes
+from lookahead.files.text import Document, Reject, checked, decode_bytes
 
 __all__ = [
     *("Document", "DocumentId", "Reject", "check_readers", "count_documents", "decode_bytes", "read_documents"),

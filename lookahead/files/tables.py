@@ -149,5 +149,3 @@ def _check_is_text(arrow: Any, kind: Any, path: str, field: str) -> None:
         kind = kind.value_type
     if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind) or "string" in str(kind)):
         raise DocumentError(f"{path}: column {field!r} must hold strings, it holds {kind}")
-
-

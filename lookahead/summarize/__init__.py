@@ -1,8 +1,8 @@
 """Summaries of documents of any length, decoded speculatively.
 
 The modules: `sentences` and `parts` cut a long document, `prompting` renders prompts, `fitting` fits them to a
-model, `decoding` and `comparison` generate, `summarizer` turns one document into a `Summary`, `results` writes JSON
-lines, `job` runs many documents and `report` puts into words what came of them.
+model, `decoding` and `comparison` generate, and `summarizer` turns one document into a `Summary`. `lookahead.jobs` runs
+many of them.
 
 Importing this package imports none of them, nor torch, so that `import lookahead` stays quick.
 """

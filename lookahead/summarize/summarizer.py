@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lookahead.errors import DocumentError
+from lookahead.errors import DocumentError, LookaheadError
+from lookahead.files.text import Document, Reject
 from lookahead.summarize.comparison import ComparingDecoder, PlainFigures
 from lookahead.summarize.decoding import Decoder, LookaheadDecoder, total_in_sequence
 from lookahead.summarize.fitting import PromptFitter
 from lookahead.summarize.parts import Split
+from lookahead.summarize.prompting import Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -63,6 +66,14 @@ class Summary:
         return record
 
 
+@dataclass(frozen=True, slots=True)
+class Summarized:
+    """A document and its summary."""
+
+    document: Document
+    summary: Summary
+
+
 class Summarizer:
     """Summarizes documents with one model.
 
@@ -75,9 +86,11 @@ class Summarizer:
         max_new_tokens: Most tokens of a summary.
         config: How drafts are made; `None` for the defaults.
         compare: Whether every document is decoded plainly too.
+        request: What the model is asked for; `None` for a summary in a few sentences.
 
     Raises:
-        ConfigError: `max_new_tokens` is less than 1, or leaves no room for a document.
+        ConfigError: `max_new_tokens` is less than 1, or leaves no room for a document, or the model does not
+            understand the request.
     """
 
     def __init__(
@@ -88,10 +101,11 @@ class Summarizer:
         max_new_tokens: int = 128,
         config: LookaheadConfig | None = None,
         compare: bool = False,
+        request: Request | None = None,
     ) -> None:
         self.exact = str(model.dtype) == "torch.float32"
         self._max_new_tokens = max_new_tokens
-        self._fitter = PromptFitter(model, tokenizer, max_new_tokens)
+        self._fitter = PromptFitter(model, tokenizer, max_new_tokens, request)
         decoder = LookaheadDecoder(model, tokenizer, config=config, add_special_tokens=self._fitter.add_special_tokens)
         self._lookahead = decoder
         self._comparing = ComparingDecoder(decoder) if compare else None
@@ -124,6 +138,18 @@ class Summarizer:
             stats=total_in_sequence(calls),
             plain=self._comparing.take_figures() if self._comparing else None,
         )
+
+    def summarize_all(self, documents: Iterable[Document], rows: int = 1) -> Iterator[Summarized | Reject]:
+        """Summarize documents one by one; one that fails comes as a `Reject`."""
+        for document in documents:
+            try:
+                yield Summarized(document, self.summarize(document.text))
+            except LookaheadError as error:
+                yield Reject(document.id, f"{document.id}: {error}", document)
+            except Exception as error:
+                # Whatever one document meets (out of memory, a tokenizer's panic), the others still get their turn.
+                message = " ".join(str(error).split())
+                yield Reject(document.id, f"{document.id}: {type(error).__name__}: {message}", document)
 
     def warm_up(self) -> None:
         """Decode a few tokens, so that compiling is not charged to the first document."""
