@@ -229,14 +229,15 @@ class Journal:
 
     def _records(self, path: Path) -> Iterator[tuple[int, int, Record]]:
         """The lines of a file, each checked to be of a job."""
-        number, key_of_record = 0, _key_of_result if path == self._running else _key_of_reject
+        checked, key_of_record = 0, _key_of_result if path == self._running else _key_of_reject
         try:
-            for number, (offset, length, record) in enumerate(records_in(path), start=1):
+            for offset, length, record in records_in(path):
                 key_of_record(record)
+                checked += 1
                 yield offset, length, record
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{path}:{number + 1}: no line of this job; remove the line, or pass --overwrite to begin anew"
+                f"{path}:{checked + 1}: no line of this job; remove the line, or pass --overwrite to begin anew"
             ) from error
 
 

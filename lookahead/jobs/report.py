@@ -50,7 +50,7 @@ def describe_stop(totals: Totals, output: Path | None) -> str:
     """What there is of a job that was stopped early."""
     finished = count(totals.written + totals.earlier, "finished summary", "finished summaries")
     if output is None or not output.exists() or output.is_file():
-        how = "" if output is None else "; --resume goes on from there"
+        how = "" if output is None else "; --resume goes on"
         return f"{finished} in {output or 'stdout'}{how}"
     return f"{finished} in {output}"
 
