@@ -36,7 +36,7 @@ from lookahead.jobs.paths import OutputPaths
 from lookahead.loading import load_model
 from lookahead.summarize.summarizer import Summarizer
 
-WORDS = "the storm hit coast at dawn two ships were lost and a harbour of Brest stayed open while nobody slept".split()
+WORDS = "the storm hit coast at dawn two ships were lost and a harbour of Brest stayed open while nobody slept"
 TWINS, MALFORMED = 20, 50  # one document in so many
 
 
@@ -64,11 +64,11 @@ class Counts:
 
 def write_documents(path: Path, count: int, seed: int) -> None:
     """Write a JSON line for each document."""
-    draw = random.Random(seed)
+    draw, words = random.Random(seed), WORDS.split()
     texts: list[str] = []
     with path.open("w", encoding="utf-8") as file:
         for number in range(count):
-            text = " ".join(draw.choices(WORDS, k=draw.randint(5, 30))).capitalize() + "."
+            text = " ".join(draw.choices(words, k=draw.randint(5, 30))).capitalize() + "."
             text = draw.choice(texts) if texts and number % TWINS == TWINS - 1 else text
             texts.append(text)
             line = json.dumps({"id": f"d{number:05}", "text": text})

@@ -17,9 +17,9 @@ Format = Literal["text", "html", "jsonl", "csv", "tsv", "parquet"]
 DEFAULT_FIELD = "text"
 DEFAULT_ID_FIELD = "id"
 SUFFIXES: dict[str, Format] = {
-    **dict.fromkeys((".txt", ".text", ".md", ".markdown", ".rst"), "text"),  # type: ignore[dict-item]
-    **dict.fromkeys((".html", ".htm", ".xhtml"), "html"),  # type: ignore[dict-item]
-    **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),  # type: ignore[dict-item]
+    **dict.fromkeys((".txt", ".text", ".md", ".markdown", ".rst"), "text"),
+    **dict.fromkeys((".html", ".htm", ".xhtml"), "html"),
+    **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
     ".csv": "csv",
     ".tsv": "tsv",
     ".parquet": "parquet",

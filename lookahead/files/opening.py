@@ -41,7 +41,7 @@ def file_system(url: str) -> tuple[Any, str]:
 
 
 @contextmanager
-def opened(path: str, *, seekable: bool = False) -> Iterator[io.BufferedReader]:
+def opened(path: str, *, seekable: bool = False) -> Iterator[io.BufferedReader[Any]]:
     """Open a file, a URL or standard input (`-`) to read bytes.
 
     Args:
@@ -61,7 +61,7 @@ def opened(path: str, *, seekable: bool = False) -> Iterator[io.BufferedReader]:
         with _told(path):
             file = system.open(inner, "rb")
         with file:
-            remote = io.BufferedReader(_Remote(file, path), MEGABYTE)
+            remote: io.BufferedReader[Any] = io.BufferedReader(_Remote(file, path), MEGABYTE)
             with _seekable(remote) if seekable else nullcontext(remote) as stream:
                 yield stream
     else:
@@ -136,19 +136,19 @@ def _told(url: str) -> Iterator[None]:
         raise DocumentError(f"{url}: cannot be read: {_line(error)}") from error
 
 
-def _peekable(stream: BinaryIO) -> io.BufferedReader:
+def _peekable(stream: BinaryIO) -> io.BufferedReader[Any]:
     """A stream whose first bytes can be looked at."""
     return stream if isinstance(stream, io.BufferedReader) else io.BufferedReader(cast(Any, stream))
 
 
 @contextmanager
-def _seekable(stream: io.BufferedReader) -> Iterator[io.BufferedReader]:
+def _seekable(stream: io.BufferedReader[Any]) -> Iterator[io.BufferedReader[Any]]:
     """A temporary file with all that a stream holds, at its beginning."""
     with tempfile.TemporaryFile() as copy:
         while data := stream.read(MEGABYTE):
             copy.write(data)
         copy.seek(0)
-        yield cast(io.BufferedReader, copy)
+        yield cast("io.BufferedReader[Any]", copy)
 
 
 def _line(error: Exception) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def arrange(path: Path, order: Iterable[bytes], ids: Container[int], key_of_reco
     wanted = [places[key].popleft() for key in order if places.get(key)]
     left = sorted(place for rest in places.values() for place in rest)
     kept = wanted + [place for place in left if place[2] not in ids]
-    if len(kept) < count or any(after[0] < before[0] for before, after in zip(kept, kept[1:], strict=False)):
+    if len(kept) < count or any(after[0] < before[0] for before, after in pairwise(kept)):
         with open(path, "rb") as source, replacing(path) as target:
             for offset, length, _ in kept:
                 source.seek(offset)
