@@ -1,12 +1,14 @@
 """Kills at random moments over a job, which is resumed after each: is anything lost, doubled or different?
 
-    python -m bench.faults --kills 200 --documents 1000
+    python -m bench.faults --documents 1000 --kills 200
+    python -m bench.faults --documents 1000 --kills 200 --model none
 
 The documents are made of a seed: words, some texts twice, some lines malformed. A job summarizes them undisturbed. Then
 the same job runs in child processes that are killed with SIGKILL after a random time and resumed by the next, until it
 is done; where it ends before all kills are spent, another one begins. After some of the kills the last line of the
 results is cut at a random byte as well, as a loss of power can do. Every finished job is compared with the undisturbed
-one, byte by byte, the measured `stats` aside. The children are forked of a process that has the model loaded.
+one, byte by byte, the measured `stats` aside. The children are forked of a process that has the model loaded. With
+`--model none` a stand-in for the model writes the first words of each document, so that only the journal is tried.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,14 +32,26 @@ import transformers
 from bench.report import publish
 from lookahead.files.documents import read_documents
 from lookahead.files.inputs import find_inputs
+from lookahead.files.text import Document, Reject
 from lookahead.jobs.identity import JobIdentity
-from lookahead.jobs.job import Totals, run_job
+from lookahead.jobs.job import Totals, Worker, run_job
 from lookahead.jobs.paths import OutputPaths
 from lookahead.loading import load_model
-from lookahead.summarize.summarizer import Summarizer
+from lookahead.stats import DecodingStats
+from lookahead.summarize.summarizer import Summarized, Summarizer, Summary
 
 WORDS = "the storm hit coast at dawn two ships were lost and a harbour of Brest stayed open while nobody slept"
 TWINS, MALFORMED = 20, 50  # one document in so many
+
+
+class StandIn:
+    """Summarizes without a model: the first words of a document, in upper case."""
+
+    def summarize_all(self, documents: Iterable[Document], rows: int) -> Iterator[Summarized | Reject]:
+        """Documents one by one, with some work for each."""
+        for document in documents:
+            words = document.text.upper().split()
+            yield Summarized(document, Summary(" ".join(words[:8]), len(words), 8, 1, "none", DecodingStats()))
 
 
 class Silent:
@@ -79,18 +93,23 @@ class Job:
     """The job, to be run to its end or to a kill."""
 
     def __init__(self, model: str, documents: Path, max_new_tokens: int) -> None:
-        loaded = load_model(model, dtype="fp32", device="cpu")
-        self._summarizer = Summarizer(*loaded, max_new_tokens=max_new_tokens)
-        self._summarizer.warm_up()
-        self._identity = JobIdentity.of(model, *loaded, max_new_tokens=max_new_tokens)
         self._inputs = find_inputs([str(documents)])
+        if model == "none":
+            self._worker: Worker = StandIn()
+            self._identity = JobIdentity(model=model, weights="", tokenizer="", dtype="", max_new_tokens=max_new_tokens)
+            return
+        loaded = load_model(model, dtype="fp32", device="cpu")
+        summarizer = Summarizer(*loaded, max_new_tokens=max_new_tokens)
+        summarizer.warm_up()
+        self._worker = summarizer
+        self._identity = JobIdentity.of(model, *loaded, max_new_tokens=max_new_tokens)
 
     def run(self, output: Path) -> None:
         """Do what is missing."""
         paths = OutputPaths(output, resume=True)
         paths.check(self._inputs)
         documents = read_documents(self._inputs)
-        run_job(documents, self._summarizer, paths, self._identity, totals=Totals(), observer=Silent())
+        run_job(documents, self._worker, paths, self._identity, totals=Totals(), observer=Silent())
 
     def run_and_kill(self, output: Path, delay_s: float) -> bool:
         """Do what is missing in a child process that is killed after some time; whether it came to its end."""
@@ -161,7 +180,7 @@ def disturb(job: Job, folder: Path, expected: Sequence[str], seconds: float, arg
 def main(argv: Sequence[str] | None = None) -> int:
     """Run undisturbed, run and kill, compare, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="bundled", help="'bundled', a folder, or a name on the Hub")
+    parser.add_argument("--model", default="bundled", help="'bundled', a folder, a name on the Hub, or none")
     parser.add_argument("--documents", type=int, default=1000)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--cut", type=float, default=0.25, help="share of kills after which the last line is cut")
@@ -186,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         same_rejects = all(lines_of(path) == rejects for path in folder.glob("killed_*.rejects.jsonl"))
     at = counts.finished_at_kill
     report = {
-        "model": Path(arguments.model).name,
+        "model": "a stand-in" if arguments.model == "none" else Path(arguments.model).name,
         "documents": arguments.documents,
         "results": len(expected),
         "rejects": len(rejects),

@@ -237,7 +237,7 @@ SHEETS = (
     Sheet(
         "faults.json",
         "Jobs killed at random moments and resumed",
-        "python -m bench.faults --documents 1000 --kills 200 --max-new-tokens 2 --output bench/results/faults.json",
+        "python -m bench.faults --documents 1000 --kills 200 --model none --output bench/results/faults.json",
         (
             Row("documents", "documents"),
             Row("of them malformed, put aside", "rejects"),

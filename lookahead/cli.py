@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lookahead import cli_draft, cli_measure, cli_summarize, cli_train
+from lookahead.cli_measure import Window
 from lookahead.cli_options import (
     Compile,
     Device,
@@ -26,7 +27,6 @@ from lookahead.cli_options import (
     Proposers,
     Threads,
     TrainedHeads,
-    Window,
     drafting_config,
 )
 from lookahead.cli_pool import pool_app

@@ -24,11 +24,6 @@ Guesses = Annotated[int | None, typer.Option(help="G, most of them a step verifi
 Compile = Annotated[bool, typer.Option("--compile", help="Compile the model on the way: for long outputs and many.")]
 Graphs = Annotated[bool, typer.Option("--cuda-graphs", help="Record its passes as CUDA graphs, on a GPU.")]
 
-__all__ = [
-    *("Compile", "Device", "Dtype", "Graphs", "Guesses", "MaxNewTokens", "MaxNodes", "Model", "NgramSize"),
-    *("Proposers", "Threads", "TrainedHeads", "Window", "drafting_config"),
-]
-
 
 def drafting_config(
     proposers: str,

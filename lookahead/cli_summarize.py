@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lookahead.cli_measure import Window
 from lookahead.cli_options import (
     Compile,
     Device,
@@ -23,7 +24,6 @@ from lookahead.cli_options import (
     Proposers,
     Threads,
     TrainedHeads,
-    Window,
     drafting_config,
 )
 from lookahead.errors import ConfigError, LookaheadError

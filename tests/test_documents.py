@@ -10,8 +10,9 @@ import sys
 import pytest
 
 from lookahead.errors import DocumentError, PromptError
-from lookahead.files.documents import Document, Reject, count_documents, read_documents, read_prompt
+from lookahead.files.documents import count_documents, read_documents, read_prompt
 from lookahead.files.inputs import find_inputs
+from lookahead.files.text import Document, Reject
 from lookahead.summarize.sentences import split_sentences
 
 

@@ -11,11 +11,6 @@ from lookahead.files.inputs import Input
 from lookahead.files.opening import MEGABYTE, STDIN, bounded_lines, read_bounded
 from lookahead.files.text import Document, Reject, checked, decode_bytes
 
-__all__ = [
-    *("Document", "DocumentId", "Reject", "check_readers", "count_documents", "decode_bytes", "read_documents"),
-    "read_prompt",
-]
-
 DEFAULT_LIMIT = 64 * MEGABYTE
 
 

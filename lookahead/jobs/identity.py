@@ -27,7 +27,6 @@ class JobIdentity:
         max_new_tokens: Most tokens of a summary.
         prompt: The instruction in words; `None` for the usual one.
         style: The shape of a summary that was asked for, if any.
-        refine: Whether the summary of a long document goes from part to part.
     """
 
     model: str
@@ -37,7 +36,6 @@ class JobIdentity:
     max_new_tokens: int
     prompt: str | None = None
     style: str | None = None
-    refine: bool = False
 
     @classmethod
     def of(
@@ -48,7 +46,6 @@ class JobIdentity:
         *,
         max_new_tokens: int,
         request: Request | None = None,
-        refine: bool = False,
     ) -> JobIdentity:
         """The identity of a job with a loaded model."""
         from lookahead.heads.fingerprint import fingerprint_of as weights_of
@@ -62,7 +59,6 @@ class JobIdentity:
             max_new_tokens=max_new_tokens,
             prompt=request.prompt if request else None,
             style=request.style if request else None,
-            refine=refine,
         )
 
     @property

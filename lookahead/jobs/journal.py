@@ -62,7 +62,12 @@ class Journal:
         self._thaw()
         self._file = JsonLinesFile(self._running, append=True)
         self._lock = _locked(self._running)
-        self._recover(retry_rejects)
+        try:
+            self._recover(retry_rejects)
+        except BaseException:
+            self._file.close()
+            _unlock(self._lock)
+            raise
         self._file.size = self._running.stat().st_size
         self._reject_file = JsonLinesFile(self._rejects, lazy=True, append=True)
 
