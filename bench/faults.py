@@ -41,7 +41,7 @@ from lookahead.stats import DecodingStats
 from lookahead.summarize.summarizer import Summarized, Summarizer, Summary
 
 WORDS = "the storm hit coast at dawn two ships were lost and a harbour of Brest stayed open while nobody slept"
-TWINS, MALFORMED = 20, 50  # one document in so many
+TWINS, MALFORMED = 20, 50  # after so many documents comes one with the text of another; a line that is none
 
 
 class StandIn:
@@ -72,12 +72,11 @@ class Counts:
     lost: int = 0
     doubled: int = 0
     different: int = 0
-    torn_after: int = 0
     finished_at_kill: list[int] = field(default_factory=list)
 
 
 def write_documents(path: Path, count: int, seed: int) -> None:
-    """Write a JSON line for each document."""
+    """Write a JSON line for each document, and some halves of lines."""
     draw, words = random.Random(seed), WORDS.split()
     texts: list[str] = []
     with path.open("w", encoding="utf-8") as file:
@@ -85,8 +84,10 @@ def write_documents(path: Path, count: int, seed: int) -> None:
             text = " ".join(draw.choices(words, k=draw.randint(5, 30))).capitalize() + "."
             text = draw.choice(texts) if texts and number % TWINS == TWINS - 1 else text
             texts.append(text)
-            line = json.dumps({"id": f"d{number:05}", "text": text})
-            file.write((line[: len(line) // 2] if number % MALFORMED == MALFORMED - 1 else line) + "\n")
+            line = json.dumps({"id": f"d{number:05}", "text": text}) + "\n"
+            file.write(line)
+            if number % MALFORMED == MALFORMED - 1:
+                file.write(line[: len(line) // 2] + "\n")
 
 
 class Job:
@@ -169,7 +170,6 @@ def disturb(job: Job, folder: Path, expected: Sequence[str], seconds: float, arg
             counts.kills += not done
             if not done and output.exists():
                 data = output.read_bytes()
-                counts.torn_after += not data.endswith(b"\n") and bool(data)
                 counts.finished_at_kill.append(data.count(b"\n"))
                 if draw.random() < arguments.cut:
                     counts.cut_lines += cut_last_line(output, draw)
@@ -212,7 +212,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "kills": counts.kills,
         "jobs": counts.jobs,
         "lines_cut_after_kills": counts.cut_lines,
-        "torn_lines_after_kills": counts.torn_after,
         "kills_before_any_result": sum(lines == 0 for lines in at) + counts.kills - len(at),
         "kills_after_all_results": sum(lines == len(expected) for lines in at),
         "lost": counts.lost,

@@ -240,7 +240,8 @@ SHEETS = (
         "python -m bench.faults --documents 1000 --kills 200 --model none --output bench/results/faults.json",
         (
             Row("documents", "documents"),
-            Row("of them malformed, put aside", "rejects"),
+            Row("lines of JSON cut in half among them, put aside", "rejects"),
+            Row("results", "results", "1,000"),
             Row("kills", "kills", "200"),
             Row("jobs that the kills were spread over", "jobs"),
             Row("last lines cut at a random byte after a kill", "lines_cut_after_kills"),

@@ -194,7 +194,7 @@ def test_a_prompt_file_decides_what_the_model_reads(summarize, cli_folder):
     (cli_folder / "prompt.txt").write_text("Who is in it?")
     plain, asked = (summarize("a.txt", *options) for options in ([], ["--prompt-file", "prompt.txt"]))
     plain, asked = json.loads(plain.stdout), json.loads(asked.stdout)
-    assert asked["stats"]["prompt_tokens"] == plain["stats"]["prompt_tokens"] + len("Who is in it?\n\n")
+    assert asked["stats"]["prompt_tokens"] == plain["stats"]["prompt_tokens"] + len("Who is in it?") + 1
     assert asked["fingerprint"] != plain["fingerprint"]
 
 

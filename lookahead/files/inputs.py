@@ -130,7 +130,7 @@ def _walk(folder: Path) -> Iterator[str]:
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
             if _is_known(name):
-                yield os.path.join(place, name)
+                yield os.path.normpath(os.path.join(place, name))
 
 
 def _expand_url(url: str) -> list[str]:

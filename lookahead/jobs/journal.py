@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +18,6 @@ from lookahead.jobs.identity import JobIdentity, id_key, key_of, text_hash
 from lookahead.jobs.manifest import Manifest, manifest_path, read_manifest
 from lookahead.jobs.paths import OutputPaths
 from lookahead.jobs.results import JsonLinesFile
-
-try:
-    import fcntl
-except ImportError:  # Windows, where nobody looks whether another process writes
-    fcntl = None  # type: ignore[assignment]
 
 
 class Journal:
@@ -58,8 +54,7 @@ class Journal:
         earlier = read_manifest(self._results)
         if earlier is not None:
             earlier.check(identity, self._results)
-        Manifest(identity.to_dict(), identity.fingerprint).write(manifest_path(self._results))
-        self._thaw()
+        self._begin()
         self._file = JsonLinesFile(self._running, append=True)
         self._lock = _locked(self._running)
         try:
@@ -200,6 +195,14 @@ class Journal:
             if self._same_ids == 1:
                 self._first_same_id = name
 
+    def _begin(self) -> None:
+        """Write the manifest, and make the lines ready that an earlier run left."""
+        try:
+            Manifest(self._identity.to_dict(), self._identity.fingerprint).write(manifest_path(self._results))
+            self._thaw()
+        except OSError as error:
+            raise ConfigError(f"output {self._results} cannot be written: {error.strerror}") from error
+
     def _thaw(self) -> None:
         """Make JSON lines of a finished Parquet file again, and remove what a killed run was about to put in place."""
         for path in {self._running, self._results, self._rejects}:
@@ -253,7 +256,7 @@ def _key_of_result(record: Record) -> bytes:
 
 def _key_of_reject(record: Record) -> bytes:
     """The key of a line of rejects."""
-    return key_of(record["id"], record.get("document", record["error"]))
+    return key_of(record["id"], record.get("document") or record["error"])
 
 
 def _torn(tail: bytes) -> int:
@@ -292,8 +295,10 @@ def _locked(path: Path) -> int | None:
     Raises:
         ConfigError: Another process has it.
     """
-    if fcntl is None:
+    if sys.platform == "win32":  # nobody looks there
         return None
+    import fcntl
+
     descriptor = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -69,8 +69,8 @@ class OutputMemory:
         self._fingerprint = fingerprint_of(tokenizer)
         self._saved_at = time.monotonic()
         if path.exists():
-            vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]
-            pool = open_pool(str(path), fingerprint=self._fingerprint, vocabulary=int(vocabulary))
+            embedding: Any = model.get_input_embeddings()
+            pool = open_pool(str(path), fingerprint=self._fingerprint, vocabulary=int(embedding.weight.shape[0]))
             self._outputs.end_document()
             self._outputs.append_documents(np.array(pool.tokens[1:]))
             self.loaded = pool.header.tokens
