@@ -297,7 +297,7 @@ def test_a_line_above_the_limit_is_a_reject_and_the_next_is_read(folder):
     (folder / "a.jsonl").write_text(f'{{"text": "One."}}\n{long}\n{{"text": "Three."}}\n{long}')
     first, reject, third, last = read("a.jsonl", limit=1000)
     assert (first.text, third.text) == ("One.", "Three.")
-    assert reject.error == "a.jsonl:2: longer than 0.000953674 MB; --max-document-mb raises the limit"
+    assert reject.error == "a.jsonl:2: longer than 0.000954 MB; --max-document-mb raises the limit"
     assert last.id == "a.jsonl:4"
 
 

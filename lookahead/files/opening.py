@@ -84,7 +84,7 @@ def read_bounded(path: str, limit: int) -> bytes:
 
 def too_long(place: str, limit: int) -> str:
     """What is said of a document above the limit of bytes."""
-    return f"{place}: longer than {limit / MEGABYTE:g} MB; --max-document-mb raises the limit"
+    return f"{place}: longer than {limit / MEGABYTE:.3g} MB; --max-document-mb raises the limit"
 
 
 def bounded_lines(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes | None]]:

@@ -43,12 +43,20 @@ def read_job_file(path: Path, names: Mapping[str, str]) -> dict[str, Any]:
         name = key.replace("_", "-")
         if name not in names:
             raise ConfigError(f"job {path}: no option {key!r}; the options are {', '.join(names)}")
-        is_list = isinstance(value, list) and name == "inputs"
-        if not all(isinstance(each, str) for each in value) if is_list else not isinstance(value, _SIMPLE):
-            expected = "a list of strings" if name == "inputs" else "a string, a number, true or false"
+        if name == "inputs":
+            value = [value] if isinstance(value, str) else value
+            is_right, expected = _are_strings(value), "a list of strings"
+        else:
+            is_right, expected = isinstance(value, _SIMPLE), "a string, a number, true or false"
+        if not is_right:
             raise ConfigError(f"job {path}: {key} must be {expected}, got {value!r}")
-        values[names[name]] = [value] if name == "inputs" and isinstance(value, str) else value
+        values[names[name]] = value
     return values
+
+
+def _are_strings(value: Any) -> bool:
+    """Whether a value is a list of strings."""
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
 def to_toml(settings: Mapping[str, Any]) -> str:

@@ -74,13 +74,23 @@ class Prompting:
         is_usual = request is None or (request.prompt is None and request.style is None)
         self._request = request or Request()
         templates = tokenizer.chat_template
-        if is_usual and isinstance(templates, dict) and SUMMARIZE_TEMPLATE in templates:
+        if isinstance(templates, dict) and SUMMARIZE_TEMPLATE in templates:
             self.template = SUMMARIZE_TEMPLATE
+            if not is_usual:
+                asked = "prompt" if self._request.prompt is not None else f"style {self._request.style!r}"
+                raise ConfigError(
+                    f"this model was made to summarize and follows no instructions, so a {asked} means nothing to it; "
+                    "give --model an instruction model"
+                )
         elif templates and (isinstance(templates, str) or "default" in templates):
             self.template = "chat"
         else:
             self.template = "plain"
-            _check_follows(templates, self._request)
+            if self._request.style is not None:
+                raise ConfigError(
+                    f"the model's tokenizer has no chat template, so a style {self._request.style!r} means nothing to "
+                    "it; give --model an instruction model, or ask in your own words with --prompt-file"
+                )
         markers = {*tokenizer.all_special_tokens, *_special_added_tokens(tokenizer)}
         longest_first = sorted((marker for marker in markers if len(marker) > 1), key=len, reverse=True)
         self._markers = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
@@ -128,21 +138,6 @@ class Prompting:
         """Tokens of a rendered prompt, special ones included."""
         encoded = self._tokenizer(prompt, add_special_tokens=self.add_special_tokens, verbose=False)
         return len(encoded["input_ids"])
-
-
-def _check_follows(templates: object, request: Request) -> None:
-    """Refuse to ask a model without a chat template for what it cannot understand."""
-    asked = "prompt" if request.prompt is not None else f"style {request.style!r}"
-    if isinstance(templates, dict) and SUMMARIZE_TEMPLATE in templates and asked != "style None":
-        raise ConfigError(
-            f"this model was made to summarize and follows no instructions, so a {asked} means nothing to it; give "
-            "--model an instruction model"
-        )
-    if request.style is not None:
-        raise ConfigError(
-            f"the model's tokenizer has no chat template, so a {asked} means nothing to it; give --model an "
-            "instruction model, or ask in your own words with --prompt-file"
-        )
 
 
 def _special_added_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
