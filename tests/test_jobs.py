@@ -14,16 +14,12 @@ import pytest
 
 from bench.faults import Silent
 from lookahead.errors import ConfigError
-from lookahead.files.documents import read_documents
-from lookahead.files.inputs import find_inputs
 from lookahead.files.text import Document, Reject
-from lookahead.jobs.estimate import estimate_job
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import Totals, run_job
 from lookahead.jobs.journal import Journal
 from lookahead.jobs.paths import OutputPaths
 from lookahead.jobs.results import JsonLinesFile
-from lookahead.jobs.selection import select_documents
 from lookahead.stats import DecodingStats
 from lookahead.summarize.summarizer import Summarized, Summary
 
@@ -135,6 +131,13 @@ def test_a_document_that_changed_is_summarized_anew_and_its_old_line_goes():
 
 def test_resuming_where_nothing_is_yet_begins():
     assert run(documents("a"), resume=True).summarized == 1
+
+
+def test_a_limited_job_is_the_beginning_of_the_whole_one():
+    run(documents("a", "b", "c")[:2])
+    worker = Worker()
+    run(documents("a", "b", "c"), worker, resume=True)
+    assert worker.seen == ["c"] and ids() == ["a", "b", "c"]
 
 
 # Duplicates
@@ -367,39 +370,3 @@ def test_results_become_a_parquet_file_and_can_be_gone_on_with():
     assert pyarrow.parquet.read_table(out)["id"].to_pylist() == ["2", "1", "3", "four"]
     run([*items, Document("four", "z")], worker, resume=True, output=out)
     assert worker.seen == ["four"]
-
-
-# Some of the documents, and what they would take
-
-
-def test_the_first_documents_or_some_at_random_by_a_seed():
-    Path("a.jsonl").write_text("".join(f'{{"id": {i}, "text": "Text {i}."}}\n' for i in range(30)))
-    inputs = find_inputs(["a.jsonl"])
-    assert [document.id for document in select_documents(inputs, first=3)] == [0, 1, 2]
-    drawn = [document.id for document in select_documents(inputs, sample=5, seed=1)]
-    assert len(set(drawn)) == 5 and drawn == sorted(drawn)
-    assert drawn == [document.id for document in select_documents(inputs, sample=5, seed=1)]
-    assert drawn != [document.id for document in select_documents(inputs, sample=5, seed=2)]
-    assert len(list(select_documents(inputs, sample=99))) == 30
-
-
-def test_a_limited_job_is_the_beginning_of_the_whole_one():
-    run(documents("a", "b", "c")[:2])
-    worker = Worker()
-    run(documents("a", "b", "c"), worker, resume=True)
-    assert worker.seen == ["c"] and ids() == ["a", "b", "c"]
-
-
-def test_an_estimate_counts_everything_and_writes_nothing(tiny_llama, tiny_tokenizer):
-    from lookahead.summarize.fitting import PromptFitter
-
-    Path("a.jsonl").write_text('{"text": "One one."}\n{"text": "One one."}\n{"text": \n' + '{"text": "Two."}\n' * 3)
-    fitter = PromptFitter(tiny_llama, tiny_tokenizer, 8)
-    before = sorted(os.listdir())
-    items = read_documents(find_inputs(["a.jsonl"]))
-    estimate = estimate_job(items, fitter, Worker(), max_new_tokens=8, price_per_hour=3.6)
-    assert (estimate.documents, estimate.failed, estimate.copies, estimate.parts) == (5, 1, 3, 2)
-    assert (estimate.document_tokens, estimate.most_new_tokens, estimate.tried) == (12, 16, 2)
-    assert estimate.seconds >= 0 and estimate.cost == pytest.approx(estimate.seconds / 1000, abs=1e-3)
-    assert sorted(os.listdir()) == before
-    assert estimate_job([], fitter, Worker(), max_new_tokens=8).seconds is None
