@@ -37,7 +37,7 @@ from bench.dropin import resident_bytes
 from bench.prompts import read_texts
 from bench.report import publish
 from lookahead.experience import ModelExperience, lent_experience
-from lookahead.files.documents import Document
+from lookahead.files.text import Document
 from lookahead.loading import load_model
 from lookahead.summarize.fitting import PromptFitter
 from lookahead.summarize.sentences import split_sentences

@@ -90,7 +90,7 @@ def _read_prompts(path: Path | None) -> list[str]:
     """The lines of a file; none where there is no file."""
     if path is None:
         return []
-    from lookahead.files.documents import decode_bytes
+    from lookahead.files.text import decode_bytes
 
     lines = [line.strip() for line in decode_bytes(path.read_bytes(), str(path)).splitlines() if line.strip()]
     if not lines:

@@ -14,7 +14,11 @@ pool_app = typer.Typer(no_args_is_help=True, help="Make files of documents of yo
 
 Inputs = Annotated[
     list[str],
-    typer.Argument(metavar="FILES...", help="Text files, .jsonl files, patterns such as 'notes/*.md', - for stdin."),
+    typer.Argument(
+        metavar="INPUTS...",
+        help="Files (.txt .md .html .jsonl .csv .tsv .parquet), folders, patterns such as 'notes/*.md', URLs, - for "
+        "stdin.",
+    ),
 ]
 PoolFile = Annotated[str, typer.Argument(metavar="POOL", help="A pool file.")]
 Output = Annotated[Path, typer.Option("--output", "-o", metavar="POOL", help="The pool file to write.")]
@@ -24,8 +28,12 @@ Model = Annotated[
 ]
 CheckedModel = Annotated[str | None, typer.Option("--model", help="Check that it was made for this model.")]
 Field = Annotated[
-    str | None, typer.Option(help="Field of a JSON line with the document; makes - JSON lines. (default: text)")
+    str | None,
+    typer.Option(
+        "--field", "--text-field", help="Field or column with the document; makes - JSON lines. (default: text)"
+    ),
 ]
+MaxDocument = Annotated[float, typer.Option("--max-document-mb", min=0.001, help="Longest document, in megabytes.")]
 MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens to take. (default: all)")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the pool if it exists.")]
 
@@ -37,6 +45,7 @@ def build(
     model: Model,
     field: Field = None,
     max_tokens: MaxTokens = None,
+    max_document_mb: MaxDocument = 64.0,
     overwrite: Overwrite = False,
 ) -> None:
     """Make a pool of documents.
@@ -53,11 +62,14 @@ def build(
     Exit status: 0 all documents are in it; 1 some are left out; 2 an argument is
     wrong, or nothing could be written; 130 interrupted, and nothing was written.
     """
+    from lookahead.files.documents import check_readers
     from lookahead.files.inputs import find_inputs
+    from lookahead.files.opening import MEGABYTE
     from lookahead.files.outputs import check_output
 
     with usage_errors():
         sources = find_inputs(inputs, field)
+        check_readers(sources)
         check_output(output, sources, overwrite=overwrite)
         tokenizer = _load_tokenizer(model)
         from lookahead.files.documents import count_documents
@@ -67,14 +79,17 @@ def build(
         totals = Totals()
         display = PoolDisplay(count_documents(sources))
         with display.progress:
-            header = build_pool(str(output), sources, tokenizer, max_tokens=max_tokens, totals=totals, observer=display)
+            header = build_pool(
+                str(output), sources, tokenizer, max_tokens=max_tokens, limit=int(max_document_mb * MEGABYTE),
+                totals=totals, observer=display,
+            )  # fmt: skip
         console(sys.stderr).print(report.describe_reading(totals))
         console(sys.stderr).print(report.describe_pool(str(output), header))
     raise typer.Exit(1 if totals.rejected else 0)
 
 
 @pool_app.command()
-def add(pool: PoolFile, inputs: Inputs, model: Model, field: Field = None) -> None:
+def add(pool: PoolFile, inputs: Inputs, model: Model, field: Field = None, max_document_mb: MaxDocument = 64.0) -> None:
     """Add documents to a pool.
 
     A new file takes the place of the old one when all of it is written; processes
@@ -88,11 +103,14 @@ def add(pool: PoolFile, inputs: Inputs, model: Model, field: Field = None) -> No
     Exit status: 0 all documents were added; 1 some were left out; 2 an argument is
     wrong, or nothing could be written; 130 interrupted, and the pool is as it was.
     """
+    from lookahead.files.documents import check_readers
     from lookahead.files.inputs import find_inputs
+    from lookahead.files.opening import MEGABYTE
     from lookahead.files.outputs import check_output
 
     with usage_errors():
         sources = find_inputs(inputs, field)
+        check_readers(sources)
         check_output(Path(pool), sources, overwrite=True)
         tokenizer = _load_tokenizer(model)
         from lookahead.files.documents import count_documents
@@ -102,7 +120,8 @@ def add(pool: PoolFile, inputs: Inputs, model: Model, field: Field = None) -> No
         totals = Totals()
         display = PoolDisplay(count_documents(sources))
         with display.progress:
-            header = add_to_pool(pool, sources, tokenizer, totals=totals, observer=display)
+            limit = int(max_document_mb * MEGABYTE)
+            header = add_to_pool(pool, sources, tokenizer, limit=limit, totals=totals, observer=display)
         console(sys.stderr).print(report.describe_reading(totals))
         console(sys.stderr).print(report.describe_pool(pool, header))
     raise typer.Exit(1 if totals.rejected else 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,19 +12,28 @@ from typing import TYPE_CHECKING, TextIO
 import typer
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
 from lookahead.errors import LookaheadError
-from lookahead.summarize import report
+from lookahead.jobs import report
 
 if TYPE_CHECKING:
-    from lookahead.files.documents import Reject
+    from lookahead.files.text import DocumentId, Reject
+    from lookahead.jobs.job import Totals
     from lookahead.loading import LoadedModel
     from lookahead.pools.building import Totals as PoolTotals
-    from lookahead.summarize.job import Summarized, Totals
+    from lookahead.summarize.summarizer import Summarized
 
 MOST_TABLE_ROWS = 20
 
@@ -79,6 +89,8 @@ def _bar(words: str, *, shown: bool) -> Progress:
         MofNCompleteColumn(),
         TextColumn(words),
         TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
         console=stderr,
         transient=True,
         redirect_stdout=False,  # rich would send what is printed meanwhile to stderr
@@ -135,8 +147,10 @@ class Display:
     def __init__(self, total: int | None, *, as_text: bool, with_bar: bool) -> None:
         self._as_text = as_text
         self._rows: list[tuple[str, ...]] = []
-        self.progress = _bar("documents, {task.fields[speed]:.0f} tokens/s", shown=with_bar)
-        self._task = self.progress.add_task("", total=total, speed=0.0)
+        self._started = time.monotonic()
+        words = "documents, {task.fields[speed]:.0f} tokens/s, {task.fields[accepted]:.2f} a pass"
+        self.progress = _bar(words, shown=with_bar)
+        self._task = self.progress.add_task("", total=total, speed=0.0, accepted=0.0)
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -161,7 +175,12 @@ class Display:
                 out.print(Text(report.describe_summary(summary) + "\n", "dim"))
         if summary.plain is not None and len(self._rows) < MOST_TABLE_ROWS:
             self._rows.append(report.comparison_row(name, summary.stats, summary.plain))
-        self.progress.update(self._task, advance=1, speed=totals.stats.tokens_per_s)
+        stats = totals.stats
+        self.progress.update(self._task, advance=1, speed=stats.tokens_per_s, accepted=stats.mean_acceptance_length)
+
+    def passed(self, name: DocumentId, totals: Totals) -> None:
+        """Show that a document needed no work."""
+        self.progress.update(self._task, advance=1)
 
     def rejected(self, reject: Reject, totals: Totals) -> None:
         """Show why a document failed."""
@@ -174,6 +193,10 @@ class Display:
         if totals.plain is not None:
             everything = report.comparison_row("all", totals.stats, totals.plain)
             out.print(table(report.COMPARISON_HEADINGS, self._rows, everything if totals.summarized > 1 else None))
+        for note in totals.notes:
+            say("note", note)
+        if totals.written > 1 and not self._as_text:
+            out.print(table(("", ""), report.totals_rows(totals, time.monotonic() - self._started)))
         out.print(report.describe_totals(totals))
         if totals.different:
             say("NOT IDENTICAL", report.describe_difference(totals, exact=exact))

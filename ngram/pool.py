@@ -27,7 +27,7 @@ VERSION = 1
 MAX_PLACES = (1 << 31) - 1  # of an arena: a position is an int32
 _MAGIC = b"LKPOOL\r\n"  # its line break does not survive a transfer as text
 _BYTE_ORDER = 0x01020304
-_FIELDS = struct.Struct("=8sII7Q")
+_FIELDS = struct.Struct("=8sII8Q")
 _HEADER_BYTES = 128
 _CHECKSUM_BYTES = 8
 
@@ -44,6 +44,7 @@ class PoolHeader:
         documents: How many documents.
         largest_token: The largest token id.
         checksum: XXH3 of all bytes behind the header, 64 bits.
+        learned: 1 where the documents are earlier outputs, which a job adds to; 0 where they are a corpus.
     """
 
     fingerprint: int
@@ -53,6 +54,7 @@ class PoolHeader:
     documents: int
     largest_token: int
     checksum: int
+    learned: int = 0
 
     @property
     def file_bytes(self) -> int:
@@ -62,7 +64,7 @@ class PoolHeader:
     def to_bytes(self) -> bytes:
         """The header as it stands in the file; a checksum of its own comes last."""
         counts = (self.length, self.slots, self.tokens, self.documents, self.largest_token)
-        fields = _FIELDS.pack(_MAGIC, _BYTE_ORDER, VERSION, self.fingerprint, *counts, self.checksum)
+        fields = _FIELDS.pack(_MAGIC, _BYTE_ORDER, VERSION, self.fingerprint, *counts, self.checksum, self.learned)
         fields = fields.ljust(_HEADER_BYTES - _CHECKSUM_BYTES, b"\0")
         return fields + xxhash.xxh3_64_digest(fields)
 
@@ -140,7 +142,9 @@ def read_header(path: str | os.PathLike[str]) -> PoolHeader:
         return _read_header(Path(path), file)
 
 
-def write_pool(path: str | os.PathLike[str], tokens: IntArray, fingerprint: int) -> PoolHeader:
+def write_pool(
+    path: str | os.PathLike[str], tokens: IntArray, fingerprint: int, *, is_learned: bool = False
+) -> PoolHeader:
     """Index documents and write them to a pool file, which is there whole or not at all.
 
     The new file takes the place of one at `path` only when all of it is on the disk; what stops it before, a
@@ -150,6 +154,7 @@ def write_pool(path: str | os.PathLike[str], tokens: IntArray, fingerprint: int)
         path: The file.
         tokens: int32 `[n]`, documents one after the other, `SEPARATOR` between them.
         fingerprint: 64 bits that tell their tokenizer from others.
+        is_learned: Whether they are earlier outputs, and no corpus.
 
     Returns:
         What the file says of itself.
@@ -181,6 +186,7 @@ def write_pool(path: str | os.PathLike[str], tokens: IntArray, fingerprint: int)
         documents=int(np.count_nonzero(is_token[1:] & ~is_token[:-1])),
         largest_token=int(tokens.max()),
         checksum=checksum.intdigest(),
+        learned=int(is_learned),
     )
     with _replacing(Path(path)) as file:
         file.write(header.to_bytes())
@@ -214,7 +220,7 @@ def _read_header(path: Path, file: BinaryIO) -> PoolHeader:
     if data != header.to_bytes():
         raise ValueError(f"{path}: damaged: its header does not have the checksum it tells")
     is_possible = 1 <= header.tokens < header.length <= MAX_PLACES and header.slots.bit_count() == 1
-    if not is_possible or header.largest_token >= 1 << 31:
+    if not is_possible or header.largest_token >= 1 << 31 or header.learned > 1:
         raise ValueError(f"{path}: damaged: its header holds sizes that no pool has")
     size = os.fstat(file.fileno()).st_size
     if size != header.file_bytes:

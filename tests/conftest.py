@@ -13,6 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent
+CLI_TEXT = "The cat sat on the mat. The dog sat by the door. "
 
 
 @pytest.fixture(autouse=True)
@@ -141,3 +142,47 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
     )
+
+
+@pytest.fixture(scope="session")
+def model_folder(
+    tmp_path_factory: pytest.TempPathFactory, tiny_llama: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
+) -> Path:
+    """A tiny random model, saved as any other."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_llama.save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def cli_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working directory with two documents; stderr and stdout are wide enough not to wrap."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "a.txt").write_text(CLI_TEXT)
+    (tmp_path / "b.txt").write_text(CLI_TEXT[::-1])
+    from transformers.utils import logging
+
+    # The command sets up its process, which here is that of all tests.
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    yield tmp_path
+    logging.set_verbosity(verbosity)
+    if bars:
+        logging.enable_progress_bar()
+
+
+@pytest.fixture
+def summarize(cli_folder: Path, model_folder: Path) -> Callable[..., Any]:
+    """Runs `lookahead summarize` with a tiny model and short summaries."""
+
+    from typer.testing import CliRunner
+
+    from lookahead.cli import app
+
+    def run(*arguments: str, input: str | None = None) -> Any:
+        options = [] if "--model" in arguments else ["--model", str(model_folder)]
+        options += [] if "--max-new-tokens" in arguments else ["--max-new-tokens", "12"]
+        return CliRunner().invoke(app, ["summarize", *arguments, *options], input=input)
+
+    return run

@@ -8,53 +8,16 @@ import re
 from pathlib import Path
 
 import pytest
-from transformers.utils import logging
 from typer.testing import CliRunner
 
 import lookahead
 from lookahead.cli import app
+from lookahead.jobs.results import JsonLinesFile
 from lookahead.summarize.comparison import ComparingDecoder
-from lookahead.summarize.results import JsonLinesFile
 from lookahead.summarize.summarizer import Summarizer
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = "The cat sat on the mat. The dog sat by the door. "
-
-
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory, tiny_llama, tiny_tokenizer):
-    """A tiny random model, saved as any other."""
-    folder = tmp_path_factory.mktemp("model")
-    tiny_llama.save_pretrained(folder)
-    tiny_tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """A working directory with two documents; stderr and stdout are wide enough not to wrap."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-    (tmp_path / "a.txt").write_text(TEXT)
-    (tmp_path / "b.txt").write_text(TEXT[::-1])
-    # The command sets up its process, which here is that of all tests.
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    yield tmp_path
-    logging.set_verbosity(verbosity)
-    if bars:
-        logging.enable_progress_bar()
-
-
-@pytest.fixture
-def summarize(folder, model_folder):
-    """Runs `lookahead summarize` with a tiny model and short summaries."""
-
-    def run(*arguments, input=None):
-        options = [] if "--model" in arguments else ["--model", str(model_folder)]
-        options += [] if "--max-new-tokens" in arguments else ["--max-new-tokens", "12"]
-        return CliRunner().invoke(app, ["summarize", *arguments, *options], input=input)
-
-    return run
 
 
 def records(path):
@@ -85,7 +48,7 @@ def test_every_help_shows_an_example(arguments):
 
 
 def test_every_option_is_read_by_its_command():
-    source = (ROOT / "lookahead" / "cli.py").read_text("utf-8")
+    source = "".join((ROOT / "lookahead" / f"{name}.py").read_text("utf-8") for name in ("cli", "cli_summarize"))
     for name, body in re.findall(r"^def (summarize|generate)\((.*?)(?=^def |^@)", source, re.M | re.S):
         signature, code = body.split(") -> None:", 1)
         code = code.split('"""', 2)[2]
@@ -129,15 +92,15 @@ def test_standard_input_is_summarized(summarize):
     assert json.loads(result.stdout)["id"] == 5
 
 
-def test_the_field_of_json_lines_can_be_chosen(summarize, folder):
-    (folder / "docs.jsonl").write_text('{"id": "x", "body": "One."}\n{"body": "Two."}\n')
+def test_the_field_of_json_lines_can_be_chosen(summarize, cli_folder):
+    (cli_folder / "docs.jsonl").write_text('{"id": "x", "body": "One."}\n{"body": "Two."}\n')
     assert summarize("docs.jsonl", "--field", "body", "-o", "out.jsonl").exit_code == 0
     assert [record["id"] for record in records("out.jsonl")] == ["x", "docs.jsonl:2"]
 
 
-def test_a_long_document_says_in_how_many_parts_it_was_summarized(summarize, folder):
-    (folder / "long.txt").write_text(TEXT * 30)
-    (folder / "wall.txt").write_text("x" * 1200)
+def test_a_long_document_says_in_how_many_parts_it_was_summarized(summarize, cli_folder):
+    (cli_folder / "long.txt").write_text(TEXT * 30)
+    (cli_folder / "wall.txt").write_text("x" * 1200)
     assert summarize("long.txt", "wall.txt", "-o", "out.jsonl").exit_code == 0
     long, wall = records("out.jsonl")
     assert (long["parts"], long["split"]) == (3, "sentences")
@@ -183,8 +146,8 @@ def test_compare_in_text_ends_with_the_table(summarize):
     assert "identical" in result.stdout
 
 
-def test_many_documents_are_compared_in_a_table_that_stays_short(summarize, folder):
-    (folder / "docs.jsonl").write_text("".join(f'{{"id": "doc{i}", "text": "Text {i}."}}\n' for i in range(25)))
+def test_many_documents_are_compared_in_a_table_that_stays_short(summarize, cli_folder):
+    (cli_folder / "docs.jsonl").write_text("".join(f'{{"id": "doc{i}", "text": "Text {i}."}}\n' for i in range(25)))
     result = summarize("docs.jsonl", "--compare", "-o", "out.jsonl", "--max-new-tokens", "2")
     assert "doc19" in result.stderr
     assert "doc20" not in result.stderr
@@ -212,10 +175,10 @@ def test_a_difference_is_told_loudly_and_is_a_failure_in_fp32(summarize, monkeyp
 # Documents that fail
 
 
-def test_a_document_that_fails_is_put_aside_and_the_others_go_on(summarize, folder):
-    (folder / "empty.txt").write_text("")
-    (folder / "latin.txt").write_bytes(b"Gr\xf6\xdfe")
-    (folder / "docs.jsonl").write_text('{"text": "One."}\n{"text": \n{"id": 3}\n')
+def test_a_document_that_fails_is_put_aside_and_the_others_go_on(summarize, cli_folder):
+    (cli_folder / "empty.txt").write_text("")
+    (cli_folder / "latin.txt").write_bytes(b"Gr\xf6\xdfe")
+    (cli_folder / "docs.jsonl").write_text('{"text": "One."}\n{"text": \n{"id": 3}\n')
     result = summarize("a.txt", "empty.txt", "latin.txt", "docs.jsonl", "-o", "out.jsonl")
     assert result.exit_code == 1
     assert [record["id"] for record in records("out.jsonl")] == ["a.txt", "docs.jsonl:1"]
@@ -250,7 +213,6 @@ def test_what_goes_wrong_within_a_document_is_that_document_s_alone(summarize, m
     ("arguments", "message"),
     [
         (["gone.txt"], "gone.txt: no such file"),
-        (["."], ". is a directory; name its files"),
         (["*.md"], "*.md: no file matches this pattern"),
         (["a.txt", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, got 0"),
         (["a.txt", "--max-new-tokens", "600"], "max_new_tokens must be at most 487 to leave room"),
@@ -279,17 +241,17 @@ def test_what_goes_wrong_within_a_document_is_that_document_s_alone(summarize, m
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_wrong_usage_is_one_clear_line_and_writes_nothing(summarize, folder, arguments, message):
-    (folder / "old.jsonl").write_text("old")
-    before = {path: path.read_bytes() for path in folder.iterdir()}
+def test_wrong_usage_is_one_clear_line_and_writes_nothing(summarize, cli_folder, arguments, message):
+    (cli_folder / "old.jsonl").write_text("old")
+    before = {path: path.read_bytes() for path in cli_folder.iterdir()}
     extra = ["b.txt"] if "b.txt" in arguments else []
     assert message in only_error(summarize(*arguments, *extra))
-    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    assert {path: path.read_bytes() for path in cli_folder.iterdir()} == before
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_one_may_not_write_to_is_told(summarize, folder):
-    (folder / "locked").mkdir(mode=0o500)
+def test_a_folder_one_may_not_write_to_is_told(summarize, cli_folder):
+    (cli_folder / "locked").mkdir(mode=0o500)
     assert "permission denied" in only_error(summarize("a.txt", "-o", "locked/out.jsonl"))
 
 
@@ -301,9 +263,9 @@ def test_an_option_that_cannot_be_read_exits_with_status_2(summarize, option):
     assert "Traceback" not in result.stderr
 
 
-def test_overwrite_replaces_the_output_and_forgets_old_rejects(summarize, folder):
-    (folder / "out.jsonl").write_text("old")
-    (folder / "out.jsonl.rejects.jsonl").write_text("old")
+def test_overwrite_replaces_the_output_and_forgets_old_rejects(summarize, cli_folder):
+    (cli_folder / "out.jsonl").write_text("old")
+    (cli_folder / "out.jsonl.rejects.jsonl").write_text("old")
     assert summarize("a.txt", "-o", "out.jsonl", "--overwrite").exit_code == 0
     assert [record["id"] for record in records("out.jsonl")] == ["a.txt"]
     assert not Path("out.jsonl.rejects.jsonl").exists()
@@ -323,7 +285,10 @@ def test_no_space_left_is_told_and_what_is_finished_stays(summarize, monkeypatch
     monkeypatch.setattr(JsonLinesFile, "write", full)
     result = summarize("a.txt", "b.txt", "-o", "out.jsonl")
     assert result.exit_code == 1
-    assert "error: writing failed: No space left on device; 1 finished summary in out.jsonl\n" in result.stderr
+    assert (
+        "error: writing failed: No space left on device; 1 finished summary in out.jsonl; --resume goes on\n"
+        in result.stderr
+    )
     assert [record["id"] for record in records("out.jsonl")] == ["a.txt"]
 
 
@@ -338,7 +303,7 @@ def test_a_full_device_is_told(summarize):
 
 
 @pytest.fixture
-def generate(folder, model_folder):
+def generate(cli_folder, model_folder):
     """Runs `lookahead generate` with a tiny model."""
 
     def run(*arguments, input=None):

@@ -65,7 +65,7 @@ def test_ctrl_c_leaves_whole_lines_and_status_130(folder):
     assert output.read_text().endswith("\n")
     done = [json.loads(line)["id"] for line in output.read_text().splitlines()]
     assert done == [f"docs.jsonl:{i + 1}" for i in range(len(done))]
-    assert re.fullmatch(rf"interrupted: {len(done)} finished summar(y|ies) in out\.jsonl\n", stderr)
+    assert re.fullmatch(rf"interrupted: {len(done)} finished summar(y|ies) in out\.jsonl; --resume goes on\n", stderr)
 
 
 def test_a_reader_that_has_seen_enough_ends_the_job_quietly(folder):

@@ -10,8 +10,9 @@ import sys
 import pytest
 
 from lookahead.errors import DocumentError, PromptError
-from lookahead.files.documents import Document, Reject, count_documents, read_documents, read_prompt
+from lookahead.files.documents import count_documents, read_documents, read_prompt
 from lookahead.files.inputs import find_inputs
+from lookahead.files.text import Document, Reject
 from lookahead.summarize.sentences import split_sentences
 
 
@@ -71,7 +72,7 @@ def test_a_file_named_twice_is_read_once(folder):
         ("gone.txt", "gone.txt: no such file"),
         ("gone/a.txt", "gone/a.txt: no such file"),
         ("*.rst", "no file matches this pattern"),
-        ("notes", "notes is a directory; name its files, for example 'notes/*.txt'"),
+        ("notes", "notes: no file to read in this folder; known suffixes are .txt .text .md"),
     ],
 )
 def test_an_argument_that_names_no_file_is_refused(folder, argument, message):

@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lookahead
 from lookahead import ConfigError, DocumentError, LookaheadConfig, UnsupportedModelError, loading
+from lookahead.jobs.results import JsonLinesFile
 from lookahead.stats import DecodingStats
 from lookahead.summarize.comparison import PlainFigures
 from lookahead.summarize.decoding import total_in_sequence
 from lookahead.summarize.fitting import PromptFitter, context_length
 from lookahead.summarize.parts import split_document
 from lookahead.summarize.prompting import INSTRUCTION, Prompting
-from lookahead.summarize.results import JsonLinesFile
 from lookahead.summarize.summarizer import Summarizer
 
 # With the tokenizer of these tests a token is a character.
@@ -255,7 +255,7 @@ def test_plain_figures_leave_the_prefill_out_of_the_rate():
 def test_a_line_that_does_not_fit_the_disk_leaves_only_whole_lines(tmp_path):
     script = f"""
 import resource, pathlib
-from lookahead.summarize.results import JsonLinesFile
+from lookahead.jobs.results import JsonLinesFile
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 file = JsonLinesFile(pathlib.Path({str(tmp_path / "out.jsonl")!r}))
 try:

@@ -8,7 +8,7 @@ import pytest
 
 from lookahead import ConfigError
 from lookahead.batching import Batching
-from lookahead.files.documents import Document, Reject
+from lookahead.files.text import Document, Reject
 from lookahead.summarize.fitting import PromptFitter
 from lookahead.summarize.summarizer import Summarizer
 

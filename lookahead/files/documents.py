@@ -1,72 +1,48 @@
-"""Reading documents: bytes to text, with a clear word about what cannot be read."""
+"""Reading documents: which reader serves which input, and how many there are."""
 
 from __future__ import annotations
 
-import codecs
-import io
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, BinaryIO
 
 from lookahead.errors import DocumentError, PromptError
-from lookahead.files.inputs import STDIN, Input
+from lookahead.files.inputs import Input
+from lookahead.files.opening import MEGABYTE, STDIN, bounded_lines, read_bounded
+from lookahead.files.text import Document, Reject, checked, decode_bytes
 
-DocumentId = str | int
-
-_BYTE_ORDER_MARKS = (
-    # UTF-32 first: its little-endian mark begins with that of UTF-16.
-    (codecs.BOM_UTF32_LE, "utf-32"),
-    (codecs.BOM_UTF32_BE, "utf-32"),
-    (codecs.BOM_UTF16_LE, "utf-16"),
-    (codecs.BOM_UTF16_BE, "utf-16"),
-)
-_KNOWN_FORMATS = (
-    (b"%PDF-", "a PDF file", "pdftotext"),
-    (b"PK\x03\x04", "a zip, docx or epub file", "pandoc"),
-    (b"\x1f\x8b", "a gzip file", "gunzip"),
-)
+DEFAULT_LIMIT = 64 * MEGABYTE
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
-    """A text.
+def read_documents(inputs: Sequence[Input], *, limit: int = DEFAULT_LIMIT) -> Iterator[Document | Reject]:
+    """Read the documents of all inputs one at a time; one that cannot be read comes as a `Reject`.
 
-    Attributes:
-        id: The path of a text file, `"-"` for standard input; of a JSON line its `id` field, a string or a whole
-            number, else `path:line`.
-        text: The text, not empty.
+    Args:
+        inputs: Where they are.
+        limit: Most bytes of a document, of the line or the file it is in; no more are read into memory.
     """
-
-    id: DocumentId
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Reject:
-    """A document that could not be read or used.
-
-    Attributes:
-        id: As that of a document.
-        error: What went wrong, in one line.
-    """
-
-    id: DocumentId
-    error: str
-
-
-def read_documents(inputs: Sequence[Input]) -> Iterator[Document | Reject]:
-    """Read the documents of all inputs one at a time; one that cannot be read comes as a `Reject`."""
     for source in inputs:
         try:
-            if source.field is None:
-                yield Document(source.path, _checked(decode_bytes(_read(source), source.path), source.path))
-            else:
-                yield from _read_json_lines(source, source.field)
+            yield from _read(source, limit)
         except (DocumentError, OSError) as error:
             yield Reject(source.path, _describe(error, source.path))
+
+
+def check_readers(inputs: Sequence[Input]) -> None:
+    """Refuse inputs whose reader is not installed, before any work is done.
+
+    Raises:
+        DocumentError: With what to install.
+    """
+    formats = {source.format: source.path for source in inputs}
+    if "parquet" in formats:
+        from lookahead.files.tables import load_pyarrow
+
+        load_pyarrow(formats["parquet"])
+    if "html" in formats:
+        from lookahead.files.pages import load_trafilatura
+
+        load_trafilatura(formats["html"])
 
 
 def read_prompt(argument: str) -> str:
@@ -83,124 +59,56 @@ def read_prompt(argument: str) -> str:
 
 
 def count_documents(inputs: Sequence[Input]) -> int | None:
-    """How many documents the inputs hold, or `None` where a pipe or an unreadable file does not tell beforehand."""
+    """How many documents the inputs hold, or `None` where that is not told without reading them."""
     total = 0
     for source in inputs:
         if source.field is None:
             total += 1
             continue
-        if not os.path.isfile(source.path):
+        if source.format not in ("jsonl", "parquet") or not os.path.isfile(source.path):
             return None
         try:
-            with open(source.path, "rb") as file:
-                total += sum(1 for line in file if line.strip())
-        except OSError:
+            total += _count_rows(source)
+        except (OSError, ValueError):
             return None
     return total
 
 
-def decode_bytes(data: bytes, name: str, start: int = 0) -> str:
-    """Decode text that is UTF-8, or UTF-16 or UTF-32 with a byte order mark.
+def _count_rows(source: Input) -> int:
+    """Lines that are not blank, or rows."""
+    if source.format == "parquet":
+        from lookahead.files.tables import load_pyarrow
 
-    Args:
-        data: The bytes of a file, or of one line of it.
-        name: The file, for the message.
-        start: Where in the file the bytes begin, for the message.
-
-    Raises:
-        DocumentError: The bytes are in another encoding or no text at all; the message names the byte offset.
-    """
-    for magic, what, tool in _KNOWN_FORMATS:
-        if data.startswith(magic):
-            raise DocumentError(f"{name}: {what}, not text; extract its text first, for example with {tool}")
-    encoding = _encoding_of(data)
-    if encoding == "utf-8" and b"\0" in data:
-        raise DocumentError(f"{name}: a binary file, not text (a zero byte at byte offset {start + data.index(0)})")
-    try:
-        return data.decode(encoding).removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        raise DocumentError(
-            f"{name}: not {encoding.upper()} text: byte 0x{data[error.start]:02x} at byte offset "
-            f"{start + error.start}; convert it first, for example with iconv -f latin1 -t utf-8"
-        ) from error
-
-
-def _encoding_of(data: bytes) -> str:
-    """The encoding that a byte order mark names, else UTF-8."""
-    return next((encoding for mark, encoding in _BYTE_ORDER_MARKS if data.startswith(mark)), "utf-8")
-
-
-def _read(source: Input) -> bytes:
-    """All bytes of an input."""
-    if source.is_stdin:
-        return sys.stdin.buffer.read()
+        _, parquet = load_pyarrow(source.path)
+        return int(parquet.ParquetFile(source.path).metadata.num_rows)
     with open(source.path, "rb") as file:
-        return file.read()
+        lines = bounded_lines(file, MEGABYTE)  # a line may be longer than the memory
+        return sum(1 for _, line in lines if line is None or line.strip())
 
 
-def _read_json_lines(source: Input, field: str) -> Iterator[Document | Reject]:
-    """Read one document per line that is not blank."""
-    if source.is_stdin:
-        yield from _parse_lines(io.BytesIO(_read(source)), source, field)
-        return
-    with open(source.path, "rb") as file:
-        yield from _parse_lines(file, source, field)
+def _read(source: Input, limit: int) -> Iterator[Document | Reject]:
+    """Read the documents of one input."""
+    if source.field is None:
+        data = read_bounded(source.path, limit)
+        if source.format == "html":
+            from lookahead.files.pages import main_text
 
+            text = main_text(data, source.path)
+        else:
+            text = decode_bytes(data, source.path)
+        yield Document(source.path, checked(text, source.path))
+    elif source.format == "jsonl":
+        from lookahead.files.lines import read_lines
 
-def _parse_lines(file: BinaryIO, source: Input, field: str) -> Iterator[Document | Reject]:
-    """Parse the lines of an open file; only a file in UTF-16 or UTF-32 is read into memory whole."""
-    encoding = _encoding_of(file.read(4))
-    file.seek(0)
-    if encoding in ("utf-16", "utf-32"):
-        file = io.BytesIO(decode_bytes(file.read(), source.path).encode("utf-8", "replace"))
-    offset = 0
-    is_empty = True
-    for number, line in enumerate(file, start=1):
-        if line.strip():
-            is_empty = False
-            yield _parse_line(line, f"{source.path}:{number}", offset, field)
-        offset += len(line)
-    if is_empty:
-        raise DocumentError(f"{source.path}: no documents")
+        yield from read_lines(source, source.field, limit)
+    elif source.format == "parquet":
+        from lookahead.files.tables import read_parquet
 
+        yield from read_parquet(source, source.field, limit)
+    else:
+        from lookahead.files.tables import read_csv
 
-def _parse_line(line: bytes, place: str, offset: int, field: str) -> Document | Reject:
-    """Read the document of one JSON line that stands at `place`, from byte `offset` of its file on."""
-    name: DocumentId = place
-    try:
-        record = _parse_object(decode_bytes(line, place, offset), place)
-        given = record.get("id")
-        if isinstance(given, str | int) and not isinstance(given, bool) and given != "":
-            name = given
-        if field not in record:
-            raise DocumentError(f"{place}: no field {field!r}; the fields are {', '.join(record) or 'none'}")
-        text = record[field]
-        if not isinstance(text, str):
-            raise DocumentError(f"{place}: field {field!r} must be a string, got {type(text).__name__}")
-        return Document(name, _checked(text, place))
-    except DocumentError as error:
-        return Reject(name, str(error))
-
-
-def _parse_object(line: str, place: str) -> dict[str, Any]:
-    """Parse one line as a JSON object."""
-    try:
-        record = json.loads(line)
-    except RecursionError as error:
-        raise DocumentError(f"{place}: not valid JSON: nested too deeply") from error
-    except ValueError as error:
-        raise DocumentError(f"{place}: not valid JSON: {error}") from error
-    if not isinstance(record, dict):
-        raise DocumentError(f"{place}: a JSON object is expected, got {type(record).__name__}")
-    return record
-
-
-def _checked(text: str, place: str) -> str:
-    """Refuse an empty text, and make one that no tokenizer can choke on."""
-    if not text.strip():
-        raise DocumentError(f"{place}: the document is empty")
-    # JSON can hold half of a surrogate pair, which is no character: such halves are joined or replaced.
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        yield from read_csv(source, source.field, limit)
 
 
 def _describe(error: Exception, path: str) -> str:

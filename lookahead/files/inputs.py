@@ -3,70 +3,113 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Sequence
+import os
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from lookahead.errors import DocumentError
+from lookahead.files.opening import STDIN, file_system, is_url
 
-STDIN = "-"
+Format = Literal["text", "html", "jsonl", "csv", "tsv", "parquet"]
+
 DEFAULT_FIELD = "text"
-JSONL_SUFFIXES = (".jsonl", ".ndjson")
+DEFAULT_ID_FIELD = "id"
+SUFFIXES: dict[str, Format] = {
+    **dict.fromkeys((".txt", ".text", ".md", ".markdown", ".rst"), "text"),
+    **dict.fromkeys((".html", ".htm", ".xhtml"), "html"),
+    **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+}
+_ONE_TEXT = ("text", "html")
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One file, or standard input.
+    """One file, URL, or standard input.
 
     Attributes:
         path: The path as the user wrote it; `"-"` is standard input.
-        field: The field of each JSON line that holds the document; `None` where the whole file is one document.
+        field: The field of each line or row that holds the document; `None` where the whole file is one document.
+        format: What the file holds.
+        id_field: The field of each line or row that must name the document; `None` where `id` names it if it does.
     """
 
     path: str
     field: str | None = None
+    format: Format = "text"
+    id_field: str | None = None
 
     @property
     def is_stdin(self) -> bool:
         """Whether this is standard input."""
         return self.path == STDIN
 
+    @property
+    def is_url(self) -> bool:
+        """Whether this is to be read by fsspec."""
+        return is_url(self.path)
 
-def find_inputs(arguments: Sequence[str], field: str | None = None) -> list[Input]:
-    """Resolve paths, patterns and `-` to inputs, each path once, in the order given.
+
+def find_inputs(
+    arguments: Sequence[str],
+    field: str | None = None,
+    id_field: str | None = None,
+    *,
+    leave_out: Collection[Path] = (),
+) -> list[Input]:
+    """Resolve paths, folders, URLs, patterns and `-` to inputs, each path once, in the order given.
 
     Args:
-        arguments: Paths of files, patterns such as `"notes/*.md"` (`**` reaches into folders; folders that match
-            are passed over), or `"-"` for standard input.
-        field: The field that holds the document in JSON lines; `"text"` where `None`. Files that end in `.jsonl`
-            or `.ndjson` are JSON lines, and standard input is where `field` is given.
+        arguments: Paths of files, folders, which stand for all files of known suffixes in them and below, patterns
+            such as `"notes/*.md"` (`**` reaches into folders; folders that match are passed over), URLs of either
+            kind, or `"-"` for standard input.
+        field: The field that holds the document in a line or row; `"text"` where `None`. A file's suffix tells its
+            format, what has no known one is text, and standard input is JSON lines where a field is given.
+        id_field: The field that names the document.
+        leave_out: Files that are not taken from a folder: what a job writes there.
 
     Raises:
-        DocumentError: A path does not exist or is a directory, a pattern matches no file, or `field` is given
-            and no input is JSON lines.
+        DocumentError: A path does not exist, a folder or pattern holds no file to read, or a field is given and no
+            input has fields.
     """
-    paths = dict.fromkeys(path for argument in arguments for path in _expand(argument))
-    inputs = [Input(path, _field_of(path, field)) for path in paths]
-    if field is not None and all(source.field is None for source in inputs):
-        raise DocumentError(f"field {field!r} is read from JSON lines (.jsonl, .ndjson or -), and no input is any")
+    without = {os.path.realpath(path) for path in leave_out}
+    paths = dict.fromkeys(path for argument in arguments for path in _expand(argument, without))
+    has_field = field is not None or id_field is not None
+    inputs = [_input(path, field, id_field, is_lines=has_field) for path in paths]
+    if has_field and all(source.field is None for source in inputs):
+        name = field if field is not None else id_field
+        raise DocumentError(
+            f"field {name!r} is read from JSON lines, CSV or Parquet (.jsonl, .ndjson, .csv, .tsv, .parquet or -), "
+            "and no input is any"
+        )
     return inputs
 
 
-def _field_of(path: str, field: str | None) -> str | None:
-    """The field to read from `path`, `None` where it is text."""
+def _input(path: str, field: str | None, id_field: str | None, *, is_lines: bool) -> Input:
+    """How one path is read."""
     if path == STDIN:
-        return field
-    return (field or DEFAULT_FIELD) if path.lower().endswith(JSONL_SUFFIXES) else None
+        format: Format = "jsonl" if is_lines else "text"
+    else:
+        format = SUFFIXES.get(os.path.splitext(path.split("?")[0] if is_url(path) else path)[1].lower(), "text")
+    if format in _ONE_TEXT:
+        return Input(path, None, format)
+    return Input(path, field or DEFAULT_FIELD, format, id_field)
 
 
-def _expand(argument: str) -> list[str]:
+def _expand(argument: str, without: Collection[str]) -> list[str]:
     """The files that one argument names."""
     if argument == STDIN:
         return [argument]
+    if is_url(argument):
+        return _expand_url(argument)
     path = Path(argument)
     try:
         if path.is_dir():
-            raise DocumentError(f"{argument} is a directory; name its files, for example '{path / '*.txt'}'")
+            return _some(argument, [name for name in _walk(path) if os.path.realpath(name) not in without])
         if path.exists():
             return [argument]
     except OSError as error:  # above all the text itself, given in place of a file
@@ -79,3 +122,48 @@ def _expand(argument: str) -> list[str]:
     if not matches:
         raise DocumentError(f"{argument}: no file matches this pattern")
     return matches
+
+
+def _walk(folder: Path) -> Iterator[str]:
+    """The files of known suffixes in a folder and below, in order; hidden ones are passed over."""
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            if _is_known(name):
+                yield os.path.normpath(os.path.join(place, name))
+
+
+def _expand_url(url: str) -> list[str]:
+    """The files that a URL names: itself, or those of a folder or pattern where its system knows such."""
+    system, path = file_system(url)
+    if url.lower().startswith(("http://", "https://")):
+        return [url]  # a server has neither folders nor patterns, and a `?` begins its query
+    try:
+        if glob.has_magic(path):
+            found = [name for name in sorted(system.glob(path)) if not system.isdir(name)]
+            if not found:
+                raise DocumentError(f"{url}: no file matches this pattern")
+        elif system.isdir(path):
+            return _some(url, [system.unstrip_protocol(name) for name in sorted(system.find(path))])
+        else:
+            return [url]  # whether it can be read is told when it is
+    except DocumentError:
+        raise
+    except Exception as error:  # drivers raise what they like: no network, no credentials
+        message = " ".join(str(error).split()) or type(error).__name__
+        raise DocumentError(f"{url}: cannot be read: {message}") from error
+    return [system.unstrip_protocol(name) for name in found]
+
+
+def _some(folder: str, names: list[str]) -> list[str]:
+    """The files of a folder that can be read, if there are any."""
+    known = [name for name in names if _is_known(name)]
+    if not known:
+        raise DocumentError(f"{folder}: no file to read in this folder; known suffixes are {' '.join(SUFFIXES)}")
+    return known
+
+
+def _is_known(name: str) -> bool:
+    """Whether a file of a folder is taken, by its name; results and rejects of a job are not."""
+    base = name.rsplit("/", 1)[-1]
+    return not base.startswith(".") and os.path.splitext(base)[1].lower() in SUFFIXES

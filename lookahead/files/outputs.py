@@ -22,7 +22,8 @@ def check_output(path: Path, inputs: Sequence[Input], *, overwrite: bool) -> Non
         ConfigError: With the path and what is wrong about it.
     """
     for source in inputs:
-        if not source.is_stdin and path.exists() and path.samefile(source.path):
+        local = source.path.removeprefix("file://")
+        if not source.is_stdin and os.path.exists(local) and path.exists() and path.samefile(local):
             raise ConfigError(f"output {path} is an input as well")
     if path.is_dir():
         raise ConfigError(f"output {path} is a directory")

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from lookahead.errors import PoolError
-from lookahead.files.documents import Document, Reject, read_documents
+from lookahead.files.documents import DEFAULT_LIMIT, read_documents
 from lookahead.files.inputs import Input
+from lookahead.files.text import Document, Reject
 from lookahead.ngram.chains import SEPARATOR, IntArray
 from lookahead.ngram.pool import Pool, PoolHeader, write_pool
 from lookahead.pools.fingerprint import fingerprint_of
@@ -56,6 +57,7 @@ def build_pool(
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_tokens: int | None = None,
+    limit: int = DEFAULT_LIMIT,
     totals: Totals,
     observer: Observer,
 ) -> PoolHeader:
@@ -66,20 +68,27 @@ def build_pool(
         inputs: Where the documents are.
         tokenizer: What makes tokens of them.
         max_tokens: Most tokens to take; the document that goes beyond is cut, those after it are not read.
+        limit: Most bytes of a document.
         totals: Counted up as documents are read.
         observer: Told of each.
 
     Raises:
         PoolError: There is no document to take, or the file cannot be written; none is left behind.
     """
-    documents = _read(inputs, tokenizer, max_tokens, totals, observer)
+    documents = _read(inputs, tokenizer, max_tokens, limit, totals, observer)
     if not documents:
         raise PoolError(f"{path}: no document to make it of, {totals.rejected} could not be used")
     return _write(path, documents, tokenizer, observer)
 
 
 def add_to_pool(
-    path: str, inputs: Sequence[Input], tokenizer: PreTrainedTokenizerBase, *, totals: Totals, observer: Observer
+    path: str,
+    inputs: Sequence[Input],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    limit: int = DEFAULT_LIMIT,
+    totals: Totals,
+    observer: Observer,
 ) -> PoolHeader:
     """Add the documents of all inputs to a pool: a new file takes the place of the old one when all is done.
 
@@ -91,7 +100,7 @@ def add_to_pool(
     """
     with pool_errors(path):
         pool = Pool.open(path, fingerprint_of(tokenizer))
-    documents = _read(inputs, tokenizer, None, totals, observer)
+    documents = _read(inputs, tokenizer, None, limit, totals, observer)
     if not documents:
         raise PoolError(f"{path}: no document to add, {totals.rejected} could not be used")
     return _write(path, [pool.tokens[1:], *documents], tokenizer, observer)
@@ -112,12 +121,13 @@ def _read(
     inputs: Sequence[Input],
     tokenizer: PreTrainedTokenizerBase,
     max_tokens: int | None,
+    limit: int,
     totals: Totals,
     observer: Observer,
 ) -> list[IntArray]:
     """The documents of all inputs as int32 `[tokens]` each, at most `max_tokens` together."""
     documents: list[IntArray] = []
-    for document in _tokenized(inputs, tokenizer):
+    for document in _tokenized(inputs, tokenizer, limit):
         if isinstance(document, Reject):
             totals.rejected += 1
             observer.rejected(document)
@@ -135,9 +145,9 @@ def _read(
     return documents
 
 
-def _tokenized(inputs: Sequence[Input], tokenizer: PreTrainedTokenizerBase) -> Iterator[IntArray | Reject]:
+def _tokenized(inputs: Sequence[Input], tokenizer: PreTrainedTokenizerBase, limit: int) -> Iterator[IntArray | Reject]:
     """Read and tokenize one document after the other."""
-    for document in read_documents(inputs):
+    for document in read_documents(inputs, limit=limit):
         yield document if isinstance(document, Reject) else _tokens_of(document, tokenizer)
 
 

@@ -2,7 +2,7 @@
 
 The modules: `sentences` and `parts` cut a long document, `prompting` renders prompts, `fitting` fits them to a
 model, `decoding` and `comparison` generate, `summarizer` turns one document into a `Summary`, `together` several
-at a time, `results` writes JSON lines, `job` runs many documents and `report` puts into words what came of them.
+at a time. `lookahead.jobs` runs many of them.
 
 Importing this package imports none of them, nor torch, so that `import lookahead` stays quick.
 """

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lookahead.errors import ConfigError, DocumentError, PromptError
 from lookahead.summarize.parts import Parts, split_document, truncate
-from lookahead.summarize.prompting import Prompting
+from lookahead.summarize.prompting import Prompting, Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -36,15 +36,22 @@ class PromptFitter:
         model: Its configuration tells the context length.
         tokenizer: Counts tokens and renders templates; its `model_max_length` limits the context too.
         max_new_tokens: Tokens to leave room for.
+        request: What the model is asked for; `None` for a summary in a few sentences.
 
     Raises:
-        ConfigError: No document would fit.
+        ConfigError: No document would fit, or the model does not understand the request.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        max_new_tokens: int,
+        request: Request | None = None,
+    ) -> None:
         check_max_new_tokens(max_new_tokens)
         self._tokenizer = tokenizer
-        self._prompting = Prompting(tokenizer)
+        self._prompting = Prompting(tokenizer, request)
         self._prompt_limit: int | None = None
         self._document_limit: int | None = None
         context = context_length(model, tokenizer)

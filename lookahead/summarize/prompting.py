@@ -3,15 +3,53 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from lookahead.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SUMMARIZE_TEMPLATE = "summarize"
 INSTRUCTION = "Summarize the following text in a few sentences."
+STYLES = {
+    "bullets": "Summarize the following text as a list of three to six bullet points, each on a line of its own.",
+    "paragraph": "Summarize the following text in one paragraph.",
+    "headline": "Write one headline of at most fifteen words for the following text. Answer with the headline alone.",
+}
+PLACEHOLDER = "{document}"
 
 _WHITESPACE = re.compile(r"\s+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a model is asked for, where the usual summary is not wanted.
+
+    Attributes:
+        prompt: The instruction in words; `{document}` in it stands for the document, which else follows it.
+        style: `"bullets"`, `"paragraph"` or `"headline"`.
+
+    Raises:
+        ConfigError: The prompt is blank, there is no such style, or both are given.
+    """
+
+    prompt: str | None = None
+    style: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.prompt is not None and not self.prompt.strip():
+            raise ConfigError("the prompt is empty")
+        if self.style is not None and self.style not in STYLES:
+            raise ConfigError(f"style must be {', '.join(STYLES)}, got {self.style!r}")
+        if self.prompt is not None and self.style is not None:
+            raise ConfigError("a prompt and a style both say what to ask for; give one of them")
+
+    @property
+    def instruction(self) -> str:
+        """The instruction in words."""
+        return (self.prompt or (STYLES[self.style] if self.style else INSTRUCTION)).strip()
 
 
 class Prompting:
@@ -22,20 +60,37 @@ class Prompting:
 
     Args:
         tokenizer: The tokenizer whose templates are used.
+        request: What to ask for; `None` for a summary in a few sentences.
 
     Attributes:
         template: `"summarize"`, `"chat"` or `"plain"`.
+
+    Raises:
+        ConfigError: The model does not follow instructions, and it is asked for something else than a summary.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, request: Request | None = None) -> None:
         self._tokenizer = tokenizer
+        is_usual = request is None or (request.prompt is None and request.style is None)
+        self._request = request or Request()
         templates = tokenizer.chat_template
         if isinstance(templates, dict) and SUMMARIZE_TEMPLATE in templates:
             self.template = SUMMARIZE_TEMPLATE
+            if not is_usual:
+                asked = "prompt" if self._request.prompt is not None else f"style {self._request.style!r}"
+                raise ConfigError(
+                    f"this model was made to summarize and follows no instructions, so a {asked} means nothing to it; "
+                    "give --model an instruction model"
+                )
         elif templates and (isinstance(templates, str) or "default" in templates):
             self.template = "chat"
         else:
             self.template = "plain"
+            if self._request.style is not None:
+                raise ConfigError(
+                    f"the model's tokenizer has no chat template, so a style {self._request.style!r} means nothing to "
+                    "it; give --model an instruction model, or ask in your own words with --prompt-file"
+                )
         markers = {*tokenizer.all_special_tokens, *_special_added_tokens(tokenizer)}
         longest_first = sorted((marker for marker in markers if len(marker) > 1), key=len, reverse=True)
         self._markers = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
@@ -59,10 +114,17 @@ class Prompting:
 
     def render(self, document: str) -> str:
         """The whole prompt for a cleaned document."""
+        instruction = self._request.instruction
+        if PLACEHOLDER in instruction:
+            asked = instruction.replace(PLACEHOLDER, document)
+        else:
+            asked = f"{instruction}\n\n{document}"
         if self.template == "plain":
-            return f"{document}\n\nSummary:"
+            if self._request.prompt is None:
+                return f"{document}\n\nSummary:"
+            return asked if PLACEHOLDER in instruction else f"{asked}\n\nSummary:"
         named = self.template == SUMMARIZE_TEMPLATE
-        content = document if named else f"{INSTRUCTION}\n\n{document}"
+        content = document if named else asked
         rendered = self._tokenizer.apply_chat_template(
             [{"role": "user", "content": content}],
             chat_template=SUMMARIZE_TEMPLATE if named else None,

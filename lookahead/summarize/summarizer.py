@@ -8,18 +8,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lookahead.errors import DocumentError, LookaheadError
-from lookahead.files.documents import Document, Reject
+from lookahead.files.text import Document, Reject
 from lookahead.summarize.comparison import ComparingDecoder, PlainFigures
 from lookahead.summarize.decoding import Decoder, LookaheadDecoder, total_in_sequence
 from lookahead.summarize.fitting import PromptFitter
 from lookahead.summarize.parts import Split
+from lookahead.summarize.prompting import Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from lookahead.config import LookaheadConfig
     from lookahead.stats import DecodingStats
-    from lookahead.summarize.job import Summarized
 
 ROWS_TOGETHER = 8
 
@@ -67,6 +67,14 @@ class Summary:
         return record
 
 
+@dataclass(frozen=True, slots=True)
+class Summarized:
+    """A document and its summary."""
+
+    document: Document
+    summary: Summary
+
+
 class Summarizer:
     """Summarizes documents with one model.
 
@@ -79,9 +87,11 @@ class Summarizer:
         max_new_tokens: Most tokens of a summary.
         config: How drafts are made; `None` for the defaults.
         compare: Whether every document is decoded plainly too.
+        request: What the model is asked for; `None` for a summary in a few sentences.
 
     Raises:
-        ConfigError: `max_new_tokens` is less than 1, or leaves no room for a document.
+        ConfigError: `max_new_tokens` is less than 1, or leaves no room for a document, or the model does not
+            understand the request.
     """
 
     def __init__(
@@ -92,10 +102,11 @@ class Summarizer:
         max_new_tokens: int = 128,
         config: LookaheadConfig | None = None,
         compare: bool = False,
+        request: Request | None = None,
     ) -> None:
         self.exact = str(model.dtype) == "torch.float32"
         self._max_new_tokens = max_new_tokens
-        self._fitter = PromptFitter(model, tokenizer, max_new_tokens)
+        self._fitter = PromptFitter(model, tokenizer, max_new_tokens, request)
         decoder = LookaheadDecoder(model, tokenizer, config=config, add_special_tokens=self._fitter.add_special_tokens)
         self._lookahead = decoder
         self._comparing = ComparingDecoder(decoder) if compare else None
@@ -161,16 +172,14 @@ class Summarizer:
 
     def summarize_or_reject(self, document: Document) -> Summarized | Reject:
         """Summarize one document, or say why not."""
-        from lookahead.summarize.job import Summarized
-
         try:
             return Summarized(document, self.summarize(document.text))
         except LookaheadError as error:
-            return Reject(document.id, f"{document.id}: {error}")
+            return Reject(document.id, f"{document.id}: {error}", document)
         except Exception as error:
             # Whatever one document meets (out of memory, a tokenizer's panic), the others still get their turn.
             message = " ".join(str(error).split())
-            return Reject(document.id, f"{document.id}: {type(error).__name__}: {message}")
+            return Reject(document.id, f"{document.id}: {type(error).__name__}: {message}", document)
 
     def warm_up(self) -> None:
         """Decode a few tokens, so that compiling is not charged to the first document."""

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
-from lookahead.files.documents import Document, Reject
+from lookahead.files.text import Document, Reject
 from lookahead.stats import DecodingStats, total
 from lookahead.summarize.decoding import total_in_sequence
 from lookahead.summarize.fitting import FittedDocument, PromptFitter
-from lookahead.summarize.job import Summarized
-from lookahead.summarize.summarizer import Summary
+from lookahead.summarize.summarizer import Summarized, Summary
 
 if TYPE_CHECKING:
     from lookahead.batching import Batching, Completion

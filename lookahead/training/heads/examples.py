@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from lookahead.errors import DocumentError, TrainingError
-from lookahead.files.documents import decode_bytes
+from lookahead.files.text import decode_bytes
 
 _JSON = (".jsonl", ".ndjson")
 

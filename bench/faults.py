@@ -1,0 +1,231 @@
+"""Kills at random moments over a job, which is resumed after each: is anything lost, doubled or different?
+
+    python -m bench.faults --documents 1000 --kills 200
+    python -m bench.faults --documents 1000 --kills 200 --model none
+
+The documents are made of a seed: words, some texts twice, some lines malformed. A job summarizes them undisturbed. Then
+the same job runs in child processes that are killed with SIGKILL after a random time and resumed by the next, until it
+is done; where it ends before all kills are spent, another one begins. After some of the kills the last line of the
+results is cut at a random byte as well, as a loss of power can do. Every finished job is compared with the undisturbed
+one, byte by byte, the measured `stats` aside. The children are forked of a process that has the model loaded. With
+`--model none` a stand-in for the model writes the first words of each document, so that only the journal is tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from bench.report import publish
+from lookahead.files.documents import read_documents
+from lookahead.files.inputs import find_inputs
+from lookahead.files.text import Document, Reject
+from lookahead.jobs.identity import JobIdentity
+from lookahead.jobs.job import Totals, Worker, run_job
+from lookahead.jobs.paths import OutputPaths
+from lookahead.loading import load_model
+from lookahead.stats import DecodingStats
+from lookahead.summarize.summarizer import Summarized, Summarizer, Summary
+
+WORDS = "the storm hit coast at dawn two ships were lost and a harbour of Brest stayed open while nobody slept"
+TWINS, MALFORMED = 20, 50  # after so many documents comes one with the text of another; a line that is none
+
+
+class StandIn:
+    """Summarizes without a model: the first words of a document, in upper case."""
+
+    def summarize_all(self, documents: Iterable[Document], rows: int) -> Iterator[Summarized | Reject]:
+        """Documents one by one, with some work for each."""
+        for document in documents:
+            words = document.text.upper().split()
+            yield Summarized(document, Summary(" ".join(words[:8]), len(words), 8, 1, "none", DecodingStats()))
+
+
+class Silent:
+    """Watches a job and says nothing."""
+
+    def summarized(self, *_: Any) -> None: ...
+    def passed(self, *_: Any) -> None: ...
+    def rejected(self, *_: Any) -> None: ...
+
+
+@dataclass
+class Counts:
+    """What the killed jobs came to."""
+
+    kills: int = 0
+    cut_lines: int = 0
+    jobs: int = 0
+    lost: int = 0
+    doubled: int = 0
+    different: int = 0
+    finished_at_kill: list[int] = field(default_factory=list)
+
+
+def write_documents(path: Path, count: int, seed: int) -> None:
+    """Write a JSON line for each document, and some halves of lines."""
+    draw, words = random.Random(seed), WORDS.split()
+    texts: list[str] = []
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(count):
+            text = " ".join(draw.choices(words, k=draw.randint(5, 30))).capitalize() + "."
+            text = draw.choice(texts) if texts and number % TWINS == TWINS - 1 else text
+            texts.append(text)
+            line = json.dumps({"id": f"d{number:05}", "text": text}) + "\n"
+            file.write(line)
+            if number % MALFORMED == MALFORMED - 1:
+                file.write(line[: len(line) // 2] + "\n")
+
+
+class Job:
+    """The job, to be run to its end or to a kill."""
+
+    def __init__(self, model: str, documents: Path, max_new_tokens: int) -> None:
+        self._inputs = find_inputs([str(documents)])
+        if model == "none":
+            self._worker: Worker = StandIn()
+            self._identity = JobIdentity(model=model, weights="", tokenizer="", dtype="", max_new_tokens=max_new_tokens)
+            return
+        loaded = load_model(model, dtype="fp32", device="cpu")
+        summarizer = Summarizer(*loaded, max_new_tokens=max_new_tokens)
+        summarizer.warm_up()
+        self._worker = summarizer
+        self._identity = JobIdentity.of(model, *loaded, max_new_tokens=max_new_tokens)
+
+    def run(self, output: Path) -> None:
+        """Do what is missing."""
+        paths = OutputPaths(output, resume=True)
+        paths.check(self._inputs)
+        documents = read_documents(self._inputs)
+        run_job(documents, self._worker, paths, self._identity, totals=Totals(), observer=Silent())
+
+    def run_and_kill(self, output: Path, delay_s: float) -> bool:
+        """Do what is missing in a child process that is killed after some time; whether it came to its end."""
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                self.run(output)
+                status = 0
+            finally:
+                os._exit(status)
+        time.sleep(delay_s)
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        if os.WIFEXITED(status) and os.WEXITSTATUS(status) != 0:
+            raise RuntimeError("the job failed by itself")
+        return os.WIFEXITED(status)
+
+
+def lines_of(path: Path) -> list[str]:
+    """The lines of results or rejects, what was measured left out."""
+    records = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    return [json.dumps({key: value for key, value in record.items() if key != "stats"}) for record in records]
+
+
+def cut_last_line(path: Path, draw: random.Random) -> bool:
+    """Take some bytes off the end, fewer than the last line has."""
+    data = path.read_bytes() if path.exists() else b""
+    last = len(data) - (data.rfind(b"\n", 0, max(0, len(data) - 1)) + 1)
+    if last < 2:
+        return False
+    os.truncate(path, len(data) - draw.randint(1, last - 1))
+    return True
+
+
+def compare(output: Path, expected: Sequence[str], counts: Counts) -> None:
+    """Count what a finished job has otherwise than the undisturbed one."""
+    found = lines_of(output)
+    counts.jobs += 1
+    ids, wanted = ([json.loads(line)["id"] for line in lines] for lines in (found, expected))
+    counts.lost += len(set(wanted) - set(ids))
+    counts.doubled += len(ids) - len(set(ids))
+    counts.different += sum(one != other for one, other in zip(found, expected, strict=False))
+
+
+def disturb(job: Job, folder: Path, expected: Sequence[str], seconds: float, arguments: argparse.Namespace) -> Counts:
+    """Run and kill until all kills are spent and the last job is done."""
+    draw, counts = random.Random(arguments.seed), Counts()
+    while counts.kills < arguments.kills:
+        output = folder / f"killed_{counts.jobs}.jsonl"
+        done = False
+        while not done:
+            if counts.kills >= arguments.kills:
+                job.run(output)
+                break
+            done = job.run_and_kill(output, draw.uniform(0, 2 * (seconds / arguments.kills + arguments.start_s)))
+            counts.kills += not done
+            if not done and output.exists():
+                data = output.read_bytes()
+                counts.finished_at_kill.append(data.count(b"\n"))
+                if draw.random() < arguments.cut:
+                    counts.cut_lines += cut_last_line(output, draw)
+        compare(output, expected, counts)
+    return counts
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run undisturbed, run and kill, compare, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="bundled", help="'bundled', a folder, a name on the Hub, or none")
+    parser.add_argument("--documents", type=int, default=1000)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--cut", type=float, default=0.25, help="share of kills after which the last line is cut")
+    parser.add_argument("--max-new-tokens", type=int, default=4)
+    parser.add_argument("--start-s", type=float, default=0.05, help="what a child needs before its first document")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, help="also write the JSON object here")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_documents(folder / "documents.jsonl", arguments.documents, arguments.seed)
+        job = Job(arguments.model, folder / "documents.jsonl", arguments.max_new_tokens)
+        started = time.perf_counter()
+        job.run(folder / "undisturbed.jsonl")
+        seconds = time.perf_counter() - started
+        expected = lines_of(folder / "undisturbed.jsonl")
+        print(f"undisturbed: {len(expected)} results in {seconds:.1f} s", flush=True)
+        counts = disturb(job, folder, expected, seconds, arguments)
+        rejects = lines_of(folder / "undisturbed.jsonl.rejects.jsonl")
+        same_rejects = all(lines_of(path) == rejects for path in folder.glob("killed_*.rejects.jsonl"))
+    at = counts.finished_at_kill
+    report = {
+        "model": "a stand-in" if arguments.model == "none" else Path(arguments.model).name,
+        "documents": arguments.documents,
+        "results": len(expected),
+        "rejects": len(rejects),
+        "kills": counts.kills,
+        "jobs": counts.jobs,
+        "lines_cut_after_kills": counts.cut_lines,
+        "kills_before_any_result": sum(lines == 0 for lines in at) + counts.kills - len(at),
+        "kills_after_all_results": sum(lines == len(expected) for lines in at),
+        "lost": counts.lost,
+        "doubled": counts.doubled,
+        "different": counts.different,
+        "rejects_identical": same_rejects,
+        "identical": not (counts.lost or counts.doubled or counts.different) and same_rejects,
+        "undisturbed_s": round(seconds, 1),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    publish(report, arguments.output)
+    return 0 if report["identical"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

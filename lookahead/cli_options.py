@@ -1,0 +1,53 @@
+"""Options that several commands share: which model, how fast, and drafted from what."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from lookahead.cli_measure import read_window
+from lookahead.config import LookaheadConfig
+
+Model = Annotated[str, typer.Option(help="Folder of a saved model, its name on the Hub, or 'bundled'.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Most tokens to write.")]
+Dtype = Annotated[str, typer.Option(help="fp32, bf16, or auto: the checkpoint's own on a GPU, fp32 on a CPU.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. (default: as PyTorch chooses)")]
+Proposers = Annotated[str, typer.Option(help="Drafts' sources, of prompt, outputs, corpus, recycled, jacobi; or none.")]
+TrainedHeads = Annotated[
+    str | None, typer.Option("--heads", metavar="DIR", help="And from these, see 'lookahead train'.")
+]
+MaxNodes = Annotated[int | None, typer.Option(help="Most draft tokens a step verifies. (default: by the proposers)")]
+NgramSize = Annotated[int | None, typer.Option(help="N, length of its n-grams. (default: 5, or as suits auto)")]
+Guesses = Annotated[int | None, typer.Option(help="G, most of them a step verifies. (default: 7, or as suits auto)")]
+Compile = Annotated[bool, typer.Option("--compile", help="Compile the model on the way: for long outputs and many.")]
+Graphs = Annotated[bool, typer.Option("--cuda-graphs", help="Record its passes as CUDA graphs, on a GPU.")]
+
+
+def drafting_config(
+    proposers: str,
+    pool: str | None,
+    heads: str | None,
+    max_nodes: int | None,
+    window: str | None,
+    ngram_size: int | None,
+    guesses: int | None,
+    compile: bool,
+    cuda_graphs: bool,
+) -> LookaheadConfig | None:
+    """The options on drafting as a configuration, which checks them; None where all are the defaults.
+
+    Asking for nothing in particular lets a model that cannot verify drafts be decoded plainly.
+    """
+    sources: list[Any] = [] if proposers == "none" else [name.strip() for name in proposers.split(",")]
+    if heads is not None:
+        from lookahead.proposers.heads import Heads
+
+        sources.append(Heads(heads))
+    columns = read_window(window)
+    config = LookaheadConfig(
+        proposers=sources, pool=pool, max_nodes=max_nodes, window=columns, ngram_size=ngram_size, guesses=guesses,
+        compile=compile, cuda_graphs=cuda_graphs,
+    )  # fmt: skip
+    return None if config == LookaheadConfig() else config

@@ -1,0 +1,393 @@
+"""The command that summarizes: options in, files and tables out. The work is done by `jobs` and `summarize`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lookahead.cli_measure import Window
+from lookahead.cli_options import (
+    Compile,
+    Device,
+    Dtype,
+    Graphs,
+    Guesses,
+    MaxNewTokens,
+    MaxNodes,
+    Model,
+    NgramSize,
+    Proposers,
+    Threads,
+    TrainedHeads,
+    drafting_config,
+)
+from lookahead.errors import ConfigError, LookaheadError
+from lookahead.jobs import report
+from lookahead.terminal import Display, console, load, table, usage_errors
+
+if TYPE_CHECKING:
+    from lookahead.files.text import Document, Reject
+    from lookahead.jobs.estimate import Estimate
+    from lookahead.jobs.identity import JobIdentity
+    from lookahead.jobs.memory import OutputMemory
+    from lookahead.jobs.paths import OutputPaths
+    from lookahead.summarize.prompting import Request
+    from lookahead.summarize.summarizer import Summarizer
+
+FORMATS = ("auto", "text", "json")
+_NO_SETTING = ("job", "show_job", "help")
+
+
+def _use_job(context: typer.Context, path: Path | None) -> Path | None:
+    """Take the options of a job file as defaults, so that those of the command line go before them."""
+    if path is not None:
+        from lookahead.jobs.jobfile import read_job_file
+
+        with usage_errors():
+            context.default_map = read_job_file(path, {key: name for name, key in _setting_names(context).items()})
+    return path
+
+
+def _setting_names(context: typer.Context) -> dict[str, str]:
+    """The options a job file may set, by the names of their parameters."""
+    names = {}
+    for parameter in context.command.params:
+        if parameter.name is not None and parameter.name not in _NO_SETTING:
+            longest = max(parameter.opts, key=len)
+            names[parameter.name] = longest.removeprefix("--") if longest.startswith("--") else parameter.name
+    return names
+
+
+Inputs = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="INPUTS...",
+        help="Files (.txt .md .html .jsonl .csv .tsv .parquet), folders, patterns such as 'notes/*.md', URLs of any "
+        "kind fsspec knows (https:// s3:// hf:// ...), - for stdin.",
+        show_default=False,
+    ),
+]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="File for the summaries: a JSON line each, or .parquet."),
+]
+Field = Annotated[
+    str | None,
+    typer.Option(
+        "--field", "--text-field", help="Field or column with the document; makes - JSON lines. (default: text)"
+    ),
+]
+IdField = Annotated[
+    str | None, typer.Option(help="Field or column that names the document. (default: id, where there is one)")
+]
+MaxDocument = Annotated[float, typer.Option("--max-document-mb", min=0.001, help="Longest document, in megabytes.")]
+PromptFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Instruction in your words; {document} in it is the document.")
+]
+Style = Annotated[str | None, typer.Option(help="bullets, paragraph or headline, of a model that takes instructions.")]
+Compare = Annotated[
+    bool, typer.Option("--compare", help="Decode plainly too: both speeds, and are the tokens identical?")
+]
+Format = Annotated[
+    str, typer.Option("--format", help="Of stdout: text, json, or auto: text on a terminal, else JSON lines.")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace output files that exist.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with an output: do what is missing in it.")]
+Rejects = Annotated[Path | None, typer.Option(help="File for documents that fail. (default: OUTPUT.rejects.jsonl)")]
+Retry = Annotated[bool, typer.Option("--retry-rejects", help="With --resume: try documents that failed again.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Only the first so many documents.")]
+Sample = Annotated[int | None, typer.Option(min=1, help="Only so many documents, drawn at random.")]
+Seed = Annotated[int, typer.Option(help="The same seed draws the same ones.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only count documents and tokens, and estimate the time.")]
+Price = Annotated[float | None, typer.Option(min=0.0, help="What an hour here costs, for --dry-run.")]
+Rows = Annotated[
+    int | None, typer.Option(min=1, max=1024, help="Most documents decoded together. (default: as suits the model)")
+]
+Pool = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="Draft from this too: a corpus made by 'lookahead pool build', or else a file that keeps this job's "
+        "outputs for later ones.",
+    ),
+]
+Job = Annotated[
+    Path | None,
+    typer.Option(
+        "--job", metavar="FILE", help="Take these options from a TOML file.", callback=_use_job, is_eager=True
+    ),
+]
+ShowJob = Annotated[bool, typer.Option("--show-job", help="Print all options as such a file, and do nothing.")]
+
+
+def summarize(
+    context: typer.Context,
+    inputs: Inputs = None,
+    output: Output = None,
+    model: Model = "bundled",
+    field: Field = None,
+    id_field: IdField = None,
+    max_document_mb: MaxDocument = 64.0,
+    max_new_tokens: MaxNewTokens = 128,
+    prompt_file: PromptFile = None,
+    style: Style = None,
+    compare: Compare = False,
+    shape: Format = "auto",
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+    rejects: Rejects = None,
+    retry_rejects: Retry = False,
+    limit: Limit = None,
+    sample: Sample = None,
+    seed: Seed = 0,
+    dry_run: DryRun = False,
+    price_per_hour: Price = None,
+    rows: Rows = None,
+    job: Job = None,
+    show_job: ShowJob = False,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    threads: Threads = None,
+    proposers: Proposers = "prompt,outputs,recycled",
+    pool: Pool = None,
+    heads: TrainedHeads = None,
+    max_nodes: MaxNodes = None,
+    window: Window = None,
+    ngram_size: NgramSize = None,
+    guesses: Guesses = None,
+    compile: Compile = False,
+    cuda_graphs: Graphs = False,
+) -> None:
+    """Summarize documents of any length.
+
+    A document longer than the model's context is cut between sentences; its parts
+    are summarized, then their summaries together. One that cannot be read is
+    reported and put aside, and the others go on. Equal texts are summarized once.
+
+    With --output every summary is on the disk as soon as it is there. After a
+    kill or a loss of power, the same command with --resume does the rest; at the
+    end the lines stand in the order of the inputs.
+
+    For example:
+
+      lookahead summarize article.txt --compare
+      lookahead summarize article.txt 'notes/*.md' -o summaries.jsonl
+      lookahead summarize docs/ s3://bucket/more.parquet -o out.parquet --resume
+      cat article.txt | lookahead summarize -
+      lookahead summarize docs.jsonl --text-field body -o out.jsonl
+      lookahead summarize --job job.toml --dry-run
+
+    Exit status: 0 all are summarized; 1 a document failed, a file could not be
+    written, or --compare found a difference in fp32; 2 an argument is wrong, and
+    nothing was written; 130 interrupted, and what was finished is written.
+    """
+    with usage_errors():
+        inputs = inputs or (context.default_map or {}).get("inputs") or []
+        if show_job:
+            print(_as_job_file(context, inputs), end="")
+            raise typer.Exit()
+        _check(inputs, max_new_tokens, retry_rejects, resume, dry_run, price_per_hour, job)
+        request = _request(prompt_file, style)
+        corpus, memory_path = _split_pool(pool, proposers)
+        config = drafting_config(proposers, corpus, heads, max_nodes, window, ngram_size, guesses, compile, cuda_graphs)
+        from lookahead.files.documents import check_readers, count_documents
+        from lookahead.files.inputs import find_inputs
+        from lookahead.files.opening import MEGABYTE
+        from lookahead.jobs.paths import OutputPaths
+        from lookahead.jobs.selection import select_documents
+
+        paths = OutputPaths(output, rejects, overwrite, resume)
+        sources = find_inputs(inputs, field, id_field, leave_out=paths.all)
+        check_readers(sources)
+        if not dry_run:
+            paths.check(sources)
+        as_text = _as_text(shape, output)
+        documents = select_documents(
+            sources, first=limit, sample=sample, seed=seed, limit=int(max_document_mb * MEGABYTE)
+        )
+        loaded = load(model, dtype, device, threads)
+        from lookahead.jobs.identity import JobIdentity
+        from lookahead.summarize.summarizer import Summarizer
+
+        summarizer = Summarizer(*loaded, max_new_tokens=max_new_tokens, config=config, compare=compare, request=request)
+        memory = _open_memory(memory_path, loaded)
+        with console(sys.stderr).status("warming up"):
+            summarizer.warm_up()
+        if dry_run:
+            from lookahead.jobs.estimate import estimate_job
+            from lookahead.summarize.fitting import PromptFitter
+
+            fitter = PromptFitter(*loaded, max_new_tokens, request)
+            with console(sys.stderr).status("counting"):
+                estimate = estimate_job(
+                    documents, fitter, summarizer, max_new_tokens=max_new_tokens, rows=rows,
+                    price_per_hour=price_per_hour, seed=seed,
+                )  # fmt: skip
+            _show_estimate(estimate, as_json=not (shape == "text" or (shape == "auto" and sys.stdout.isatty())))
+            raise typer.Exit(1 if estimate.failed else 0)
+        identity = JobIdentity.of(model, *loaded, max_new_tokens=max_new_tokens, request=request)
+        known = count_documents(sources)
+        total = min((number for number in (known, limit, sample) if number is not None), default=None)
+        display = _display(total if known is not None else None, paths, as_text=as_text)
+        runner = _Runner(summarizer, identity, paths, display, memory, rows=rows, retry_rejects=retry_rejects)
+        status = runner.run(documents, as_text=as_text)
+    raise typer.Exit(status)
+
+
+class _Runner:
+    """Runs a job and shows how it goes."""
+
+    def __init__(
+        self,
+        summarizer: Summarizer,
+        identity: JobIdentity,
+        paths: OutputPaths,
+        display: Display,
+        memory: OutputMemory | None,
+        *,
+        rows: int | None,
+        retry_rejects: bool,
+    ) -> None:
+        self._summarizer, self._identity, self._paths = summarizer, identity, paths
+        self._display, self._memory = display, memory
+        self._rows, self._retry = rows, retry_rejects
+
+    def run(self, documents: Iterator[Document | Reject], *, as_text: bool) -> int:
+        """Summarize the documents; the exit status."""
+        from lookahead.jobs.job import Totals, run_job
+        from lookahead.jobs.memory import Remembering
+        from lookahead.jobs.results import JsonLinesStdout
+
+        totals, display = Totals(), self._display
+        with display.progress:
+            try:
+                run_job(
+                    documents,
+                    self._summarizer,
+                    self._paths,
+                    self._identity,
+                    totals=totals,
+                    observer=Remembering(self._memory, display) if self._memory else display,
+                    rows=self._rows,
+                    retry_rejects=self._retry,
+                    shown=None if as_text else JsonLinesStdout(),
+                )
+            except KeyboardInterrupt:
+                self._save_memory()
+                display.say("interrupted", report.describe_stop(totals, self._paths.results))
+                return 130
+            except OSError as error:
+                if not isinstance(error, BrokenPipeError):  # a reader such as `head` has seen enough
+                    done = report.describe_stop(totals, self._paths.results)
+                    display.say("error", f"writing failed: {error.strerror}; {done}")
+                return 1
+        saved = self._save_memory()
+        display.conclude(totals, exact=self._summarizer.exact)
+        if saved and self._memory is not None:
+            words = report.describe_memory(str(self._memory.path), self._memory.loaded, self._memory.tokens, totals)
+            console(sys.stderr).print(words, soft_wrap=True)
+        failed = totals.rejected or (totals.different and self._summarizer.exact)
+        return 1 if failed or not saved else 0
+
+    def _save_memory(self) -> bool:
+        """Save what later jobs can draft from, if they are to; whether nothing went wrong."""
+        try:
+            if self._memory is not None:
+                self._memory.save()
+        except LookaheadError as error:
+            self._display.say("error", str(error))
+            return False
+        return True
+
+
+def _check(
+    inputs: list[str],
+    max_new_tokens: int,
+    retry_rejects: bool,
+    resume: bool,
+    dry_run: bool,
+    price_per_hour: float | None,
+    job: Path | None,
+) -> None:
+    """Refuse options that do not go together."""
+    from lookahead.summarize.fitting import check_max_new_tokens
+
+    check_max_new_tokens(max_new_tokens)
+    if not inputs:
+        where = f"; {job} names none" if job is not None else ""
+        raise ConfigError(f"no input: name files, folders or URLs, or - for stdin{where}")
+    if retry_rejects and not resume:
+        raise ConfigError("--retry-rejects tries again what an earlier run put aside; it needs --resume")
+    if price_per_hour is not None and not dry_run:
+        raise ConfigError("--price-per-hour is for --dry-run, which estimates the cost")
+    if dry_run and resume:
+        raise ConfigError("--dry-run estimates a whole job; leave --resume out")
+
+
+def _as_job_file(context: typer.Context, inputs: list[str]) -> str:
+    """All options as a job file."""
+    from lookahead.jobs.jobfile import to_toml
+
+    values: dict[str, Any] = {**context.params, "inputs": inputs or None}
+    return to_toml({name: values[key] for key, name in _setting_names(context).items()})
+
+
+def _request(prompt_file: Path | None, style: str | None) -> Request | None:
+    """What the model is asked for, if not the usual summary."""
+    from lookahead.files.opening import MEGABYTE, read_bounded
+    from lookahead.files.text import decode_bytes
+    from lookahead.summarize.prompting import Request
+
+    prompt = None if prompt_file is None else decode_bytes(read_bounded(str(prompt_file), MEGABYTE), str(prompt_file))
+    return None if prompt is None and style is None else Request(prompt=prompt, style=style)
+
+
+def _split_pool(pool: str | None, proposers: str) -> tuple[str | None, Path | None]:
+    """A pool file as a corpus to draft from or as a memory to draft from and add to, whichever it is."""
+    if pool is None:
+        return None, None
+    from lookahead.jobs.memory import check_memory, is_memory
+
+    if not is_memory(pool):
+        return pool, None
+    if "outputs" not in proposers:
+        raise ConfigError(f"pool {pool} is for earlier outputs; --proposers must name outputs, got {proposers!r}")
+    check_memory(Path(pool))
+    return None, Path(pool)
+
+
+def _open_memory(path: Path | None, loaded: Any) -> OutputMemory | None:
+    """Load the memory of earlier outputs, where one is kept."""
+    if path is None:
+        return None
+    from lookahead.jobs.memory import OutputMemory
+
+    return OutputMemory(path, *loaded)
+
+
+def _show_estimate(estimate: Estimate, *, as_json: bool) -> None:
+    """Show what a job would take."""
+    if as_json:
+        print(json.dumps(estimate.to_dict()))
+    else:
+        console(sys.stdout).print(table(("", ""), report.estimate_rows(estimate)))
+
+
+def _as_text(shape: str, output: Path | None) -> bool:
+    """Whether summaries are shown to be read, not as JSON lines."""
+    if shape not in FORMATS:
+        raise ConfigError(f"format must be {', '.join(FORMATS)}, got {shape!r}")
+    if output is not None and shape != "auto":
+        raise ConfigError("format is that of stdout; with --output the summaries go to that file as JSON lines")
+    return output is None and (shape == "text" or (shape == "auto" and sys.stdout.isatty()))
+
+
+def _display(total: int | None, paths: OutputPaths, *, as_text: bool) -> Display:
+    """What shows the job."""
+    lines_on_terminal = not as_text and paths.results is None and sys.stdout.isatty()
+    return Display(total, as_text=as_text, with_bar=not lines_on_terminal)

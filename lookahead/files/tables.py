@@ -1,0 +1,151 @@
+"""Tables: CSV, TSV and Parquet, a document a row."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator
+from typing import Any
+
+from lookahead.errors import DocumentError
+from lookahead.files.inputs import DEFAULT_ID_FIELD, Input
+from lookahead.files.opening import bounded_lines, opened, too_long
+from lookahead.files.text import Document, DocumentId, Reject, checked, decode_bytes, encoding_of, given_id
+
+_ROWS_AT_ONCE = 64
+_DELIMITERS = {"csv": ",", "tsv": "\t"}
+
+
+def read_csv(source: Input, field: str, limit: int) -> Iterator[Document | Reject]:
+    """Read one document per row; the first row names the columns.
+
+    Raises:
+        DocumentError: The column is missing, there is no row, or the rest of the file cannot be read.
+        OSError: The file cannot be read.
+    """
+    is_empty = True
+    csv.field_size_limit(min(limit, (1 << 31) - 1))
+    with opened(source.path) as file:
+        rows = csv.reader(_lines(file, source.path, limit), delimiter=_DELIMITERS[source.format])
+        try:
+            names = next(rows, [])
+            text_at, id_at = _columns(source, field, names)
+            for row in rows:
+                if any(cell.strip() for cell in row):
+                    is_empty = False
+                    yield _csv_row(source, field, row, names, text_at, id_at, f"{source.path}:{rows.line_num}")
+        except csv.Error as error:
+            where = f"{source.path}:{rows.line_num}"
+            message = too_long(where, limit) if "field limit" in str(error) else f"{where}: not valid CSV: {error}"
+            raise DocumentError(f"{message}; the rest of the file is not read") from error
+    if is_empty:
+        raise DocumentError(f"{source.path}: no documents")
+
+
+def read_parquet(source: Input, field: str, limit: int) -> Iterator[Document | Reject]:
+    """Read one document per row, some rows at a time.
+
+    Raises:
+        DocumentError: pyarrow is not there, the file is damaged, or the column is missing or holds no text.
+        OSError: The file cannot be read.
+    """
+    arrow, parquet = load_pyarrow(source.path)
+    number = 0
+    with opened(source.path, seekable=True) as file:
+        try:
+            table = parquet.ParquetFile(file)
+            names: list[str] = table.schema_arrow.names
+            text_at, id_at = _columns(source, field, names)
+            _check_is_text(arrow, table.schema_arrow.field(text_at).type, source.path, field)
+            columns = [names[at] for at in (text_at, id_at) if at is not None]
+            for batch in table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns):
+                texts = batch.column(names[text_at]).to_pylist()
+                ids = batch.column(names[id_at]).to_pylist() if id_at is not None else [None] * len(texts)
+                for text, given in zip(texts, ids, strict=True):
+                    number += 1
+                    yield _document(f"{source.path}:{number}", source, field, text, given, limit)
+        except (arrow.ArrowException, OSError) as error:
+            message = " ".join(str(error).split())
+            raise DocumentError(f"{source.path}: cannot be read as Parquet: {message}") from error
+    if number == 0:
+        raise DocumentError(f"{source.path}: no documents")
+
+
+def load_pyarrow(path: str) -> tuple[Any, Any]:
+    """The modules pyarrow and pyarrow.parquet.
+
+    Raises:
+        DocumentError: They are not installed; the message names the path that needs them.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DocumentError(f"{path}: Parquet needs pyarrow: pip install 'lookahead-decoding[tables]'") from error
+    return pyarrow, pyarrow.parquet
+
+
+def _lines(file: io.BufferedReader, path: str, limit: int) -> Iterator[str]:
+    """The lines of an open file as text; behind one that is too long nobody knows where a row begins."""
+    encoding = encoding_of(file.peek(4)[:4])
+    if encoding != "utf-8":
+        text = io.TextIOWrapper(file, encoding, newline="\n")
+        try:
+            while line := text.readline(limit + 1):
+                if len(line) > limit and not line.endswith("\n"):
+                    raise DocumentError(f"{too_long(path, limit)}; the rest of the file is not read")
+                yield line
+        except UnicodeError as error:
+            raise DocumentError(f"{path}: not {encoding.upper()} text from some line on: {error}") from error
+        finally:
+            text.detach()
+        return
+    for number, (offset, data) in enumerate(bounded_lines(file, limit), start=1):
+        place = f"{path}:{number}"
+        if data is None:
+            raise DocumentError(f"{too_long(place, limit)}; the rest of the file is not read")
+        yield decode_bytes(data, place, offset)
+
+
+def _columns(source: Input, field: str, names: list[str]) -> tuple[int, int | None]:
+    """Where the text and the id stand, the latter `None` where there is no such column and none was asked for."""
+    for needed in (field, source.id_field):
+        if needed is not None and needed not in names:
+            there = ", ".join(names) or "none"
+            option = "--id-field" if needed == source.id_field else "--text-field"
+            raise DocumentError(f"{source.path}: no column {needed!r}; the columns are {there} ({option} names one)")
+    id_name = source.id_field or DEFAULT_ID_FIELD
+    return names.index(field), names.index(id_name) if id_name in names else None
+
+
+def _csv_row(
+    source: Input, field: str, row: list[str], names: list[str], text_at: int, id_at: int | None, place: str
+) -> Document | Reject:
+    """The document of one row."""
+    if len(row) != len(names):
+        return Reject(place, f"{place}: {len(row)} cells, and there are {len(names)} columns")
+    return _document(place, source, field, row[text_at], row[id_at] if id_at is not None else None, None)
+
+
+def _document(
+    place: str, source: Input, field: str, text: object, given: object, limit: int | None
+) -> Document | Reject:
+    """The document of one row, or what is wrong with it."""
+    name: DocumentId = place
+    try:
+        name = given_id(given, place, source.id_field)
+        if not isinstance(text, str):
+            raise DocumentError(f"{place}: column {field!r} must hold a string, got {type(text).__name__}")
+        if limit is not None and len(text) > limit // 4 and len(text.encode("utf-8", "replace")) > limit:
+            raise DocumentError(too_long(place, limit))
+        return Document(name, checked(text, place))
+    except DocumentError as error:
+        return Reject(name, str(error))
+
+
+def _check_is_text(arrow: Any, kind: Any, path: str, field: str) -> None:
+    """Refuse a column that holds something else than text."""
+    if arrow.types.is_dictionary(kind):
+        kind = kind.value_type
+    if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind) or "string" in str(kind)):
+        raise DocumentError(f"{path}: column {field!r} must hold strings, it holds {kind}")

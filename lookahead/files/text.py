@@ -1,0 +1,114 @@
+"""What a document is, and bytes to text, with a clear word about what is none."""
+
+from __future__ import annotations
+
+import codecs
+from dataclasses import dataclass
+
+from lookahead.errors import DocumentError
+
+DocumentId = str | int
+
+_BYTE_ORDER_MARKS = (
+    # UTF-32 first: its little-endian mark begins with that of UTF-16.
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+_KNOWN_FORMATS = (
+    (b"%PDF-", "a PDF file", "pdftotext"),
+    (b"PK\x03\x04", "a zip, docx or epub file", "pandoc"),
+    (b"\x1f\x8b", "a gzip file", "gunzip"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text.
+
+    Attributes:
+        id: The path of a file of one text, `"-"` for standard input; of a line or row the field that names it, a
+            string or a whole number, else `path:line`.
+        text: The text, not empty.
+    """
+
+    id: DocumentId
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """A document that could not be read or used.
+
+    Attributes:
+        id: As that of a document.
+        error: What went wrong, in one line.
+        document: The document, where it could be read.
+    """
+
+    id: DocumentId
+    error: str
+    document: Document | None = None
+
+
+def decode_bytes(data: bytes, name: str, start: int = 0) -> str:
+    """Decode text that is UTF-8, or UTF-16 or UTF-32 with a byte order mark.
+
+    Args:
+        data: The bytes of a file, or of one line of it.
+        name: The file, for the message.
+        start: Where in the file the bytes begin, for the message.
+
+    Raises:
+        DocumentError: The bytes are in another encoding or no text at all; the message names the byte offset.
+    """
+    for magic, what, tool in _KNOWN_FORMATS:
+        if data.startswith(magic):
+            raise DocumentError(f"{name}: {what}, not text; extract its text first, for example with {tool}")
+    encoding = encoding_of(data)
+    if encoding == "utf-8" and b"\0" in data:
+        raise DocumentError(f"{name}: a binary file, not text (a zero byte at byte offset {start + data.index(0)})")
+    try:
+        return data.decode(encoding).removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise DocumentError(
+            f"{name}: not {encoding.upper()} text: byte 0x{data[error.start]:02x} at byte offset "
+            f"{start + error.start}; convert it first, for example with iconv -f latin1 -t utf-8"
+        ) from error
+
+
+def encoding_of(data: bytes) -> str:
+    """The encoding that a byte order mark names, else UTF-8."""
+    return next((encoding for mark, encoding in _BYTE_ORDER_MARKS if data.startswith(mark)), "utf-8")
+
+
+def checked(text: str, place: str) -> str:
+    """Refuse an empty text, and make one that no tokenizer can choke on.
+
+    Raises:
+        DocumentError: There is nothing but whitespace.
+    """
+    if not text.strip():
+        raise DocumentError(f"{place}: the document is empty")
+    # JSON can hold half of a surrogate pair, which is no character: such halves are joined or replaced.
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def given_id(value: object, place: str, field: str | None) -> DocumentId:
+    """The id of a document: what its record says, else its place.
+
+    Args:
+        value: What the record holds.
+        place: Where the record stands.
+        field: The field the user named, which must hold an id then; `None` where it only may.
+
+    Raises:
+        DocumentError: The named field holds none.
+    """
+    if isinstance(value, str | int) and not isinstance(value, bool) and value != "":
+        return value
+    if field is None:
+        return place
+    held = "an empty string" if value == "" else type(value).__name__
+    raise DocumentError(f"{place}: field {field!r} must be a string or a whole number, got {held}")

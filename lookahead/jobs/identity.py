@@ -1,0 +1,95 @@
+"""What tells one job from another, and one document from another."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from lookahead.files.text import DocumentId
+    from lookahead.summarize.prompting import Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobIdentity:
+    """Everything a summary depends on besides its document. What only makes it faster does not count.
+
+    Attributes:
+        model: The model's name as it was given; a moved folder is the same model, so it is not compared.
+        weights: Tells the model's weights from others, 16 hexadecimal digits.
+        tokenizer: Likewise its tokenizer.
+        dtype: What the model computes in.
+        max_new_tokens: Most tokens of a summary.
+        prompt: The instruction in words; `None` for the usual one.
+        style: The shape of a summary that was asked for, if any.
+    """
+
+    model: str
+    weights: str
+    tokenizer: str
+    dtype: str
+    max_new_tokens: int
+    prompt: str | None = None
+    style: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_new_tokens: int,
+        request: Request | None = None,
+    ) -> JobIdentity:
+        """The identity of a job with a loaded model."""
+        from lookahead.heads.fingerprint import fingerprint_of as weights_of
+        from lookahead.pools.fingerprint import fingerprint_of
+
+        return cls(
+            model=name,
+            weights=weights_of(model),
+            tokenizer=f"{fingerprint_of(tokenizer):016x}",
+            dtype=str(model.dtype).removeprefix("torch."),
+            max_new_tokens=max_new_tokens,
+            prompt=request.prompt if request else None,
+            style=request.style if request else None,
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits that are the same for the same job."""
+        compared = {name: value for name, value in asdict(self).items() if name != "model"}
+        return xxhash.xxh3_64_hexdigest(json.dumps(compared, sort_keys=True).encode())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The identity as a JSON-ready dict."""
+        return asdict(self)
+
+    def differences(self, other: dict[str, Any]) -> str:
+        """What another job did differently, in words; empty where it is the same."""
+        mine = self.to_dict()
+        changed = [name for name in mine if name != "model" and mine[name] != other.get(name)]
+        if "weights" in changed:
+            return f"model was {other.get('model')!r} and is {self.model!r}, with other weights"
+        return ", ".join(f"{name} was {other.get(name)!r} and is {mine[name]!r}" for name in changed)
+
+
+def text_hash(text: str) -> str:
+    """32 hexadecimal digits that are the same for equal texts."""
+    return xxhash.xxh3_128_hexdigest(text.encode("utf-8", "surrogatepass"))
+
+
+def key_of(name: DocumentId, content: str) -> bytes:
+    """16 bytes for a document or a reject of this id with this hash of its text, or else its error."""
+    return xxhash.xxh3_128_digest(f"{name}\0{content}".encode("utf-8", "surrogatepass"))
+
+
+def id_key(name: DocumentId) -> int:
+    """64 bits for an id; in a Parquet file 5 and "5" may be the same, and so they are here."""
+    return xxhash.xxh3_64_intdigest(str(name).encode("utf-8", "surrogatepass"))

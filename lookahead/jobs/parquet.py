@@ -1,0 +1,89 @@
+"""Results as a Parquet file, made of the JSON lines at a job's end; and back again, to go on with one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from lookahead.atomic import replacing
+from lookahead.files.tables import load_pyarrow
+from lookahead.jobs.arranging import Record, records_in
+from lookahead.jobs.results import encode_line
+
+_ROWS_AT_ONCE = 1024
+_IDS = ("id", "copy_of")
+_AS_JSON = ("stats", "plain")  # what they hold varies
+_NUMBERS = ("document_tokens", "summary_tokens", "parts")
+_TEXTS = ("summary", "split", "document", "model", "fingerprint")
+
+
+def write_parquet(lines: Path, path: Path) -> None:
+    """Make a Parquet file of a file of results; it is there whole or not at all.
+
+    Ids are numbers where all of them are, else strings; `stats` and `plain` are JSON objects as strings.
+
+    Raises:
+        DocumentError: pyarrow is not installed.
+        OSError: The file cannot be written.
+    """
+    arrow, parquet = load_pyarrow(str(path))
+    is_number = all(_is_small(record[name]) for _, _, record in records_in(lines) for name in _IDS if name in record)
+    id_type = arrow.int64() if is_number else arrow.string()
+    fields = {
+        **dict.fromkeys(_IDS, id_type),
+        **{name: arrow.string() for name in (*_TEXTS, *_AS_JSON)},
+        **{name: arrow.int64() for name in _NUMBERS},
+        "speedup": arrow.float64(),
+        "identical": arrow.bool_(),
+    }
+    names = ["id", "summary", *_NUMBERS, *_TEXTS[1:], "copy_of", *_AS_JSON, "speedup", "identical"]
+    schema = arrow.schema([(name, fields[name]) for name in names])
+    records = (_row(record, is_number) for _, _, record in records_in(lines))
+    with replacing(path) as file, parquet.ParquetWriter(file, schema) as writer:
+        for rows in _batches(records):
+            writer.write_table(arrow.Table.from_pylist(rows, schema=schema))
+
+
+def read_parquet_lines(path: Path, lines: Path) -> None:
+    """Make the file of results again that a Parquet file was made of.
+
+    Raises:
+        DocumentError: pyarrow is not installed.
+        OSError: The lines cannot be written.
+    """
+    _, parquet = load_pyarrow(str(path))
+    with replacing(lines) as file:
+        for batch in parquet.ParquetFile(path).iter_batches(batch_size=_ROWS_AT_ONCE):
+            for row in batch.to_pylist():
+                record = {name: value for name, value in row.items() if value is not None or name == "stats"}
+                for name in _AS_JSON:
+                    if record.get(name) is not None:
+                        record[name] = json.loads(record[name])
+                file.write(encode_line(record))
+
+
+def _row(record: Record, ids_are_numbers: bool) -> Record:
+    """A line as a row."""
+    row = dict(record)
+    for name in _IDS:
+        if name in row and not ids_are_numbers:
+            row[name] = str(row[name]).encode("utf-8", "backslashreplace").decode()
+    for name in _AS_JSON:
+        if row.get(name) is not None:
+            row[name] = json.dumps(row[name])
+    return row
+
+
+def _is_small(name: Any) -> bool:
+    """Whether an id is a number of 64 bits."""
+    return isinstance(name, int) and -(1 << 63) <= name < 1 << 63
+
+
+def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
+    """Some records at a time."""
+    iterator = iter(records)
+    while rows := list(islice(iterator, _ROWS_AT_ONCE)):
+        yield rows

@@ -1,0 +1,83 @@
+"""Where the lines of a job go that keeps no journal: standard output, a pipe, a device."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Protocol
+
+from lookahead.files.text import Document, DocumentId, Reject
+from lookahead.jobs.identity import JobIdentity, text_hash
+from lookahead.jobs.paths import OutputPaths
+from lookahead.jobs.results import JsonLinesFile
+
+
+class Sink(Protocol):
+    """Where lines go."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Write one line, whole or not at all."""
+
+
+class Stream:
+    """Writes lines as they come and remembers none of them: nothing is resumed, no text is known again.
+
+    Args:
+        paths: Files to write, checked.
+        identity: The job.
+        shown: Gets the lines of results where `paths` has no file for them.
+    """
+
+    def __init__(self, paths: OutputPaths, identity: JobIdentity, shown: Sink | None) -> None:
+        paths.clear()
+        self._signature = {"model": identity.model, "fingerprint": identity.fingerprint}
+        self._rejects = JsonLinesFile(paths.rejects, lazy=True) if paths.rejects else None
+        self._file = JsonLinesFile(paths.results) if paths.results else None
+        self._results: Sink | None = self._file or shown
+
+    def take(self, document: Document) -> tuple[bytes | None, str | None]:
+        """Note a document: nothing is known of it."""
+        return None, None
+
+    def has(self, content: bytes) -> bool:
+        """Whether a document of this text has a line that can be copied."""
+        return False
+
+    def write(self, document: Document, record: dict[str, Any]) -> None:
+        """Write the line of a document.
+
+        Raises:
+            OSError: It could not be written.
+        """
+        if self._results is not None:
+            signed = {"document": text_hash(document.text), **self._signature}
+            self._results.write({"id": document.id, **record, **signed})
+
+    def copy(self, name: DocumentId, content: bytes) -> None:
+        """Never asked for, as no text is known."""
+        raise NotImplementedError("a stream has no lines to copy")
+
+    def reject(self, reject: Reject, content: bytes | None = None) -> None:
+        """Write the line of a document that failed.
+
+        Raises:
+            OSError: It could not be written.
+        """
+        if self._rejects is not None:
+            self._rejects.write({"id": reject.id, "error": reject.error})
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+    def take_notes(self) -> list[str]:
+        """There is nothing to say."""
+        return []
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in (self._file, self._rejects):
+            if file is not None:
+                file.close()

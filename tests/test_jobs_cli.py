@@ -1,0 +1,220 @@
+"""Jobs on the command line: resumed, described in a file, estimated, and asked for in one's own words."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+
+from lookahead.jobs.results import JsonLinesFile
+from lookahead.summarize.prompting import INSTRUCTION, STYLES, Prompting, Request
+
+CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[bot]{% endif %}"
+
+
+def records(path):
+    return [json.loads(line) for line in Path(path).read_text("utf-8").splitlines()]
+
+
+def only_error(result):
+    """The one line a refused call prints."""
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert result.stderr.count("\n") == 1, result.stderr
+    return result.stderr.strip()
+
+
+@pytest.fixture
+def docs(cli_folder):
+    """Six documents, two of them equal, and a line that is none."""
+    lines = [f'{{"id": "d{i}", "text": "Text number {i % 5}."}}\n' for i in range(6)]
+    (cli_folder / "docs.jsonl").write_text("".join([*lines[:3], '{"text": \n', *lines[3:]]))
+    return "docs.jsonl"
+
+
+# Resuming
+
+
+def test_a_stopped_job_is_resumed_by_the_same_command(summarize, docs, monkeypatch):
+    assert summarize(docs, "-o", "whole.jsonl").exit_code == 1
+    honest = JsonLinesFile.write
+
+    def full(self, record):
+        if record["id"] == "d4":
+            raise OSError(28, "No space left on device")
+        honest(self, record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JsonLinesFile, "write", full)
+        stopped = summarize(docs, "-o", "out.jsonl")
+    assert "writing failed: No space left on device; 4 finished summaries in out.jsonl; --resume" in stopped.stderr
+    assert "is of a job that did not finish; pass --resume" in only_error(summarize(docs, "-o", "out.jsonl"))
+    resumed = summarize(docs, "-o", "out.jsonl", "--resume")
+    assert "1 document summarized, 1 with the text of another, 4 finished before, 1 failed" in resumed.stderr
+    for whole, mine in zip(records("whole.jsonl"), records("out.jsonl"), strict=True):
+        assert {**whole, "stats": None} == {**mine, "stats": None}
+
+
+def test_another_model_or_length_does_not_go_on_with_an_output(summarize, docs):
+    summarize(docs, "-o", "out.jsonl", "--limit", "2")
+    message = only_error(summarize(docs, "-o", "out.jsonl", "--resume", "--max-new-tokens", "9"))
+    assert "out.jsonl was written by another job: max_new_tokens was 12 and is 9; name another --output" in message
+    message = only_error(summarize(docs, "-o", "out.jsonl", "--resume", "--model", "bundled"))
+    assert "model was '" in message and "and is 'bundled', with other weights" in message
+
+
+def test_a_folder_is_summarized_without_its_own_results(summarize, cli_folder):
+    for arguments in ((), ("--resume",)):
+        assert summarize(".", "-o", "out.jsonl", *arguments).exit_code == 0
+        assert [record["id"] for record in records("out.jsonl")] == ["a.txt", "b.txt"]
+
+
+def test_an_output_that_ends_in_parquet_is_one(summarize, docs):
+    result = summarize(docs, "-o", "out.parquet")
+    assert result.exit_code == 1
+    table = pyarrow.parquet.read_table("out.parquet")
+    assert table["id"].to_pylist() == [f"d{i}" for i in range(6)]
+    assert table["copy_of"].to_pylist()[-1] == "d0"
+    assert records("out.parquet.rejects.jsonl")[0]["id"] == "docs.jsonl:4"
+    for figure in ("documents summarized", "copied from equal texts", "tokens per pass", "accepted by source"):
+        assert figure in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no input: name files, folders or URLs, or - for stdin"),
+        (["a.txt", "--resume"], "--resume needs --output, the file to go on with"),
+        (["a.txt", "-o", "new.jsonl", "--retry-rejects"], "it needs --resume"),
+        (["a.txt", "-o", "new.jsonl", "--resume", "--overwrite"], "pass one of them"),
+        (["a.txt", "-o", "old.jsonl", "--resume"], "output old.jsonl has no manifest (old.jsonl.manifest.json)"),
+        (["a.txt", "--price-per-hour", "1"], "--price-per-hour is for --dry-run"),
+        (["a.txt", "--style", "haiku"], "style must be bullets, paragraph, headline, got 'haiku'"),
+        (["a.txt", "--style", "bullets"], "the model's tokenizer has no chat template"),
+        (["a.txt", "--style", "bullets", "--model", "bundled"], "made to summarize and follows no instructions"),
+        (["a.txt", "--prompt-file", "gone.txt"], "gone.txt: No such file"),
+        (["a.txt", "--job", "gone.toml"], "job gone.toml: No such file"),
+        (["-", "--sample", "3"], "a sample is drawn by reading the inputs twice"),
+        (["a.txt", "--pool", "gone/memory.lkp"], "gone/memory.lkp: cannot be written: there is no directory gone"),
+        (["a.txt", "--pool", "b.txt"], "b.txt: not a pool file"),
+        (["a.txt", "--pool", "new.lkp", "--proposers", "prompt"], "--proposers must name outputs, got 'prompt'"),
+        (["s3x://bucket/a.txt"], "s3x://bucket/a.txt: Protocol not known: s3x"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_usage_is_one_clear_line_and_writes_nothing(summarize, cli_folder, arguments, message):
+    (cli_folder / "old.jsonl").write_text("old")
+    before = {path: path.read_bytes() for path in cli_folder.iterdir()}
+    assert message in only_error(summarize(*arguments))
+    assert {path: path.read_bytes() for path in cli_folder.iterdir()} == before
+
+
+def test_a_line_longer_than_the_limit_is_put_aside(summarize, cli_folder):
+    (cli_folder / "docs.jsonl").write_text(f'{{"text": "One."}}\n{{"text": "{"x" * 3000}"}}\n{{"text": "Two."}}\n')
+    assert summarize("docs.jsonl", "-o", "out.jsonl", "--max-document-mb", "0.002").exit_code == 1
+    assert [record["id"] for record in records("out.jsonl")] == ["docs.jsonl:1", "docs.jsonl:3"]
+    assert "docs.jsonl:2: longer than 0.002 MB; --max-document-mb" in records("out.jsonl.rejects.jsonl")[0]["error"]
+
+
+# Job files
+
+
+def test_a_job_file_holds_the_options_and_the_command_line_goes_before_it(summarize, docs, model_folder, cli_folder):
+    settings = f'inputs = ["{docs}"]\noutput = "out.jsonl"\nmodel = "{model_folder}"\nmax_new_tokens = 5\nlimit = 3\n'
+    (cli_folder / "job.toml").write_text(settings)
+    assert summarize("--job", "job.toml", "--max-new-tokens", "4").exit_code == 0
+    assert [record["summary_tokens"] for record in records("out.jsonl")] == [4, 4, 4]
+    shown = summarize("--job", "job.toml", "--show-job", "--max-new-tokens", "4")
+    assert shown.exit_code == 0
+    lines = shown.stdout.splitlines()
+    assert {f'inputs = ["{docs}"]', 'output = "out.jsonl"', "max-new-tokens = 4", "resume = false"} <= set(lines)
+    (cli_folder / "shown.toml").write_text(shown.stdout)
+    again = summarize("--job", "shown.toml", "--show-job", "--max-new-tokens", "4")
+    assert again.stdout == shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max-tokens = 3", "no option 'max-tokens'; the options are inputs, output, model"),
+        ("limit = [3]", "limit must be a string, a number, true or false, got [3]"),
+        ("inputs = 3", "inputs must be a list of strings, got 3"),
+        ("inputs = [", "not valid TOML"),
+        ("output = 'x.jsonl'", "no input: name files, folders or URLs, or - for stdin; job.toml names none"),
+    ],
+)
+def test_a_job_file_that_makes_no_sense_is_refused_in_one_line(summarize, cli_folder, text, message):
+    (cli_folder / "job.toml").write_text(text)
+    assert message in only_error(summarize("--job", "job.toml"))
+
+
+# Estimates
+
+
+def test_a_dry_run_counts_and_estimates_and_writes_nothing(summarize, docs, cli_folder):
+    before = sorted(cli_folder.iterdir())
+    result = summarize(docs, "-o", "out.jsonl", "--dry-run", "--price-per-hour", "2.5")
+    assert result.exit_code == 1
+    estimate = json.loads(result.stdout)
+    assert (estimate["documents"], estimate["failed"], estimate["copies"], estimate["parts"]) == (6, 1, 1, 5)
+    assert estimate["most_new_tokens"] == 60 and estimate["seconds"] > 0
+    text = summarize(docs, "--dry-run", "--format", "text").stdout
+    assert "document tokens" in text and "time, from 3 documents" in text
+    assert sorted(cli_folder.iterdir()) == before
+
+
+# What is asked for
+
+
+def with_template(tokenizer, template):
+    changed = copy.deepcopy(tokenizer)
+    changed.chat_template = template
+    return changed
+
+
+def test_a_style_is_an_instruction_to_a_model_that_takes_some(tiny_tokenizer):
+    chat = with_template(tiny_tokenizer, CHAT)
+    assert Prompting(chat).render("One.") == f"[user]{INSTRUCTION}\n\nOne.[bot]"
+    for style, instruction in STYLES.items():
+        assert Prompting(chat, Request(style=style)).render("One.") == f"[user]{instruction}\n\nOne.[bot]"
+
+
+def test_a_prompt_of_ones_own_goes_before_the_document_or_around_it(tiny_tokenizer):
+    chat = with_template(tiny_tokenizer, CHAT)
+    before, around = Request(prompt="In French:\n"), Request(prompt="Text: {document} Who is in it?")
+    assert Prompting(chat, before).render("One.") == "[user]In French:\n\nOne.[bot]"
+    assert Prompting(chat, around).render("One.") == "[user]Text: One. Who is in it?[bot]"
+    assert Prompting(tiny_tokenizer, before).render("One.") == "In French:\n\nOne.\n\nSummary:"
+    assert Prompting(tiny_tokenizer, around).render("One.") == "Text: One. Who is in it?"
+
+
+def test_a_prompt_file_decides_what_the_model_reads(summarize, cli_folder):
+    (cli_folder / "prompt.txt").write_text("Who is in it?")
+    plain, asked = (summarize("a.txt", *options) for options in ([], ["--prompt-file", "prompt.txt"]))
+    plain, asked = json.loads(plain.stdout), json.loads(asked.stdout)
+    assert asked["stats"]["prompt_tokens"] == plain["stats"]["prompt_tokens"] + len("Who is in it?") + 1
+    assert asked["fingerprint"] != plain["fingerprint"]
+
+
+# Earlier outputs
+
+
+def test_a_pool_that_is_not_there_is_made_of_the_outputs_and_drafted_from_later(summarize, docs, cli_folder):
+    first = summarize(docs, "-o", "one.jsonl", "--pool", "memory.lkp", "--max-new-tokens", "40")
+    assert "memory.lkp: 0 tokens of earlier outputs were known, " in first.stderr
+    second = summarize(docs, "-o", "two.jsonl", "--pool", "memory.lkp", "--max-new-tokens", "40")
+    assert "tokens written" in second.stderr and "memory.lkp: 0 tokens" not in second.stderr
+    plain = summarize(docs, "-o", "plain.jsonl", "--max-new-tokens", "40")
+    assert plain.exit_code == first.exit_code == second.exit_code == 1  # one line of docs is none
+    for one, other in zip(records("plain.jsonl"), records("two.jsonl"), strict=True):
+        assert one["summary"] == other["summary"]
+    accepted = [record["stats"]["accepted_by_source"]["outputs"] for record in records("two.jsonl")[:5]]
+    assert accepted[0] > 0  # the first document of the second job, so from the file alone
+
+
+def test_a_memory_of_another_tokenizer_is_refused(summarize, cli_folder):
+    summarize("a.txt", "--pool", "memory.lkp")
+    message = only_error(summarize("a.txt", "--pool", "memory.lkp", "--model", "bundled"))
+    assert "memory.lkp: made with another tokenizer" in message
