@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import (
     DynamicCache,
+    EncoderDecoderCache,
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
@@ -21,7 +22,7 @@ from transformers import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateNonBeamOutput
 
 from lookahead.branch import Branch
 from lookahead.config import MAX_NODES_LIMIT, LookaheadConfig
@@ -48,6 +49,7 @@ from lookahead.request import (
     vocabulary_size,
 )
 from lookahead.sampling import TokenChooser, warp_of
+from lookahead.seq2seq.preparation import prepare_encoder_decoder
 from lookahead.stats import DecodingStats, total
 from lookahead.support import Support, prefills_at_once, support_of
 from lookahead.target import PREFILL_CHUNK, Target, input_device
@@ -79,8 +81,9 @@ def decode(
     lookahead_config: LookaheadConfig | None = None,
     lookahead_streamer: BaseStreamer | None = None,
     lookahead_tokenizer: PreTrainedTokenizerBase | None = None,
+    inputs_tensor: Tensor | None = None,
     **model_kwargs: Any,
-) -> Tensor | GenerateDecoderOnlyOutput:
+) -> Tensor | GenerateNonBeamOutput:
     """Decode speculatively inside `model.generate`, without changing a token.
 
     Example:
@@ -98,11 +101,12 @@ def decode(
             own `streamer` argument to no custom method.
         lookahead_tokenizer: The model's tokenizer, for proposers that compare it with their own; `generate` passes its
             own `tokenizer` to no custom method either.
+        inputs_tensor: What the encoder of an encoder-decoder model has read; passed by `generate`.
         **model_kwargs: What `generate` would pass to the model.
 
     Returns:
-        int64 `[batch, tokens + new]`, or with `return_dict_in_generate` a `GenerateDecoderOnlyOutput` that holds it
-        as `sequences`, the scores and logits asked for, and the cache. A filled `past_key_values` is continued
+        int64 `[batch, tokens + new]`, or with `return_dict_in_generate` the output class that transformers gives,
+        with it as `sequences`, the scores and logits asked for, and the cache. A filled `past_key_values` is continued
         from, and grows in place.
 
     Raises:
@@ -110,21 +114,22 @@ def decode(
         UnsupportedModelError: The generation mode or an input cannot be served; the message names it.
     """
     arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config)
-    engine = prepare(*arguments, lookahead_config, lookahead_tokenizer, **model_kwargs)
+    engine = prepare(*arguments, lookahead_config, lookahead_tokenizer, inputs_tensor, **model_kwargs)
     if lookahead_streamer is not None:
         lookahead_streamer.put(input_ids.cpu())
     if isinstance(engine, PlainLoop):
-        return cast(Tensor | GenerateDecoderOnlyOutput, engine.sample(streamer=lookahead_streamer))
+        return cast(Tensor | GenerateNonBeamOutput, engine.sample(streamer=lookahead_streamer))
     outputs = _collect(engine, lookahead_streamer, generation_config._pad_token_tensor)
     sequences = padded_sequences(input_ids, outputs, generation_config)
     past = model_kwargs.get("past_key_values")
-    past = past if isinstance(past, DynamicCache) else None
-    if engine.kept and past is not None:
+    past = past if isinstance(past, DynamicCache | EncoderDecoderCache) else None
+    if engine.kept and isinstance(past, DynamicCache):
         rows = [engine.kept[row] for row in range(len(outputs))]
         hand_back(past, rows, engine.padding, sequences.shape[1] - 1)
     if not generation_config.return_dict_in_generate:
         return sequences
-    return output_dict(sequences, engine.chooser, generation_config, past)
+    has_encoder = model.config.is_encoder_decoder
+    return output_dict(sequences, engine.chooser, generation_config, past, is_encoder_decoder=has_encoder)
 
 
 def prepare(
@@ -135,9 +140,14 @@ def prepare(
     generation_config: GenerationConfig,
     lookahead_config: LookaheadConfig | None = None,
     lookahead_tokenizer: PreTrainedTokenizerBase | None = None,
+    inputs_tensor: Tensor | None = None,
     **model_kwargs: Any,
 ) -> Engine | PlainLoop:
     """Check a call of `model.generate` and build what serves it; the arguments are those of `decode`."""
+    if model.config.is_encoder_decoder:
+        arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config)
+        options = (lookahead_config, lookahead_tokenizer, inputs_tensor, model_kwargs)
+        return prepare_encoder_decoder(*arguments, *options)
     refuse_unsupported(model, generation_config, model_kwargs)
     past = model_kwargs.get("past_key_values")
     config = lookahead_config if lookahead_config is not None else LookaheadConfig()

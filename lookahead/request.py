@@ -46,18 +46,26 @@ _IGNORED = frozenset(
 _encoders: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
+def refuse_encoder_decoder(model: PreTrainedModel, purpose: str) -> None:
+    """Say that only a causal LM serves a purpose, told by a verb phrase."""
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{type(model).__name__} is an encoder-decoder model, which cannot {purpose}")
+
+
 def refuse_model(model: PreTrainedModel) -> None:
     """Say what cannot be served whatever is asked of it."""
     name, config = type(model).__name__, model.config
-    if config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{name} is an encoder-decoder model; lookahead serves causal LMs")
     if not model.can_generate():
-        raise UnsupportedModelError(f"{name} cannot generate; lookahead serves what AutoModelForCausalLM loads")
-    if model not in _encoders:
+        raise UnsupportedModelError(
+            f"{name} cannot generate; lookahead serves what AutoModelForCausalLM and AutoModelForSeq2SeqLM load"
+        )
+    if config.is_encoder_decoder and model.main_input_name != "input_ids":
+        raise UnsupportedModelError(f"{name} reads {model.main_input_name}; lookahead serves models that read text")
+    if model not in _encoders and not config.is_encoder_decoder:
         # GPT-NeoX is no decoder either by its configuration, but its attention layers are causal.
         looks_ahead = not all(getattr(module, "is_causal", True) for module in model.modules())
         _encoders[model] = getattr(config, "is_decoder", True) is False and looks_ahead
-    if _encoders[model]:
+    if _encoders.get(model):
         raise UnsupportedModelError(f"{name} is an encoder: config.is_decoder is False; lookahead serves causal LMs")
     if input_device(model).type == "meta":
         raise UnsupportedModelError(f"{name} is on the meta device: it has no weights to run with")
@@ -70,8 +78,15 @@ _MODE_OPTIONS = (
 )
 
 
-def refuse_unsupported(model: PreTrainedModel, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    """Say what cannot be served, and what to do instead."""
+def refuse_unsupported(
+    model: PreTrainedModel,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    *,
+    cache: type = DynamicCache,
+    served: frozenset[str] = _IGNORED,
+) -> None:
+    """Say what cannot be served, and what to do instead; `cache` and `served` are the cache and the inputs that are."""
     refuse_model(model)
     if config.guidance_scale is not None and config.guidance_scale != 1:
         raise UnsupportedModelError(
@@ -88,13 +103,13 @@ def refuse_unsupported(model: PreTrainedModel, config: GenerationConfig, model_k
     if config.cache_implementation == "quantized":
         raise UnsupportedModelError("a quantized cache changes tokens and is not served; leave out custom_generate")
     past = model_kwargs.get("past_key_values")
-    if getattr(past, "_is_user_defined", False) and not isinstance(past, DynamicCache):
-        raise UnsupportedModelError(f"past_key_values must be a DynamicCache, got a {type(past).__name__}")
+    if getattr(past, "_is_user_defined", False) and not isinstance(past, cache):
+        raise UnsupportedModelError(f"past_key_values must be a {cache.__name__}, got a {type(past).__name__}")
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name):
             raise UnsupportedModelError(f"{name}=True is not served; leave out custom_generate for it")
     for name, value in model_kwargs.items():
-        if name not in _IGNORED and value is not None:
+        if name not in served and value is not None:
             raise UnsupportedModelError(f"the model input {name!r} is not served; leave out custom_generate for it")
 
 

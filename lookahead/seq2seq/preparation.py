@@ -1,0 +1,159 @@
+"""A call of `model.generate` on an encoder-decoder model: what is refused, what it reads, and what serves it."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
+
+from lookahead.branch import Branch
+from lookahead.config import LookaheadConfig
+from lookahead.engine import Engine
+from lookahead.errors import PromptError, UnsupportedModelError
+from lookahead.experience import experience_of
+from lookahead.pacing import Pacing
+from lookahead.plain import PlainLoop
+from lookahead.pools.opening import open_pool
+from lookahead.proposers import make_proposers
+from lookahead.proposers.base import IntArray
+from lookahead.request import call_of, prompt_lengths, refuse_unsupported, stopping_rule
+from lookahead.sampling import TokenChooser, warp_of
+from lookahead.seq2seq.informed import informed
+from lookahead.seq2seq.support import decoder_support
+from lookahead.seq2seq.target import DecoderTarget, Encoded, decoder_positions, empty_cache
+
+_SERVED = frozenset({"encoder_outputs", "attention_mask", "decoder_attention_mask", "past_key_values", "use_cache"})
+# The encoder has read them before a custom method is called.
+_READ = frozenset({"global_attention_mask", "logits_to_keep"})
+
+
+def prepare_encoder_decoder(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    lookahead_config: LookaheadConfig | None,
+    lookahead_tokenizer: PreTrainedTokenizerBase | None,
+    inputs_tensor: Tensor | None,
+    model_kwargs: dict[str, Any],
+) -> Engine | PlainLoop:
+    """Check a call on an encoder-decoder model and build what serves it: one row speculatively, several plainly.
+
+    Args:
+        model: As for `lookahead.decode`, and so are the others.
+        input_ids: int64 `[batch, tokens]`, the decoder's prompt: its start token, unless the caller gave more.
+        logits_processor: Prepared by `generate`.
+        stopping_criteria: Prepared by `generate`.
+        generation_config: Resolved by `generate`.
+        lookahead_config: How to draft.
+        lookahead_tokenizer: The model's.
+        inputs_tensor: int64 `[batch, tokens]`, what the encoder has read.
+        model_kwargs: What `generate` would pass to the model, the encoder's outputs among it.
+    """
+    refuse_unsupported(model, generation_config, model_kwargs, cache=EncoderDecoderCache, served=_SERVED | _READ)
+    config = lookahead_config if lookahead_config is not None else LookaheadConfig()
+    vocabulary = _vocabulary(model.get_decoder())
+    pool = open_pool(os.fspath(config.pool), vocabulary=vocabulary) if config.pool is not None else None
+    lengths = prompt_lengths(input_ids, model_kwargs.get("decoder_attention_mask"), vocabulary)
+    rows, longest = input_ids.shape
+    positions = decoder_positions(model)
+    if positions is not None and longest > positions:
+        raise PromptError(f"the decoder's prompt has {longest} tokens and its positions end at {positions}; shorten it")
+    stopping = stopping_rule(stopping_criteria, rows)
+    seq2seq: Any = model
+    sample = partial(seq2seq._sample, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
+    if stopping.max_length <= longest + 1:
+        return PlainLoop(sample, input_ids, lengths, stopping)  # a single token: there is nothing to draft
+    complaint = _complaint(model, rows, lengths.min() < longest, stopping.max_length, config)
+    if complaint and lookahead_config is not None and config.proposers:
+        raise UnsupportedModelError(f"{complaint}; leave out the configuration to decode it plainly")
+    if complaint:
+        warnings.warn(f"{complaint}; it is decoded plainly", stacklevel=3)
+        return PlainLoop(sample, input_ids, lengths, stopping)
+    read = _read(model, inputs_tensor, model_kwargs.get("attention_mask"))
+    experience = experience_of(model)
+    branch = Branch((), {}, max_nodes=1, teaches=False)  # the lookahead branch is a tree
+    warp = warp_of(logits_processor) if generation_config.do_sample else None
+    call = call_of(model, lookahead_tokenizer, rows, stopping, config, is_chain=True, warp=warp)
+    call = replace(call, vocab_size=vocabulary, max_length=call.max_length + len(read))
+    proposers = [informed(each, [read]) for each in make_proposers(config, experience.proposers, pool, call, branch)]
+    if any(proposer.hidden_layers for proposer in proposers):
+        raise UnsupportedModelError(f"{type(model).__name__} shows no hidden states to proposers: take others")
+    pacing = None
+    if config.proposers and config.draft == "auto":
+        cost, switch = experience.costs[config.passes], experience.switches[config.passes]
+        pacing = Pacing(cost, switch, branch, runs_to_limit=stopping.is_only_length)
+    engine = Engine(
+        DecoderTarget(model, _encoded(model, generation_config, model_kwargs)),
+        proposers,
+        pacing,
+        config,
+        TokenChooser(
+            logits_processor,
+            do_sample=bool(generation_config.do_sample),
+            batch_size=rows,
+            keep=bool(generation_config.output_scores or generation_config.output_logits),
+        ),
+        stopping,
+        input_ids,
+        lengths,
+        is_chain=True,
+        by_rejection=call.by_rejection,
+    )
+    engine.stats[0].prompt_tokens += len(read)
+    return engine
+
+
+def _complaint(model: PreTrainedModel, rows: int, is_padded: bool, max_length: int, config: LookaheadConfig) -> str:
+    """Why a call cannot be served speculatively, or an empty string."""
+    name = type(model).__name__
+    support = decoder_support(model, max_length=max_length)
+    if support.shape == "none":
+        return f"{name} cannot be decoded speculatively: {support.reason}"
+    if rows > 1:
+        return f"{name} cannot be decoded speculatively for {rows} inputs at once: {support.reason}"
+    if is_padded:
+        return f"{name} cannot be decoded speculatively behind a padded decoder_attention_mask"
+    if "jacobi" in config.proposers and not config.decides_branch:
+        return f"{name} cannot verify the lookahead branch: {support.reason}"
+    if config.acceptance == "rejection" and len(config.proposers) > 1:
+        return f"{name} cannot verify what several proposers draw: {support.reason}"
+    return ""
+
+
+def _vocabulary(side: Any) -> int:
+    """Token ids that an encoder or a decoder has embeddings for."""
+    return int(side.get_input_embeddings().num_embeddings)
+
+
+def _read(model: PreTrainedModel, inputs: Tensor | None, mask: Tensor | None) -> IntArray:
+    """Tokens of the only input, its padding left out; none where the decoder's vocabulary is another."""
+    encoder: Any = model.get_encoder()
+    if inputs is None or inputs.ndim != 2 or _vocabulary(encoder) != _vocabulary(model.get_decoder()):
+        return np.zeros(0, np.int32)
+    ids = inputs[0] if mask is None else inputs[0][mask[0].bool()]
+    return ids.cpu().numpy().astype(np.int32)
+
+
+def _encoded(model: PreTrainedModel, config: GenerationConfig, model_kwargs: dict[str, Any]) -> Encoded:
+    """What the decoder attends to, with the cache that `generate` made, where it can be cut."""
+    past = model_kwargs.get("past_key_values")
+    is_returned = bool(config.return_dict_in_generate or getattr(past, "_is_user_defined", False))
+    if not isinstance(past, EncoderDecoderCache) or not isinstance(past.self_attention_cache, DynamicCache):
+        past = empty_cache(model)
+    return Encoded(model_kwargs["encoder_outputs"], model_kwargs.get("attention_mask"), past, is_returned)
