@@ -27,7 +27,7 @@ from transformers.generation.utils import GenerateNonBeamOutput
 from lookahead.branch import Branch
 from lookahead.config import MAX_NODES_LIMIT, LookaheadConfig
 from lookahead.engine import Engine
-from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
+from lookahead.errors import PromptError, UnsupportedModelError
 from lookahead.experience import ModelExperience, experience_of
 from lookahead.handover import adopt, hand_back, output_dict, padded_sequences
 from lookahead.pacing import Pacing
@@ -38,7 +38,10 @@ from lookahead.pools.opening import open_pool
 from lookahead.proposers import make_proposers
 from lookahead.request import (
     call_of,
+    check_lengths,
+    pad_prompts,
     prompt_lengths,
+    refuse_inputs,
     refuse_long_prompts,
     refuse_model,
     refuse_past,
@@ -337,19 +340,19 @@ def prepare_text(
     add_special_tokens: bool,
     generate_kwargs: dict[str, Any],
 ) -> Engine | PlainLoop:
-    """Tokenize, left-pad, and let `model.generate` resolve its options into an engine."""
+    """Tokenize, pad, and let `model.generate` resolve its options into an engine."""
     refuse_model(model)
-    _check_lengths(generate_kwargs)
+    check_lengths(generate_kwargs)
     if config is not None and config.pool is not None:
         open_pool(os.fspath(config.pool), fingerprint=fingerprint_of(tokenizer))
     encoded = [tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"] for prompt in prompts]
     for i, ids in enumerate(encoded):
         if not ids:
             raise PromptError(f"prompt {i} has no tokens: {prompts[i]!r}; a prompt needs at least one")
-    longest = max(map(len, encoded))
+    refuse_inputs(model, encoded)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
-    padded = [[pad] * (longest - len(ids)) + ids for ids in encoded]
-    mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in encoded]
+    padded, mask = pad_prompts(encoded, pad, on_the_right=model.config.is_encoder_decoder)
+    longest = 1 if model.config.is_encoder_decoder else len(padded[0])
     limit = generate_kwargs.get("max_length") if generate_kwargs.get("max_new_tokens") is None else None
     if limit is not None and limit <= longest:
         raise PromptError(f"max_length must be more than the longest prompt, {longest} tokens, got {limit}")
@@ -370,16 +373,6 @@ def prepare_text(
         **generate_kwargs,
     )
     return engine
-
-
-def _check_lengths(generate_kwargs: dict[str, Any]) -> None:
-    """Refuse a limit that leaves no room for a token, and a streamer, which no one would feed."""
-    if generate_kwargs.get("streamer") is not None:
-        raise ConfigError("streamer is not taken here; use stream, or model.generate under lookahead.enable")
-    for name in ("max_new_tokens", "max_length"):
-        value = generate_kwargs.get(name)
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
 def _collect(engine: Engine | PlainLoop, streamer: Any = None, pad: Tensor | None = None) -> list[list[int]]:

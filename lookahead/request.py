@@ -24,7 +24,7 @@ from transformers import (
 from transformers.generation.configuration_utils import GenerationMode
 
 from lookahead.config import LookaheadConfig
-from lookahead.errors import PromptError, UnsupportedModelError
+from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
 from lookahead.proposers.base import Call
 from lookahead.stopping import StoppingRule
 from lookahead.target import input_device, position_limit
@@ -99,6 +99,7 @@ def refuse_unsupported(
         named = ", ".join(f"{name}={value!r}" for name, value in given.items() if value)
         raise UnsupportedModelError(
             f"{mode.value.replace('_', ' ')} ({named}) has no exact speculative form; leave out custom_generate for it"
+            + (", or pass num_beams=1" if "beam" in mode.value else "")
         )
     if config.cache_implementation == "quantized":
         raise UnsupportedModelError("a quantized cache changes tokens and is not served; leave out custom_generate")
@@ -162,14 +163,18 @@ def prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None, vocab_size:
     """Tokens of each prompt without its left padding, once all of them are known to be in the vocabulary."""
     lengths = _prompt_lengths(input_ids, attention_mask)
     for row, ids in enumerate(input_ids.cpu().numpy()):
-        text = ids[len(ids) - lengths[row] :]
-        if text.min() < 0 or text.max() >= vocab_size:
-            stranger = text[(text < 0) | (text >= vocab_size)][0]
-            raise PromptError(
-                f"prompt {row} holds token {stranger}, and the model's vocabulary ends at {vocab_size - 1}: "
-                "is the tokenizer that of another model?"
-            )
+        _refuse_strangers(row, ids[len(ids) - lengths[row] :], vocab_size)
     return lengths
+
+
+def _refuse_strangers(row: int, text: NDArray[np.int64], vocab_size: int) -> None:
+    """Say that a prompt holds a token the model does not know."""
+    if text.min() < 0 or text.max() >= vocab_size:
+        stranger = text[(text < 0) | (text >= vocab_size)][0]
+        raise PromptError(
+            f"prompt {row} holds token {stranger}, and the model's vocabulary ends at {vocab_size - 1}: "
+            "is the tokenizer that of another model?"
+        )
 
 
 def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> NDArray[np.int64]:
@@ -211,6 +216,30 @@ def refuse_long_prompts(model: PreTrainedModel, lengths: NDArray[np.int64]) -> N
         )
 
 
+def refuse_inputs(model: PreTrainedModel, inputs: Sequence[Sequence[int]]) -> None:
+    """Say what the encoder of an encoder-decoder model, which reads before a custom method is called, cannot read."""
+    config: Any = model.config
+    limit = getattr(config, "max_encoder_position_embeddings", None) or position_limit(model)
+    for i, ids in enumerate(inputs if config.is_encoder_decoder else ()):
+        if limit is not None and len(ids) > limit:
+            raise PromptError(f"input {i} has {len(ids)} tokens and the encoder positions for {limit}; shorten it")
+        _refuse_strangers(i, np.array(ids), vocabulary_size(model))
+
+
+def pad_prompts(
+    prompts: Sequence[list[int]], pad: int, *, on_the_right: bool
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts of one length, and their masks; a decoder's are padded on the left, an encoder's on the right."""
+    longest = max(map(len, prompts))
+    fillings = [longest - len(ids) for ids in prompts]
+    pairs = zip(prompts, fillings, strict=True)
+    if on_the_right:
+        padded = [ids + [pad] * n for ids, n in pairs]
+        return padded, [[1] * (longest - n) + [0] * n for n in fillings]
+    padded = [[pad] * n + ids for ids, n in pairs]
+    return padded, [[0] * n + [1] * (longest - n) for n in fillings]
+
+
 def refuse_positions(position_ids: Tensor | None, lengths: NDArray[np.int64], longest: int) -> None:
     """Say that positions of the user's own are not served."""
     usual = np.maximum(np.arange(longest) - (longest - lengths)[:, None], 0)
@@ -242,3 +271,13 @@ def serve_stop_strings(
         generation_config.stop_strings = None
     kept = {name: value for name, value in generate_kwargs.items() if name != "stop_strings"}
     return generation_config, {**kept, "stopping_criteria": criteria}
+
+
+def check_lengths(generate_kwargs: dict[str, Any]) -> None:
+    """Refuse a limit that leaves no room for a token, and a streamer, which no one would feed."""
+    if generate_kwargs.get("streamer") is not None:
+        raise ConfigError("streamer is not taken here; use stream, or model.generate under lookahead.enable")
+    for name in ("max_new_tokens", "max_length"):
+        value = generate_kwargs.get(name)
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")

@@ -160,7 +160,8 @@ class CustomProposer:
 
 def paid_by_bits(proposers: Sequence[Proposer]) -> dict[int, Paid]:
     """The proposers that have to be worth their time, by the bits of their sources in a tree."""
-    paid, first = {}, 0
+    paid: dict[int, Paid] = {}
+    first = 0
     for proposer in proposers:
         bits = (1 << len(proposer.sources)) - 1 << first
         first += len(proposer.sources)

@@ -30,7 +30,7 @@ from lookahead.plain import PlainLoop
 from lookahead.pools.opening import open_pool
 from lookahead.proposers import make_proposers
 from lookahead.proposers.base import IntArray
-from lookahead.request import call_of, prompt_lengths, refuse_unsupported, stopping_rule
+from lookahead.request import call_of, prompt_lengths, refuse_unsupported, stopping_rule, vocabulary_size
 from lookahead.sampling import TokenChooser, warp_of
 from lookahead.seq2seq.informed import informed
 from lookahead.seq2seq.support import decoder_support
@@ -38,7 +38,7 @@ from lookahead.seq2seq.target import DecoderTarget, Encoded, decoder_positions, 
 
 _SERVED = frozenset({"encoder_outputs", "attention_mask", "decoder_attention_mask", "past_key_values", "use_cache"})
 # The encoder has read them before a custom method is called.
-_READ = frozenset({"global_attention_mask", "logits_to_keep"})
+_READ = frozenset({"global_attention_mask", "inputs_embeds", "logits_to_keep"})
 
 
 def prepare_encoder_decoder(
@@ -67,7 +67,7 @@ def prepare_encoder_decoder(
     """
     refuse_unsupported(model, generation_config, model_kwargs, cache=EncoderDecoderCache, served=_SERVED | _READ)
     config = lookahead_config if lookahead_config is not None else LookaheadConfig()
-    vocabulary = _vocabulary(model.get_decoder())
+    vocabulary = _vocabulary(model, model.get_decoder())
     pool = open_pool(os.fspath(config.pool), vocabulary=vocabulary) if config.pool is not None else None
     lengths = prompt_lengths(input_ids, model_kwargs.get("decoder_attention_mask"), vocabulary)
     rows, longest = input_ids.shape
@@ -136,15 +136,16 @@ def _complaint(model: PreTrainedModel, rows: int, is_padded: bool, max_length: i
     return ""
 
 
-def _vocabulary(side: Any) -> int:
-    """Token ids that an encoder or a decoder has embeddings for."""
-    return int(side.get_input_embeddings().num_embeddings)
+def _vocabulary(model: PreTrainedModel, side: Any) -> int:
+    """Token ids that the encoder or the decoder of a model has embeddings for."""
+    own = side.get_input_embeddings() if isinstance(side, PreTrainedModel) else None
+    return int(own.num_embeddings) if own is not None else vocabulary_size(model)
 
 
 def _read(model: PreTrainedModel, inputs: Tensor | None, mask: Tensor | None) -> IntArray:
     """Tokens of the only input, its padding left out; none where the decoder's vocabulary is another."""
-    encoder: Any = model.get_encoder()
-    if inputs is None or inputs.ndim != 2 or _vocabulary(encoder) != _vocabulary(model.get_decoder()):
+    known = _vocabulary(model, model.get_decoder())
+    if inputs is None or inputs.ndim != 2 or _vocabulary(model, model.get_encoder()) != known:
         return np.zeros(0, np.int32)
     ids = inputs[0] if mask is None else inputs[0][mask[0].bool()]
     return ids.cpu().numpy().astype(np.int32)

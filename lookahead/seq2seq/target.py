@@ -63,6 +63,8 @@ class DecoderTarget(Target):
         self._encoded = encoded
         self._past = encoded.past
         self._committed = 0
+        pad = getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
+        self._pad = -1 if pad is None else pad
 
     def prefill(self, prompts: Sequence[IntArray]) -> Tensor:
         """Read the decoder's prompt, its start token in most calls; logits after its last token, `[1, 1, vocab]`."""
@@ -82,7 +84,11 @@ class DecoderTarget(Target):
         return row
 
     def _score(self, trees: Sequence[TokenTree], scored: NDArray[np.int64]) -> Tensor:
-        return self._read(trees[0].tokens)
+        """One pass over a chain, or several: behind a padding token some models count positions anew (M2M100)."""
+        tokens = trees[0].tokens
+        ends = np.flatnonzero(tokens[:-1] == self._pad) + 1
+        parts = [self._read(part) for part in np.split(tokens, ends)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def _read(self, tokens: IntArray) -> Tensor:
         """One pass over tokens behind those in the cache; logits after all of them, `[1, tokens, vocab]`."""
