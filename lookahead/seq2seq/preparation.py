@@ -138,7 +138,7 @@ def _complaint(model: PreTrainedModel, rows: int, is_padded: bool, max_length: i
 
 def _vocabulary(model: PreTrainedModel, side: Any) -> int:
     """Token ids that the encoder or the decoder of a model has embeddings for."""
-    own = side.get_input_embeddings() if isinstance(side, PreTrainedModel) else None
+    own: Any = side.get_input_embeddings() if isinstance(side, PreTrainedModel) else None
     return int(own.num_embeddings) if own is not None else vocabulary_size(model)
 
 

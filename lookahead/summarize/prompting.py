@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SUMMARIZE_TEMPLATE = "summarize"
 INSTRUCTION = "Summarize the following text in a few sentences."
@@ -18,19 +18,25 @@ class Prompting:
     """How one tokenizer's model is asked for a summary.
 
     A chat template named `"summarize"` gets the bare document; any other chat template gets an instruction and
-    the document as a user's message; without one the prompt is the document and `Summary:`.
+    the document as a user's message; without one the prompt is the document and `Summary:`. An encoder-decoder model
+    reads the document itself, behind the prefix its configuration names (T5's `summarize: `).
 
     Args:
         tokenizer: The tokenizer whose templates are used.
+        model: Its model; one with an encoder needs no prompt.
 
     Attributes:
-        template: `"summarize"`, `"chat"` or `"plain"`.
+        template: `"encoder"`, `"summarize"`, `"chat"` or `"plain"`.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | None = None) -> None:
         self._tokenizer = tokenizer
+        self._prefix = ""
         templates = tokenizer.chat_template
-        if isinstance(templates, dict) and SUMMARIZE_TEMPLATE in templates:
+        if model is not None and model.config.is_encoder_decoder:
+            self.template = "encoder"
+            self._prefix = summary_prefix(model)
+        elif isinstance(templates, dict) and SUMMARIZE_TEMPLATE in templates:
             self.template = SUMMARIZE_TEMPLATE
         elif templates and (isinstance(templates, str) or "default" in templates):
             self.template = "chat"
@@ -43,7 +49,7 @@ class Prompting:
     @property
     def add_special_tokens(self) -> bool:
         """Whether the tokenizer must add its own special tokens, as no template wrote any."""
-        return self.template == "plain"
+        return self.template in ("plain", "encoder")
 
     def clean(self, text: str) -> str:
         """Bring a piece of a document into the form the model knows; every document passes here once.
@@ -59,6 +65,8 @@ class Prompting:
 
     def render(self, document: str) -> str:
         """The whole prompt for a cleaned document."""
+        if self.template == "encoder":
+            return self._prefix + document
         if self.template == "plain":
             return f"{document}\n\nSummary:"
         named = self.template == SUMMARIZE_TEMPLATE
@@ -76,6 +84,12 @@ class Prompting:
         """Tokens of a rendered prompt, special ones included."""
         encoded = self._tokenizer(prompt, add_special_tokens=self.add_special_tokens, verbose=False)
         return len(encoded["input_ids"])
+
+
+def summary_prefix(model: PreTrainedModel) -> str:
+    """What an encoder-decoder model wants to see before a document, by its configuration; often nothing."""
+    tasks = getattr(model.config, "task_specific_params", None) or {}
+    return str((tasks.get("summarization") or {}).get("prefix") or "")
 
 
 def _special_added_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
