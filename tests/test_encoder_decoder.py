@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import BertConfig, EncoderDecoderConfig, EncoderDecoderModel, PreTrainedModel
 
 import lookahead
 from bench.adversaries import Offer, always_wrong, drafting_by, nothing, perfect
@@ -18,6 +18,7 @@ from bench.speed import PassCounter
 from lookahead import LookaheadConfig
 from lookahead.errors import UnsupportedModelError
 from lookahead.seq2seq.support import decoder_support
+from lookahead.seq2seq.target import empty_cache
 
 CHAINS, PLAIN = (
     [family for family in ENCODER_DECODERS.values() if family.decoded == decoded] for decoded in ("chains", "plain")
@@ -205,3 +206,34 @@ def test_inputs_that_are_not_served_are_named() -> None:
             generate(model, ONE, custom_generate=lookahead.decode, lookahead_config=config)
     got = model.generate(inputs_embeds=embeds, max_new_tokens=9, custom_generate=lookahead.decode)
     assert torch.equal(got, model.generate(inputs_embeds=embeds, max_new_tokens=9))  # nothing to draft from, yet served
+
+
+def test_a_filled_cache_is_refused_and_one_that_is_empty_is_filled() -> None:
+    model: Any = model_of("T5")
+    cache = empty_cache(model)
+    generate(model, ONE, **WANDERING, past_key_values=cache, custom_generate=lookahead.decode, lookahead_config=FIXED)
+    assert cache.get_seq_length() == NEW_TOKENS
+    with pytest.raises(UnsupportedModelError, match="must be empty, got 19 tokens"):
+        generate(model, ONE, past_key_values=cache, custom_generate=lookahead.decode)
+
+
+def test_without_a_cache_or_with_one_of_fixed_size_the_tokens_are_the_same() -> None:
+    for options in ({"use_cache": False}, {"cache_implementation": "static"}):
+        compare(model_of("T5"), ONE, "real", **WANDERING, **options)
+
+
+def test_an_encoder_of_another_vocabulary_is_not_drafted_from() -> None:
+    side = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+    encoder, decoder = BertConfig(vocab_size=101, **side), BertConfig(vocab_size=23, **side)
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    torch.manual_seed(3)
+    model = EncoderDecoderModel(config).eval()
+    model.generation_config.update(decoder_start_token_id=1, pad_token_id=0, eos_token_id=None, bos_token_id=1)
+    decoder_support(model, max_length=NEW_TOKENS)
+    compare(model, ONE, "real", do_sample=True)
+
+
+def test_a_model_in_training_mode_is_decoded_plainly() -> None:
+    model = build(ENCODER_DECODERS["T5"]).train()
+    with pytest.warns(UserWarning, match="training mode"):
+        generate(model, ONE, custom_generate=lookahead.decode)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,10 +30,10 @@ from lookahead.pacing import Pacing
 from lookahead.plain import PlainLoop
 from lookahead.pools.opening import open_pool
 from lookahead.proposers import make_proposers
-from lookahead.proposers.base import IntArray
+from lookahead.proposers.base import IntArray, Proposer
 from lookahead.request import call_of, prompt_lengths, refuse_unsupported, stopping_rule, vocabulary_size
 from lookahead.sampling import TokenChooser, warp_of
-from lookahead.seq2seq.informed import informed
+from lookahead.seq2seq.informed import Informed, informed
 from lookahead.seq2seq.support import decoder_support
 from lookahead.seq2seq.target import DecoderTarget, Encoded, decoder_positions, empty_cache
 
@@ -54,26 +55,17 @@ def prepare_encoder_decoder(
 ) -> Engine | PlainLoop:
     """Check a call on an encoder-decoder model and build what serves it: one row speculatively, several plainly.
 
-    Args:
-        model: As for `lookahead.decode`, and so are the others.
-        input_ids: int64 `[batch, tokens]`, the decoder's prompt: its start token, unless the caller gave more.
-        logits_processor: Prepared by `generate`.
-        stopping_criteria: Prepared by `generate`.
-        generation_config: Resolved by `generate`.
-        lookahead_config: How to draft.
-        lookahead_tokenizer: The model's.
-        inputs_tensor: int64 `[batch, tokens]`, what the encoder has read.
-        model_kwargs: What `generate` would pass to the model, the encoder's outputs among it.
+    The arguments are those of `lookahead.decode`. `input_ids` is the decoder's prompt, `inputs_tensor` what the encoder
+    has read, both int64 `[batch, tokens]`, and `model_kwargs` holds the encoder's outputs.
     """
     refuse_unsupported(model, generation_config, model_kwargs, cache=EncoderDecoderCache, served=_SERVED | _READ)
+    _refuse_past(model_kwargs.get("past_key_values"))
     config = lookahead_config if lookahead_config is not None else LookaheadConfig()
     vocabulary = _vocabulary(model, model.get_decoder())
     pool = open_pool(os.fspath(config.pool), vocabulary=vocabulary) if config.pool is not None else None
     lengths = prompt_lengths(input_ids, model_kwargs.get("decoder_attention_mask"), vocabulary)
     rows, longest = input_ids.shape
-    positions = decoder_positions(model)
-    if positions is not None and longest > positions:
-        raise PromptError(f"the decoder's prompt has {longest} tokens and its positions end at {positions}; shorten it")
+    _refuse_long_prompt(longest, decoder_positions(model))
     stopping = stopping_rule(stopping_criteria, rows)
     seq2seq: Any = model
     sample = partial(seq2seq._sample, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
@@ -87,36 +79,49 @@ def prepare_encoder_decoder(
         return PlainLoop(sample, input_ids, lengths, stopping)
     read = _read(model, inputs_tensor, model_kwargs.get("attention_mask"))
     experience = experience_of(model)
-    branch = Branch((), {}, max_nodes=1, teaches=False)  # the lookahead branch is a tree
     warp = warp_of(logits_processor) if generation_config.do_sample else None
     call = call_of(model, lookahead_tokenizer, rows, stopping, config, is_chain=True, warp=warp)
     call = replace(call, vocab_size=vocabulary, max_length=call.max_length + len(read))
-    proposers = [informed(each, [read]) for each in make_proposers(config, experience.proposers, pool, call, branch)]
-    if any(proposer.hidden_layers for proposer in proposers):
-        raise UnsupportedModelError(f"{type(model).__name__} shows no hidden states to proposers: take others")
+    branch = Branch((), {}, max_nodes=1, teaches=False)  # the lookahead branch is a tree
+    proposers = _proposers(make_proposers(config, experience.proposers, pool, call, branch), read, model)
     pacing = None
     if config.proposers and config.draft == "auto":
         cost, switch = experience.costs[config.passes], experience.switches[config.passes]
         pacing = Pacing(cost, switch, branch, runs_to_limit=stopping.is_only_length)
-    engine = Engine(
-        DecoderTarget(model, _encoded(model, generation_config, model_kwargs)),
-        proposers,
-        pacing,
-        config,
-        TokenChooser(
-            logits_processor,
-            do_sample=bool(generation_config.do_sample),
-            batch_size=rows,
-            keep=bool(generation_config.output_scores or generation_config.output_logits),
-        ),
-        stopping,
-        input_ids,
-        lengths,
-        is_chain=True,
-        by_rejection=call.by_rejection,
-    )
+    chooser = _chooser(logits_processor, generation_config)
+    target = DecoderTarget(model, _encoded(model, generation_config, model_kwargs))
+    arguments = (target, proposers, pacing, config, chooser, stopping, input_ids, lengths)
+    engine = Engine(*arguments, is_chain=True, by_rejection=call.by_rejection)
     engine.stats[0].prompt_tokens += len(read)
     return engine
+
+
+def _chooser(processors: LogitsProcessorList, config: GenerationConfig) -> TokenChooser:
+    """How the row's tokens are chosen."""
+    keep = bool(config.output_scores or config.output_logits)
+    return TokenChooser(processors, do_sample=bool(config.do_sample), batch_size=1, keep=keep)
+
+
+def _proposers(made: Sequence[Proposer], read: IntArray, model: PreTrainedModel) -> list[Informed]:
+    """Proposers that have read what the encoder has."""
+    if any(proposer.hidden_layers for proposer in made):
+        raise UnsupportedModelError(f"{type(model).__name__} shows no hidden states to proposers: take others")
+    return [informed(proposer, [read]) for proposer in made]
+
+
+def _refuse_past(past: Any) -> None:
+    """Say that a filled cache is not gone on from."""
+    if isinstance(past, EncoderDecoderCache) and past.get_seq_length() > 0:
+        raise UnsupportedModelError(
+            f"past_key_values of an encoder-decoder model must be empty, got {past.get_seq_length()} tokens; "
+            "leave out custom_generate to go on from them"
+        )
+
+
+def _refuse_long_prompt(tokens: int, positions: int | None) -> None:
+    """Say that a decoder's prompt outgrows its table of positions."""
+    if positions is not None and tokens > positions:
+        raise PromptError(f"the decoder's prompt has {tokens} tokens and its positions end at {positions}; shorten it")
 
 
 def _complaint(model: PreTrainedModel, rows: int, is_padded: bool, max_length: int, config: LookaheadConfig) -> str:
