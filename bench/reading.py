@@ -20,9 +20,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, BartConfig, BartForConditionalGeneration, LogitsProcessor
+from transformers import BartConfig, BartForConditionalGeneration, LogitsProcessor
 
 import lookahead
+from bench.replay import load_tokenizer
 from lookahead import LookaheadConfig
 from lookahead.generation import prepare
 
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--size", type=int, default=256, help="hidden size, four layers each side")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+    tokenizer = load_tokenizer(str(options.tokenizer))
     sizes = {"encoder_layers": 4, "decoder_layers": 4, "encoder_ffn_dim": 4 * options.size}
     sizes |= {"decoder_ffn_dim": 4 * options.size, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
     torch.manual_seed(0)
