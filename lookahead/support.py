@@ -51,6 +51,8 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
         shortest: Tokens of the shortest prompt of the batch.
         max_length: Tokens the longest row may reach; some position embeddings change their rule on the way.
     """
+    if model.config.is_encoder_decoder:
+        return Support("none", "it has an encoder, and its decoder is served by itself")
     config: Any = model.config.get_text_config()
     others = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS
     if getattr(model, "_is_stateful", False):
