@@ -43,7 +43,10 @@ class Scripted:
 @contextmanager
 def drafting_by(offer: Offer) -> Iterator[None]:
     """Let every engine made in the block draft by one scripted proposer."""
-    with patch("lookahead.assembly.make_proposers", lambda *arguments: [Scripted(offer)]):
+    with (
+        patch("lookahead.assembly.make_proposers", lambda *arguments: [Scripted(offer)]),
+        patch("lookahead.seq2seq.preparation.make_proposers", lambda *arguments: [Scripted(offer)]),
+    ):
         yield
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,13 @@ import transformers
 from transformers import PreTrainedModel
 
 from bench.architectures import CHAINS, CLASSES, OWN_SIZES, PLAIN, SIZES, TREES, Options, Rows
+from bench.encoder_decoders import (
+    BART_SIZES,
+    DECODER_CHAINS,
+    DECODER_PLAIN,
+    ENCODER_DECODER_CLASSES,
+    ENCODER_DECODER_SIZES,
+)
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "families.md"
 SEED = 2
@@ -34,6 +41,12 @@ transformers itself, after a warning that says why. Every row is a test: a tiny 
 with `model.generate`, and a model that is not listed is probed with a few tokens when it is met for the first time.
 
 `python -m bench.families --write` writes this page."""
+ENCODER_DECODERS_TOO = """\
+## Encoder-decoder models
+
+Their encoder reads the input once, as ever. The decoder verifies chains for one input at a time, drafted from the
+input's own tokens first of all; several inputs at once are decoded plainly. The third column is about the decoder's
+attention to its own text."""
 
 Decoded = Literal["trees", "chains", "plain"]
 
@@ -66,9 +79,23 @@ def _families(decoded: Decoded, rows: Rows) -> Iterator[Family]:
         yield Family(name, model_class, {**sizes, **options}, decoded, features)
 
 
+def _encoder_decoders(decoded: Decoded, rows: Rows) -> Iterator[Family]:
+    """Rows of encoder-decoder models with their classes and sizes."""
+    for name, (features, options) in rows.items():
+        architecture = name.partition("-")[0]
+        model_class = ENCODER_DECODER_CLASSES.get(architecture, f"{architecture}ForConditionalGeneration")
+        sizes = ENCODER_DECODER_SIZES.get(architecture, BART_SIZES)
+        yield Family(name, model_class, {**sizes, **options}, decoded, features)
+
+
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (*_families("trees", TREES), *_families("chains", CHAINS), *_families("plain", PLAIN))
+}
+
+ENCODER_DECODERS: dict[str, Family] = {
+    family.name: family
+    for family in (*_encoder_decoders("chains", DECODER_CHAINS), *_encoder_decoders("plain", DECODER_PLAIN))
 }
 
 
@@ -83,16 +110,40 @@ def build(family: Family) -> PreTrainedModel:
             # Biases, norms and the like begin as all zeros or all ones: a wrong use of them would not show.
             if parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all()):
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
+        if family in ENCODER_DECODERS.values() and family.decoded != "plain":
+            _let_wander(model)
     model.generation_config.eos_token_id = None
     return model
 
 
+def _let_wander(model: Any) -> None:
+    """Let a decoder's output depend on more than its newest token, or one token would be the likeliest everywhere.
+
+    It looks at single tokens rather than at all of them, and what all texts have in common is taken out of its head.
+    """
+    for name, parameter in model.get_decoder().named_parameters():
+        if name.endswith(("q_proj.weight", ".q.weight")):
+            parameter.mul_(8.0)
+    head, seen = model.get_output_embeddings(), []
+    read, written = torch.randint(3, 101, (2, 1, 64)).unbind()
+    handle = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    model(input_ids=read, decoder_input_ids=written)
+    handle.remove()
+    mean = seen[0].flatten(0, 1).mean(0)
+    head.weight.sub_(torch.outer(head.weight @ mean, mean) / mean.dot(mean))
+    head.weight.mul_(2.0 / model(input_ids=read, decoder_input_ids=written).logits.std())
+
+
 def page() -> str:
     """docs/families.md."""
-    lines = ["| Configuration | Class | Attention | Decoded as |", "| --- | --- | --- | --- |"]
-    for family in FAMILIES.values():
-        lines.append(f"| {family.name} | `{family.model_class}` | {family.features} | {family.decoded} |")
-    return "\n".join([INTRODUCTION, "", *lines, ""])
+    tables = [_table(FAMILIES.values()), _table(ENCODER_DECODERS.values())]
+    return "\n".join([INTRODUCTION, "", *tables[0], "", ENCODER_DECODERS_TOO, "", *tables[1], ""])
+
+
+def _table(families: Iterable[Family]) -> list[str]:
+    """Families as lines of Markdown."""
+    rows = [f"| {each.name} | `{each.model_class}` | {each.features} | {each.decoded} |" for each in families]
+    return ["| Configuration | Class | Attention | Decoded as |", "| --- | --- | --- | --- |", *rows]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,6 +16,7 @@ from lookahead.calibration import CONTEXTS, NODES, PADDED_NODES, Calibration, ca
 from lookahead.config import PASSES
 from lookahead.costfile import read_costs, write_costs
 from lookahead.experience import experience_of
+from lookahead.request import refuse_encoder_decoder
 
 
 def load_costs(model: PreTrainedModel, folder: Path | str | None = None) -> bool:
@@ -87,6 +88,7 @@ def calibrate_costs(
         ConfigError: A context is out of its range.
         UnsupportedModelError: The model cannot verify drafts.
     """
+    refuse_encoder_decoder(model, "be calibrated; it learns its costs while it decodes")
     cost = experience_of(model).costs[PASSES[compile]]
     return calibrate(model, cost, contexts=contexts, nodes=PADDED_NODES if compile else NODES, compiles=compile)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import (
     DynamicCache,
+    EncoderDecoderCache,
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
@@ -22,12 +23,12 @@ from transformers import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateNonBeamOutput
 
 from lookahead.assembly import assemble
 from lookahead.config import LookaheadConfig
 from lookahead.engine import Engine
-from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
+from lookahead.errors import PromptError, UnsupportedModelError
 from lookahead.handover import adopt, hand_back, output_dict, padded_sequences
 from lookahead.pieces import PieceStreamer
 from lookahead.plain import PlainLoop
@@ -35,7 +36,10 @@ from lookahead.pools.fingerprint import fingerprint_of
 from lookahead.pools.opening import open_pool
 from lookahead.request import (
     call_of,
+    check_lengths,
+    pad_prompts,
     prompt_lengths,
+    refuse_inputs,
     refuse_long_prompts,
     refuse_model,
     refuse_past,
@@ -47,6 +51,7 @@ from lookahead.request import (
 )
 from lookahead.rows import Row
 from lookahead.sampling import TokenChooser, warp_of
+from lookahead.seq2seq.preparation import prepare_encoder_decoder
 from lookahead.stats import DecodingStats, total
 from lookahead.support import Support, support_of
 from lookahead.target import input_device
@@ -78,8 +83,9 @@ def decode(
     lookahead_config: LookaheadConfig | None = None,
     lookahead_streamer: BaseStreamer | None = None,
     lookahead_tokenizer: PreTrainedTokenizerBase | None = None,
+    inputs_tensor: Tensor | None = None,
     **model_kwargs: Any,
-) -> Tensor | GenerateDecoderOnlyOutput:
+) -> Tensor | GenerateNonBeamOutput:
     """Decode speculatively inside `model.generate`, without changing a token.
 
     Example:
@@ -97,11 +103,12 @@ def decode(
             own `streamer` argument to no custom method.
         lookahead_tokenizer: The model's tokenizer, for proposers that compare it with their own; `generate` passes its
             own `tokenizer` to no custom method either.
+        inputs_tensor: What the encoder of an encoder-decoder model has read; passed by `generate`.
         **model_kwargs: What `generate` would pass to the model.
 
     Returns:
-        int64 `[batch, tokens + new]`, or with `return_dict_in_generate` a `GenerateDecoderOnlyOutput` that holds it
-        as `sequences`, the scores and logits asked for, and the cache. A filled `past_key_values` is continued
+        int64 `[batch, tokens + new]`, or with `return_dict_in_generate` the output class that transformers gives,
+        with it as `sequences`, the scores and logits asked for, and the cache. A filled `past_key_values` is continued
         from, and grows in place.
 
     Raises:
@@ -109,21 +116,22 @@ def decode(
         UnsupportedModelError: The generation mode or an input cannot be served; the message names it.
     """
     arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config)
-    engine = prepare(*arguments, lookahead_config, lookahead_tokenizer, **model_kwargs)
+    engine = prepare(*arguments, lookahead_config, lookahead_tokenizer, inputs_tensor, **model_kwargs)
     if lookahead_streamer is not None:
         lookahead_streamer.put(input_ids.cpu())
     if isinstance(engine, PlainLoop):
-        return cast(Tensor | GenerateDecoderOnlyOutput, engine.sample(streamer=lookahead_streamer))
+        return cast(Tensor | GenerateNonBeamOutput, engine.sample(streamer=lookahead_streamer))
     outputs = _collect(engine, lookahead_streamer, generation_config._pad_token_tensor)
     sequences = padded_sequences(input_ids, outputs, generation_config)
     past = model_kwargs.get("past_key_values")
-    past = past if isinstance(past, DynamicCache) else None
-    if engine.kept and past is not None:
+    past = past if isinstance(past, DynamicCache | EncoderDecoderCache) else None
+    if engine.kept and isinstance(past, DynamicCache):
         rows = [engine.kept[row] for row in range(len(outputs))]
         hand_back(past, rows, np.array([row.padding for row in engine.batch]), sequences.shape[1] - 1)
     if not generation_config.return_dict_in_generate:
         return sequences
-    return output_dict(sequences, engine.batch[0].chooser, generation_config, past)
+    has_encoder = model.config.is_encoder_decoder
+    return output_dict(sequences, engine.batch[0].chooser, generation_config, past, is_encoder_decoder=has_encoder)
 
 
 def prepare(
@@ -134,9 +142,14 @@ def prepare(
     generation_config: GenerationConfig,
     lookahead_config: LookaheadConfig | None = None,
     lookahead_tokenizer: PreTrainedTokenizerBase | None = None,
+    inputs_tensor: Tensor | None = None,
     **model_kwargs: Any,
 ) -> Engine | PlainLoop:
     """Check a call of `model.generate` and build what serves it; the arguments are those of `decode`."""
+    if model.config.is_encoder_decoder:
+        arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config)
+        options = (lookahead_config, lookahead_tokenizer, inputs_tensor, model_kwargs)
+        return prepare_encoder_decoder(*arguments, *options)
     refuse_unsupported(model, generation_config, model_kwargs)
     past = model_kwargs.get("past_key_values")
     config = lookahead_config if lookahead_config is not None else LookaheadConfig()
@@ -296,7 +309,7 @@ def prepare_text(
     add_special_tokens: bool,
     generate_kwargs: dict[str, Any],
 ) -> Engine | PlainLoop:
-    """Tokenize, left-pad, and let `model.generate` resolve its options into an engine."""
+    """Tokenize, pad, and let `model.generate` resolve its options into an engine."""
     refuse_model(model)
     check_lengths(generate_kwargs)
     if config is not None and config.pool is not None:
@@ -305,10 +318,10 @@ def prepare_text(
     for i, ids in enumerate(encoded):
         if not ids:
             raise PromptError(f"prompt {i} has no tokens: {prompts[i]!r}; a prompt needs at least one")
-    longest = max(map(len, encoded))
+    refuse_inputs(model, encoded)
     pad = pad_token_of(tokenizer)
-    padded = [[pad] * (longest - len(ids)) + ids for ids in encoded]
-    mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in encoded]
+    padded, mask = pad_prompts(encoded, pad, on_the_right=model.config.is_encoder_decoder)
+    longest = 1 if model.config.is_encoder_decoder else len(padded[0])
     limit = generate_kwargs.get("max_length") if generate_kwargs.get("max_new_tokens") is None else None
     if limit is not None and limit <= longest:
         raise PromptError(f"max_length must be more than the longest prompt, {longest} tokens, got {limit}")
@@ -335,16 +348,6 @@ def pad_token_of(tokenizer: PreTrainedTokenizerBase) -> int:
     """A token to fill rows with; masks hide it, so that any will do."""
     pad: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
     return pad
-
-
-def check_lengths(generate_kwargs: dict[str, Any]) -> None:
-    """Refuse a limit that leaves no room for a token, and a streamer, which no one would feed."""
-    if generate_kwargs.get("streamer") is not None:
-        raise ConfigError("streamer is not taken here; use stream, or model.generate under lookahead.enable")
-    for name in ("max_new_tokens", "max_length"):
-        value = generate_kwargs.get(name)
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
 def _collect(engine: Engine | PlainLoop, streamer: Any = None, pad: Tensor | None = None) -> list[list[int]]:

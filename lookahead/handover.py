@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers import Cache, DynamicCache, GenerationConfig
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from lookahead.cache import RowStates, TreeCache
 from lookahead.sampling import TokenChooser
@@ -66,8 +66,13 @@ def padded_sequences(input_ids: Tensor, outputs: list[list[int]], config: Genera
 
 
 def output_dict(
-    sequences: Tensor, chooser: TokenChooser, config: GenerationConfig, past: DynamicCache | None
-) -> GenerateDecoderOnlyOutput:
+    sequences: Tensor,
+    chooser: TokenChooser,
+    config: GenerationConfig,
+    past: Cache | None,
+    *,
+    is_encoder_decoder: bool = False,
+) -> GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
     """What `return_dict_in_generate` asks for.
 
     Scores and logits of a row that ended before the others are zeros from there on; transformers computes
@@ -75,11 +80,12 @@ def output_dict(
     """
     scores = _by_step(chooser.scores) if config.output_scores else None
     logits = _by_step(chooser.logits) if config.output_logits else None
-    return GenerateDecoderOnlyOutput(
+    kind = GenerateEncoderDecoderOutput if is_encoder_decoder else GenerateDecoderOnlyOutput
+    return kind(
         sequences=cast(torch.LongTensor, sequences),
         scores=cast(Any, scores),
         logits=cast(Any, logits),
-        past_key_values=past,
+        past_key_values=cast(Any, past),
     )
 
 

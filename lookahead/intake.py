@@ -21,10 +21,11 @@ from transformers import (
 
 from lookahead.config import LookaheadConfig
 from lookahead.errors import PromptError
-from lookahead.generation import GenerationResult, check_lengths, generate, pad_token_of
+from lookahead.generation import GenerationResult, generate, pad_token_of
 from lookahead.pools.fingerprint import fingerprint_of
 from lookahead.pools.opening import open_pool
 from lookahead.request import (
+    check_lengths,
     refuse_long_prompts,
     refuse_model,
     refuse_strangers,

@@ -36,7 +36,7 @@ def load_bundled() -> LoadedModel:
 
 
 def load_model(model: str = BUNDLED, *, dtype: str = "auto", device: str | None = None) -> LoadedModel:
-    """Load a causal language model and its tokenizer, ready to generate.
+    """Load a causal language model, or an encoder-decoder one, and its tokenizer, ready to generate.
 
     Args:
         model: `"bundled"`, the folder of a saved model, or a name on the Hugging Face Hub. What looks like a path
@@ -46,21 +46,23 @@ def load_model(model: str = BUNDLED, *, dtype: str = "auto", device: str | None 
 
     Raises:
         ConfigError: The dtype is not one of these, or the device does not exist.
-        UnsupportedModelError: There is no such model, or it is not a causal language model that can be loaded.
+        UnsupportedModelError: There is no such model, or it is not a language model that can be loaded.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be {', '.join(DTYPES)}, got {dtype!r}")
     location, is_local = locate_model(model)
     target = _device(device)
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     chosen = dtypes.get(dtype, "auto" if target.type != "cpu" else torch.float32)
     options = {"local_files_only": is_local, "trust_remote_code": False}
     try:
         tokenizer = AutoTokenizer.from_pretrained(location, **options)
-        loaded = AutoModelForCausalLM.from_pretrained(location, dtype=chosen, **options)
+        has_encoder = AutoConfig.from_pretrained(location, **options).is_encoder_decoder
+        auto = AutoModelForSeq2SeqLM if has_encoder else AutoModelForCausalLM
+        loaded = auto.from_pretrained(location, dtype=chosen, **options)
         loaded.to(target)  # type: ignore[arg-type]  # transformers wraps `to` without its self
     except Exception as error:
         # transformers, safetensors, tokenizers and the Hub client raise dozens of unrelated types here.

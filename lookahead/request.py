@@ -24,7 +24,7 @@ from transformers import (
 from transformers.generation.configuration_utils import GenerationMode
 
 from lookahead.config import LookaheadConfig
-from lookahead.errors import PromptError, UnsupportedModelError
+from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
 from lookahead.proposers.base import Call
 from lookahead.stopping import StoppingRule
 from lookahead.target import input_device, position_limit
@@ -46,18 +46,26 @@ _IGNORED = frozenset(
 _encoders: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
+def refuse_encoder_decoder(model: PreTrainedModel, purpose: str) -> None:
+    """Say that only a causal LM serves a purpose, told by a verb phrase."""
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{type(model).__name__} is an encoder-decoder model, which cannot {purpose}")
+
+
 def refuse_model(model: PreTrainedModel) -> None:
     """Say what cannot be served whatever is asked of it."""
     name, config = type(model).__name__, model.config
-    if config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{name} is an encoder-decoder model; lookahead serves causal LMs")
     if not model.can_generate():
-        raise UnsupportedModelError(f"{name} cannot generate; lookahead serves what AutoModelForCausalLM loads")
-    if model not in _encoders:
+        raise UnsupportedModelError(
+            f"{name} cannot generate; lookahead serves what AutoModelForCausalLM and AutoModelForSeq2SeqLM load"
+        )
+    if config.is_encoder_decoder and model.main_input_name != "input_ids":
+        raise UnsupportedModelError(f"{name} reads {model.main_input_name}; lookahead serves models that read text")
+    if model not in _encoders and not config.is_encoder_decoder:
         # GPT-NeoX is no decoder either by its configuration, but its attention layers are causal.
         looks_ahead = not all(getattr(module, "is_causal", True) for module in model.modules())
         _encoders[model] = getattr(config, "is_decoder", True) is False and looks_ahead
-    if _encoders[model]:
+    if _encoders.get(model):
         raise UnsupportedModelError(f"{name} is an encoder: config.is_decoder is False; lookahead serves causal LMs")
     if input_device(model).type == "meta":
         raise UnsupportedModelError(f"{name} is on the meta device: it has no weights to run with")
@@ -70,8 +78,15 @@ _MODE_OPTIONS = (
 )
 
 
-def refuse_unsupported(model: PreTrainedModel, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    """Say what cannot be served, and what to do instead."""
+def refuse_unsupported(
+    model: PreTrainedModel,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    *,
+    cache: type = DynamicCache,
+    served: frozenset[str] = _IGNORED,
+) -> None:
+    """Say what cannot be served, and what to do instead; `cache` and `served` are the cache and the inputs that are."""
     refuse_model(model)
     if config.guidance_scale is not None and config.guidance_scale != 1:
         raise UnsupportedModelError(
@@ -84,17 +99,18 @@ def refuse_unsupported(model: PreTrainedModel, config: GenerationConfig, model_k
         named = ", ".join(f"{name}={value!r}" for name, value in given.items() if value)
         raise UnsupportedModelError(
             f"{mode.value.replace('_', ' ')} ({named}) has no exact speculative form; leave out custom_generate for it"
+            + (", or pass num_beams=1" if "beam" in mode.value else "")
         )
     if config.cache_implementation == "quantized":
         raise UnsupportedModelError("a quantized cache changes tokens and is not served; leave out custom_generate")
     past = model_kwargs.get("past_key_values")
-    if getattr(past, "_is_user_defined", False) and not isinstance(past, DynamicCache):
-        raise UnsupportedModelError(f"past_key_values must be a DynamicCache, got a {type(past).__name__}")
+    if getattr(past, "_is_user_defined", False) and not isinstance(past, cache):
+        raise UnsupportedModelError(f"past_key_values must be a {cache.__name__}, got a {type(past).__name__}")
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name):
             raise UnsupportedModelError(f"{name}=True is not served; leave out custom_generate for it")
     for name, value in model_kwargs.items():
-        if name not in _IGNORED and value is not None:
+        if name not in served and value is not None:
             raise UnsupportedModelError(f"the model input {name!r} is not served; leave out custom_generate for it")
 
 
@@ -201,6 +217,30 @@ def refuse_long_prompts(model: PreTrainedModel, lengths: NDArray[np.int64], firs
         raise PromptError(f"prompt {number} has {longest} tokens and the model positions for {limit}; shorten it")
 
 
+def refuse_inputs(model: PreTrainedModel, inputs: Sequence[Sequence[int]]) -> None:
+    """Say what the encoder of an encoder-decoder model, which reads before a custom method is called, cannot read."""
+    config: Any = model.config
+    limit = getattr(config, "max_encoder_position_embeddings", None) or position_limit(model)
+    for i, ids in enumerate(inputs if config.is_encoder_decoder else ()):
+        if limit is not None and len(ids) > limit:
+            raise PromptError(f"input {i} has {len(ids)} tokens and the encoder positions for {limit}; shorten it")
+        refuse_strangers(np.array(ids), i, vocabulary_size(model))
+
+
+def pad_prompts(
+    prompts: Sequence[list[int]], pad: int, *, on_the_right: bool
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts of one length, and their masks; a decoder's are padded on the left, an encoder's on the right."""
+    longest = max(map(len, prompts))
+    fillings = [longest - len(ids) for ids in prompts]
+    pairs = zip(prompts, fillings, strict=True)
+    if on_the_right:
+        padded = [ids + [pad] * n for ids, n in pairs]
+        return padded, [[1] * (longest - n) + [0] * n for n in fillings]
+    padded = [[pad] * n + ids for ids, n in pairs]
+    return padded, [[0] * n + [1] * (longest - n) for n in fillings]
+
+
 def refuse_positions(position_ids: Tensor | None, lengths: NDArray[np.int64], longest: int) -> None:
     """Say that positions of the user's own are not served."""
     usual = np.maximum(np.arange(longest) - (longest - lengths)[:, None], 0)
@@ -232,3 +272,13 @@ def serve_stop_strings(
         generation_config.stop_strings = None
     kept = {name: value for name, value in generate_kwargs.items() if name != "stop_strings"}
     return generation_config, {**kept, "stopping_criteria": criteria}
+
+
+def check_lengths(generate_kwargs: dict[str, Any]) -> None:
+    """Refuse a limit that leaves no room for a token, and a streamer, which no one would feed."""
+    if generate_kwargs.get("streamer") is not None:
+        raise ConfigError("streamer is not taken here; use stream, or model.generate under lookahead.enable")
+    for name in ("max_new_tokens", "max_length"):
+        value = generate_kwargs.get(name)
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")

@@ -17,11 +17,11 @@ from lookahead.config import MAX_NODES_LIMIT
 from lookahead.target import Shape, Target, input_device
 from lookahead.tree import TokenTree
 
-_ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.02}  # of the logits' norm: what rounding may come to
 _FINE_TOLERANCE = 1e-3
 # Routing to experts may flip with the rounding of half precision: one of several probes must come out right.
-_PROBES = ((1, 2, 3, 4, 5, 6), (7, 3, 1, 6, 2, 5), (4, 8, 5, 1, 7, 2))
+PROBES = ((1, 2, 3, 4, 5, 6), (7, 3, 1, 6, 2, 5), (4, 8, 5, 1, 7, 2))
 
 _TREE = (0, 0, 1, 2, 0)
 _CHAIN = (0, 0, 1, 2, 3)
@@ -51,8 +51,10 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
         shortest: Tokens of the shortest prompt of the batch.
         max_length: Tokens the longest row may reach; some position embeddings change their rule on the way.
     """
+    if model.config.is_encoder_decoder:
+        return Support("none", "it has an encoder, and its decoder is served by itself")
     config: Any = model.config.get_text_config()
-    others = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
+    others = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS
     if getattr(model, "_is_stateful", False):
         return Support("none", "its state is sequential, so a rejected draft could not be taken back")
     if others:
@@ -63,10 +65,10 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
     for window in windows:
         if window is not None and max_length > window:
             return Support("none", f"its attention drops tokens beyond {window} in a way of its own")
-    reason = _own_ways(model)
+    reason = own_ways(model)
     if reason:
         return Support("none", reason)
-    for rope in _rope_parameters(config):
+    for rope in rope_parameters_of(config):
         kind = rope.get("rope_type")
         if kind not in ("dynamic", "longrope"):
             continue
@@ -82,7 +84,7 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
     return _verdicts[model]
 
 
-def _own_ways(model: PreTrainedModel) -> str:
+def own_ways(model: PreTrainedModel) -> str:
     """What makes a pass depend on more than its tokens, or an empty string; PEFT adds most of it."""
     model_class: Any = type(model)
     prepare = vars(model).get("prepare_inputs_for_generation")
@@ -102,10 +104,10 @@ def _own_ways(model: PreTrainedModel) -> str:
 
 def prefills_at_once(model: PreTrainedModel) -> bool:
     """Whether a prompt must be read in one pass, because position embeddings depend on the longest position in it."""
-    return any(rope.get("rope_type") == "longrope" for rope in _rope_parameters(model.config.get_text_config()))
+    return any(rope.get("rope_type") == "longrope" for rope in rope_parameters_of(model.config.get_text_config()))
 
 
-def _rope_parameters(config: Any) -> Iterator[dict[str, Any]]:
+def rope_parameters_of(config: Any) -> Iterator[dict[str, Any]]:
     """The rotary embeddings of a model: one for all layers, or one per type of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
     nested = [each for each in rope.values() if isinstance(each, dict)]
@@ -129,7 +131,7 @@ def _probe(model: PreTrainedModel, config: Any) -> Support:
 def _complaint(model: PreTrainedModel, shape: Shape) -> str:
     """What is wrong with the logits of a drafted pass, or an empty string."""
     complaint = ""
-    for tokens in _PROBES:
+    for tokens in PROBES:
         try:
             if _scores_like_the_model(model, shape, tokens):
                 return ""
@@ -162,12 +164,13 @@ def _scores_like_the_model(model: PreTrainedModel, shape: Shape, tokens: Sequenc
             ([*tree.tokens[path].tolist(), tokens[0]], second[row, 0]),
         )
     ]
-    tolerance = max(_TOLERANCE.get(dtype, _FINE_TOLERANCE) for dtype in (model.dtype, first.dtype))
-    for ids, logits in checks:
-        expected = _own_logits(model, ids, logits)
-        if not (logits - expected).norm() <= tolerance * expected.norm():
-            return False
-    return True
+    return all(agree(model, logits, _own_logits(model, ids, logits)) for ids, logits in checks)
+
+
+def agree(model: PreTrainedModel, logits: Tensor, expected: Tensor) -> bool:
+    """Whether logits, `[vocab]`, are those expected but for rounding."""
+    tolerance = max(_TOLERANCE.get(dtype, _FINE_TOLERANCE) for dtype in (model.dtype, logits.dtype))
+    return bool((logits - expected).norm() <= tolerance * expected.norm())
 
 
 def _path(tree: TokenTree, node: int) -> list[int]:

@@ -23,7 +23,9 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     T5Config,
-    T5ForConditionalGeneration,
+    T5EncoderModel,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
 )
 
 import lookahead
@@ -89,10 +91,18 @@ NO_CAUSAL_LM = {
     "BertModel": (BertModel, BertConfig(**SIZES), "cannot generate"),
     "BertForMaskedLM": (BertForMaskedLM, BertConfig(**SIZES), "cannot generate"),
     "BertLMHeadModel": (BertLMHeadModel, BertConfig(**SIZES), "is_decoder"),
-    "T5ForConditionalGeneration": (
-        T5ForConditionalGeneration,
+    "T5EncoderModel": (
+        T5EncoderModel,
         T5Config(vocab_size=101, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4),
-        "encoder-decoder",
+        "cannot generate",
+    ),
+    "WhisperForConditionalGeneration": (
+        WhisperForConditionalGeneration,
+        WhisperConfig(
+            **{"vocab_size": 101, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "pad_token_id": 0},
+            **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "decoder_start_token_id": 1},
+        ),
+        "reads input_features",
     ),
 }
 

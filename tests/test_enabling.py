@@ -13,7 +13,6 @@ from transformers import PreTrainedModel, TextGenerationPipeline, TextIteratorSt
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.engine import Engine
-from lookahead.errors import UnsupportedModelError
 
 IDS = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])
 
@@ -172,14 +171,6 @@ def test_between_two_pieces_of_a_stream_the_model_is_as_it_was(
     assert torch.equal(other, tiny_llama.generate(IDS, max_new_tokens=5, do_sample=False))
     whole = lookahead.generate(tiny_llama, tiny_tokenizer, "the cat sat", max_new_tokens=40, do_sample=False).texts[0]
     assert first + "".join(pieces) == whole
-
-
-def test_an_encoder_decoder_has_no_switch() -> None:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(vocab_size=101, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4)
-    with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
-        lookahead.enable(T5ForConditionalGeneration(config))
 
 
 def test_no_warning_is_shown_for_an_ordinary_call(tiny_llama: PreTrainedModel) -> None:

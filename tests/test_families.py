@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from transformers import PreTrainedModel
 
 import lookahead
@@ -151,14 +150,6 @@ def test_position_embeddings_that_change_on_the_way_are_not_drafted_across(rope:
     model = build(replace(family, options={**family.options, **options}))
     with pytest.warns(UserWarning, match=f"{rope} position embeddings"):
         compare(model, ONE, do_sample=False)
-
-
-def test_an_encoder_decoder_is_refused() -> None:
-    config = transformers.T5Config(vocab_size=101, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4)
-    model = transformers.T5ForConditionalGeneration(config).eval()
-    model.generation_config.decoder_start_token_id = 0
-    with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
-        model.generate(**ONE, max_new_tokens=5, custom_generate=lookahead.decode)
 
 
 def test_the_page_of_families_is_what_the_table_gives() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -15,6 +15,14 @@ from lookahead.proposers.base import Call, IntArray, Outcome, Proposal, Proposer
 
 _METHODS = ("start", "propose", "observe", "finish")
 _ATTRIBUTES = ("sources", "needs_argmax", "needs_top", "hidden_layers")
+
+
+@runtime_checkable
+class Paid(Protocol):
+    """A proposer that has to be worth its time."""
+
+    def settle(self, *, alone: float, tokens: float, step_s: float) -> None:
+        """Learn what a step gave that only this proposer foretold, as told to `Ledger.settle`."""
 
 
 class CustomProposer:
@@ -150,12 +158,13 @@ class CustomProposer:
         return "" if bool((drawn > 0).all()) else "with a node that its distribution could not give"
 
 
-def paid_by_bits(proposers: Sequence[Proposer]) -> dict[int, CustomProposer]:
+def paid_by_bits(proposers: Sequence[Proposer]) -> dict[int, Paid]:
     """The proposers that have to be worth their time, by the bits of their sources in a tree."""
-    paid, first = {}, 0
+    paid: dict[int, Paid] = {}
+    first = 0
     for proposer in proposers:
         bits = (1 << len(proposer.sources)) - 1 << first
         first += len(proposer.sources)
-        if isinstance(proposer, CustomProposer):
+        if isinstance(proposer, Paid):
             paid[bits] = proposer
     return paid

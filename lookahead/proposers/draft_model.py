@@ -12,7 +12,7 @@ from lookahead.errors import ConfigError, ProposerError
 from lookahead.pools.fingerprint import fingerprint_of
 from lookahead.proposers.base import Call, Proposer
 from lookahead.proposers.model_proposer import Experience, ModelProposer
-from lookahead.request import refuse_model, vocabulary_size
+from lookahead.request import refuse_encoder_decoder, refuse_model, vocabulary_size
 from lookahead.support import support_of
 
 _SHAPE = 8, 4  # children of a node, nodes that a pass extends
@@ -86,6 +86,7 @@ class DraftModel:
             ProposerError: The model cannot draft for the target: other tokens, or a state that goes one way only.
             UnsupportedModelError: It is no causal LM.
         """
+        refuse_encoder_decoder(self.model, "draft for another")
         refuse_model(self.model)
         vocabulary = self._shared_vocabulary(call)
         support = support_of(self.model, shortest=1, max_length=call.max_length)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
+from lookahead.request import pad_prompts
 from lookahead.summarize.decoding import Decoded, LookaheadDecoder
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class ComparingDecoder:
         """Decode with `model.generate`: new tokens of each prompt, and what it took."""
         model: Any = self.decoder.model  # PreTrainedModel is not typed as one that can generate
         pad = self._pad_token_id()
-        input_ids, attention_mask = self._left_padded(prompts, pad)
+        input_ids, attention_mask = self._padded(prompts, pad)
         clock = _Clock()
         start = time.perf_counter()
         output: torch.Tensor = model.generate(
@@ -102,26 +103,25 @@ class ComparingDecoder:
             attention_mask=attention_mask,
             max_new_tokens=max_new_tokens,
             do_sample=False,
+            num_beams=1,
             pad_token_id=pad,
             stopping_criteria=StoppingCriteriaList([clock]),
         )
         end = time.perf_counter()
         first = end if clock.first is None else clock.first
-        rows = [self._up_to_stop(row) for row in output[:, input_ids.shape[1] :].tolist()]
+        begin = 1 if model.config.is_encoder_decoder else input_ids.shape[1]  # a decoder's prompt is its start token
+        rows = [self._up_to_stop(row) for row in output[:, begin:].tolist()]
         emitted = sum(map(len, rows))
         return rows, PlainFigures(emitted, emitted - len(rows), first - start, end - first)
 
-    def _left_padded(self, prompts: Sequence[str], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _padded(self, prompts: Sequence[str], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids and attention mask of the prompts, `[prompts, longest]`, on the model's device."""
         encoded = self.decoder.tokenizer(
             list(prompts), add_special_tokens=self.decoder.add_special_tokens, verbose=False
         )
-        rows: list[list[int]] = encoded["input_ids"]
-        width = max(map(len, rows))
-        ids = [[pad] * (width - len(row)) + row for row in rows]
-        mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
-        device = self.decoder.model.device
-        return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+        model = self.decoder.model
+        ids, mask = pad_prompts(encoded["input_ids"], pad, on_the_right=model.config.is_encoder_decoder)
+        return torch.tensor(ids, device=model.device), torch.tensor(mask, device=model.device)
 
     def _pad_token_id(self) -> int:
         """A token to fill rows with; the attention mask hides it, so any will do."""

@@ -61,16 +61,27 @@ class LookaheadDecoder:
 
     def decode(self, prompts: Sequence[str], max_new_tokens: int) -> Decoded:
         """Continue each prompt by at most `max_new_tokens` tokens."""
+        # An encoder-decoder model is drafted for one input at a time.
+        batches = [[prompt] for prompt in prompts] if self.model.config.is_encoder_decoder else [list(prompts)]
+        done = [self._decode_together(batch, max_new_tokens) for batch in batches]
+        texts = [text for decoded in done for text in decoded.texts]
+        token_ids = [ids for decoded in done for ids in decoded.token_ids]
+        stats = done[0].stats if len(done) == 1 else total_in_sequence(decoded.stats for decoded in done)
+        return Decoded(texts, token_ids, stats)
+
+    def _decode_together(self, prompts: list[str], max_new_tokens: int) -> Decoded:
+        """Continue prompts in one batch."""
         from lookahead.generation import generate
 
         result = generate(
             self.model,
             self.tokenizer,
-            list(prompts),
+            prompts,
             config=self.config,
             add_special_tokens=self.add_special_tokens,
             max_new_tokens=max_new_tokens,
             do_sample=False,
+            num_beams=1,
         )
         return Decoded(result.texts, result.token_ids, result.stats)
 
@@ -85,7 +96,7 @@ class LookaheadDecoder:
         from lookahead.tree import TokenTree
 
         everything = replace(self.config or LookaheadConfig(), draft="fixed", min_probability=0.0)
-        generate(self.model, self.tokenizer, prompt, config=everything, max_new_tokens=12, do_sample=False)
+        generate(self.model, self.tokenizer, prompt, config=everything, max_new_tokens=12, do_sample=False, num_beams=1)
         # What only batches need.
         fit([Draft(TokenTree.root(0), ())] * 2, np.ones(3), Batch(np.ones(2), np.arange(3.0)))
 

@@ -51,14 +51,18 @@ class PromptFitter:
     ) -> None:
         check_max_new_tokens(max_new_tokens)
         self._tokenizer = tokenizer
-        self._prompting = Prompting(tokenizer, request)
+        self._prompting = Prompting(tokenizer, request, model)
         self._prompt_limit: int | None = None
         self._document_limit: int | None = None
         context = context_length(model, tokenizer)
         if context is not None:
             template_tokens = self._prompting.count_tokens(self._prompting.render(""))
-            self._prompt_limit = context - max_new_tokens
+            # An encoder's context holds the document alone; the summary has the decoder's.
+            self._prompt_limit = context - (0 if model.config.is_encoder_decoder else max_new_tokens)
             self._document_limit = self._prompt_limit - template_tokens
+            if self._document_limit < MIN_DOCUMENT_TOKENS and model.config.is_encoder_decoder:
+                least = template_tokens + MIN_DOCUMENT_TOKENS
+                raise ConfigError(f"the model's encoder must read at least {least} tokens, and it reads {context}")
             if self._document_limit < MIN_DOCUMENT_TOKENS:
                 most = context - template_tokens - MIN_DOCUMENT_TOKENS
                 raise ConfigError(
@@ -125,6 +129,10 @@ def check_room(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, promp
     """
     context = context_length(model, tokenizer)
     tokens = len(tokenizer(prompt, verbose=False)["input_ids"])
+    if model.config.is_encoder_decoder:
+        if context is not None and tokens > context:
+            raise PromptError(f"the prompt has {tokens} tokens, and the model's encoder reads at most {context}")
+        return
     if context is not None and tokens + max_new_tokens > context:
         room = f"max_new_tokens must be at most {context - tokens}, got {max_new_tokens}"
         raise PromptError(
@@ -134,7 +142,11 @@ def check_room(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, promp
 
 
 def context_length(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Most tokens of a prompt and its output together, as the model or its tokenizer states; `None` if neither."""
+    """Most tokens of a prompt and its output together, as the model or its tokenizer states; `None` if neither.
+
+    Of an encoder-decoder model: most tokens its encoder reads.
+    """
     text_config = model.config.get_text_config()
-    stated = (tokenizer.model_max_length, getattr(text_config, "max_position_embeddings", None))
+    names = ("max_encoder_position_embeddings", "max_position_embeddings")
+    stated = (tokenizer.model_max_length, *(getattr(text_config, name, None) for name in names))
     return min((length for length in stated if isinstance(length, int) and 0 < length < _NO_LIMIT), default=None)

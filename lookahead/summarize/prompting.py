@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lookahead.errors import ConfigError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SUMMARIZE_TEMPLATE = "summarize"
 INSTRUCTION = "Summarize the following text in a few sentences."
@@ -56,27 +56,38 @@ class Prompting:
     """How one tokenizer's model is asked for a summary.
 
     A chat template named `"summarize"` gets the bare document; any other chat template gets an instruction and
-    the document as a user's message; without one the prompt is the document and `Summary:`.
+    the document as a user's message; without one the prompt is the document and `Summary:`. An encoder-decoder model
+    reads the document itself, behind the prefix its configuration names (T5's `summarize: `).
 
     Args:
         tokenizer: The tokenizer whose templates are used.
         request: What to ask for; `None` for a summary in a few sentences.
+        model: Its model; one with an encoder needs no prompt.
 
     Attributes:
-        template: `"summarize"`, `"chat"` or `"plain"`.
+        template: `"encoder"`, `"summarize"`, `"chat"` or `"plain"`.
 
     Raises:
         ConfigError: The model does not follow instructions, and it is asked for something else than a summary.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, request: Request | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        request: Request | None = None,
+        model: PreTrainedModel | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
-        is_usual = request is None or (request.prompt is None and request.style is None)
         self._request = request or Request()
+        self._prefix = ""
         templates = tokenizer.chat_template
-        if isinstance(templates, dict) and SUMMARIZE_TEMPLATE in templates:
+        if model is not None and model.config.is_encoder_decoder:
+            self.template = "encoder"
+            self._refuse_style("model reads documents, not chats")
+            self._prefix = summary_prefix(model)
+        elif isinstance(templates, dict) and SUMMARIZE_TEMPLATE in templates:
             self.template = SUMMARIZE_TEMPLATE
-            if not is_usual:
+            if self._request.prompt is not None or self._request.style is not None:
                 asked = "prompt" if self._request.prompt is not None else f"style {self._request.style!r}"
                 raise ConfigError(
                     f"this model was made to summarize and follows no instructions, so a {asked} means nothing to it; "
@@ -86,11 +97,7 @@ class Prompting:
             self.template = "chat"
         else:
             self.template = "plain"
-            if self._request.style is not None:
-                raise ConfigError(
-                    f"the model's tokenizer has no chat template, so a style {self._request.style!r} means nothing to "
-                    "it; give --model an instruction model, or ask in your own words with --prompt-file"
-                )
+            self._refuse_style("model's tokenizer has no chat template")
         markers = {*tokenizer.all_special_tokens, *_special_added_tokens(tokenizer)}
         longest_first = sorted((marker for marker in markers if len(marker) > 1), key=len, reverse=True)
         self._markers = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
@@ -98,7 +105,15 @@ class Prompting:
     @property
     def add_special_tokens(self) -> bool:
         """Whether the tokenizer must add its own special tokens, as no template wrote any."""
-        return self.template == "plain"
+        return self.template in ("plain", "encoder")
+
+    def _refuse_style(self, reason: str) -> None:
+        """Say that only a prompt of one's own tells the model how to summarize."""
+        if self._request.style is not None:
+            raise ConfigError(
+                f"the {reason}, so a style {self._request.style!r} means nothing to it; give --model an instruction "
+                "model, or ask in your own words with --prompt-file"
+            )
 
     def clean(self, text: str) -> str:
         """Bring a piece of a document into the form the model knows; every document passes here once.
@@ -114,11 +129,15 @@ class Prompting:
 
     def render(self, document: str) -> str:
         """The whole prompt for a cleaned document."""
+        if self.template == "encoder" and self._request.prompt is None:
+            return self._prefix + document
         instruction = self._request.instruction
         if PLACEHOLDER in instruction:
             asked = instruction.replace(PLACEHOLDER, document)
         else:
             asked = f"{instruction}\n\n{document}"
+        if self.template == "encoder":
+            return asked
         if self.template == "plain":
             if self._request.prompt is None:
                 return f"{document}\n\nSummary:"
@@ -138,6 +157,12 @@ class Prompting:
         """Tokens of a rendered prompt, special ones included."""
         encoded = self._tokenizer(prompt, add_special_tokens=self.add_special_tokens, verbose=False)
         return len(encoded["input_ids"])
+
+
+def summary_prefix(model: PreTrainedModel) -> str:
+    """What an encoder-decoder model wants to see before a document, by its configuration; often nothing."""
+    tasks = getattr(model.config, "task_specific_params", None) or {}
+    return str((tasks.get("summarization") or {}).get("prefix") or "")
 
 
 def _special_added_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:

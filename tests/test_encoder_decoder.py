@@ -1,0 +1,239 @@
+"""Encoder-decoder models: one tiny random model of every family, and its tokens are those of `model.generate`."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertConfig, EncoderDecoderConfig, EncoderDecoderModel, PreTrainedModel
+
+import lookahead
+from bench.adversaries import Offer, always_wrong, drafting_by, nothing, perfect
+from bench.families import ENCODER_DECODERS, build
+from bench.speed import PassCounter
+from lookahead import LookaheadConfig
+from lookahead.errors import UnsupportedModelError
+from lookahead.seq2seq.support import decoder_support
+from lookahead.seq2seq.target import empty_cache
+
+CHAINS, PLAIN = (
+    [family for family in ENCODER_DECODERS.values() if family.decoded == decoded] for decoded in ("chains", "plain")
+)
+READ = [5, 9, 31, 77, 5, 9, 31, 8, 60, 5, 9, 31, 44, 12, 7]
+ONE = {"input_ids": torch.tensor([READ])}
+PADDED = {"input_ids": torch.tensor([READ + [0] * 5]), "attention_mask": torch.tensor([[1] * 15 + [0] * 5])}
+PADDED_BEFORE = {"input_ids": torch.tensor([[0] * 3 + READ]), "attention_mask": torch.tensor([[0] * 3 + [1] * 15])}
+BATCH = {
+    "input_ids": torch.tensor([READ, [44, 17, 44, 17, 44] + [0] * 10]),
+    "attention_mask": torch.tensor([[1] * 15, [1] * 5 + [0] * 10]),
+}
+NEW_TOKENS = 19
+WANDERING = {"do_sample": False, "no_repeat_ngram_size": 2, "suppress_tokens": [0]}
+FIXED = LookaheadConfig(draft="fixed", min_probability=0.0)
+# What the generation configurations of published summarizers ask for, and more that needs the text so far.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "as BART-CNN asks": {"min_length": 12, "no_repeat_ngram_size": 3, "forced_bos_token_id": 4, "eos_token_id": 31},
+    "a forced last token": {"forced_eos_token_id": 77, "no_repeat_ngram_size": 2},
+    "a language code first": {"forced_bos_token_id": 60, "max_length": 11},
+    "nothing from the input": {"encoder_no_repeat_ngram_size": 1},
+    "more from the input": {"encoder_repetition_penalty": 3.0},
+    "a penalty": {"repetition_penalty": 1.4},
+    "words left out": {"bad_words_ids": [[5], [9, 31]], "suppress_tokens": [8], "begin_suppress_tokens": [44]},
+    "a minimum of new tokens": {"min_new_tokens": 9, "eos_token_id": [2, 31, 44, 90]},
+    "sampled, truncated": {"do_sample": True, "temperature": 1.3, "top_k": 20, "top_p": 0.9},
+}
+
+
+@cache
+def model_of(name: str) -> PreTrainedModel:
+    """One model for all tests that leave it as it is, probed, so that its passes can be counted."""
+    model = build(ENCODER_DECODERS[name])
+    decoder_support(model, max_length=NEW_TOKENS)
+    return model
+
+
+def generate(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
+    torch.manual_seed(1)
+    limit = {} if "max_length" in options else {"max_new_tokens": NEW_TOKENS}
+    tokens: torch.Tensor = model.generate(**inputs, **limit, **options)
+    return tokens
+
+
+def texts_of(outputs: torch.Tensor, inputs: dict[str, torch.Tensor]) -> list[list[int]]:
+    """What a proposer sees of a row in the end: the input without its padding, and all the decoder wrote."""
+    ids = inputs["input_ids"]
+    mask = inputs.get("attention_mask", torch.ones_like(ids)).bool()
+    return [ids[row][mask[row]].tolist() + outputs[row].tolist() for row in range(len(ids))]
+
+
+def never_right(answers: list[list[int]]) -> Offer:
+    """Draft what a row will not say, and no padding either."""
+    return always_wrong([[token % 100 for token in answer] for answer in answers], 101)
+
+
+def compare(
+    model: PreTrainedModel,
+    inputs: dict[str, torch.Tensor],
+    offer: str | Offer = "real",
+    config: LookaheadConfig | None = FIXED,
+    **options: Any,
+) -> int:
+    """Compare with `model.generate`, whatever drafts; returns the passes of the decoder."""
+    expected = generate(model, inputs, **options)
+    answers = texts_of(expected, inputs)
+    offers = {"empty": nothing, "perfect": perfect(answers), "always wrong": never_right(answers)}
+    drafts = offers.get(offer) if isinstance(offer, str) else offer
+    with drafting_by(drafts) if drafts else nullcontext(), PassCounter(model) as counter:
+        got = generate(model, inputs, **options, custom_generate=lookahead.decode, lookahead_config=config)
+    assert torch.equal(got, expected)
+    return counter.passes
+
+
+@pytest.mark.parametrize("family", CHAINS, ids=lambda family: family.name)
+def test_a_decoder_that_verifies_chains_gives_the_tokens_of_generate(family: Any) -> None:
+    model = model_of(family.name)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*decoded plainly")
+        assert compare(model, ONE, "perfect", **WANDERING) == 2
+        assert compare(model, ONE, "empty", **WANDERING) == NEW_TOKENS
+        assert compare(model, PADDED, "always wrong", **WANDERING) == NEW_TOKENS
+        compare(model, PADDED_BEFORE, "perfect", do_sample=True)
+        compare(model, PADDED, "real", do_sample=True)
+        compare(model, ONE, "real", do_sample=False)
+
+
+@pytest.mark.parametrize("family", CHAINS, ids=lambda family: family.name)
+def test_several_inputs_at_once_are_decoded_plainly_and_say_so(family: Any) -> None:
+    model = model_of(family.name)
+    with pytest.warns(UserWarning, match="for 2 inputs at once.*decoded plainly"):
+        compare(model, BATCH, config=None, do_sample=True)
+    with pytest.raises(UnsupportedModelError, match="for 2 inputs at once"):
+        generate(model, BATCH, custom_generate=lookahead.decode, lookahead_config=FIXED)
+
+
+@pytest.mark.parametrize("family", PLAIN, ids=lambda family: family.name)
+def test_a_decoder_that_cannot_verify_chains_is_decoded_plainly_and_says_so(family: Any) -> None:
+    model = model_of(family.name)
+    with pytest.warns(UserWarning, match="cannot be decoded speculatively.*decoded plainly"):
+        compare(model, ONE, config=None, do_sample=True)
+    with pytest.raises(UnsupportedModelError, match="cannot be decoded speculatively"):
+        generate(model, ONE, custom_generate=lookahead.decode, lookahead_config=FIXED)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("name", ["Bart", "Pegasus", "T5"])
+def test_processors_see_the_text_that_generate_would_show_them(name: str, options: dict[str, Any]) -> None:
+    for offer in ("perfect", "always wrong", "real"):
+        compare(model_of(name), PADDED, offer, **options)
+
+
+@pytest.mark.parametrize("name", ["Bart", "Pegasus", "T5"])
+def test_an_end_or_a_limit_inside_a_draft_ends_the_output_there(name: str) -> None:
+    model = model_of(name)
+    text = generate(model, ONE, **WANDERING)[0].tolist()
+    for eos in [token for place, token in enumerate(text) if place > 2 and token not in text[:place]][:3]:
+        assert compare(model, ONE, "perfect", **WANDERING, eos_token_id=eos, pad_token_id=0) == 2
+    right = perfect([READ + text])
+    for limit in (2, 3, 7):
+        assert compare(model, ONE, right, **WANDERING, max_length=limit) == min(2, limit - 1)
+
+
+class StopsAfter:
+    """A user's criterion: stop once the text holds so many different tokens."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.tensor([len(set(row.tolist())) >= self.number for row in input_ids])
+
+
+def test_a_criterion_that_fires_inside_a_draft_ends_the_output_there() -> None:
+    compare(model_of("T5"), ONE, "perfect", **WANDERING, stopping_criteria=[StopsAfter(5)])
+
+
+def test_a_prompt_for_the_decoder_is_gone_on_from() -> None:
+    for name in ("Bart", "T5"):
+        for prompt in ([[2, 9, 31]], [[50, 4]]):
+            compare(model_of(name), ONE, "real", **WANDERING, decoder_input_ids=torch.tensor(prompt))
+
+
+def test_a_padding_token_inside_a_draft_is_where_positions_begin_anew() -> None:
+    model = model_of("M2M100")
+    likes_padding = {"sequence_bias": {(0,): 4.0}, "do_sample": True}
+    assert generate(model, ONE, **likes_padding)[0].tolist().count(0) > 2
+    for offer in ("perfect", "real"):
+        compare(model, ONE, offer, **likes_padding)
+
+
+def test_scores_logits_and_the_cache_are_those_of_generate() -> None:
+    wanted = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    for name in ("Bart", "T5"):
+        model = model_of(name)
+        expected: Any = generate(model, ONE, **WANDERING, **wanted)
+        with drafting_by(perfect(texts_of(expected.sequences, ONE))):
+            got: Any = generate(model, ONE, **WANDERING, **wanted, custom_generate=lookahead.decode)
+        assert type(got) is type(expected) and torch.equal(got.sequences, expected.sequences)
+        for one, other in zip((*got.scores, *got.logits), (*expected.scores, *expected.logits), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+        caches = [output.past_key_values.self_attention_cache for output in (got, expected)]
+        for mine, theirs in zip(caches[0].layers, caches[1].layers, strict=True):
+            torch.testing.assert_close(mine.keys, theirs.keys, rtol=1e-3, atol=1e-3)
+        (mine.values * torch.ones(1, requires_grad=True)).sum().backward()  # not a tensor of inference mode
+
+
+def test_beam_search_is_refused_and_under_the_switch_left_to_transformers() -> None:
+    model = model_of("Bart")
+    with pytest.raises(UnsupportedModelError, match=r"beam search \(num_beams=4.*num_beams=1"):
+        generate(model, ONE, num_beams=4, custom_generate=lookahead.decode)
+    expected = generate(model, ONE, num_beams=4)
+    with lookahead.enable(model), pytest.warns(UserWarning, match="by transformers alone: beam search"):
+        assert torch.equal(generate(model, ONE, num_beams=4), expected)
+
+
+def test_inputs_that_are_not_served_are_named() -> None:
+    model: Any = model_of("Bart")
+    embeds = model.get_input_embeddings()(ONE["input_ids"])
+    with pytest.raises(UnsupportedModelError, match="decoder_attention_mask"):
+        prompt = {"decoder_input_ids": torch.tensor([[2, 9]]), "decoder_attention_mask": torch.tensor([[0, 1]])}
+        generate(model, ONE, **prompt, custom_generate=lookahead.decode, lookahead_config=FIXED)
+    for config in (LookaheadConfig(proposers=("prompt", "jacobi"), window=3), LookaheadConfig(window=5)):
+        with pytest.raises(UnsupportedModelError, match="lookahead branch"):
+            generate(model, ONE, custom_generate=lookahead.decode, lookahead_config=config)
+    got = model.generate(inputs_embeds=embeds, max_new_tokens=9, custom_generate=lookahead.decode)
+    assert torch.equal(got, model.generate(inputs_embeds=embeds, max_new_tokens=9))  # nothing to draft from, yet served
+
+
+def test_a_filled_cache_is_refused_and_one_that_is_empty_is_filled() -> None:
+    model: Any = model_of("T5")
+    cache = empty_cache(model)
+    generate(model, ONE, **WANDERING, past_key_values=cache, custom_generate=lookahead.decode, lookahead_config=FIXED)
+    assert cache.get_seq_length() == NEW_TOKENS
+    with pytest.raises(UnsupportedModelError, match="must be empty, got 19 tokens"):
+        generate(model, ONE, past_key_values=cache, custom_generate=lookahead.decode)
+
+
+def test_without_a_cache_or_with_one_of_fixed_size_the_tokens_are_the_same() -> None:
+    for options in ({"use_cache": False}, {"cache_implementation": "static"}):
+        compare(model_of("T5"), ONE, "real", **WANDERING, **options)
+
+
+def test_an_encoder_of_another_vocabulary_is_not_drafted_from() -> None:
+    side = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+    encoder, decoder = BertConfig(vocab_size=101, **side), BertConfig(vocab_size=23, **side)
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    torch.manual_seed(3)
+    model = EncoderDecoderModel(config).eval()
+    model.generation_config.update(decoder_start_token_id=1, pad_token_id=0, eos_token_id=None, bos_token_id=1)
+    decoder_support(model, max_length=NEW_TOKENS)
+    compare(model, ONE, "real", do_sample=True)
+
+
+def test_a_model_in_training_mode_is_decoded_plainly() -> None:
+    model = build(ENCODER_DECODERS["T5"]).train()
+    with pytest.warns(UserWarning, match="training mode"):
+        generate(model, ONE, custom_generate=lookahead.decode)
