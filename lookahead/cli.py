@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lookahead import cli_draft, cli_measure, cli_train
+from lookahead import cli_draft, cli_measure, cli_report, cli_train
 from lookahead.cli_pool import pool_app
 from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError
@@ -39,6 +39,7 @@ app.command()(cli_measure.calibrate)
 app.command()(cli_measure.explain)
 app.command()(cli_draft.pick_draft)
 app.command()(cli_train.train)
+app.command()(cli_report.report)
 
 Inputs = Annotated[
     list[str],

@@ -20,7 +20,7 @@ MAX_LINES = 400
 # the floor of its folder; one with no folder has no floor yet, and the test says so.
 FLOORS = (
     {"errors", "atomic"},
-    {"ngram", "kernels", "tree", "files", "loading", "heads"},
+    {"ngram", "kernels", "tree", "files", "loading", "heads", "report"},
     {"proposers.base", "pools", "scores", "progress"},
     {"config"},
     {"drafting", "cost", "switch", "sampling", "stopping", "verify", "stats", "rejection"},
@@ -46,7 +46,7 @@ FLOORS = (
     {"summarize"},
     {"training", "terminal"},
     {"explain.drawing"},
-    {"cli_measure", "cli_draft", "cli_train"},
+    {"cli_measure", "cli_draft", "cli_train", "cli_report"},
     {"lookahead", "cli_pool"},  # lookahead/__init__.py, the public names; the commands on pools
     {"cli"},
 )
@@ -69,7 +69,8 @@ KNOW_TRANSFORMERS = {
 }
 # Training shows its progress.
 KNOW_THE_TERMINAL = {
-    *("cli", "cli_pool", "cli_measure", "cli_draft", "cli_train", "explain.drawing", "terminal", "training"),
+    *("cli", "cli_pool", "cli_measure", "cli_draft", "cli_train", "cli_report"),
+    *("explain.drawing", "terminal", "training"),
 }
 BROUGHT_ALONG = {"tokenizers", "llvmlite"}  # by transformers and numba, which pin the range they work with
 
