@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lookahead import cli_draft, cli_measure, cli_summarize, cli_train
+from lookahead import cli_draft, cli_measure, cli_report, cli_summarize, cli_train
 from lookahead.cli_measure import Window
 from lookahead.cli_options import (
     Compile,
@@ -49,6 +49,7 @@ app.command()(cli_measure.calibrate)
 app.command()(cli_measure.explain)
 app.command()(cli_draft.pick_draft)
 app.command()(cli_train.train)
+app.command()(cli_report.report)
 
 Prompt = Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue, or - for stdin.")]
 Temperature = Annotated[float | None, typer.Option(min=0.0, help="Sample at this temperature; 0 takes the likeliest.")]

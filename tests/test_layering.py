@@ -20,7 +20,7 @@ MAX_LINES = 400
 # the floor of its folder; one with no folder has no floor yet, and the test says so.
 FLOORS = (
     {"errors", "atomic"},
-    {"ngram", "kernels", "tree", "files", "loading", "heads"},
+    {"ngram", "kernels", "tree", "files", "loading", "heads", "report"},
     {"proposers.base", "pools", "scores", "progress"},
     {"config"},
     {"drafting", "cost", "switch", "sampling", "stopping", "verify", "stats", "rejection"},
@@ -50,7 +50,7 @@ FLOORS = (
     {"jobs"},
     {"training", "terminal"},
     {"explain.drawing"},
-    {"cli_measure", "cli_draft", "cli_train"},
+    {"cli_measure", "cli_draft", "cli_train", "cli_report"},
     {"cli_options"},
     {"cli_summarize"},
     {"lookahead", "cli_pool"},  # lookahead/__init__.py, the public names; the commands on pools
@@ -80,7 +80,7 @@ KNOW_TRANSFORMERS = {
 }
 # Training shows its progress.
 KNOW_THE_TERMINAL = {
-    *("cli", "cli_pool", "cli_measure", "cli_draft", "cli_train", "cli_options", "cli_summarize"),
+    *("cli", "cli_pool", "cli_measure", "cli_draft", "cli_train", "cli_options", "cli_summarize", "cli_report"),
     *("explain.drawing", "terminal", "training"),
 }
 # Of an extra, imported where it is needed and missed with a word about the extra.

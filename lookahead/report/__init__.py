@@ -1,0 +1,1 @@
+"""What a file of results tells about its job, as one HTML page."""
