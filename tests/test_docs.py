@@ -104,7 +104,7 @@ def names(bundled_path: Path) -> dict[str, Any]:
     return {
         "__name__": "page", "lookahead": lookahead, "LookaheadConfig": lookahead.LookaheadConfig, "pipeline": pipeline,
         "model": large, "large": large, "small": small, "tokenizer": tokenizer,
-        "inputs": tokenizer("Once upon a time", return_tensors="pt"),
+        "inputs": tokenizer("Once upon a time", return_tensors="pt"), "prompts": ["Once upon a time", "..."],
     }  # fmt: skip
 
 
