@@ -6,50 +6,33 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lookahead.accounts import Accounts
 from lookahead.cache import RowStates
 from lookahead.config import LookaheadConfig
 from lookahead.drafting import Draft, FloatArray, drafter_of, fit, merge
+from lookahead.emission import ROOT, Emission
 from lookahead.errors import PromptError
 from lookahead.ngram.cut import FREE, Limits
 from lookahead.pacing import Pacing
 from lookahead.proposers.base import IntArray, Outcome, Proposal, Proposer, Top, question_of
-from lookahead.proposers.custom import paid_by_bits
 from lookahead.rejection import Trials, draw
 from lookahead.sampling import TokenChooser, not_a_number
 from lookahead.scores import Scores, read_scores
 from lookahead.stats import DecodingStats
 from lookahead.stopping import StoppingRule
 from lookahead.target import Target
-from lookahead.tree import TokenTree, count_within, sum_by_source, without_source
+from lookahead.tree import TokenTree, sum_by_source
+from lookahead.typical import Walk, longest_typical
 from lookahead.verify import Verdict, verify, verify_greedy
 
 _NO_ARGMAX = np.zeros(0, np.int32)
-_ROOT = np.zeros(1, np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class Emission:
-    """Tokens one row emitted in one step.
-
-    Attributes:
-        row: The row's place in the batch.
-        tokens: int32 `[n]`, n at least 1.
-        finished: The row's output ends here.
-        draft: What was verified; None where transformers decoded.
-        path: int32 `[a]`, the nodes of the draft that were accepted, its root first.
-    """
-
-    row: int
-    tokens: IntArray
-    finished: bool
-    draft: Draft | None = None
-    path: IntArray = field(default_factory=lambda: _ROOT)
 
 
 @dataclass(slots=True)
@@ -79,6 +62,7 @@ class Engine:
         keep_cache: Whether to keep the KV of rows that end.
         is_chain: Whether the target verifies chains only.
         by_rejection: Whether what was drawn is accepted by rejection sampling; proposals then tell their draws.
+        by_typicality: Whether what the target finds likely enough is accepted, which is lossy.
 
     Attributes:
         chooser: As given.
@@ -102,6 +86,7 @@ class Engine:
         keep_cache: bool = False,
         is_chain: bool = False,
         by_rejection: bool = False,
+        by_typicality: bool = False,
     ) -> None:
         self._target = target
         self._proposers = proposers
@@ -112,6 +97,7 @@ class Engine:
         self._device = prompts.device
         self._budget = config.node_budget
         self._by_rejection = by_rejection
+        self._by_typicality = by_typicality
         self._trials: list[Trials] = []
         self.sources = [name for proposer in proposers for name in proposer.sources]
         self._needs_argmax = self._always_needs_argmax = any(proposer.needs_argmax for proposer in proposers)
@@ -119,7 +105,7 @@ class Engine:
         self._needs_hidden = any(proposer.hidden_layers for proposer in proposers)
         self._observing_s = 0.0  # of the last step
         self._questions = [question_of(proposer) for proposer in proposers]
-        self._paid = paid_by_bits(proposers)
+        self._accounts = None if pacing is None else Accounts(pacing, proposers)
         self._drafter = drafter_of(proposers)
         self._nothing = tuple(_NO_ARGMAX for _ in proposers)
         padded = prompts.cpu().numpy()
@@ -182,17 +168,12 @@ class Engine:
         asked = any(draft.placed is not self._nothing and (can_spare or len(draft.tree) > 1) for draft in drafts)
         with_top = self._needs_top and asked
         emissions = self._emit(drafts, logits, self._read(logits, with_top=with_top))
-        if self._pacing is not None and not rests:
+        if self._accounts is not None and not rests:
             tokens = [len(emission.tokens) for emission in emissions]
             host_s, step_s = drafted - begin + self._observing_s, time.perf_counter() - begin
-            without, cold = None, self._target.is_cold
             verified = [(draft.tree, emission.path) for draft, emission in zip(drafts, emissions, strict=True)]
-            if self._pacing.branch.size is not None:
-                without = without_source(verified, tokens, self.sources.index("jacobi"))
-            self._pacing.learn(logits.shape[1], tokens, host_s, step_s - host_s, without, is_cold=cold)
-            for bits, paid in self._paid.items():
-                alone = sum(count_within(tree, path, bits) for tree, path in verified)
-                paid.settle(alone=alone / len(drafts), tokens=sum(tokens) / len(drafts), step_s=step_s)
+            took = {"host_s": host_s, "step_s": step_s, "is_cold": self._target.is_cold}
+            self._accounts.settle(verified, tokens, nodes=logits.shape[1], **took)
         return emissions
 
     def _emit(self, drafts: Sequence[Draft], logits: Tensor, scores: Scores) -> list[Emission]:
@@ -315,8 +296,16 @@ class Engine:
             row.emitted += len(verdict.tokens)
             return verdict
 
+        typical: Walk = {}
+        if self._by_typicality and len(draft.tree) > 1:
+            typical = longest_typical(draft.tree, partial(self._chances_after, row, draft.tree, logits[i]))
+
         def choose(node: int) -> int:
             place = {"row": row.index, "step": row.emitted}
+            if node in typical:
+                self.chooser.chances(self._ids(row), logits[i, node], **place)
+                row.stats.total_variation += 1.0 - typical[node][1]
+                return typical[node][0]
             if self._by_rejection:
                 chances = self.chooser.chances(self._ids(row), logits[i, node], **place)
                 return self._trials[i].choose(node, chances) if self._trials else draw(chances)
@@ -329,6 +318,14 @@ class Engine:
             return self._stopping.is_finished(row.index, self._ids(row), self.chooser.scores[row.index])
 
         return verify(draft.tree, choose, is_finished)
+
+    def _chances_after(self, row: _Row, tree: TokenTree, logits: Tensor, path: list[int]) -> Tensor:
+        """What the target would draw from after a path of nodes, of `[nodes, vocab]` logits."""
+        end = row.length + len(path) - 1
+        row.ids[row.length : end] = tree.tokens[path[1:]]
+        ids = torch.from_numpy(row.ids[:end])[None].to(self._device)
+        step = row.emitted + len(path) - 1
+        return self.chooser.chances(ids, logits[path[-1]], row=row.index, step=step, is_tentative=True)
 
     def _ids(self, row: _Row) -> Tensor:
         """The row's ids so far, int64 `[1, tokens]`, on the device of the prompts."""
@@ -350,7 +347,7 @@ class Engine:
     def _tell(self, row: _Row) -> None:
         """Let the proposers see what was emitted while they were not asked."""
         if row.untold:
-            outcome = Outcome(np.concatenate(row.untold), _ROOT, _NO_ARGMAX)
+            outcome = Outcome(np.concatenate(row.untold), ROOT, _NO_ARGMAX)
             row.untold.clear()
             for proposer in self._proposers:
                 proposer.observe(row.index, outcome, _NO_ARGMAX)

@@ -216,6 +216,7 @@ def prepare(
         keep_cache=bool(generation_config.return_dict_in_generate or is_continued or is_given),
         is_chain=is_chain,
         by_rejection=call.by_rejection,
+        by_typicality=config.acceptance == "typical" and call.warp is not None,
     )
 
 
