@@ -9,7 +9,7 @@ import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -71,7 +71,11 @@ Proposers = Annotated[str, typer.Option(help="Drafts' sources, of prompt, output
 Draft = Annotated[str | None, typer.Option("--draft-model", metavar="MODEL", help="Draft with this model too.")]
 Pool = Annotated[str | None, typer.Option(metavar="FILE", help="Draft from this too, made by 'lookahead pool build'.")]
 TrainedHeads = Annotated[
-    str | None, typer.Option("--heads", metavar="DIR", help="And from these, see 'lookahead train'.")
+    str | None,
+    typer.Option("--heads", metavar="DIR", help="And from these, see 'lookahead train'; eagle3: of the bundled model."),
+]
+Acceptance = Annotated[
+    str, typer.Option(help="exact; rejection: other tokens, the same distribution; typical: another one, lossy.")
 ]
 MaxNodes = Annotated[int | None, typer.Option(help="Most draft tokens a step verifies. (default: by the proposers)")]
 NgramSize = Annotated[int | None, typer.Option(help="N, length of its n-grams. (default: 5, or as suits auto)")]
@@ -187,6 +191,7 @@ def generate(
     draft_model: Draft = None,
     pool: Pool = None,
     heads: TrainedHeads = None,
+    acceptance: Acceptance = "exact",
     max_nodes: MaxNodes = None,
     window: cli_measure.Window = None,
     ngram_size: NgramSize = None,
@@ -202,13 +207,16 @@ def generate(
       lookahead generate "Once upon a time" --temperature 0.8 --seed 7 --stats
       lookahead generate - --max-new-tokens 64 < prompt.txt
       lookahead generate "Dear Sir" --model ./large --draft-model ./small
+      lookahead generate "Dear Sir" --proposers none --heads eagle3 --stats
     """
     from lookahead.files.documents import read_prompt
     from lookahead.summarize.fitting import check_max_new_tokens, check_room
 
     with usage_errors():
         check_max_new_tokens(max_new_tokens)
-        config = _config(proposers, pool, heads, max_nodes, window, ngram_size, guesses, compile, cuda_graphs)
+        config = _config(
+            proposers, pool, heads, max_nodes, window, ngram_size, guesses, compile, cuda_graphs, acceptance
+        )
         text = read_prompt(prompt)
         loaded = load(model, dtype, device, threads)
         check_room(*loaded, text, max_new_tokens)
@@ -252,6 +260,7 @@ def _config(
     guesses: int | None,
     compile: bool,
     cuda_graphs: bool,
+    acceptance: str = "exact",
 ) -> LookaheadConfig | None:
     """The options on drafting as a configuration, which checks them; None where all are the defaults.
 
@@ -265,7 +274,7 @@ def _config(
     columns = cli_measure.read_window(window)
     config = LookaheadConfig(
         proposers=sources, pool=pool, max_nodes=max_nodes, window=columns, ngram_size=ngram_size, guesses=guesses,
-        compile=compile, cuda_graphs=cuda_graphs,
+        compile=compile, cuda_graphs=cuda_graphs, acceptance=cast(Any, acceptance),
     )  # fmt: skip
     return None if config == LookaheadConfig() else config
 

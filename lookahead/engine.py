@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -172,8 +173,8 @@ class Engine:
             tokens = [len(emission.tokens) for emission in emissions]
             host_s, step_s = drafted - begin + self._observing_s, time.perf_counter() - begin
             verified = [(draft.tree, emission.path) for draft, emission in zip(drafts, emissions, strict=True)]
-            took = {"host_s": host_s, "step_s": step_s, "is_cold": self._target.is_cold}
-            self._accounts.settle(verified, tokens, nodes=logits.shape[1], **took)
+            nodes, is_cold = logits.shape[1], self._target.is_cold
+            self._accounts.settle(verified, tokens, nodes=nodes, host_s=host_s, step_s=step_s, is_cold=is_cold)
         return emissions
 
     def _emit(self, drafts: Sequence[Draft], logits: Tensor, scores: Scores) -> list[Emission]:
@@ -301,7 +302,7 @@ class Engine:
             typical = longest_typical(draft.tree, partial(self._chances_after, row, draft.tree, logits[i]))
 
         def choose(node: int) -> int:
-            place = {"row": row.index, "step": row.emitted}
+            place: dict[str, Any] = {"row": row.index, "step": row.emitted}
             if node in typical:
                 self.chooser.chances(self._ids(row), logits[i, node], **place)
                 row.stats.total_variation += 1.0 - typical[node][1]

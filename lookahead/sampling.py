@@ -86,9 +86,7 @@ class TokenChooser:
             raise not_a_number(row, step)
         return token
 
-    def chances(
-        self, prefix: Tensor, logits: Tensor, *, row: int, step: int, is_tentative: bool = False
-    ) -> Tensor:
+    def chances(self, prefix: Tensor, logits: Tensor, *, row: int, step: int, is_tentative: bool = False) -> Tensor:
         """What `choose` would draw from, `[vocab]`, for one who draws differently; the arguments are the same.
 
         Of what is tentative, because the prefix may not be emitted, nothing is kept.

@@ -1,7 +1,7 @@
 """Typical acceptance: lossy. What the target finds likely enough is accepted, whether it would have chosen it or not.
 
-Source: Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", §2.3.1, with
-    the thresholds of its published code.
+Source: Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", §2.3.1,
+    with the thresholds of its published code.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ FLOORS = (
     {"compiled", "graphs"},
     {"passes"},
     {"target"},
-    {"support", "request"},
+    {"support", "request", "passtime"},
     {"calibration", "proposers.draft_model", "proposers.model_proposer"},
     {"engine"},
     {"plain", "handover", "pieces", "experience"},
@@ -66,7 +66,7 @@ KNOW_TRANSFORMERS = {
         "pools",
         "summarize",
     ),
-    *("contest", "picking", "training", "heads"),
+    *("contest", "passtime", "picking", "training", "heads"),
 }
 # Training shows its progress.
 KNOW_THE_TERMINAL = {
