@@ -154,9 +154,9 @@ def _proposers() -> Sheet:
         (Row("prompts", "prompts"), Row("most nodes a pass", "nodes"), *rows),
         dtype="fp32",
         device="cpu",
-        note="The draft model and its target are two tiny story tellers; heads are those of the bundled model, summarizing "
-        "stories that training never saw. Distance is in total variation per token, 0 to 1; outputs sampled by rejection "
-        "or typical acceptance are others than from the same seed.",
+        note="The draft model and its target are two tiny story tellers; heads are those of the bundled model, which "
+        "summarizes stories that training never saw. Distance is in total variation per token, 0 to 1; outputs sampled "
+        "by rejection or typical acceptance are others than from the same seed.",
     )
 
 
