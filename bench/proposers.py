@@ -12,12 +12,14 @@ Every way decodes every prompt in turn, greedily and at temperature 1, with `--n
 cost model, so that tokens per pass do not depend on the machine; then greedily with the cost model ("auto"), which may
 turn drafting off; those that can draw also at temperature 1 by rejection sampling, and all by typical acceptance, which
 is lossy: `divergence` says by how much. In these two outputs are other ones than from the same seed and `identical`
-says nothing. Memory is fresh for each prompt. The last line is one JSON object.
+says nothing. Memory is fresh for each prompt. The last line is one JSON object. What the file of `--json` already holds
+of the other models stays there, so that the pair and the heads can be measured one after the other.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -160,19 +162,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser().error("--model goes with --draft, and --heads with --documents")
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="the draft model has")
-    result: dict[str, Any] = {
-        **{name: str(getattr(options, name)) for name in ("model", "draft", "heads")},
-        **{name: getattr(options, name) for name in ("prompts", "tokens", "nodes")},
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-    }
-    stages = []
+    result: dict[str, Any] = {"settings": {}, "proposers": {}}
+    if options.json is not None and options.json.exists():
+        result = json.loads(options.json.read_text(encoding="utf-8"))
+    result["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
+    stages, is_exact = {}, True
     if options.model is not None:
-        stage, result["pass_ms"] = pair_stage(options)
-        stages.append(stage)
+        stages["pair"], result["pass_ms"] = pair_stage(options)
     if options.heads is not None:
-        stages.append(heads_stage(options))
-    result["proposers"], is_exact = {}, True
-    for stage in stages:
+        stages["heads"] = heads_stage(options)
+    for what, stage in stages.items():
+        asked = {name: getattr(options, name) for name in ("tokens", "nodes")}
+        result["settings"][what] = {"prompts": len(stage.prompts), **asked}
         scores = stage.measure(options.nodes, options.tokens)
         for mode, by_way in scores.items():
             for name, score in by_way.items():

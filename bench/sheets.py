@@ -151,7 +151,13 @@ def _proposers() -> Sheet:
         "proposers.json",
         "Draft models and trained heads",
         "python -m bench.proposers --model DIR --draft DIR --heads DIR --documents squality_dev.jsonl",
-        (Row("prompts", "prompts"), Row("most nodes a pass", "nodes"), *rows),
+        tuple(
+            Row(f"{what}: {name}", f"settings/{key}/{name}", is_optional=True)
+            for key, what in {"pair": "a draft model and its target", "heads": "bundled"}.items()
+            for name in ("prompts", "tokens", "nodes")
+        )
+        + rows,
+        model="stories260K with llama2xs-279K, and the bundled one",
         dtype="fp32",
         device="cpu",
         note="The draft model and its target are two tiny story tellers; heads are those of the bundled model, which "

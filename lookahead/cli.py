@@ -72,7 +72,9 @@ Draft = Annotated[str | None, typer.Option("--draft-model", metavar="MODEL", hel
 Pool = Annotated[str | None, typer.Option(metavar="FILE", help="Draft from this too, made by 'lookahead pool build'.")]
 TrainedHeads = Annotated[
     str | None,
-    typer.Option("--heads", metavar="DIR", help="And from these, see 'lookahead train'; eagle3: of the bundled model."),
+    typer.Option(
+        "--heads", metavar="DIR", help="And from these, see 'lookahead train'; eagle, mtp: the bundled model's."
+    ),
 ]
 Acceptance = Annotated[
     str, typer.Option(help="exact; rejection: other tokens, the same distribution; typical: another one, lossy.")
@@ -207,7 +209,7 @@ def generate(
       lookahead generate "Once upon a time" --temperature 0.8 --seed 7 --stats
       lookahead generate - --max-new-tokens 64 < prompt.txt
       lookahead generate "Dear Sir" --model ./large --draft-model ./small
-      lookahead generate "Dear Sir" --proposers none --heads eagle3 --stats
+      lookahead generate "Dear Sir" --proposers none --heads eagle --stats
     """
     from lookahead.files.documents import read_prompt
     from lookahead.summarize.fitting import check_max_new_tokens, check_room

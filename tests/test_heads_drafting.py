@@ -20,9 +20,10 @@ from lookahead.heads.eaglefile import fresh_eagle, fresh_fused, write_eagle
 from lookahead.heads.guesses import GuessTree
 from lookahead.heads.medusa import MedusaHeads
 from lookahead.heads.mtp import MtpHeads
+from lookahead.heads.opening import bundled_heads
 from lookahead.heads.product import grow_product
 from lookahead.heads.rates import HeadRates
-from lookahead.loading import LoadedModel
+from lookahead.loading import LoadedModel, load_bundled
 from lookahead.training.heads.job import Settings, train_heads
 
 KINDS = ["medusa", "eagle", "eagle3", "mtp"]

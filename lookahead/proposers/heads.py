@@ -29,7 +29,7 @@ class Heads:
     Args:
         folder: What `lookahead train` wrote, a published checkpoint of Medusa or EAGLE in safetensors, `"native"` for
             the MTP layer that the model's own checkpoint brings along, or the name of heads that come along for the
-            bundled model, such as `"eagle3"`.
+            bundled model, `"eagle"` or `"mtp"`.
         name: What the source is called in the stats; their kind when None.
 
     Raises:
