@@ -36,6 +36,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from bench.jacobi import OPENINGS
 from bench.prompts import read_texts, summary_prompts
 from bench.report import publish
+from bench.sheets import KINDS
 from lookahead import DraftModel, Heads, LookaheadConfig
 from lookahead.contest import Score, compare
 from lookahead.loading import load_bundled
@@ -43,7 +44,6 @@ from lookahead.passtime import pass_seconds
 from lookahead.proposers.base import ProposerFactory
 
 NAMES = ("prompt", "outputs", "recycled")
-KINDS = ("medusa", "mtp", "eagle", "eagle3")
 WAYS = ("plain", "names", "draft_model", "specinfer", "hybrid")
 DRAWING = ("draft_model", "specinfer")
 LOSSY = ("rejection", "typical")

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from bench.goals import GPU_DECODE
 
+KINDS = ("medusa", "mtp", "eagle", "eagle3")
+"""Of heads, as the files call them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -126,7 +129,7 @@ def _proposers() -> Sheet:
     pair = {"plain": "no drafts", "names": "the default sources", "draft_model": "a draft model"}
     pair |= {"specinfer": "two draft models", "hybrid": "the default sources and a draft model"}
     heads = {"bundled_plain": "bundled, no drafts", "bundled_names": "bundled, the default sources"}
-    heads |= {kind: f"bundled, {kind}" for kind in ("medusa", "mtp", "eagle", "eagle3")}
+    heads |= {kind: f"bundled, {kind}" for kind in KINDS}
     heads |= {"heads_hybrid": "bundled, the default sources and heads"}
     figures = {
         "tokens a pass": "mean_acceptance_length",
@@ -141,7 +144,12 @@ def _proposers() -> Sheet:
         "outputs identical, temperature 1": "temperature_1/identical",
     }
     rows = tuple(
-        Row(f"{who}: {what}", f"proposers/{way}/{path}", is_optional=True)
+        Row(
+            f"{who}: {what}",
+            f"proposers/{way}/{path}",
+            "1.5 or more" if way in ("draft_model", *KINDS) and what == "tokens a pass" else "",
+            is_optional=way == "eagle3",
+        )
         for way, who in (pair | heads).items()
         for what, path in figures.items()
         if not (way.endswith("plain") and "typical" in path)
@@ -152,7 +160,7 @@ def _proposers() -> Sheet:
         "Draft models and trained heads",
         "python -m bench.proposers --model DIR --draft DIR --heads DIR --documents squality_dev.jsonl",
         tuple(
-            Row(f"{what}: {name}", f"settings/{key}/{name}", is_optional=True)
+            Row(f"{what}: {name}", f"settings/{key}/{name}")
             for key, what in {"pair": "a draft model and its target", "heads": "bundled"}.items()
             for name in ("prompts", "tokens", "nodes")
         )
