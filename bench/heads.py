@@ -1,7 +1,7 @@
 """What trained heads are worth: tokens per target pass on passages of documents that training never saw.
 
-    python -m bench.heads --write prompts.jsonl --text novels.tar.xz squality_train.jsonl.xz --limit 6000
-    lookahead train medusa --model bundled --data prompts.jsonl -o heads
+    python -m bench.heads --write copies.jsonl --text novels.tar.xz squality_train.jsonl.xz --limit 6000
+    lookahead train medusa --model bundled --data copies.jsonl -o heads
     python -m bench.heads --heads heads --prompts squality_dev.jsonl --field document --limit 40
 
 The first form cuts passages for training out of texts, as prompts that ask for a summary, which the model answers
@@ -22,24 +22,33 @@ import numpy as np
 import torch
 
 import lookahead
-from bench.prompts import read_texts, summary_prompts
+from bench.prompts import passages, read_texts, summary_prompts
 from lookahead import Heads, LookaheadConfig
 from lookahead.loading import LoadedModel, load_model
 from lookahead.stats import DecodingStats, total
+from lookahead.summarize.prompting import Prompting
 from lookahead.training.corpus import read_documents
 
 _PIECE = 120_000  # characters of a document that passages are cut from at a time
 
 
-def write_prompts(loaded: LoadedModel, texts: Sequence[Path], file: Path, limit: int) -> None:
-    """Write prompts that ask for summaries, JSON lines to train with."""
+def write_copies(loaded: LoadedModel, texts: Sequence[Path], file: Path, limit: int) -> None:
+    """Write JSON lines to train with: prompts that ask for summaries, and as outputs half of their sentences.
+
+    The bundled model copies what it was begun with, so that its own choice stands at nearly every token of such an
+    output too, and one pass over a passage gives several times the tokens that an answer of three sentences has.
+    """
     rng = np.random.default_rng(1)
     pieces = [document.text for document in read_documents(texts)]
     begins = [int(rng.integers(0, max(1, len(text) - _PIECE))) for text in pieces]
     cut = (text[begin : begin + _PIECE] for text, begin in zip(pieces, begins, strict=True))
-    prompts = summary_prompts(cut, loaded.tokenizer, limit=limit, shortest=100, longest=700)
-    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts), encoding="utf-8")
-    print(f"{len(prompts)} prompts written to {file}")
+    prompting, lines = Prompting(loaded.tokenizer), []
+    for sentences in passages(cut, loaded.tokenizer, limit=limit, shortest=100, longest=500):
+        chosen = np.sort(rng.choice(len(sentences), size=(len(sentences) + 1) // 2, replace=False))
+        output = " " + "".join(sentences[index] for index in chosen).strip()
+        lines.append({"prompt": prompting.render("".join(sentences).strip()), "output": output})
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    print(f"{len(lines)} examples written to {file}")
 
 
 def decode_all(
@@ -75,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     loaded = load_model(options.model, dtype="fp32", device="cpu")
     if options.write is not None:
-        write_prompts(loaded, options.text, options.write, options.limit)
+        write_copies(loaded, options.text, options.write, options.limit)
         return 0
     texts = read_texts(options.prompts, options.field)
     prompts = summary_prompts(texts, loaded.tokenizer, limit=options.limit, shortest=200, longest=900)

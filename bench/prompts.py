@@ -24,20 +24,18 @@ def read_texts(path: Path, field: str) -> Iterator[str]:
             yield value[0] if isinstance(value, list) else value
 
 
-def summary_prompts(
+def passages(
     texts: Iterator[str], tokenizer: PreTrainedTokenizerBase, *, limit: int, shortest: int, longest: int
-) -> list[str]:
-    """Cut texts into passages of `shortest` to `longest` tokens, at sentence ends, and ask for their summaries.
+) -> list[list[str]]:
+    """Cut texts into passages of `shortest` to `longest` tokens, each the list of its sentences.
 
     Lengths are drawn evenly with a fixed seed; every text gives passages in turn until there are `limit`.
     """
     prompting = Prompting(tokenizer)
-    if prompting.template != SUMMARIZE_TEMPLATE:
-        raise ValueError("the model has no chat template named 'summarize': use --task continue")
     rng = np.random.default_rng(0)
     streams = [iter(split_sentences(text.strip())) for text in texts]
-    prompts: list[str] = []
-    while streams and len(prompts) < limit:
+    made: list[list[str]] = []
+    while streams and len(made) < limit:
         for stream in list(streams):
             goal, sentences, tokens = int(rng.integers(shortest, longest + 1)), [], 0
             for sentence in stream:
@@ -51,9 +49,20 @@ def summary_prompts(
                     break
             if tokens < shortest:
                 streams.remove(stream)
-            elif len(prompts) < limit:
-                prompts.append(prompting.render("".join(sentences).strip()))
-    return prompts
+            elif len(made) < limit:
+                made.append(sentences)
+    return made
+
+
+def summary_prompts(
+    texts: Iterator[str], tokenizer: PreTrainedTokenizerBase, *, limit: int, shortest: int, longest: int
+) -> list[str]:
+    """Prompts that ask for summaries of `passages`."""
+    prompting = Prompting(tokenizer)
+    if prompting.template != SUMMARIZE_TEMPLATE:
+        raise ValueError("the model has no chat template named 'summarize': use --task continue")
+    cut = passages(texts, tokenizer, limit=limit, shortest=shortest, longest=longest)
+    return [prompting.render("".join(sentences).strip()) for sentences in cut]
 
 
 def continuation_prompts(

@@ -1,15 +1,19 @@
 """Model-backed proposers side by side: tokens per target pass, speed, nodes drafted, and are outputs those of generate?
 
-    python -m bench.proposers --model DIR --draft DIR --json proposers.json
+    python -m bench.proposers --model DIR --draft DIR --heads DIR --documents squality_dev.jsonl --json proposers.json
 
-Ways of drafting (`WAYS`): `draft_model` is one draft model; `specinfer` two of them in one tree, the second made of
-the target's own first layers with its norm and head; `hybrid` the draft model beside the sources that need none, which
-`names` are alone; `plain` drafts nothing. Another way is a line in `WAYS`.
+With a pair of models: `draft_model` is one draft model; `specinfer` two of them in one tree, the second made of the
+target's own first layers with its norm and head; `hybrid` the draft model beside the sources that need none, which
+`names` are alone; `plain` drafts nothing. With a folder that holds heads of the bundled model in folders named by their
+kind: `medusa`, `mtp`, `eagle` and `eagle3` alone, and `heads_hybrid`, the last of those there are beside the names;
+they summarize passages of documents that training never saw, and `bundled_names` and `bundled_plain` do likewise.
 
 Every way decodes every prompt in turn, greedily and at temperature 1, with `--nodes` draft nodes a step at most and no
 cost model, so that tokens per pass do not depend on the machine; then greedily with the cost model ("auto"), which may
-turn drafting off; those that can draw also at temperature 1 by rejection sampling, where outputs are other ones than
-from the same seed and `identical` says nothing. Memory is fresh for each prompt. The last line is one JSON object.
+turn drafting off; those that can draw also at temperature 1 by rejection sampling, and all by typical acceptance, which
+is lossy: `divergence` says by how much. In these two outputs are other ones than from the same seed and `identical`
+says nothing. Memory is fresh for each prompt. The last line is one JSON object. What the file of `--json` already holds
+of the other models stays there, so that the pair and the heads can be measured one after the other.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import argparse
 import json
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import islice
@@ -26,47 +30,64 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from bench.jacobi import OPENINGS
-from bench.prompts import read_texts
-from lookahead import DraftModel, LookaheadConfig
-from lookahead.contest import Score, compare, pass_seconds
+from bench.prompts import read_texts, summary_prompts
+from bench.report import publish
+from bench.sheets import KINDS
+from lookahead import DraftModel, Heads, LookaheadConfig
+from lookahead.contest import Score, compare
+from lookahead.loading import load_bundled
+from lookahead.passtime import pass_seconds
 from lookahead.proposers.base import ProposerFactory
 
 NAMES = ("prompt", "outputs", "recycled")
+WAYS = ("plain", "names", "draft_model", "specinfer", "hybrid")
+DRAWING = ("draft_model", "specinfer")
+LOSSY = ("rejection", "typical")
+
+Way = Callable[[], Sequence[str | ProposerFactory]]
 
 
 @dataclass(frozen=True, slots=True)
-class Models:
-    """What ways of drafting are made of.
+class Stage:
+    """A target with what it continues, and the ways of drafting for it.
 
     Attributes:
         target: The model to be drafted for.
-        draft: A small one with its tokenizer.
-        first_layers: The target's own first layers.
+        tokenizer: Its tokenizer.
+        prompts: What it continues.
+        ways: What drafts, by its name; made anew for every mode, so that none learns from another.
     """
 
     target: PreTrainedModel
-    draft: PreTrainedModel
-    first_layers: PreTrainedModel
+    tokenizer: Any
+    prompts: Sequence[str]
+    ways: Mapping[str, Way]
 
-    def drafting(self) -> DraftModel:
-        return DraftModel(self.draft)
+    def measure(self, nodes: int, tokens: int) -> dict[str, dict[str, Score]]:
+        """All ways in all modes: the scores by mode and way."""
+        fixed = {"draft": "fixed", "max_nodes": nodes, "min_probability": 0.0, "memory": "request"}
+        sampling = {"max_new_tokens": tokens, "do_sample": True, "temperature": 1.0, "top_k": 0}
+        greedy = {"max_new_tokens": tokens, "do_sample": False}
+        drawing = [name for name in self.ways if name in DRAWING]
+        drafting = [name for name in self.ways if not name.endswith("plain")]
+        return {
+            "greedy": self._compare(self.ways, fixed, greedy),
+            "temperature_1": self._compare(self.ways, fixed, sampling),
+            "auto": self._compare(self.ways, {"memory": "request"}, greedy),
+            "rejection": self._compare(drawing, {**fixed, "acceptance": "rejection"}, sampling),
+            "typical": self._compare(drafting, {**fixed, "acceptance": "typical"}, sampling),
+        }
 
-    def skipping(self) -> DraftModel:
-        return DraftModel(self.first_layers, name="first layers")
-
-
-Way = Callable[[Models], Sequence[str | ProposerFactory]]
-WAYS: Mapping[str, Way] = {
-    "plain": lambda models: (),
-    "names": lambda models: NAMES,
-    "draft_model": lambda models: (models.drafting(),),
-    "specinfer": lambda models: (models.drafting(), models.skipping()),
-    "hybrid": lambda models: (*NAMES, models.drafting()),
-}
-DRAWING = ("draft_model", "specinfer")
+    def _compare(self, ways: Sequence[str] | Mapping[str, Way], drafting: Any, generating: Any) -> dict[str, Score]:
+        """Some ways with the same options of drafting and of generating."""
+        if not ways:
+            return {}
+        configs = {name: LookaheadConfig(proposers=self.ways[name](), **drafting) for name in ways}
+        return compare(self.target, self.tokenizer, self.prompts, configs, **generating)
 
 
 def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:
@@ -77,74 +98,90 @@ def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:
     return shorter
 
 
-def measure(
-    models: Models, tokenizer: Any, prompts: Sequence[str], ways: Sequence[str], fixed: dict[str, Any], **options: Any
-) -> dict[str, Score]:
-    """All ways with the same options of drafting and of generating."""
-    configs = {name: LookaheadConfig(proposers=WAYS[name](models), **fixed) for name in ways}
-    return compare(models.target, tokenizer, prompts, configs, **options)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print; 1 where an output that should be identical is not."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder of a HuggingFace causal LM")
-    parser.add_argument("--draft", required=True, help="folder of a smaller one with its tokenizer")
-    parser.add_argument("--layers", type=int, default=4, help="of the target in the second draft model (default 4)")
-    parser.add_argument("--file", type=Path, default=OPENINGS, help="prompts, one a line, or JSON lines")
-    parser.add_argument("--field", default="prompt", help="field of the JSON lines that holds the prompt")
-    parser.add_argument("--prompts", type=int, default=20, help="how many prompts (default 20)")
-    parser.add_argument("--tokens", type=int, default=128, help="new tokens a prompt (default 128)")
-    parser.add_argument("--nodes", type=int, default=32, help="most draft nodes a step (default 32)")
-    parser.add_argument("--ways", default=",".join(WAYS), help=f"of {', '.join(WAYS)} (default all)")
-    parser.add_argument("--json", type=Path, help="write the result here too")
-    options = parser.parse_args(argv)
-    ways = options.ways.split(",")
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message="the draft model has")
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+def pair_stage(options: argparse.Namespace) -> tuple[Stage, dict[str, float]]:
+    """A target with a draft model, and what passes of all models take, in ms."""
     target, draft = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         for folder in (options.model, options.draft)
     )
-    models = Models(target, draft, first_layers(target, options.layers))
+    skipping = first_layers(target, options.layers)
+    ways: dict[str, Way] = {
+        "plain": lambda: (),
+        "names": lambda: NAMES,
+        "draft_model": lambda: (DraftModel(draft),),
+        "specinfer": lambda: (DraftModel(draft), DraftModel(skipping, name="first layers")),
+        "hybrid": lambda: (*NAMES, DraftModel(draft)),
+    }
     prompts = list(islice(read_texts(options.file, options.field), options.prompts))
-    fixed = {"draft": "fixed", "max_nodes": options.nodes, "min_probability": 0.0, "memory": "request"}
-    sampling = {"max_new_tokens": options.tokens, "do_sample": True, "temperature": 1.0, "top_k": 0}
-    greedy = {"max_new_tokens": options.tokens, "do_sample": False}
-    drawing = [name for name in ways if name in DRAWING]
-    scores = {
-        "greedy": measure(models, tokenizer, prompts, ways, fixed, **greedy),
-        "temperature_1": measure(models, tokenizer, prompts, ways, fixed, **sampling),
-        "auto": measure(models, tokenizer, prompts, ways, {"memory": "request"}, **greedy),
-        "rejection": measure(models, tokenizer, prompts, drawing, {**fixed, "acceptance": "rejection"}, **sampling),
-    }
-    proposers: dict[str, dict[str, Any]] = {
-        name: {
-            **scores["greedy"][name].to_dict(),
-            **{mode: by_way[name].to_dict() for mode, by_way in scores.items() if mode != "greedy" and name in by_way},
-        }
-        for name in ways
-    }
-    for mode, by_way in scores.items():
-        for name, score in by_way.items():
-            print(f"{mode:14} {name:12} {score.to_dict()}")
-    result = {
-        "model": options.model,
-        "draft": options.draft,
-        "prompts": len(prompts),
-        "tokens": options.tokens,
-        "nodes": options.nodes,
-        "pass_ms": {
-            name: round(1e3 * pass_seconds(getattr(models, name)), 4) for name in ("target", "draft", "first_layers")
-        },
-        "proposers": proposers,
-    }
-    print(json.dumps(result))
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    exact = [score for mode, by_way in scores.items() if mode != "rejection" for score in by_way.values()]
-    return int(any(score.identical < score.prompts for score in exact))
+    models = {"target": target, "draft": draft, "first_layers": skipping}
+    passes = {name: round(1e3 * pass_seconds(model), 4) for name, model in models.items()}
+    return Stage(target, AutoTokenizer.from_pretrained(options.model), prompts, ways), passes
+
+
+def heads_stage(options: argparse.Namespace) -> Stage:
+    """The bundled model with its heads."""
+    model, tokenizer = load_bundled()
+    texts = read_texts(options.documents, "document")
+    prompts = summary_prompts(texts, tokenizer, limit=options.prompts, shortest=200, longest=900)
+    folders = [options.heads / kind for kind in KINDS if (options.heads / kind).is_dir()]
+    ways: dict[str, Way] = {"bundled_plain": lambda: (), "bundled_names": lambda: NAMES}
+    ways |= {folder.name: lambda folder=folder: (Heads(folder),) for folder in folders}
+    ways["heads_hybrid"] = lambda: (*NAMES, Heads(folders[-1]))
+    return Stage(model, tokenizer, prompts, ways)
+
+
+def figures(scores: Mapping[str, Mapping[str, Score]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """For every way what it did greedily, and in it what it did in other modes."""
+    for name, score in scores["greedy"].items():
+        others = {mode: by_way[name].to_dict() for mode, by_way in scores.items() if name in by_way}
+        del others["greedy"]
+        yield name, {**score.to_dict(), **others}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--model", help="folder of a HuggingFace causal LM")
+    options.add_argument("--draft", help="folder of a smaller one with its tokenizer")
+    options.add_argument("--layers", type=int, default=4, help="of the target in the second draft model (default 4)")
+    options.add_argument("--file", type=Path, default=OPENINGS, help="prompts, one a line, or JSON lines")
+    options.add_argument("--field", default="prompt", help="field of the JSON lines that holds the prompt")
+    options.add_argument("--heads", type=Path, help="folder with heads of the bundled model, by their kinds")
+    options.add_argument("--documents", type=Path, help="JSON lines with documents for it to summarize")
+    options.add_argument("--prompts", type=int, default=20, help="how many prompts (default 20)")
+    options.add_argument("--tokens", type=int, default=128, help="new tokens a prompt (default 128)")
+    options.add_argument("--nodes", type=int, default=32, help="most draft nodes a step (default 32)")
+    options.add_argument("--json", type=Path, help="write the result here too")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print; 1 where an output that should be identical is not."""
+    options = parser().parse_args(argv)
+    if (options.model is None) != (options.draft is None) or (options.heads is None) != (options.documents is None):
+        parser().error("--model goes with --draft, and --heads with --documents")
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message="the draft model has")
+    result: dict[str, Any] = {"settings": {}, "proposers": {}}
+    if options.json is not None and options.json.exists():
+        result = json.loads(options.json.read_text(encoding="utf-8"))
+    result["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
+    stages, is_exact = {}, True
+    if options.model is not None:
+        stages["pair"], result["pass_ms"] = pair_stage(options)
+    if options.heads is not None:
+        stages["heads"] = heads_stage(options)
+    for what, stage in stages.items():
+        asked = {name: getattr(options, name) for name in ("tokens", "nodes")}
+        result["settings"][what] = {"prompts": len(stage.prompts), **asked}
+        scores = stage.measure(options.nodes, options.tokens)
+        for mode, by_way in scores.items():
+            for name, score in by_way.items():
+                print(f"{mode:14} {name:14} {score.to_dict()}", flush=True)
+                is_exact &= mode in LOSSY or score.identical == score.prompts
+        result["proposers"] |= dict(figures(scores))
+    publish(result, options.json)
+    return int(not is_exact)
 
 
 if __name__ == "__main__":

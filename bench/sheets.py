@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from bench.goals import GPU_DECODE
 
+KINDS = ("medusa", "mtp", "eagle", "eagle3")
+"""Of heads, as the files call them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -137,6 +140,55 @@ def _propose() -> Sheet:
     return Sheet("propose.json", "What a proposal costs the host", command, rows, "none runs", "none", "cpu")
 
 
+def _proposers() -> Sheet:
+    pair = {"plain": "no drafts", "names": "the default sources", "draft_model": "a draft model"}
+    pair |= {"specinfer": "two draft models", "hybrid": "the default sources and a draft model"}
+    heads = {"bundled_plain": "bundled, no drafts", "bundled_names": "bundled, the default sources"}
+    heads |= {kind: f"bundled, {kind}" for kind in KINDS}
+    heads |= {"heads_hybrid": "bundled, the default sources and heads"}
+    figures = {
+        "tokens a pass": "mean_acceptance_length",
+        "tokens a pass at temperature 1": "temperature_1/mean_acceptance_length",
+        "the same by rejection sampling": "rejection/mean_acceptance_length",
+        "the same by typical acceptance, lossy": "typical/mean_acceptance_length",
+        "its distance from the distribution": "typical/divergence",
+        "nodes drafted a pass": "drafted_per_step",
+        "tokens/s, the cost model deciding": "auto/tokens_per_s",
+        "tokens/s of typical acceptance": "typical/tokens_per_s",
+        "outputs identical, greedy": "identical",
+        "outputs identical, temperature 1": "temperature_1/identical",
+    }
+    rows = tuple(
+        Row(
+            f"{who}: {what}",
+            f"proposers/{way}/{path}",
+            "1.5 or more" if way in ("draft_model", *KINDS) and what == "tokens a pass" else "",
+            is_optional=way == "eagle3",
+        )
+        for way, who in (pair | heads).items()
+        for what, path in figures.items()
+        if not (way.endswith("plain") and "typical" in path)
+        and ("rejection" not in path or way in ("draft_model", "specinfer"))
+    )
+    return Sheet(
+        "proposers.json",
+        "Draft models and trained heads",
+        "python -m bench.proposers --model DIR --draft DIR --heads DIR --documents squality_dev.jsonl",
+        tuple(
+            Row(f"{what}: {name}", f"settings/{key}/{name}")
+            for key, what in {"pair": "a draft model and its target", "heads": "bundled"}.items()
+            for name in ("prompts", "tokens", "nodes")
+        )
+        + rows,
+        model="stories260K with llama2xs-279K, and the bundled one",
+        dtype="fp32",
+        device="cpu",
+        note="The draft model and its target are two tiny story tellers; heads are those of the bundled model, which "
+        "summarizes stories that training never saw. Distance is in total variation per token, 0 to 1; outputs sampled "
+        "by rejection or typical acceptance are others than from the same seed.",
+    )
+
+
 SHEETS = (
     Sheet(
         "gpu_decode.json",
@@ -226,6 +278,7 @@ SHEETS = (
             Row("promised over accepted", "budgets/*/calibration", "0.9 to 1.1", each="{nodes} nodes"),
         ),
     ),
+    _proposers(),
     _jacobi("w7_n5_g7", "--window 7 --ngram-size 5 --guesses 7"),
     _jacobi("w7_n5_g7_prompt_pool", "--window 7 --ngram-size 5 --guesses 7 --pool-from-prompt"),
     _jacobi("w20_n7_g20_prompt_pool", "--window 20 --ngram-size 7 --guesses 20 --pool-from-prompt"),

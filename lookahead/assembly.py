@@ -78,6 +78,7 @@ def assemble(
         keep_cache=keep_cache,
         is_chain=call.is_chain,
         by_rejection=call.by_rejection,
+        by_typicality=config.acceptance == "typical" and call.warp is not None,
         isolates=isolates,
     )
 

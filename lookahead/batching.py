@@ -12,7 +12,8 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from lookahead.assembly import assemble
 from lookahead.config import LookaheadConfig
-from lookahead.engine import Emission, Engine
+from lookahead.emission import Emission
+from lookahead.engine import Engine
 from lookahead.errors import ConfigError, PromptError
 from lookahead.intake import Intake, Request
 from lookahead.pools.opening import open_pool

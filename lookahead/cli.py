@@ -59,6 +59,9 @@ Seed = Annotated[int | None, typer.Option(help="The same seed samples the same t
 Stats = Annotated[bool, typer.Option("--stats", help="Show what decoding did, on stderr; the text comes at the end.")]
 Draft = Annotated[str | None, typer.Option("--draft-model", metavar="MODEL", help="Draft with this model too.")]
 Pool = Annotated[str | None, typer.Option(metavar="FILE", help="Draft from this too, made by 'lookahead pool build'.")]
+Acceptance = Annotated[
+    str, typer.Option(help="exact; rejection: other tokens, the same distribution; typical: another one, lossy.")
+]
 
 
 def main() -> None:
@@ -106,6 +109,7 @@ def generate(
     draft_model: Draft = None,
     pool: Pool = None,
     heads: TrainedHeads = None,
+    acceptance: Acceptance = "exact",
     max_nodes: MaxNodes = None,
     window: Window = None,
     ngram_size: NgramSize = None,
@@ -121,13 +125,16 @@ def generate(
       lookahead generate "Once upon a time" --temperature 0.8 --seed 7 --stats
       lookahead generate - --max-new-tokens 64 < prompt.txt
       lookahead generate "Dear Sir" --model ./large --draft-model ./small
+      lookahead generate "Dear Sir" --proposers none --heads eagle --stats
     """
     from lookahead.files.documents import read_prompt
     from lookahead.summarize.fitting import check_max_new_tokens, check_room
 
     with usage_errors():
         check_max_new_tokens(max_new_tokens)
-        config = drafting_config(proposers, pool, heads, max_nodes, window, ngram_size, guesses, compile, cuda_graphs)
+        config = drafting_config(
+            proposers, pool, heads, max_nodes, window, ngram_size, guesses, compile, cuda_graphs, acceptance
+        )
         text = read_prompt(prompt)
         loaded = load(model, dtype, device, threads)
         check_room(*loaded, text, max_new_tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -16,7 +16,10 @@ Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ... (defaul
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. (default: as PyTorch chooses)")]
 Proposers = Annotated[str, typer.Option(help="Drafts' sources, of prompt, outputs, corpus, recycled, jacobi; or none.")]
 TrainedHeads = Annotated[
-    str | None, typer.Option("--heads", metavar="DIR", help="And from these, see 'lookahead train'.")
+    str | None,
+    typer.Option(
+        "--heads", metavar="DIR", help="And from these, see 'lookahead train'; eagle, mtp: the bundled model's."
+    ),
 ]
 MaxNodes = Annotated[int | None, typer.Option(help="Most draft tokens a step verifies. (default: by the proposers)")]
 NgramSize = Annotated[int | None, typer.Option(help="N, length of its n-grams. (default: 5, or as suits auto)")]
@@ -35,6 +38,7 @@ def drafting_config(
     guesses: int | None,
     compile: bool,
     cuda_graphs: bool,
+    acceptance: str = "exact",
 ) -> LookaheadConfig | None:
     """The options on drafting as a configuration, which checks them; None where all are the defaults.
 
@@ -48,6 +52,6 @@ def drafting_config(
     columns = read_window(window)
     config = LookaheadConfig(
         proposers=sources, pool=pool, max_nodes=max_nodes, window=columns, ngram_size=ngram_size, guesses=guesses,
-        compile=compile, cuda_graphs=cuda_graphs,
+        compile=compile, cuda_graphs=cuda_graphs, acceptance=cast(Any, acceptance),
     )  # fmt: skip
     return None if config == LookaheadConfig() else config

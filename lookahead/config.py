@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 PROPOSERS = ("prompt", "outputs", "corpus", "recycled", "jacobi")
 MAX_NODES_LIMIT = 512
+ACCEPTANCES = ("exact", "rejection", "typical")
 PASSES = ("plain", "compiled", "graphs", "compiled graphs")
 
 
@@ -59,7 +60,9 @@ class LookaheadConfig:
         acceptance: `"exact"` accepts what the target itself chooses: the tokens are those of `model.generate`, sampled
             ones too, from the same seed. `"rejection"` accepts, where tokens are sampled, what draft models drew by
             speculative sampling: more of it, from the same distribution, but not the tokens of the same seed. It
-            takes proposers that draw (`lookahead.DraftModel`), and none of the names.
+            takes proposers that draw (`lookahead.DraftModel`), and none of the names. `"typical"` is lossy: where
+            tokens are sampled it accepts drafts that the target finds likely enough, though it may not have chosen
+            them, which changes their distribution; `DecodingStats.divergence` measures by how much.
         max_nodes: Most draft nodes one row's tree may hold, the root not counted, 1 to 512.
             `None` decides: 64, and while the lookahead branch runs its window and its guesses on top; one less where
             trees are padded to powers of two, the root being one of them.
@@ -89,6 +92,7 @@ class LookaheadConfig:
 
     Source: Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding", §3
         (W, N and G); Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding" (rejection);
+        Cai et al. 2024, "Medusa", §2.3.1 (typical);
         Saxena 2023, "Prompt Lookup Decoding" (n-grams of the prompt as drafts);
         Luo et al. 2024, "Token Recycling" (the target's likeliest tokens as drafts).
     """
@@ -96,7 +100,7 @@ class LookaheadConfig:
     proposers: Sequence[str | ProposerFactory] = ("prompt", "outputs", "recycled")
     pool: str | os.PathLike[str] | None = None
     draft: Literal["auto", "fixed"] = "auto"
-    acceptance: Literal["exact", "rejection"] = "exact"
+    acceptance: Literal["exact", "rejection", "typical"] = "exact"
     max_nodes: int | None = None
     min_probability: float = 0.02
     max_ngram: int = 16
@@ -119,8 +123,8 @@ class LookaheadConfig:
         self._check_proposers()
         if self.draft not in ("auto", "fixed"):
             raise ConfigError(f"draft must be auto or fixed, got {self.draft!r}")
-        if self.acceptance not in ("exact", "rejection"):
-            raise ConfigError(f"acceptance must be exact or rejection, got {self.acceptance!r}")
+        if self.acceptance not in ACCEPTANCES:
+            raise ConfigError(f"acceptance must be {', '.join(ACCEPTANCES)}, got {self.acceptance!r}")
         names = [each for each in self.proposers if isinstance(each, str)]
         if names and self.acceptance == "rejection":
             raise ConfigError(

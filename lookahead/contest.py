@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -16,11 +13,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.experience import ModelExperience, lent_experience
 from lookahead.generation import generate
 from lookahead.stats import DecodingStats
-from lookahead.target import Target, input_device
-from lookahead.tree import TokenTree
-
-_ROUNDS = 25
-_PASS_CONTEXT = 64  # tokens
+from lookahead.target import input_device
 
 
 @dataclass(slots=True)
@@ -35,6 +28,8 @@ class Score:
         drafted: Draft nodes verified.
         accepted: Draft nodes accepted.
         seconds: What decoding took, prefill of the target excluded.
+        emitted: New tokens, those of the prefill included.
+        total_variation: As `DecodingStats` has it; 0 where nothing lossy was asked for.
     """
 
     prompts: int = 0
@@ -44,6 +39,8 @@ class Score:
     drafted: int = 0
     accepted: int = 0
     seconds: float = 0.0
+    emitted: int = 0
+    total_variation: float = 0.0
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -69,10 +66,14 @@ class Score:
         self.drafted += stats.drafted_tokens
         self.accepted += stats.accepted_tokens
         self.seconds += stats.decode_s
+        self.emitted += stats.emitted_tokens
+        self.total_variation += stats.total_variation
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures, JSON-ready."""
+        """The figures, JSON-ready; the divergence from the target's distribution only where there is one."""
+        lossy = {"divergence": round(self.total_variation / self.emitted, 4)} if self.total_variation else {}
         return {
+            **lossy,
             "mean_acceptance_length": round(self.mean_acceptance_length, 4),
             "tokens_per_s": round(self.tokens_per_s, 2),
             "drafted_per_step": round(self.drafted_per_step, 2),
@@ -138,17 +139,3 @@ def _own_output(
     output = causal_lm.generate(ids, attention_mask=mask, **{"pad_token_id": pad, **generate_kwargs})
     tokens: list[int] = output[0, ids.shape[1] :].tolist()
     return tokens
-
-
-def pass_seconds(model: PreTrainedModel) -> float:
-    """What a pass over one token takes behind a short context, the median of some."""
-    target = Target(model, rows=1, capacity=_PASS_CONTEXT + 1, device=input_device(model), shape="chains")
-    prompt = np.arange(1, _PASS_CONTEXT + 1, dtype=np.int32) % min(8, _PASS_CONTEXT)
-    seconds = []
-    with target.serving():
-        target.prefill([prompt])
-        for _ in range(_ROUNDS):
-            begin = time.perf_counter()
-            target.score([TokenTree.root(int(prompt[-1]))]).argmax(-1).cpu()
-            seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)

@@ -5,49 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
+from lookahead.accounts import Accounts
 from lookahead.cache import RowStates
 from lookahead.config import LookaheadConfig
 from lookahead.drafting import Draft, FloatArray, drafter_of, fit, merge
+from lookahead.emission import ROOT, Emission
 from lookahead.errors import PromptError
 from lookahead.ngram.cut import FREE, Limits
 from lookahead.pacing import Pacing
 from lookahead.proposers.base import IntArray, Outcome, Proposal, Proposer, Top, question_of
-from lookahead.proposers.custom import paid_by_bits
 from lookahead.rejection import Trials, draw
 from lookahead.rows import Pick, Row
 from lookahead.scores import Scores, read_scores
 from lookahead.target import Target
-from lookahead.tree import TokenTree, count_within, without_source
+from lookahead.tree import TokenTree
 from lookahead.verify import Verdict
 
 _NO_ARGMAX = np.zeros(0, np.int32)
-_ROOT = np.zeros(1, np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class Emission:
-    """Tokens one row emitted in one step.
-
-    Attributes:
-        row: The row's place in the batch.
-        tokens: int32 `[n]`, n at least 1 but where there was an error.
-        finished: The row's output ends here.
-        draft: What was verified; None where transformers decoded.
-        path: int32 `[a]`, the nodes of the draft that were accepted, its root first.
-        error: What ended the row, where nothing should have; it then emitted nothing in this step.
-    """
-
-    row: int
-    tokens: IntArray
-    finished: bool
-    draft: Draft | None = None
-    path: IntArray = field(default_factory=lambda: _ROOT)
-    error: Exception | None = None
 
 
 class Engine:
@@ -63,6 +41,7 @@ class Engine:
         is_chain: Whether the target verifies chains only.
         by_rejection: Whether what was drawn is accepted by rejection sampling; proposals then tell their draws.
         isolates: Whether an error that concerns one row ends that row alone, which its emission then tells.
+        by_typicality: Whether what the target finds likely enough is accepted, which is lossy.
 
     Attributes:
         batch: As given.
@@ -84,6 +63,7 @@ class Engine:
         is_chain: bool = False,
         by_rejection: bool = False,
         isolates: bool = False,
+        by_typicality: bool = False,
     ) -> None:
         self._target = target
         self._proposers = proposers
@@ -91,6 +71,7 @@ class Engine:
         self._config = config
         self._budget = config.node_budget
         self._by_rejection = by_rejection
+        self._by_typicality = by_typicality
         self._trials: list[Trials] = []
         self.sources = [name for proposer in proposers for name in proposer.sources]
         self._needs_argmax = self._always_needs_argmax = any(proposer.needs_argmax for proposer in proposers)
@@ -98,7 +79,7 @@ class Engine:
         self._needs_hidden = any(proposer.hidden_layers for proposer in proposers)
         self._observing_s = 0.0  # of the last step
         self._questions = [question_of(proposer) for proposer in proposers]
-        self._paid = paid_by_bits(proposers)
+        self._accounts = None if pacing is None else Accounts(pacing, proposers)
         self._drafter = drafter_of(proposers)
         self._nothing = tuple(_NO_ARGMAX for _ in proposers)
         self._keep_cache = keep_cache
@@ -177,24 +158,12 @@ class Engine:
         now = time.perf_counter()
         for row in rows:
             row.stats.decode_s = now - row.prefilled
-        if self._pacing is not None and not rests:
-            self._learn(self._pacing, drafts, emissions, drafted - begin + self._observing_s, now - begin)
+        if self._accounts is not None and not rests:
+            verified = [(draft.tree, emission.path) for draft, emission in zip(drafts, emissions, strict=True)]
+            tokens, nodes = [len(emission.tokens) for emission in emissions], logits.shape[1]
+            times = {"host_s": drafted - begin + self._observing_s, "step_s": now - begin}
+            self._accounts.settle(verified, tokens, nodes=nodes, is_cold=self._target.is_cold, **times)
         return outgrown + emissions
-
-    def _learn(
-        self, pacing: Pacing, drafts: Sequence[Draft], emissions: Sequence[Emission], host_s: float, step_s: float
-    ) -> None:
-        """Count what a step took and gave."""
-        tokens = [len(emission.tokens) for emission in emissions]
-        without, cold = None, self._target.is_cold
-        verified = [(draft.tree, emission.path) for draft, emission in zip(drafts, emissions, strict=True)]
-        if pacing.branch.size is not None:
-            without = without_source(verified, tokens, self.sources.index("jacobi"))
-        nodes = max(len(draft.tree) for draft in drafts)
-        pacing.learn(nodes, tokens, host_s, step_s - host_s, without, is_cold=cold)
-        for bits, paid in self._paid.items():
-            alone = sum(count_within(tree, path, bits) for tree, path in verified)
-            paid.settle(alone=alone / len(drafts), tokens=sum(tokens) / len(drafts), step_s=step_s)
 
     def _emit(self, drafts: Sequence[Draft], logits: Tensor, scores: Scores, first: int = 0) -> list[Emission]:
         """Verify a tree of every row from `first` on, then let all else follow from what was chosen."""
@@ -300,7 +269,8 @@ class Engine:
         if self._by_rejection:
             pick = self._trials[i].choose if self._trials else _draw
         try:
-            return row.verify(draft, logits[i], argmax[i] if len(argmax) else argmax, pick)
+            heard = argmax[i] if len(argmax) else argmax
+            return row.verify(draft, logits[i], heard, pick, is_typical=self._by_typicality)
         except Exception as error:
             if not self._isolates:
                 raise
@@ -322,7 +292,7 @@ class Engine:
     def _tell(self, row: Row) -> None:
         """Let the proposers see what was emitted while they were not asked."""
         if row.untold:
-            outcome = Outcome(np.concatenate(row.untold), _ROOT, _NO_ARGMAX)
+            outcome = Outcome(np.concatenate(row.untold), ROOT, _NO_ARGMAX)
             row.untold.clear()
             for proposer in self._proposers:
                 proposer.observe(row.seat, outcome, _NO_ARGMAX)

@@ -6,6 +6,7 @@ from lookahead.switch import MOST_SAVED, SHARE
 
 _START = 2.0  # tokens that may be lost before anything was gained
 _FOLLOW = 0.2  # share of a new price that is believed
+_FORGET = 0.1  # share of what it earned that is forgotten with every question
 _KNOWN = 3  # prices after which one far beyond is taken for a disturbance
 _SURPRISE = 2.0  # and counts as so many times the usual
 
@@ -26,6 +27,7 @@ class Ledger:
         self._balance = _START
         self._price = 0.0
         self._prices = 0
+        self._earned = 0.0
 
     @property
     def affords(self) -> bool:
@@ -36,6 +38,11 @@ class Ledger:
     def is_filled(self) -> bool:
         """Whether it holds as much as at first, or more."""
         return self._balance >= _START
+
+    @property
+    def earns(self) -> bool:
+        """Whether the last questions gave more than they took."""
+        return self._earned > 0.0
 
     def settle(
         self, *, spent_s: float | None, alone: float, tokens: float, step_s: float, is_steady: bool = False
@@ -57,4 +64,5 @@ class Ledger:
             self._price += (_FOLLOW if self._prices and not is_steady else 1.0) * (price - self._price)
             self._prices += 1
             self._balance += alone - price
+            self._earned += _FORGET * (alone - price - self._earned)
         self._balance = min(MOST_SAVED, self._balance)

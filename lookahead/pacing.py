@@ -158,6 +158,7 @@ class Pacing:
         host_s: float,
         step_s: float,
         without: tuple[int, Sequence[int]] | None = None,
+        apart: tuple[int, Sequence[int], float] | None = None,
         *,
         is_cold: bool = False,
     ) -> None:
@@ -169,6 +170,8 @@ class Pacing:
             host_s: What drafting took, and letting the proposers learn.
             step_s: What the rest of it took.
             without: Nodes and tokens, had the branch offered nothing; None where it did not.
+            apart: Nodes and tokens without the proposers that are on their own account, and the branch while it is
+                on trial, and what these proposers took; None where all answer for the step together.
             is_cold: Its pass compiled, or did other work that later ones need not do: it tells nothing.
         """
         if is_cold or self._cost.warms_up(nodes):
@@ -183,9 +186,16 @@ class Pacing:
             if not self.branch.is_open:
                 self._rest = min(_LONGEST_REST, self._switch.steps_before_look(self._rows))
             return
-        if without is not None and not self.branch.is_proven:
-            host_s = max(0.0, host_s - self.branch.host_s)
-            nodes, tokens, step_s = own_nodes, own_tokens, float(self._curve(own_nodes)[own_nodes])
+        on_trial = without is not None and not self.branch.is_proven
+        if on_trial:
+            host_s -= self.branch.host_s
+        if apart is not None:
+            own_nodes, own_tokens, apart_s = apart
+            host_s -= apart_s
+        if on_trial or (apart is not None and own_nodes < nodes):
+            nodes, step_s = own_nodes, float(self._curve(own_nodes)[own_nodes])
+        if on_trial or apart is not None:
+            host_s, tokens = max(0.0, host_s), own_tokens
         self._switch.learn(
             self._rows,
             nodes=nodes,

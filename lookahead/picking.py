@@ -9,7 +9,8 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.config import LookaheadConfig
-from lookahead.contest import Score, compare, pass_seconds
+from lookahead.contest import Score, compare
+from lookahead.passtime import pass_seconds
 from lookahead.proposers.draft_model import DraftModel
 
 PLAIN = "no draft"

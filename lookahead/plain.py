@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lookahead.engine import Emission
+from lookahead.emission import Emission
 from lookahead.stats import DecodingStats
 from lookahead.stopping import StoppingRule
 

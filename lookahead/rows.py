@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,7 +17,8 @@ from lookahead.proposers.base import IntArray
 from lookahead.sampling import TokenChooser, not_a_number
 from lookahead.stats import DecodingStats
 from lookahead.stopping import StoppingRule
-from lookahead.tree import sum_by_source
+from lookahead.tree import TokenTree, sum_by_source
+from lookahead.typical import Walk, longest_typical
 from lookahead.verify import Verdict, verify, verify_greedy
 
 Pick = Callable[[int, Tensor], int]
@@ -114,7 +116,9 @@ class Row:
             )
         return positions - self.tokens
 
-    def verify(self, draft: Draft, logits: Tensor, argmax: IntArray, pick: Pick | None = None) -> Verdict:
+    def verify(
+        self, draft: Draft, logits: Tensor, argmax: IntArray, pick: Pick | None = None, *, is_typical: bool = False
+    ) -> Verdict:
         """Walk a tree; the ids grow by the tokens emitted.
 
         Args:
@@ -123,6 +127,7 @@ class Row:
             argmax: int32 `[nodes or more]`; read where the row is simple.
             pick: Chooses the token after a node by the chances of all tokens, `[vocab]`; None for the choice of
                 `model.generate`.
+            is_typical: Whether what the target finds likely enough is accepted, which is lossy.
         """
         if self.is_simple:
             verdict = verify_greedy(draft.tree, argmax, self.stopping.eos_tokens, self.left)
@@ -133,10 +138,20 @@ class Row:
             self.emitted += len(verdict.tokens)
             return verdict
 
+        typical: Walk = {}
+        if is_typical and len(draft.tree) > 1:
+            typical = longest_typical(draft.tree, partial(self._chances_after, draft.tree, logits))
+
         def choose(node: int) -> int:
-            if pick is None:
+            if pick is None and node not in typical:
                 return self.chooser.choose(self._seen(), logits[node], row=self.place, step=self.emitted)
-            return pick(node, self.chooser.chances(self._seen(), logits[node], row=self.place, step=self.emitted))
+            chances = self.chooser.chances(self._seen(), logits[node], row=self.place, step=self.emitted)
+            if node in typical:
+                token, chance = typical[node]
+                self.stats.total_variation += 1.0 - chance
+                return token
+            assert pick is not None
+            return pick(node, chances)
 
         def is_finished(token: int) -> bool:
             self.ids[self.length] = token
@@ -146,9 +161,16 @@ class Row:
 
         return verify(draft.tree, choose, is_finished)
 
-    def _seen(self) -> Tensor:
-        """The ids so far as processors and criteria see them, int64 `[1, tokens]`."""
-        return torch.from_numpy(self.ids[: self.length])[None].to(self.device)
+    def _chances_after(self, tree: TokenTree, logits: Tensor, path: list[int]) -> Tensor:
+        """What the target would draw from after a path of nodes, of `[nodes, vocab]` logits."""
+        behind = len(path) - 1
+        self.ids[self.length : self.length + behind] = tree.tokens[path[1:]]
+        place = {"row": self.place, "step": self.emitted + behind}
+        return self.chooser.chances(self._seen(behind), logits[path[-1]], **place, is_tentative=True)
+
+    def _seen(self, more: int = 0) -> Tensor:
+        """The ids so far, and some more, as processors and criteria see them, int64 `[1, tokens]`."""
+        return torch.from_numpy(self.ids[: self.length + more])[None].to(self.device)
 
     def count(self, draft: Draft, verdict: Verdict, sources: Sequence[str]) -> None:
         """Count a verified draft; the first token of a row comes from the prefill, not from a draft's pass."""

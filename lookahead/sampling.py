@@ -86,9 +86,14 @@ class TokenChooser:
             raise not_a_number(row, step)
         return token
 
-    def chances(self, prefix: Tensor, logits: Tensor, *, row: int, step: int) -> Tensor:
-        """What `choose` would draw from, `[vocab]`, for one who draws differently; the arguments are the same."""
+    def chances(self, prefix: Tensor, logits: Tensor, *, row: int, step: int, is_tentative: bool = False) -> Tensor:
+        """What `choose` would draw from, `[vocab]`, for one who draws differently; the arguments are the same.
+
+        Of what is tentative, because the prefix may not be emitted, nothing is kept.
+        """
+        kept, self._keep = self._keep, self._keep and not is_tentative
         chances = torch.softmax(self._process(prefix, logits, row)[0], -1)
+        self._keep = kept
         if int(likeliest(chances)) < 0:
             raise not_a_number(row, step)
         return chances

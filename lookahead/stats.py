@@ -28,6 +28,8 @@ class DecodingStats:
         drafted_by_source: Draft nodes by proposer; a node two proposers offered counts for both.
         accepted_by_source: Accepted draft nodes by proposer, likewise.
         expected_by_source: Draft nodes expected to be accepted by proposer, likewise.
+        total_variation: Sum over the emitted tokens of how far what they were taken from is from what the target would
+            have drawn from, in total variation distance; 0 unless `acceptance="typical"`, which is lossy.
         acceptance_histogram: How many passes emitted 1, 2, 3, … tokens, keyed by that number.
         prefill_s: Seconds from the start to the end of the prefill, shared by the rows of a batch.
         decode_s: Seconds from the end of the prefill, which gives the first token, to the row's last token.
@@ -44,6 +46,7 @@ class DecodingStats:
     drafted_by_source: Counter[str] = field(default_factory=Counter)
     accepted_by_source: Counter[str] = field(default_factory=Counter)
     expected_by_source: defaultdict[str, float] = field(default_factory=_no_chances)
+    total_variation: float = 0.0
     acceptance_histogram: Counter[int] = field(default_factory=Counter)
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -78,6 +81,15 @@ class DecodingStats:
         }
 
     @property
+    def divergence(self) -> float:
+        """Total variation distance from the target's distribution, per emitted token, 0 to 1; 0 where it is lossless.
+
+        A token taken because it was typical came up with certainty, where the target would have drawn it with its
+        probability p: that is 1 - p away. A token that was drawn is 0 away.
+        """
+        return self.total_variation / self.emitted_tokens if self.emitted_tokens else 0.0
+
+    @property
     def tpot_s(self) -> float:
         """Decode seconds per token after the first."""
         return self.decode_s / self.decoded_tokens if self.decoded_tokens else 0.0
@@ -106,6 +118,7 @@ class DecodingStats:
             "calibration_error_by_source": {
                 name: round(error, 4) for name, error in self.calibration_error_by_source.items()
             },
+            "divergence": round(self.divergence, 4),
             "acceptance_histogram": {str(length): n for length, n in sorted(self.acceptance_histogram.items())},
             "prefill_s": round(self.prefill_s, 6),
             "decode_s": round(self.decode_s, 6),
@@ -130,6 +143,7 @@ def total(rows: Iterable[DecodingStats]) -> DecodingStats:
         result.drafted_tokens += row.drafted_tokens
         result.accepted_tokens += row.accepted_tokens
         result.expected_tokens += row.expected_tokens
+        result.total_variation += row.total_variation
         for name, expected in row.expected_by_source.items():
             result.expected_by_source[name] += expected
         result.forwards_by_source.update(row.forwards_by_source)

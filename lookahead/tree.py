@@ -104,20 +104,19 @@ def count_within(tree: TokenTree, path: IntArray, bits: int) -> int:
     return int(np.count_nonzero(tree.sources[path[1:]] & ~bits == 0))
 
 
-def without_source(
-    verified: Sequence[tuple[TokenTree, IntArray]], tokens: Sequence[int], source: int
+def without_sources(
+    verified: Sequence[tuple[TokenTree, IntArray]], tokens: Sequence[int], bits: int
 ) -> tuple[int, list[int]]:
-    """What a step of several rows would have been, had one source offered nothing.
+    """What a step of several rows would have been, had some sources offered nothing.
 
     Args:
         verified: Of every row the tree, and int32 `[a]` the nodes that were accepted, the root first.
         tokens: Tokens that each row emitted.
-        source: Its bit in the trees' sources.
+        bits: Those of the sources in the trees' sources.
 
     Returns:
         Nodes of the largest tree, its root counted, and tokens of each row.
     """
-    bits = 1 << source
     nodes = max(1 + int(np.count_nonzero(tree.sources & ~bits)) for tree, _ in verified)
     lost = [count_within(tree, path, bits) for tree, path in verified]
     return nodes, [emitted - n for emitted, n in zip(tokens, lost, strict=True)]

@@ -26,7 +26,7 @@ from lookahead.proposers.base import Outcome
 from lookahead.proposers.jacobi import JacobiProposer
 from lookahead.proposers.jacobi_auto import AutoJacobiProposer
 from lookahead.switch import MOST_SAVED, SHARE, Switch
-from lookahead.tree import TokenTree, without_source
+from lookahead.tree import TokenTree, without_sources
 
 AUTO = LookaheadConfig(window="auto")
 SIZES = AUTO.branch_sizes
@@ -209,9 +209,9 @@ def test_a_hang_of_the_machine_does_not_turn_it_off() -> None:
 def test_a_step_without_it_lacks_the_tokens_and_nodes_that_it_alone_offered() -> None:
     #        root, 1 of both, 2 of the others, 3 of the branch alone, 4 below it, and a sibling of the branch
     tree = TokenTree.from_parents(ids(9, 1, 2, 3, 4, 5), ids(0, 0, 1, 2, 3, 0), ids(0, 3, 1, 2, 2, 2))
-    assert without_source([(tree, ids(0))], [1], source=1) == (3, [1])
-    assert without_source([(tree, ids(0, 1, 2))], [3], source=1) == (3, [3])
-    assert without_source([(tree, ids(0, 1, 2, 3, 4)), (TokenTree.root(9), ids(0))], [5, 1], source=1) == (3, [3, 1])
+    assert without_sources([(tree, ids(0))], [1], bits=2) == (3, [1])
+    assert without_sources([(tree, ids(0, 1, 2))], [3], bits=2) == (3, [3])
+    assert without_sources([(tree, ids(0, 1, 2, 3, 4)), (TokenTree.root(9), ids(0))], [5, 1], bits=2) == (3, [3, 1])
 
 
 # What it costs while it is off

@@ -95,3 +95,17 @@ def test_drafting_stops_where_a_further_pass_takes_longer_than_it_gains(
                 pass
         depths[draft_s] = clock.passes[draft] / clock.passes[target]
     assert depths[0.0001] > 3 * depths[0.009]
+
+
+@pytest.mark.parametrize("draft_s", [0.004, 0.1])
+def test_beside_a_draft_model_that_is_too_dear_the_names_draft_as_if_it_were_not_there(
+    looping_llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, draft_s: float
+) -> None:
+    target, twin, draft = like(looping_llama, 0.0), like(looping_llama, 0.0), small()
+    Clock(monkeypatch, {target: 0.01, twin: 0.01, draft: draft_s})
+    names = ("prompt", "recycled")
+    config = LookaheadConfig(proposers=(*names, DraftModel(draft)), memory="request")
+    alone = [lost(twin, LookaheadConfig(proposers=names, memory="request"), 200) for _ in range(3)]
+    beside = [lost(target, config, 200) for _ in range(3)]
+    for before, after in zip(alone, beside, strict=True):
+        assert after < before + 6 + 2 * draft_s / 0.01  # it reads the prompt, and is tried once

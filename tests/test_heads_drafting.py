@@ -20,9 +20,10 @@ from lookahead.heads.eaglefile import fresh_eagle, fresh_fused, write_eagle
 from lookahead.heads.guesses import GuessTree
 from lookahead.heads.medusa import MedusaHeads
 from lookahead.heads.mtp import MtpHeads
+from lookahead.heads.opening import bundled_heads
 from lookahead.heads.product import grow_product
 from lookahead.heads.rates import HeadRates
-from lookahead.loading import LoadedModel
+from lookahead.loading import LoadedModel, load_bundled
 from lookahead.training.heads.job import Settings, train_heads
 
 KINDS = ["medusa", "eagle", "eagle3", "mtp"]
@@ -237,3 +238,22 @@ def test_a_guess_whose_parent_was_wrong_is_no_trial():
     for _ in range(50):
         rates.learn(_chain(0.5, 0.2), np.array([8, 4], np.int32))
     assert _says(rates, 0.5, 0.2) == [pytest.approx(0.04, abs=0.02), pytest.approx(0.2)]
+
+
+@pytest.mark.parametrize("name", bundled_heads())
+def test_heads_that_come_along_draft_for_the_bundled_model_by_their_name(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where no folder has that name
+    model, tokenizer = load_bundled()
+    text = "<doc> The old man went down to the river. He had lost his hat, and the wind was cold. Nobody saw him.<sum>"
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    config = drafting(Heads(name))
+    expected, got = both(model, config, input_ids=ids, do_sample=False, max_new_tokens=24)
+    assert torch.equal(got, expected)
+    stats = lookahead.generate(model, tokenizer, text, config=config, max_new_tokens=24).stats
+    assert stats.accepted_tokens > 0
+
+
+def test_the_name_of_heads_that_come_along_is_refused_for_another_model(looping_llama, prompt):
+    for name in bundled_heads():
+        with pytest.raises(HeadsError, match="heads of another model"):
+            both(looping_llama, drafting(Heads(name)), input_ids=prompt, do_sample=False)

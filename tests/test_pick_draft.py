@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 from bench import proposers as bench
 from lookahead import DraftModel, LookaheadConfig
 from lookahead.cli import app
-from lookahead.contest import Score, compare, pass_seconds
+from lookahead.contest import Score, compare
 from lookahead.experience import experience_of
+from lookahead.passtime import pass_seconds
 from lookahead.picking import NAMES, PLAIN, PROMPTS, pick_draft
 
 
@@ -187,4 +188,6 @@ def test_the_benchmark_measures_every_way_and_checks_its_outputs(
     for name, figures in result["proposers"].items():
         for one in (figures, figures["temperature_1"], figures["auto"]):
             assert one["identical"] == one["prompts"] == 2
+            assert "divergence" not in one
+        assert ("typical" in figures) == (name != "plain")
         assert ("rejection" in figures) == (name in bench.DRAWING)

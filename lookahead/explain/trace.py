@@ -11,7 +11,7 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.config import LookaheadConfig
-from lookahead.engine import Emission
+from lookahead.emission import Emission
 from lookahead.generation import prepare_text
 from lookahead.stats import DecodingStats
 

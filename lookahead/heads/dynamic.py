@@ -23,6 +23,9 @@ DEPTH = 6
 WIDTH = 8
 """Nodes of a level that the head goes on from, and guesses after each."""
 
+ROOT_WIDTH = 32
+"""Guesses after the root, where a draft is begun: where the head is unsure, these are what is likely at all."""
+
 LEAST = 0.03
 """Chance that a node is reached, below which a further pass over what may follow it is not worth its time."""
 
@@ -65,8 +68,9 @@ class EagleDrafter(Drafter):
         levels = self._expand(rows)
         # One copy from the device: [rows, nodes], each a token, a parent and the bits of a probability.
         packed = torch.cat([torch.stack(level, -1).flatten(1, 2) for level in levels], 1).cpu().numpy()
-        depths = np.repeat(np.arange(len(levels), dtype=np.int32), [level[0][0].numel() for level in levels])
-        kinds = np.stack((depths, np.arange(len(depths), dtype=np.int32) % levels[0][0].shape[-1]), -1)
+        ranks = [np.arange(level[0][0].numel(), dtype=np.int32) % level[0].shape[-1] for level in levels]
+        depths = np.repeat(np.arange(len(levels), dtype=np.int32), [len(each) for each in ranks])
+        kinds = np.stack((depths, np.concatenate(ranks)), -1)
         trees = []
         for row, root in zip(packed, roots, strict=True):
             tokens, parents, bits = (np.ascontiguousarray(row[:, i]) for i in range(3))
@@ -94,7 +98,7 @@ class EagleDrafter(Drafter):
         for level in range(DEPTH):
             if level > 0:
                 out, seen = self._step(rows, level, tokens, out, seen, parents)
-            promised, guesses = self._guess(out)
+            promised, guesses = self._guess(out, WIDTH if level else ROOT_WIDTH)
             width = promised.shape[-1]
             levels.append((guesses, nodes[..., None].expand(guesses.shape), promised.view(torch.int32)))
             best = (reach * promised).flatten(1).topk(min(WIDTH, promised[0].numel()))
@@ -106,12 +110,12 @@ class EagleDrafter(Drafter):
             count += promised[0].numel()
         return levels
 
-    def _guess(self, features: Tensor) -> tuple[Tensor, Tensor]:
+    def _guess(self, features: Tensor, most: int) -> tuple[Tensor, Tensor]:
         """Probabilities and tokens of the likeliest guesses, `[rows, nodes, guesses]`, of `[rows, nodes, hidden]`."""
         logits = self._head.logits(self._model, features)
         if self._warp is not None:
             logits = self._warp(logits.flatten(0, 1).float()).view(logits.shape)
-        promised, places = logits.softmax(-1, dtype=torch.float32).topk(min(WIDTH, logits.shape[-1]))
+        promised, places = logits.softmax(-1, dtype=torch.float32).topk(min(most, logits.shape[-1]))
         return promised, self._head.token_ids(places).int()
 
     def _step(

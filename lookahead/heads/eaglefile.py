@@ -41,6 +41,8 @@ def fresh_fused(model: PreTrainedModel, tokens: Sequence[int]) -> FusedEagleHead
     head.d2t.copy_(chosen - torch.arange(len(tokens)))
     weight = lm_head(model).weight
     head.lm_head.weight.copy_(weight[chosen.to(weight.device)])
+    # It begins undecided, with logits near 1: to unlearn wrong certainty takes longer than to learn.
+    head.norm.weight.fill_(1.0 / float(head.lm_head.weight.norm(dim=-1).mean()))
     return head
 
 

@@ -23,6 +23,9 @@ from lookahead.heads.trunk import lm_head
 NATIVE = "native"
 """In place of a folder: the MTP layer that the model's own checkpoint brings along."""
 
+BUNDLED_HEADS = Path(__file__).resolve().parent.parent / "bundled" / "heads"
+"""Holds heads of the bundled model in folders named by their kind, which such a name stands for."""
+
 Network = MedusaHeads | MtpHeads | EagleHead | PreTrainedModel
 
 
@@ -30,7 +33,7 @@ def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[
     """Read heads of a folder for a model.
 
     Args:
-        folder: The folder, or `NATIVE`.
+        folder: The folder, or `NATIVE`, or the name of heads of the bundled model, where no folder has that name.
         model: The model they belong to.
 
     Returns:
@@ -42,6 +45,8 @@ def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[
     lm_head(model)  # refuses models that take no heads, whatever is in the folder
     if folder == NATIVE and not Path(NATIVE).is_dir():
         return native.KIND, native.open_native(model)
+    if folder in bundled_heads() and not Path(folder).is_dir():
+        folder = BUNDLED_HEADS / folder
     kind = read_config(folder).kind or _published_kind(Path(folder))
     if kind == medusa.KIND:
         return kind, MedusaHeads.load(folder, model)
@@ -50,6 +55,11 @@ def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[
     if kind == eaglefile.KIND:
         return kind, eaglefile.load_eagle(folder, model)
     raise HeadsError(f"{folder}: heads of an unknown kind, {kind!r}")
+
+
+def bundled_heads() -> list[str]:
+    """The names of the heads that come along for the bundled model."""
+    return sorted(path.parent.name for path in BUNDLED_HEADS.glob("*/config.json"))
 
 
 def fresh_rates(network: Network) -> HeadRates:

@@ -21,8 +21,8 @@ _ATTRIBUTES = ("sources", "needs_argmax", "needs_top", "hidden_layers")
 class Paid(Protocol):
     """A proposer that has to be worth its time."""
 
-    def settle(self, *, alone: float, tokens: float, step_s: float) -> None:
-        """Learn what a step gave that only this proposer foretold, as told to `Ledger.settle`."""
+    def settle(self, *, alone: float, tokens: float, step_s: float) -> float | None:
+        """Learn what a step gave that only this proposer foretold; the seconds that are on its own account alone."""
 
 
 class CustomProposer:
@@ -102,11 +102,17 @@ class CustomProposer:
         if self._spent_s is not None:
             self._spent_s += time.perf_counter() - begin
 
-    def settle(self, *, alone: float, tokens: float, step_s: float) -> None:
-        """Learn what a step gave that only this proposer foretold, as told to `Ledger.settle`."""
+    def settle(self, *, alone: float, tokens: float, step_s: float) -> float | None:
+        """Learn what a step gave that only this proposer foretold, as told to `Ledger.settle`.
+
+        Returns:
+            Seconds it took of the step, where they are on its own account alone: it has not earned more than it takes,
+            or read the prompt. None where all sources answer for it together, or it was not asked.
+        """
         spent_s, self._spent_s = self._spent_s, None
-        spent_s = spent_s if self._questions > 1 else None
-        self._ledger.settle(spent_s=spent_s, alone=alone, tokens=tokens, step_s=step_s)
+        is_first = self._questions <= 1
+        self._ledger.settle(spent_s=None if is_first else spent_s, alone=alone, tokens=tokens, step_s=step_s)
+        return None if self._ledger.earns and not is_first else spent_s
 
     def finish(self, row: int) -> None:
         """Let it forget the row."""

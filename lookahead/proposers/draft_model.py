@@ -6,9 +6,11 @@ import warnings
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.errors import ConfigError, ProposerError
+from lookahead.passtime import pass_seconds
 from lookahead.pools.fingerprint import fingerprint_of
 from lookahead.proposers.base import Call, Proposer
 from lookahead.proposers.model_proposer import Experience, ModelProposer
@@ -17,6 +19,21 @@ from lookahead.support import support_of
 
 _SHAPE = 8, 4  # children of a node, nodes that a pass extends
 _DRAWN_SHAPE = 3, 2
+_COST_ROUNDS = 5  # passes timed of a draft model that is larger than its target
+
+
+def _warn_of_cost(draft: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Say what passes of a draft model take that is larger than its target."""
+    own, others = (sum(parameter.numel() for parameter in model.parameters()) for model in (draft, target))
+    if own <= others:
+        return
+    with torch.inference_mode():
+        pass_s, target_s = (pass_seconds(model, _COST_ROUNDS) for model in (draft, target))
+    warnings.warn(
+        f"the draft model has {own:,} parameters and the target {others:,}: a pass of it takes {1e3 * pass_s:.2f} ms, "
+        f"{pass_s / target_s:.1f} times one of the target, so that drafting with it will hardly pay",
+        stacklevel=3,
+    )
 
 
 class DraftModel:
@@ -97,13 +114,7 @@ class DraftModel:
             raise ProposerError(f"{name} cannot draft for {call.rows} prompts at once: {support.reason}")
         if call.model not in self._experience:
             self._experience[call.model] = Experience()
-            sizes = [sum(p.numel() for p in model.parameters()) for model in (self.model, call.model)]
-            if sizes[0] > sizes[1]:
-                warnings.warn(
-                    f"the draft model has {sizes[0]:,} parameters and the target {sizes[1]:,}: drafting with it will "
-                    "hardly pay",
-                    stacklevel=2,
-                )
+            _warn_of_cost(self.model, call.model)
         children, width = _DRAWN_SHAPE if call.by_rejection else _SHAPE
         return ModelProposer(
             self.model,

@@ -27,8 +27,9 @@ class Heads:
         `LookaheadConfig(proposers=("prompt", "recycled", lookahead.Heads("heads/")))`
 
     Args:
-        folder: What `lookahead train` wrote, a published checkpoint of Medusa or EAGLE in safetensors, or `"native"`:
-            the MTP layer that the model's own checkpoint brings along.
+        folder: What `lookahead train` wrote, a published checkpoint of Medusa or EAGLE in safetensors, `"native"` for
+            the MTP layer that the model's own checkpoint brings along, or the name of heads that come along for the
+            bundled model, `"eagle"` or `"mtp"`.
         name: What the source is called in the stats; their kind when None.
 
     Raises:

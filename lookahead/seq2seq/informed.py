@@ -57,9 +57,9 @@ class InformedCustom(Informed):
         super().__init__(proposer, inputs)
         self._custom = proposer
 
-    def settle(self, *, alone: float, tokens: float, step_s: float) -> None:
+    def settle(self, *, alone: float, tokens: float, step_s: float) -> float | None:
         """Let it learn what it was worth, as `CustomProposer.settle`."""
-        self._custom.settle(alone=alone, tokens=tokens, step_s=step_s)
+        return self._custom.settle(alone=alone, tokens=tokens, step_s=step_s)
 
 
 def informed(proposer: Proposer, inputs: Sequence[IntArray]) -> Informed:

@@ -93,7 +93,16 @@ def prepare_encoder_decoder(
     row = Row.begin(0, input_ids[0].cpu().numpy(), chooser, stopping, device=input_ids.device)
     row.stats.prompt_tokens += len(read)
     target = DecoderTarget(model, _encoded(model, generation_config, model_kwargs))
-    return Engine(target, proposers, pacing, config, [row], is_chain=True, by_rejection=call.by_rejection)
+    return Engine(
+        target,
+        proposers,
+        pacing,
+        config,
+        [row],
+        is_chain=True,
+        by_rejection=call.by_rejection,
+        by_typicality=config.acceptance == "typical" and call.warp is not None,
+    )
 
 
 def _chooser(processors: LogitsProcessorList, config: GenerationConfig) -> TokenChooser:

@@ -251,7 +251,8 @@ def _prepare(
         "eval_strategy": "steps",
         "eval_steps": 0.25,
         "logging_steps": 0.01,
-        "bf16": not on_cpu and torch.cuda.is_bf16_supported(),
+        # On a CPU only where the model is, since one without instructions for it would be slower.
+        "bf16": model.dtype == torch.bfloat16 if on_cpu else torch.cuda.is_bf16_supported(),
         "use_cpu": on_cpu,
         "report_to": [],
         "remove_unused_columns": False,

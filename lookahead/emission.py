@@ -1,0 +1,34 @@
+"""What a step gives: the tokens of one row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lookahead.drafting import Draft
+from lookahead.tree import IntArray
+
+ROOT = np.zeros(1, np.int32)
+"""A path of no accepted nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """Tokens one row emitted in one step.
+
+    Attributes:
+        row: The row's place in the batch.
+        tokens: int32 `[n]`, n at least 1 but where there was an error.
+        finished: The row's output ends here.
+        draft: What was verified; None where transformers decoded.
+        path: int32 `[a]`, the nodes of the draft that were accepted, its root first.
+        error: What ended the row, where nothing should have; it then emitted nothing in this step.
+    """
+
+    row: int
+    tokens: IntArray
+    finished: bool
+    draft: Draft | None = None
+    path: IntArray = field(default_factory=lambda: ROOT)
+    error: Exception | None = None
