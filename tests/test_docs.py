@@ -35,7 +35,7 @@ NOT_RUN = {
     ("README.md", "python -m bench.speed"),
     ("README.md", "python -m bench.never_slower"),
     ("README.md", "lookahead summarize docs/"),
-    ("README.md", "model = AutoModelForSeq2SeqLM.from_pretrained('PATH_OR_ID')"),
+    ("README.md", 'model = AutoModelForSeq2SeqLM.from_pretrained("PATH_OR_ID")'),
     ("docs/jobs.md", "pip install 'lookahead-decoding[html,tables,remote]'"),
     ("docs/compiled.md", "from lookahead import"),
     ("docs/compiled.md", "lookahead summarize notes/*.md"),
