@@ -198,6 +198,17 @@ SHEETS = (
         dtype="fp32",
         device="cpu",
     ),
+    Sheet(
+        "mixing.json",
+        "All sources against each alone, on the bundled summarizer",
+        "python -m bench.mixing --prompts squality_dev.jsonl --field document --output bench/results/mixing.json",
+        (
+            Row("over the best source alone, at worst", "worst", "at least 0.99"),
+            Row("tokens a pass", "budgets/*/mixture", each="{nodes} nodes"),
+            Row("over the best source alone", "budgets/*/over_best", "at least 0.99", each="{nodes} nodes"),
+            Row("promised over accepted", "budgets/*/calibration", "0.9 to 1.1", each="{nodes} nodes"),
+        ),
+    ),
     _jacobi("w7_n5_g7", "--window 7 --ngram-size 5 --guesses 7"),
     _jacobi("w7_n5_g7_prompt_pool", "--window 7 --ngram-size 5 --guesses 7 --pool-from-prompt"),
     _jacobi("w20_n7_g20_prompt_pool", "--window 20 --ngram-size 7 --guesses 20 --pool-from-prompt"),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lookahead.ngram import chains, hits, trie, window
 from lookahead.ngram.chains import SEPARATOR, ChainIndex
 from lookahead.ngram.hits import RANKS, HitRates
-from lookahead.ngram.reference import continuation, find_by_scan
+from lookahead.ngram.reference import continuation, find_by_scan, find_resumed
 from lookahead.ngram.trie import grow_trie
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -215,7 +215,7 @@ def test_a_tree_holds_what_followed_and_nothing_else_likeliest_path_first(docume
     stream = index.tokens.tolist()
     tail = stream if context is None else context
     matches = [position for position, length in find_by_scan(stream, tail, max_ngram=16)]
-    resumed = resumptions(stream) if context is None else []
+    resumed = find_resumed(stream) if context is None else []
     if not (matches or resumed) or not tail or tail[-1] < 0:
         assert grown is None
         return
@@ -230,31 +230,6 @@ def test_a_tree_holds_what_followed_and_nothing_else_likeliest_path_first(docume
     for path in walked:
         assert any(path == each[: len(path)] for each in followed)
     check_order(grown)
-
-
-def resumptions(stream: list[int]) -> list[int]:
-    """Where copies of three tokens go on behind as many of their source as were changed since: one to three."""
-    places = []
-    for changed in range(1, 4):
-        end = len(stream) - changed
-        copied = stream[max(0, end - 3) : end]
-        if len(copied) == 3 and min(stream[end - 3 :]) >= 0:
-            sources = [at for at in range(3, end) if stream[at - 3 : at] == copied]
-            places += [at + changed for at in sources if at + changed < len(stream)]
-    return places
-
-
-def test_a_copy_goes_on_behind_a_changed_word():
-    text = index_of([[11, 12, 13, 14, 15, 16, 17, 11, 12, 13, 99]])
-    grown = grow_trie([text], HitRates(), 4)
-    assert grown.tokens[:3].tolist() == [99, 15, 16]
-    assert grow_trie([text], HitRates(), 4, min_ngram=2) is None
-
-
-def test_the_match_that_stands_close_ahead_of_the_last_copy_comes_first():
-    # 7 stood before 1, soon after the source of the copy "11 12 13", and later before 2.
-    text = index_of([[11, 12, 13, 14, 7, 1, *range(30, 50), 7, 2, *range(60, 80), 11, 12, 13, 7]])
-    assert grow_trie([text], HitRates(), 4).tokens[1] == 1
 
 
 def check_order(grown: trie.Trie) -> None:
@@ -320,7 +295,7 @@ def chain_tree(tokens: list[int], feature: int) -> tuple[np.ndarray, np.ndarray,
 
 def test_a_hit_rate_starts_at_its_guess_and_ends_at_what_was_seen():
     rates = HitRates()
-    feature, kin = 0, hits.feature_of_match(2, 1, 0, 0)
+    feature, kin = 0, hits.feature_of_match(2, 1, 0, 0, 0)
     tree = chain_tree([0, 5], feature)
     assert hits.hit_rate(rates.table, feature) == rates.prior[feature]
     rng = np.random.default_rng(0)
@@ -333,7 +308,7 @@ def test_a_hit_rate_starts_at_its_guess_and_ends_at_what_was_seen():
 
 def test_what_is_learned_of_one_candidate_moves_others_of_its_kind_at_once_and_no_more():
     rates = HitRates()
-    short, kin, copy = (hits.feature_of_match(length, rank, 0, 0) for length, rank in ((1, 0), (3, 2), (16, 0)))
+    short, kin, copy = (hits.feature_of_match(length, rank, 0, 0, 0) for length, rank in ((1, 0), (3, 2), (16, 0)))
     for _ in range(40):
         rates.learn(*chain_tree([0, 5], short), np.array([5], np.int32))
     assert hits.hit_rate(rates.table, kin) > 1.1 * rates.prior[kin]
@@ -342,7 +317,7 @@ def test_what_is_learned_of_one_candidate_moves_others_of_its_kind_at_once_and_n
 
 def test_promises_come_true_whatever_the_rates_of_candidates_are():
     rng, rates = np.random.default_rng(1), HitRates()
-    features = [hits.feature_of_match(length, rank, 0, 0) for length in (1, 3, 8, 20) for rank in (0, 1)]
+    features = [hits.feature_of_match(length, rank, 0, 0, 0) for length in (1, 3, 8, 20) for rank in (0, 1)]
     truth = rng.uniform(0.05, 0.95, len(features))
     promised = kept = 0.0
     for step in range(4000):
@@ -380,7 +355,7 @@ def test_the_first_guess_falls_with_the_rank_and_grows_with_the_match():
     lengths, ranks = (1, 2, 3, 4, 5, 7, 10, 16, 24), range(RANKS)
     rates = HitRates()
     for support in range(15):
-        prior = np.array([[rates.prior[hits.feature_of_match(n, r, support, 0)] for r in ranks] for n in lengths])
+        prior = np.array([[rates.prior[hits.feature_of_match(n, r, support, 0, 0)] for r in ranks] for n in lengths])
         assert (np.diff(prior[:, 0]) > 0).all()
         assert (np.diff(prior, axis=1) < 0).all()
     assert ((rates.prior > 0) & (rates.prior < 1)).all()
