@@ -175,8 +175,9 @@ class Display:
                 out.print(Text(report.describe_summary(summary) + "\n", "dim"))
         if summary.plain is not None and len(self._rows) < MOST_TABLE_ROWS:
             self._rows.append(report.comparison_row(name, summary.stats, summary.plain))
-        stats = totals.stats
-        self.progress.update(self._task, advance=1, speed=stats.tokens_per_s, accepted=stats.mean_acceptance_length)
+        speed = report.speed_of(totals, time.monotonic() - self._started)
+        accepted = totals.stats.mean_acceptance_length
+        self.progress.update(self._task, advance=1, speed=speed, accepted=accepted)
 
     def passed(self, name: DocumentId, totals: Totals) -> None:
         """Show that a document needed no work."""
@@ -189,15 +190,15 @@ class Display:
 
     def conclude(self, totals: Totals, *, exact: bool) -> None:
         """Show how the job went: after the summaries where they are shown, else on stderr."""
-        out = console(sys.stdout if self._as_text else sys.stderr)
+        out, seconds = console(sys.stdout if self._as_text else sys.stderr), time.monotonic() - self._started
         if totals.plain is not None:
             everything = report.comparison_row("all", totals.stats, totals.plain)
             out.print(table(report.COMPARISON_HEADINGS, self._rows, everything if totals.summarized > 1 else None))
         for note in totals.notes:
             say("note", note)
         if totals.written > 1 and not self._as_text:
-            out.print(table(("", ""), report.totals_rows(totals, time.monotonic() - self._started)))
-        out.print(report.describe_totals(totals))
+            out.print(table(("", ""), report.totals_rows(totals, seconds)))
+        out.print(report.describe_totals(totals, seconds))
         if totals.different:
             say("NOT IDENTICAL", report.describe_difference(totals, exact=exact))
 

@@ -15,6 +15,7 @@ import pytest
 from bench.faults import Silent
 from lookahead.errors import ConfigError
 from lookahead.files.text import Document, Reject
+from lookahead.jobs import report
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import Totals, run_job
 from lookahead.jobs.journal import Journal
@@ -302,6 +303,7 @@ import resource, signal, sys
 sys.path.insert(0, {str(Path(__file__).resolve().parent.parent)!r})
 from pathlib import Path
 from lookahead.files.text import Document
+from lookahead.jobs import report
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.journal import Journal
 from lookahead.jobs.paths import OutputPaths
@@ -370,3 +372,12 @@ def test_results_become_a_parquet_file_and_can_be_gone_on_with():
     assert pyarrow.parquet.read_table(out)["id"].to_pylist() == ["2", "1", "3", "four"]
     run([*items, Document("four", "z")], worker, resume=True, output=out)
     assert worker.seen == ["four"]
+
+
+def test_the_speed_of_a_job_is_that_of_the_clock_since_documents_are_decoded_beside_each_other():
+    totals = Totals(summarized=2)
+    totals.stats.emitted_tokens, totals.stats.decode_s = 300, 10.0  # of two documents in the same five seconds
+    assert report.speed_of(totals, 6.0) == 50.0
+    assert "300 tokens at 50.0 tokens/s" in report.describe_totals(totals, 6.0)
+    totals.summarized = 1
+    assert report.speed_of(totals, 60.0) == totals.stats.tokens_per_s

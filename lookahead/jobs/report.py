@@ -37,12 +37,23 @@ def describe_summary(summary: Summary) -> str:
     )
 
 
-def describe_totals(totals: Totals) -> str:
-    """What a job did, in a line."""
+def speed_of(totals: Totals, seconds: float) -> float:
+    """Tokens a second of a job that took so long in all: by the clock, since documents are decoded beside each other.
+
+    Of a single one, and where each was decoded plainly too, what lookahead took of the time is known.
+    """
+    if totals.plain is not None or totals.summarized <= 1 or not seconds:
+        return totals.stats.tokens_per_s
+    return totals.stats.emitted_tokens / seconds
+
+
+def describe_totals(totals: Totals, seconds: float) -> str:
+    """What a job did, in a line; `seconds` is how long it took in all."""
     copied = f", {totals.copied} with the text of another" if totals.copied else ""
     earlier = f", {totals.earlier} finished before" if totals.earlier else ""
     failed = f", {totals.rejected} failed" if totals.rejected else ""
-    emitted = f"; {totals.stats.emitted_tokens} tokens at {describe_speed(totals.stats)}" if totals.summarized else ""
+    speed = f"{speed_of(totals, seconds):.1f} tokens/s, {totals.stats.mean_acceptance_length:.2f} tokens per pass"
+    emitted = f"; {totals.stats.emitted_tokens} tokens at {speed}" if totals.summarized else ""
     return f"{count(totals.summarized, 'document')} summarized{copied}{earlier}{failed}{emitted}"
 
 
