@@ -41,9 +41,9 @@ def dictating(engine: Engine, trace: Trace, device: torch.device) -> Iterator[No
         told = script[np.minimum(places + 1, len(script) - 1)]
         return torch.from_numpy(told)[None, :, None].to(device)
 
-    def dictated_prefill(prompts: Sequence[IntArray]) -> Tensor:
+    def dictated_prefill(prompts: Sequence[IntArray], first: int = 0) -> Tensor:
         told = following(np.array([len(prompts[0]) - 1]))
-        logits: Tensor = prefill(prompts)
+        logits: Tensor = prefill(prompts, first)
         return logits.scatter_(2, told, _RAISE)
 
     def dictated_score(trees: Sequence[TokenTree]) -> Tensor:

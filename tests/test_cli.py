@@ -14,7 +14,7 @@ import lookahead
 from lookahead.cli import app
 from lookahead.jobs.results import JsonLinesFile
 from lookahead.summarize.comparison import ComparingDecoder
-from lookahead.summarize.summarizer import Summarizer
+from lookahead.summarize.fitting import PromptFitter
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = "The cat sat on the mat. The dog sat by the door. "
@@ -191,14 +191,14 @@ def test_a_document_that_fails_is_put_aside_and_the_others_go_on(summarize, cli_
 
 
 def test_what_goes_wrong_within_a_document_is_that_document_s_alone(summarize, monkeypatch):
-    honest = Summarizer.summarize
+    honest = PromptFitter.fit
 
     def failing(self, text):
         if text == TEXT:
             raise RuntimeError("out of\n memory")
         return honest(self, text)
 
-    monkeypatch.setattr(Summarizer, "summarize", failing)
+    monkeypatch.setattr(PromptFitter, "fit", failing)
     result = summarize("a.txt", "b.txt", "--rejects", "bad.jsonl")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["id"] == "b.txt"

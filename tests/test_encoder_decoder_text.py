@@ -188,8 +188,8 @@ def test_an_encoder_reads_the_document_behind_the_prefix_its_model_wants(
 ) -> None:
     t5, bart = build(ENCODER_DECODERS["T5"]), build(ENCODER_DECODERS["Bart"])
     t5.config.task_specific_params = {"summarization": {"prefix": "summarize: "}}
-    assert Prompting(tiny_tokenizer, t5).render("A cat.") == "summarize: A cat."
-    assert Prompting(tiny_tokenizer, bart).render("A cat.") == "A cat."
+    assert Prompting(tiny_tokenizer, model=t5).render("A cat.") == "summarize: A cat."
+    assert Prompting(tiny_tokenizer, model=bart).render("A cat.") == "A cat."
     with pytest.raises(ConfigError, match="encoder must read at least"):
         tiny_tokenizer_of_ten = PreTrainedTokenizerFast(
             tokenizer_object=tiny_tokenizer._tokenizer, pad_token="<pad>", model_max_length=10

@@ -9,6 +9,9 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
+import lookahead
+from lookahead.config import LookaheadConfig
+from lookahead.jobs.memory import OutputMemory
 from lookahead.jobs.results import JsonLinesFile
 from lookahead.summarize.prompting import INSTRUCTION, STYLES, Prompting, Request
 
@@ -48,7 +51,7 @@ def test_a_stopped_job_is_resumed_by_the_same_command(summarize, docs, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(JsonLinesFile, "write", full)
-        stopped = summarize(docs, "-o", "out.jsonl")
+        stopped = summarize(docs, "-o", "out.jsonl", "--rows", "1")
     assert "writing failed: No space left on device; 4 finished summaries in out.jsonl; --resume" in stopped.stderr
     assert "is of a job that did not finish; pass --resume" in only_error(summarize(docs, "-o", "out.jsonl"))
     resumed = summarize(docs, "-o", "out.jsonl", "--resume")
@@ -210,8 +213,17 @@ def test_a_pool_that_is_not_there_is_made_of_the_outputs_and_drafted_from_later(
     assert plain.exit_code == first.exit_code == second.exit_code == 1  # one line of docs is none
     for one, other in zip(records("plain.jsonl"), records("two.jsonl"), strict=True):
         assert one["summary"] == other["summary"]
-    accepted = [record["stats"]["accepted_by_source"]["outputs"] for record in records("two.jsonl")[:5]]
-    assert accepted[0] > 0  # the first document of the second job, so from the file alone
+
+
+def test_what_a_memory_holds_is_drafted_from(summarize, docs, cli_folder, tiny_llama, tiny_tokenizer):
+    summarize(docs, "-o", "one.jsonl", "--pool", "memory.lkp", "--max-new-tokens", "40")
+    model = copy.deepcopy(tiny_llama)  # which knows nothing yet
+    memory = OutputMemory(cli_folder / "memory.lkp", model, tiny_tokenizer)
+    assert memory.loaded > 100
+    fixed = LookaheadConfig(proposers=["outputs"], draft="fixed")
+    text = records("one.jsonl")[0]["summary"]
+    result = lookahead.generate(model, tiny_tokenizer, text[:10], config=fixed, max_new_tokens=20, do_sample=False)
+    assert result.stats.drafted_by_source["outputs"] > 0
 
 
 def test_a_memory_of_another_tokenizer_is_refused(summarize, cli_folder):

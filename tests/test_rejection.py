@@ -359,5 +359,5 @@ def test_names_draw_nothing_and_are_refused_beside_rejection() -> None:
         LookaheadConfig(acceptance="rejection")
     with pytest.raises(ConfigError, match="'corpus' does not"):
         LookaheadConfig(acceptance="rejection", proposers=(DraftModel(tiny()),), pool="some.lkp")
-    with pytest.raises(ConfigError, match="acceptance must be exact or rejection, got 'typical'"):
-        LookaheadConfig(acceptance="typical")
+    with pytest.raises(ConfigError, match="acceptance must be exact, rejection, typical, got 'any'"):
+        LookaheadConfig(acceptance="any")

@@ -114,4 +114,4 @@ def _seconds(
     measured = time.perf_counter() - start
     by_documents = measured / len(tried) * documents
     by_tokens = measured / max(1, sum(length for _, length in tried)) * tokens
-    return round((by_documents + by_tokens) / 2, 1)
+    return round((by_documents + by_tokens) / 2, 3)
