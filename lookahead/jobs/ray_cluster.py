@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from lookahead.errors import ClusterError, ConfigError
+
+_PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,8 @@ def connect(address: str | None) -> Iterator[Any]:
     if address is None and ray.is_initialized():
         yield ray
         return
+    if address is not None:
+        _check_is_there(address)
     # What concerns a cluster that is started may not be said of one that is there. Ray sends no usage statistics of
     # clusters that `init` starts.
     own = {"include_dashboard": False} if address in (None, "local") else {}
@@ -57,6 +62,16 @@ def connect(address: str | None) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+def _check_is_there(address: str) -> None:
+    """Refuse a port that nobody answers; Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE_S).close()
+        except (OSError, OverflowError) as error:
+            raise ClusterError(f"the Ray cluster at {address!r} cannot be reached: {first_line(error)}") from error
 
 
 def plan_workers(ray: Any, workers: int | None, threads: int | None, device: str | None) -> Plan:
