@@ -7,7 +7,8 @@ until then the journal has none of them, and rows that ended early stay empty. A
 again by Ray without a word, so that a document which kills workers would kill one after the other.
 
 So a document is a call of its own. A worker has a few more in hand than it has rows, and decodes them together; each
-comes back as soon as it is done, and goes to another worker where its own dies.
+comes back as soon as it is done, and goes to another worker where its own dies. Those that several died with go last
+and alone, so that the one which kills workers takes no other along.
 """
 
 from __future__ import annotations
@@ -45,11 +46,12 @@ class _Member:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What a worker was asked: to summarize a document that died with so many workers, or to start."""
+    """What a worker was asked: to start, or to summarize what died with so many others and takes so much room."""
 
     member: _Member
     document: Document | None = None
     deaths: int = 0
+    room: int = 0
 
 
 class Crew:
@@ -73,6 +75,7 @@ class Crew:
         self._members: list[_Member] = []
         self._calls: dict[Any, _Call] = {}
         self._again: deque[tuple[Document, int]] = deque()  # of workers that died, and how many did
+        self._suspects: deque[Document] = deque()  # that have one chance left
         self._first: Introduction | None = None
         self._failed_starts = 0
         self.notes: list[str] = []
@@ -121,11 +124,21 @@ class Crew:
                     is_open = False
                 except Exception as raised:
                     error, is_open = raised, False
-            if not (is_open or self._again or any(call.document for call in self._calls.values())):
+            elif member is not None and member.in_hand == 0 and self._suspects:
+                self._give(member, self._suspects.popleft(), TRIES - 1)
+            free = self._freest()
+            is_alone = free is not None and free.in_hand == 0 and bool(self._suspects)
+            has_more = free is not None and (is_open or bool(self._again) or is_alone)
+            if not (has_more or is_open or self._again or self._suspects or self._is_busy):
                 break
-            yield from self._collect(waits=self._freest() is None or not (is_open or self._again))
+            yield from self._collect(waits=not has_more)
         if error is not None:
             raise error
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether a document is in hand."""
+        return any(call.document is not None for call in self._calls.values())
 
     def _hire(self) -> None:
         """Start a worker: Ray finds a place for it, or waits until there is one."""
@@ -139,9 +152,10 @@ class Crew:
         return min(free, key=lambda member: member.in_hand, default=None)
 
     def _give(self, member: _Member, document: Document, deaths: int) -> None:
-        """Let a worker summarize a document."""
-        self._calls[member.handle.summarize.remote(document)] = _Call(member, document, deaths)
-        member.in_hand += 1
+        """Let a worker summarize a document; one on its last chance takes all the room."""
+        room = member.room if deaths == TRIES - 1 else 1
+        self._calls[member.handle.summarize.remote(document)] = _Call(member, document, deaths, room)
+        member.in_hand += room
 
     def _collect(self, *, waits: bool) -> Iterator[Outcome]:
         """What is done, one answer at least where this waits for it."""
@@ -152,7 +166,7 @@ class Crew:
         done, _ = self._ray.wait(calls, num_returns=wanted, timeout=patience)
         for each in done:
             call = self._calls.pop(each)
-            call.member.in_hand -= call.document is not None
+            call.member.in_hand -= call.room
             try:
                 answer = self._ray.get(each)
             except self._ray.exceptions.RayError as error:
@@ -194,8 +208,11 @@ class Crew:
             self._check_is_manned(reason)
         if call.document is None:
             return
-        if call.deaths + 1 < TRIES:
-            self._again.append((call.document, call.deaths + 1))
+        deaths = call.deaths + 1
+        if deaths < TRIES - 1:
+            self._again.append((call.document, deaths))
+        elif deaths < TRIES:
+            self._suspects.append(call.document)
         else:
             name = call.document.id
             yield Reject(name, f"{name}: {TRIES} workers died with it in hand: {reason}", call.document)
