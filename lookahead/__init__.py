@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lookahead.costs import calibrate_costs, load_costs, prepare_costs, save_costs
     from lookahead.enabling import enable
     from lookahead.errors import (
+        ClusterError,
         ConfigError,
         DocumentError,
         HeadsError,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ClusterError",
     "Completion",
     "ConfigError",
     "DecodingStats",
@@ -72,6 +74,7 @@ __all__ = [
 
 # Everything else is imported on first use: torch, transformers and Numba take seconds.
 _HOME = {
+    "ClusterError": "errors",
     "Completion": "batching",
     "ConfigError": "errors",
     "DecodingStats": "stats",

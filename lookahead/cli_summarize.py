@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lookahead.cli_jobs import Ray, RayAddress, Runner, Staff, Workers, full_path, ray_staff
 from lookahead.cli_measure import Window
 from lookahead.cli_options import (
     Compile,
@@ -26,18 +27,15 @@ from lookahead.cli_options import (
     TrainedHeads,
     drafting_config,
 )
-from lookahead.errors import ConfigError, LookaheadError
+from lookahead.errors import ConfigError
 from lookahead.jobs import report
 from lookahead.terminal import Display, console, load, table, usage_errors
 
 if TYPE_CHECKING:
-    from lookahead.files.text import Document, Reject
     from lookahead.jobs.estimate import Estimate
-    from lookahead.jobs.identity import JobIdentity
     from lookahead.jobs.memory import OutputMemory
     from lookahead.jobs.paths import OutputPaths
     from lookahead.summarize.prompting import Request
-    from lookahead.summarize.summarizer import Summarizer
 
 FORMATS = ("auto", "text", "json")
 _NO_SETTING = ("job", "show_job", "help")
@@ -162,6 +160,9 @@ def summarize(
     guesses: Guesses = None,
     compile: Compile = False,
     cuda_graphs: Graphs = False,
+    ray: Ray = False,
+    ray_address: RayAddress = None,
+    workers: Workers = None,
 ) -> None:
     """Summarize documents of any length.
 
@@ -186,14 +187,17 @@ def summarize(
     written, or --compare found a difference in fp32; 2 an argument is wrong, and
     nothing was written; 130 interrupted, and what was finished is written.
     """
-    with usage_errors():
+    with usage_errors(), ExitStack() as stack:
         inputs = inputs or (context.default_map or {}).get("inputs") or []
         if show_job:
             print(_as_job_file(context, inputs), end="")
             raise typer.Exit()
         _check(inputs, max_new_tokens, retry_rejects, resume, dry_run, price_per_hour, job)
+        _check_ray(ray, ray_address, workers, dry_run)
         request = _request(prompt_file, style)
         corpus, memory_path = _split_pool(pool, proposers)
+        if ray:
+            corpus, heads = full_path(corpus), full_path(heads)
         config = drafting_config(proposers, corpus, heads, max_nodes, window, ngram_size, guesses, compile, cuda_graphs)
         from lookahead.files.documents import check_readers, count_documents
         from lookahead.files.inputs import find_inputs
@@ -210,99 +214,42 @@ def summarize(
         documents = select_documents(
             sources, first=limit, sample=sample, seed=seed, limit=int(max_document_mb * MEGABYTE)
         )
-        loaded = load(model, dtype, device, threads)
-        from lookahead.jobs.identity import JobIdentity
-        from lookahead.summarize.summarizer import Summarizer
+        asked: dict[str, Any] = {"max_new_tokens": max_new_tokens, "request": request}
+        summarizing = {**asked, "config": config, "compare": compare}
+        if ray:
+            staff = stack.enter_context(
+                ray_staff(
+                    ray_address, workers, threads, memory_path, model=model, dtype=dtype, device=device, rows=rows,
+                    summarizer=summarizing, identity=asked,
+                )
+            )  # fmt: skip
+        else:
+            loaded = load(model, dtype, device, threads)
+            from lookahead.jobs.identity import JobIdentity
+            from lookahead.summarize.summarizer import Summarizer
 
-        summarizer = Summarizer(*loaded, max_new_tokens=max_new_tokens, config=config, compare=compare, request=request)
-        memory = _open_memory(memory_path, loaded)
-        with console(sys.stderr).status("warming up"):
-            summarizer.warm_up()
-        if dry_run:
-            from lookahead.jobs.estimate import estimate_job
-            from lookahead.summarize.fitting import PromptFitter
+            summarizer = Summarizer(*loaded, **summarizing)
+            memory = _open_memory(memory_path, loaded)
+            with console(sys.stderr).status("warming up"):
+                summarizer.warm_up()
+            if dry_run:
+                from lookahead.jobs.estimate import estimate_job
+                from lookahead.summarize.fitting import PromptFitter
 
-            fitter = PromptFitter(*loaded, max_new_tokens, request)
-            with console(sys.stderr).status("counting"):
-                estimate = estimate_job(
-                    documents, fitter, summarizer, max_new_tokens=max_new_tokens, rows=rows,
-                    price_per_hour=price_per_hour, seed=seed,
-                )  # fmt: skip
-            _show_estimate(estimate, as_json=not (shape == "text" or (shape == "auto" and sys.stdout.isatty())))
-            raise typer.Exit(1 if estimate.failed else 0)
-        identity = JobIdentity.of(model, *loaded, max_new_tokens=max_new_tokens, request=request)
+                fitter = PromptFitter(*loaded, max_new_tokens, request)
+                with console(sys.stderr).status("counting"):
+                    estimate = estimate_job(
+                        documents, fitter, summarizer, max_new_tokens=max_new_tokens, rows=rows,
+                        price_per_hour=price_per_hour, seed=seed,
+                    )  # fmt: skip
+                _show_estimate(estimate, as_json=not (shape == "text" or (shape == "auto" and sys.stdout.isatty())))
+                raise typer.Exit(1 if estimate.failed else 0)
+            staff = Staff(summarizer, JobIdentity.of(model, *loaded, **asked), rows, memory)
         known = count_documents(sources)
         total = min((number for number in (known, limit, sample) if number is not None), default=None)
         display = _display(total if known is not None else None, paths, as_text=as_text)
-        runner = _Runner(summarizer, identity, paths, display, memory, rows=rows, retry_rejects=retry_rejects)
-        status = runner.run(documents, as_text=as_text)
+        status = Runner(staff, paths, display, retry_rejects=retry_rejects).run(documents, as_text=as_text)
     raise typer.Exit(status)
-
-
-class _Runner:
-    """Runs a job and shows how it goes."""
-
-    def __init__(
-        self,
-        summarizer: Summarizer,
-        identity: JobIdentity,
-        paths: OutputPaths,
-        display: Display,
-        memory: OutputMemory | None,
-        *,
-        rows: int | None,
-        retry_rejects: bool,
-    ) -> None:
-        self._summarizer, self._identity, self._paths = summarizer, identity, paths
-        self._display, self._memory = display, memory
-        self._rows, self._retry = rows, retry_rejects
-
-    def run(self, documents: Iterator[Document | Reject], *, as_text: bool) -> int:
-        """Summarize the documents; the exit status."""
-        from lookahead.jobs.job import Totals, run_job
-        from lookahead.jobs.memory import Remembering
-        from lookahead.jobs.results import JsonLinesStdout
-
-        totals, display = Totals(), self._display
-        with display.progress:
-            try:
-                run_job(
-                    documents,
-                    self._summarizer,
-                    self._paths,
-                    self._identity,
-                    totals=totals,
-                    observer=Remembering(self._memory, display) if self._memory else display,
-                    rows=self._rows,
-                    retry_rejects=self._retry,
-                    shown=None if as_text else JsonLinesStdout(),
-                )
-            except KeyboardInterrupt:
-                self._save_memory()
-                display.say("interrupted", report.describe_stop(totals, self._paths.results))
-                return 130
-            except OSError as error:
-                if not isinstance(error, BrokenPipeError):  # a reader such as `head` has seen enough
-                    done = report.describe_stop(totals, self._paths.results)
-                    display.say("error", f"writing failed: {error.strerror}; {done}")
-                return 1
-        saved = self._save_memory()
-        display.conclude(totals, exact=self._summarizer.exact)
-        if saved and self._memory is not None:
-            words = report.describe_memory(str(self._memory.path), self._memory.loaded, self._memory.tokens, totals)
-            console(sys.stderr).print(words, soft_wrap=True)
-        failed = totals.rejected or (totals.different and self._summarizer.exact)
-        return 1 if failed or not saved else 0
-
-    def _save_memory(self) -> bool:
-        """Save what later jobs can draft from, if they are to; whether nothing went wrong."""
-        try:
-            if self._memory is not None:
-                self._memory.save()
-        except LookaheadError as error:
-            self._display.say("error", str(error))
-            return False
-        return True
 
 
 def _check(
@@ -327,6 +274,14 @@ def _check(
         raise ConfigError("--price-per-hour is for --dry-run, which estimates the cost")
     if dry_run and resume:
         raise ConfigError("--dry-run estimates a whole job; leave --resume out")
+
+
+def _check_ray(ray: bool, address: str | None, workers: int | None, dry_run: bool) -> None:
+    """Refuse options that only a cluster knows, and what it does not do."""
+    if not ray and (address is not None or workers is not None):
+        raise ConfigError("--ray-address and --workers are for --ray, which works on a cluster")
+    if ray and dry_run:
+        raise ConfigError("--dry-run measures the time on this machine alone; leave --ray out")
 
 
 def _as_job_file(context: typer.Context, inputs: list[str]) -> str:

@@ -9,6 +9,7 @@
     ├── ProposerError          a proposer of your own is none, or offers what is no tree (also a ValueError)
     ├── PoolError              a pool file cannot be read, written or used here (also a ValueError)
     ├── HeadsError             trained heads cannot be read or used with this model (also a ValueError)
+    ├── ClusterError           a Ray cluster cannot be reached, or its workers do not live (also a RuntimeError)
     └── TrainingError          training data or a training job is unusable (also a ValueError)
 
 Every message names the field or file, the allowed range where there is one, and what was received.
@@ -53,3 +54,7 @@ class HeadsError(LookaheadError, ValueError):
 
 class TrainingError(LookaheadError, ValueError):
     """Training data or a training job is unusable."""
+
+
+class ClusterError(LookaheadError, RuntimeError):
+    """A Ray cluster cannot be reached, or the workers on it do not live to do their work."""

@@ -40,6 +40,9 @@ NOT_RUN = {
     ("docs/compiled.md", "from lookahead import"),
     ("docs/compiled.md", "lookahead summarize notes/*.md"),
     ("docs/heads.md", "pip install 'lookahead-decoding[train]'"),
+    ("docs/ray.md", "pip install 'lookahead-decoding[ray]'"),
+    ("docs/ray.md", "ray start --head"),
+    ("docs/ray.md", "python -m bench.ray_job"),
 }
 
 

@@ -52,7 +52,7 @@ FLOORS = (
     {"training", "terminal"},
     {"explain.drawing"},
     {"cli_measure", "cli_draft", "cli_train", "cli_report"},
-    {"cli_options"},
+    {"cli_options", "cli_jobs"},
     {"cli_summarize"},
     {"lookahead", "cli_pool"},  # lookahead/__init__.py, the public names; the commands on pools
     {"cli"},
@@ -81,7 +81,17 @@ KNOW_TRANSFORMERS = {
 }
 # Training shows its progress.
 KNOW_THE_TERMINAL = {
-    *("cli", "cli_pool", "cli_measure", "cli_draft", "cli_train", "cli_options", "cli_summarize", "cli_report"),
+    *(
+        "cli",
+        "cli_pool",
+        "cli_measure",
+        "cli_draft",
+        "cli_train",
+        "cli_options",
+        "cli_summarize",
+        "cli_report",
+        "cli_jobs",
+    ),
     *("explain.drawing", "terminal", "training"),
 }
 # Of an extra, imported where it is needed and missed with a word about the extra.
@@ -89,6 +99,7 @@ OPTIONAL = {
     "kernels": {"triton"},
     "files.pages": {"trafilatura"},
     "files.tables": {"pyarrow"},
+    "jobs.ray_cluster": {"ray"},
 }
 BROUGHT_ALONG = {"tokenizers", "llvmlite"}  # by transformers and numba, which pin the range they work with
 

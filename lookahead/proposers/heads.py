@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -40,6 +41,10 @@ class Heads:
         self._folder = os.fspath(folder)
         self._name = name
         self._opened: WeakKeyDictionary[Any, tuple[str, Network, HeadRates]] = WeakKeyDictionary()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process, which gets a copy of a configuration, reads the heads itself.
+        return partial(Heads, name=self._name), (self._folder,)
 
     def __call__(self, call: Call) -> Proposer:
         """The proposer of one call."""

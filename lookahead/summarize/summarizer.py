@@ -18,6 +18,7 @@ from lookahead.summarize.prompting import Request
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from lookahead.batching import Batching
     from lookahead.config import LookaheadConfig
     from lookahead.stats import DecodingStats
 
@@ -140,7 +141,9 @@ class Summarizer:
             plain=self._comparing.take_figures() if self._comparing else None,
         )
 
-    def summarize_all(self, documents: Iterable[Document], rows: int | None = None) -> Iterator[Summarized | Reject]:
+    def summarize_all(
+        self, documents: Iterable[Document | None], rows: int | None = None
+    ) -> Iterator[Summarized | Reject]:
         """Summarize many documents, the prompts of several at a time decoded together, each done as it comes.
 
         A document is taken when there is a row for it, so memory does not grow with their number; a document that
@@ -148,27 +151,29 @@ class Summarizer:
         are decoded beside each other. With `compare` it is one document after the other.
 
         Args:
-            documents: The documents; they may come from a stream.
+            documents: The documents; they may come from a stream, and None where it has no more yet: only while
+                some that it gave are not done.
             rows: Prompts that are decoded together, 1 to 1024; None decides.
 
         Raises:
             ConfigError: `rows` is out of range.
         """
-        from lookahead.batching import Batching
         from lookahead.summarize.together import Together
 
-        decoder = self._lookahead
-        open_rows = partial(
-            Batching,
-            decoder.model,
-            decoder.tokenizer,
-            rows=rows,
-            config=decoder.config,
-            add_special_tokens=decoder.add_special_tokens,
-            do_sample=False,
+        if self._comparing:
+            return (self.summarize_or_reject(document) for document in documents if document is not None)
+        together = Together(
+            partial(self._open_rows, rows), self._fitter, self._max_new_tokens, self.summarize_or_reject
         )
-        together = Together(open_rows, self._fitter, self._max_new_tokens, self.summarize_or_reject)
-        return map(self.summarize_or_reject, documents) if self._comparing else together.run(documents)
+        return together.run(documents)
+
+    def rows_together(self, rows: int | None = None) -> int:
+        """How many prompts `summarize_all` decodes together where it is given `rows`.
+
+        Raises:
+            ConfigError: `rows` is out of range.
+        """
+        return 1 if self._comparing else self._open_rows(rows).rows
 
     def summarize_or_reject(self, document: Document) -> Summarized | Reject:
         """Summarize one document, or say why not."""
@@ -188,6 +193,20 @@ class Summarizer:
         self._decoder.decode(prompts, 8)
         if self._comparing:
             self._comparing.take_figures()
+
+    def _open_rows(self, rows: int | None) -> Batching:
+        """Rows for prompts that are decoded together."""
+        from lookahead.batching import Batching
+
+        decoder = self._lookahead
+        return Batching(
+            decoder.model,
+            decoder.tokenizer,
+            rows=rows,
+            config=decoder.config,
+            add_special_tokens=decoder.add_special_tokens,
+            do_sample=False,
+        )
 
     def _summarize_parts(self, prompts: list[str], calls: list[DecodingStats]) -> list[str]:
         """Summarize the parts of a document, several together; the stats of each call are added to `calls`."""

@@ -59,10 +59,11 @@ class Together:
         self._places: dict[int, tuple[_Task, int]] = {}  # those being decoded, by their number
         self._done: list[Outcome] = []
 
-    def run(self, documents: Iterable[Document]) -> Iterator[Outcome]:
+    def run(self, documents: Iterable[Document | None]) -> Iterator[Outcome]:
         """Summarize documents; they are taken as rows come free.
 
-        Where `documents` itself raises, what is being decoded is finished and yielded first.
+        Where `documents` itself raises, what is being decoded is finished and yielded first. A None says that none has
+        come yet, and that those which are being decoded need not wait for it: it may come only while there are some.
         """
         source, error = iter(documents), None
         is_open = True
@@ -78,6 +79,8 @@ class Together:
                 except Exception as raised:
                     error, is_open = raised, False
                 else:
+                    if document is None:
+                        break
                     self._begin(document)
             if not self._done and self._rows.is_idle:
                 if error is not None:

@@ -1,0 +1,174 @@
+"""A job on Ray against the same job by local processes, and once more while a worker is killed: what Ray costs.
+
+    python -m bench.ray_job --documents 200 --workers 4
+
+Documents cut from the stories in `examples` are summarized with the bundled model, or another, three times: by
+--workers local processes, each of which does its share of them; by as many workers on a Ray cluster that is started for
+it on this machine; and by these again, one of which is killed with SIGKILL when a quarter is done. Every process has
+one thread, has loaded the model and is warm before its clock starts; the clock of a way stops when all of its results
+are written. The summaries of all three are compared, in fp32; where one differs or is lost, this ends in an error.
+
+`overhead` is by how much the seconds on Ray exceed those of the local processes. With fewer cores than workers, or with
+other work on the machine, both are rough. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import transformers
+
+from bench.faults import Silent
+from bench.report import publish
+from lookahead.files.text import Document
+from lookahead.jobs.identity import JobIdentity
+from lookahead.jobs.job import Totals, Worker, run_job
+from lookahead.jobs.paths import OutputPaths
+from lookahead.jobs.ray_cluster import Plan
+from lookahead.jobs.ray_crew import Crew
+from lookahead.jobs.ray_worker import WorkerOptions
+from lookahead.loading import BUNDLED, load_model, prepare_process
+from lookahead.summarize.summarizer import Summarizer
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+def cut(count: int) -> list[Document]:
+    """Documents of 40 to 400 words, each begun at a random word of a story."""
+    draw = random.Random(0)
+    stories = [path.read_text(encoding="utf-8").split() for path in sorted(EXAMPLES.glob("*.txt"))]
+    found = []
+    for number in range(count):
+        story = draw.choice(stories)
+        begin, length = draw.randrange(len(story) - 40), draw.randint(40, 400)
+        found.append(Document(f"d{number}", " ".join(story[begin : begin + length])))
+    return found
+
+
+def written(worker: Worker, identity: JobIdentity, documents: list[Document], output: Path, observer: Any) -> None:
+    """Run a job."""
+    paths = OutputPaths(output)
+    paths.check([])
+    run_job(documents, worker, paths, identity, totals=Totals(), observer=observer)
+
+
+def work_alone(share: list[Document], output: Path, model: str, new: int, gate: Any, finish: Any) -> None:
+    """A local process: load, wait for the others, and do a share of the documents."""
+    prepare_process(1)
+    loaded = load_model(model, dtype="fp32", device="cpu")
+    summarizer = Summarizer(*loaded, max_new_tokens=new)
+    summarizer.warm_up()
+    identity = JobIdentity.of(model, *loaded, max_new_tokens=new)
+    gate.wait()
+    written(summarizer, identity, share, output, Silent())
+    finish.wait()
+
+
+def local_seconds(documents: list[Document], workers: int, model: str, new: int, folder: Path) -> float:
+    """Seconds that local processes take, a share each."""
+    context = multiprocessing.get_context("spawn")
+    gate, finish = context.Barrier(workers + 1), context.Barrier(workers + 1)
+    processes = []
+    for number in range(workers):
+        share, output = documents[number::workers], folder / f"local{number}.jsonl"
+        processes.append(context.Process(target=work_alone, args=(share, output, model, new, gate, finish)))
+        processes[-1].start()
+    gate.wait()
+    start = time.perf_counter()
+    finish.wait()
+    seconds = time.perf_counter() - start
+    for process in processes:
+        process.join()
+    return seconds
+
+
+class Killer(Silent):
+    """Kills one worker when so many documents are done."""
+
+    def __init__(self, after: int) -> None:
+        self._after = after
+
+    def summarized(self, done: Any, totals: Totals) -> None:
+        """Kill it when it is time."""
+        if totals.summarized == self._after:
+            family = psutil.Process().children(recursive=True)
+            os.kill(next(each.pid for each in family if "RayWorker" in "".join(each.cmdline()[:1])), signal.SIGKILL)
+
+
+@contextmanager
+def crew_of(ray: Any, workers: int, model: str, new: int) -> Iterator[tuple[Crew, JobIdentity]]:
+    """Workers on the cluster, all of them ready."""
+    asked = {"max_new_tokens": new, "request": None}
+    options = WorkerOptions(
+        model=model, name=model, dtype="fp32", device="cpu", threads=1, rows=None, summarizer=asked, identity=asked
+    )
+    with Crew(ray, options, Plan(workers, 1, 0)) as crew:
+        yield crew, crew.introduce(workers).identity
+
+
+def summaries(paths: Sequence[Path]) -> list[tuple[str, str]]:
+    """Every document with its summary."""
+    lines = [json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
+    return sorted((line["id"], line["summary"]) for line in lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=BUNDLED, help="'bundled', the full path of a folder, or a name on the Hub")
+    parser.add_argument("--documents", type=int, default=200)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--output", type=Path, help="also write the JSON object here")
+    arguments = parser.parse_args(argv)
+    import ray
+
+    documents, workers = cut(arguments.documents), arguments.workers
+    model, new = arguments.model, arguments.max_new_tokens
+    report: dict[str, Any] = {"documents": len(documents), "workers": workers, "max_new_tokens": new}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        local_s = local_seconds(documents, workers, model, new, folder)
+        expected = summaries(sorted(folder.glob("local*.jsonl")))
+        ray.init(address="local", num_cpus=workers, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        seconds = {}
+        for way, observer in (("ray", Silent()), ("killed", Killer(len(documents) // 4))):
+            output = folder / f"{way}.jsonl"
+            with crew_of(ray, workers, model, new) as (crew, identity):
+                start = time.perf_counter()
+                written(crew, identity, documents, output, observer)
+                seconds[way] = time.perf_counter() - start
+                report["died"] = len(crew.notes)
+            if summaries([output]) != expected:
+                sys.exit(f"{way}: the summaries are not those of the local processes")
+        ray.shutdown()
+    report |= {
+        "overhead": round(seconds["ray"] / local_s - 1, 3),
+        "local_s": round(local_s, 1),
+        "ray_s": round(seconds["ray"], 1),
+        "ray_with_a_kill_s": round(seconds["killed"], 1),
+        "identical": len(expected),
+        "model": Path(model).name,
+        "cpus": os.cpu_count(),
+    }
+    report |= {"ray": ray.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    publish(report, arguments.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

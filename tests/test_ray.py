@@ -1,0 +1,189 @@
+"""Jobs on a Ray cluster of two worker processes: the results of a local job, whatever becomes of a worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bench.faults import Silent
+from lookahead.config import LookaheadConfig
+from lookahead.files.text import Document
+from lookahead.jobs.job import Totals, run_job
+from lookahead.jobs.paths import OutputPaths
+from lookahead.jobs.ray_cluster import Plan
+from lookahead.jobs.ray_crew import TRIES, Crew
+from lookahead.jobs.ray_worker import WorkerOptions
+from lookahead.proposers.base import Proposer
+
+ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'lookahead-decoding[ray]'")
+
+TWO = ("--ray", "--workers", "2")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster(own_cache_folder):
+    """A cluster on this machine, which the jobs of these tests find connected."""
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def docs(cli_folder):
+    """Ten documents, two of them equal, and a line that is none."""
+    lines = [json.dumps({"id": f"d{i}", "text": f"Text number {i % 9}, of some words."}) for i in range(10)]
+    (cli_folder / "docs.jsonl").write_text("\n".join([*lines[:4], '{"text": ', *lines[4:]]))
+    return "docs.jsonl"
+
+
+def lines_of(path):
+    """The lines of a file of results, but for what differs from run to run."""
+    return [{**json.loads(line), "stats": None} for line in Path(path).read_text("utf-8").splitlines()]
+
+
+def manifest(path):
+    return json.loads(Path(f"{path}.manifest.json").read_text("utf-8"))
+
+
+def worker_processes():
+    """The workers of our cluster, and of no other."""
+    family = psutil.Process().children(recursive=True)
+    return [each for each in family if "RayWorker" in "".join(each.cmdline()[:1])]
+
+
+def crew_for(model_folder, *, rows=1, max_new_tokens=12, **summarizer):
+    """Two workers with the tiny model."""
+    identity = {"max_new_tokens": max_new_tokens, "request": None}
+    options = WorkerOptions(
+        model=str(model_folder), name="tiny", dtype="fp32", device="cpu", threads=1, rows=rows,
+        summarizer={**identity, **summarizer}, identity=identity,
+    )  # fmt: skip
+    return Crew(ray, options, Plan(workers=2, threads=1, gpus=0))
+
+
+class KillsAWorker(Silent):
+    """Kills one of the workers at once when so many documents are done."""
+
+    def __init__(self, after):
+        self.after, self.killed = after, 0
+
+    def summarized(self, done, totals):
+        if totals.summarized == self.after:
+            victim = worker_processes()[0]
+            os.kill(victim.pid, signal.SIGKILL)
+            victim.wait(10)
+            self.killed += 1
+
+
+def run(crew, documents, output, observer=None):
+    """A job with a crew, all of whose workers are ready before it begins."""
+    totals, paths = Totals(), OutputPaths(Path(output))
+    paths.check([])
+    with crew:
+        identity = crew.introduce(2).identity
+        run_job(documents, crew, paths, identity, totals=totals, observer=observer or Silent())
+    return totals
+
+
+def test_a_job_on_a_cluster_goes_on_with_a_local_one_and_writes_the_same(summarize, docs):
+    assert summarize(docs, "-o", "local.jsonl").exit_code == 1  # one line of docs is none
+    assert summarize(docs, "-o", "out.jsonl", "--limit", "3").exit_code == 0
+    done = summarize(docs, "-o", "out.jsonl", "--resume", *TWO)
+    assert "6 documents summarized, 1 with the text of another, 3 finished before, 1 failed" in done.stderr
+    assert lines_of("out.jsonl") == lines_of("local.jsonl")
+    assert lines_of("out.jsonl.rejects.jsonl") == lines_of("local.jsonl.rejects.jsonl")
+    assert manifest("out.jsonl")["job"] == manifest("local.jsonl")["job"]
+
+
+def test_a_local_job_goes_on_with_one_of_a_cluster(summarize, docs):
+    assert summarize(docs, "-o", "out.jsonl", "--limit", "3", *TWO, "--rows", "2").exit_code == 0
+    done = summarize(docs, "-o", "out.jsonl", "--resume")
+    assert "6 documents summarized, 1 with the text of another, 3 finished before, 1 failed" in done.stderr
+    assert summarize(docs, "-o", "local.jsonl").exit_code == 1
+    assert lines_of("out.jsonl") == lines_of("local.jsonl")
+
+
+def test_a_worker_killed_on_the_way_loses_nothing_and_nothing_is_done_twice(summarize, model_folder, cli_folder):
+    documents = [Document(f"d{i}", f"Text number {i}, which has a few words.") for i in range(40)]
+    (cli_folder / "docs.jsonl").write_text("\n".join(json.dumps({"id": d.id, "text": d.text}) for d in documents))
+    summarize("docs.jsonl", "-o", "local.jsonl", "--max-new-tokens", "60")
+    crew, observer = crew_for(model_folder, max_new_tokens=60), KillsAWorker(after=5)
+    totals = run(crew, documents, "out.jsonl", observer)
+    assert observer.killed == 1
+    assert [note.split(":")[0] for note in crew.notes] == ["a worker died, and others did what it had in hand"]
+    assert (totals.summarized, totals.rejected) == (40, 0)
+    names = [record["id"] for record in lines_of("out.jsonl")]
+    assert names == [document.id for document in documents]
+    mine, local = ([{**each, "model": None} for each in lines_of(name)] for name in ("out.jsonl", "local.jsonl"))
+    assert mine == local
+
+
+class Deadly(Proposer):
+    """Kills its process where it meets a prompt with a tilde in it."""
+
+    sources = ("deadly",)
+
+    def __init__(self, call):
+        pass
+
+    def start(self, row, prompt):
+        if 100 in prompt:  # the last character of the tiny tokenizer
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def propose(self, row, room):
+        return None
+
+    def observe(self, row, outcome, placed):
+        pass
+
+    def finish(self, row):
+        pass
+
+
+def test_what_fails_in_a_worker_and_what_kills_workers_is_put_aside_and_the_rest_is_done(model_folder, cli_folder):
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers do not know this file
+    good = [Document(f"d{i}", f"Text number {i}.") for i in range(8)]
+    blank, deadly = Document("blank", " "), Document("deadly", "A tilde: ~")
+    crew = crew_for(model_folder, config=LookaheadConfig(proposers=(Deadly,)))
+    totals = run(crew, [*good[:2], blank, deadly, *good[2:]], "out.jsonl")
+    assert (totals.summarized, totals.rejected) == (8, 2)
+    assert {record["id"] for record in lines_of("out.jsonl")} == {document.id for document in good}
+    rejects = {record["id"]: record["error"] for record in lines_of("out.jsonl.rejects.jsonl")}
+    assert rejects["blank"] == "blank: the document is empty"
+    assert rejects["deadly"].startswith(f"deadly: {TRIES} workers died with it in hand: ")
+    assert len(crew.notes) == TRIES
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--workers", "2"], "--ray-address and --workers are for --ray, which works on a cluster"),
+        (["--ray", "--dry-run"], "--dry-run measures the time on this machine alone; leave --ray out"),
+        (["--ray", "--pool", "memory.lkp"], "pool memory.lkp keeps the outputs of one process"),
+        (["--ray", "--device", "cuda:1"], "device must be cpu or cuda, got 'cuda:1'"),
+        (["--ray", "--model", "./gone"], "model './gone' does not exist"),
+        (["--ray", "--ray-address", "127.0.0.1:1"], "the Ray cluster at '127.0.0.1:1' cannot be reached"),
+        ([*TWO, "--style", "bullets"], "the model's tokenizer has no chat template"),  # found out by a worker
+    ],
+)
+def test_what_a_cluster_cannot_do_is_refused_in_one_line_and_nothing_is_written(
+    summarize, cli_folder, arguments, message
+):
+    before = sorted(cli_folder.iterdir())
+    result = summarize("a.txt", "-o", "out.jsonl", *arguments)
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert message in result.stderr and result.stderr.count("\n") == 1
+    assert sorted(cli_folder.iterdir()) == before
+
+
+def test_without_ray_the_extra_is_named(summarize, cli_folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    result = summarize("a.txt", "--ray")
+    assert result.exit_code == 2
+    assert "--ray needs ray: pip install 'lookahead-decoding[ray]'" in result.stderr

@@ -1,0 +1,200 @@
+"""A crew on a cluster that is a script: who gets which document, and what becomes of it when workers do not live."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from lookahead.errors import ClusterError, ConfigError
+from lookahead.files.text import Document, Reject
+from lookahead.jobs.identity import JobIdentity
+from lookahead.jobs.ray_cluster import Plan, connect, plan_workers
+from lookahead.jobs.ray_crew import FAILED_STARTS, TRIES, Crew
+from lookahead.jobs.ray_worker import Introduction
+from lookahead.stats import DecodingStats
+from lookahead.summarize.summarizer import Summarized, Summary
+
+JOB = JobIdentity(model="tiny", weights="w", tokenizer="t", dtype="float32", max_new_tokens=8)
+READY = Introduction(JOB, rows=1)  # has two documents in hand
+
+
+class RayError(Exception):
+    """What a dead worker answers."""
+
+
+class Thing(SimpleNamespace):
+    """What a dict can hold."""
+
+    __hash__ = object.__hash__
+
+
+class Ray:
+    """A cluster on which workers start one after the other by a script, and die of some texts."""
+
+    exceptions = SimpleNamespace(RayError=RayError)
+
+    def __init__(self, starts, deadly=()):
+        self.starts, self.deadly = list(starts), deadly
+        self.hired = self.killed = 0
+        self.given = []
+
+    def remote(self, _):
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self.hire))
+
+    def hire(self, _):
+        self.hired += 1
+        handle = SimpleNamespace(is_alive=True, number=self.hired)
+        answer = self.starts.pop(0) if len(self.starts) > 1 else self.starts[0]
+        handle.start = SimpleNamespace(remote=lambda: Thing(handle=handle, answer=answer))
+        handle.summarize = SimpleNamespace(remote=lambda document: self.give(handle, document))
+        return handle
+
+    def give(self, handle, document):
+        self.given.append((handle.number, document.id))
+        if document.text in self.deadly:
+            handle.is_alive = False
+        return Thing(handle=handle, answer=Summary(document.text, 1, 1, 1, "none", DecodingStats()))
+
+    def wait(self, calls, num_returns, timeout):
+        assert len(calls) >= num_returns > 0
+        return calls[: 1 if timeout is None else 0], []  # answers come only to those who wait
+
+    def get(self, call):
+        if isinstance(call.answer, RayError) or not call.handle.is_alive:
+            raise call.answer if isinstance(call.answer, RayError) else RayError("\nthe worker died\nsomewhere")
+        return call.answer
+
+    def kill(self, handle):
+        handle.is_alive = False
+        self.killed += 1
+
+
+def crew_of(ray, workers=2):
+    return Crew(ray, None, Plan(workers, 1, 0))
+
+
+def documents(*texts):
+    return [Document(text, text) for text in texts]
+
+
+def outcomes(crew, items):
+    with crew:
+        crew.introduce(1)
+        return {
+            done.document.id: "reject" if isinstance(done, Reject) else done.summary.text
+            for done in crew.summarize_all(items)
+        }
+
+
+def test_documents_are_shared_out_evenly_and_every_one_is_done_once():
+    ray = Ray([READY])
+    names = [f"d{i}" for i in range(20)]
+    assert outcomes(crew_of(ray), documents(*names)) == dict(zip(names, names, strict=True))
+    assert sorted(name for _, name in ray.given) == sorted(names)
+    assert {number for number, _ in ray.given} == {1, 2}
+    assert ray.killed == 2  # at the end
+
+
+def test_documents_are_taken_only_as_workers_come_free():
+    taken = []
+
+    def stream():
+        for document in documents(*map(str, range(50))):
+            taken.append(document)
+            yield document
+
+    with crew_of(Ray([READY])) as crew:
+        crew.introduce(2)
+        for finished, _ in enumerate(crew.summarize_all(stream()), start=1):
+            assert len(taken) - finished <= 2 * 2
+
+
+def test_a_stream_that_breaks_is_told_after_what_was_in_hand():
+    def stream():
+        yield from documents("a", "b", "c")
+        raise OSError("the disk is gone")
+
+    done = []
+    with crew_of(Ray([READY])) as crew:
+        crew.introduce()
+        with pytest.raises(OSError, match="the disk is gone"):
+            done += crew.summarize_all(stream())
+    assert sorted(each.document.id for each in done) == ["a", "b", "c"]
+
+
+def test_a_document_that_kills_workers_is_put_aside_and_its_neighbours_are_done():
+    ray = Ray([READY], deadly=("x",))
+    crew = crew_of(ray)
+    done = outcomes(crew, documents("a", "x", "b", "c", "d"))
+    assert done == {"a": "a", "x": "reject", "b": "b", "c": "c", "d": "d"}
+    assert [name for _, name in ray.given].count("x") == TRIES
+    assert ray.hired == 2 + TRIES
+    assert crew.notes == ["a worker died, and others did what it had in hand: the worker died"] * TRIES
+
+
+def test_a_worker_that_would_do_another_job_is_left_out():
+    stranger = Introduction(replace(JOB, weights="other"), rows=1)
+    ray = Ray([READY, stranger])
+    crew = crew_of(ray)
+    assert len(outcomes(crew, documents(*"abcdef"))) == 6
+    assert {number for number, _ in ray.given} == {1}
+    assert crew.notes == [
+        "a worker was left out: it would do another job: model was 'tiny' and is 'tiny', with other weights"
+    ]
+
+
+def test_options_that_are_wrong_end_the_job_before_it_begins():
+    with crew_of(Ray([ConfigError("style must be ...")])) as crew, pytest.raises(ConfigError, match="style"):
+        crew.introduce()
+
+
+def test_workers_that_die_while_they_start_are_tried_again_a_few_times_and_then_told():
+    ray = Ray([RayError("out of memory"), RayError("out of memory"), READY])
+    assert len(outcomes(crew_of(ray), documents(*"abc"))) == 3
+    ray = Ray([RayError("out of memory")])
+    with crew_of(ray) as crew, pytest.raises(ClusterError, match=r"no worker lives to do the work; .*out of memory"):
+        crew.introduce()
+    assert ray.hired == 2 + FAILED_STARTS - 1
+
+
+def cluster(**resources):
+    """A cluster of machines with so many CPUs each, and GPUs somewhere."""
+    nodes = [{"Alive": True, "Resources": {"CPU": float(cpus)}} for cpus in resources["cpus"]]
+    nodes.append({"Alive": False, "Resources": {"CPU": 64.0}})
+    total = {"CPU": float(sum(resources["cpus"])), "GPU": float(sum(resources.get("gpus", ())))}
+    return SimpleNamespace(nodes=lambda: nodes, cluster_resources=lambda: total)
+
+
+@pytest.mark.parametrize(
+    ("machines", "asked", "plan"),
+    [
+        ({"cpus": [8]}, (None, None, None), Plan(1, 8, 0)),
+        ({"cpus": [8]}, (4, None, None), Plan(4, 2, 0)),
+        ({"cpus": [2]}, (4, None, None), Plan(4, 1, 0)),  # two of them wait for a larger cluster
+        ({"cpus": [8, 8]}, (None, None, None), Plan(2, 8, 0)),
+        ({"cpus": [8, 2]}, (1, None, None), Plan(1, 8, 0)),  # and not the ten, which no machine has
+        ({"cpus": [8, 2]}, (None, 4, None), Plan(1, 4, 0)),
+        ({"cpus": [16], "gpus": [4]}, (None, None, None), Plan(4, 1, 1)),
+        ({"cpus": [16], "gpus": [4]}, (2, 3, "cuda"), Plan(2, 3, 1)),
+        ({"cpus": [16], "gpus": [4]}, (2, None, "cpu"), Plan(2, 8, 0)),
+        ({"cpus": [1]}, (3, None, "cuda"), Plan(3, 1, 1)),  # machines with GPUs may come
+    ],
+)
+def test_a_cluster_is_divided_by_gpus_or_else_by_cpus(machines, asked, plan):
+    assert plan_workers(cluster(**machines), *asked) == plan
+
+
+def test_a_port_that_nobody_answers_is_told_at_once():
+    pytest.importorskip("ray", reason="ray is not installed")
+    with pytest.raises(ClusterError, match=r"the Ray cluster at 'ray://127\.0\.0\.1:1' cannot be reached"):
+        connect("ray://127.0.0.1:1").__enter__()
+
+
+def test_what_a_summarized_document_holds_is_the_document_that_was_given():
+    document = Document("a", "a")
+    with crew_of(Ray([READY])) as crew:
+        crew.introduce()
+        (done,) = crew.summarize_all([document])
+    assert isinstance(done, Summarized) and done.document is document
