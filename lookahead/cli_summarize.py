@@ -17,14 +17,18 @@ from lookahead.cli_options import (
     Dtype,
     Graphs,
     Guesses,
+    KeepParts,
     MaxNewTokens,
     MaxNodes,
     Model,
     NgramSize,
+    Overlap,
     Proposers,
+    Refine,
     Threads,
     TrainedHeads,
     drafting_config,
+    split_pool,
 )
 from lookahead.errors import ConfigError, LookaheadError
 from lookahead.jobs import report
@@ -136,6 +140,9 @@ def summarize(
     max_new_tokens: MaxNewTokens = 128,
     prompt_file: PromptFile = None,
     style: Style = None,
+    overlap: Overlap = 0,
+    refine: Refine = False,
+    keep_parts: KeepParts = False,
     compare: Compare = False,
     shape: Format = "auto",
     overwrite: Overwrite = False,
@@ -165,9 +172,10 @@ def summarize(
 ) -> None:
     """Summarize documents of any length.
 
-    A document longer than the model's context is cut between sentences; its parts
-    are summarized, then their summaries together. One that cannot be read is
-    reported and put aside, and the others go on. Equal texts are summarized once.
+    A document longer than the model's context is cut between sections or sentences;
+    its parts are summarized, then their summaries together, or with --refine one
+    part after the other. One that cannot be read is reported and put aside, and the
+    others go on. Equal texts are summarized once.
 
     With --output every summary is on the disk as soon as it is there. After a
     kill or a loss of power, the same command with --resume does the rest; at the
@@ -193,7 +201,7 @@ def summarize(
             raise typer.Exit()
         _check(inputs, max_new_tokens, retry_rejects, resume, dry_run, price_per_hour, job)
         request = _request(prompt_file, style)
-        corpus, memory_path = _split_pool(pool, proposers)
+        corpus, memory_path = split_pool(pool, proposers)
         config = drafting_config(proposers, corpus, heads, max_nodes, window, ngram_size, guesses, compile, cuda_graphs)
         from lookahead.files.documents import check_readers, count_documents
         from lookahead.files.inputs import find_inputs
@@ -212,25 +220,30 @@ def summarize(
         )
         loaded = load(model, dtype, device, threads)
         from lookahead.jobs.identity import JobIdentity
+        from lookahead.summarize.fitting import Approach
         from lookahead.summarize.summarizer import Summarizer
 
-        summarizer = Summarizer(*loaded, max_new_tokens=max_new_tokens, config=config, compare=compare, request=request)
+        approach = Approach(overlap=overlap, refine=refine)
+        summarizer = Summarizer(
+            *loaded, max_new_tokens=max_new_tokens, config=config, compare=compare, request=request,
+            approach=approach, keep_parts=keep_parts,
+        )  # fmt: skip
         memory = _open_memory(memory_path, loaded)
         with console(sys.stderr).status("warming up"):
             summarizer.warm_up()
         if dry_run:
             from lookahead.jobs.estimate import estimate_job
-            from lookahead.summarize.fitting import PromptFitter
 
-            fitter = PromptFitter(*loaded, max_new_tokens, request)
             with console(sys.stderr).status("counting"):
                 estimate = estimate_job(
-                    documents, fitter, summarizer, max_new_tokens=max_new_tokens, rows=rows,
+                    documents, summarizer.fitter, summarizer, max_new_tokens=max_new_tokens, rows=rows,
                     price_per_hour=price_per_hour, seed=seed,
                 )  # fmt: skip
             _show_estimate(estimate, as_json=not (shape == "text" or (shape == "auto" and sys.stdout.isatty())))
             raise typer.Exit(1 if estimate.failed else 0)
-        identity = JobIdentity.of(model, *loaded, max_new_tokens=max_new_tokens, request=request)
+        identity = JobIdentity.of(
+            model, *loaded, max_new_tokens=max_new_tokens, request=request, approach=approach, keep_parts=keep_parts
+        )
         known = count_documents(sources)
         total = min((number for number in (known, limit, sample) if number is not None), default=None)
         display = _display(total if known is not None else None, paths, as_text=as_text)
@@ -345,20 +358,6 @@ def _request(prompt_file: Path | None, style: str | None) -> Request | None:
 
     prompt = None if prompt_file is None else decode_bytes(read_bounded(str(prompt_file), MEGABYTE), str(prompt_file))
     return None if prompt is None and style is None else Request(prompt=prompt, style=style)
-
-
-def _split_pool(pool: str | None, proposers: str) -> tuple[str | None, Path | None]:
-    """A pool file as a corpus to draft from or as a memory to draft from and add to, whichever it is."""
-    if pool is None:
-        return None, None
-    from lookahead.jobs.memory import check_memory, is_memory
-
-    if not is_memory(pool):
-        return pool, None
-    if "outputs" not in proposers:
-        raise ConfigError(f"pool {pool} is for earlier outputs; --proposers must name outputs, got {proposers!r}")
-    check_memory(Path(pool))
-    return None, Path(pool)
 
 
 def _open_memory(path: Path | None, loaded: Any) -> OutputMemory | None:

@@ -52,6 +52,16 @@ class Parts:
         return tuple(part.text for part in self.parts)
 
 
+# From where on a part may end, in quarters of its usual length, and what must end with it; the first that is found.
+_CHOICES = (
+    (3, Break.SENTENCE),
+    (1, Break.SENTENCE),
+    (3, Break.LINE),
+    (0, Break.LINE),
+    (0, Break.NOTHING),
+)
+
+
 class _Span(NamedTuple):
     """A stretch that is not cut any more, in characters."""
 
@@ -64,7 +74,7 @@ def cut(measured: MeasuredText, budget: int | None, overlap: int = 0) -> Parts:
     """Cut a document into parts of at most `budget` tokens and of similar length.
 
     A part ends with a section where one ends near enough to a part of the usual length, else with a paragraph, else
-    with a sentence, and within a word only where nothing else ends.
+    with a sentence, then a line, and within a word only where nothing else ends.
 
     Args:
         measured: The document.
@@ -104,15 +114,10 @@ def _fitting_spans(measured: MeasuredText, budget: int) -> tuple[list[_Span], bo
     begin = 0
     for piece in measured.pieces:
         end = begin + len(piece.text)
-        if measured.token_at(end) - measured.token_at(begin) <= budget:
-            spans.append(_Span(begin, end, piece.end))
-        else:
-            for line in piece.text.splitlines(keepends=True):
-                cuts = _hard_cuts(measured, begin, begin + len(line), budget)
-                is_hard = is_hard or len(cuts) > 1
-                spans += [_Span(*each, Break.NOTHING) for each in cuts[:-1]]
-                begin += len(line)
-                spans.append(_Span(*cuts[-1], piece.end if begin == end else Break.SENTENCE))
+        *cuts, last = _hard_cuts(measured, begin, end, budget)
+        spans += [_Span(*each, Break.NOTHING) for each in cuts]
+        spans.append(_Span(*last, piece.end))
+        is_hard = is_hard or bool(cuts)
         begin = end
     return spans, is_hard
 
@@ -168,11 +173,12 @@ def _last_of_part(spans: list[_Span], marks: list[int], first: int, done: int, b
         return -abs(marks[i] - done - target), i
 
     most = max(first, bisect_right(marks, done + budget) - 1)
-    near = range(max(first, bisect_left(marks, done + target * 3 // 4)), most + 1)
-    best = max(near, key=lambda i: (spans[i].closing, *is_near(i)), default=None)
-    if best is not None and spans[best].closing > Break.NOTHING:
-        return best
-    return max(range(first, most + 1), key=lambda i: (spans[i].closing > Break.NOTHING, *is_near(i)))
+    for quarters, weakest in _CHOICES:
+        least = max(first, bisect_left(marks, done + target * quarters // 4))
+        places = [i for i in range(least, most + 1) if spans[i].closing >= weakest]
+        if places:
+            return max(places, key=lambda i: (spans[i].closing, *is_near(i)))
+    return most
 
 
 def _overlapping(measured: MeasuredText, spans: list[tuple[int, int]], overlap: int) -> list[tuple[int, int]]:

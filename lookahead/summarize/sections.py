@@ -14,9 +14,10 @@ class Break(IntEnum):
     """What ends with a piece of text: the more, the better a place it is to cut at."""
 
     NOTHING = 0  # a heading belongs to what follows it
-    SENTENCE = 1
-    PARAGRAPH = 2
-    SECTION = 3
+    LINE = 1
+    SENTENCE = 2
+    PARAGRAPH = 3
+    SECTION = 4
 
 
 class Piece(NamedTuple):
@@ -53,11 +54,12 @@ _HEADING = re.compile(
     )""",
     re.VERBOSE | re.MULTILINE | re.IGNORECASE,
 )
+_LINE = re.compile(r"[^\n]*\n\s*|[^\n]+")
 _REACH = 64
 
 
 def split_pieces(text: str) -> list[Piece]:
-    """Cut a text between its sentences and around its headings.
+    """Cut a text between its lines and sentences and before its headings.
 
     A section begins with a heading: one of markdown, a line that is underlined, a rule, or a line such as "Chapter IX"
     behind an empty one. A paragraph ends at an empty line.
@@ -81,12 +83,14 @@ def split_pieces(text: str) -> list[Piece]:
 
 
 def _sentences(section: str) -> Iterator[Piece]:
-    """The sentences of a section, the last of which ends it."""
+    """The lines of the sentences of a section, the last of which ends it."""
     sentences = split_sentences(section)
     for number, sentence in enumerate(sentences, start=1):
-        gap = sentence[len(sentence.rstrip()) :]
-        end = Break.PARAGRAPH if gap.count("\n") > 1 else Break.SENTENCE
-        yield Piece(sentence, Break.SECTION if number == len(sentences) else end)
+        *lines, last = _LINE.findall(sentence)
+        for line in lines:
+            yield Piece(line, Break.LINE)
+        end = Break.PARAGRAPH if last.count("\n") > 1 else Break.SENTENCE
+        yield Piece(last, Break.SECTION if number == len(sentences) else end)
 
 
 def _follows_an_empty_line(text: str, index: int) -> bool:
