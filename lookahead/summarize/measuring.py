@@ -81,11 +81,19 @@ class MeasuredText:
 
 
 def token_starts(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Where in the text each of its tokens begins, in characters."""
+    """Where in the text each of its tokens begins, in characters; the whitespace it may begin with left out."""
     if not tokenizer.is_fast:
         return [match.start() for match in _WORD_BIT.finditer(text)]
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    return [start for start, _ in encoded["offset_mapping"]]
+    return [_first_letter(text, start, end) for start, end in encoded["offset_mapping"]]
+
+
+def _first_letter(text: str, start: int, end: int) -> int:
+    """Where the first character stands that is no whitespace; `start` where there is none."""
+    index = start
+    while index < end and text[index].isspace():
+        index += 1
+    return index if index < end else start
 
 
 def truncate(text: str, tokenizer: PreTrainedTokenizerBase, budget: int) -> str:

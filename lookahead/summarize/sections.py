@@ -75,9 +75,10 @@ def split_pieces(text: str) -> list[Piece]:
     for match in _HEADING.finditer(text):
         if match["alone"] is not None and not _follows_an_empty_line(text, match.start()):
             continue
-        pieces += _sentences(text[start : match.start()])
+        begin = max(start, match.start())  # the indentation of a heading stands behind the one before it
+        pieces += _sentences(text[start:begin])
         start = _end_of_whitespace(text, match.end())
-        pieces.append(Piece(text[match.start() : start], Break.NOTHING))
+        pieces.append(Piece(text[begin:start], Break.NOTHING))
     pieces += _sentences(text[start:])
     return pieces
 
