@@ -23,7 +23,7 @@ TrainedHeads = Annotated[
 MaxNodes = Annotated[int | None, typer.Option(help="Most draft tokens a step verifies. (default: by the proposers)")]
 NgramSize = Annotated[int | None, typer.Option(help="N, length of its n-grams. (default: 5, or as suits auto)")]
 Guesses = Annotated[int | None, typer.Option(help="G, most of them a step verifies. (default: 7, or as suits auto)")]
-Overlap = Annotated[int, typer.Option(min=0, help="Tokens a part of a long document repeats of the part before.")]
+Overlap = Annotated[int, typer.Option(help="Tokens a part of a long document repeats of the part before.")]
 Refine = Annotated[
     bool, typer.Option("--refine", help="Read parts one by one beside the summary so far; takes an instruction model.")
 ]

@@ -208,7 +208,9 @@ def summarize(
         from lookahead.files.opening import MEGABYTE
         from lookahead.jobs.paths import OutputPaths
         from lookahead.jobs.selection import select_documents
+        from lookahead.summarize.fitting import Approach
 
+        approach = Approach(overlap=overlap, refine=refine)
         paths = OutputPaths(output, rejects, overwrite, resume)
         sources = find_inputs(inputs, field, id_field, leave_out=paths.all)
         check_readers(sources)
@@ -220,10 +222,8 @@ def summarize(
         )
         loaded = load(model, dtype, device, threads)
         from lookahead.jobs.identity import JobIdentity
-        from lookahead.summarize.fitting import Approach
         from lookahead.summarize.summarizer import Summarizer
 
-        approach = Approach(overlap=overlap, refine=refine)
         summarizer = Summarizer(
             *loaded, max_new_tokens=max_new_tokens, config=config, compare=compare, request=request,
             approach=approach, keep_parts=keep_parts,

@@ -82,29 +82,40 @@ def cut(measured: MeasuredText, budget: int | None, overlap: int = 0) -> Parts:
         overlap: Tokens that a part repeats of the end of the one before, less than `budget`; fewer where that part
             has fewer, or where a character of several tokens would be torn.
     """
-    whole = (0, len(measured.text))
     if budget is None or measured.tokens <= budget:
-        return Parts(_parts(measured, [whole]), measured.tokens, "none")
+        return Parts(_parts(measured, _trimmed(measured, [(0, len(measured.text))])), measured.tokens, "none")
     spans, is_hard = _fitting_spans(measured, budget - overlap)
     chosen = _pack(measured, spans, budget - overlap)
     closings = {span.end: span.closing for span in spans}
     weakest = min((closings[end] for _, end in chosen[:-1]), default=Break.SECTION)
     split: Split = "hard" if is_hard else "sections" if weakest >= Break.PARAGRAPH else "sentences"
-    return Parts(_parts(measured, _overlapping(measured, chosen, overlap)), measured.tokens, split)
+    trimmed = _trimmed(measured, chosen)
+    if overlap:
+        trimmed = _trimmed(measured, _overlapping(measured, trimmed, overlap, budget))
+    return Parts(_parts(measured, trimmed), measured.tokens, split)
+
+
+def _trimmed(measured: MeasuredText, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The spans without whitespace at their ends; those of nothing else are left out."""
+    trimmed = []
+    for begin, end in spans:
+        stretch = measured.text[begin:end]
+        if not stretch.isspace():
+            trimmed.append((end - len(stretch.lstrip()), begin + len(stretch.rstrip())))
+    return trimmed
 
 
 def _parts(measured: MeasuredText, spans: list[tuple[int, int]]) -> tuple[Part, ...]:
-    """The parts that stand in some spans; those of nothing but whitespace are left out."""
-    parts = []
-    for begin, end in spans:
-        stretch = measured.text[begin:end]
-        text = stretch.strip()
-        if text:
-            first = begin + len(stretch) - len(stretch.lstrip())
-            pieces = bisect_right(measured.ends, first), bisect_left(measured.ends, first + len(text)) + 1
-            tokens = measured.token_at(begin), measured.token_at(end)
-            parts.append(Part(text, measured.given_span(first, first + len(text)), tokens, pieces))
-    return tuple(parts)
+    """The parts that stand in some spans."""
+    return tuple(
+        Part(
+            text=measured.text[begin:end],
+            chars=measured.given_span(begin, end),
+            tokens=(measured.token_at(begin), measured.token_at(end)),
+            pieces=(bisect_right(measured.ends, begin), bisect_left(measured.ends, end) + 1),
+        )
+        for begin, end in spans
+    )
 
 
 def _fitting_spans(measured: MeasuredText, budget: int) -> tuple[list[_Span], bool]:
@@ -181,13 +192,15 @@ def _last_of_part(spans: list[_Span], marks: list[int], first: int, done: int, b
     return most
 
 
-def _overlapping(measured: MeasuredText, spans: list[tuple[int, int]], overlap: int) -> list[tuple[int, int]]:
-    """Let every part but the first begin before its own beginning, by so many tokens of the part before."""
+def _overlapping(
+    measured: MeasuredText, spans: list[tuple[int, int]], overlap: int, budget: int
+) -> list[tuple[int, int]]:
+    """Let every part but the first begin with so many tokens of the part before, as far as whitespace leaves room."""
     starts = measured.starts
     extended = spans[:1]
-    for (before, _), (begin, end) in pairwise(spans):
-        token = max(measured.token_at(begin) - overlap, measured.token_at(before))
-        while token < len(starts) and token > 0 and starts[token] == starts[token - 1]:
+    for (first, last), (begin, end) in pairwise(spans):
+        token = max(measured.token_at(last) - overlap, measured.token_at(first), measured.token_at(end) - budget)
+        while 0 < token < len(starts) and starts[token] == starts[token - 1]:
             token += 1  # within a character
-        extended.append((min(begin, starts[token]) if overlap else begin, end))
+        extended.append((min(begin, starts[token]), end))
     return extended
