@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
 
 from lookahead.cli_measure import read_window
 from lookahead.config import LookaheadConfig
+from lookahead.errors import ConfigError
 
 Model = Annotated[str, typer.Option(help="Folder of a saved model, its name on the Hub, or 'bundled'.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Most tokens to write.")]
@@ -24,6 +26,11 @@ TrainedHeads = Annotated[
 MaxNodes = Annotated[int | None, typer.Option(help="Most draft tokens a step verifies. (default: by the proposers)")]
 NgramSize = Annotated[int | None, typer.Option(help="N, length of its n-grams. (default: 5, or as suits auto)")]
 Guesses = Annotated[int | None, typer.Option(help="G, most of them a step verifies. (default: 7, or as suits auto)")]
+Overlap = Annotated[int, typer.Option(help="Tokens a part of a long document repeats of the part before.")]
+Refine = Annotated[
+    bool, typer.Option("--refine", help="Read parts one by one beside the summary so far; takes an instruction model.")
+]
+KeepParts = Annotated[bool, typer.Option("--keep-parts", help="Write the summaries of parts too, level by level.")]
 Compile = Annotated[bool, typer.Option("--compile", help="Compile the model on the way: for long outputs and many.")]
 Graphs = Annotated[bool, typer.Option("--cuda-graphs", help="Record its passes as CUDA graphs, on a GPU.")]
 
@@ -55,3 +62,17 @@ def drafting_config(
         compile=compile, cuda_graphs=cuda_graphs, acceptance=cast(Any, acceptance),
     )  # fmt: skip
     return None if config == LookaheadConfig() else config
+
+
+def split_pool(pool: str | None, proposers: str) -> tuple[str | None, Path | None]:
+    """A pool file as a corpus to draft from or as a memory to draft from and add to, whichever it is."""
+    if pool is None:
+        return None, None
+    from lookahead.jobs.memory import check_memory, is_memory
+
+    if not is_memory(pool):
+        return pool, None
+    if "outputs" not in proposers:
+        raise ConfigError(f"pool {pool} is for earlier outputs; --proposers must name outputs, got {proposers!r}")
+    check_memory(Path(pool))
+    return None, Path(pool)

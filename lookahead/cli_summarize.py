@@ -18,14 +18,18 @@ from lookahead.cli_options import (
     Dtype,
     Graphs,
     Guesses,
+    KeepParts,
     MaxNewTokens,
     MaxNodes,
     Model,
     NgramSize,
+    Overlap,
     Proposers,
+    Refine,
     Threads,
     TrainedHeads,
     drafting_config,
+    split_pool,
 )
 from lookahead.errors import ConfigError
 from lookahead.jobs import report
@@ -134,6 +138,9 @@ def summarize(
     max_new_tokens: MaxNewTokens = 128,
     prompt_file: PromptFile = None,
     style: Style = None,
+    overlap: Overlap = 0,
+    refine: Refine = False,
+    keep_parts: KeepParts = False,
     compare: Compare = False,
     shape: Format = "auto",
     overwrite: Overwrite = False,
@@ -166,9 +173,10 @@ def summarize(
 ) -> None:
     """Summarize documents of any length.
 
-    A document longer than the model's context is cut between sentences; its parts
-    are summarized, then their summaries together. One that cannot be read is
-    reported and put aside, and the others go on. Equal texts are summarized once.
+    A document longer than the model's context is cut between sections or sentences;
+    its parts are summarized, then their summaries together, or with --refine one
+    part after the other. One that cannot be read is reported and put aside, and the
+    others go on. Equal texts are summarized once.
 
     With --output every summary is on the disk as soon as it is there. After a
     kill or a loss of power, the same command with --resume does the rest; at the
@@ -195,7 +203,7 @@ def summarize(
         _check(inputs, max_new_tokens, retry_rejects, resume, dry_run, price_per_hour, job)
         _check_ray(ray, ray_address, workers, dry_run)
         request = _request(prompt_file, style)
-        corpus, memory_path = _split_pool(pool, proposers)
+        corpus, memory_path = split_pool(pool, proposers)
         if ray:
             corpus, heads = full_path(corpus), full_path(heads)
         config = drafting_config(proposers, corpus, heads, max_nodes, window, ngram_size, guesses, compile, cuda_graphs)
@@ -204,7 +212,9 @@ def summarize(
         from lookahead.files.opening import MEGABYTE
         from lookahead.jobs.paths import OutputPaths
         from lookahead.jobs.selection import select_documents
+        from lookahead.summarize.fitting import Approach
 
+        approach = Approach(overlap=overlap, refine=refine)
         paths = OutputPaths(output, rejects, overwrite, resume)
         sources = find_inputs(inputs, field, id_field, leave_out=paths.all)
         check_readers(sources)
@@ -214,7 +224,9 @@ def summarize(
         documents = select_documents(
             sources, first=limit, sample=sample, seed=seed, limit=int(max_document_mb * MEGABYTE)
         )
-        asked: dict[str, Any] = {"max_new_tokens": max_new_tokens, "request": request}
+        asked: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens, "request": request, "approach": approach, "keep_parts": keep_parts,
+        }  # fmt: skip
         summarizing = {**asked, "config": config, "compare": compare}
         if ray:
             staff = stack.enter_context(
@@ -234,12 +246,10 @@ def summarize(
                 summarizer.warm_up()
             if dry_run:
                 from lookahead.jobs.estimate import estimate_job
-                from lookahead.summarize.fitting import PromptFitter
 
-                fitter = PromptFitter(*loaded, max_new_tokens, request)
                 with console(sys.stderr).status("counting"):
                     estimate = estimate_job(
-                        documents, fitter, summarizer, max_new_tokens=max_new_tokens, rows=rows,
+                        documents, summarizer.fitter, summarizer, max_new_tokens=max_new_tokens, rows=rows,
                         price_per_hour=price_per_hour, seed=seed,
                     )  # fmt: skip
                 _show_estimate(estimate, as_json=not (shape == "text" or (shape == "auto" and sys.stdout.isatty())))
@@ -300,20 +310,6 @@ def _request(prompt_file: Path | None, style: str | None) -> Request | None:
 
     prompt = None if prompt_file is None else decode_bytes(read_bounded(str(prompt_file), MEGABYTE), str(prompt_file))
     return None if prompt is None and style is None else Request(prompt=prompt, style=style)
-
-
-def _split_pool(pool: str | None, proposers: str) -> tuple[str | None, Path | None]:
-    """A pool file as a corpus to draft from or as a memory to draft from and add to, whichever it is."""
-    if pool is None:
-        return None, None
-    from lookahead.jobs.memory import check_memory, is_memory
-
-    if not is_memory(pool):
-        return pool, None
-    if "outputs" not in proposers:
-        raise ConfigError(f"pool {pool} is for earlier outputs; --proposers must name outputs, got {proposers!r}")
-    check_memory(Path(pool))
-    return None, Path(pool)
 
 
 def _open_memory(path: Path | None, loaded: Any) -> OutputMemory | None:

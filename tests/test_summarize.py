@@ -19,8 +19,10 @@ from lookahead.stats import DecodingStats
 from lookahead.summarize.comparison import PlainFigures
 from lookahead.summarize.decoding import total_in_sequence
 from lookahead.summarize.fitting import PromptFitter, context_length
-from lookahead.summarize.parts import split_document
+from lookahead.summarize.measuring import MeasuredText
+from lookahead.summarize.parts import cut
 from lookahead.summarize.prompting import INSTRUCTION, Prompting
+from lookahead.summarize.sections import split_pieces
 from lookahead.summarize.summarizer import Summarizer
 
 # With the tokenizer of these tests a token is a character.
@@ -34,6 +36,10 @@ def with_template(tokenizer, template):
 
 
 # Parts
+
+
+def split_document(text, tokenizer, budget):
+    return cut(MeasuredText(split_pieces(text.strip()), tokenizer), budget)
 
 
 def test_a_document_that_fits_is_left_whole(tiny_tokenizer):
@@ -197,7 +203,7 @@ def test_a_summary_is_a_json_ready_dict(tiny_llama, tiny_tokenizer):
 def test_figures_of_a_document_that_failed_are_not_charged_to_the_next(tiny_llama, tiny_tokenizer, monkeypatch):
     summarizer = Summarizer(tiny_llama, tiny_tokenizer, max_new_tokens=16, compare=True)
     with monkeypatch.context() as patch:
-        patch.setattr(PromptFitter, "join", lambda *_: 1 / 0)
+        patch.setattr(PromptFitter, "fit_summaries", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             summarizer.summarize(SENTENCE * 30)
     assert summarizer.summarize(SENTENCE).plain.emitted_tokens == 16

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from lookahead.files.text import DocumentId
+    from lookahead.summarize.fitting import Approach
     from lookahead.summarize.prompting import Request
 
 
@@ -27,6 +28,9 @@ class JobIdentity:
         max_new_tokens: Most tokens of a summary.
         prompt: The instruction in words; `None` for the usual one.
         style: The shape of a summary that was asked for, if any.
+        overlap: Tokens that a part of a long document repeats of the one before.
+        refine: Whether such parts are read one after the other.
+        keep_parts: Whether a line holds the summaries of parts too; all lines of a file do, or none.
     """
 
     model: str
@@ -36,6 +40,9 @@ class JobIdentity:
     max_new_tokens: int
     prompt: str | None = None
     style: str | None = None
+    overlap: int = 0
+    refine: bool = False
+    keep_parts: bool = False
 
     @classmethod
     def of(
@@ -46,6 +53,8 @@ class JobIdentity:
         *,
         max_new_tokens: int,
         request: Request | None = None,
+        approach: Approach | None = None,
+        keep_parts: bool = False,
     ) -> JobIdentity:
         """The identity of a job with a loaded model."""
         from lookahead.heads.fingerprint import fingerprint_of as weights_of
@@ -59,6 +68,9 @@ class JobIdentity:
             max_new_tokens=max_new_tokens,
             prompt=request.prompt if request else None,
             style=request.style if request else None,
+            overlap=approach.overlap if approach else 0,
+            refine=approach.refine if approach else False,
+            keep_parts=keep_parts,
         )
 
     @property

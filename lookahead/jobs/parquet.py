@@ -15,7 +15,7 @@ from lookahead.jobs.results import encode_line
 
 _ROWS_AT_ONCE = 1024
 _IDS = ("id", "copy_of")
-_AS_JSON = ("stats", "plain")  # what they hold varies
+_AS_JSON = ("stats", "tree", "plain")  # what they hold varies
 _NUMBERS = ("document_tokens", "summary_tokens", "parts")
 _TEXTS = ("summary", "split", "document", "model", "fingerprint")
 
@@ -23,7 +23,7 @@ _TEXTS = ("summary", "split", "document", "model", "fingerprint")
 def write_parquet(lines: Path, path: Path) -> None:
     """Make a Parquet file of a file of results; it is there whole or not at all.
 
-    Ids are numbers where all of them are, else strings; `stats` and `plain` are JSON objects as strings.
+    Ids are numbers where all of them are, else strings; `stats`, `tree` and `plain` are JSON as strings.
 
     Raises:
         DocumentError: pyarrow is not installed.

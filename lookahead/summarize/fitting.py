@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lookahead.errors import ConfigError, DocumentError, PromptError
-from lookahead.summarize.parts import Parts, split_document, truncate
+from lookahead.summarize.measuring import MeasuredText, truncate
+from lookahead.summarize.parts import Parts, cut
 from lookahead.summarize.prompting import Prompting, Request
+from lookahead.summarize.sections import Break, Piece, split_pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MIN_DOCUMENT_TOKENS = 16
 _NO_LIMIT = 10**9  # tokenizers that know no limit say 10**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Approach:
+    """How a document longer than a prompt is read.
+
+    Attributes:
+        overlap: Tokens that a part repeats of the end of the part before, at least 0.
+        refine: Whether one part is read after the other, each with the summary so far, by a model that follows
+            instructions; else all are summarized, and then their summaries together.
+
+    Raises:
+        ConfigError: The overlap is out of its range.
+    """
+
+    overlap: int = 0
+    refine: bool = False
+
+    def __post_init__(self) -> None:
+        if self.overlap < 0:
+            raise ConfigError(f"overlap must be at least 0 tokens, got {self.overlap}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +51,11 @@ class FittedDocument:
     parts: Parts
     prompts: list[str]
 
+    @property
+    def first(self) -> FittedDocument:
+        """Its first part alone."""
+        return FittedDocument(replace(self.parts, parts=self.parts.parts[:1]), self.prompts[:1])
+
 
 class PromptFitter:
     """Renders documents to prompts that leave room for a summary.
@@ -37,9 +65,14 @@ class PromptFitter:
         tokenizer: Counts tokens and renders templates; its `model_max_length` limits the context too.
         max_new_tokens: Tokens to leave room for.
         request: What the model is asked for; `None` for a summary in a few sentences.
+        approach: How a document longer than a prompt is read; `None` for its parts side by side, without overlap.
+
+    Attributes:
+        max_new_tokens: As given.
+        approach: As given.
 
     Raises:
-        ConfigError: No document would fit, or the model does not understand the request.
+        ConfigError: No document would fit, or the model does not understand the request, or cannot refine.
     """
 
     def __init__(
@@ -48,27 +81,53 @@ class PromptFitter:
         tokenizer: PreTrainedTokenizerBase,
         max_new_tokens: int,
         request: Request | None = None,
+        approach: Approach | None = None,
     ) -> None:
         check_max_new_tokens(max_new_tokens)
+        self.max_new_tokens, self.approach = max_new_tokens, approach or Approach()
         self._tokenizer = tokenizer
         self._prompting = Prompting(tokenizer, request, model)
+        if self.approach.refine:
+            self._prompting.check_refining()
         self._prompt_limit: int | None = None
         self._document_limit: int | None = None
+        self._part_limit: int | None = None  # of a document that does not fit as a whole
         context = context_length(model, tokenizer)
         if context is not None:
             template_tokens = self._prompting.count_tokens(self._prompting.render(""))
             # An encoder's context holds the document alone; the summary has the decoder's.
             self._prompt_limit = context - (0 if model.config.is_encoder_decoder else max_new_tokens)
-            self._document_limit = self._prompt_limit - template_tokens
-            if self._document_limit < MIN_DOCUMENT_TOKENS and model.config.is_encoder_decoder:
-                least = template_tokens + MIN_DOCUMENT_TOKENS
-                raise ConfigError(f"the model's encoder must read at least {least} tokens, and it reads {context}")
-            if self._document_limit < MIN_DOCUMENT_TOKENS:
-                most = context - template_tokens - MIN_DOCUMENT_TOKENS
+            self._document_limit = self._part_limit = self._prompt_limit - template_tokens
+            self._check_room(context, template_tokens, has_encoder=model.config.is_encoder_decoder)
+
+    def _check_room(self, context: int, template_tokens: int, *, has_encoder: bool) -> None:
+        """Refuse options that leave no room for a document, or for what is new in a part of it."""
+        if self._document_limit is None:
+            return
+        if self._document_limit < MIN_DOCUMENT_TOKENS and has_encoder:
+            least = template_tokens + MIN_DOCUMENT_TOKENS
+            raise ConfigError(f"the model's encoder must read at least {least} tokens, and it reads {context}")
+        if self._document_limit < MIN_DOCUMENT_TOKENS:
+            most = context - template_tokens - MIN_DOCUMENT_TOKENS
+            raise ConfigError(
+                f"max_new_tokens must be at most {most} to leave room for a document in the model's context of "
+                f"{context} tokens, got {self.max_new_tokens}"
+            )
+        if self.approach.refine:
+            template_tokens = self._prompting.count_tokens(self._prompting.render("", ""))
+            self._part_limit = context - template_tokens - 2 * self.max_new_tokens
+            if self._part_limit < MIN_DOCUMENT_TOKENS:
+                most = (context - template_tokens - MIN_DOCUMENT_TOKENS) // 2
                 raise ConfigError(
-                    f"max_new_tokens must be at most {most} to leave room for a document in the model's context of "
-                    f"{context} tokens, got {max_new_tokens}"
+                    f"max_new_tokens must be at most {most} to leave room for the summary so far and a part beside it "
+                    f"in the model's context of {context} tokens, got {self.max_new_tokens}"
                 )
+        most = (self._part_limit or self._document_limit) // 2
+        if self.approach.overlap > most:
+            raise ConfigError(
+                f"overlap must be at most {most} tokens, half of what a prompt holds of a document, got "
+                f"{self.approach.overlap}"
+            )
 
     @property
     def add_special_tokens(self) -> bool:
@@ -89,30 +148,69 @@ class PromptFitter:
 
         Args:
             document: Any text that is not blank.
+
+        Raises:
+            DocumentError: No part of it fits a prompt.
         """
-        limit = self._document_limit
-        while True:
-            parts = split_document(document, self._tokenizer, limit, self._prompting.clean)
-            prompts = [self._prompting.render(part) for part in parts.texts]
-            if limit is None or self._prompt_limit is None:
-                return FittedDocument(parts, prompts)
-            # On its own a part can have a few tokens more than it had within the whole.
-            excess = max(map(self._prompting.count_tokens, prompts)) - self._prompt_limit
-            if excess <= 0:
-                return FittedDocument(parts, prompts)
-            limit -= excess
-            if limit < 1:
-                raise DocumentError(f"no part of the document fits a prompt of {self._prompt_limit} tokens")
+        text = document.strip()
+        before = len(document) - len(document.lstrip())
+        measured = MeasuredText(split_pieces(text), self._tokenizer, self._prompting.clean, before)
+        return self._fit(measured, self.approach)
 
-    def join(self, summaries: list[str]) -> str:
-        """One document of the summaries of parts, each kept to `partial_summary_limit`.
+    def fit_summaries(self, summaries: list[str]) -> FittedDocument:
+        """Cut the summaries of parts, each kept to `partial_summary_limit`, into as many as fit a prompt together.
 
-        Text can have more tokens than it was generated with, so they are counted again.
+        Text can have more tokens than it was generated with, so they are counted again. None is cut, but for one that
+        a prompt cannot hold.
+
+        Args:
+            summaries: At least one, and none of them blank.
         """
         limit = self.partial_summary_limit
         if limit is not None:
-            summaries = [truncate(summary, self._tokenizer, limit) for summary in summaries]
-        return "\n\n".join(summary.strip() for summary in summaries if summary.strip())
+            summaries = [truncate(summary, self._tokenizer, limit).strip() for summary in summaries]
+        pieces = [Piece(f"{summary}\n\n", Break.PARAGRAPH) for summary in summaries[:-1]]
+        pieces.append(Piece(summaries[-1], Break.PARAGRAPH))
+        return self._fit(MeasuredText(pieces, self._tokenizer, self._prompting.clean), Approach())
+
+    def refining_prompt(self, fitted: FittedDocument, number: int, summary: str) -> str:
+        """The prompt for a part of a document and the summary of those before it.
+
+        Args:
+            fitted: The document.
+            number: Of the part, counted from 0.
+            summary: The summary; its end is left out where it has more tokens than it was generated with.
+        """
+        if not summary:
+            return fitted.prompts[number]
+        text, keep = self._prompting.clean(summary), self.max_new_tokens
+        while True:
+            prompt = self._prompting.render(fitted.parts.texts[number], truncate(text, self._tokenizer, keep))
+            excess = 0 if self._prompt_limit is None else self._prompting.count_tokens(prompt) - self._prompt_limit
+            if excess <= 0 or keep == 0:
+                return prompt
+            keep = max(0, keep - excess)
+
+    def _fit(self, measured: MeasuredText, approach: Approach) -> FittedDocument:
+        """Cut a text into parts whose prompts all fit."""
+        limit, room = self._document_limit, self._prompt_limit
+        so_far: str | None = None
+        while True:
+            is_long = limit is not None and measured.tokens > limit
+            if is_long and approach.refine and so_far is None and room is not None:
+                limit, room, so_far = self._part_limit, room - self.max_new_tokens, ""
+            parts = cut(measured, limit, approach.overlap)
+            fitted = FittedDocument(parts, [self._prompting.render(part) for part in parts.texts])
+            if limit is None or room is None:
+                return fitted
+            # On its own a part can have a few tokens more than it had within the whole.
+            longest = fitted.prompts if so_far is None else [self._prompting.render(part, "") for part in parts.texts]
+            excess = max(map(self._prompting.count_tokens, longest)) - room
+            if excess <= 0:
+                return fitted
+            limit -= excess
+            if limit <= approach.overlap:
+                raise DocumentError(f"no part of the document fits a prompt of {self._prompt_limit} tokens")
 
 
 def check_max_new_tokens(max_new_tokens: int) -> None:

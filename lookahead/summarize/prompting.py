@@ -18,6 +18,10 @@ STYLES = {
     "paragraph": "Summarize the following text in one paragraph.",
     "headline": "Write one headline of at most fifteen words for the following text. Answer with the headline alone.",
 }
+REFINING = (
+    "A long text is read in parts, and one summary is kept of all that was read so far. It says:\n\n{summary}\n\n"
+    "Write that summary anew, so that it also tells what is new in the next part. What was asked for, with that part:"
+)
 PLACEHOLDER = "{document}"
 
 _WHITESPACE = re.compile(r"\s+")
@@ -115,6 +119,23 @@ class Prompting:
                 "model, or ask in your own words with --prompt-file"
             )
 
+    def check_refining(self) -> None:
+        """Refuse a model that would not know what to do with a summary beside a document.
+
+        Raises:
+            ConfigError: The model follows no instructions.
+        """
+        reasons = {
+            SUMMARIZE_TEMPLATE: "this model was made to summarize and follows no instructions",
+            "encoder": "the model reads documents, not chats",
+            "plain": "the model's tokenizer has no chat template",
+        }
+        if self.template in reasons:
+            raise ConfigError(
+                f"{reasons[self.template]}, so it cannot refine a summary part by part; give --model an instruction "
+                "model, or leave --refine out"
+            )
+
     def clean(self, text: str) -> str:
         """Bring a piece of a document into the form the model knows; every document passes here once.
 
@@ -127,8 +148,13 @@ class Prompting:
             return text
         return self._markers.sub(lambda marker: f"{marker[0][0]} {marker[0][1:]}", text)
 
-    def render(self, document: str) -> str:
-        """The whole prompt for a cleaned document."""
+    def render(self, document: str, summary: str | None = None) -> str:
+        """The whole prompt for a cleaned document.
+
+        Args:
+            document: The document, or the next part of it.
+            summary: What the parts before say together; `None` where there are none. For chats alone.
+        """
         if self.template == "encoder" and self._request.prompt is None:
             return self._prefix + document
         instruction = self._request.instruction
@@ -142,6 +168,8 @@ class Prompting:
             if self._request.prompt is None:
                 return f"{document}\n\nSummary:"
             return asked if PLACEHOLDER in instruction else f"{asked}\n\nSummary:"
+        if summary is not None:
+            asked = f"{REFINING.replace('{summary}', summary)}\n\n{asked}"
         named = self.template == SUMMARIZE_TEMPLATE
         content = document if named else asked
         rendered = self._tokenizer.apply_chat_template(

@@ -3,77 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lookahead.errors import DocumentError, LookaheadError
 from lookahead.files.text import Document, Reject
-from lookahead.summarize.comparison import ComparingDecoder, PlainFigures
+from lookahead.summarize.comparison import ComparingDecoder
+from lookahead.summarize.course import Course, start_course
 from lookahead.summarize.decoding import Decoder, LookaheadDecoder, total_in_sequence
-from lookahead.summarize.fitting import PromptFitter
-from lookahead.summarize.parts import Split
+from lookahead.summarize.fitting import Approach, PromptFitter
 from lookahead.summarize.prompting import Request
+from lookahead.summarize.summary import Summarized, Summary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from lookahead.batching import Batching
     from lookahead.config import LookaheadConfig
-    from lookahead.stats import DecodingStats
+
+__all__ = ["Summarized", "Summarizer", "Summary"]
 
 ROWS_TOGETHER = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """The summary of one document.
-
-    Attributes:
-        text: The summary.
-        document_tokens: Tokens of the document.
-        summary_tokens: Tokens of the summary, an end-of-sequence token included.
-        parts: How many parts the document was cut into; 1 where it fitted.
-        split: `"none"`, `"sentences"`, or `"hard"` where a stretch had no sentence or line end to cut at.
-        stats: What decoding did, the summaries of the parts included.
-        plain: What plain decoding did for the same prompts, where it was asked for.
-    """
-
-    text: str
-    document_tokens: int
-    summary_tokens: int
-    parts: int
-    split: Split
-    stats: DecodingStats
-    plain: PlainFigures | None = None
-
-    def __str__(self) -> str:
-        return self.text
-
-    def to_dict(self) -> dict[str, Any]:
-        """The summary as a JSON-ready dict."""
-        record: dict[str, Any] = {
-            "summary": self.text,
-            "document_tokens": self.document_tokens,
-            "summary_tokens": self.summary_tokens,
-            "parts": self.parts,
-            "split": self.split,
-            "stats": self.stats.to_dict(),
-        }
-        if self.plain is not None:
-            speedup = self.plain.speedup(self.stats)
-            record["plain"] = self.plain.to_dict()
-            record["speedup"] = None if speedup is None else round(speedup, 3)
-            record["identical"] = self.plain.identical
-        return record
-
-
-@dataclass(frozen=True, slots=True)
-class Summarized:
-    """A document and its summary."""
-
-    document: Document
-    summary: Summary
 
 
 class Summarizer:
@@ -81,6 +32,7 @@ class Summarizer:
 
     Attributes:
         exact: Whether the model computes in fp32, where plain decoding must give the very same tokens.
+        fitter: What cuts documents and renders prompts.
 
     Args:
         model: Any causal language model.
@@ -89,10 +41,12 @@ class Summarizer:
         config: How drafts are made; `None` for the defaults.
         compare: Whether every document is decoded plainly too.
         request: What the model is asked for; `None` for a summary in a few sentences.
+        approach: How a document longer than a prompt is read; `None` for its parts side by side, without overlap.
+        keep_parts: Whether summaries tell those of the parts they were made of.
 
     Raises:
         ConfigError: `max_new_tokens` is less than 1, or leaves no room for a document, or the model does not
-            understand the request.
+            understand the request, or the approach is not for it.
     """
 
     def __init__(
@@ -104,17 +58,19 @@ class Summarizer:
         config: LookaheadConfig | None = None,
         compare: bool = False,
         request: Request | None = None,
+        approach: Approach | None = None,
+        keep_parts: bool = False,
     ) -> None:
         self.exact = str(model.dtype) == "torch.float32"
-        self._max_new_tokens = max_new_tokens
-        self._fitter = PromptFitter(model, tokenizer, max_new_tokens, request)
-        decoder = LookaheadDecoder(model, tokenizer, config=config, add_special_tokens=self._fitter.add_special_tokens)
+        self.fitter = PromptFitter(model, tokenizer, max_new_tokens, request, approach)
+        self._begin = partial(start_course, fitter=self.fitter, keep_parts=keep_parts)
+        decoder = LookaheadDecoder(model, tokenizer, config=config, add_special_tokens=self.fitter.add_special_tokens)
         self._lookahead = decoder
         self._comparing = ComparingDecoder(decoder) if compare else None
         self._decoder: Decoder = self._comparing or decoder
 
     def summarize(self, text: str) -> Summary:
-        """Summarize one document: its parts where it is long, then what came of them, until all is one prompt.
+        """Summarize one document: its parts where it is long, and what comes of them.
 
         Raises:
             DocumentError: The text is empty.
@@ -123,23 +79,10 @@ class Summarizer:
             raise DocumentError("the document is empty")
         if self._comparing:
             self._comparing.take_figures()  # of a document that failed half way
-        calls: list[DecodingStats] = []
-        document = fitted = self._fitter.fit(text)
-        while len(fitted.prompts) > 1:
-            joined = self._fitter.join(self._summarize_parts(fitted.prompts, calls))
-            # A model with nothing to say of any part may still have something to say of the first.
-            fitted = self._fitter.fit(joined or document.parts.texts[0])
-        decoded = self._decoder.decode(fitted.prompts, self._max_new_tokens)
-        calls.append(decoded.stats)
-        return Summary(
-            text=decoded.texts[0].strip(),
-            document_tokens=document.parts.tokens,
-            summary_tokens=decoded.stats.emitted_tokens,
-            parts=len(document.parts.texts),
-            split=document.parts.split,
-            stats=total_in_sequence(calls),
-            plain=self._comparing.take_figures() if self._comparing else None,
-        )
+        course = self._begin(text)
+        while course.summary is None:
+            self._decode_round(course)
+        return replace(course.summary, plain=self._comparing.take_figures() if self._comparing else None)
 
     def summarize_all(
         self, documents: Iterable[Document | None], rows: int | None = None
@@ -162,9 +105,7 @@ class Summarizer:
 
         if self._comparing:
             return (self.summarize_or_reject(document) for document in documents if document is not None)
-        together = Together(
-            partial(self._open_rows, rows), self._fitter, self._max_new_tokens, self.summarize_or_reject
-        )
+        together = Together(partial(self._open_rows, rows), self._begin, self.summarize_or_reject)
         return together.run(documents)
 
     def rows_together(self, rows: int | None = None) -> int:
@@ -188,7 +129,7 @@ class Summarizer:
 
     def warm_up(self) -> None:
         """Decode a few tokens, so that compiling is not charged to the first document."""
-        prompts = self._fitter.fit("One, two, three. One, two, three.").prompts
+        prompts = self.fitter.fit("One, two, three. One, two, three.").prompts
         self._lookahead.warm_up(prompts[0])
         self._decoder.decode(prompts, 8)
         if self._comparing:
@@ -208,13 +149,11 @@ class Summarizer:
             do_sample=False,
         )
 
-    def _summarize_parts(self, prompts: list[str], calls: list[DecodingStats]) -> list[str]:
-        """Summarize the parts of a document, several together; the stats of each call are added to `calls`."""
-        limit = self._fitter.partial_summary_limit or self._max_new_tokens
-        summaries: list[str] = []
-        for start in range(0, len(prompts), ROWS_TOGETHER):
-            rows = prompts[start : start + ROWS_TOGETHER]
-            decoded = self._decoder.decode(rows, min(self._max_new_tokens, limit))
-            calls.append(decoded.stats)
-            summaries += decoded.texts
-        return summaries
+    def _decode_round(self, course: Course) -> None:
+        """Decode the prompts of a round, several together."""
+        done = [
+            self._decoder.decode(course.prompts[start : start + ROWS_TOGETHER], course.limit)
+            for start in range(0, len(course.prompts), ROWS_TOGETHER)
+        ]
+        texts = [text for decoded in done for text in decoded.texts]
+        course.take(texts, total_in_sequence(decoded.stats for decoded in done))

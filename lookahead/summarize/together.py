@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 from lookahead.files.text import Document, Reject
 from lookahead.stats import DecodingStats, total
-from lookahead.summarize.decoding import total_in_sequence
-from lookahead.summarize.fitting import FittedDocument, PromptFitter
-from lookahead.summarize.summarizer import Summarized, Summary
+from lookahead.summarize.course import Course
+from lookahead.summarize.summary import Summarized
 
 if TYPE_CHECKING:
     from lookahead.batching import Batching, Completion
@@ -22,14 +21,12 @@ Outcome = Summarized | Reject
 
 @dataclass(slots=True)
 class _Task:
-    """A document on its way to a summary: round after round, until what is left of it is one prompt."""
+    """A document on its way to a summary, and what its prompts of this round came to."""
 
     document: Document
-    whole: FittedDocument
-    prompts: list[str] = field(default_factory=list)
-    summaries: dict[int, str] = field(default_factory=dict)  # of this round, by the place of their prompt
-    stats: list[DecodingStats] = field(default_factory=list)  # of this round
-    rounds: list[DecodingStats] = field(default_factory=list)  # of those before
+    course: Course
+    summaries: dict[int, str] = field(default_factory=dict)  # by the place of their prompt
+    stats: list[DecodingStats] = field(default_factory=list)
 
 
 class Together:
@@ -37,21 +34,18 @@ class Together:
 
     Args:
         open_rows: Gives the rows; called again where all of them failed together.
-        fitter: Cuts documents and renders prompts.
-        max_new_tokens: Most tokens of a summary.
+        begin: Sets out with the text of a document.
         alone: Summarizes one document by itself, or says why not: its word counts where a document fails here.
     """
 
     def __init__(
         self,
         open_rows: Callable[[], Batching],
-        fitter: PromptFitter,
-        max_new_tokens: int,
+        begin: Callable[[str], Course],
         alone: Callable[[Document], Outcome],
     ) -> None:
         self._open_rows = open_rows
-        self._fitter = fitter
-        self._max_new_tokens = max_new_tokens
+        self._set_out = begin
         self._alone = alone
         self._numbers = count()
         self._rows = open_rows()
@@ -101,26 +95,23 @@ class Together:
             self._done.append(self._alone(document))
             return
         try:
-            task = _Task(document, self._fitter.fit(document.text))
+            task = _Task(document, self._set_out(document.text))
         except Exception:
             self._done.append(self._alone(document))
         else:
-            self._queue_round(task, task.whole.prompts)
+            self._queue_round(task)
 
-    def _queue_round(self, task: _Task, prompts: list[str]) -> None:
-        """Let the prompts of a task's next round wait for rows."""
-        task.prompts = prompts
-        self._queue.extend((task, place) for place in range(len(prompts)))
+    def _queue_round(self, task: _Task) -> None:
+        """Let the prompts of a task's round wait for rows."""
+        self._queue.extend((task, place) for place in range(len(task.course.prompts)))
 
     def _put(self) -> None:
         """Give the next prompt a row."""
         task, place = self._queue.popleft()
-        number, limit = next(self._numbers), self._max_new_tokens
-        if len(task.prompts) > 1:
-            limit = min(limit, self._fitter.partial_summary_limit or limit)
+        number = next(self._numbers)
         self._places[number] = task, place
         try:
-            self._rows.put(number, task.prompts[place], limit)
+            self._rows.put(number, task.course.prompts[place], task.course.limit)
         except Exception:
             del self._places[number]
             self._give_up(task)
@@ -149,32 +140,21 @@ class Together:
             return
         task.summaries[place] = completion.text
         task.stats.append(completion.stats)
-        if len(task.summaries) == len(task.prompts):
+        if len(task.summaries) == len(task.course.prompts):
             try:
                 self._end_round(task)
             except Exception:
                 self._give_up(task)
 
     def _end_round(self, task: _Task) -> None:
-        """Summarize what came of the parts, or be done."""
-        summaries = [task.summaries[place] for place in range(len(task.prompts))]
-        last = total(task.stats)
-        task.rounds.append(last)
-        task.summaries, task.stats = {}, []
-        if len(summaries) > 1:
-            # A model with nothing to say of any part may still have something to say of the first.
-            joined = self._fitter.join(summaries) or task.whole.parts.texts[0]
-            self._queue_round(task, self._fitter.fit(joined).prompts)
-            return
-        summary = Summary(
-            text=summaries[0].strip(),
-            document_tokens=task.whole.parts.tokens,
-            summary_tokens=last.emitted_tokens,
-            parts=len(task.whole.parts.texts),
-            split=task.whole.parts.split,
-            stats=total_in_sequence(task.rounds),
-        )
-        self._done.append(Summarized(task.document, summary))
+        """Go on to the next round, or be done."""
+        summaries = [task.summaries[place] for place in range(len(task.course.prompts))]
+        stats, task.summaries, task.stats = total(task.stats), {}, []
+        task.course.take(summaries, stats)
+        if task.course.summary is None:
+            self._queue_round(task)
+        else:
+            self._done.append(Summarized(task.document, task.course.summary))
 
     def _give_up(self, task: _Task) -> None:
         """Summarize a document by itself, which also finds the words for what is wrong with it."""

@@ -1,0 +1,379 @@
+"""Long documents: cut at sections, parts that overlap, levels that come to an end, one part after the other."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, LlamaConfig
+
+import lookahead
+from lookahead import ConfigError
+from lookahead.files.text import Document
+from lookahead.stats import DecodingStats
+from lookahead.summarize.course import start_course
+from lookahead.summarize.fitting import Approach, PromptFitter
+from lookahead.summarize.measuring import MeasuredText
+from lookahead.summarize.parts import cut
+from lookahead.summarize.prompting import Prompting
+from lookahead.summarize.sections import Break, split_pieces
+from lookahead.summarize.summarizer import Summarizer
+
+SENTENCE = "The cat sat on the mat. "
+CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[bot]{% endif %}"
+HEADINGS = ["## Of cats", "Of cats\n=======", "Of cats\n---", "Chapter IX", "PART TWO: The mat", "* * *", "IV."]
+HEADINGS += ["Epilogue", "第三章 雨", "Kapitel 4", "  Act 1, Scene 2"]
+
+STRETCHES = st.sampled_from(
+    [SENTENCE, "Why? ", "\n\n", "\n", "a line\n", " \t ", "x" * 70, "word " * 30, "é😀", "<eos>", "\r\n\r\n"]
+    + [f"\n\n{heading}\n\n" for heading in HEADINGS]
+)
+TEXTS = st.lists(STRETCHES, min_size=1, max_size=60).map("".join).filter(str.strip)
+
+
+@pytest.fixture(scope="module")
+def bundled_tokenizer(bundled_path):
+    return AutoTokenizer.from_pretrained(bundled_path)
+
+
+def measured(text, tokenizer, clean=str):
+    return MeasuredText(split_pieces(text), tokenizer, clean)
+
+
+def letters(text):
+    return "".join(text.split())
+
+
+def chat(tokenizer, context=512):
+    changed = copy.deepcopy(tokenizer)
+    changed.chat_template, changed.model_max_length = CHAT, context
+    return changed
+
+
+# Sections
+
+
+@given(TEXTS)
+def test_the_pieces_of_a_text_are_the_text(text):
+    pieces = split_pieces(text)
+    assert "".join(piece.text for piece in pieces) == text
+    assert all(piece.text for piece in pieces)
+
+
+@pytest.mark.parametrize("heading", HEADINGS)
+def test_a_heading_ends_the_section_before_it_and_belongs_to_the_one_behind(heading):
+    pieces = split_pieces(f"One.\n\n{heading}\n\nTwo. Three.")
+    assert [(piece.text, piece.end) for piece in pieces] == [
+        ("One.\n\n", Break.SECTION),
+        (f"{heading}\n\n", Break.NOTHING),
+        ("Two. ", Break.SENTENCE),
+        ("Three.", Break.SECTION),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "It stood in\nChapter IX of the book.",
+        "One.\n\nPart of it was gone.",
+        "One.\n\n#cats are everywhere.",
+        "One.\n\n- a list\n- of two",
+        "One.\n\nChapter nine was the longest of them all, and " + "it went on and on, " * 5 + "like that.",
+    ],
+)
+def test_what_only_looks_like_a_heading_is_none(text):
+    assert Break.NOTHING not in {piece.end for piece in split_pieces(text)}
+
+
+@pytest.mark.parametrize("text", ["-" * 10**6, "* " * 10**6, "\n" * 10**6, "# " * 10**6, "IX\n\n" * 10**5, " " * 10**6])
+def test_no_text_takes_quadratic_time(text):
+    assert "".join(piece.text for piece in split_pieces(text)) == text
+
+
+@pytest.mark.parametrize("heading", HEADINGS)
+def test_parts_begin_with_a_heading_where_one_is_near(tiny_tokenizer, heading):
+    sections = [f"{heading}\n\n" + SENTENCE * count for count in (9, 8, 10, 9, 8, 7)]
+    parts = cut(measured("\n\n".join(sections), tiny_tokenizer), 300)
+    assert parts.split == "sections"
+    assert list(parts.texts) == [section.strip() for section in sections]
+
+
+def test_a_paragraph_is_a_better_place_than_a_sentence_and_a_sentence_than_a_line(tiny_tokenizer):
+    text = f"{SENTENCE * 5}\n\n{SENTENCE * 7}"
+    assert [part.count(".") for part in cut(measured(text, tiny_tokenizer), 200).texts] == [5, 7]
+    text = f"{SENTENCE * 4}The cat\nsat on\nthe mat.{' And so on' * 9}"
+    assert cut(measured(text, tiny_tokenizer), 130).texts[0] == (SENTENCE * 4).strip()
+
+
+# Parts
+
+
+@given(text=TEXTS, budget=st.integers(8, 150), share=st.floats(0, 0.5))
+@pytest.mark.parametrize("kind", ["characters", "bytes"])
+def test_parts_cover_the_document_repeat_the_overlap_and_keep_to_the_budget(
+    tiny_tokenizer, bundled_tokenizer, kind, text, budget, share
+):
+    tokenizer = tiny_tokenizer if kind == "characters" else bundled_tokenizer
+    overlap = int(budget * share)
+    parts = cut(measured(text, tokenizer), budget, overlap).parts
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    begins = [end - len(text[begin:end].lstrip() or text[begin:end]) for begin, end in offsets] + [len(text)]
+    seen = set()
+    for part in parts:
+        assert part.text == text[slice(*part.chars)] == text[slice(*part.chars)].strip()
+        assert part.text
+        assert part.text == text[begins[part.tokens[0]] : begins[part.tokens[1]]].strip()
+        assert part.tokens[1] - part.tokens[0] <= budget
+        seen.update(range(*part.chars))
+    assert all(index in seen or letter.isspace() for index, letter in enumerate(text))
+    fresh = parts[0].tokens[0]
+    for before, part in pairwise(parts):
+        end = before.tokens[1]
+        wanted = max(end - overlap, fresh)
+        fresh = next(token for token in range(end, len(offsets)) if not text[begins[token]].isspace())
+        if overlap == 0:
+            wanted = fresh
+        elif fresh > end:  # tokens of nothing but whitespace stand between and may leave less room
+            wanted = max(wanted, part.tokens[1] - budget)
+        while begins[wanted] == begins[wanted - 1]:
+            wanted += 1  # a character of several tokens is not torn
+        while text[begins[wanted]].isspace():
+            wanted += 1
+        assert part.tokens[0] == wanted
+
+
+@given(TEXTS)
+def test_spans_are_those_of_the_document_as_it_was_given_however_it_is_cleaned(bundled_tokenizer, text):
+    clean = Prompting(bundled_tokenizer).clean
+    for part in cut(measured(text, bundled_tokenizer, clean), 40, 10).parts:
+        assert letters(text[slice(*part.chars)]) == letters(part.text)
+
+
+def test_what_stands_before_a_document_is_counted_in_its_spans(tiny_llama, tiny_tokenizer):
+    text = "\n\n  " + SENTENCE * 40
+    parts = PromptFitter(tiny_llama, tiny_tokenizer, 64).fit(text).parts.parts
+    assert len(parts) > 1
+    assert all(text[slice(*part.chars)] == part.text for part in parts)
+
+
+# Levels
+
+SPEAKERS = {
+    "as much as it may": lambda prompt, limit: "y" * limit,
+    "its prompt": lambda prompt, limit: prompt[:limit],
+    "more than it was asked for": lambda prompt, limit: prompt * 3,
+    "nothing": lambda prompt, limit: " ",
+    "something of every other part": lambda prompt, limit: "word " if len(prompt) % 2 else "",
+}
+
+
+def summary_of(text, fitter, speak):
+    """The summary by a stand-in for a model, and how many prompts each round had."""
+    course = start_course(text, fitter, keep_parts=True)
+    rounds = []
+    while course.summary is None:
+        rounds.append(len(course.prompts))
+        course.take([speak(prompt, course.limit) for prompt in course.prompts], DecodingStats())
+    return course.summary, rounds
+
+
+def assert_is_a_tree(summary, text):
+    leaves = summary.tree[0]
+    seen = set().union(*(range(*leaf.chars) for leaf in leaves))
+    assert all(index in seen or letter.isspace() for index, letter in enumerate(text))
+    assert len(leaves) == summary.parts and all(leaf.children is None for leaf in leaves)
+    for below, level in pairwise(summary.tree):
+        for node in (node for node in level if node.children):
+            held = below[slice(*node.children)]
+            assert held and (node.chars, node.tokens) == (
+                (held[0].chars[0], held[-1].chars[1]),
+                (held[0].tokens[0], held[-1].tokens[1]),
+            )
+    assert [node.summary for node in summary.tree[-1]][-1] == summary.text
+
+
+@given(text=TEXTS, room=st.integers(16, 120), new=st.integers(1, 60), overlap=st.integers(0, 8))
+@pytest.mark.parametrize("speaker", SPEAKERS)
+def test_levels_come_to_an_end_whatever_the_model_says(tiny_tokenizer, speaker, text, room, new, overlap):
+    model = SimpleNamespace(config=LlamaConfig(max_position_embeddings=room + new + len("\n\nSummary:")))
+    fitter = PromptFitter(model, tiny_tokenizer, new, approach=Approach(overlap=overlap))
+    summary, rounds = summary_of(text * 3, fitter, SPEAKERS[speaker])
+    assert all(after < before for before, after in pairwise(rounds)) and rounds[-1] == 1
+    assert_is_a_tree(summary, text * 3)
+
+
+def test_nodes_partition_the_level_below_and_the_last_holds_all(tiny_llama, tiny_tokenizer):
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.model_max_length = 90
+    summary = Summarizer(tiny_llama, tokenizer, max_new_tokens=20, keep_parts=True).summarize(SENTENCE * 60)
+    assert len(summary.tree) > 2
+    for below, level in pairwise(summary.tree):
+        assert [place for node in level for place in range(*node.children)] == list(range(len(below)))
+    assert summary.tree[-1][0].chars == (0, len((SENTENCE * 60).strip()))
+    assert summary.tree[-1][0].tokens == (0, summary.document_tokens)
+
+
+def test_a_document_that_fits_is_a_tree_of_one():
+    summary = lookahead.summarize("  The storm hit the coast at dawn. ", max_new_tokens=8, keep_parts=True)
+    assert summary.to_dict()["tree"] == [
+        [{"chars": [2, 34], "tokens": [0, summary.document_tokens], "summary": summary.text}]
+    ]
+    assert "tree" not in lookahead.summarize("The storm hit.", max_new_tokens=4).to_dict()
+
+
+BOOK = """
+import random, resource, sys
+from itertools import pairwise
+from types import SimpleNamespace
+from transformers import AutoConfig, AutoTokenizer
+from lookahead.stats import DecodingStats
+from lookahead.summarize.course import start_course
+from lookahead.summarize.fitting import Approach, PromptFitter
+draw, words = random.Random(0), "the old house on hill was quiet that night and nobody came to see him".split()
+def chapter(number):
+    sentences = (" ".join(draw.choices(words, k=draw.randrange(4, 24))).capitalize() + "." for _ in range(80))
+    return f"Chapter {number}" + "\\n\\n" + " ".join(sentences)
+text = "\\n\\n".join(map(chapter, range(900)))
+model = SimpleNamespace(config=AutoConfig.from_pretrained(sys.argv[1]))
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+memory = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+before = memory()
+course = start_course(text, PromptFitter(model, tokenizer, 128, None, Approach(overlap=64)), keep_parts=True)
+while course.summary is None:
+    assert max(len(tokenizer(prompt)["input_ids"]) for prompt in course.prompts) <= 1152 - 128
+    course.take([prompt[-900:-100] for prompt in course.prompts], DecodingStats())
+levels = [len(level) for level in course.summary.tree]
+assert all(after < before for before, after in pairwise(levels)) and levels[-1] == 1
+leaves = course.summary.tree[0]
+assert leaves[0].chars[0] == 0 and leaves[-1].chars[1] == len(text)
+assert all(before.chars[0] < after.chars[0] <= before.chars[1] < after.chars[1] for before, after in pairwise(leaves))
+print(course.summary.document_tokens, memory() - before)
+"""
+
+
+def test_a_book_of_a_million_tokens_comes_to_an_end_in_little_memory(bundled_path):
+    run = subprocess.run([sys.executable, "-c", BOOK, str(bundled_path)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    tokens, megabytes = map(int, run.stdout.split())
+    assert tokens > 1_000_000
+    assert megabytes < 400
+
+
+# Several documents together
+
+
+@pytest.mark.parametrize(
+    "approach", [Approach(), Approach(overlap=20), Approach(refine=True), Approach(overlap=9, refine=True)]
+)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_trees_are_the_same_for_one_document_and_for_many_together(tiny_llama, tiny_tokenizer, approach, rows):
+    tokenizer = chat(tiny_tokenizer, 512 if approach.refine else 150)
+    summarizer = Summarizer(tiny_llama, tokenizer, max_new_tokens=20, approach=approach, keep_parts=True)
+    documents = [Document(i, f"Number {i}. " + SENTENCE * count) for i, count in enumerate((2, 40, 1, 25, 60))]
+    outcomes = {done.document.id: done.summary for done in summarizer.summarize_all(documents, rows)}
+    assert len(outcomes) == 5
+    for document in documents:
+        alone, together = summarizer.summarize(document.text), outcomes[document.id]
+        assert (together.text, together.tree) == (alone.text, alone.tree)
+        assert (together.parts, together.summary_tokens) == (alone.parts, alone.summary_tokens)
+        assert_is_a_tree(together, document.text)
+    assert outcomes[4].parts > 4
+
+
+# One part after the other
+
+
+def test_refining_reads_the_parts_in_order_each_with_the_summary_so_far(tiny_llama, tiny_tokenizer):
+    tokenizer = chat(tiny_tokenizer)
+    fitter = PromptFitter(tiny_llama, tokenizer, 30, approach=Approach(refine=True))
+    text = "".join(f"Sentence {i} is here. " for i in range(50))
+    course = start_course(text, fitter, keep_parts=True)
+    parts = fitter.fit(text).parts.texts
+    assert len(parts) > 5
+    seen = []
+    while course.summary is None:
+        assert len(course.prompts) == 1 and course.limit == 30
+        seen += course.prompts
+        course.take([f"summary {len(seen)}"], DecodingStats())
+    assert len(seen) == len(parts)
+    for number, (prompt, part) in enumerate(zip(seen, parts, strict=True)):
+        assert prompt.endswith(f"{part}[bot]") and len(tokenizer(prompt)["input_ids"]) <= 512 - 30
+        assert (f"\n\nsummary {number}\n\n" in prompt) == (number > 0)
+    assert [node.summary for node in course.summary.tree[0]] == [f"summary {n}" for n in range(1, len(parts) + 1)]
+    assert str(course.summary) == f"summary {len(parts)}"
+
+
+def test_refining_decodes_what_generate_does_with_the_same_prompts(tiny_llama, tiny_tokenizer):
+    tokenizer, approach = chat(tiny_tokenizer), Approach(refine=True, overlap=10)
+    summarizer = Summarizer(tiny_llama, tokenizer, max_new_tokens=24, approach=approach, keep_parts=True)
+
+    def generate(prompt, limit):
+        inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+        output = tiny_llama.generate(**inputs, max_new_tokens=limit, do_sample=False, pad_token_id=0)
+        return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+    expected, rounds = summary_of(SENTENCE * 40, summarizer.fitter, generate)
+    summary = summarizer.summarize(SENTENCE * 40)
+    assert (summary.text, summary.tree) == (expected.text, expected.tree)
+    assert len(rounds) == summary.parts > 3
+
+
+def test_a_summary_that_is_too_long_for_its_place_is_cut_and_an_empty_one_changes_nothing(tiny_llama, tiny_tokenizer):
+    tokenizer = chat(tiny_tokenizer)
+    fitter = PromptFitter(tiny_llama, tokenizer, 30, approach=Approach(refine=True))
+    course = start_course(SENTENCE * 40, fitter, keep_parts=True)
+    said = iter(["", "s" * 999, " ", *["<eos>" * 200] * 99])
+    lengths = []
+    while course.summary is None:
+        lengths.append(len(tokenizer(course.prompts[0])["input_ids"]))
+        course.take([next(said)], DecodingStats())
+    assert max(lengths) <= 512 - 30
+    assert [node.summary[:1] for node in course.summary.tree[0]][:4] == ["", "s", "s", "<"]
+
+
+def test_a_document_that_fits_is_not_refined(tiny_llama, tiny_tokenizer):
+    tokenizer = chat(tiny_tokenizer)
+    summaries = [
+        lookahead.summarize(SENTENCE * 4, tiny_llama, tokenizer, max_new_tokens=16, refine=refine)
+        for refine in (False, True)
+    ]
+    assert summaries[0].text == summaries[1].text and summaries[1].parts == 1
+
+
+# Refusals
+
+
+def test_a_model_that_follows_no_instructions_is_not_asked_to_refine(tiny_llama, tiny_tokenizer):
+    with pytest.raises(ConfigError, match="made to summarize and follows no instructions, so it cannot refine"):
+        lookahead.summarize(SENTENCE, refine=True)
+    with pytest.raises(ConfigError, match=r"tokenizer has no chat template, so it cannot refine .* leave --refine out"):
+        lookahead.summarize(SENTENCE, tiny_llama, tiny_tokenizer, refine=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"overlap": -1}, "overlap must be at least 0 tokens, got -1"),
+        ({"overlap": 300}, "overlap must be at most 162 tokens, half of what a prompt holds of a document, got 300"),
+        ({"refine": True, "max_new_tokens": 150}, "max_new_tokens must be at most .* beside it in the model's context"),
+    ],
+)
+def test_options_that_leave_no_room_are_refused_with_their_range(tiny_llama, tiny_tokenizer, options, message):
+    with pytest.raises(ConfigError, match=message):
+        lookahead.summarize(SENTENCE, tiny_llama, chat(tiny_tokenizer), **options)
+
+
+def test_the_longest_summary_that_is_named_is_one_that_can_be_refined(tiny_llama, tiny_tokenizer):
+    tokenizer = chat(tiny_tokenizer)
+    with pytest.raises(ConfigError) as refusal:
+        lookahead.summarize(SENTENCE, tiny_llama, tokenizer, max_new_tokens=200, refine=True)
+    most = int(str(refusal.value).split("at most ")[1].split()[0])
+    Summarizer(tiny_llama, tokenizer, max_new_tokens=most, approach=Approach(refine=True))
+    with pytest.raises(ConfigError, match=f"at most {most} to leave room"):
+        Summarizer(tiny_llama, tokenizer, max_new_tokens=most + 1, approach=Approach(refine=True))
