@@ -19,7 +19,7 @@ demo: $(VENV)/.installed ## summarize an example document, plain and with lookah
 
 test: lint ## lint, type check and the whole CPU test suite
 	$(BIN)/python -m mypy --strict -p lookahead
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(VENV)/.installed-test ## ruff only
 	$(BIN)/python -m ruff check .

@@ -22,7 +22,7 @@ from lookahead.jobs.journal import Journal
 from lookahead.jobs.paths import OutputPaths
 from lookahead.jobs.results import JsonLinesFile
 from lookahead.stats import DecodingStats
-from lookahead.summarize.summarizer import Summarized, Summarizer, Summary
+from lookahead.summarize.summarizer import Summarized, Summary
 
 JOB = JobIdentity(model="bundled", weights="w", tokenizer="t", dtype="float32", max_new_tokens=8)
 OUT = Path("out.jsonl")
@@ -384,55 +384,3 @@ def test_the_speed_of_a_job_is_that_of_the_clock_since_documents_are_decoded_bes
     assert "300 tokens at 50.0 tokens/s" in report.describe_totals(totals, 6.0)
     totals.summarized = 1
     assert report.speed_of(totals, 60.0) == totals.stats.tokens_per_s
-
-
-# The summaries of parts
-
-
-LONG = [Document(name, f"{name}. " + "The cat sat on the mat. " * count) for name, count in (("a", 60), ("b", 2))]
-LONG.append(Document("same as a", LONG[0].text))
-KEEPING = replace(JOB, keep_parts=True)
-
-
-class Summarizing:
-    """Summarizes for real, with what came of the parts; a kill comes after so many documents."""
-
-    def __init__(self, model, tokenizer, killed_after=None):
-        self.summarizer = Summarizer(model, tokenizer, max_new_tokens=16, keep_parts=True)
-        self.killed_after = killed_after
-
-    def summarize_all(self, documents, rows):
-        for number, done in enumerate(self.summarizer.summarize_all(documents, 1)):
-            if number == self.killed_after:
-                raise Killed
-            yield done
-
-
-def trees(path):
-    if path.suffix == ".parquet":
-        return [json.loads(tree) for tree in pyarrow.parquet.read_table(path)["tree"].to_pylist()]
-    return [json.loads(line)["tree"] for line in path.read_text("utf-8").splitlines()]
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-@pytest.mark.parametrize("killed_after", [None, 0, 1])
-def test_trees_of_parts_are_written_copied_and_kept_through_a_kill(tiny_llama, tiny_tokenizer, suffix, killed_after):
-    out = Path(f"out.{suffix}")
-    if killed_after is not None:
-        with pytest.raises(Killed):
-            run(LONG, Summarizing(tiny_llama, tiny_tokenizer, killed_after), identity=KEEPING, output=out)
-    summarizing = Summarizing(tiny_llama, tiny_tokenizer)
-    totals = run(LONG, summarizing, identity=KEEPING, output=out, resume=killed_after is not None)
-    expected = [summarizing.summarizer.summarize(document.text).to_dict()["tree"] for document in LONG]
-    assert [len(level) for level in expected[0]] == [3, 1]
-    assert trees(out) == expected
-    assert (totals.summarized + totals.earlier, totals.copied) == (2, 1)
-    again = run([*LONG, *documents("new")], summarizing, identity=KEEPING, output=out, resume=True)
-    assert (again.earlier, again.summarized, trees(out)[:3]) == (3, 1, expected)
-
-
-def test_a_parquet_file_without_trees_has_none():
-    run(documents("a"), output=Path("out.parquet"))
-    assert pyarrow.parquet.read_table("out.parquet")["tree"].to_pylist() == [None]
-    run(documents("a", "b"), output=Path("out.parquet"), resume=True)
-    assert pyarrow.parquet.read_table("out.parquet")["tree"].to_pylist() == [None, None]
