@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast
 
 import typer
 
@@ -81,7 +81,7 @@ def ray_staff(
         model: As the user named it.
         **options: The other `WorkerOptions`.
     """
-    from lookahead.jobs.ray_cluster import connect, plan_workers
+    from lookahead.jobs.ray_cluster import OwnStdout, connect, plan_workers
     from lookahead.jobs.ray_crew import Crew
     from lookahead.jobs.ray_worker import WorkerOptions
     from lookahead.loading import BUNDLED, locate_model
@@ -94,7 +94,7 @@ def ray_staff(
     if is_local:  # the machines of a cluster may have the package in another place, and work in other folders
         place = BUNDLED if model == BUNDLED and not Path(model).is_dir() else str(Path(place).absolute())
     status = console(sys.stderr).status("connecting to Ray")
-    with status, connect(address) as ray:
+    with redirect_stdout(cast(TextIO, OwnStdout(sys.stdout))), status, connect(address) as ray:
         plan = plan_workers(ray, workers, threads, options["device"])
         crew = Crew(ray, WorkerOptions(model=place, name=model, threads=plan.threads, **options), plan)
         with crew:

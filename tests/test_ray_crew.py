@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +13,7 @@ import pytest
 from lookahead.errors import ClusterError, ConfigError
 from lookahead.files.text import Document, Reject
 from lookahead.jobs.identity import JobIdentity
-from lookahead.jobs.ray_cluster import Plan, connect, plan_workers
+from lookahead.jobs.ray_cluster import OwnStdout, Plan, connect, plan_workers
 from lookahead.jobs.ray_crew import FAILED_STARTS, TRIES, Crew
 from lookahead.jobs.ray_worker import Introduction
 from lookahead.stats import DecodingStats
@@ -184,6 +187,17 @@ def cluster(**resources):
 )
 def test_a_cluster_is_divided_by_gpus_or_else_by_cpus(machines, asked, plan):
     assert plan_workers(cluster(**machines), *asked) == plan
+
+
+def test_standard_output_is_that_of_the_job_and_not_of_rays_threads(capsysbinary):
+    with redirect_stdout(OwnStdout(sys.stdout)):
+        print("a result")
+        other = Thread(target=print, args=("(raylet) A worker died",))
+        other.start()
+        other.join()
+        sys.stdout.flush()
+        sys.stdout.buffer.write(b"another\n")
+    assert capsysbinary.readouterr().out == b"a result\nanother\n"
 
 
 def test_a_port_that_nobody_answers_is_told_at_once():

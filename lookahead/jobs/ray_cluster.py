@@ -6,7 +6,8 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from threading import get_ident
+from typing import Any, TextIO
 
 from lookahead.errors import ClusterError, ConfigError
 
@@ -62,6 +63,26 @@ def connect(address: str | None) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+class OwnStdout:
+    """Standard output for this thread alone: Ray prints there, from a thread of its own, what became of workers.
+
+    That would stand between results, and a job tells it in its own words.
+
+    Args:
+        stream: The true one.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._thread = stream, get_ident()
+
+    def write(self, text: str) -> int:
+        """Write what this thread writes, and drop the rest."""
+        return self._stream.write(text) if get_ident() == self._thread else len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def _check_is_there(address: str) -> None:

@@ -1,0 +1,85 @@
+"""What a worker on a cluster does, here without one: it is a class like any other."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+
+import pytest
+
+from lookahead.errors import UnsupportedModelError
+from lookahead.files.text import Document
+from lookahead.jobs.ray_worker import Introduction, RayWorker, WorkerOptions
+from lookahead.proposers.heads import Heads
+from lookahead.summarize.summarizer import Summarizer
+
+ASKED = {"max_new_tokens": 12, "request": None}
+
+
+def worker_for(folder, **summarizer):
+    return RayWorker(
+        WorkerOptions(
+            model=str(folder),
+            name="tiny",
+            dtype="fp32",
+            device="cpu",
+            threads=1,
+            rows=3,
+            summarizer={**ASKED, **summarizer},
+            identity=ASKED,
+        )
+    )
+
+
+@pytest.mark.parametrize("compare", [False, True])
+def test_calls_side_by_side_give_the_summaries_of_one_by_one(model_folder, tiny_llama, tiny_tokenizer, compare):
+    worker = worker_for(model_folder, compare=compare)
+    documents = [Document(i, f"Text number {i}, " + "which goes on. " * i) for i in range(12)]
+
+    async def work():
+        introduction = await worker.start()
+        first = await asyncio.gather(*map(worker.summarize, documents[:7]))
+        late = await worker.summarize(documents[7])  # after the rows have been idle
+        return introduction, [*first, late, *await asyncio.gather(*map(worker.summarize, documents[8:]))]
+
+    introduction, done = asyncio.run(work())
+    assert isinstance(introduction, Introduction) and introduction.rows == (1 if compare else 3)
+    summarizer = Summarizer(tiny_llama, tiny_tokenizer, **ASKED)
+    assert [summary.text for summary in done] == [summarizer.summarize(each.text).text for each in documents]
+
+
+def test_a_document_that_fails_is_answered_with_words(model_folder):
+    worker = worker_for(model_folder)
+
+    async def work():
+        await worker.start()
+        return await worker.summarize(Document("blank", "  "))
+
+    assert asyncio.run(work()) == "blank: the document is empty"
+
+
+def test_a_model_that_is_not_there_is_told_and_not_raised(tmp_path):
+    assert isinstance(asyncio.run(worker_for(tmp_path).start()), UnsupportedModelError)
+
+
+def test_an_engine_that_stops_lets_nobody_wait(model_folder, monkeypatch):
+    worker = worker_for(model_folder)
+
+    def stops(self, documents, rows):
+        next(documents)
+        raise MemoryError("no more of it")
+        yield
+
+    async def work():
+        await worker.start()
+        return await asyncio.gather(*(worker.summarize(Document(i, "Text.")) for i in range(3)), return_exceptions=True)
+
+    monkeypatch.setattr(Summarizer, "summarize_all", stops)
+    answers = asyncio.run(asyncio.wait_for(work(), 60))
+    assert [type(answer) for answer in answers] == [RuntimeError] * 3
+    assert "the engine stopped" in str(answers[0]) and "no more of it" in str(answers[0])
+
+
+def test_heads_go_to_another_process_by_the_name_of_their_folder():
+    heads = copy.copy(Heads("folder", name="mine"))  # by the same door as a process
+    assert heads.__reduce__()[1] == ("folder",) and heads.__reduce__()[0].keywords == {"name": "mine"}
