@@ -89,11 +89,11 @@ class RayWorker:
         Raises:
             RuntimeError: This worker cannot go on; the document may be given to another.
         """
-        if self._failure is not None:
-            raise RuntimeError(f"the engine stopped: {self._failure!r}")
         answer: Future[Summary | str] = Future()
         self._waiting[id(document)] = document, answer
         self._inbox.put(document)
+        if self._failure is not None:  # asked last: an engine that stops from here on answers those who wait
+            raise RuntimeError(f"the engine stopped: {self._failure!r}")
         return await asyncio.wrap_future(answer)
 
     def _load(self) -> tuple[Summarizer, Introduction]:
@@ -118,6 +118,7 @@ class RayWorker:
                 self._in_hand -= 1
                 _, answer = self._waiting.pop(id(outcome.document))
                 answer.set_result(outcome.summary if isinstance(outcome, Summarized) else outcome.error)
+            raise RuntimeError("it took its documents for all there are")
         except BaseException as error:
             # Nobody else would hear of it: those who wait, and those who come, are told to go elsewhere.
             self._failure = error
