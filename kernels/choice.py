@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from lookahead.kernels.audition import Part, attends_rightly, compacts_rightly
 from lookahead.kernels.checks import shortcoming, slot_shortcoming
 
-NO_OPTIONS: frozenset[str] = frozenset()
+NO_OPTIONS: Mapping[str, Any] = {}
 
 
 @cache
@@ -22,7 +23,7 @@ def runs_on(device: torch.device) -> bool:
 
 
 def attention_for(
-    query: Tensor, keys: Tensor, values: Tensor, options: frozenset[str] = NO_OPTIONS
+    query: Tensor, keys: Tensor, values: Tensor, options: Mapping[str, Any] = NO_OPTIONS
 ) -> Callable[..., Tensor] | None:
     """The tree attention kernel for these tensors, or None where torch's own attention serves them better.
 
@@ -33,7 +34,7 @@ def attention_for(
         query: `[rows, heads, width, dim]`.
         keys: `[rows, slots, kv_heads, dim]`.
         values: `[rows, slots, kv_heads, value_dim]`.
-        options: Which of "window", "chunk", "softcap" and "sinks" will be given.
+        options: "window", "chunk", "softcap" and "sinks" as they will be given, None or left out where they will not.
     """
     if query.device.type == "cpu":
         from lookahead.kernels import cpu_attention
@@ -44,7 +45,8 @@ def attention_for(
     from lookahead.kernels.tree_attention import tree_attention
 
     groups = query.shape[1] // keys.shape[2]
-    part = Part(query.device, query.dtype, keys.shape[3], values.shape[3], groups, options)
+    given = frozenset(name for name, option in options.items() if option is not None)
+    part = Part(query.device, query.dtype, keys.shape[3], values.shape[3], groups, given)
     return tree_attention if attends_rightly(part, tree_attention) else None
 
 

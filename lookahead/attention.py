@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import local
 from typing import Any, NamedTuple
@@ -284,11 +284,11 @@ def tree_attention(
     return out.reshape(rows, width, heads, -1), None
 
 
-def _kernel_for(query: Tensor, keys: Tensor, values: Tensor, limits: dict[str, Any]) -> Callable[..., Tensor] | None:
+def _kernel_for(query: Tensor, keys: Tensor, values: Tensor, limits: Mapping[str, Any]) -> Callable[..., Tensor] | None:
     """The kernel for these tensors, or None where SDPA serves them."""
     from lookahead.kernels.choice import attention_for
 
-    return attention_for(query, keys, values, frozenset(name for name, limit in limits.items() if limit is not None))
+    return attention_for(query, keys, values, limits)
 
 
 def _reach(module: Any, kwargs: dict[str, Any], kv_length: int) -> Reach:

@@ -6,10 +6,8 @@ byte order of the machine that wrote them. Each begins where the one before it e
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
-import secrets
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +20,7 @@ import xxhash
 
 from lookahead.ngram.chains import SEPARATOR, ChainIndex, Chains, IntArray
 from lookahead.ngram.matches import LEVELS
+from lookahead.ngram.replacing import replacing
 
 VERSION = 1
 MAX_PLACES = (1 << 31) - 1  # of an arena: a position is an int32
@@ -188,7 +187,7 @@ def write_pool(
         checksum=checksum.intdigest(),
         learned=int(is_learned),
     )
-    with _replacing(Path(path)) as file:
+    with replacing(Path(path)) as file:
         file.write(header.to_bytes())
         for section in (heads, links, arena):
             file.write(section.data)
@@ -237,32 +236,3 @@ def _check_numbers(path: Path, pool: Pool) -> None:
     are_tokens = arena[0] == SEPARATOR and arena.min() >= SEPARATOR and arena.max() <= pool.header.largest_token
     if not (is_inside and are_tokens):
         raise ValueError(f"{path}: damaged: it holds numbers that no pool has")
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """Write a file beside `path` that takes its place once it is whole and on the disk; else it is removed."""
-    path = Path(os.path.realpath(path))  # a link stays a link
-    written = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with open(written, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(written, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            written.unlink()
-        raise
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the name of a new file as lasting as its bytes, where the system can open a folder."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -86,6 +86,19 @@ def test_a_model_too_slow_for_a_quick_sweep_is_not_measured_and_takes_two_steps_
     assert not cost.to_dict()
 
 
+def test_a_model_too_slow_for_a_quick_sweep_reads_no_long_prompt_to_find_out(tiny_llama) -> None:
+    widths: dict[float, int] = {}
+    for allowed in (60.0, 1e9):
+        passes: list[int] = []
+        handle = tiny_llama.model.layers[0].register_forward_pre_hook(
+            lambda _, args, to=passes: to.append(args[0].shape[1])
+        )
+        calibrate_quickly(tiny_llama, StepCost(), within_s=allowed, clock=ticking())
+        handle.remove()
+        widths[allowed] = max(passes)
+    assert widths[60.0] < 64 < 200 < widths[1e9]
+
+
 def test_a_model_that_cannot_verify_drafts_is_not_measured() -> None:
     with torch.random.fork_rng():
         model = MambaForCausalLM(MambaConfig(vocab_size=101, hidden_size=32, num_hidden_layers=1)).eval()

@@ -9,8 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lookahead.atomic import replacing
 from lookahead.jobs.identity import id_key
+from lookahead.ngram.replacing import replacing
 
 Record = dict[str, Any]
 

@@ -8,10 +8,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lookahead.atomic import replacing
 from lookahead.files.tables import load_pyarrow
 from lookahead.jobs.arranging import Record, records_in
 from lookahead.jobs.results import encode_line
+from lookahead.ngram.replacing import replacing
 
 _ROWS_AT_ONCE = 1024
 _IDS = ("id", "copy_of")
