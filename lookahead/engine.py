@@ -299,11 +299,15 @@ class Engine:
 
     def _retire_outgrown(self) -> list[Emission]:
         """Take out rows that the model has no more positions for, where one row's error ends that row alone."""
+        if self._target.positions is None:
+            return []
         errors: dict[int, PromptError] = {}
-        for i, row in enumerate(self._rows if self._isolates else ()):
+        for i, row in enumerate(self._rows):
             try:
                 row.positions_left(self._target.positions)
             except PromptError as error:
+                if not self._isolates:
+                    raise
                 errors[i] = error
         emissions = [Emission(self._rows[i].index, _NO_ARGMAX, finished=True, error=errors[i]) for i in errors]
         self._retire(list(errors))

@@ -149,8 +149,9 @@ def test_what_the_encoder_cannot_read_is_told_before_it_fails(tiny_tokenizer: Pr
     bart = build(ENCODER_DECODERS["Bart"])
     with pytest.raises(PromptError, match="input 0 has 940 tokens and the encoder positions for 256"):
         lookahead.generate(bart, tiny_tokenizer, DOCUMENT * 10, max_new_tokens=3)
-    with pytest.raises(PromptError, match="lower max_new_tokens"):
-        lookahead.generate(bart, tiny_tokenizer, DOCUMENT, max_new_tokens=300)
+    for config in (None, LookaheadConfig(proposers=())):  # plain steps run over the table as well
+        with pytest.raises(PromptError, match="lower max_new_tokens"):
+            lookahead.generate(bart, tiny_tokenizer, DOCUMENT, config=config, max_new_tokens=300)
     small = T5ForConditionalGeneration(T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
     with pytest.raises(PromptError, match="vocabulary ends at 49"):
         lookahead.generate(small.eval(), tiny_tokenizer, "zebra", max_new_tokens=3)
