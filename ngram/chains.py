@@ -161,10 +161,10 @@ class ChainIndex(Chains):
             new = new[-(self._max_tokens // 2) :]
         if self._length + new.size > self._arena.size or self._max_tokens is not None:
             self._reserve(new.size)
-        end = _append(self._arena, self._heads, self._links, self._length, new, True)
+        end = _append(self.address, new, True)
         if end < 0:
             raise ValueError(f"token ids must not be negative, got {int(new.min())}")
-        self._fill(end)
+        self._length = end
 
     def append_documents(self, tokens: IntArray) -> None:
         """Close the open document and add several, the last of which stays open.
@@ -182,7 +182,7 @@ class ChainIndex(Chains):
             raise ValueError(f"tokens must be flat and at most half of max_tokens, got shape {tokens.shape}")
         self.end_document()
         self._reserve(tokens.size)
-        self._fill(_append(self._arena, self._heads, self._links, self._length, tokens, False))
+        self._length = _append(self.address, tokens, False)
 
     def end_document(self) -> None:
         """Close the open document; what is appended next belongs to another, and no match spans the two."""
@@ -298,20 +298,25 @@ def _link(arena, heads, links, begin, end):
 
 
 @njit(cache=True, error_model="numpy")
-def _append(arena, heads, links, length, tokens, is_one):
-    """Write tokens behind the arena, linking all but separators; returns the new length.
+def _append(address, tokens, is_one):
+    """Write tokens behind the arena of the `Chains` at an address, linking all but separators; returns the new length.
 
     Where they are of one document and one is negative, nothing is written, and -1 is returned.
     """
-    if is_one and _has_negative(tokens):
-        return -1
+    if is_one:
+        for token in tokens:
+            if token < 0:
+                return -1
+    arena, heads, links, length = chains_at(address)
     end = length + tokens.size
-    arena[length:end] = tokens
+    for at in range(tokens.size):
+        arena[length + at] = tokens[at]
     if tokens.size < _FEW:
         for position in range(length, end):
             _link_one(arena, heads, links, position)
     else:
         _link(arena, heads, links, length, end)
+    places_at(address, _PLACES)[_LENGTH] = end
     return end
 
 

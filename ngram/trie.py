@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from threading import local
 from typing import NamedTuple
 
 import numpy as np
@@ -27,41 +25,18 @@ from lookahead.ngram.candidates import (
     read_ahead,
     score,
 )
-from lookahead.ngram.chains import MAX_CONTEXT, ChainIndex, Chains, IntArray, as_tokens, chains_at
-from lookahead.ngram.cut import FREE, NOTHING, PART, PLACED, Limits, cut
-from lookahead.ngram.hits import RESUMED, HitRates, place_of, rates_at
+from lookahead.ngram.chains import IntArray, chains_at
+from lookahead.ngram.cut import PART, PLACED, cut
+from lookahead.ngram.hits import RESUMED, place_of, rates_at
 from lookahead.ngram.matches import find_matches, last_copy
 from lookahead.ngram.places import places_at
-from lookahead.ngram.recycled import ORDERS, RecycledTable, hash_context, table_at
+from lookahead.ngram.recycled import ORDERS, hash_context, table_at
 
+MOST_TEXTS = 3
+# Where a search tells its three texts, the memory, the rates, and its numbers.
+PLACE_OF_MEMORY, PLACE_OF_RATES, PLACE_OF_NUMBERS, SEARCH_PLACES = 3, 4, 5, 9
 _VARIETY = 16
-_FLOOR = 0.0001
-MAX_ROOM = 1 << 10
-_MAX_LINKS = 1 << 12
-_MOST_TEXTS = 3
 _MOST_CHANGED = 3  # tokens in the place of as many of a copy's source, behind which it goes on
-_NO_TEXT = ChainIndex()
-_NO_TAIL = np.zeros(0, np.int32)
-_NO_MEMORY = RecycledTable(contexts=4)
-
-
-class _Space(local):
-    """Memory a tree is grown in, one for each thread: making it anew would take as long as finding matches."""
-
-    size = 0
-
-    def __init__(self) -> None:
-        self.at_least(1 << 15)
-
-    def at_least(self, size: int) -> int:
-        """Where as many int64 lie, or more."""
-        if self.size < size:
-            self.size, self.numbers = size, np.zeros(size, np.int64)
-            self.address = int(self.numbers.ctypes.data)
-        return self.address
-
-
-_space = _Space()
 
 
 class Trie(NamedTuple):
@@ -113,111 +88,10 @@ class Grown(NamedTuple):
         return tokens, parents, depths, sources, zeros
 
 
-def grow_trie(
-    texts: Sequence[Chains],
-    rates: HitRates,
-    room: int,
-    *,
-    memory: RecycledTable | None = None,
-    context: Sequence[int] | IntArray | None = None,
-    min_ngram: int = 1,
-    max_ngram: int = 16,
-    max_links: int = 32,
-    min_probability: float = 0.0,
-) -> Trie | None:
-    """Merge what followed a context before and what the target thought of it into a tree, likeliest paths first.
-
-    Occurrences of all texts are followed side by side while they agree, each as far as its document goes; one
-    that runs into the end of the open document goes on with the path itself, so that a loop is continued as a
-    loop. The memory is asked after every node. What offers the same token at the same place is one candidate, and
-    its chance is the hit rate of all that is known of it.
-
-    Args:
-        texts: Where to look for the context, at most three.
-        rates: The chance of each kind of candidate.
-        room: Most nodes besides the root.
-        memory: What the target thought likely after contexts.
-        context: Tokens whose end is looked up; `None` means the open document of the first text.
-        min_ngram: Shortest match that counts, in tokens, at least 1.
-        max_ngram: Longest context compared, in tokens, from `min_ngram` to 64.
-        max_links: Most chain links walked in each text, at least 1.
-        min_probability: Nodes less likely to be reached than this are left out.
-
-    Returns:
-        The tree, or `None` where nothing was found or there is no room.
-
-    Raises:
-        TypeError: `context` does not hold whole numbers.
-        ValueError: An argument is out of its range, or there are too many texts.
-
-    Example:
-        >>> text = ChainIndex()
-        >>> text.append([5, 6, 7, 8, 5, 6])
-        >>> grow_trie([text], HitRates(), room=3).tokens.tolist()
-        [6, 7, 8, 5]
-    """
-    if not 1 <= min_ngram <= max_ngram <= MAX_CONTEXT:
-        raise ValueError(f"need 1 <= min_ngram <= max_ngram <= {MAX_CONTEXT}, got {min_ngram} and {max_ngram}")
-    if not 1 <= max_links <= _MAX_LINKS:
-        raise ValueError(f"max_links must be from 1 to {_MAX_LINKS}, got {max_links}")
-    if len(texts) > _MOST_TEXTS:
-        raise ValueError(f"at most {_MOST_TEXTS} texts are searched, got {len(texts)}")
-    if room < 1 or (context is None and not texts):
-        return None
-    tail = None if context is None else as_tokens(context)
-    search = (min_ngram, max_ngram, max_links, min(room, MAX_ROOM))
-    grown = grow(texts, rates, memory, tail, search, min_probability)
-    return grown.trie if grown.written.shape[1] > 1 else None
-
-
-def grow(
-    texts: Sequence[Chains],
-    rates: HitRates,
-    memory: RecycledTable | None,
-    context: IntArray | None,
-    search: tuple[int, int, int, int],
-    min_probability: float,
-    limits: Limits = NOTHING,
-    costs: NDArray[np.float64] = FREE,
-) -> Grown:
-    """`grow_trie` for those who call it at every step: arguments are not checked, and a part is cut from the tree.
-
-    Args:
-        texts: As there; at least one where there is no context.
-        rates: As there.
-        memory: As there.
-        context: As there, int32.
-        search: `min_ngram`, `max_ngram`, `max_links` and `room`.
-        min_probability: As there.
-        limits: What part of the tree is cut: of all that may be kept the likeliest nodes, as many as give the most
-            expected tokens per cost.
-        costs: float64 `[budget + 2]` or longer, what a step with that many nodes costs, the root counted; empty
-            where nodes are free.
-    """
-    count = len(texts)
-    return Grown(
-        *_propose(
-            (texts[0] if count > 0 else _NO_TEXT).address,
-            (texts[1] if count > 1 else _NO_TEXT).address,
-            (texts[2] if count > 2 else _NO_TEXT).address,
-            (memory if memory is not None else _NO_MEMORY).address,
-            rates.address,
-            _space.at_least(_space_needed(search[2], search[3])),
-            _NO_TAIL if context is None else context,
-            context is None,
-            *search,
-            count,
-            max(min_probability, _FLOOR),
-            *limits,
-            costs,
-        )
-    )
-
-
-@njit(cache=True)
-def _space_needed(max_links, room):
-    """Numbers that `_propose` carves out of its space."""
-    occurrences = _MOST_TEXTS * max_links + 1
+@njit(cache=True, error_model="numpy", forceinline=True)
+def space_needed(max_links, room):
+    """int64 numbers that `propose` carves out of its space."""
+    occurrences = MOST_TEXTS * max_links + 1
     return occurrences * (8 + room) + (2 * room + 1) * COLUMNS + 4 * (room + 1) + MOST_OPTIONS * (COLUMNS + 1) + ORDERS
 
 
@@ -233,17 +107,16 @@ def _carve(space, used, rows, columns):
 
 
 @njit(cache=True, error_model="numpy")
-def _propose(
-    first_at, second_at, third_at, memory_at, hits_at, space_at, context, own,
-    shortest, longest, walked, room, source, floor, budget, max_depth, min_probability, is_chain, costs,
-):  # fmt: skip
-    """Find, grow, and cut: the whole of `grow`, told where everything lies."""
-    first, second, third, memory = chains_at(first_at), chains_at(second_at), chains_at(third_at), table_at(memory_at)
-    table, frequent = rates_at(hits_at)
-    space = places_at(space_at, _space_needed(walked, room))
+def propose(search_at, space_at, room, context, own, floor, budget, max_depth, min_probability, is_chain, costs):
+    """Find, grow, and cut: the whole of `Search.grow`, told where everything lies."""
+    told = places_at(search_at, SEARCH_PLACES)
+    first, second, third = chains_at(told[0]), chains_at(told[1]), chains_at(told[2])
+    memory, (table, frequent) = table_at(told[PLACE_OF_MEMORY]), rates_at(told[PLACE_OF_RATES])
+    shortest, longest, walked, source = told[5], told[6], told[7], told[8]
+    space = places_at(space_at, space_needed(walked, room))
     limits = (budget, max_depth, min_probability, is_chain)
     tail = first[0][: first[3]] if own else context
-    most = _MOST_TEXTS * walked + 1
+    most = MOST_TEXTS * walked + 1
     occurrences, used = _carve(space, 0, most, 5)
     ahead, used = _carve(space, used, most, room)
     orders, used = _carve(space, used, 3, most)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lookahead.ngram.chains import ChainIndex
 from lookahead.ngram.hits import HitRates
-from lookahead.ngram.trie import grow_trie
+from lookahead.ngram.search import grow_trie
 
 
 def text_of(tokens: list[int]) -> ChainIndex:

@@ -11,7 +11,7 @@ from lookahead.drafting import merge
 from lookahead.ngram.chains import ChainIndex
 from lookahead.ngram.cut import FREE, Limits
 from lookahead.ngram.hits import HitRates
-from lookahead.ngram.trie import grow_trie
+from lookahead.ngram.search import grow_trie
 from lookahead.proposers.base import Outcome, Proposal, Top
 from lookahead.proposers.mixture import Memory, MixtureProposer
 from lookahead.tree import TokenTree

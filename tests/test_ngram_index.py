@@ -17,7 +17,7 @@ from lookahead.ngram import chains, hits, trie, window
 from lookahead.ngram.chains import SEPARATOR, ChainIndex
 from lookahead.ngram.hits import RANKS, HitRates
 from lookahead.ngram.reference import continuation, find_by_scan, find_resumed
-from lookahead.ngram.trie import grow_trie
+from lookahead.ngram.search import grow_trie
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_LIMIT = {"max_links": 1 << 16, "max_continuations": 1 << 16}
@@ -371,7 +371,7 @@ def test_without_compilation_the_cores_give_the_same():
         "import numpy as np\n"
         "from lookahead.ngram.chains import ChainIndex\n"
         "from lookahead.ngram.hits import HitRates\n"
-        "from lookahead.ngram.trie import grow_trie\n"
+        "from lookahead.ngram.search import grow_trie\n"
         "index, rates = ChainIndex(), HitRates()\n"
         "index.append([1, 2, 3, 2147483647, 1, 2, 4, 1, 2, 3, 5, 1, 2])\n"
         "for _ in range(3):\n"

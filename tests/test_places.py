@@ -12,7 +12,7 @@ from lookahead.ngram.chains import ChainIndex
 from lookahead.ngram.hits import HitRates
 from lookahead.ngram.places import Placed
 from lookahead.ngram.recycled import RecycledTable
-from lookahead.ngram.trie import grow_trie
+from lookahead.ngram.search import grow_trie
 
 
 @pytest.mark.parametrize("made", [ChainIndex, HitRates, lambda: RecycledTable(contexts=16)])

@@ -20,7 +20,7 @@ from lookahead.ngram.hits import HitRates
 from lookahead.ngram.matches import LEVELS, find_matches
 from lookahead.ngram.pool import Pool, PoolHeader, read_header, write_pool
 from lookahead.ngram.reference import find_by_scan
-from lookahead.ngram.trie import grow_trie
+from lookahead.ngram.search import grow_trie
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_LIMIT = {"max_links": 1 << 16, "max_continuations": 1 << 16}

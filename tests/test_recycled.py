@@ -14,7 +14,7 @@ from lookahead.ngram.chains import ChainIndex
 from lookahead.ngram.hits import HitRates
 from lookahead.ngram.recycled import RecycledTable
 from lookahead.ngram.reference import RecycledByDict
-from lookahead.ngram.trie import grow_trie
+from lookahead.ngram.search import grow_trie
 
 HUGE = 2**31 - 1
 token = st.sampled_from([0, 1, 2, HUGE])

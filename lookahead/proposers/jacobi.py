@@ -8,7 +8,8 @@ import numpy as np
 
 from lookahead.ngram.chains import ChainIndex
 from lookahead.ngram.hits import HitRates
-from lookahead.ngram.trie import Trie, grow_trie
+from lookahead.ngram.search import grow_trie
+from lookahead.ngram.trie import Trie
 from lookahead.ngram.window import UNKNOWN, JacobiWindow, PlantedWindow, ngrams_of_step
 from lookahead.proposers.base import IntArray, Outcome, Proposal
 

@@ -14,7 +14,8 @@ from lookahead.ngram.cut import FREE, NOTHING, Limits
 from lookahead.ngram.hits import HitRates, copied
 from lookahead.ngram.pool import Pool
 from lookahead.ngram.recycled import ORDERS, RecycledTable
-from lookahead.ngram.trie import MAX_ROOM, Grown, grow
+from lookahead.ngram.search import MAX_ROOM, Search
+from lookahead.ngram.trie import Grown
 from lookahead.proposers.base import IntArray, Outcome, Proposal
 from lookahead.tree import TokenTree
 
@@ -43,14 +44,14 @@ class _Row:
     """One row's text, all that it is looked up in, and what it proposed last."""
 
     text: ChainIndex
-    texts: list[Chains]
+    search: Search
     grown: Grown | None = None
 
 
 class MixtureProposer:
     """Proposes what followed the last tokens before, and what the target thought likely after them.
 
-    Four sources serve one tree (`lookahead.ngram.trie.grow_trie`): `"prompt"` finds earlier occurrences in the
+    Four sources serve one tree (`lookahead.ngram.search.grow_trie`): `"prompt"` finds earlier occurrences in the
     row's prompt and output, `"outputs"` in what earlier requests left, `"corpus"` in a pool, `"recycled"` the
     target's likeliest tokens after the last four, three, two or one tokens, at every node of the tree. How far
     each combination of evidence can be trusted is learned from every step of every row, and outlives the rows.
@@ -113,7 +114,8 @@ class MixtureProposer:
             texts.append(self._memory.outputs)
         if self._pool is not None:
             texts.append(self._pool)
-        self._rows[row] = _Row(text, texts)
+        bounds = (self.min_ngram, self.max_ngram, _MAX_LINKS)
+        self._rows[row] = _Row(text, Search(texts, self._rates, self._recycled, bounds))
 
     def propose(self, row: int, room: int) -> Proposal | None:
         """Offer what may follow the row's last tokens, at most `room` nodes besides the root."""
@@ -130,16 +132,9 @@ class MixtureProposer:
 
     def _grow(self, state: _Row, room: int, limits: Limits = NOTHING, costs: NDArray[np.float64] = FREE) -> Grown:
         """What may follow, remembered until it is known what did."""
-        state.grown = grow(
-            state.texts,
-            self._rates,
-            self._recycled,
-            None if self._from_prompt else state.text.tokens[1:][-self.max_ngram :],
-            (self.min_ngram, self.max_ngram, _MAX_LINKS, min(room, MAX_ROOM)),
-            self.min_probability,
-            limits,
-            costs,
-        )
+        context = None if self._from_prompt else state.text.tokens[1:][-self.max_ngram :]
+        room = room if room < MAX_ROOM else MAX_ROOM
+        state.grown = state.search.grow(room, self.min_probability, limits, costs, context)
         return state.grown
 
     def observe(self, row: int, outcome: Outcome, placed: IntArray) -> None:
