@@ -6,6 +6,7 @@ from numba import njit
 
 from lookahead.ngram.hits import (
     CEILING,
+    COPY,
     FREQUENT,
     PLACE_WEIGHT,
     RANKS,
@@ -23,6 +24,7 @@ from lookahead.ngram.hits import (
 from lookahead.ngram.recycled import TOP, chance_of, find_context
 
 MOST_OPTIONS = RANKS + max(TOP, FREQUENT)
+_MOST_FOREIGN = RANKS // 2  # options found in other texts first, so that they do not crowd out the row's own
 _FOLLOWED = 6  # occurrences that agree on a token and are followed on
 _LONG = 2  # tokens; a match as long knows more of the context than the memory does
 _SHORT = 5  # tokens; where a match is as long, a token that is merely frequent stands no chance
@@ -78,7 +80,7 @@ def part(texts, own, places, first, stop, depth, options, weights):
     Returns the options and the longest match. An option's weight is what it is ranked by among them.
     """
     occurrences, ahead, orders = places
-    count, end, of_first_text, own_length = 0, 0, 0, 0
+    count, foreign, end, of_first_text, own_length = 0, 0, 0, 0, 0
     for at in range(first, stop):
         each = orders[0, at]
         text = occurrences[each, TEXT]
@@ -95,14 +97,17 @@ def part(texts, own, places, first, stop, depth, options, weights):
         while option < count and options[option, TOKEN] != token:
             option += 1
         if option == count:
-            if count == RANKS:
+            if count == RANKS or (text > 0 and foreign == _MOST_FOREIGN):
                 continue
+            foreign += text > 0
             options[option] = 0
             options[option, TOKEN] = token
             count += 1
         options[option, _MEMBERS] += 1
         options[option, _AGREEING] += text == 0 and not is_resumed
         options[option, FEATURE] = max(options[option, FEATURE], occurrences[each, LENGTH] + depth)
+        if text == 0:
+            options[option, FIRST] = max(options[option, FIRST], occurrences[each, LENGTH] + depth)
         options[option, SOURCES] |= 1 << text
         if not is_resumed or options[option, _MEMBERS] == 1:
             options[option, _PLACE] = max(options[option, _PLACE], occurrences[each, PLACE])
@@ -114,6 +119,7 @@ def part(texts, own, places, first, stop, depth, options, weights):
         longest = max(longest, matched)
         if agreeing > 0:
             options[option, _SUPPORT] = support_of(0, agreeing, of_first_text)
+            options[option, FEATURE] = options[option, FIRST]
             weights[option] = matched + 0.5 * agreeing + 1.0 + PLACE_WEIGHT[options[option, _PLACE]]
         elif options[option, _PLACE] == RESUMED:
             options[option, _SUPPORT] = 0
@@ -161,11 +167,15 @@ def score(after, options, chances, matches, longest, memory, hashes, orders, sou
         elif is_resumed:
             feature = feature_of_memory(order, standing, 0)
         else:
-            feature = feature_of_both(rank, options[at, _SUPPORT], order, standing)
+            feature = feature_of_both(rank, options[at, _SUPPORT], options[at, _PLACE], order, standing)
         options[at, FEATURE] = feature
         chances[at] = hit_rate(table, feature)
     is_long = longest >= _LONG
-    left = _shrink(chances, 0, matches, CEILING) if is_long else CEILING
+    left = CEILING
+    if longest >= COPY:
+        left = _shrink(chances, 1, matches, CEILING - chances[0])
+    elif is_long:
+        left = _shrink(chances, 0, matches, CEILING)
     count = matches
     if order > 0:
         count = _add_memory(options, chances, matches, longest, memory, order, group, way, 1 << source, table, least)

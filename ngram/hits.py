@@ -42,7 +42,7 @@ _CONTRADICTED_GUESS = 0.12  # whatever their length
 _LATER_RANK = 0.6
 _LENGTHS, _SUPPORTS = len(_LENGTH_STARTS), len(_SUPPORT_ODDS)
 _LENGTH_OF = np.searchsorted(_LENGTH_STARTS, np.arange(129), side="right").clip(1) - 1
-_COPY = 4  # tokens of a match that is a copy
+COPY = 4  # tokens of a match that is a copy
 # The risk of a token: no copy reached it yet; few did, or many, and none ended behind it; or some of them ended, a good
 # part, or most.
 _RISK_ODDS = np.array([1.0, 1.5, 4.0, 1.0, 0.3, 0.08])
@@ -66,9 +66,10 @@ _FIRST_STANDING = np.array([1, 6, 10])
 _STANDINGS = 1 + len(_STANDING_GUESS)
 _ORDER_SHARE = np.array([0.5, 0.8, 0.9, 1.0])  # how much of it a known context of 1 to 4 tokens is worth
 
-# Both, where the match is of one token: by its rank (first, second, later), its support, the known context (short,
-# long), and the standing.
+# Both, where the match is of one token: by its rank (first, second, later), its support, its place, the known context
+# (short, long), and the standing.
 _BOTH_RANKS = 3
+_BOTH_PLACES = 3
 _BOTH_ORDERS = 2
 # The memory alone: by the known context, the standing, and the longest match, which says otherwise.
 _BESIDE_STARTS = (0, 1, 2, 3, 5, 10)
@@ -82,9 +83,9 @@ _FREQUENT_SHARE = np.array([1.0, 0.5, 0.25, 0.15, 0.1, 0.05])
 _COUNTED = 64  # tokens whose frequency is followed
 _MOST_COUNT = 4096
 
-_FIRST_COPY = _LENGTH_OF[_COPY] * RANKS * _SUPPORTS * _RISKS
+_FIRST_COPY = _LENGTH_OF[COPY] * RANKS * _SUPPORTS * _RISKS
 _FIRST_BOTH = _LENGTHS * RANKS * _SUPPORTS * _RISKS
-_FIRST_MEMORY = _FIRST_BOTH + _BOTH_RANKS * _SUPPORTS * _BOTH_ORDERS * _STANDINGS
+_FIRST_MEMORY = _FIRST_BOTH + _BOTH_RANKS * _SUPPORTS * _BOTH_PLACES * _BOTH_ORDERS * _STANDINGS
 _FIRST_FREQUENT = _FIRST_MEMORY + ORDERS * (_STANDINGS - 1) * _BESIDES
 
 
@@ -95,12 +96,14 @@ def _kinds() -> IntArray:
     match and without; and all that are frequent.
     """
     is_foreign = np.arange(_SUPPORTS).repeat(_RISKS) >= _AGREEMENTS
-    is_copy = np.arange(_LENGTHS * RANKS) >= _LENGTH_OF[_COPY] * RANKS
+    is_copy = np.arange(_LENGTHS * RANKS) >= _LENGTH_OF[COPY] * RANKS
     match = 2 * is_copy[:, None] + is_foreign
-    both = 4 + np.tile(np.arange(_STANDINGS), _BOTH_RANKS * _SUPPORTS * _BOTH_ORDERS)
+    shape = (_BOTH_RANKS, _SUPPORTS, _BOTH_PLACES, _BOTH_ORDERS, _STANDINGS)
+    both = np.broadcast_to(4 + np.arange(_STANDINGS), shape).copy()
+    both[..., 0] = is_foreign[::_RISKS, None, None]
     memory = 4 + _STANDINGS + np.tile(np.arange(_STANDINGS - 1).repeat(_BESIDES), ORDERS)
     frequent = np.full(FREQUENT * _BESIDES, 3 + 2 * _STANDINGS)
-    return np.concatenate((match.reshape(-1), both, memory, frequent)).astype(np.int32)
+    return np.concatenate((match.reshape(-1), both.reshape(-1), memory, frequent)).astype(np.int32)
 
 
 _KIND_OF = _kinds()
@@ -181,7 +184,7 @@ def _of_matches() -> FloatArray:
             likely = chance if support < _CONTRADICTED else min(chance, _CONTRADICTED_GUESS)
             top = _chance(factor * likely / (1.0 - likely))
             later = top * ((1.0 - top) * _LATER_RANK) ** np.arange(RANKS)
-            is_copy = length >= _LENGTH_OF[_COPY]
+            is_copy = length >= _LENGTH_OF[COPY]
             factors = _RISK_ODDS if is_copy else (_PLACE_ODDS if support < _AGREEMENTS else 1.0)
             odds[length, :, support] = (later / (1.0 - later))[:, None] * factors
     guess: FloatArray = _chance(odds).reshape(-1)
@@ -195,12 +198,13 @@ def _of_both() -> FloatArray:
     """
     length = _LENGTH_GUESS[0]
     chance = length * ((1.0 - length) * _LATER_RANK) ** np.arange(_BOTH_RANKS)
-    match = (chance / (1.0 - chance))[:, None, None, None] * np.sqrt(_SUPPORT_ODDS)[:, None, None]
+    match = (chance / (1.0 - chance))[:, None, None, None, None] * np.sqrt(_SUPPORT_ODDS)[:, None, None, None]
+    match = match * np.where(np.arange(_SUPPORTS)[:, None] < _AGREEMENTS, _PLACE_ODDS[:_BOTH_PLACES], 1.0)[..., None, None]
     chance = _ORDER_SHARE[[1, -1], None] * _STANDING_GUESS
     memory = chance / (1.0 - chance)
-    odds = np.empty((_BOTH_RANKS, _SUPPORTS, _BOTH_ORDERS, _STANDINGS))
+    odds = np.empty((_BOTH_RANKS, _SUPPORTS, _BOTH_PLACES, _BOTH_ORDERS, _STANDINGS))
     odds[..., 0] = 0.6 * match[..., 0]
-    odds[..., 1:] = np.sqrt(match * memory)
+    odds[..., 1:] = np.maximum(odds[..., :1], np.sqrt(match * memory))
     firsts = slice(_FIRST_STANDING[0], _FIRST_STANDING[1])
     odds[0, ..., firsts] = 1.3 * memory[:, :5] * np.maximum(1.0, np.sqrt(match[0]))
     guess: FloatArray = _chance(odds).reshape(-1)
@@ -275,13 +279,13 @@ def feature_of_match(length, rank, support, risk, place):
     What counts of a copy is its risk, of a shorter match its place.
     """
     row = (_LENGTH_OF[min(length, _LENGTH_OF.size - 1)] * RANKS + rank) * _SUPPORTS + support
-    return row * _RISKS + (risk if length >= _COPY else place)
+    return row * _RISKS + (risk if length >= COPY else place)
 
 
 @njit(cache=True, error_model="numpy", forceinline=True)
-def feature_of_both(rank, support, order, standing):
+def feature_of_both(rank, support, place, order, standing):
     """The row for a match of one token where the memory knows a context of `order` tokens, 1 to 4."""
-    row = min(rank, _BOTH_RANKS - 1) * _SUPPORTS + support
+    row = (min(rank, _BOTH_RANKS - 1) * _SUPPORTS + support) * _BOTH_PLACES + place
     return _FIRST_BOTH + (row * _BOTH_ORDERS + (order > 2)) * _STANDINGS + standing
 
 

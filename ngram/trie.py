@@ -26,7 +26,7 @@ from lookahead.ngram.candidates import (
     score,
 )
 from lookahead.ngram.chains import IntArray, chains_at
-from lookahead.ngram.cut import PART, PLACED, cut
+from lookahead.ngram.cut import PLACED, cut
 from lookahead.ngram.hits import RESUMED, place_of, rates_at
 from lookahead.ngram.matches import find_matches, last_copy
 from lookahead.ngram.places import places_at
@@ -62,7 +62,7 @@ class Grown(NamedTuple):
     """A tree, and the part of it that is worth verifying.
 
     Attributes:
-        written: int32 `[11, k]`, as `lookahead.ngram.cut.cut` writes it.
+        written: int32 `[11, k]`, as `lookahead.ngram.cut.cut` writes it: from row `PLACED` on, the part.
         reach: float64 `[m]`, the chance that a node of the part is reached; 1 for the root.
     """
 
@@ -74,18 +74,6 @@ class Grown(NamedTuple):
         """The whole tree."""
         tokens, parents, features, sources, bits = self.written[:PLACED]
         return Trie(tokens, parents, bits.view(np.float32), features, sources)
-
-    @property
-    def placed(self) -> IntArray:
-        """int32 `[k]`, the node of the part that each node became, 0 where it was left out."""
-        placed: IntArray = self.written[PLACED]
-        return placed
-
-    @property
-    def part(self) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
-        """Tokens, parents, depths, sources and zeros, int32 `[m]`: depth first, the likelier child first."""
-        tokens, parents, depths, sources, zeros = self.written[PART:, : self.reach.size]
-        return tokens, parents, depths, sources, zeros
 
 
 @njit(cache=True, error_model="numpy", forceinline=True)
@@ -155,12 +143,13 @@ def _find(chains, text, own, tail, bounds, places, count):
     occurrences, ahead, orders = places
     positions, lengths = orders[1, :walked], orders[2, :walked]
     source, changed = last_copy(arena, links, length) if own and text == 0 else (0, 0)
+    lead = source if source > 0 else 1
     found = find_matches(arena, heads, links, length, tail, tail.size, shortest, longest, _VARIETY, positions, lengths)
     for each in range(found):
         matched = lengths[each]
         occurrences[count, POSITION], occurrences[count, LENGTH] = positions[each], matched
         occurrences[count, TEXT], occurrences[count, READ] = text, 0
-        occurrences[count, PLACE] = place_of(positions[each] - source) if source > 0 else 0
+        occurrences[count, PLACE] = place_of(positions[each] - lead) if text == 0 and own else 0
         read_ahead(arena, length, own and text == 0, occurrences, ahead, count)
         at = count
         while text > 0 and at > 0 and occurrences[orders[0, at - 1], LENGTH] < matched:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from lookahead.drafting import Draft
 from lookahead.ngram.chains import MAX_CONTEXT, ChainIndex, Chains
-from lookahead.ngram.cut import FREE, NOTHING, Limits
+from lookahead.ngram.cut import FREE, NOTHING, PART, PLACED, Limits
 from lookahead.ngram.hits import HitRates, copied
 from lookahead.ngram.pool import Pool
 from lookahead.ngram.recycled import ORDERS, RecycledTable
@@ -126,9 +126,9 @@ class MixtureProposer:
 
     def draft(self, row: int, room: int, limits: Limits, costs: NDArray[np.float64]) -> Draft:
         """Propose, with room for a node at least, and cut the proposal to a draft."""
-        grown = self._grow(self._rows[row], room, limits, costs)
-        tokens, parents, depths, sources, required = grown.part
-        return Draft(TokenTree(tokens, parents, depths, sources), (grown.placed,), grown.reach, required)
+        written, reach = self._grow(self._rows[row], room, limits, costs)
+        tokens, parents, depths, sources, required = written[PART:, : reach.size]
+        return Draft(TokenTree(tokens, parents, depths, sources), (written[PLACED],), reach, required)
 
     def _grow(self, state: _Row, room: int, limits: Limits = NOTHING, costs: NDArray[np.float64] = FREE) -> Grown:
         """What may follow, remembered until it is known what did."""
