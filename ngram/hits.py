@@ -45,7 +45,7 @@ _LENGTH_OF = np.searchsorted(_LENGTH_STARTS, np.arange(129), side="right").clip(
 COPY = 4  # tokens of a match that is a copy
 # The risk of a token: no copy reached it yet; few did, or many, and none ended behind it; or some of them ended, a good
 # part, or most.
-_RISK_ODDS = np.array([1.0, 1.5, 4.0, 1.0, 0.3, 0.08])
+_RISK_ODDS = np.array([1.0, 1.5, 4.0, 1.0, 0.4, 0.15])
 _RISKS = len(_RISK_ODDS)
 # The place of a match too short to be a copy: anywhere, or a little or close ahead of the last copy's source; and, no
 # match at all, that source itself, as if the tokens since stood for some of it. As many as risks, whose room they take.
