@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from numba import njit
 
-from lookahead.ngram.hits import (
+from lookahead.ngram.features import (
     CEILING,
     COPY,
     FREQUENT,
@@ -15,12 +15,11 @@ from lookahead.ngram.hits import (
     feature_of_frequent,
     feature_of_match,
     feature_of_memory,
-    hit_rate,
     is_own,
-    risk_of,
     standing_of,
     support_of,
 )
+from lookahead.ngram.hits import hit_rate, risk_of
 from lookahead.ngram.recycled import TOP, chance_of, find_context
 
 MOST_OPTIONS = RANKS + max(TOP, FREQUENT)
@@ -30,7 +29,7 @@ _LONG = 2  # tokens; a match as long knows more of the context than the memory d
 _SHORT = 5  # tokens; where a match is as long, a token that is merely frequent stands no chance
 
 # Columns of an occurrence: where its next token stands, its match, its text, how much was read of what followed, and
-# its place (`lookahead.ngram.hits.place_of`, or RESUMED where nothing matches).
+# its place (`lookahead.ngram.features.place_of`, or RESUMED where nothing matches).
 POSITION, LENGTH, TEXT, READ, PLACE = range(5)
 _CHUNK = 8  # tokens read at a time
 # Columns of an option: the occurrences behind it, where it would stand, its token, its feature (until it is scored,

@@ -27,7 +27,8 @@ from lookahead.ngram.candidates import (
 )
 from lookahead.ngram.chains import IntArray, chains_at
 from lookahead.ngram.cut import PLACED, cut
-from lookahead.ngram.hits import RESUMED, place_of, rates_at
+from lookahead.ngram.features import RESUMED, place_of
+from lookahead.ngram.hits import rates_at
 from lookahead.ngram.matches import find_matches, last_copy
 from lookahead.ngram.places import places_at
 from lookahead.ngram.recycled import ORDERS, hash_context, table_at
