@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from lookahead.ngram.chains import ChainIndex
 from lookahead.ngram.hits import HitRates
 from lookahead.ngram.search import grow_trie
@@ -24,3 +26,46 @@ def test_the_match_that_stands_close_ahead_of_the_last_copy_comes_first():
     # 7 stood before 1, soon after the source of the copy "11 12 13", and later before 2.
     text = text_of([11, 12, 13, 14, 7, 1, *range(30, 50), 7, 2, *range(60, 80), 11, 12, 13, 7])
     assert grow_trie([text], HitRates(), 4).tokens[1] == 1
+
+
+def test_a_first_output_is_looked_for_where_the_document_begins():
+    # 7 stood before 1 at the beginning of the document, and since then before 2, three times.
+    text = text_of([20, 7, 1, *range(30, 90), 7, 2, *range(90, 130), 7, 2, *range(130, 170), 7, 2, *range(170, 190), 7])
+    grown = grow_trie([text], HitRates(), 4)
+    assert grown.tokens[1] == 1
+
+
+def test_what_follows_a_long_match_stays_likely_however_often_short_matches_were_right():
+    quoted = list(range(100, 120))
+    others = [token for follower in range(2, 12) for token in (119, follower)]
+    text, rates = text_of([*others, *quoted, 50, 60, *quoted]), HitRates()
+    before = grow_trie([text], rates, 200)
+    assert before.tokens[1] == 50
+    root = np.zeros(2, np.int32)
+    children = np.flatnonzero(before.parents == 0)[2:]
+    assert len(children) > 5
+    for child in children:
+        tokens = before.tokens[[0, child]]
+        for _ in range(50):
+            rates.learn(root, tokens, before.features[[0, child]], tokens[1:])
+    after = grow_trie([text], rates, 200)
+    assert after.tokens[1] == 50
+    assert after.probabilities[1] == before.probabilities[1]
+
+
+def test_longer_matches_in_other_texts_do_not_crowd_out_the_rows_own():
+    own = text_of([5, 99, 41, 42, 7, 8, 9, 5])
+    others = text_of([token for follower in range(200, 230) for token in (7, 8, 9, 5, follower)])
+    grown = grow_trie([own, others], HitRates(), 32)
+    offered = grown.tokens[(grown.parents == 0)][1:].tolist()
+    assert 99 in offered
+    assert sum(token >= 200 for token in offered) > 4
+
+
+def test_a_token_of_the_rows_own_is_judged_by_its_own_match():
+    # 50 followed one token in the row's text, and nine in another: the length of that match is not the row's.
+    other = text_of([*range(1, 10), 50])
+    together = grow_trie([text_of([9, 50, 70, *range(1, 10)]), other], HitRates(), 1)
+    alone = grow_trie([text_of([9, 50, 70, *range(1, 10)])], HitRates(), 1)
+    assert together.tokens[1] == alone.tokens[1] == 50
+    assert together.features[1] == alone.features[1]
