@@ -172,6 +172,8 @@ def score(after, options, chances, matches, longest, memory, hashes, orders, sou
     is_long = longest >= _LONG
     left = CEILING
     if longest >= COPY:
+        # A copy is as likely as it was found to be, whatever short matches say beside it.
+        chances[0] = min(chances[0], CEILING)
         left = _shrink(chances, 1, matches, CEILING - chances[0])
     elif is_long:
         left = _shrink(chances, 0, matches, CEILING)

@@ -144,13 +144,13 @@ def _find(chains, text, own, tail, bounds, places, count):
     occurrences, ahead, orders = places
     positions, lengths = orders[1, :walked], orders[2, :walked]
     source, changed = last_copy(arena, links, length) if own and text == 0 else (0, 0)
-    lead = source if source > 0 else 1
+    near = source if source > 0 else 1  # before the first copy: documents are summarized from their beginnings on
     found = find_matches(arena, heads, links, length, tail, tail.size, shortest, longest, _VARIETY, positions, lengths)
     for each in range(found):
         matched = lengths[each]
         occurrences[count, POSITION], occurrences[count, LENGTH] = positions[each], matched
         occurrences[count, TEXT], occurrences[count, READ] = text, 0
-        occurrences[count, PLACE] = place_of(positions[each] - lead) if text == 0 and own else 0
+        occurrences[count, PLACE] = place_of(positions[each] - near) if text == 0 and own else 0
         read_ahead(arena, length, own and text == 0, occurrences, ahead, count)
         at = count
         while text > 0 and at > 0 and occurrences[orders[0, at - 1], LENGTH] < matched:

@@ -69,3 +69,15 @@ def test_a_token_of_the_rows_own_is_judged_by_its_own_match():
     alone = grow_trie([text_of([9, 50, 70, *range(1, 10)])], HitRates(), 1)
     assert together.tokens[1] == alone.tokens[1] == 50
     assert together.features[1] == alone.features[1]
+
+
+def test_chances_of_siblings_never_sum_up_to_more_than_one_however_likely_each_is():
+    quoted = list(range(100, 120))
+    others = [token for follower in range(2, 12) for token in (119, follower)]
+    text, rates = text_of([*others, *quoted, 50, 60, *quoted]), HitRates()
+    rates.table[: len(rates.prior), 0] = 0.9999
+    grown = grow_trie([text], rates, 200)
+    assert (grown.probabilities > 0).all()
+    for parent in range(len(grown.tokens)):
+        children = np.flatnonzero(grown.parents == parent)
+        assert grown.probabilities[children[children > 0]].sum() < 0.9995  # something else may always follow
