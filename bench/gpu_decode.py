@@ -9,7 +9,7 @@ costs is that of real weights. Measured are, every way in turn, medians and quar
 as many bytes as the weights of a step hold (at the pace of a reduction or a copy of up to 4 GiB, whichever is better),
 and what share of a step that is; steps of 1, 16 and 64 nodes after `--context` tokens, with CUDA graphs and without;
 what the host takes of a step of plain decoding outside the graph; and tokens per second of plain decoding, prefill
-excluded, beside transformers' own `generate`. Steps that record a graph are left out; `with_recording` counts them.
+excluded, beside transformers' own `generate`. Steps up to the check of a graph are left out: `with_recording` has them.
 
 Drafts can be accepted only where text is like text, which no random model writes. So with `--pairs` a recorded text
 (in the forms `bench.replay` reads) dictates what the model says, on the device after every pass: the acceptance is that

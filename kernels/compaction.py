@@ -38,7 +38,7 @@ class SlotBuffers:
         self.sizes = torch.tensor(sizes, dtype=torch.int32).to(self.device)
 
 
-@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["rows", "starts", "counts", "paths"])
+@triton.jit(do_not_specialize=["capacity", "width"], do_not_specialize_on_alignment=["rows", "starts", "counts", "paths"])
 def _compact(
     addresses, sizes, rows, starts, counts, paths, capacity, width,
     BLOCK_NODES: tl.constexpr, BLOCK_WORDS: tl.constexpr,

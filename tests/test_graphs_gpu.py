@@ -158,7 +158,7 @@ def test_a_pass_that_waits_for_the_device_is_not_recorded_and_decoded_all_the_sa
     model = build()
     ids = torch.randint(10, 101, (1, 20), device="cuda")
     expected = model.generate(ids, max_new_tokens=40, do_sample=False)
-    monkeypatch.setattr(passes, "_CAPTURE_AT", 1)
+    monkeypatch.setattr(passes, "CAPTURE_AT", 1)
     hook = model.model.layers[1].register_forward_hook(lambda *args: torch.cuda.synchronize())
     try:
         config = LookaheadConfig(cuda_graphs=True)
