@@ -136,10 +136,8 @@ def show(result: dict[str, Any]) -> None:
         print(f"{names[name]}, tokens/s, prefill excluded:")
         for way, each in result[name]["tokens_per_s"].items():
             print(f"  {way:20} {ms(each)}")
-    plain = result["plain"]["same_tokens"]
-    print(
-        f"plain decoding: {plain} of {result['max_new_tokens']} tokens are those of `generate`, before the first other"
-    )
+    same, new = result["plain"]["same_tokens"], result["max_new_tokens"]
+    print(f"plain decoding: {same} of {new} tokens are those of `generate`, before the first that is not")
     if "dictated" in result:
         print(f"  tokens per pass {result['dictated']['mean_acceptance_length']}: of the recorded text, not this model")
         print(

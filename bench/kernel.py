@@ -163,7 +163,7 @@ def figures_of(results: Sequence[dict[str, Any]], groups: int, compaction: float
 
     def over(method: str, least_context: int) -> list[float]:
         return [
-            timed[method, *key]["us_per_layer"] / each["us_per_layer"]
+            timed[(method, *key)]["us_per_layer"] / each["us_per_layer"]
             for key, each in ours.items()
             if key[1] >= least_context and (method, *key) in timed
         ]

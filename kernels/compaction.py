@@ -91,5 +91,6 @@ def compact(buffers: SlotBuffers, *, rows: Tensor, starts: Tensor, counts: Tenso
     with torch.cuda.device_of(paths):
         _compact[(columns, len(buffers.sizes), count)](
             buffers.addresses, buffers.sizes, rows, starts, counts, paths, buffers.capacity, width,
-            BLOCK_NODES=max(_LEAST_NODES, triton.next_power_of_2(width)), BLOCK_WORDS=_BLOCK_WORDS, num_warps=4, enable_fp_fusion=False,
+            BLOCK_NODES=max(_LEAST_NODES, triton.next_power_of_2(width)), BLOCK_WORDS=_BLOCK_WORDS,
+            num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip

@@ -65,7 +65,8 @@ class Watch(TorchDispatchMode):
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
+        base: Any = super()
+        base.__init__()  # untyped in torch
         self._kind = device.type
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -128,9 +129,9 @@ class CudaGraphs:
             # What other threads do on the device is no business of this pass.
             mode = "thread_local"
             # A recording that fails leaves its stream the current one: the outer block brings back the other.
-            with torch.cuda.stream(current):
-                with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode=mode):
-                    outputs = run()
+            recording = torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode=mode)
+            with torch.cuda.stream(current), recording:
+                outputs = run()
             recorded = _CudaGraph(graph, outputs)
             self._living.add(recorded)
         return recorded

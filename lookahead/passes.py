@@ -209,7 +209,8 @@ def _largest_error(got: Tensor, want: Tensor) -> Tensor:
     got, want = got.float(), want.float()
     is_same = (got == want) | (got.isnan() & want.isnan())
     errors = torch.where(is_same, 0, got - want).norm(dim=-1)
-    return (errors / want.nan_to_num().norm(dim=-1).clamp_min(1e-6)).max()
+    largest: Tensor = (errors / want.nan_to_num().norm(dim=-1).clamp_min(1e-6)).max()
+    return largest
 
 
 def _in_short(error: Exception) -> str:

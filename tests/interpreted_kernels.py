@@ -34,17 +34,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_agrees_with_the_reference_and_sees_no_unused_slot(name, split):
     width, groups, dim, value_dim, dtype, options = CASES[name]
-    inputs = random_trees(
-        rows=2,
-        slots=max(150, width + 37),
-        width=width,
-        kv_heads=1,
-        groups=groups,
-        dim=dim,
-        value_dim=value_dim,
-        dtype=dtype,
-        seed=1,
-    )
+    sizes = {"rows": 2, "slots": max(150, width + 37), "width": width, "kv_heads": 1, "groups": groups, "dim": dim}
+    inputs = random_trees(**sizes, value_dim=value_dim, dtype=dtype, seed=1)
     options = dict(options)
     if options.pop("sinks", False):
         options["sinks"] = torch.linspace(-2, 2, groups)

@@ -48,7 +48,7 @@ def test_a_method_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) ->
 
     attention_sdpa = attention_methods._sdpa
     monkeypatch.setattr(attention_methods, "_sdpa", deaf)
-    with pytest.raises(SystemExit, match="sdpa differs from float64 by .*: not timed"):
+    with pytest.raises(SystemExit, match=r"sdpa differs from float64 by .*: not timed"):
         kernel.main(TINY)
 
 
