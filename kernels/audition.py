@@ -16,7 +16,7 @@ from lookahead.kernels import reference
 _log = logging.getLogger(__name__)
 # Of the norm of what a head gives one node. A slot too many or too few changes it by several times that.
 _TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
-_SLOTS = (150, 1200)  # one split of the slots, and several
+_SLOTS = (150, 9000)  # one split of the slots, and more than are merged at once
 _WIDTH = 70  # nodes: two words of ancestors
 _ROWS = 2
 _outcomes: dict[tuple[Any, Any], bool] = {}

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from bench.trees import CASES, random_trees, relative_error
-from lookahead.kernels import reference
+from lookahead.kernels import audition, reference
 from lookahead.kernels.audition import Part, attends_rightly, compacts_rightly
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -44,6 +44,16 @@ def test_the_kernel_agrees_with_the_reference_and_sees_no_unused_slot(name, spli
     want = reference.tree_attention(**inputs, **options)
     assert got.dtype == dtype and got.shape == want.shape and got.is_contiguous()
     assert relative_error(got, want) < TOLERANCE[dtype]  # NaN, which stands in every unused slot, is never below
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 200}, {"sinks": True}], ids=["plain", "window", "sinks"])
+def test_more_splits_than_are_merged_at_once_give_the_same(options):
+    inputs = random_trees(rows=2, slots=1130, width=2, kv_heads=1, groups=1, dim=16, value_dim=16, dtype=FULL, seed=7)
+    inputs["keys"][:, 1030:] *= 4  # the highest scores come last, so that what was summed before must shrink
+    if "sinks" in options:
+        options = {"sinks": torch.ones(1)}
+    got = tree_attention(**inputs, **options, split=64)
+    assert relative_error(got, reference.tree_attention(**inputs, **options)) < TOLERANCE[FULL]
 
 
 def test_several_kv_heads_and_strided_queries_are_read_where_they_stand():
@@ -137,7 +147,8 @@ def test_buffers_that_compaction_cannot_move_are_refused_by_index():
 
 
 @pytest.mark.parametrize("options", [frozenset(), frozenset({"window", "softcap", "sinks"})], ids=["plain", "options"])
-def test_they_pass_the_audition_that_lets_them_serve_on_a_gpu(options):
+def test_they_pass_the_audition_that_lets_them_serve_on_a_gpu(options, monkeypatch):
+    monkeypatch.setattr(audition, "_SLOTS", (150, 600))  # as many as the interpreter has time for
     part = Part(torch.device("cpu"), FULL, 64, 64, 2, options)
     assert attends_rightly(part, tree_attention)
     assert compacts_rightly(part.device, compact, SlotBuffers)
