@@ -41,7 +41,7 @@ class Blocks(NamedTuple):
     stages: int
 
 
-def blocks_for(dtype: torch.dtype, block_dim: int, precision: Precision, major: int) -> Blocks:
+def blocks_for(dtype: torch.dtype, block_dim: int, precision: Precision, major: int, *, is_padded: bool) -> Blocks:
     """Blocks such that nothing spills and shared memory suffices, as tests/test_kernels.py sees to.
 
     The number of nodes plays no part, so that a node's result does not depend on how many stand beside it.
@@ -51,12 +51,15 @@ def blocks_for(dtype: torch.dtype, block_dim: int, precision: Precision, major: 
         block_dim: The larger head size, padded to a power of two.
         precision: How float32 is multiplied.
         major: Compute capability of the GPU; 9 and later keep accumulators of 64 rows in 4 warps.
+        is_padded: Whether a head size is no power of two, and its loads take masks.
     """
     if dtype == torch.float32:
         return Blocks(16, 16, 8, 3) if precision == "ieee" else Blocks(16, 32, 4, 2)
     if block_dim > 128:
         return Blocks(64, 32, 8, 3 if major >= 9 else 2)
-    return Blocks(64, 64, 4 if major >= 9 else 8, 3)
+    if major >= 9:
+        return Blocks(64, 64, 4, 3)
+    return Blocks(64, 32 if is_padded else 64, 8, 3)
 
 
 def split_for(slots: int) -> int:
@@ -198,7 +201,8 @@ def constants(
     """What is compiled in: the blocks, the constants of `attend` and `merge`, and those of `attend` alone."""
     block_dim, block_value = triton.next_power_of_2(dim), triton.next_power_of_2(value_dim)
     precision = "ieee" if max(dim, value_dim) > 128 else precision
-    blocks = blocks_for(dtype, max(block_dim, block_value), precision, major)
+    is_padded = (block_dim, block_value) != (dim, value_dim)
+    blocks = blocks_for(dtype, max(block_dim, block_value), precision, major, is_padded=is_padded)
     shared = {
         "GROUPS": groups,
         "VALUE_DIM": value_dim,
