@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -35,7 +36,7 @@ class Step:
         seconds: By the clock on the wall.
         tokens: Tokens it emitted.
         is_replayed: Whether its pass was a graph's.
-        is_cold: Whether a graph was recorded in it.
+        is_cold: Whether it was one of those before a graph is there and was checked.
     """
 
     seconds: float
@@ -104,8 +105,8 @@ def run(engine: Engine, device: torch.device, *, by_hand: bool = False) -> Outpu
 
 
 def tokens_per_s(steps: list[Step], *, with_recording: bool = False) -> float:
-    """Of the steps that recorded no graph, or of all."""
-    kept = [step for step in steps if with_recording or not step.is_cold]
+    """Of the steps whose graph was there and checked, or of all; of all too where there is no such step."""
+    kept = [step for step in steps if with_recording or not step.is_cold] or steps
     return sum(step.tokens for step in kept) / sum(step.seconds for step in kept)
 
 
@@ -125,8 +126,14 @@ def check_lossless(model: PreTrainedModel, device: torch.device) -> None:
         expected["passes over drafts"] = tokens_of(GATE_DRAFTS)
     for name, tokens in expected.items():
         if tokens != recorded:
-            same = next((i for i, pair in enumerate(zip(tokens, recorded, strict=False)) if pair[0] != pair[1]), "all")
+            same = _same_tokens(tokens, recorded)
             sys.exit(f"not lossless: recorded passes part from {name} after {same} tokens; nothing is timed")
+
+
+def _same_tokens(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """How many tokens two outputs have in common, from the first on."""
+    pairs = zip(ours, theirs, strict=False)
+    return next((i for i, (mine, other) in enumerate(pairs) if mine != other), min(len(ours), len(theirs)))
 
 
 def compare_plain(
@@ -136,8 +143,9 @@ def compare_plain(
     ids = torch.from_numpy(prompt).long()[None].to(device)
     rates: dict[str, list[float]] = {"transformers": [], "eager": [], "graphs": [], "graphs with_recording": []}
     host: list[float] = []
+    same: list[int] = []
     for number in range(rounds + 1):
-        theirs = generate(model, ids, new)[1]
+        expected, theirs = generate(model, ids, new)
         eager = run(make_engine(model, ids, new, EAGER), device).steps
         output = run(make_engine(model, ids, new, PLAIN), device)
         graphs = output.steps
@@ -148,8 +156,9 @@ def compare_plain(
         figures = (theirs, tokens_per_s(eager), tokens_per_s(graphs), tokens_per_s(graphs, with_recording=True))
         for each, figure in zip(rates.values(), figures, strict=True):
             each.append(figure)
+        same.append(_same_tokens(output.tokens, expected))
         host += [step.seconds - output.graph_s for step in graphs if step.is_replayed and not step.is_cold]
-    return _compare(rates, "graphs") | {"host_us": summary(host, 1e6)}
+    return _compare(rates, "graphs") | {"host_us": summary(host, 1e6), "same_tokens": min(same)}
 
 
 def compare_dictated(model: PreTrainedModel, traces: list[Trace], rounds: int, device: torch.device) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What decoding on a GPU is meant to reach, for the command that measures it and the page that shows it."""
+"""What the GPU is meant to reach, for the commands that measure it and the page that shows it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """One figure of `bench.gpu_decode`.
+    """One figure of `bench.gpu_decode` or of `bench.kernel`.
 
     Attributes:
         key: Its name among the figures of the result.
@@ -35,4 +35,15 @@ GPU_DECODE = (
     Goal("host_us", "host time a plain step outside the graph, us", 150, "at most"),
     Goal("plain_speedup", "plain decoding over transformers' `generate`, tokens/s", 3),
     Goal("dictated_speedup", "with drafts over transformers' `generate`, a recorded text being the model's choice"),
+)
+
+# Every figure is the worst of those measured. Queries: nodes times the query heads of a KV head.
+KERNEL = (
+    Goal("copy_share_32k", "tree attention, up to 64 queries after 32k tokens: bandwidth over a copy's", 0.8),
+    Goal("copy_share_8k", "the same after 8k tokens, batch 1", 0.55),
+    Goal("over_sdpa_32k", "time of SDPA with a dense mask over the kernel's, 32k tokens", 5),
+    Goal("over_flex", "time of FlexAttention, its mask made before, over the kernel's, 8k tokens or more", 0.9),
+    Goal("over_flex_inside", "the same, its mask made in the step", 1),
+    Goal("tflops_128", "TFLOP/s of trees of 128 nodes, 8k tokens or more", 400),
+    Goal("compaction_us", "compaction of 5 tokens in all layers, us", 5, "at most"),
 )

@@ -9,7 +9,7 @@ costs is that of real weights. Measured are, every way in turn, medians and quar
 as many bytes as the weights of a step hold (at the pace of a reduction or a copy of up to 4 GiB, whichever is better),
 and what share of a step that is; steps of 1, 16 and 64 nodes after `--context` tokens, with CUDA graphs and without;
 what the host takes of a step of plain decoding outside the graph; and tokens per second of plain decoding, prefill
-excluded, beside transformers' own `generate`. Steps that record a graph are left out; `with_recording` counts them.
+excluded, beside transformers' own `generate`. Steps up to the check of a graph are left out: `with_recording` has them.
 
 Drafts can be accepted only where text is like text, which no random model writes. So with `--pairs` a recorded text
 (in the forms `bench.replay` reads) dictates what the model says, on the device after every pass: the acceptance is that
@@ -136,6 +136,8 @@ def show(result: dict[str, Any]) -> None:
         print(f"{names[name]}, tokens/s, prefill excluded:")
         for way, each in result[name]["tokens_per_s"].items():
             print(f"  {way:20} {ms(each)}")
+    same, new = result["plain"]["same_tokens"], result["max_new_tokens"]
+    print(f"plain decoding: {same} of {new} tokens are those of `generate`, before the first that is not")
     if "dictated" in result:
         print(f"  tokens per pass {result['dictated']['mean_acceptance_length']}: of the recorded text, not this model")
         print(

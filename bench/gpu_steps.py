@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from bench.compiled import random_tree
 from lookahead.graphs import Graph
+from lookahead.passes import CAPTURE_AT
 from lookahead.scores import read_scores
 from lookahead.static import Run
 from lookahead.target import Target
@@ -22,7 +23,7 @@ from lookahead.tree import IntArray, TokenTree
 
 MOST_BYTES = 4 << 30  # of the buffer that is read: far more than a GPU caches, and room for it beside a model
 BACK_TO_BACK = 8  # replays that are timed together
-WARM_UP = 5  # more than the uses of a shape after which it is recorded
+WARM_UP = CAPTURE_AT + 2  # a shape is recorded and checked by then
 
 
 class Stopwatch:

@@ -1,170 +1,238 @@
-"""How fast tree attention is on this GPU: the kernel, SDPA with a dense mask, FlexAttention, and the memory's own pace.
+"""How fast the kernels are on this GPU: tree attention beside SDPA and FlexAttention and the memory's own pace.
 
-    python -m bench.kernel
+    python -m bench.kernel --output bench/results/kernel.json
     python -m bench.kernel --contexts 8192 32768 --widths 1 16 64 --rows 1 8 --split 1024
+    python -m bench.kernel --device cpu --rows 1 --contexts 300 --widths 1 5 --heads 4 --kv-heads 2 --dim 32 --layers 2
 
 Every method attends over the same trees, in the caches of as many layers as a model has, so that no cache of the GPU
-helps one layer with what another has read. One CUDA graph holds all layers and is replayed; what is printed is the
-median of the replays, per layer. A method that differs from float64 by more than half precision explains is not
-timed, and the command fails. Bandwidth counts keys and values once, and stands beside that of a plain copy, which
-counts what it reads and what it writes. The last line is one JSON object.
+helps one layer with what another has read. One CUDA graph holds all layers and is replayed, one replay ahead of the one
+that is timed; what is printed is the median of the replays, per layer. SDPA gets its dense mask and FlexAttention its
+block mask ready-made, as once per step; "flex, mask inside" makes the block mask in the graph, once for all layers. A
+method that differs from float64 by more than half precision explains is not timed, and the command fails. Bandwidth
+counts keys and values once, and stands beside that of a plain copy, which counts what it reads and what it writes.
+Compaction moves 5 tokens in all layers. On a CPU the references run in the kernels' place, and nothing is recorded: it
+shows that the command works, and nothing about a GPU. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from torch.nn.functional import scaled_dot_product_attention
 
+from bench.attention_methods import Layer, Step, methods
+from bench.goals import KERNEL
+from bench.gpu_steps import ByHand, Stopwatch
+from bench.report import publish
 from bench.trees import relative_error, tree_tensors
+from lookahead.graphs import CudaGraphs, Graph
 from lookahead.kernels import reference
 
 TOLERANCE = 1e-2
-COPY_BYTES = 2 << 30
-REPLAYS, WARM_UP = 30, 3
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # query, keys and values as the kernel takes them
+COPY_BYTES = {"cuda": 2 << 30, "cpu": 1 << 24}
+WARM_UP = 3
+MOST_QUERIES = 64  # nodes times query heads of a KV head up to which reading memory is what takes the time
+KEPT = (0, 2, 3, 7, 11)  # nodes of the path that compaction keeps
+LAUNCHES = 32  # of compaction in one graph
 
 
-def median_us(run: Callable[[], object]) -> float:
-    """Median microseconds of the replays of one CUDA graph of `run`."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(WARM_UP):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+def median_us(run: Step, device: torch.device, replays: int, *, is_recorded: bool = True) -> float:
+    """Median microseconds of the replays of one CUDA graph of `run`; on a CPU, or not recorded, of `run` itself."""
+    run()
+    graph: Graph = ByHand(run)
+    if is_recorded and device.type == "cuda":
+        graph = CudaGraphs(device, is_watched=False)(run)
+    watch = Stopwatch(device)
     times = []
-    for _ in range(REPLAYS + WARM_UP):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
+    for _ in range(replays + WARM_UP):
+        graph.replay()  # the device is at work while the host launches the one that counts
+        watch.start()
         graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end))
+        watch.stop()
+        times.append(1e6 * watch.seconds)
     return statistics.median(times[WARM_UP:])
 
 
-def copy_bandwidth() -> float:
+def copy_bandwidth(device: torch.device, replays: int) -> float:
     """Gigabytes per second of a plain copy on the device, bytes read and bytes written counted."""
-    source = torch.randint(256, (COPY_BYTES,), dtype=torch.uint8, device="cuda")
+    source = torch.randint(256, (COPY_BYTES[device.type],), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * COPY_BYTES / median_us(lambda: target.copy_(source)) / 1e3
+    return 2 * source.nbytes / median_us(lambda: (target.copy_(source),), device, replays) / 1e3
 
 
-def methods(tree: dict[str, Tensor], slots: int, heads: int, split: int | None) -> dict[str, Attend]:
-    """The ways to attend, by name; masks are made here, once, as they would be once per step."""
-    from lookahead.kernels.tree_attention import tree_attention
-
-    rows, width = tree["depths"].shape
-    sees = reference.tree_mask(slots, *tree.values(), None, None)
-
-    def kernel(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return tree_attention(query, keys, values, **tree, split=split)
-
-    masks: dict[int, Tensor] = {}
-
-    def sdpa(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        kv_heads, groups = keys.shape[2], heads // keys.shape[2]
-        if groups not in masks:
-            blocked = torch.zeros(sees.shape, dtype=query.dtype, device="cuda").masked_fill(~sees, float("-inf"))
-            masks[groups] = blocked.repeat_interleave(groups, 1)[:, None]
-        packed = query.unflatten(1, (kv_heads, groups)).transpose(2, 3).flatten(2, 3)
-        out = scaled_dot_product_attention(packed, keys.transpose(1, 2), values.transpose(1, 2), masks[groups])
-        return out.unflatten(2, (width, groups)).permute(0, 2, 1, 3, 4).flatten(2, 3)
-
-    def visible(row: Tensor, head: Tensor, node: Tensor, slot: Tensor) -> Tensor:
-        return sees[row, node, slot]
-
-    block_mask = create_block_mask(visible, rows, None, width, slots, device="cuda")
-    compiled = torch.compile(flex_attention, dynamic=False)
-
-    def flex(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        kv = (keys.transpose(1, 2), values.transpose(1, 2))
-        out: Tensor = compiled(query, *kv, block_mask=block_mask, enable_gqa=True)
-        return out.transpose(1, 2)
-
-    return {"kernel": kernel, "sdpa": sdpa, "flex": flex}
-
-
-def measure(args: argparse.Namespace, rows: int, context: int, width: int, pace: float) -> list[dict[str, Any]]:
-    """One result per method for trees of `width` nodes behind `context` committed tokens."""
+def compaction_us(args: argparse.Namespace, device: torch.device) -> float:
+    """Microseconds that moving the KV of 5 tokens takes, in the buffers of all layers."""
+    shape = (1, 256, args.kv_heads, args.dim)
     dtype = getattr(torch, args.dtype)
-    slots = context + width
+    buffers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2 * args.layers)]
+    plan = {"rows": [0], "starts": [100], "counts": [len(KEPT)], "paths": [KEPT]}
+    arguments = {name: torch.tensor(each, dtype=torch.int32, device=device) for name, each in plan.items()}
+
+    def by_reference() -> None:
+        for buffer in buffers:
+            reference.compact(buffer, **arguments)
+
+    compact: Callable[[], None] = by_reference
+    if device.type == "cuda":
+        from lookahead.kernels import compaction
+
+        bound = compaction.SlotBuffers(buffers)
+
+        def by_kernel() -> None:
+            compaction.compact(bound, **arguments)
+
+        compact = by_kernel
+
+    def run() -> tuple[Tensor, ...]:
+        for _ in range(LAUNCHES):
+            compact()
+        return ()
+
+    return median_us(run, device, args.replays) / LAUNCHES
+
+
+def make_layers(args: argparse.Namespace, rows: int, slots: int, width: int, device: torch.device) -> list[Layer]:
+    """Random query, keys and values of every layer."""
+
+    def random(heads: int, tokens: int) -> Tensor:
+        return torch.randn(rows, tokens, heads, args.dim, dtype=getattr(torch, args.dtype), device=device)
+
+    sizes = (args.heads, width), (args.kv_heads, slots), (args.kv_heads, slots)
+    drawn = [[random(*size) for size in sizes] for _ in range(args.layers)]
+    return [(query.transpose(1, 2), keys, values) for query, keys, values in drawn]
+
+
+def measure(
+    args: argparse.Namespace, device: torch.device, rows: int, context: int, width: int, pace: float
+) -> list[dict[str, Any]]:
+    """One result per method for trees of `width` nodes behind `context` committed tokens."""
+    slots = (context + width + 63) // 64 * 64  # dense masks of other widths cost SDPA a copy
     tree = tree_tensors([context] * rows, [width] * rows, width, seed=0, chain=False)
-    tree = {name: tensor.cuda() for name, tensor in tree.items()}
-    layers = [
-        (
-            torch.randn(rows, width, args.heads, args.dim, dtype=dtype, device="cuda").transpose(1, 2),
-            torch.randn(rows, slots, args.kv_heads, args.dim, dtype=dtype, device="cuda"),
-            torch.randn(rows, slots, args.kv_heads, args.dim, dtype=dtype, device="cuda"),
-        )
-        for _ in range(args.layers)
-    ]
+    tree = {name: tensor.to(device) for name, tensor in tree.items()}
+    layers = make_layers(args, rows, slots, width, device)
     want = reference.tree_attention(*layers[0], **tree)
-    read = layers[0][1].nbytes + layers[0][2].nbytes
+    read = (layers[0][1].nbytes + layers[0][2].nbytes) * (context + width) / slots
     results = []
-    for name, attend in methods(tree, slots, args.heads, args.split).items():
+    for name, make in methods(tree, slots, args.heads, args.kv_heads, args.split, device).items():
         result: dict[str, Any] = {"method": name, "rows": rows, "context": context, "width": width}
+        results.append(result)
         try:
-            error = relative_error(attend(*layers[0]), want)
+            attend = make()
+            error = relative_error(attend(layers[:1])[0], want)
             if not error < TOLERANCE:
                 sys.exit(f"{name} differs from float64 by {error:.1e}, more than {TOLERANCE}: not timed")
-            time = median_us(lambda attend=attend: [attend(*layer) for layer in layers]) / args.layers
-            bandwidth = read / time / 1e3
-            result |= {"us_per_layer": time, "gb_per_s": bandwidth, "of_copy": bandwidth / pace, "error": error}
-            print(f"{name:8} {rows:4} {context:8} {width:6} {time:10.2f} {bandwidth:10.0f} {bandwidth / pace:8.0%}")
-        except (RuntimeError, NotImplementedError) as failure:  # a method of torch that cannot serve a shape
+            time = _time(lambda attend=attend: attend(layers), device, args.replays, result) / args.layers
+        except Exception as failure:  # a method of torch that cannot serve a shape
             if name == "kernel":
                 raise
             result["failed"] = f"{type(failure).__name__}: {failure}".splitlines()[0]
-            print(f"{name:8} {rows:4} {context:8} {width:6} failed: {result['failed']}")
-        results.append(result)
+            print(f"{name:18} {rows:4} {context:8} {width:6} failed: {result['failed']}")
+            continue
+        bandwidth = read / time / 1e3
+        tflops = 4e-6 * rows * args.heads * args.dim * width * (context + width / 2) / time
+        result |= {"us_per_layer": time, "gb_per_s": bandwidth, "of_copy": bandwidth / pace}
+        result |= {"tflops": tflops, "error": error}
+        share = f"{bandwidth / pace:8.0%}"
+        print(f"{name:18} {rows:4} {context:8} {width:6} {time:10.2f} {bandwidth:10.0f} {share} {tflops:8.1f}")
     return results
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m bench.kernel", description=__doc__.splitlines()[0])
+def _time(run: Step, device: torch.device, replays: int, result: dict[str, Any]) -> float:
+    """Microseconds of a method: recorded if it can be, and else by hand, which the result then says."""
+    if result["method"] == "kernel":
+        return median_us(run, device, replays)
+    try:
+        return median_us(run, device, replays)
+    except Exception:  # that it cannot be recorded is no reason not to time it
+        result["by_hand"] = True
+        return median_us(run, device, replays, is_recorded=False)
+
+
+def figures_of(results: Sequence[dict[str, Any]], groups: int, compaction: float) -> dict[str, float]:
+    """The figures that have goals, each at its worst, as far as what they speak of was measured."""
+    timed = {
+        (each["method"], each["rows"], each["context"], each["width"]): each for each in results if "failed" not in each
+    }
+    ours = {key[1:]: each for key, each in timed.items() if key[0] == "kernel"}
+
+    def over(method: str, least_context: int) -> list[float]:
+        return [
+            timed[(method, *key)]["us_per_layer"] / each["us_per_layer"]
+            for key, each in ours.items()
+            if key[1] >= least_context and (method, *key) in timed
+        ]
+
+    few = {key: each["of_copy"] for key, each in ours.items() if key[2] * groups <= MOST_QUERIES}
+    found = {
+        "copy_share_32k": [share for key, share in few.items() if key[1] >= 32768],
+        "copy_share_8k": [share for key, share in few.items() if key[:2] == (1, 8192)],
+        "over_sdpa_32k": over("sdpa", 32768),
+        "over_flex": over("flex", 8192),
+        "over_flex_inside": over("flex, mask inside", 8192),
+        "tflops_128": [each["tflops"] for key, each in ours.items() if key[2] == 128 and key[1] >= 8192],
+    }
+    return {name: round(min(each), 4) for name, each in found.items() if each} | {"compaction_us": round(compaction, 3)}
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.kernel", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192, 32768])
-    parser.add_argument("--widths", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--widths", type=int, nargs="+", default=[1, 16, 64, 128], help="nodes of a tree")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--layers", type=int, default=32, help="distinct caches in one graph")
     parser.add_argument("--split", type=int, help="slots per split, by the number of slots if not given")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
-    args = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("bench.kernel needs a CUDA device, and torch finds none", file=sys.stderr)
-        return 2
-    from lookahead.kernels.choice import runs_on
+    parser.add_argument("--replays", type=int, default=30)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--output", type=Path, help="also write the JSON object here")
+    return parser.parse_args(argv)
 
-    if not runs_on(torch.device("cuda", torch.cuda.current_device())):
-        print("bench.kernel needs triton and an NVIDIA GPU", file=sys.stderr)
-        return 2
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print."""
+    args = parse_arguments(arguments)
+    device = torch.device("cpu")
+    if args.device == "cuda":
+        if not torch.cuda.is_available():
+            print("bench.kernel needs a CUDA device, and torch finds none", file=sys.stderr)
+            return 2
+        device = torch.device("cuda", torch.cuda.current_device())
+        from lookahead.kernels.choice import runs_on
+
+        if not runs_on(device):
+            print("bench.kernel needs triton and an NVIDIA GPU", file=sys.stderr)
+            return 2
     torch.manual_seed(0)
-    pace = copy_bandwidth()
-    print(f"{torch.cuda.get_device_name()}, copy {pace:.0f} GB/s")
-    print("method   rows  context  nodes   us/layer       GB/s  of copy")
+    name = torch.cuda.get_device_name(device) if args.device == "cuda" else "cpu"
+    pace = copy_bandwidth(device, args.replays)
+    print(f"{name}, copy {pace:.0f} GB/s")
+    print("method             rows  context  nodes   us/layer       GB/s  of copy  TFLOP/s")
     results = []
     for rows in args.rows:
         for context in args.contexts:
             for width in args.widths:
-                results += measure(args, rows, context, width, pace)
-    setting = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_gb_per_s": pace}
-    print(json.dumps(setting | vars(args) | {"results": results}))
+                results += measure(args, device, rows, context, width, pace)
+    figures = figures_of(results, args.heads // args.kv_heads, compaction_us(args, device))
+    for goal in KERNEL:
+        if goal.key in figures:
+            target = f"  (target: {goal.target})" if device.type == "cuda" else ""
+            print(f"{goal.what}: {figures[goal.key]:.3f}{target}")
+    options = {key: each for key, each in vars(args).items() if key != "output"}
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    measured = {"device": name, "versions": versions, "copy_gb_per_s": pace, "figures": figures, "results": results}
+    publish(options | measured, args.output)
     return 0
 
 

@@ -20,7 +20,8 @@ from typing import Any
 from bench.sheets import SHEETS, Row, Sheet
 
 BENCH = Path(__file__).resolve().parent
-PLOT = Path("results/plots/replay.svg")
+PLOTS = Path("results/plots")
+PLOT = PLOTS / "replay.svg"
 MISSING = "not measured yet"
 UNKNOWN = "not recorded"
 _VERSIONS = ("python", "torch", "cuda", "transformers", "numba", "numpy")
@@ -70,6 +71,11 @@ def setting(sheet: Sheet, result: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def plot_of(file: str) -> Path:
+    """Where the plot of a result file is, seen from the page."""
+    return PLOTS / Path(file).with_suffix(".svg")
+
+
 def own_rows(result: Mapping[str, Any]) -> list[Row]:
     """The figures of a result that no sheet describes: those at the top."""
     return [Row(key, key) for key, value in result.items() if isinstance(value, int | float | str)]
@@ -91,6 +97,8 @@ def section(sheet: Sheet, result: Mapping[str, Any] | None) -> list[str]:
     lines = [f"## {sheet.title}", "", f"`{sheet.command}`", ""]
     if result is not None:
         lines += [*setting(sheet, result), ""]
+        if sheet.plot:
+            lines += [f"![{sheet.plot}]({plot_of(sheet.file).as_posix()})", ""]
     lines += ["| figure | target | measured |", "|---|---|---|"]
     for row in expand(sheet.rows or own_rows(result or {}), result):
         value = None if result is None else value_at(result, row.path)
@@ -126,13 +134,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     (folder / "RESULTS.md").write_text(page(folder / "results"), encoding="utf-8")
     print(f"wrote {folder / 'RESULTS.md'}")
     try:
-        from bench.plots import draw_replay
+        from bench import plots
     except ImportError:
-        print("matplotlib is missing, so the plot was not drawn: pip install 'lookahead-decoding[plot]'")
+        print("matplotlib is missing, so nothing was plotted: pip install 'lookahead-decoding[plot]'")
         return 0
-    (folder / PLOT).parent.mkdir(parents=True, exist_ok=True)
-    draw_replay(folder / "results", folder / PLOT)
-    print(f"wrote {folder / PLOT}")
+    (folder / PLOTS).mkdir(parents=True, exist_ok=True)
+    drawn = {PLOT: plots.draw_replay}
+    drawn |= {plot_of(file): draw for file, draw in plots.PLOTS.items() if (folder / "results" / file).exists()}
+    for path, draw in drawn.items():
+        draw(folder / "results", folder / path)
+        print(f"wrote {folder / path}")
     return 0
 
 

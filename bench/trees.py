@@ -24,6 +24,8 @@ CASES: dict[str, tuple[int, int, int, int, torch.dtype, dict[str, Any]]] = {
     "several blocks of query rows": (17, 8, 64, 64, BRAIN, {}),
     "a full word of ancestors": (64, 1, 64, 64, FULL, {}),
     "two words of ancestors": (70, 1, 64, 64, HALF, {}),
+    "sixteen heads a group": (3, 16, 64, 64, BRAIN, {}),
+    "four words of ancestors": (256, 1, 32, 16, HALF, {}),
     "softcap": (17, 3, 64, 64, FULL, {"softcap": 1.5}),
     "window": (17, 4, 64, 64, FULL, {"window": 9}),
     "window smaller than the tree is deep": (17, 1, 64, 64, FULL, {"window": 2}),

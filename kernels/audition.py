@@ -16,7 +16,7 @@ from lookahead.kernels import reference
 _log = logging.getLogger(__name__)
 # Of the norm of what a head gives one node. A slot too many or too few changes it by several times that.
 _TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
-_SLOTS = (150, 1200)  # one split of the slots, and several
+_SLOTS = (150, 9000)  # one split of the slots, and more than are merged at once
 _WIDTH = 70  # nodes: two words of ancestors
 _ROWS = 2
 _outcomes: dict[tuple[Any, Any], bool] = {}
@@ -118,19 +118,20 @@ def _random_trees(part: Part, slots: int) -> dict[str, Any]:
 
 
 def _compaction_error(device: torch.device, compact: Callable[..., None], bind: Callable[..., Any]) -> float:
-    """How many elements of two buffers are not what they should be."""
+    """How many elements of two buffers are not what they should be, after short paths and after long ones."""
     rng = np.random.default_rng(0)
     buffers = [torch.from_numpy(rng.standard_normal((3, 200, size), np.float32)).to(device) for size in (64, 256)]
     wanted = [buffer.clone() for buffer in buffers]
-    counts, width = (1, 90, 40), 90
-    paths = np.zeros((3, width), np.int32)
-    for row, count in enumerate(counts):
-        paths[row, :count] = np.append(0, 1 + np.sort(rng.permutation(150)[: count - 1]))
-    plan = {"rows": (2, 0, 1), "starts": (5, 30, 49), "counts": counts, "paths": paths}
-    arguments = {name: torch.from_numpy(np.array(each, np.int32)).to(device) for name, each in plan.items()}
-    for buffer in wanted:
-        reference.compact(buffer, **arguments)
-    compact(bind(buffers), **arguments)
+    bound = bind(buffers)
+    for counts in ((3, 12, 1), (1, 90, 40)):
+        paths = np.zeros((3, max(counts)), np.int32)
+        for row, count in enumerate(counts):
+            paths[row, :count] = np.append(0, 1 + np.sort(rng.permutation(150)[: count - 1]))
+        plan = {"rows": (2, 0, 1), "starts": (5, 30, 49), "counts": counts, "paths": paths}
+        arguments = {name: torch.from_numpy(np.array(each, np.int32)).to(device) for name, each in plan.items()}
+        for buffer in wanted:
+            reference.compact(buffer, **arguments)
+        compact(bound, **arguments)
     return float(sum((got != want).sum().item() for got, want in zip(buffers, wanted, strict=True)))
 
 

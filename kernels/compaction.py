@@ -14,6 +14,7 @@ from lookahead.kernels.checks import MAX_NODES, check_tensor, require, slot_shor
 
 _WORD = 4  # bytes
 _BLOCK_WORDS = 32
+_LEAST_NODES = 16  # short paths, which most are, run code that was compiled before they came
 
 
 class SlotBuffers:
@@ -38,7 +39,9 @@ class SlotBuffers:
         self.sizes = torch.tensor(sizes, dtype=torch.int32).to(self.device)
 
 
-@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["rows", "starts", "counts", "paths"])
+@triton.jit(
+    do_not_specialize=["capacity", "width"], do_not_specialize_on_alignment=["rows", "starts", "counts", "paths"]
+)
 def _compact(
     addresses, sizes, rows, starts, counts, paths, capacity, width,
     BLOCK_NODES: tl.constexpr, BLOCK_WORDS: tl.constexpr,
@@ -88,5 +91,6 @@ def compact(buffers: SlotBuffers, *, rows: Tensor, starts: Tensor, counts: Tenso
     with torch.cuda.device_of(paths):
         _compact[(columns, len(buffers.sizes), count)](
             buffers.addresses, buffers.sizes, rows, starts, counts, paths, buffers.capacity, width,
-            BLOCK_NODES=triton.next_power_of_2(width), BLOCK_WORDS=_BLOCK_WORDS, num_warps=4, enable_fp_fusion=False,
+            BLOCK_NODES=max(_LEAST_NODES, triton.next_power_of_2(width)), BLOCK_WORDS=_BLOCK_WORDS,
+            num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip

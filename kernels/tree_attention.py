@@ -21,6 +21,8 @@ _SPLIT = 512  # slots
 _MOST_SPLITS = 64
 # The compiler must not fuse a multiplication with an addition in one loop and not in the other.
 OPTIONS = {"enable_fp_fusion": False}
+# Left to itself ptxas spills a few words of some variants, so that more programs fit on a multiprocessor.
+ATTEND_OPTIONS = OPTIONS | {"maxnreg": 255}
 
 
 class Blocks(NamedTuple):
@@ -39,8 +41,8 @@ class Blocks(NamedTuple):
     stages: int
 
 
-def blocks_for(dtype: torch.dtype, block_dim: int, precision: Precision, major: int) -> Blocks:
-    """Blocks such that nothing spills and shared memory suffices, as tests/test_kernels_compile.py sees to.
+def blocks_for(dtype: torch.dtype, block_dim: int, precision: Precision, major: int, *, is_padded: bool) -> Blocks:
+    """Blocks such that nothing spills and shared memory suffices, as tests/test_kernels.py sees to.
 
     The number of nodes plays no part, so that a node's result does not depend on how many stand beside it.
 
@@ -49,12 +51,15 @@ def blocks_for(dtype: torch.dtype, block_dim: int, precision: Precision, major: 
         block_dim: The larger head size, padded to a power of two.
         precision: How float32 is multiplied.
         major: Compute capability of the GPU; 9 and later keep accumulators of 64 rows in 4 warps.
+        is_padded: Whether a head size is no power of two, and its loads take masks.
     """
     if dtype == torch.float32:
         return Blocks(16, 16, 8, 3) if precision == "ieee" else Blocks(16, 32, 4, 2)
     if block_dim > 128:
         return Blocks(64, 32, 8, 3 if major >= 9 else 2)
-    return Blocks(64, 64, 4 if major >= 9 else 8, 3)
+    if major >= 9:
+        return Blocks(64, 64, 4, 3)
+    return Blocks(64, 32 if is_padded else 64, 8, 3)
 
 
 def split_for(slots: int) -> int:
@@ -169,7 +174,7 @@ def _launch(
             query, keys, values, *rows_at, words, sinks, out, sums, peaks,
             *_strides(query), *_strides(keys), *_strides(values),
             width, words.shape[2], splits, factor * _LOG2E, squeeze, *limits,
-            **shared, **own, num_warps=blocks.warps, **OPTIONS,
+            **shared, **own, num_warps=blocks.warps, **ATTEND_OPTIONS,
         )  # fmt: skip
         if splits > 1:
             merge[(packed, kv_heads, rows)](
@@ -196,7 +201,8 @@ def constants(
     """What is compiled in: the blocks, the constants of `attend` and `merge`, and those of `attend` alone."""
     block_dim, block_value = triton.next_power_of_2(dim), triton.next_power_of_2(value_dim)
     precision = "ieee" if max(dim, value_dim) > 128 else precision
-    blocks = blocks_for(dtype, max(block_dim, block_value), precision, major)
+    is_padded = (block_dim, block_value) != (dim, value_dim)
+    blocks = blocks_for(dtype, max(block_dim, block_value), precision, major, is_padded=is_padded)
     shared = {
         "GROUPS": groups,
         "VALUE_DIM": value_dim,

@@ -60,8 +60,12 @@ class TreeSlots:
         self.index = None
         self.width = width
         self.kv_length = max(lengths) + width
-        if self.kv_length > self.capacity:
-            self.capacity = max(self.kv_length, int(self.capacity * _GROWTH))
+        self.hold(self.kv_length)
+
+    def hold(self, slots: int) -> None:
+        """Let every row have so many slots, and some more where that takes an allocation."""
+        if slots > self.capacity:
+            self.capacity = max(slots, int(self.capacity * _GROWTH))
 
     @contextmanager
     def since(self, first: int) -> Iterator[None]:
@@ -228,7 +232,7 @@ class TreeCache(Cache):
 
     def reserve(self, capacity: int) -> None:
         """Give every row so many slots now, before a pass during which nothing may be allocated."""
-        self.slots.capacity = max(self.slots.capacity, capacity)
+        self.slots.hold(capacity)
         for layer in self._written_layers():
             if layer.buffers[0].shape[1] < self.slots.capacity:
                 layer.grow()

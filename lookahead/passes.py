@@ -16,11 +16,15 @@ from lookahead.attention import running
 from lookahead.cache import TreeCache
 from lookahead.compiled import CompiledForward, Shape, compiled_forward, forward
 from lookahead.cost import padded_nodes
-from lookahead.graphs import Capture, CudaGraphs, Graph
+from lookahead.graphs import Capture, CudaGraphs, Graph, graph_shortcoming
 from lookahead.static import Run, StaticPass, padded_rows, padded_slots
 from lookahead.tree import TokenTree
 
-_CAPTURE_AT = 3  # the use of a shape at which it is recorded: one that is used once is not worth it
+CAPTURE_AT = 3  # the use of a shape at which it is recorded: one that is used once is not worth it
+# Of the norm of what a pass gives one node. The same kernels on the same numbers give the same bits but where they add
+# in any order; a number that was frozen changes it by many times that.
+_TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 3e-2}
+_FINE_TOLERANCE = 1e-4
 
 _log = logging.getLogger(__name__)
 _failed: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
@@ -32,6 +36,7 @@ class _Lane:
     def __init__(self, static: StaticPass, arguments: tuple[Any, ...], compiled: CompiledForward | None) -> None:
         self.static = static
         self.graph: Graph | None = None
+        self.is_heard = False  # whether a replay was seen to give what the pass gives by hand
         self.uses = 0
         self._compiled = compiled
         self._arguments = arguments
@@ -64,7 +69,7 @@ class FastPasses:
         capture: What records a pass; that of CUDA when None.
 
     Attributes:
-        is_cold: Whether the newest pass compiled or recorded, so that its time tells nothing.
+        is_cold: Whether the newest pass compiled, recorded or will yet be recorded, so that its time tells nothing.
     """
 
     def __init__(
@@ -93,10 +98,11 @@ class FastPasses:
         self._compiles = compiles and "compile" not in failed
         self._capture = capture
         if captures and capture is None and "capture" not in failed:
-            if device.type == "cuda":
-                self._capture = CudaGraphs(device)
+            problem = graph_shortcoming(model, device)
+            if problem is None:
+                self._capture = CudaGraphs(device, is_watched=not self._compiles)
             else:
-                self._give_up("capture", f"it is on {device}")
+                self._give_up("capture", problem)
 
     def score(self, trees: Sequence[TokenTree], *, has_softcap: bool) -> tuple[Tensor, ...] | None:
         """Logits `[active, nodes of the largest tree, vocab]` and hidden states likewise; None where it cannot be done.
@@ -111,7 +117,9 @@ class FastPasses:
         slots, nodes = self._cache.slots, max(map(len, trees))
         width = padded_nodes(nodes, self._most_nodes)
         rows = padded_rows(len(trees), len(slots.lengths))
-        self._cache.reserve(padded_slots(max(int(slots.lengths[: len(trees)].max()) + width, slots.capacity)))
+        needed = int(slots.lengths[: len(trees)].max()) + width
+        # Compiled code is for one number of slots, and is to meet few; of recordings each call makes its own.
+        self._cache.reserve(padded_slots(max(needed, slots.capacity)) if self._compiles else needed)
         if self._made_at != slots.allocations:
             self._lanes.clear()  # the KV moved, and recorded passes know where it was
             self._made_at = slots.allocations
@@ -123,9 +131,7 @@ class FastPasses:
             outputs = self._run(lane)
         if outputs is None:
             return None
-        wanted = tuple(each[: len(trees), :nodes] for each in outputs)
-        # What was recorded writes over its outputs the next time, and whoever has them may keep them.
-        return wanted if lane.graph is None else tuple(map(torch.clone, wanted))
+        return tuple(each[: len(trees), :nodes] for each in outputs)
 
     def _open(self, rows: int, width: int, has_softcap: bool) -> _Lane:
         """A lane for passes of a shape that is new since the KV moved."""
@@ -140,17 +146,10 @@ class FastPasses:
     def _run(self, lane: _Lane) -> tuple[Tensor, ...] | None:
         """Run a pass whose buffers are filled; None where it failed and will not be tried again."""
         lane.uses += 1
-        try:
-            if lane.graph is None and self._capture is not None and lane.uses >= _CAPTURE_AT:
-                self.is_cold = True
-                lane.graph = self._capture(lane.run)
-        except Exception as error:
-            self._capture = None
-            self._give_up("capture", _in_short(error))
         if lane.graph is not None:
-            return lane.graph.replay()
+            return self._replay(lane, lane.graph)
         try:
-            return lane.run()
+            outputs = lane.run()
         except Exception as error:
             # The model may well be fine: it is called by itself next, and whatever is wrong with it shows there.
             what = "compile" if self._compiles else "capture"
@@ -158,6 +157,43 @@ class FastPasses:
             self._lanes.clear()
             self._give_up(what, _in_short(error))
             return None
+        if self._capture is not None:
+            self.is_cold = True
+            if lane.uses >= CAPTURE_AT:
+                self._record(lane, self._capture)
+        return outputs
+
+    def _record(self, lane: _Lane, capture: Capture) -> None:
+        """Record a pass that was just run; the next of its shape is its first replay."""
+        try:
+            lane.graph = capture(lane.run)
+        except Exception as error:
+            self._record_no_more(_in_short(error))
+
+    def _replay(self, lane: _Lane, graph: Graph) -> tuple[Tensor, ...]:
+        """Replay a graph; the first time by the side of the pass by hand, which serves if they differ.
+
+        The first replay is of other trees than were recorded, behind another length: what Python read while it was
+        recorded shows there.
+        """
+        # What was recorded writes over its outputs the next time, and whoever has them may keep them.
+        outputs = tuple(map(torch.clone, graph.replay()))
+        if lane.is_heard:
+            return outputs
+        self.is_cold = lane.is_heard = True
+        wanted = lane.run()
+        error = float(torch.stack(list(map(_largest_error, outputs, wanted))).max())
+        if error <= _TOLERANCE.get(self._model.dtype, _FINE_TOLERANCE):
+            return outputs
+        self._record_no_more(f"a replay differs by {error:.2g} from the pass that was recorded")
+        return wanted
+
+    def _record_no_more(self, reason: str) -> None:
+        """Go on by hand."""
+        self._capture = None
+        for lane in self._lanes.values():
+            lane.graph = None
+        self._give_up("capture", reason)
 
     def _give_up(self, what: str, reason: str) -> None:
         """Say once for a model why it is not compiled or recorded."""
@@ -166,6 +202,15 @@ class FastPasses:
             way = {"compile": "torch.compile", "capture": "CUDA graphs"}[what]
             _log.warning("%s is decoded without %s: %s", type(self._model).__name__, way, reason)
         failed.add(what)
+
+
+def _largest_error(got: Tensor, want: Tensor) -> Tensor:
+    """The largest error of a node, relative to the norm of what is right; NaN where only one is a number."""
+    got, want = got.float(), want.float()
+    is_same = (got == want) | (got.isnan() & want.isnan())
+    errors = torch.where(is_same, 0, got - want).norm(dim=-1)
+    largest: Tensor = (errors / want.nan_to_num().norm(dim=-1).clamp_min(1e-6)).max()
+    return largest
 
 
 def _in_short(error: Exception) -> str:

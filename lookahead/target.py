@@ -111,7 +111,7 @@ class Target:
         self._registered = self._takes_masks and bool(model._can_set_attn_implementation())
         self._prefill_chunk = prefill_chunk
         is_fixed = (compiles or captures) and self._takes_masks and self._takes_positions
-        self.cache = TreeCache(rows=rows, capacity=padded_slots(capacity) if is_fixed else capacity)
+        self.cache = TreeCache(rows=rows, capacity=padded_slots(capacity) if is_fixed and compiles else capacity)
         self.positions = position_limit(model)
         self._hidden_layers = tuple(hidden_layers)
         self.hidden: dict[int, Tensor] = {}

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from bench.trees import CASES, random_trees, relative_error
-from lookahead.kernels import reference
+from lookahead.kernels import audition, reference
 from lookahead.kernels.audition import Part, attends_rightly, compacts_rightly
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -34,9 +34,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_agrees_with_the_reference_and_sees_no_unused_slot(name, split):
     width, groups, dim, value_dim, dtype, options = CASES[name]
-    inputs = random_trees(
-        rows=2, slots=150, width=width, kv_heads=1, groups=groups, dim=dim, value_dim=value_dim, dtype=dtype, seed=1
-    )
+    sizes = {"rows": 2, "slots": max(150, width + 37), "width": width, "kv_heads": 1, "groups": groups, "dim": dim}
+    inputs = random_trees(**sizes, value_dim=value_dim, dtype=dtype, seed=1)
     options = dict(options)
     if options.pop("sinks", False):
         options["sinks"] = torch.linspace(-2, 2, groups)
@@ -45,6 +44,16 @@ def test_the_kernel_agrees_with_the_reference_and_sees_no_unused_slot(name, spli
     want = reference.tree_attention(**inputs, **options)
     assert got.dtype == dtype and got.shape == want.shape and got.is_contiguous()
     assert relative_error(got, want) < TOLERANCE[dtype]  # NaN, which stands in every unused slot, is never below
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 200}, {"sinks": True}], ids=["plain", "window", "sinks"])
+def test_more_splits_than_are_merged_at_once_give_the_same(options):
+    inputs = random_trees(rows=2, slots=1130, width=2, kv_heads=1, groups=1, dim=16, value_dim=16, dtype=FULL, seed=7)
+    inputs["keys"][:, 1030:] *= 4  # the highest scores come last, so that what was summed before must shrink
+    if "sinks" in options:
+        options = {"sinks": torch.ones(1)}
+    got = tree_attention(**inputs, **options, split=64)
+    assert relative_error(got, reference.tree_attention(**inputs, **options)) < TOLERANCE[FULL]
 
 
 def test_several_kv_heads_and_strided_queries_are_read_where_they_stand():
@@ -86,11 +95,11 @@ def test_a_chain_gets_the_same_bits_however_many_nodes_are_scored_at_once(split,
         assert torch.equal(tree_attention(**alone, **options, scaling=0.1, split=split)[:, 0], together[:, node])
 
 
-def test_compaction_moves_overlapping_paths_of_all_buffers_and_nothing_else():
-    rng = np.random.default_rng(5)
+@pytest.mark.parametrize(("counts", "seed"), [([33, 1, 12], 5), ([3, 9, 2], 6), ([60, 61, 7], 7)], ids=str)
+def test_compaction_moves_overlapping_paths_of_all_buffers_and_nothing_else(counts, seed):
+    rng = np.random.default_rng(seed)
     buffers = [torch.randn(4, 90, 2, 8), torch.randn(4, 90, 1, 24).bfloat16(), torch.randn(4, 90, 72, 2).half()]
-    width, counts = 33, [33, 1, 12]
-    paths = torch.zeros(3, width, dtype=torch.int32)
+    paths = torch.zeros(3, max(counts), dtype=torch.int32)
     for row, count in enumerate(counts):
         nodes = np.r_[0, 1 + np.sort(rng.permutation(60)[: count - 1])]
         paths[row, :count] = torch.from_numpy(nodes)
@@ -138,7 +147,8 @@ def test_buffers_that_compaction_cannot_move_are_refused_by_index():
 
 
 @pytest.mark.parametrize("options", [frozenset(), frozenset({"window", "softcap", "sinks"})], ids=["plain", "options"])
-def test_they_pass_the_audition_that_lets_them_serve_on_a_gpu(options):
+def test_they_pass_the_audition_that_lets_them_serve_on_a_gpu(options, monkeypatch):
+    monkeypatch.setattr(audition, "_SLOTS", (150, 600))  # as many as the interpreter has time for
     part = Part(torch.device("cpu"), FULL, 64, 64, 2, options)
     assert attends_rightly(part, tree_attention)
     assert compacts_rightly(part.device, compact, SlotBuffers)

@@ -93,7 +93,7 @@ def test_a_cache_that_outgrows_its_slots_is_recorded_anew(
     engine._target.cache.slots.capacity = 256  # as if the output had turned out long
     tokens = [token for step in engine.run() for token in step[0].tokens.tolist()]
     assert tokens == expected[0, 230:].tolist()
-    assert engine._target.cache.slots.capacity == 512
+    assert engine._target.cache.slots.capacity == 384, "half as many more, as without graphs"
     assert len(recordings) > 1
 
 

@@ -152,14 +152,18 @@ def test_graphs_of_two_models_and_of_several_sizes_share_no_memory_they_need(cap
     assert len(captured) >= 2
 
 
+@pytest.mark.parametrize(
+    "wait", [lambda *args: torch.cuda.synchronize(), lambda *args: args[2].sum().item() and None], ids=["sync", "item"]
+)
 def test_a_pass_that_waits_for_the_device_is_not_recorded_and_decoded_all_the_same(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    wait: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    stream = torch.cuda.current_stream()
     model = build()
     ids = torch.randint(10, 101, (1, 20), device="cuda")
     expected = model.generate(ids, max_new_tokens=40, do_sample=False)
-    monkeypatch.setattr(passes, "_CAPTURE_AT", 1)
-    hook = model.model.layers[1].register_forward_hook(lambda *args: torch.cuda.synchronize())
+    monkeypatch.setattr(passes, "CAPTURE_AT", 1)
+    hook = model.model.layers[1].register_forward_hook(wait)
     try:
         config = LookaheadConfig(cuda_graphs=True)
         options = {"max_new_tokens": 40, "do_sample": False, "custom_generate": lookahead.decode}
@@ -169,3 +173,4 @@ def test_a_pass_that_waits_for_the_device_is_not_recorded_and_decoded_all_the_sa
         hook.remove()
     assert torch.equal(got, expected)
     assert caplog.text.count("is decoded without CUDA graphs") == 1
+    assert torch.cuda.current_stream() == stream

@@ -85,14 +85,18 @@ def cold_cache(tmp_path, monkeypatch):
 
 PLAIN = {"has_limit": False, "has_softcap": False, "has_sinks": False, "in_one": False}
 EVERYTHING = {"has_limit": True, "has_softcap": True, "has_sinks": True, "in_one": True}
+# Type, head sizes of keys and of values, query heads a KV head, options. The number of nodes is not compiled in.
 VARIANTS = {
-    "Llama 3": (torch.bfloat16, 128, 128, PLAIN),
-    "head size 80, everything": (torch.float16, 80, 80, EVERYTHING),
-    "gpt-oss": (torch.bfloat16, 64, 64, PLAIN | {"has_limit": True, "has_sinks": True}),
-    "Gemma 2": (torch.bfloat16, 256, 256, PLAIN | {"has_limit": True, "has_softcap": True}),
-    "DeepSeek V3": (torch.bfloat16, 192, 128, PLAIN),
-    "float32": (torch.float32, 128, 128, PLAIN),
-    "float32, everything, head size 256": (torch.float32, 256, 256, EVERYTHING),
+    "Llama 3": (torch.bfloat16, 128, 128, 4, PLAIN),
+    "Phi-3": (torch.float16, 96, 96, 1, PLAIN | {"in_one": True}),
+    "head size 80, everything": (torch.float16, 80, 80, 3, EVERYTHING),
+    "gpt-oss": (torch.bfloat16, 64, 64, 8, PLAIN | {"has_limit": True, "has_sinks": True}),
+    "Gemma 2": (torch.bfloat16, 256, 256, 2, PLAIN | {"has_limit": True, "has_softcap": True}),
+    "DeepSeek V3": (torch.bfloat16, 192, 128, 1, PLAIN),
+    "float32": (torch.float32, 128, 128, 16, PLAIN),
+    "float32, head size 64": (torch.float32, 64, 64, 4, PLAIN),
+    "float32, everything, head size 80": (torch.float32, 80, 80, 4, EVERYTHING),
+    "float32, everything, head size 256": (torch.float32, 256, 256, 4, EVERYTHING),
 }
 
 
@@ -101,15 +105,15 @@ VARIANTS = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_attention_compiles_without_spills_and_within_shared_memory(name, capability, cold_cache):
     from lookahead.kernels.attend import attend
-    from lookahead.kernels.tree_attention import OPTIONS, constants
+    from lookahead.kernels.tree_attention import ATTEND_OPTIONS, constants
 
-    dtype, dim, value_dim, flags = VARIANTS[name]
+    dtype, dim, value_dim, groups, flags = VARIANTS[name]
     element = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
     blocks, shared, own = constants(
-        dtype, dim, value_dim, 4, split=512, precision="tf32x3", major=capability // 10, **flags
+        dtype, dim, value_dim, groups, split=512, precision="tf32x3", major=capability // 10, **flags
     )
     types = TYPES | dict.fromkeys(("query", "keys", "values", "out"), f"*{element}")
-    machine = compiled(attend, types, shared | own, capability, OPTIONS | {"num_warps": blocks.warps})
+    machine = compiled(attend, types, shared | own, capability, ATTEND_OPTIONS | {"num_warps": blocks.warps})
     print(
         f"sm_{capability} {name}: {machine.registers} registers, {machine.shared} bytes shared, {machine.stack} stack"
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench import tables
-from bench.goals import GPU_DECODE
+from bench.goals import GPU_DECODE, KERNEL
 from bench.sheets import SHEETS
 
 
@@ -40,7 +40,7 @@ def test_every_figure_of_the_page_that_was_measured_stands_in_its_file() -> None
 
 def test_what_no_file_holds_was_not_measured_yet(bench: Path) -> None:
     page = tables.page(bench / "results")
-    for goal in GPU_DECODE:
+    for goal in GPU_DECODE + KERNEL:
         assert f"| {goal.what} | {goal.target} | not measured yet |" in page
 
 
@@ -84,3 +84,24 @@ def test_the_same_files_give_the_same_plot(tmp_path: Path) -> None:
     for name in ("one.svg", "two.svg"):
         draw_replay(tables.BENCH / "results", tmp_path / name)
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+
+
+def test_what_was_measured_on_a_gpu_is_plotted_where_its_files_are(bench: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name in ("replay_vicuna.json", "replay_llama3.json", "replay_spec_bench_summaries.json"):
+        (bench / "results" / name).write_bytes((tables.BENCH / "results" / name).read_bytes())
+    assert tables.main(["--folder", str(bench)]) == 0
+    plots = bench / "results" / "plots"
+    assert [path.name for path in plots.iterdir()] == ["replay.svg"]
+    timed = {"method": "kernel", "rows": 1, "width": 16, "us_per_layer": 9.5}
+    failed = {"method": "flex", "rows": 1, "width": 16, "context": 8192, "failed": "out of memory"}
+    kernel = {"results": [timed | {"context": context} for context in (1024, 8192)] + [failed]}
+    step = {f"{way}_ms": {"median": 5.0} for way in ("eager", "graphs", "graph_alone")}
+    decode = {"steps": [step | {"nodes": nodes} for nodes in (1, 16, 64)], "weight_read_ms": 3.7}
+    for name, result in {"kernel": kernel, "gpu_decode": decode}.items():
+        (bench / "results" / f"{name}.json").write_text(json.dumps(result), encoding="utf-8")
+    assert tables.main(["--folder", str(bench)]) == 0
+    assert "8,192 tokens of context" in (plots / "kernel.svg").read_text(encoding="utf-8")
+    assert "reading the weights" in (plots / "gpu_decode.svg").read_text(encoding="utf-8")
+    page = (bench / "RESULTS.md").read_text(encoding="utf-8")
+    assert "(results/plots/kernel.svg)" in page and "(results/plots/gpu_decode.svg)" in page
