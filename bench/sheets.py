@@ -84,6 +84,7 @@ def _job(dtype: str) -> Sheet:
         Row("documents a second over one after the other, with lookahead both", "speedup_vs_one_by_one", "1.8"),
         Row("over transformers' greedy in batches of its best size", "speedup_vs_hf_batch", "1.5"),
         Row("that size", "hf_batch_size"),
+        Row("over one after the other, were decoding free", "speedup_if_decoding_were_free", is_optional=True),
         Row("rows", "rows"),
         Row("documents", "documents"),
         Row("summaries identical to greedy", "identical", "all" if dtype == "fp32" else ""),
@@ -91,6 +92,24 @@ def _job(dtype: str) -> Sheet:
         Row("memory they took at most, MiB", "rss_growth_mb", "at most 200", is_optional=True),
     )
     return Sheet(f"job_{dtype}.json", f"Many documents in refilled rows, {dtype}", command, rows)
+
+
+def _faults(file: str, title: str, options: str, kills: int) -> Sheet:
+    rows = (
+        Row("documents", "documents"),
+        Row("lines of JSON cut in half among them, put aside", "rejects"),
+        Row("results", "results", "all"),
+        Row("kills", "kills", str(kills)),
+        Row("kills before any result", "kills_before_any_result"),
+        Row("jobs that the kills were spread over", "jobs"),
+        Row("last lines cut at a random byte after a kill", "lines_cut_after_kills"),
+        Row("results lost", "lost", "0"),
+        Row("results doubled", "doubled", "0"),
+        Row("results different, stats aside", "different", "0"),
+        Row("byte-identical to an undisturbed job", "identical", "yes"),
+    )
+    command = f"python -m bench.faults {options} --output bench/results/{file}"
+    return Sheet(file, title, command, rows, dtype="fp32", device="cpu")
 
 
 def _compiled(dtype: str) -> Sheet:
@@ -328,21 +347,29 @@ SHEETS = (
         dtype="fp32",
         device="cpu",
     ),
+    _faults(
+        "faults.json", "Jobs killed at random moments and resumed", "--documents 1000 --kills 200 --model none", 200
+    ),
+    _faults(
+        "faults_bundled.json",
+        "The same with the bundled model",
+        "--documents 100 --kills 20 --start-s 1.5 --cut 0.4",
+        20,
+    ),
     Sheet(
-        "faults.json",
-        "Jobs killed at random moments and resumed",
-        "python -m bench.faults --documents 1000 --kills 200 --model none --output bench/results/faults.json",
+        "ray_job.json",
+        "A job on Ray against local processes",
+        "python -m bench.ray_job --documents 200 --workers 4 --output bench/results/ray_job.json",
         (
             Row("documents", "documents"),
-            Row("lines of JSON cut in half among them, put aside", "rejects"),
-            Row("results", "results", "1,000"),
-            Row("kills", "kills", "200"),
-            Row("jobs that the kills were spread over", "jobs"),
-            Row("last lines cut at a random byte after a kill", "lines_cut_after_kills"),
-            Row("results lost", "lost", "0"),
-            Row("results doubled", "doubled", "0"),
-            Row("results different, stats aside", "different", "0"),
-            Row("byte-identical to an undisturbed job", "identical", "yes"),
+            Row("workers, each of one thread", "workers"),
+            Row("cores they share, with other work", "cpus"),
+            Row("seconds of local processes, each with a fixed share", "local_s"),
+            Row("seconds on Ray", "ray_s"),
+            Row("what Ray takes longer, a share", "overhead", "at most 0.15"),
+            Row("seconds on Ray, one worker killed", "ray_with_a_kill_s"),
+            Row("workers that died", "died", "1"),
+            Row("summaries identical to those of local processes", "identical", "all"),
         ),
         dtype="fp32",
         device="cpu",

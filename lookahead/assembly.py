@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from lookahead.branch import Branch
 from lookahead.config import MAX_NODES_LIMIT, LookaheadConfig
 from lookahead.engine import Engine
+from lookahead.ensemble import ensemble_of, refuse_in_ensemble
 from lookahead.experience import ModelExperience, experience_of
 from lookahead.ngram.pool import Pool
 from lookahead.pacing import Pacing
@@ -48,10 +49,16 @@ def assemble(
 
     Raises:
         ProposerError: A source of drafts is none.
+        UnsupportedModelError: It is spread over several processes, and one of them alone cannot draft so.
     """
     experience = experience_of(model)
     branch = _branch_of(config, experience, is_chain=call.is_chain)
     proposers = make_proposers(config, experience.proposers, pool, call, branch)
+    ensemble = ensemble_of(model)
+    if ensemble is not None:
+        reads_hidden = any(proposer.hidden_layers for proposer in proposers)
+        refuse_in_ensemble(model, reads_hidden=reads_hidden, by_rejection=call.by_rejection)
+        proposers = proposers if ensemble.leads else []
     longest = max((row.length for row in batch), default=PREFILL_CHUNK)
     target = Target(
         model,
@@ -66,7 +73,7 @@ def assemble(
         most_nodes=config.node_budget + 1,
     )
     pacing = None
-    if config.proposers and config.draft == "auto":
+    if proposers and config.draft == "auto":
         cost, switch = experience.costs[config.passes], experience.switches[config.passes]
         pacing = Pacing(cost, switch, branch, is_padded=config.has_fixed_shapes, runs_to_limit=runs_to_limit)
     return Engine(
@@ -80,6 +87,7 @@ def assemble(
         by_rejection=call.by_rejection,
         by_typicality=config.acceptance == "typical" and call.warp is not None,
         isolates=isolates,
+        ensemble=ensemble,
     )
 
 

@@ -14,6 +14,7 @@ from lookahead.cache import RowStates
 from lookahead.config import LookaheadConfig
 from lookahead.drafting import Draft, FloatArray, drafter_of, fit, merge
 from lookahead.emission import ROOT, Emission
+from lookahead.ensemble import Ensemble
 from lookahead.errors import PromptError
 from lookahead.ngram.cut import FREE, Limits
 from lookahead.pacing import Pacing
@@ -42,6 +43,7 @@ class Engine:
         by_rejection: Whether what was drawn is accepted by rejection sampling; proposals then tell their draws.
         isolates: Whether an error that concerns one row ends that row alone, which its emission then tells.
         by_typicality: Whether what the target finds likely enough is accepted, which is lossy.
+        ensemble: The processes that take every pass together; only the one that leads has proposers and pacing.
 
     Attributes:
         batch: As given.
@@ -64,6 +66,7 @@ class Engine:
         by_rejection: bool = False,
         isolates: bool = False,
         by_typicality: bool = False,
+        ensemble: Ensemble | None = None,
     ) -> None:
         self._target = target
         self._proposers = proposers
@@ -72,6 +75,7 @@ class Engine:
         self._budget = config.node_budget
         self._by_rejection = by_rejection
         self._by_typicality = by_typicality
+        self._ensemble = ensemble
         self._trials: list[Trials] = []
         self.sources = [name for proposer in proposers for name in proposer.sources]
         self._needs_argmax = self._always_needs_argmax = any(proposer.needs_argmax for proposer in proposers)
@@ -149,6 +153,8 @@ class Engine:
         rows = list(self._rows)
         rests = self._pacing is not None and self._pacing.rests(len(rows))
         drafts = self._bare(rows) if rests else self._draft_all(is_refilled)
+        if self._ensemble is not None:
+            drafts = self._ensemble.agree(drafts)
         drafted = time.perf_counter()
         logits = self._target.score([draft.tree for draft in drafts])
         # A plain step pays for nothing but its token, and one that found nothing while drafting loses for no more.

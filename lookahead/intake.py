@@ -107,8 +107,9 @@ class Intake:
         self._given = generation_config, options
         own = any(options.get(name) for name in ("logits_processor", "stopping_criteria"))
         own = own or not all(isinstance(each, str) for each in config.proposers)
-        # What is not ours may keep a state, or expect the rows of one call.
-        self._alone = own or prefills_at_once(model)
+        # What is not ours may keep a state, or expect the rows of one call; and to ask what is served would let an
+        # encoder read the prompt for nothing.
+        self._alone = own or prefills_at_once(model) or model.config.is_encoder_decoder
         if "pad_token_id" not in options and model.generation_config.pad_token_id is None:
             options = {**options, "pad_token_id": pad_token_of(tokenizer)}
         self._settings = serve_stop_strings(model, tokenizer, generation_config, options)

@@ -198,7 +198,7 @@ class Display:
             say("note", note)
         if totals.written > 1 and not self._as_text:
             out.print(table(("", ""), report.totals_rows(totals, seconds)))
-        out.print(report.describe_totals(totals, seconds))
+        out.print(report.describe_totals(totals, seconds), soft_wrap=True)
         if totals.different:
             say("NOT IDENTICAL", report.describe_difference(totals, exact=exact))
 

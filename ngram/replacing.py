@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import secrets
 from collections.abc import Iterator
@@ -31,6 +32,17 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             written.unlink()
         raise
     sync_folder(path.parent)
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove what processes that were killed while they replaced `path` left beside it; none may be at it now.
+
+    Raises:
+        OSError: One cannot be removed.
+    """
+    path = Path(os.path.realpath(path))
+    for left in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}.tmp"):
+        left.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:

@@ -37,6 +37,7 @@ NOT_RUN = {
     ("README.md", "lookahead summarize docs/"),
     ("README.md", 'model = AutoModelForSeq2SeqLM.from_pretrained("PATH_OR_ID")'),
     ("docs/jobs.md", "pip install 'lookahead-decoding[html,tables,remote]'"),
+    ("docs/drop-in.md", "torchrun --nproc-per-node 2"),
     ("docs/compiled.md", "from lookahead import"),
     ("docs/compiled.md", "lookahead summarize notes/*.md"),
     ("docs/heads.md", "pip install 'lookahead-decoding[train]'"),

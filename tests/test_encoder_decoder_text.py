@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from bench.families import ENCODER_DECODERS, build
 from lookahead import DraftModel, LookaheadConfig
 from lookahead.cli import app
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
+from lookahead.files.text import Document
 from lookahead.proposers.base import IntArray
 from lookahead.summarize.prompting import Prompting
+from lookahead.summarize.summarizer import Summarized, Summarizer
 
 DOCUMENT = "A boy met a dog. The dog met a cat. The boy, the dog and the cat went home, and the cat slept."
 FIXED = LookaheadConfig(draft="fixed", memory="request")
@@ -196,3 +199,28 @@ def test_an_encoder_reads_the_document_behind_the_prefix_its_model_wants(
             tokenizer_object=tiny_tokenizer._tokenizer, pad_token="<pad>", model_max_length=10
         )
         lookahead.summarize(DOCUMENT, t5, tiny_tokenizer_of_ten, max_new_tokens=5)
+
+
+@pytest.mark.parametrize("name", ["Bart", "T5"])
+def test_documents_of_a_job_are_drafted_for_and_each_is_read_once(
+    name: str, tiny_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, texts = build(ENCODER_DECODERS[name]), [DOCUMENT, DOCUMENT[:60], DOCUMENT[20:]]
+    model.generation_config.no_repeat_ngram_size = 5  # with processors of its own, as BART's and T5's checkpoints have
+    summarizer = Summarizer(model, tiny_tokenizer, max_new_tokens=12, config=FIXED)
+    expected = [summarizer.summarize(text) for text in texts]
+    read, encoder = [], type(model.get_encoder()).forward
+
+    def counted(self: Any, *args: Any, **options: Any) -> Any:
+        read.append(1)
+        return encoder(self, *args, **options)
+
+    monkeypatch.setattr(type(model.get_encoder()), "forward", counted)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # that they are decoded plainly would be one
+        done = list(summarizer.summarize_all(Document(number, text) for number, text in enumerate(texts)))
+    summaries = {each.document.id: each.summary for each in done if isinstance(each, Summarized)}
+    assert [summaries[number].text for number in range(3)] == [summary.text for summary in expected]
+    assert all(summary.stats.drafted_tokens > 0 for summary in summaries.values())
+    if name == "Bart":  # T5's decoder is of the class of its encoder
+        assert len(read) == len(texts)

@@ -168,7 +168,7 @@ def test_ids_of_several_texts_are_told_and_all_are_summarized():
     totals = run([Document("a", "one"), Document("a", "two"), Document("b", "three")])
     assert [record["summary"] for record in without_stats()] == ["ONE", "TWO", "THREE"]
     assert totals.notes == [
-        "1 documents have the id of another with a different text, the first of them 'a'; lines of one id stand in "
+        "1 document has the id of another with a different text, the first of them 'a'; lines of one id stand in "
         "the order of the inputs"
     ]
 

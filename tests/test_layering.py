@@ -30,7 +30,7 @@ FLOORS = (
     {"branch"},
     {"pacing"},
     {"proposers"},
-    {"accounts", "emission"},
+    {"accounts", "emission", "ensemble"},
     {"cache"},
     {"attention"},
     {"levels", "static"},

@@ -108,6 +108,9 @@ def test_the_figures_of_the_page_are_those_of_the_lines(report) -> None:
     assert "identical to plain decoding 2 of 3" in shown
     assert "Plain decoding wrote other tokens for story-3." in shown
     assert "No document failed: out.jsonl.rejects.jsonl is empty." in shown
+    assert "beside" not in shown
+    shown = words(report([line(1, compared=False)], []))  # decoded in rows, so that its seconds were others' too
+    assert "tokens per second of a document beside others" in shown and "decoded beside it too" in shown
 
 
 def test_every_document_is_a_point_that_tells_its_figures(report) -> None:

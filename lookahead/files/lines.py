@@ -80,7 +80,8 @@ def _parse_object(line: str, place: str) -> dict[str, Any]:
     except RecursionError as error:
         raise DocumentError(f"{place}: not valid JSON: nested too deeply") from error
     except ValueError as error:
-        raise DocumentError(f"{place}: not valid JSON: {error}") from error
+        at = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise DocumentError(f"{place}: not valid JSON: {at}") from error
     if not isinstance(record, dict):
         raise DocumentError(f"{place}: a JSON object is expected, got {type(record).__name__}")
     return record

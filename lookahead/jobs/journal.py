@@ -17,7 +17,8 @@ from lookahead.jobs.arranging import Record, arrange, records_in
 from lookahead.jobs.identity import JobIdentity, id_key, key_of, text_hash
 from lookahead.jobs.manifest import Manifest, manifest_path, read_manifest
 from lookahead.jobs.paths import OutputPaths
-from lookahead.jobs.results import JsonLinesFile
+from lookahead.jobs.results import JsonLinesFile, copy_of
+from lookahead.ngram.replacing import remove_leftovers
 
 
 class Journal:
@@ -106,10 +107,7 @@ class Journal:
         with open(self._running, "rb") as file:
             file.seek(self._places[content])
             record = json.loads(file.readline())
-        for measured in ("plain", "speedup", "identical"):
-            record.pop(measured, None)
-        first = record.get("copy_of", record["id"])
-        self._append({**record, "id": name, "stats": None, "copy_of": first}, content)
+        self._append(copy_of(record, name), content)
 
     def reject(self, reject: Reject, content: bytes | None = None) -> None:
         """Write the line of a document that failed, unless it stands there already.
@@ -137,8 +135,9 @@ class Journal:
             OSError: The files cannot be written anew; what is finished stays as it is.
         """
         if self._same_ids:
+            have = "document has" if self._same_ids == 1 else "documents have"
             self._notes.append(
-                f"{self._same_ids} documents have the id of another with a different text, the first of them "
+                f"{self._same_ids} {have} the id of another with a different text, the first of them "
                 f"{self._first_same_id!r}; lines of one id stand in the order of the inputs"
             )
         dropped = arrange(self._running, self._order, self._texts, _key_of_result)
@@ -205,10 +204,8 @@ class Journal:
 
     def _thaw(self) -> None:
         """Make JSON lines of a finished Parquet file again, and remove what a killed run was about to put in place."""
-        for path in {self._running, self._results, self._rejects}:
-            for left in path.parent.glob(f".{path.name}.*"):
-                if left.name.rpartition(".")[2].isdecimal():
-                    left.unlink(missing_ok=True)
+        for path in {self._running, self._results, self._rejects, manifest_path(self._results)}:
+            remove_leftovers(path)
         if self._paths.is_parquet and self._results.is_file() and not self._running.exists():
             from lookahead.jobs.parquet import read_parquet_lines
 

@@ -12,12 +12,19 @@ from types import TracebackType
 from typing import Any, BinaryIO, cast
 
 from lookahead.errors import ConfigError
+from lookahead.files.text import DocumentId
 
 
 def encode_line(record: dict[str, Any]) -> bytes:
     """One JSON line with its line break, in UTF-8; what UTF-8 cannot hold is written as a JSON escape."""
     # Paths can hold bytes that are no text, which Python keeps as lone surrogates.
     return (json.dumps(record, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+
+
+def copy_of(record: dict[str, Any], name: DocumentId) -> dict[str, Any]:
+    """The line of a document with the text of another, which has this line: what was measured stays with the other."""
+    kept = {key: value for key, value in record.items() if key not in ("plain", "speedup", "identical")}
+    return {**kept, "id": name, "stats": None, "copy_of": record.get("copy_of", record["id"])}
 
 
 class JsonLinesFile:

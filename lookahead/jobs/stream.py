@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from types import TracebackType
 from typing import Any, Protocol
 
 from lookahead.files.text import Document, DocumentId, Reject
 from lookahead.jobs.identity import JobIdentity, text_hash
 from lookahead.jobs.paths import OutputPaths
-from lookahead.jobs.results import JsonLinesFile
+from lookahead.jobs.results import JsonLinesFile, copy_of
+
+_REMEMBERED = 4096  # lines, so that memory does not grow with the documents
 
 
 class Sink(Protocol):
@@ -19,7 +22,7 @@ class Sink(Protocol):
 
 
 class Stream:
-    """Writes lines as they come and remembers none of them: nothing is resumed, no text is known again.
+    """Writes lines as they come: nothing is resumed, and only the newest texts are known again.
 
     Args:
         paths: Files to write, checked.
@@ -33,14 +36,19 @@ class Stream:
         self._rejects = JsonLinesFile(paths.rejects, lazy=True) if paths.rejects else None
         self._file = JsonLinesFile(paths.results) if paths.results else None
         self._results: Sink | None = self._file or shown
+        self._lines: OrderedDict[bytes, dict[str, Any]] = OrderedDict()  # the newest, by the hash of their text
 
     def take(self, document: Document) -> tuple[bytes | None, str | None]:
-        """Note a document: nothing is known of it."""
-        return None, None
+        """Note a document.
+
+        Returns:
+            The hash of its text, where lines are written that could be copied; and that nothing was done before.
+        """
+        return (bytes.fromhex(text_hash(document.text)) if self._results is not None else None), None
 
     def has(self, content: bytes) -> bool:
         """Whether a document of this text has a line that can be copied."""
-        return False
+        return content in self._lines
 
     def write(self, document: Document, record: dict[str, Any]) -> None:
         """Write the line of a document.
@@ -49,12 +57,25 @@ class Stream:
             OSError: It could not be written.
         """
         if self._results is not None:
-            signed = {"document": text_hash(document.text), **self._signature}
-            self._results.write({"id": document.id, **record, **signed})
+            content = text_hash(document.text)
+            self._append({"id": document.id, **record, "document": content, **self._signature}, bytes.fromhex(content))
 
     def copy(self, name: DocumentId, content: bytes) -> None:
-        """Never asked for, as no text is known."""
-        raise NotImplementedError("a stream has no lines to copy")
+        """Write the line of a document whose text has one already.
+
+        Raises:
+            OSError: As `write`.
+        """
+        self._append(copy_of(self._lines[content], name), content)
+
+    def _append(self, record: dict[str, Any], content: bytes) -> None:
+        """Write a line and remember it."""
+        assert self._results is not None
+        self._results.write(record)
+        self._lines[content] = record
+        self._lines.move_to_end(content)
+        if len(self._lines) > _REMEMBERED:
+            self._lines.popitem(last=False)
 
     def reject(self, reject: Reject, content: bytes | None = None) -> None:
         """Write the line of a document that failed.

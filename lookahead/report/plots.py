@@ -131,7 +131,8 @@ def _speed_over_the_job(tally: Tally) -> Card:
         caption += ', <span class="key plain-line"></span>plain decoding of the same documents'
     many = -(-int(np.isfinite(tally.column("decode_s")).sum()) // _STRETCHES)
     each = "each document" if many == 1 else f"about {many:,} documents in a row"
-    return Card(title, series(title, axes, lines), f"{caption}: of {each}, prefill left out.")
+    shared = "" if plain else " The seconds of a document were spent on those decoded beside it too."
+    return Card(title, series(title, axes, lines), f"{caption}: of {each}, prefill left out.{shared}")
 
 
 def _stretches(decoded: Figures, seconds: Figures) -> tuple[Figures, Figures] | None:

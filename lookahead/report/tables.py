@@ -20,7 +20,9 @@ def headline(tally: Tally, failures: Failures) -> list[tuple[str, str]]:
         figures.append((exact(failures.total), "failed"))
     speed, length = tally.ratio("decoded", "decode_s"), tally.ratio("decoded", "forwards")
     if speed is not None:
-        figures.append((exact(round(speed, 1)), "tokens per second"))
+        # Only with --compare is it one document after the other; else each one's seconds were spent on others too.
+        of_what = "tokens per second" if tally.speedup is not None else "tokens per second of a document beside others"
+        figures.append((exact(round(speed, 1)), of_what))
     if length is not None:
         figures.append((exact(length), "tokens per pass"))
     if tally.speedup is not None:

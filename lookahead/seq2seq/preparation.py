@@ -24,6 +24,7 @@ from transformers import (
 from lookahead.branch import Branch
 from lookahead.config import LookaheadConfig
 from lookahead.engine import Engine
+from lookahead.ensemble import ensemble_of, refuse_in_ensemble
 from lookahead.errors import PromptError, UnsupportedModelError
 from lookahead.experience import experience_of
 from lookahead.pacing import Pacing
@@ -85,8 +86,12 @@ def prepare_encoder_decoder(
     call = replace(call, vocab_size=vocabulary, max_length=call.max_length + len(read))
     branch = Branch((), {}, max_nodes=1, teaches=False)  # the lookahead branch is a tree
     proposers = _proposers(make_proposers(config, experience.proposers, pool, call, branch), read, model)
+    ensemble = ensemble_of(model)
+    if ensemble is not None:
+        refuse_in_ensemble(model, reads_hidden=False, by_rejection=call.by_rejection)
+        proposers = proposers if ensemble.leads else []
     pacing = None
-    if config.proposers and config.draft == "auto":
+    if proposers and config.draft == "auto":
         cost, switch = experience.costs[config.passes], experience.switches[config.passes]
         pacing = Pacing(cost, switch, branch, runs_to_limit=stopping.is_only_length)
     chooser = _chooser(logits_processor, generation_config)
@@ -102,6 +107,7 @@ def prepare_encoder_decoder(
         is_chain=True,
         by_rejection=call.by_rejection,
         by_typicality=config.acceptance == "typical" and call.warp is not None,
+        ensemble=ensemble,
     )
 
 

@@ -1,0 +1,133 @@
+"""What jobs leave on disk and on standard output: copies of equal texts, and nothing half written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.faults import Silent, StandIn
+from lookahead.errors import ConfigError
+from lookahead.files.text import Document
+from lookahead.jobs import stream
+from lookahead.jobs.identity import JobIdentity
+from lookahead.jobs.job import Totals, run_job
+from lookahead.jobs.paths import OutputPaths
+from lookahead.jobs.results import JsonLinesFile
+
+JOB = JobIdentity(model="bundled", weights="w", tokenizer="t", dtype="float32", max_new_tokens=8)
+
+
+class Killed(BaseException):
+    """Stands in for a kill."""
+
+
+class Backwards(StandIn):
+    """Finishes documents in the wrong order, so that their lines have to be put in order."""
+
+    def summarize_all(self, documents: Iterable[Document], rows: int) -> Iterator[Any]:
+        yield from super().summarize_all(list(documents)[::-1], rows)
+
+
+class Shown:
+    """Stands in for standard output."""
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+
+    def write(self, record: dict[str, Any]) -> None:
+        self.lines.append(record)
+
+
+def test_equal_texts_are_summarized_once_where_no_journal_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "_REMEMBERED", 2)
+    items = [Document(name, f"text {name[0]}") for name in ("a", "a2", "b", "a3", "c", "d", "a4")]
+    shown, totals = Shown(), Totals()
+    run_job(items, StandIn(), OutputPaths(None), JOB, totals=totals, observer=Silent(), rows=1, shown=shown)
+    copies = [(line["id"], line.get("copy_of")) for line in shown.lines]
+    # Only the newest two lines are remembered.
+    assert copies == [("a", None), ("a2", "a"), ("b", None), ("a3", "a"), ("c", None), ("d", None), ("a4", None)]
+    assert shown.lines[3]["summary"] == "TEXT A" and shown.lines[3]["stats"] is None
+    assert (totals.summarized, totals.copied) == (5, 2)
+
+
+@pytest.mark.parametrize(("name", "moves"), [("out.jsonl", 3), ("out[1].parquet", 4)])
+def test_what_a_kill_left_half_written_is_removed_and_nothing_else(
+    name: str, moves: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, replace_file = tmp_path / name, os.replace
+    others = output.with_name(f".{name}.notes.tmp")
+    others.touch()
+
+    def run(**options: bool) -> None:
+        paths = OutputPaths(output, **options)
+        paths.check([])
+        items = [Document(each, f"text {each}") for each in "ab"]
+        run_job(items, Backwards(), paths, JOB, totals=Totals(), observer=Silent(), rows=2)
+
+    for move in range(moves):
+        left_to_go = [replace_file] * move
+        with monkeypatch.context() as patched, pytest.raises(Killed):
+
+            def replace_or_die(source: str, target: str, left_to_go: Any = left_to_go, patched: Any = patched) -> None:
+                if not left_to_go:
+                    patched.setattr(Path, "unlink", lambda *_, **__: None)  # a kill leaves things as they are
+                    raise Killed
+                left_to_go.pop()(source, target)
+
+            patched.setattr(os, "replace", replace_or_die)
+            run(overwrite=True)
+        assert len(list(tmp_path.glob("*.tmp")) + list(tmp_path.glob(".*.tmp"))) > 1, "nothing was left"
+        run(resume=True)
+        assert [path for path in tmp_path.iterdir() if path.name.endswith(".tmp")] == [others]
+
+
+def run(output: Path, count: int, **options: bool) -> None:
+    """A job of so many documents."""
+    items = [Document(f"d{number}", f"text {number}") for number in range(count)]
+    paths = OutputPaths(output, **options)
+    paths.check([])
+    run_job(items, StandIn(), paths, JOB, totals=Totals(), observer=Silent(), rows=1)
+
+
+def test_every_line_and_every_repair_is_on_the_disk_before_anything_else_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, synced = tmp_path / "out.jsonl", set()
+    monkeypatch.setattr(os, "fsync", lambda file: synced.add((os.fstat(file).st_ino, os.fstat(file).st_size)))
+    run(output, 3)
+    ends = list(accumulate(len(line) for line in output.read_bytes().splitlines(keepends=True)))
+    assert {(output.stat().st_ino, end) for end in ends} <= synced
+    os.truncate(output, ends[-1] - 5)
+    synced.clear()
+    run(output, 2, resume=True)  # nothing is written but the repair
+    assert (output.stat().st_ino, ends[1]) in synced
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_a_line_that_is_interrupted_is_not_there_at_all(
+    error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with JsonLinesFile(tmp_path / "lines.jsonl") as file:
+        file.write({"id": 1})
+
+        def fail(_: int) -> None:
+            raise error
+
+        with monkeypatch.context() as patched, pytest.raises(error):
+            patched.setattr(os, "fsync", fail)
+            file.write({"id": 2})
+        file.write({"id": 3})
+    assert (tmp_path / "lines.jsonl").read_text() == '{"id": 1}\n{"id": 3}\n'
+
+
+def test_a_manifest_of_another_release_is_refused_by_its_version(tmp_path: Path) -> None:
+    run(tmp_path / "out.jsonl", 1)
+    manifest = tmp_path / "out.jsonl.manifest.json"
+    manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 2'))
+    with pytest.raises(ConfigError, match="version 2; this release goes on with version 1"):
+        run(tmp_path / "out.jsonl", 2, resume=True)
