@@ -125,7 +125,7 @@ def generate(
       lookahead generate "Once upon a time" --temperature 0.8 --seed 7 --stats
       lookahead generate - --max-new-tokens 64 < prompt.txt
       lookahead generate "Dear Sir" --model ./large --draft-model ./small
-      lookahead generate "Dear Sir" --proposers none --heads eagle --stats
+      lookahead generate "Dear Sir" --proposers none --heads eagle3 --stats
     """
     from lookahead.files.documents import read_prompt
     from lookahead.summarize.fitting import check_max_new_tokens, check_room

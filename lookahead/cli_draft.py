@@ -65,7 +65,7 @@ def pick_draft(
         drafts = {}
         for name in names:
             draft, tokenizer = load(name, dtype, device, threads, measures_costs=False)
-            drafts[name] = DraftModel(draft, tokenizer=tokenizer)
+            drafts[name] = DraftModel(draft, tokenizer=tokenizer, name=name)
         sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
         with console(sys.stderr).status("measuring"):
             pick = pick_draft(*loaded, drafts, texts or PROMPTS, max_new_tokens=max_new_tokens, **sampling)

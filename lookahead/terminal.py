@@ -51,9 +51,14 @@ def say(kind: str, message: str) -> None:
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """Turn what goes wrong before the work, or stops it, into one line on stderr and an exit status."""
+    """Turn what goes wrong before the work, or stops it, into one line on stderr and an exit status.
+
+    What is warned of is one line too, without the place in the code.
+    """
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_: say("warning", str(message))
+            yield
     except LookaheadError as error:
         say("error", str(error))
         raise typer.Exit(2) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 from bench.near_models import like, small
 from lookahead import DraftModel, LookaheadConfig
 from lookahead.generation import prepare
+from lookahead.proposers.base import Call, IntArray, Outcome, Proposal, Proposer
 
 
 class Clock:
@@ -109,3 +111,42 @@ def test_beside_a_draft_model_that_is_too_dear_the_names_draft_as_if_it_were_not
     beside = [lost(target, config, 200) for _ in range(3)]
     for before, after in zip(alone, beside, strict=True):
         assert after < before + 6 + 2 * draft_s / 0.01  # it reads the prompt, and is tried once
+
+
+class Misleading(Proposer):
+    """Promises much after every token, and is never right; it costs nothing."""
+
+    sources = ("misleading",)
+
+    def __init__(self, call: Call) -> None:
+        self.newest: dict[int, int] = {}
+
+    def start(self, row: int, prompt: IntArray) -> None:
+        self.newest[row] = int(prompt[-1])
+
+    def propose(self, row: int, room: int) -> Proposal | None:
+        tokens = np.array([self.newest[row], *[100] * min(room, 8)], np.int32)
+        parents = np.maximum(np.arange(len(tokens), dtype=np.int32) - 1, 0)
+        return Proposal(tokens, parents.astype(np.int32), np.full(len(tokens), 0.95, np.float32))
+
+    def observe(self, row: int, outcome: Outcome, placed: IntArray) -> None:
+        self.newest[row] = int(outcome.tokens[-1])
+
+    def finish(self, row: int) -> None:
+        del self.newest[row]
+
+
+@pytest.mark.parametrize("beside", [("prompt", "outputs"), (Misleading,)], ids=["names", "misleading"])
+def test_sources_that_are_useless_do_not_switch_off_a_draft_model_that_is_good(
+    looping_llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, beside: tuple[Any, ...]
+) -> None:
+    target, twin, draft, other = (like(looping_llama, noise) for noise in (0.0, 0.0, 0.02, 0.02))
+    clock = Clock(monkeypatch, {target: 0.01, twin: 0.01, draft: 0.001, other: 0.001})
+    if beside != (Misleading,):  # as of a text that repeats nothing
+        monkeypatch.setattr("lookahead.proposers.mixture.MixtureProposer.propose", lambda *_: None)
+    alone = LookaheadConfig(proposers=(DraftModel(other),), memory="request")
+    together = LookaheadConfig(proposers=(*beside, DraftModel(draft)), memory="request")
+    saved = [-lost(twin, alone, 120) for _ in range(2)]
+    kept = [-lost(target, together, 120) for _ in range(2)]
+    assert min(saved) > 30 and min(kept) > 0.8 * min(saved)
+    assert clock.passes[draft] > 0.8 * clock.passes[other]

@@ -245,6 +245,24 @@ def test_a_draft_model_of_another_dtype_and_table_size_drafts_for_a_target_with_
     assert got.token_ids == lookahead.generate(tiny_llama, tiny_tokenizer, ["~", "b"], max_new_tokens=30).token_ids
 
 
+@pytest.mark.parametrize("acceptance", ["exact", "rejection"])
+def test_a_good_draft_model_in_half_precision_is_accepted_by_a_target_in_full(
+    looping_llama: PreTrainedModel, near: PreTrainedModel, ragged: dict[str, torch.Tensor], acceptance: str
+) -> None:
+    draft = like(near, 0.0).bfloat16()
+    config = LookaheadConfig(proposers=(DraftModel(draft),), acceptance=acceptance, **FIXED)
+    engine = looping_llama.generate(
+        **ragged, max_new_tokens=20, do_sample=True, pad_token_id=0, custom_generate=prepare, lookahead_config=config
+    )
+    for _ in engine.run():
+        pass
+    assert sum(stats.accepted_tokens for stats in engine.stats) > 10
+    assert draft.dtype == torch.bfloat16 and looping_llama.dtype == torch.float32
+    if acceptance == "exact":
+        expected, got = both(looping_llama, config, **ragged, do_sample=True)
+        assert torch.equal(got, expected)
+
+
 def test_other_vocabularies_and_tokenizers_are_refused_with_what_to_do(
     tiny_llama: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerFast, ragged: dict[str, torch.Tensor]
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
 from lookahead.errors import HeadsError
@@ -124,6 +124,33 @@ def test_untrained_steps_have_losses_with_gradients_for_every_weight(tiny_llama)
             loss.backward()
         assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in learner.parameters())
         assert learner.hits(tiny_llama, states, batch)[:, 2].tolist() == [17, 15, 13][: learner.depth]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_fused_head_of_a_small_model_begins_by_saying_what_followed_the_newest_token_before(is_tied):
+    torch.manual_seed(8)
+    config = LlamaConfig(
+        vocab_size=101,
+        hidden_size=128,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        tie_word_embeddings=is_tied,
+    )
+    model = LlamaForCausalLM(config).eval()
+    head = fresh_fused(model, range(101))
+    assert head.hidden_layers[0] == 0
+    right = 0
+    for seed in range(20):
+        text = torch.randperm(100, generator=torch.Generator().manual_seed(seed))[:40].tolist()
+        ids = [*text, text[seed]]
+        features = head.enter(hidden_states(model, torch.tensor([ids]), head.hidden_layers)[0])
+        says = naive(head, model, ids[1:], features[:-1])  # after the pair of what stood before it and that token
+        right += int(head.logits(model, says).argmax()) == text[seed + 1]
+    assert right >= 12
 
 
 def test_the_last_hidden_states_are_the_same_by_either_name(tiny_llama):

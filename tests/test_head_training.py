@@ -239,7 +239,7 @@ def test_one_head_at_a_time_needs_the_memory_of_one_head_whatever_their_number(t
     config = type(tiny_llama.config)(**{**tiny_llama.config.to_dict(), "vocab_size": vocab})
     model = type(tiny_llama)(config).requires_grad_(False)
     batch = {"input_ids": torch.randint(0, vocab, (1, tokens)), "wanted": torch.ones(1, tokens, dtype=torch.bool)}
-    states = torch.randn(1, tokens, hidden)
+    states = torch.randn(1, tokens, hidden if kind == "medusa" else 2 * hidden)
 
     def peak(heads, in_turn):
         made = (MedusaHeads if kind == "medusa" else MtpHeads).fresh(model, heads=heads)

@@ -253,6 +253,11 @@ def test_heads_that_come_along_draft_for_the_bundled_model_by_their_name(name, t
     assert stats.accepted_tokens > 0
 
 
+def test_a_name_that_no_heads_have_is_refused_with_those_there_are(looping_llama, prompt):
+    with pytest.raises(HeadsError, match="hydra: neither a folder of heads nor a name: native, eagle3, mtp have names"):
+        both(looping_llama, drafting(Heads("hydra")), input_ids=prompt, do_sample=False)
+
+
 def test_the_name_of_heads_that_come_along_is_refused_for_another_model(looping_llama, prompt):
     for name in bundled_heads():
         with pytest.raises(HeadsError, match="heads of another model"):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import lookahead
 from lookahead import Heads, LookaheadConfig
@@ -19,6 +19,8 @@ from lookahead.heads.mtp import MtpDrafter, MtpHeads
 from lookahead.heads.native import NativeDrafter, open_native
 from lookahead.heads.rates import HeadRates
 from lookahead.heads.trunk import hidden_states
+from lookahead.training.heads.examples import Example, Examples
+from lookahead.training.heads.induction import begin_mtp
 
 FIXED = {"draft": "fixed", "min_probability": 0.0, "max_nodes": 20}
 
@@ -35,24 +37,26 @@ def heads(tiny_llama) -> MtpHeads:
 
 
 def naive(heads: MtpHeads, model, states: torch.Tensor) -> torch.Tensor:
-    """What every head says after each of `[tokens, hidden]`, `[heads, tokens, vocab]`, by layers of transformers."""
-    n = len(states)
+    """What every head says after each of `[tokens, 2 · hidden]`, `[heads, tokens, vocab]`, by parts of transformers."""
+    n, (low, last) = len(states), states.chunk(2, -1)
     mask = torch.full((n, n), float("-inf")).triu(1)[None, None]
     rotation = heads.rotation._rotary(states, torch.arange(n)[None])
     config, logits = type(heads.config).from_dict(heads.config.to_dict()), []
     config._attn_implementation = "eager"
     for head in heads.heads:
-        layer = LlamaDecoderLayer(config, 0)
-        layer.load_state_dict(head.state_dict())
-        out = layer(states[None], attention_mask=mask, position_embeddings=rotation)
-        logits.append(model.lm_head((out[0] if isinstance(out, tuple) else out)[0]))
+        attention = LlamaAttention(config, 0)
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(attention, name, getattr(head.self_attn, name))
+        read = torch.cat((head.low_layernorm(low), head.input_layernorm(last)), -1)[None]
+        hidden = last * head.kept + attention(read, position_embeddings=rotation, attention_mask=mask)[0][0]
+        logits.append(model.lm_head(hidden + head.mlp(head.post_attention_layernorm(hidden))))
     return torch.stack(logits)
 
 
 @torch.no_grad()
-def test_training_and_drafting_say_what_layers_of_transformers_say(heads, tiny_llama):
+def test_training_and_drafting_say_what_attention_of_transformers_says(heads, tiny_llama):
     texts = [[5, 9, 31, 77, 5, 9, 2, 8, 60], [7, 8, 9, 40]]
-    states = [hidden_states(tiny_llama, torch.tensor([text]))[0] for text in texts]
+    states = [hidden_states(tiny_llama, torch.tensor([text]), heads.hidden_layers)[0] for text in texts]
     expected = [naive(heads, tiny_llama, each) for each in states]
     padded = torch.nn.utils.rnn.pad_sequence(states, batch_first=True)
     places = torch.tensor([0, 3, 8, 9 + 1, 9 + 3])
@@ -70,9 +74,39 @@ def test_training_and_drafting_say_what_layers_of_transformers_say(heads, tiny_l
 
 @torch.no_grad()
 def test_untrained_heads_say_what_the_lm_head_says(tiny_llama):
-    states = hidden_states(tiny_llama, torch.tensor([[4, 5, 6, 7]]))
-    says = MtpHeads.fresh(tiny_llama, heads=2).guess(tiny_llama, 1, states, torch.arange(4))
-    assert torch.allclose(says, tiny_llama.lm_head(states[0]))
+    fresh = MtpHeads.fresh(tiny_llama, heads=2)
+    states = hidden_states(tiny_llama, torch.tensor([[4, 5, 6, 7]]), fresh.hidden_layers)
+    says = fresh.guess(tiny_llama, 1, states, torch.arange(4))
+    assert torch.allclose(says, tiny_llama.lm_head(states[0].chunk(2, -1)[1]))
+
+
+@torch.no_grad()
+def test_heads_begin_training_by_saying_what_followed_the_next_token_before(monkeypatch):
+    """The model's last states tell the next token, its low ones the token, the one before and the one before that."""
+    torch.manual_seed(8)
+    sizes = {"vocab_size": 101, "hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 64}
+    rope = {"rope_type": "default", "rope_theta": 500_000.0}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4, rope_parameters=rope)
+    model = LlamaForCausalLM(config).eval()
+    vectors = model.lm_head.weight
+    turned = [vectors @ torch.nn.init.orthogonal_(torch.empty(256, 256)) for _ in range(3)]
+
+    def states_of(model, ids, layers):
+        low = sum(turned[back][ids.roll(back)] for back in range(3))
+        return torch.cat((low, vectors[ids.roll(-1)]), -1)
+
+    monkeypatch.setattr("lookahead.training.heads.induction.hidden_states", states_of)
+    texts = [torch.randint(4, 101, (60,)).tolist() for _ in range(200)]
+    heads = MtpHeads.fresh(model, heads=2)
+    begin_mtp(heads, model, Examples([Example.answered(text[:1], text[1:], 99) for text in texts]))
+    right = [0, 0]
+    for seed in range(20):
+        text = torch.randperm(100, generator=torch.Generator().manual_seed(seed))[:40].tolist()
+        states = states_of(model, torch.tensor([[*text, 100, text[seed]]]), heads.hidden_layers)
+        for head in range(2):
+            says = heads.guess(model, head, states[:, :-1], torch.tensor([40])).argmax()
+            right[head] += int(says) == text[seed + 1 + head]
+    assert min(right) >= 6  # by chance one in a hundred is
 
 
 def test_heads_read_back_as_they_were_written_without_a_random_number(heads, tiny_llama, looping_llama, tmp_path):
@@ -89,6 +123,9 @@ def test_heads_read_back_as_they_were_written_without_a_random_number(heads, tin
         MtpHeads.load(tmp_path, tiny_llama)
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_heads": None}))
     with pytest.raises(HeadsError, match="num_heads must be a whole number of at least 1, got None"):
+        MtpHeads.load(tmp_path, tiny_llama)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "low_layer": 99}))
+    with pytest.raises(HeadsError, match="low_layer must be one of the model's layers, got 99"):
         MtpHeads.load(tmp_path, tiny_llama)
 
 

@@ -134,7 +134,7 @@ def test_the_command_measures_and_recommends(folders: dict[str, Path], tmp_path:
         (["--candidates", "./nowhere"], "does not exist"),
         (["--candidates", "DRAFT", "--prompts", "./nowhere.txt"], "nowhere.txt"),
         (["--candidates", "DRAFT", "--prompts", "EMPTY"], "holds no prompt"),
-        (["--candidates", "STRANGER"], "gives other ids than the target's"),
+        (["--candidates", "STRANGER"], "stranger' gives other ids than the target's"),
     ],
 )
 def test_the_command_says_what_is_wrong(
@@ -158,6 +158,16 @@ def test_generate_drafts_with_the_model_that_is_named(folders: dict[str, Path]) 
     assert plain.stdout == drafted.stdout == alone.stdout
     refused = CliRunner().invoke(app, [*options, "--draft-model", str(folders["stranger"])])
     assert refused.exit_code == 2 and "gives other ids than the target's" in " ".join(refused.stderr.split())
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_draft_model_larger_than_its_target_is_told_of_in_one_line(folders: dict[str, Path]) -> None:
+    options = ["generate", "abcab", "--model", str(folders["draft"]), "--max-new-tokens", "4", "--threads", "1"]
+    run = CliRunner().invoke(app, [*options, "--draft-model", str(folders["target"])])
+    assert run.exit_code == 0, run.output
+    told = [line for line in run.stderr.splitlines() if "hardly pay" in line]
+    assert len(told) == 1 and told[0].startswith("warning: the draft model has ") and " ms, " in told[0]
+    assert ".py:" not in told[0]
 
 
 def test_there_are_prompts_for_those_who_bring_none() -> None:

@@ -188,6 +188,18 @@ def test_two_draft_models_in_one_tree_keep_the_distribution(
     assert first_tokens(emitted, target, 2) == pytest.approx(of_target(target, 2), abs=1e-6)
 
 
+def test_a_second_draft_model_is_tried_where_the_first_was_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def target(prefix: Prefix) -> torch.Tensor:
+        return torch.tensor([0.5, 0.3, 0.2, 0.0]).double()
+
+    def impossible(prefix: Prefix) -> torch.Tensor:
+        return torch.tensor([0.0, 0.0, 0.0, 1.0]).double()
+
+    emitted = law_of(monkeypatch, lambda: step(target, [impossible, target], passes=1, width=1, children=1))
+    assert sum(chance for tokens, chance in emitted.items() if len(tokens) == 2) == pytest.approx(1.0, abs=1e-6)
+    assert first_tokens(emitted, target, 2) == pytest.approx(of_target(target, 2), abs=1e-6)
+
+
 def test_four_tokens_and_three_of_them_ahead_keep_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = made_up(5, 4, 0.2), made_up(15, 4, 0.2)
     emitted = law_of(monkeypatch, lambda: step(target, [draft], passes=2, width=1, children=2))

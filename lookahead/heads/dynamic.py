@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -153,7 +154,8 @@ class EagleDrafter(Drafter):
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """The model's embeddings, `[..., hidden]`."""
-        embedded: Tensor = self._model.get_input_embeddings()(tokens)
+        table: Any = self._model.get_input_embeddings()
+        embedded: Tensor = table(tokens.to(table.weight.device)).to(tokens.device)
         return embedded
 
 

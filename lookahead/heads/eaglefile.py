@@ -13,6 +13,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from lookahead.errors import HeadsError
 from lookahead.heads.eagle import EagleHead, FusedEagleHead
 from lookahead.heads.headfile import HeadsConfig, check_base, read_heads, write_heads
+from lookahead.heads.induction import begin_fused
 from lookahead.heads.layer import Rotation, layer_config, read_sizes, write_sizes
 from lookahead.heads.trunk import lm_head
 
@@ -32,6 +33,8 @@ def fresh_eagle(model: PreTrainedModel) -> EagleHead:
 def fresh_fused(model: PreTrainedModel, tokens: Sequence[int]) -> FusedEagleHead:
     """An untrained head that reads three layers and begins with the model's LM head.
 
+    That of a small model begins by looking up what followed the newest token before.
+
     Args:
         model: The model.
         tokens: The token ids that it can propose, ascending.
@@ -43,13 +46,18 @@ def fresh_fused(model: PreTrainedModel, tokens: Sequence[int]) -> FusedEagleHead
     head.lm_head.weight.copy_(weight[chosen.to(weight.device)])
     # It begins undecided, with logits near 1: to unlearn wrong certainty takes longer than to learn.
     head.norm.weight.fill_(1.0 / float(head.lm_head.weight.norm(dim=-1).mean()))
+    if head.hidden_layers[0] == 0:
+        begin_fused(head, model)
     return head
 
 
 def fused_layers(model: PreTrainedModel) -> tuple[int, int, int]:
-    """A low, a middle and a high layer: as published, and of a small model its first, its middle and its last."""
+    """A low, a middle and a high layer: as published; of a small model its embeddings, its first layer and its last.
+
+    The later layers of a small model keep little of the tokens themselves, which a head looks for further up.
+    """
     layers: int = model.config.get_text_config().num_hidden_layers
-    return (2, layers // 2, layers - 3) if layers >= 8 else (1, (layers + 1) // 2, layers)
+    return (2, layers // 2, layers - 3) if layers >= 8 else (0, 1, layers)
 
 
 def write_eagle(head: EagleHead, folder: str | os.PathLike[str], model: PreTrainedModel) -> None:

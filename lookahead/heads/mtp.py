@@ -24,11 +24,21 @@ WEIGHTS = "model.safetensors"
 
 
 class MtpHead(DraftLayer):
-    """A decoder layer that reads hidden states through a norm and adds to them."""
+    """A decoder layer that reads a low layer's hidden states beside the last ones, each through a norm.
+
+    What it says is added to the last ones, each dimension of which counts as much as it learns to let it.
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config, config.hidden_size)
+        super().__init__(config, 2 * config.hidden_size)
+        self.low_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
         self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.kept = nn.Parameter(torch.ones(config.hidden_size))
+
+    def enter(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention reads and what it is added to, `[..., 2 · hidden]` and `[..., hidden]`, of both states."""
+        low, last = states.chunk(2, dim=-1)
+        return torch.cat((self.low_layernorm(low), self.input_layernorm(last)), dim=-1), last * self.kept
 
 
 class MtpHeads(nn.Module):
@@ -39,15 +49,20 @@ class MtpHeads(nn.Module):
     Args:
         config: Sizes of a layer, as of a Llama.
         heads: How many.
+        low_layer: The layer they read beside the last one, which keeps little of the tokens that were read.
+
+    Attributes:
+        hidden_layers: Both, numbered as by `output_hidden_states`.
 
     Source: Gloeckle et al. 2024, "Better & Faster Large Language Models via Multi-token Prediction", §2. There the
         heads and the trunk are trained together from the beginning; here they are added to a trained model, which may
         stay as it is, so each begins as one that changes nothing.
     """
 
-    def __init__(self, config: LlamaConfig, *, heads: int) -> None:
+    def __init__(self, config: LlamaConfig, *, heads: int, low_layer: int) -> None:
         super().__init__()
         self.config = config
+        self.hidden_layers = (low_layer, -1)
         self.heads = nn.ModuleList(MtpHead(config) for _ in range(heads))
         self.rotation = Rotation(config)
 
@@ -64,7 +79,7 @@ class MtpHeads(nn.Module):
     @torch.no_grad()
     def fresh(cls, model: PreTrainedModel, *, heads: int) -> MtpHeads:
         """Untrained heads with layers like those of the model, which say what its LM head says."""
-        made = cls(layer_config(model), heads=heads)
+        made = cls(layer_config(model), heads=heads, low_layer=low_layer(model))
         for index in range(heads):
             made.head(index).self_attn.o_proj.weight.zero_()
             made.head(index).mlp.down_proj.weight.zero_()
@@ -83,8 +98,11 @@ class MtpHeads(nn.Module):
         count = config.sizes.get("num_heads")
         if not isinstance(count, int) or count < 1:
             raise HeadsError(f"{folder}: num_heads must be a whole number of at least 1, got {count!r}")
+        low = config.sizes.get("low_layer")
+        if not isinstance(low, int) or not 0 <= low <= model.config.get_text_config().num_hidden_layers:
+            raise HeadsError(f"{folder}: low_layer must be one of the model's layers, got {low!r}")
         with torch.device("meta"):  # weights made at random would draw from the seed of whoever is decoding
-            made = cls(sizes, heads=count)
+            made = cls(sizes, heads=count, low_layer=low)
         try:
             made.load_state_dict(tensors, assign=True)
         except RuntimeError as error:
@@ -99,25 +117,30 @@ class MtpHeads(nn.Module):
         Raises:
             OSError: They cannot be written.
         """
-        sizes = {**write_sizes(self.config), "num_heads": len(self)}
+        sizes = {**write_sizes(self.config), "num_heads": len(self), "low_layer": self.hidden_layers[0]}
         tensors = {name: tensor.bfloat16() for name, tensor in self.state_dict().items()}
         write_heads(folder, HeadsConfig.of(KIND, model, sizes), WEIGHTS, tensors)
 
     def guess(self, model: PreTrainedModel, head: int, states: Tensor, places: Tensor) -> Tensor:
-        """Logits `[n, vocab]` of one head at places, int64 `[n]`, of flattened states `[batch, tokens, hidden]`.
+        """Logits `[n, vocab]` of one head at places, int64 `[n]`, of flattened states `[batch, tokens, 2 · hidden]`.
 
         Keys and values are made of all states, queries of those at the places alone.
         """
         layer, (batch, tokens) = self.head(head), states.shape[:2]
         position = torch.arange(tokens, device=states.device).expand(batch, -1)
-        read = layer.input_layernorm(states)
+        read, kept = layer.enter(states)
         keys, values = layer.keys_values(read, self.rotation(states, position))
         counts = torch.bincount(places // tokens, minlength=batch).tolist()
         at = pad_sequence((places % tokens).split(counts), batch_first=True)
         query = layer.query(take(read, at), self.rotation(states, at))
-        out = layer.finish(take(states, at), attend(query, keys, values, position[:, None] <= at[..., None]))
-        kept = torch.cat([row[:count] for row, count in zip(out, counts, strict=True)])
-        return unembed(model, kept)
+        out = layer.finish(take(kept, at), attend(query, keys, values, position[:, None] <= at[..., None]))
+        return unembed(model, torch.cat([row[:count] for row, count in zip(out, counts, strict=True)]))
+
+
+def low_layer(model: PreTrainedModel) -> int:
+    """A layer whose hidden states still tell the tokens, and the ones before them."""
+    layers: int = model.config.get_text_config().num_hidden_layers
+    return 2 if layers >= 8 else 1
 
 
 class MtpDrafter(ParallelDrafter):
@@ -135,6 +158,7 @@ class MtpDrafter(ParallelDrafter):
 
     def __init__(self, heads: MtpHeads, model: PreTrainedModel, rates: HeadRates, rows: int, warp: Warp | None) -> None:
         super().__init__(rates, warp)
+        self.hidden_layers = heads.hidden_layers
         self._heads = heads
         self._model = model
         self._caches = [DraftCache(rows) for _ in range(len(heads))]
@@ -146,7 +170,7 @@ class MtpDrafter(ParallelDrafter):
         outs = []
         for index, cache in enumerate(self._caches):
             layer = self._heads.head(index)
-            outs.append(cache.extend(layer, self._heads.rotation, rows, new, layer.input_layernorm(padded), padded))
+            outs.append(cache.extend(layer, self._heads.rotation, rows, new, *layer.enter(padded)))
         self._newest.update(zip(rows, torch.stack(outs, 1), strict=True))
 
     def forget(self, row: int) -> None:

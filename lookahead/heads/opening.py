@@ -47,6 +47,10 @@ def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[
         return native.KIND, native.open_native(model)
     if folder in bundled_heads() and not Path(folder).is_dir():
         folder = BUNDLED_HEADS / folder
+    elif Path(folder).name == str(folder) and not Path(folder).exists():
+        raise HeadsError(
+            f"{folder}: neither a folder of heads nor a name: {', '.join((NATIVE, *bundled_heads()))} have names"
+        )
     kind = read_config(folder).kind or _published_kind(Path(folder))
     if kind == medusa.KIND:
         return kind, MedusaHeads.load(folder, model)

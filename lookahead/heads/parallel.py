@@ -25,7 +25,7 @@ class ParallelDrafter(Drafter):
         warp: What sampling does to logits; None where the likeliest token is taken.
     """
 
-    hidden_layers = (-1,)
+    hidden_layers: tuple[int, ...] = (-1,)
 
     def __init__(self, rates: HeadRates, warp: Warp | None) -> None:
         self._rates = rates

@@ -16,6 +16,7 @@ from torch import Tensor
 from lookahead.heads.guesses import Drafter, GuessTree
 from lookahead.heads.opening import Network, fresh_rates, open_heads, put_to_work
 from lookahead.heads.rates import HeadRates
+from lookahead.heads.trunk import lm_head
 from lookahead.proposers.base import Call, IntArray, Outcome, Proposal, Proposer
 
 
@@ -30,7 +31,7 @@ class Heads:
     Args:
         folder: What `lookahead train` wrote, a published checkpoint of Medusa or EAGLE in safetensors, `"native"` for
             the MTP layer that the model's own checkpoint brings along, or the name of heads that come along for the
-            bundled model, `"eagle"` or `"mtp"`.
+            bundled model, `"eagle3"` or `"mtp"`.
         name: What the source is called in the stats; their kind when None.
 
     Raises:
@@ -53,7 +54,7 @@ class Heads:
             self._opened[call.model] = (kind, network, fresh_rates(network))
         kind, network, rates = self._opened[call.model]
         drafter = put_to_work(network, call.model, rates, call.rows, call.warp)
-        return HeadsProposer(drafter, rates, self._name or kind)
+        return HeadsProposer(drafter, rates, self._name or kind, lm_head(call.model).weight.device)
 
 
 @dataclass(slots=True)
@@ -74,13 +75,15 @@ class HeadsProposer(Proposer):
         drafter: The heads at work.
         rates: What is learned of them; as the drafter has.
         name: What the source is called.
+        device: Where the heads are; layers of a model spread over several devices are elsewhere.
     """
 
-    def __init__(self, drafter: Drafter, rates: HeadRates, name: str) -> None:
+    def __init__(self, drafter: Drafter, rates: HeadRates, name: str, device: torch.device) -> None:
         self.sources = (name,)
         self.hidden_layers = drafter.hidden_layers
         self._drafter = drafter
         self._rates = rates
+        self._device = device
         self._rows: dict[int, _Row] = {}
 
     def start(self, row: int, prompt: IntArray) -> None:
@@ -116,7 +119,7 @@ class HeadsProposer(Proposer):
             states = [outcome.prompt_hidden[layer] for layer in self.hidden_layers]
             tokens = np.concatenate((state.prompt[len(state.prompt) + 1 - len(states[0]) :], tokens))
         state.tokens.append(tokens)
-        state.states.append(torch.cat(states, -1))
+        state.states.append(torch.cat([each.to(self._device) for each in states], -1))
         state.prompt, state.root = None, int(tokens[-1])
 
     def finish(self, row: int) -> None:
@@ -129,8 +132,7 @@ class HeadsProposer(Proposer):
         if not rows:
             return
         states = [torch.cat(self._rows[row].states) for row in rows]
-        device = states[0].device
-        tokens = [torch.from_numpy(np.concatenate(self._rows[row].tokens)).long().to(device) for row in rows]
+        tokens = [torch.from_numpy(np.concatenate(self._rows[row].tokens)).long().to(self._device) for row in rows]
         self._drafter.read(rows, tokens, states)
         for row in rows:
             self._rows[row].tokens.clear()

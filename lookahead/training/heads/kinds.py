@@ -15,6 +15,7 @@ from lookahead.heads.mtp import MtpHeads
 from lookahead.heads.trunk import lm_head
 from lookahead.training.heads.eagle import EagleLearner, FusedEagleLearner
 from lookahead.training.heads.examples import Examples
+from lookahead.training.heads.induction import begin_mtp
 from lookahead.training.heads.learner import Learner
 from lookahead.training.heads.parallel import ParallelLearner
 
@@ -44,10 +45,15 @@ def begin(
         is_joint: Whether the model is trained as well.
         draft_vocab: Tokens an EAGLE-3 head can propose.
     """
-    if kind in ("medusa", "mtp"):
-        made = (MedusaHeads if kind == "medusa" else MtpHeads).fresh(model, heads=heads)
-        learner: Learner = ParallelLearner(made, heads, is_joint=is_joint)
-        return Beginning(learner.float(), lambda folder: made.write(folder, model))
+    if kind == "medusa":
+        medusa = MedusaHeads.fresh(model, heads=heads)
+        learner: Learner = ParallelLearner(medusa, heads, is_joint=is_joint)
+        return Beginning(learner.float(), lambda folder: medusa.write(folder, model))
+    if kind == "mtp":
+        mtp = MtpHeads.fresh(model, heads=heads).float()
+        begin_mtp(mtp, model, train)
+        learner = ParallelLearner(mtp, heads, layers=mtp.hidden_layers, is_joint=is_joint)
+        return Beginning(learner, lambda folder: mtp.write(folder, model))
     if kind == "eagle":
         learner = EagleLearner(fresh_eagle(model), heads)
     else:

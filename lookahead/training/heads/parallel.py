@@ -24,7 +24,7 @@ class ParallelHeads(Protocol):
     """Heads that guess side by side."""
 
     def guess(self, model: PreTrainedModel, head: int, states: Tensor, places: Tensor) -> Tensor:
-        """Logits `[n, vocab]` of one head at places, int64 `[n]`, of flattened states `[batch, tokens, hidden]`."""
+        """Logits `[n, vocab]` of one head at places, int64 `[n]`, of flattened states `[batch, tokens, size]`."""
 
 
 class ParallelLearner(Learner):
@@ -36,15 +36,19 @@ class ParallelLearner(Learner):
     Args:
         heads: The heads, a module.
         depth: How many.
+        layers: The hidden states they read, what the LM head reads last; empty for that alone.
         is_joint: Whether the model is trained as well: its own loss then counts, and theirs `HEADS_SHARE` of it.
 
     Source: Cai et al. 2024, "Medusa", §2.2.1 (the loss and its decay) and §2.2.2 (joint training); Gloeckle et al.
         2024, "Better & Faster Large Language Models via Multi-token Prediction", §2 (one head after the other).
     """
 
-    def __init__(self, heads: ParallelHeads, depth: int, *, is_joint: bool = False) -> None:
+    def __init__(
+        self, heads: ParallelHeads, depth: int, *, layers: tuple[int, ...] = (), is_joint: bool = False
+    ) -> None:
         super().__init__()
         self.heads = heads
+        self.layers = layers
         self.depth = depth
         self._is_joint = is_joint
 
@@ -52,7 +56,8 @@ class ParallelLearner(Learner):
         """The model's own loss where it is trained, then that of every head."""
         if self._is_joint:
             places, labels = targets(batch, 1)
-            yield F.cross_entropy(unembed(model, states.flatten(0, 1)[places]).float(), labels)
+            last = states[..., -model.config.get_text_config().hidden_size :]
+            yield F.cross_entropy(unembed(model, last.flatten(0, 1)[places]).float(), labels)
         for head in range(self.depth):
             places, labels = targets(batch, head + 2)
             if len(places) > 0:
