@@ -18,7 +18,7 @@ class Ledger:
     tokens that nobody else offered, and pays out those that would have been had in the time it took, at the speed of
     that step without it: it is worth asking as long as its share of the tokens is its share of the time. The account
     holds at most 8 tokens; while it does not hold the price of a question, at most 2, the proposer is not asked. The
-    first question of a call is free, since a draft model reads the prompt then.
+    first question of a call costs what others did, since a draft model reads the prompt then; nothing, before any.
 
     It reads no clock: what happened is told.
     """
@@ -45,19 +45,29 @@ class Ledger:
         return self._earned > 0.0
 
     def settle(
-        self, *, spent_s: float | None, alone: float, tokens: float, step_s: float, is_steady: bool = False
+        self,
+        *,
+        spent_s: float | None,
+        alone: float,
+        tokens: float,
+        step_s: float,
+        is_steady: bool = False,
+        is_first: bool = False,
     ) -> None:
         """Count a step.
 
         Args:
-            spent_s: What the proposer took of it; None where it was not asked, or asked for the first time.
+            spent_s: What the proposer took of it; None where it was not asked.
             alone: Accepted tokens a row that only it offered.
             tokens: Tokens a row emitted.
             step_s: What the whole step took, more than `spent_s`.
             is_steady: Whether times are averages, which no disturbance of a single step explains.
+            is_first: Whether it was asked for the first time in a call.
         """
         self._balance += SHARE * tokens
-        if spent_s is not None:
+        if spent_s is not None and is_first:
+            self._balance += min(0.0, alone - self._price)
+        elif spent_s is not None:
             price = spent_s * (tokens - alone) / (step_s - spent_s)
             if self._prices >= _KNOWN and not is_steady:
                 price = min(price, _SURPRISE * self._price)

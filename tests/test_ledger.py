@@ -62,3 +62,19 @@ def test_a_price_that_is_an_average_is_paid_at_once() -> None:
     assert ledger.is_filled
     ledger.settle(spent_s=0.03, alone=0.0, tokens=1.0, step_s=0.04, is_steady=True)
     assert not ledger.affords
+
+
+def test_the_first_question_of_a_call_costs_what_others_did_and_nothing_before_any() -> None:
+    """A draft model reads the prompt then, which says nothing of its price."""
+    new, known = Ledger(), Ledger()
+    new.settle(spent_s=60.0, alone=0.0, tokens=1.0, step_s=60.01, is_first=True)
+    assert new.affords and new.is_filled
+    known.settle(spent_s=0.01, alone=0.0, tokens=1.0, step_s=0.02)
+    live(known, 400, spent_s=0.01, alone=0.0)
+    while not known.affords:
+        known.settle(spent_s=None, alone=0.0, tokens=1.0, step_s=0.01)
+    known.settle(spent_s=60.0, alone=0.0, tokens=1.0, step_s=60.01, is_first=True)
+    assert not known.affords
+    for _ in range(400):
+        known.settle(spent_s=None, alone=0.0, tokens=1.0, step_s=0.01)
+    assert known.affords  # what reading took is not on its account

@@ -111,7 +111,7 @@ class CustomProposer:
         """
         spent_s, self._spent_s = self._spent_s, None
         is_first = self._questions <= 1
-        self._ledger.settle(spent_s=None if is_first else spent_s, alone=alone, tokens=tokens, step_s=step_s)
+        self._ledger.settle(spent_s=spent_s, alone=alone, tokens=tokens, step_s=step_s, is_first=is_first)
         return None if self._ledger.earns and not is_first else spent_s
 
     def finish(self, row: int) -> None:
