@@ -184,7 +184,6 @@ def _proposers() -> Sheet:
             f"{who}: {what}",
             f"proposers/{way}/{path}",
             "1.5 or more" if way in ("draft_model", *KINDS) and what == "tokens a pass" else "",
-            is_optional=way == "eagle3",
         )
         for way, who in (pair | heads).items()
         for what, path in figures.items()
