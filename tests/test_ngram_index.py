@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from lookahead.ngram import chains, hits, trie, window
 from lookahead.ngram.chains import SEPARATOR, ChainIndex
-from lookahead.ngram.hits import RANKS, HitRates
+from lookahead.ngram.features import RANKS, feature_of_match
+from lookahead.ngram.hits import HitRates
 from lookahead.ngram.reference import continuation, find_by_scan, find_resumed
 from lookahead.ngram.search import grow_trie
 
@@ -295,7 +296,7 @@ def chain_tree(tokens: list[int], feature: int) -> tuple[np.ndarray, np.ndarray,
 
 def test_a_hit_rate_starts_at_its_guess_and_ends_at_what_was_seen():
     rates = HitRates()
-    feature, kin = 0, hits.feature_of_match(2, 1, 0, 0, 0)
+    feature, kin = 0, feature_of_match(2, 1, 0, 0, 0)
     tree = chain_tree([0, 5], feature)
     assert hits.hit_rate(rates.table, feature) == rates.prior[feature]
     rng = np.random.default_rng(0)
@@ -308,7 +309,7 @@ def test_a_hit_rate_starts_at_its_guess_and_ends_at_what_was_seen():
 
 def test_what_is_learned_of_one_candidate_moves_others_of_its_kind_at_once_and_no_more():
     rates = HitRates()
-    short, kin, copy = (hits.feature_of_match(length, rank, 0, 0, 0) for length, rank in ((1, 0), (3, 2), (16, 0)))
+    short, kin, copy = (feature_of_match(length, rank, 0, 0, 0) for length, rank in ((1, 0), (3, 2), (16, 0)))
     for _ in range(40):
         rates.learn(*chain_tree([0, 5], short), np.array([5], np.int32))
     assert hits.hit_rate(rates.table, kin) > 1.1 * rates.prior[kin]
@@ -317,7 +318,7 @@ def test_what_is_learned_of_one_candidate_moves_others_of_its_kind_at_once_and_n
 
 def test_promises_come_true_whatever_the_rates_of_candidates_are():
     rng, rates = np.random.default_rng(1), HitRates()
-    features = [hits.feature_of_match(length, rank, 0, 0, 0) for length in (1, 3, 8, 20) for rank in (0, 1)]
+    features = [feature_of_match(length, rank, 0, 0, 0) for length in (1, 3, 8, 20) for rank in (0, 1)]
     truth = rng.uniform(0.05, 0.95, len(features))
     promised = kept = 0.0
     for step in range(4000):
@@ -355,7 +356,7 @@ def test_the_first_guess_falls_with_the_rank_and_grows_with_the_match():
     lengths, ranks = (1, 2, 3, 4, 5, 7, 10, 16, 24), range(RANKS)
     rates = HitRates()
     for support in range(15):
-        prior = np.array([[rates.prior[hits.feature_of_match(n, r, support, 0, 0)] for r in ranks] for n in lengths])
+        prior = np.array([[rates.prior[feature_of_match(n, r, support, 0, 0)] for r in ranks] for n in lengths])
         assert (np.diff(prior[:, 0]) > 0).all()
         assert (np.diff(prior, axis=1) < 0).all()
     assert ((rates.prior > 0) & (rates.prior < 1)).all()
