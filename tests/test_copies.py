@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 
 from lookahead.ngram.chains import ChainIndex
-from lookahead.ngram.hits import HitRates
+from lookahead.ngram.features import feature_of_both, feature_of_match
+from lookahead.ngram.hits import HitRates, hit_rate
 from lookahead.ngram.search import grow_trie
 
 
@@ -81,3 +84,26 @@ def test_chances_of_siblings_never_sum_up_to_more_than_one_however_likely_each_i
     for parent in range(len(grown.tokens)):
         children = np.flatnonzero(grown.parents == parent)
         assert grown.probabilities[children[children > 0]].sum() < 0.9995  # something else may always follow
+
+
+def test_a_token_that_the_memory_names_late_is_not_guessed_to_be_less_likely_than_one_it_does_not_name():
+    rates, late = HitRates(), range(6, 15)
+    for rank, support, place, order in product(range(3), range(20), range(3), (1, 4)):
+        guesses = [rates.prior[feature_of_both(rank, support, place, order, standing)] for standing in (0, *late)]
+        assert guesses[0] == min(guesses)
+
+
+def test_a_short_match_close_to_the_last_copy_is_likelier_where_the_memory_knows_the_context_too():
+    rates = HitRates()
+    for rank, support in product(range(3), range(5)):
+        far, close = (rates.prior[feature_of_both(rank, support, place, 1, 0)] for place in (0, 2))
+        assert far < close
+
+
+def test_what_short_matches_are_worth_is_learned_of_those_that_the_memory_does_not_name_too():
+    rates, root = HitRates(), np.zeros(2, np.int32)
+    short, unnamed = feature_of_match(1, 0, 0, 0, 0), feature_of_both(0, 0, 0, 1, 0)
+    before = hit_rate(rates.table, unnamed)
+    for _ in range(40):
+        rates.learn(root, np.array([1, 2], np.int32), np.array([0, short], np.int32), np.array([2], np.int32))
+    assert hit_rate(rates.table, unnamed) > 1.2 * before
