@@ -13,17 +13,7 @@ from lookahead.ngram.cut import FREE, NOTHING, Limits
 from lookahead.ngram.hits import HitRates
 from lookahead.ngram.places import Placed
 from lookahead.ngram.recycled import RecycledTable
-from lookahead.ngram.trie import (
-    MOST_TEXTS,
-    PLACE_OF_MEMORY,
-    PLACE_OF_NUMBERS,
-    PLACE_OF_RATES,
-    SEARCH_PLACES,
-    Grown,
-    Trie,
-    propose,
-    space_needed,
-)
+from lookahead.ngram.trie import MOST_TEXTS, SEARCH_PLACES, Grown, Trie, propose, space_needed
 
 MAX_ROOM = 1 << 10
 _FLOOR = 0.0001
@@ -70,10 +60,8 @@ class Search(Placed):
         super().__init__(SEARCH_PLACES)
         memory = memory if memory is not None else _NO_MEMORY
         self._searched = (*texts, rates, memory)  # they must live as long as their addresses are told
-        self._places[:MOST_TEXTS] = _NO_TEXT.address
-        self._places[: len(texts)] = [text.address for text in texts]
-        self._places[PLACE_OF_MEMORY], self._places[PLACE_OF_RATES] = memory.address, rates.address
-        self._places[PLACE_OF_NUMBERS:] = (*bounds, len(texts))
+        addresses = [text.address for text in texts] + [_NO_TEXT.address] * (MOST_TEXTS - len(texts))
+        self._places[:] = (*addresses, memory.address, rates.address, *bounds, len(texts))
         self._links = bounds[2]
         self._room = self._space = 0
 

@@ -34,8 +34,7 @@ from lookahead.ngram.places import places_at
 from lookahead.ngram.recycled import ORDERS, hash_context, table_at
 
 MOST_TEXTS = 3
-# Where a search tells its three texts, the memory, the rates, and its numbers.
-PLACE_OF_MEMORY, PLACE_OF_RATES, PLACE_OF_NUMBERS, SEARCH_PLACES = 3, 4, 5, 9
+SEARCH_PLACES = MOST_TEXTS + 6  # its texts, memory, rates, least and greatest length of matches, links, bit of memory
 _VARIETY = 16
 _MOST_CHANGED = 3  # tokens in the place of as many of a copy's source, behind which it goes on
 
@@ -100,7 +99,7 @@ def propose(search_at, space_at, room, context, own, floor, budget, max_depth, m
     """Find, grow, and cut: the whole of `Search.grow`, told where everything lies."""
     told = places_at(search_at, SEARCH_PLACES)
     first, second, third = chains_at(told[0]), chains_at(told[1]), chains_at(told[2])
-    memory, (table, frequent) = table_at(told[PLACE_OF_MEMORY]), rates_at(told[PLACE_OF_RATES])
+    memory, (table, frequent) = table_at(told[3]), rates_at(told[4])
     shortest, longest, walked, source = told[5], told[6], told[7], told[8]
     space = places_at(space_at, space_needed(walked, room))
     limits = (budget, max_depth, min_probability, is_chain)

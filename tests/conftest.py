@@ -156,6 +156,32 @@ def model_folder(
 
 
 @pytest.fixture
+def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Lets passes be recorded on the CPU, and lists what was."""
+    from bench.recording import Recording
+    from lookahead import passes
+    from lookahead.kernels import choice
+
+    made: list[Any] = []
+
+    def capture(run: Any) -> Recording:
+        run()  # as CUDA's capture does
+        made.append(Recording(run))
+        return made[-1]
+
+    plain = passes.FastPasses.__init__
+
+    def with_recordings(self: passes.FastPasses, *args: Any, **options: Any) -> None:
+        plain(self, *args, **options, capture=capture if options["captures"] else None)
+
+    monkeypatch.setattr(passes.FastPasses, "__init__", with_recordings)
+    monkeypatch.setattr(passes, "_failed", type(passes._failed)())
+    # The attention of the CPU's own kernel is no operation of torch, so that no recording would hold it.
+    monkeypatch.setattr(choice, "attention_for", lambda *_: None)
+    return made
+
+
+@pytest.fixture
 def cli_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A working directory with two documents; stderr and stdout are wide enough not to wrap."""
     monkeypatch.chdir(tmp_path)

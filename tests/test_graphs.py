@@ -6,7 +6,6 @@ A recording stands in for a CUDA graph; tests/test_graphs_gpu.py captures real o
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -21,33 +20,11 @@ from bench.recording import Recording
 from lookahead import LookaheadConfig
 from lookahead.generation import prepare
 from lookahead.kernels import choice, reference
-from lookahead.passes import FastPasses
 from lookahead.target import Target
 from lookahead.tree import TokenTree
 
 CPU = torch.device("cpu")
 CONFIG = LookaheadConfig(cuda_graphs=True, draft="fixed", max_nodes=7, min_probability=0.0, memory="request")
-
-
-@pytest.fixture
-def recordings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Recording]]:
-    """Lets passes be recorded on the CPU, and lists what was."""
-    made: list[Recording] = []
-
-    def capture(run: Any) -> Recording:
-        run()  # as CUDA's capture does
-        made.append(Recording(run))
-        return made[-1]
-
-    plain = FastPasses.__init__
-
-    def with_recordings(self: FastPasses, *args: Any, **options: Any) -> None:
-        plain(self, *args, **options, capture=capture if options["captures"] else None)
-
-    monkeypatch.setattr(FastPasses, "__init__", with_recordings)
-    # The attention of the CPU's own kernel is no operation of torch, so that no recording would hold it.
-    monkeypatch.setattr(choice, "attention_for", lambda *_: None)
-    yield made
 
 
 def random_tree(seed: int, nodes: int) -> TokenTree:
