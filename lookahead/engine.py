@@ -19,6 +19,7 @@ from lookahead.errors import PromptError
 from lookahead.ngram.cut import FREE, Limits
 from lookahead.pacing import Pacing
 from lookahead.proposers.base import IntArray, Outcome, Proposal, Proposer, Top, question_of
+from lookahead.proposers.custom import CustomProposer
 from lookahead.rejection import Trials, draw
 from lookahead.rows import Pick, Row
 from lookahead.scores import Scores, read_scores
@@ -80,7 +81,7 @@ class Engine:
         self.sources = [name for proposer in proposers for name in proposer.sources]
         self._needs_argmax = self._always_needs_argmax = any(proposer.needs_argmax for proposer in proposers)
         self._needs_top = any(proposer.needs_top for proposer in proposers)
-        self._needs_hidden = any(proposer.hidden_layers for proposer in proposers)
+        self._readers = [each for each in proposers if isinstance(each, CustomProposer) and each.hidden_layers]
         self._observing_s = 0.0  # of the last step
         self._questions = [question_of(proposer) for proposer in proposers]
         self._accounts = None if pacing is None else Accounts(pacing, proposers)
@@ -132,6 +133,7 @@ class Engine:
             self._begun -= len(self._seats) + len(self._rows) + len(rows)
         first = self.cache.join(len(rows))
         self._rows += rows
+        self._target.keeps_hidden = self._reads_hidden
         logits = self._target.prefill([row.text for row in rows], first)
         emissions = self._emit(self._bare(rows), logits, self._read(logits, self._needs_top), first)
         now = time.perf_counter()
@@ -156,6 +158,7 @@ class Engine:
         if self._ensemble is not None:
             drafts = self._ensemble.agree(drafts)
         drafted = time.perf_counter()
+        self._target.keeps_hidden = self._reads_hidden
         logits = self._target.score([draft.tree for draft in drafts])
         # A plain step pays for nothing but its token, and one that found nothing while drafting loses for no more.
         can_spare = self._pacing is None or self._pacing.can_spare
@@ -170,6 +173,11 @@ class Engine:
             times = {"host_s": drafted - begin + self._observing_s, "step_s": now - begin}
             self._accounts.settle(verified, tokens, nodes=nodes, is_cold=self._target.is_cold, **times)
         return outgrown + emissions
+
+    @property
+    def _reads_hidden(self) -> bool:
+        """Whether a proposer wants the hidden states of the next pass."""
+        return any(reader.reads_hidden for reader in self._readers)
 
     def _emit(self, drafts: Sequence[Draft], logits: Tensor, scores: Scores, first: int = 0) -> list[Emission]:
         """Verify a tree of every row from `first` on, then let all else follow from what was chosen."""
@@ -288,7 +296,7 @@ class Engine:
         After a plain step they are told only once they are asked again, unless they learn from more than tokens:
         many tokens at once cost little more than one.
         """
-        is_plain = draft.placed is self._nothing and not self._needs_hidden
+        is_plain = draft.placed is self._nothing and not outcome.hidden
         if is_plain and not self._needs_argmax and outcome.top is None:
             row.untold.append(outcome.tokens)
             return

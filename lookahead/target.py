@@ -82,6 +82,7 @@ class Target:
 
     Attributes:
         positions: Positions the model has a table for, None where there is no end to them.
+        keeps_hidden: Whether they are kept of the passes to come.
         hidden: Those hidden states of the newest pass, `[active, nodes of the largest tree, size]`; of a prefill those
             of the last token of every prompt, `[prompts, 1, size]`.
         prompt_hidden: The same for every prompt at the tokens the newest prefill read, `[tokens, size]`.
@@ -114,6 +115,7 @@ class Target:
         self.cache = TreeCache(rows=rows, capacity=padded_slots(capacity) if is_fixed and compiles else capacity)
         self.positions = position_limit(model)
         self._hidden_layers = tuple(hidden_layers)
+        self.keeps_hidden = True
         self.hidden: dict[int, Tensor] = {}
         self.prompt_hidden: list[dict[int, Tensor]] = []
         self._own_attention = model.config._attn_implementation
@@ -197,7 +199,7 @@ class Target:
             last.update({int(row): logits[row, column] for row, column in zip(ending, place, strict=True)})
             hidden.append(self.hidden)
         committed[:] = lengths - 1
-        whole = {layer: torch.cat([chunk[layer] for chunk in hidden], 1) for layer in self._hidden_layers}
+        whole = {layer: torch.cat([chunk[layer] for chunk in hidden], 1) for layer in self.hidden}
         self.prompt_hidden = [{layer: each[row, :n] for layer, each in whole.items()} for row, n in enumerate(new)]
         self.hidden = {layer: each[range(len(new)), new - 1][:, None] for layer, each in whole.items()}
         return torch.stack([last[row] for row in range(len(prompts))])[:, None]
@@ -213,7 +215,7 @@ class Target:
             outputs = self._fast.score(trees, has_softcap=self._own_attention != "sdpa")
         if outputs is None:
             return self._score(trees, np.zeros(len(trees), np.int64))
-        self.hidden = dict(zip(self._hidden_layers, outputs[1:], strict=True))
+        self.hidden = dict(zip(self._hidden_layers, outputs[1:], strict=True)) if self.keeps_hidden else {}
         return outputs[0]
 
     def extend(self, trees: Sequence[TokenTree], scored: NDArray[np.int64]) -> Tensor:
@@ -279,7 +281,8 @@ class Target:
             scope = running(tree_pass)
         elif self._takes_masks:
             options["attention_mask"] = tree_pass.mask(1, Reach(), self._model.dtype, self._device)
-        if self._hidden_layers:
+        keeps_hidden = self.keeps_hidden and bool(self._hidden_layers)
+        if keeps_hidden:
             options["output_hidden_states"] = True
         with scope:
             output = self._model(
@@ -288,8 +291,7 @@ class Target:
                 use_cache=True,
                 **options,
             )
-        if self._hidden_layers:
-            self.hidden = _choose_layers(output, self._hidden_layers)
+        self.hidden = _choose_layers(output, self._hidden_layers) if keeps_hidden else {}
         logits: Tensor = output.logits
         return logits if columns is None or self._keeps_logits else logits[:, columns]
 

@@ -13,7 +13,9 @@ from transformers import PreTrainedModel
 from bench.near_models import like, small
 from lookahead import DraftModel, LookaheadConfig
 from lookahead.generation import prepare
-from lookahead.proposers.base import IntArray, Outcome, Proposal, Proposer
+from lookahead.ledger import Ledger
+from lookahead.proposers.base import Call, IntArray, Outcome, Proposal, Proposer
+from lookahead.proposers.custom import CustomProposer
 
 
 class Clock:
@@ -157,3 +159,85 @@ def test_sources_that_are_useless_do_not_switch_off_a_draft_model_that_is_good(
     kept = [-lost(target, together, 200) for _ in range(3)]
     assert min(saved) > 60 and min(kept) > 0.9 * min(saved)
     assert clock.passes[draft] > 0.9 * clock.passes[other]
+
+
+class Reader(Misleading):
+    """Reads hidden states besides, and takes time."""
+
+    sources = ("reader",)
+    hidden_layers = (1,)
+
+    def __init__(self, clock: Clock | None = None, takes_s: float = 0.0) -> None:
+        super().__init__()
+        self.clock = clock
+        self.takes_s = takes_s
+        self.told = 0
+
+    def propose(self, row: int, room: int) -> Proposal | None:
+        if self.clock is not None:
+            self.clock.now += self.takes_s
+        return super().propose(row, room)
+
+    def observe(self, row: int, outcome: Outcome, placed: IntArray) -> None:
+        assert outcome.hidden[1].shape[0] >= len(outcome.path)
+        self.told += 1
+        super().observe(row, outcome, placed)
+
+
+@pytest.mark.parametrize("takes_s", [0.004, 0.02])
+def test_no_hidden_states_are_kept_for_what_is_not_worth_asking(
+    looping_llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, takes_s: float
+) -> None:
+    target = like(looping_llama, 0.0)
+    clock = Clock(monkeypatch, {target: 0.01})
+    kept: list[bool] = []
+    target.register_forward_pre_hook(
+        lambda _, __, kwargs: kept.append(bool(kwargs.get("output_hidden_states"))), with_kwargs=True
+    )
+    config = LookaheadConfig(proposers=(lambda call: Reader(clock, takes_s),))
+    lost(target, config, 200)
+    assert 0 < sum(kept) < 40
+    kept.clear()
+    lost(target, config, 200)
+    assert sum(kept) < 20 < len(kept)
+
+
+def test_hidden_states_are_kept_for_every_step_where_time_does_not_count(looping_llama: PreTrainedModel) -> None:
+    made: list[Reader] = []
+
+    def make(call: Any) -> Reader:
+        made.append(Reader())
+        return made[0]
+
+    ids = torch.tensor([[5, 9, 31, 77]])
+    options = {"do_sample": False, "max_new_tokens": 50, "custom_generate": prepare}
+    engine = looping_llama.generate(ids, **options, lookahead_config=LookaheadConfig(proposers=(make,), draft="fixed"))
+    for _ in engine.run():
+        pass
+    assert made[0].told == engine.stats[0].target_forwards + 1
+
+
+@pytest.mark.parametrize("is_timed", [True, False])
+def test_hidden_states_are_kept_no_longer_once_drafting_rests(is_timed: bool) -> None:
+    call = Call(
+        model=None, tokenizer=None, rows=2, vocab_size=101, max_length=99, max_nodes=8,
+        is_chain=False, is_timed=is_timed, by_rejection=False, warp=None,
+    )  # fmt: skip
+    reader = CustomProposer(lambda _: Reader(), call, Ledger())
+    root, states = np.zeros(1, np.int32), {1: torch.zeros(1, 4)}
+    outcome = Outcome(np.array([7], np.int32), root, root, hidden=states)
+    for row in range(2):
+        reader.start(row, np.array([5, 9], np.int32))
+    for step in range(40):
+        assert reader.reads_hidden or (is_timed and step > 20)
+        if step < 20:
+            assert all(offer is not None for offer in reader.propose_batch([0, 1], 2))
+        for row in range(2):
+            reader.observe(row, outcome, root)
+        reader.settle(alone=0.0, tokens=1.0, step_s=0.01)
+    assert reader.reads_hidden != is_timed
+    assert reader.propose(0, 2) is None or not is_timed
+    for row in range(2):
+        reader.finish(row)
+    reader.start(0, np.array([5, 9], np.int32))
+    assert reader.reads_hidden and reader.propose(0, 2) is not None

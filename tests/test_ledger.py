@@ -64,7 +64,7 @@ def test_a_price_that_is_an_average_is_paid_at_once() -> None:
     assert not ledger.affords
 
 
-def test_the_first_question_of_a_call_costs_what_others_did_and_nothing_before_any() -> None:
+def test_the_first_question_of_a_row_costs_what_others_did_and_nothing_before_any() -> None:
     """A draft model reads the prompt then, which says nothing of its price."""
     new, known = Ledger(), Ledger()
     new.settle(spent_s=60.0, alone=0.0, tokens=1.0, step_s=60.01, is_first=True)
@@ -78,3 +78,42 @@ def test_the_first_question_of_a_call_costs_what_others_did_and_nothing_before_a
     for _ in range(400):
         known.settle(spent_s=None, alone=0.0, tokens=1.0, step_s=0.01)
     assert known.affords  # what reading took is not on its account
+
+
+def live_rows(ledger: Ledger, rows: int, *, reading_s: float, alone: float) -> tuple[float, int]:
+    """What was lost of rows of 50 steps of 10 ms, in such steps, where a question takes 1 ms; how many it was shown."""
+    lost, shown = 0.0, 0
+    for _ in range(rows):
+        is_shown = ledger.begins
+        shown += is_shown
+        is_first = True
+        for _ in range(50):
+            asks = is_shown and ledger.affords
+            spent_s = 0.001 + (reading_s if is_first else 0.0) if asks else 0.0
+            gained = alone if asks else 0.0
+            told = spent_s if asks else None
+            ledger.settle(spent_s=told, alone=gained, tokens=1 + gained, step_s=0.01 + spent_s, is_first=is_first)
+            is_first &= not asks
+            lost += spent_s / 0.01 - gained
+    return lost, shown
+
+
+@pytest.mark.parametrize("reading_s", [0.05, 0.1, 0.2])
+def test_one_that_does_not_earn_in_a_row_what_reading_it_takes_is_shown_few_rows(reading_s: float) -> None:
+    lost, shown = live_rows(Ledger(), 400, reading_s=reading_s, alone=0.11)
+    assert shown < 40
+    assert lost < 0.0075 * 400 * 50 + 2 * reading_s / 0.01
+
+
+def test_one_that_earns_in_a_row_more_than_reading_it_takes_is_shown_every_row() -> None:
+    lost, shown = live_rows(Ledger(), 100, reading_s=0.2, alone=0.8)
+    assert shown == 100
+    assert lost < 0
+
+
+def test_however_much_a_reading_took_another_row_is_tried_some_time() -> None:
+    ledger = Ledger()
+    live_rows(ledger, 4, reading_s=1000.0, alone=0.0)
+    assert not ledger.begins
+    live_rows(ledger, 200, reading_s=0.01, alone=0.5)
+    assert ledger.begins

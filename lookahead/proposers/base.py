@@ -130,7 +130,9 @@ class Proposer(Protocol):
 
     The engine calls `start` once per row, then `propose` and `observe` in turn, and `finish` when the row is done.
     Where drafting does not pay it leaves `propose` out: the next `observe` then tells, with an empty `placed`, what
-    one step emitted, or many steps together where no proposer of the engine reads `argmax` or hidden states.
+    one step emitted, or many steps together where no proposer of the engine reads `argmax` or hidden states. With
+    `draft="auto"` a row is not shown to a proposer that would not be worth its time, and one that reads hidden states
+    is told to `finish` a row when it will not be asked for it again.
 
     Attributes:
         sources: What its sources are called in the stats; one or more, and no other proposer's.

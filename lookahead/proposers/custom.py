@@ -15,6 +15,7 @@ from lookahead.proposers.base import Call, IntArray, Outcome, Proposal, Proposer
 
 _METHODS = ("start", "propose", "observe", "finish")
 _ATTRIBUTES = ("sources", "needs_argmax", "needs_top", "hidden_layers")
+_PATIENCE = 8  # steps without a question for which hidden states are kept
 
 
 @runtime_checkable
@@ -28,10 +29,13 @@ class Paid(Protocol):
 class CustomProposer:
     """Stands before a proposer that was not written here, so that a mistake in it is told and never decoded.
 
+    Where time counts it is shown only rows that it can be afforded for, and asked as long as it is worth its time. One
+    that reads hidden states, which have to be kept for it, is done with a row once it is not asked any more.
+
     Args:
         factory: What the configuration holds; called once.
         call: The call it makes a proposer for.
-        ledger: What it was worth so far; where time counts, it is asked only as long as it is worth its own.
+        ledger: What it was worth so far.
 
     Raises:
         ProposerError: What it makes is no proposer, or offers what is no tree of tokens the target knows.
@@ -56,17 +60,27 @@ class CustomProposer:
         self._is_chain = call.is_chain
         self._is_timed = call.is_timed
         self._ledger = ledger
-        self._questions = 0
+        self._is_new = True  # it was not asked since it was shown a row
+        self._unasked: dict[int, int] = {}  # steps since the last question, of the rows it was shown
         self._spent_s: float | None = None  # since the last step; None where it was not asked
-        self._roots: dict[int, int] = {}
+        self._roots: dict[int, int] = {}  # newest tokens of the rows it was shown
         self.sources = sources
         self.needs_argmax = bool(proposer.needs_argmax)
         self.needs_top = bool(proposer.needs_top)
         self.hidden_layers = tuple(proposer.hidden_layers)
 
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether it wants the hidden states of the next pass."""
+        return bool(self.hidden_layers and self._roots)
+
     def start(self, row: int, prompt: IntArray) -> None:
-        """Show it a new row."""
+        """Show it a new row, if it is worth it."""
+        is_poor = not self._ledger.begins or (bool(self.hidden_layers) and not self._ledger.affords)
+        if self._is_timed and is_poor:
+            return
         self._roots[row] = int(prompt[-1])
+        self._unasked[row], self._is_new = 0, True
         self._proposer.start(row, prompt)
 
     def propose(self, row: int, room: int) -> Proposal | None:
@@ -75,13 +89,17 @@ class CustomProposer:
 
     def propose_batch(self, rows: Sequence[int], room: int) -> Sequence[Proposal | None]:
         """What it offers for some rows, all at once where it can; nothing where it is not worth asking."""
-        if self._is_timed and not self._ledger.affords:
+        known = [row for row in rows if row in self._roots]
+        is_poor = self._is_timed and not self._ledger.affords
+        if is_poor:
+            self._leave(known)
+        if is_poor or not known:
             return [None] * len(rows)
         begin = time.perf_counter()
-        offers = self._ask(rows, room)
-        self._questions += 1
+        offers = dict(zip(known, self._ask(known, room), strict=True))
         self._spent_s = time.perf_counter() - begin
-        return offers
+        self._unasked.update(dict.fromkeys(known, 0))
+        return [offers.get(row) for row in rows]
 
     def _ask(self, rows: Sequence[int], room: int) -> Sequence[Proposal | None]:
         """Ask it, and check what it says."""
@@ -96,11 +114,17 @@ class CustomProposer:
 
     def observe(self, row: int, outcome: Outcome, placed: IntArray) -> None:
         """Let it learn."""
+        if row not in self._roots:
+            return
         self._roots[row] = int(outcome.tokens[-1])
         begin = time.perf_counter()
         self._proposer.observe(row, outcome, placed)
         if self._spent_s is not None:
             self._spent_s += time.perf_counter() - begin
+            return
+        self._unasked[row] += 1
+        if self._is_timed and self._unasked[row] > _PATIENCE:
+            self._leave([row])
 
     def settle(self, *, alone: float, tokens: float, step_s: float) -> float | None:
         """Learn what a step gave that only this proposer foretold, as told to `Ledger.settle`.
@@ -110,14 +134,21 @@ class CustomProposer:
             or read the prompt. None where all sources answer for it together, or it was not asked.
         """
         spent_s, self._spent_s = self._spent_s, None
-        is_first = self._questions <= 1
+        is_first = self._is_new
+        self._is_new = is_first and spent_s is None
         self._ledger.settle(spent_s=spent_s, alone=alone, tokens=tokens, step_s=step_s, is_first=is_first)
         return None if self._ledger.earns and not is_first else spent_s
 
     def finish(self, row: int) -> None:
         """Let it forget the row."""
-        del self._roots[row]
-        self._proposer.finish(row)
+        if row in self._roots:
+            del self._roots[row], self._unasked[row]
+            self._proposer.finish(row)
+
+    def _leave(self, rows: Sequence[int]) -> None:
+        """Be done with rows that it is not asked for, if that has a price: hidden states kept for it."""
+        for row in rows if self.hidden_layers else ():
+            self.finish(row)
 
     def _fault(self, row: int, offer: Proposal, room: int) -> str:
         """What is wrong with a proposal, or an empty string: the tree is made by code that checks nothing more."""

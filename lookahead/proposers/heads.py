@@ -63,7 +63,7 @@ class _Row:
 
     root: int
     tokens: list[IntArray] = field(default_factory=list)
-    states: list[Tensor] = field(default_factory=list)
+    states: list[list[Tensor]] = field(default_factory=list)  # of every step, by layer
     prompt: IntArray | None = None
     tree: GuessTree | None = None
 
@@ -109,7 +109,7 @@ class HeadsProposer(Proposer):
         if state.tree is not None:
             self._rates.learn(state.tree, outcome.tokens)
             state.tree = None
-        tokens, states = outcome.tokens, [outcome.hidden[layer][outcome.path] for layer in self.hidden_layers]
+        tokens, states = outcome.tokens, [_along(outcome.hidden[layer], outcome.path) for layer in self.hidden_layers]
         if not self._drafter.reads_all:
             tokens, states = tokens[-1:], [each[-1:] for each in states]
             state.tokens.clear()
@@ -119,7 +119,7 @@ class HeadsProposer(Proposer):
             states = [outcome.prompt_hidden[layer] for layer in self.hidden_layers]
             tokens = np.concatenate((state.prompt[len(state.prompt) + 1 - len(states[0]) :], tokens))
         state.tokens.append(tokens)
-        state.states.append(torch.cat([each.to(self._device) for each in states], -1))
+        state.states.append(states)
         state.prompt, state.root = None, int(tokens[-1])
 
     def finish(self, row: int) -> None:
@@ -131,9 +131,19 @@ class HeadsProposer(Proposer):
         """Let the heads read what is new in some rows."""
         if not rows:
             return
-        states = [torch.cat(self._rows[row].states) for row in rows]
+        states = [self._joined(self._rows[row].states) for row in rows]
         tokens = [torch.from_numpy(np.concatenate(self._rows[row].tokens)).long().to(self._device) for row in rows]
         self._drafter.read(rows, tokens, states)
         for row in rows:
             self._rows[row].tokens.clear()
             self._rows[row].states.clear()
+
+    def _joined(self, steps: Sequence[Sequence[Tensor]]) -> Tensor:
+        """The states of some steps behind one another, those of all layers side by side, `[tokens, layers * size]`."""
+        layers = [torch.cat(layer) for layer in zip(*steps, strict=True)]
+        return torch.cat([layer.to(self._device) for layer in layers], -1)
+
+
+def _along(states: Tensor, path: IntArray) -> Tensor:
+    """A copy of the states at the nodes of a path; after a plain step, the most frequent, without an index."""
+    return states[:1].clone() if len(path) == 1 else states[torch.from_numpy(path).to(states.device)]
