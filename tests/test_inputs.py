@@ -91,6 +91,24 @@ def test_a_folder_stands_for_the_files_of_known_suffixes_in_it_and_below(folder)
     assert [source.path for source in left] == ["notes/a.md", "notes/deep/c.TXT"]
 
 
+JOB_FILES = (
+    *("out.jsonl", "out.jsonl.manifest.json", "out.jsonl.rejects.jsonl", "out.jsonl.report.html"),
+    *("out.parquet.running.jsonl", "out.parquet.manifest.json"),
+)
+
+
+def test_what_a_job_wrote_to_a_folder_is_no_document_of_it_but_can_be_named(folder):
+    (folder / "docs").mkdir()
+    files = fsspec.filesystem("memory")
+    for name in (*JOB_FILES, "a.jsonl", "a.rejects.jsonl"):
+        (folder / "docs" / name).write_text("{}")
+        files.pipe(f"/of_jobs/{name}", b"{}")
+    assert [source.path for source in find_inputs(["docs"])] == ["docs/a.jsonl", "docs/a.rejects.jsonl"]
+    of_url = [source.path.rsplit("/")[-1] for source in find_inputs(["memory://of_jobs"])]
+    assert of_url == ["a.jsonl", "a.rejects.jsonl"]
+    assert [source.path for source in find_inputs(["docs/out.jsonl"])] == ["docs/out.jsonl"]
+
+
 def test_a_folder_of_mixed_formats_and_encodings_is_read_file_by_file(folder):
     (folder / "docs").mkdir()
     (folder / "docs" / "a.txt").write_bytes("Größe.".encode("utf-16"))
@@ -168,6 +186,19 @@ def test_rows_with_missing_cells_are_rejects_and_the_others_are_read(folder):
     assert first.error == "a.csv:2: 1 cells, and there are 2 columns"
     assert second == Document("2", "Two.")
     assert third.error == "a.csv:4: 3 cells, and there are 2 columns"
+
+
+def test_a_row_that_is_no_text_is_a_reject_and_the_rows_behind_it_are_read(folder):
+    (folder / "a.csv").write_bytes(b'id,text\n1,One.\n2,"Gr\xf6\xdfe,\n\xf6\0."\n3,Three.\n')
+    first, reject, last = read("a.csv")
+    assert (first, last) == (Document("1", "One."), Document("3", "Three."))
+    assert reject.id == "a.csv:4"
+    assert reject.error.startswith("a.csv:3: not UTF-8 text: byte 0xf6 at byte offset 20; ")
+
+
+def test_a_table_whose_columns_have_no_readable_names_is_told(folder):
+    (folder / "a.csv").write_bytes(b"id,text,gr\xf6\xdfe\n1,One.,2\n")
+    assert error_of("a.csv").startswith("a.csv:1: not UTF-8 text: byte 0xf6 at byte offset 10; ")
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.parquet"])

@@ -8,6 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 
 from bench.faults import Silent, StandIn
@@ -131,3 +132,14 @@ def test_a_manifest_of_another_release_is_refused_by_its_version(tmp_path: Path)
     manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 2'))
     with pytest.raises(ConfigError, match="version 2; this release goes on with version 1"):
         run(tmp_path / "out.jsonl", 2, resume=True)
+
+
+def test_a_file_name_that_is_no_text_is_known_again_in_a_parquet_file(tmp_path: Path) -> None:
+    items = [Document("caf\udce9.txt", "One."), Document("b.txt", "Half of a pair: \udce9.")]
+    for resume in (False, True):
+        paths, totals = OutputPaths(tmp_path / "out.parquet", resume=resume), Totals()
+        run_job(items, StandIn(), paths, JOB, totals=totals, observer=Silent(), rows=1)
+        assert totals.earlier == (2 if resume else 0)
+        rows = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist()
+        assert [row["id"] for row in rows] == ["caf\\udce9.txt", "b.txt"]
+        assert rows[1]["summary"] == "HALF OF A PAIR: \\udce9."

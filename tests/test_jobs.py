@@ -194,6 +194,14 @@ def test_a_reject_tried_again_in_vain_has_one_line():
     assert (ids(), ids(REJECTS)) == (["b"], ["a"])
 
 
+def test_a_reject_tried_again_in_vain_tells_why_it_failed_the_last_time():
+    run(documents("a"), Worker(fails=["text a"]))
+    first = json.loads(REJECTS.read_text())
+    REJECTS.write_text(json.dumps({**first, "error": "a: out of memory"}) + "\n")
+    run(documents("a"), Worker(fails=["text a"]), resume=True, retry_rejects=True)
+    assert [json.loads(line) for line in REJECTS.read_text().splitlines()] == [first]
+
+
 def test_a_line_that_was_repaired_is_no_reject_any_more():
     run([Reject("x:1", "x:1: not valid JSON"), *documents("a")])
     assert ids(REJECTS) == ["x:1"]

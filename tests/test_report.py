@@ -247,7 +247,7 @@ def test_many_documents_make_a_small_page_that_says_how(tmp_path, monkeypatch) -
     assert len(page) < 200_000
     assert "5,000 documents, binned" in page
     assert "of about 84 documents in a row" in words(page)
-    assert "5,000 failed" in words(page)
+    assert "5,000 failed" in words(page) and " 2,500 other reasons " in words(page)
     assert sum(int(n.replace(",", "")) for n in re.findall(r'class="shade-\d".*?<title>([\d,]+)<', page)) == 2 * 5000
 
 

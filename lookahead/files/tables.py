@@ -26,14 +26,22 @@ def read_csv(source: Input, field: str, limit: int) -> Iterator[Document | Rejec
     is_empty = True
     csv.field_size_limit(min(limit, (1 << 31) - 1))
     with opened(source.path) as file:
-        rows = csv.reader(_lines(file, source.path, limit), delimiter=_DELIMITERS[source.format])
+        wrong: list[DocumentError] = []  # with the lines of the row that was read last
+        rows = csv.reader(_lines(file, source.path, limit, wrong), delimiter=_DELIMITERS[source.format])
         try:
             names = next(rows, [])
+            if wrong:
+                raise wrong[0]
             text_at, id_at = _columns(source, field, names)
             for row in rows:
-                if any(cell.strip() for cell in row):
+                place = f"{source.path}:{rows.line_num}"
+                if wrong:
                     is_empty = False
-                    yield _csv_row(source, field, row, names, text_at, id_at, f"{source.path}:{rows.line_num}")
+                    yield Reject(place, str(wrong[0]))
+                    wrong.clear()
+                elif any(cell.strip() for cell in row):
+                    is_empty = False
+                    yield _csv_row(source, field, row, names, text_at, id_at, place)
         except csv.Error as error:
             where = f"{source.path}:{rows.line_num}"
             message = too_long(where, limit) if "field limit" in str(error) else f"{where}: not valid CSV: {error}"
@@ -85,8 +93,11 @@ def load_pyarrow(path: str) -> tuple[Any, Any]:
     return pyarrow, pyarrow.parquet
 
 
-def _lines(file: io.BufferedReader, path: str, limit: int) -> Iterator[str]:
-    """The lines of an open file as text; behind one that is too long nobody knows where a row begins."""
+def _lines(file: io.BufferedReader, path: str, limit: int, wrong: list[DocumentError]) -> Iterator[str]:
+    """The lines of an open file as text; behind one that is too long nobody knows where a row begins.
+
+    What is wrong with a line that is no text is added to `wrong`, and the line comes with its bytes escaped.
+    """
     encoding = encoding_of(file.peek(4)[:4])
     if encoding != "utf-8":
         text = io.TextIOWrapper(file, encoding, newline="\n")
@@ -104,7 +115,12 @@ def _lines(file: io.BufferedReader, path: str, limit: int) -> Iterator[str]:
         place = f"{path}:{number}"
         if data is None:
             raise DocumentError(f"{too_long(place, limit)}; the rest of the file is not read")
-        yield decode_bytes(data, place, offset)
+        try:
+            line = decode_bytes(data, place, offset)
+        except DocumentError as error:
+            wrong.append(error)
+            line = data.replace(b"\0", b"").decode("utf-8", "surrogateescape")  # before Python 3.11 csv takes no zeros
+        yield line
 
 
 def _columns(source: Input, field: str, names: list[str]) -> tuple[int, int | None]:

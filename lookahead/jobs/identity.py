@@ -98,10 +98,13 @@ def text_hash(text: str) -> str:
 
 
 def key_of(name: DocumentId, content: str) -> bytes:
-    """16 bytes for a document or a reject of this id with this hash of its text, or else its error."""
-    return xxhash.xxh3_128_digest(f"{name}\0{content}".encode("utf-8", "surrogatepass"))
+    """16 bytes for a document or a reject of this id with this hash of its text, or else its error.
+
+    What a Parquet file may not tell apart is the same here: 5 and "5", half of a surrogate pair and its escape.
+    """
+    return xxhash.xxh3_128_digest(f"{name}\0{content}".encode("utf-8", "backslashreplace"))
 
 
 def id_key(name: DocumentId) -> int:
-    """64 bits for an id; in a Parquet file 5 and "5" may be the same, and so they are here."""
-    return xxhash.xxh3_64_intdigest(str(name).encode("utf-8", "surrogatepass"))
+    """64 bits for an id, the same for ids that a Parquet file may not tell apart."""
+    return xxhash.xxh3_64_intdigest(str(name).encode("utf-8", "backslashreplace"))

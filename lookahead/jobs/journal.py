@@ -144,7 +144,7 @@ class Journal:
         if dropped:
             self._notes.append(f"{self._results}: left out {dropped} lines of documents that have changed since")
         if self._rejects.exists():
-            arrange(self._rejects, self._order_of_rejects, self._texts, _key_of_reject)
+            arrange(self._rejects, self._order_of_rejects, self._texts, _key_of_reject, newest_only=True)
             if self._rejects.stat().st_size == 0:
                 self._rejects.unlink()
         count = sum(1 for _ in records_in(self._running))

@@ -66,14 +66,17 @@ def read_parquet_lines(path: Path, lines: Path) -> None:
 
 
 def _row(record: Record, ids_are_numbers: bool) -> Record:
-    """A line as a row."""
+    """A line as a row; what UTF-8 cannot hold is written as an escape."""
     row = dict(record)
     for name in _IDS:
         if name in row and not ids_are_numbers:
-            row[name] = str(row[name]).encode("utf-8", "backslashreplace").decode()
+            row[name] = str(row[name])
     for name in _AS_JSON:
         if row.get(name) is not None:
             row[name] = json.dumps(row[name])
+    for name, value in row.items():
+        if isinstance(value, str):
+            row[name] = value.encode("utf-8", "backslashreplace").decode()
     return row
 
 
