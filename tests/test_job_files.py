@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet
 import pytest
+import torch
 
 from bench.faults import Silent, StandIn
 from lookahead.errors import ConfigError
@@ -19,6 +21,7 @@ from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import Totals, run_job
 from lookahead.jobs.paths import OutputPaths
 from lookahead.jobs.results import JsonLinesFile
+from lookahead.loading import load_model
 
 JOB = JobIdentity(model="bundled", weights="w", tokenizer="t", dtype="float32", max_new_tokens=8)
 
@@ -124,6 +127,50 @@ def test_a_line_that_is_interrupted_is_not_there_at_all(
             file.write({"id": 2})
         file.write({"id": 3})
     assert (tmp_path / "lines.jsonl").read_text() == '{"id": 1}\n{"id": 3}\n'
+
+
+def identity_of(model: Any, tokenizer: Any) -> JobIdentity:
+    return JobIdentity.of("m", model, tokenizer, max_new_tokens=8)
+
+
+def other_matrix(model: Any, tokenizer: Any) -> None:
+    """What merging a LoRA does: norms and embeddings stay."""
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.mul_(1.01)
+
+
+def other_settings(model: Any, tokenizer: Any) -> None:
+    model.generation_config.no_repeat_ngram_size = 3
+
+
+def other_template(model: Any, tokenizer: Any) -> None:
+    tokenizer.chat_template = "{{ messages[0]['content'] }}!"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (other_matrix, "with other weights"),
+        (other_settings, "with other settings for generation, or chat template"),
+        (other_template, "with other settings for generation, or chat template"),
+    ],
+)
+def test_a_model_that_says_other_things_is_another_job(
+    change: Callable[[Any, Any], None], told: str, tiny_llama: Any, tiny_tokenizer: Any
+) -> None:
+    before = identity_of(tiny_llama, tiny_tokenizer)
+    model, tokenizer = deepcopy(tiny_llama), deepcopy(tiny_tokenizer)
+    assert identity_of(model, tokenizer) == before
+    change(model, tokenizer)
+    now = identity_of(model, tokenizer)
+    assert now.differences(before.to_dict()) == f"model was 'm' and is 'm', {told}"
+    assert now.fingerprint != before.fingerprint
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_model_read_anew_is_the_same_job(dtype: str, model_folder: Path) -> None:
+    first, second = (load_model(str(model_folder), dtype=dtype) for _ in range(2))
+    assert identity_of(*first) == identity_of(*second)
 
 
 def test_a_manifest_of_another_release_is_refused_by_its_version(tmp_path: Path) -> None:
