@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -350,12 +351,13 @@ def test_what_is_no_file_of_results_is_one_line_and_no_page(run, tmp_path, name,
     assert not (tmp_path / "page.html").exists()
 
 
-def test_other_rejects_and_places_that_cannot_be_written_are_told(run, tmp_path) -> None:
+def test_other_rejects_and_places_that_cannot_be_written_are_told(run, tmp_path, monkeypatch) -> None:
     (tmp_path / "failed.jsonl").write_text('{"id": "a", "error": "a: broken"}\n')
     assert "1 document, 1 failed; written" in run("out.jsonl", "--rejects", "failed.jsonl").stderr
     assert "none.jsonl: No such file" in run("out.jsonl", "--rejects", "none.jsonl").stderr
     assert "a folder that exists, got 'none/page.html'" in run("out.jsonl", "-o", "none/page.html").stderr
-    assert run(".").exit_code == 2
+    monkeypatch.setattr("lookahead.report.files.write_atomically", Mock(side_effect=OSError(28, "No space left")))
+    assert run(".").exit_code == 2 and "report.html cannot be written: No space" in run("out.jsonl").stderr
 
 
 def test_help_shows_an_example() -> None:
