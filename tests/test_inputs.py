@@ -119,6 +119,12 @@ def test_a_folder_of_mixed_formats_and_encodings_is_read_file_by_file(folder):
     assert reject.error.startswith("docs/b.txt: not UTF-8 text: byte 0xf6")
 
 
+def test_an_empty_name_is_not_the_folder_one_stands_in(folder):
+    (folder / "a.txt").write_text("One.")
+    with pytest.raises(DocumentError, match="an input is an empty string; name files"):
+        find_inputs([""])
+
+
 # Tables
 
 

@@ -104,6 +104,8 @@ def _input(path: str, field: str | None, id_field: str | None, *, is_lines: bool
 
 def _expand(argument: str, without: Collection[str]) -> list[str]:
     """The files that one argument names."""
+    if not argument:
+        raise DocumentError("an input is an empty string; name files, folders or URLs, or - for stdin")
     if argument == STDIN:
         return [argument]
     if is_url(argument):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 _FIGURES = 4096  # of a parameter, evenly spaced
+_MOST_TOLD = 80  # characters of a value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +96,14 @@ class JobIdentity:
         for name, what in (("weights", "weights"), ("manners", "settings for generation, or chat template")):
             if name in changed:
                 return f"model was {other.get('model')!r} and is {self.model!r}, with other {what}"
-        return ", ".join(f"{name} was {other.get(name)!r} and is {mine[name]!r}" for name in changed)
+        # A prompt may be pages long.
+        return ", ".join(f"{name} was {_brief(other.get(name))} and is {_brief(mine[name])}" for name in changed)
+
+
+def _brief(value: object) -> str:
+    """A value, cut where it is long."""
+    words = repr(value)
+    return words if len(words) <= _MOST_TOLD else f"{words[:_MOST_TOLD]}..."
 
 
 def _weights_of(model: PreTrainedModel) -> str:

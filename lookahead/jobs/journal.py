@@ -222,7 +222,7 @@ class Journal:
         if self._rejects.exists():
             self._repair(self._rejects)
             for _, _, record in self._records(self._rejects):
-                if not (retry_rejects and "document" in record):
+                if not retry_rejects:
                     self._rejected.add(_key_of_reject(record))
 
     def _repair(self, path: Path) -> None:
@@ -240,6 +240,8 @@ class Journal:
         try:
             for offset, length, record in records_in(path):
                 key_of_record(record)
+                if path == self._running and record["fingerprint"] != self._identity.fingerprint:
+                    raise ValueError("of another job")
                 checked += 1
                 yield offset, length, record
         except (ValueError, KeyError, TypeError) as error:
