@@ -171,6 +171,21 @@ def test_a_column_of_numbers_is_no_column_of_documents(folder):
     assert error_of("a.parquet") == "a.parquet: column 'text' must hold strings, it holds int64"
 
 
+def test_a_value_that_is_no_text_is_a_reject_and_the_rows_behind_it_are_read(folder):
+    texts = pyarrow.array([b"One.", b"Gr\xf6\xdfe.", b"Three."]).view(pyarrow.string())
+    write_parquet(folder / "a.parquet", text=texts)
+    first, reject, last = read("a.parquet")
+    assert (first.text, last.text) == ("One.", "Three.")
+    assert reject.error == "a.parquet:2: column 'text' is not UTF-8 text: invalid start byte at byte 2"
+
+
+def test_of_columns_of_one_name_the_first_is_read(folder):
+    table = pyarrow.Table.from_arrays([pyarrow.array(["One."]), pyarrow.array(["Two."])], names=["text", "text"])
+    pyarrow.parquet.write_table(table, folder / "a.parquet")
+    (folder / "a.csv").write_text("\ntext,text\nOne.,Two.\n")
+    assert [document.text for document in read("a.parquet", "a.csv")] == ["One.", "One."]
+
+
 def test_a_named_id_field_must_hold_an_id(folder):
     (folder / "a.jsonl").write_text('{"key": 1.5, "text": "One."}\n{"key": "", "text": "Two."}\n')
     first, second = read("a.jsonl", id_field="key")

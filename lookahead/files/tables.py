@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator
+from itertools import repeat
 from typing import Any
 
 from lookahead.errors import DocumentError
@@ -29,7 +30,7 @@ def read_csv(source: Input, field: str, limit: int) -> Iterator[Document | Rejec
         wrong: list[DocumentError] = []  # with the lines of the row that was read last
         rows = csv.reader(_lines(file, source.path, limit, wrong), delimiter=_DELIMITERS[source.format])
         try:
-            names = next(rows, [])
+            names = next(filter(None, rows), [])
             if wrong:
                 raise wrong[0]
             text_at, id_at = _columns(source, field, names)
@@ -67,9 +68,9 @@ def read_parquet(source: Input, field: str, limit: int) -> Iterator[Document | R
             _check_is_text(arrow, table.schema_arrow.field(text_at).type, source.path, field)
             columns = [names[at] for at in (text_at, id_at) if at is not None]
             for batch in table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns):
-                texts = batch.column(names[text_at]).to_pylist()
-                ids = batch.column(names[id_at]).to_pylist() if id_at is not None else [None] * len(texts)
-                for text, given in zip(texts, ids, strict=True):
+                texts = _cells(batch, names[text_at])
+                ids = _cells(batch, names[id_at]) if id_at is not None else repeat(None)
+                for text, given in zip(texts, ids, strict=False):
                     number += 1
                     yield _document(f"{source.path}:{number}", source, field, text, given, limit)
         except (arrow.ArrowException, OSError) as error:
@@ -77,6 +78,15 @@ def read_parquet(source: Input, field: str, limit: int) -> Iterator[Document | R
             raise DocumentError(f"{source.path}: cannot be read as Parquet: {message}") from error
     if number == 0:
         raise DocumentError(f"{source.path}: no documents")
+
+
+def _cells(batch: Any, name: str) -> Iterator[object]:
+    """The values of the first column of a name; what is no text is an error in its place."""
+    for cell in batch.column(batch.schema.names.index(name)):
+        try:
+            yield cell.as_py()
+        except UnicodeDecodeError as error:
+            yield error
 
 
 def load_pyarrow(path: str) -> tuple[Any, Any]:
@@ -150,6 +160,8 @@ def _document(
     name: DocumentId = place
     try:
         name = given_id(given, place, source.id_field)
+        if isinstance(text, UnicodeDecodeError):
+            raise DocumentError(f"{place}: column {field!r} is not UTF-8 text: {text.reason} at byte {text.start}")
         if not isinstance(text, str):
             raise DocumentError(f"{place}: column {field!r} must hold a string, got {type(text).__name__}")
         if limit is not None and len(text) > limit // 4 and len(text.encode("utf-8", "replace")) > limit:
