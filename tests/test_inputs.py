@@ -91,10 +91,8 @@ def test_a_folder_stands_for_the_files_of_known_suffixes_in_it_and_below(folder)
     assert [source.path for source in left] == ["notes/a.md", "notes/deep/c.TXT"]
 
 
-JOB_FILES = (
-    *("out.jsonl", "out.jsonl.manifest.json", "out.jsonl.rejects.jsonl", "out.jsonl.report.html"),
-    *("out.parquet.running.jsonl", "out.parquet.manifest.json"),
-)
+JOB_FILES = ["out.jsonl", "out.jsonl.manifest.json", "out.jsonl.rejects.jsonl", "out.jsonl.report.html"]
+JOB_FILES += ["out.parquet.running.jsonl", "out.parquet.manifest.json"]
 
 
 def test_what_a_job_wrote_to_a_folder_is_no_document_of_it_but_can_be_named(folder):
@@ -220,6 +218,14 @@ def test_a_row_that_is_no_text_is_a_reject_and_the_rows_behind_it_are_read(folde
 def test_a_table_whose_columns_have_no_readable_names_is_told(folder):
     (folder / "a.csv").write_bytes(b"id,text,gr\xf6\xdfe\n1,One.,2\n")
     assert error_of("a.csv").startswith("a.csv:1: not UTF-8 text: byte 0xf6 at byte offset 10; ")
+
+
+@pytest.mark.parametrize("end", ["", "\n2,Two.\n3,Three.\n"])
+def test_a_quote_that_is_not_closed_swallows_no_row_unsaid(folder, end):
+    (folder / "a.csv").write_text(f'id,text\n1,One.\n2,"Two{end}')
+    first, reject = read("a.csv")
+    assert first.text == "One."
+    assert reject == Reject("a.csv", "a.csv:3: a quote is not closed; the rest of the file is not read")
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.parquet"])

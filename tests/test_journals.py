@@ -103,6 +103,17 @@ def test_a_parquet_file_that_was_gone_on_with_keeps_what_was_done_until_a_kill()
     assert (totals.earlier, worker.seen) == (2, ["c"])
 
 
+def test_a_number_that_parquet_cannot_hold_becomes_a_string() -> None:
+    output = Path("out.parquet")
+    run([Document(1 << 70, "x"), Document(1, "y")], output=output)
+    assert pyarrow.parquet.read_table(output)["id"].to_pylist() == [str(1 << 70), "1"]
+
+
+def test_rejects_do_not_go_to_the_file_of_results_by_another_name() -> None:
+    with pytest.raises(ConfigError, match="cannot hold both"):
+        OutputPaths(OUT, OUT.absolute()).check([])
+
+
 @pytest.mark.parametrize("damage", ["cut", "in the middle", "of numbers", "of bytes"])
 def test_a_parquet_file_that_is_damaged_or_of_something_else_is_refused(damage: str) -> None:
     output = Path("out.parquet")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any
 
 from lookahead.errors import DocumentError
@@ -15,6 +15,7 @@ from lookahead.files.text import Document, DocumentId, Reject, checked, decode_b
 
 _ROWS_AT_ONCE = 64
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
+_END = "\x1e"  # a row behind the last one, unless a quote swallows it
 
 
 def read_csv(source: Input, field: str, limit: int) -> Iterator[Document | Reject]:
@@ -28,14 +29,23 @@ def read_csv(source: Input, field: str, limit: int) -> Iterator[Document | Rejec
     csv.field_size_limit(min(limit, (1 << 31) - 1))
     with opened(source.path) as file:
         wrong: list[DocumentError] = []  # with the lines of the row that was read last
-        rows = csv.reader(_lines(file, source.path, limit, wrong), delimiter=_DELIMITERS[source.format])
+        lines = chain(_lines(file, source.path, limit, wrong), [_END])
+        rows = csv.reader(lines, delimiter=_DELIMITERS[source.format])
         try:
             names = next(filter(None, rows), [])
             if wrong:
                 raise wrong[0]
             text_at, id_at = _columns(source, field, names)
+            before = rows.line_num
             for row in rows:
-                place = f"{source.path}:{rows.line_num}"
+                if row == [_END]:
+                    break
+                if row and row[-1].endswith(_END):
+                    raise DocumentError(
+                        f"{source.path}:{before + 1}: a quote is not closed; the rest of the file is not read"
+                    )
+                before = rows.line_num
+                place = f"{source.path}:{before}"
                 if wrong:
                     is_empty = False
                     yield Reject(place, str(wrong[0]))

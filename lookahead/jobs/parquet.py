@@ -71,7 +71,7 @@ def read_parquet_lines(path: Path, lines: Path) -> None:
 
 def _record(row: Record) -> Record:
     """The line of a row."""
-    record = {name: value for name, value in row.items() if value is not None or name == "stats"}
+    record = {name: value for name, value in row.items() if value is not None}
     for name in _AS_JSON:
         if record.get(name) is not None:
             record[name] = json.loads(record[name])
