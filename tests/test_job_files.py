@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from itertools import accumulate
@@ -19,9 +20,15 @@ from lookahead.files.text import Document
 from lookahead.jobs import stream
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import Totals, run_job
+from lookahead.jobs.jobfile import to_toml
 from lookahead.jobs.paths import OutputPaths
 from lookahead.jobs.results import JsonLinesFile
 from lookahead.loading import load_model
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 JOB = JobIdentity(model="bundled", weights="w", tokenizer="t", dtype="float32", max_new_tokens=8)
 
@@ -190,3 +197,10 @@ def test_a_file_name_that_is_no_text_is_known_again_in_a_parquet_file(tmp_path: 
         rows = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist()
         assert [row["id"] for row in rows] == ["caf\\udce9.txt", "b.txt"]
         assert rows[1]["summary"] == "HALF OF A PAIR: \\udce9."
+
+
+def test_a_job_file_holds_any_text() -> None:
+    text = 'a"b\\c\n\t\x00\x7f\u2028ü'
+    assert tomllib.loads(to_toml({"text": text, "inputs": [text], "halves": "\ud800"})) == {
+        "text": text, "inputs": [text], "halves": "?",
+    }  # fmt: skip
