@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 import warnings
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from lookahead.summarize.summarizer import Summarized
 
 MOST_TABLE_ROWS = 20
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but for tabs and line breaks
 
 
 def console(file: TextIO) -> Console:
@@ -43,9 +45,14 @@ def console(file: TextIO) -> Console:
     return Console(file=file, highlight=False, markup=False, emoji=False)
 
 
+def harmless(text: str) -> str:
+    """Text of others without what commands a terminal."""
+    return _CONTROL.sub("\ufffd", text)
+
+
 def say(kind: str, message: str) -> None:
     """Print one line to stderr."""
-    line = Text.assemble((f"{kind}: ", "bold red"), " ".join(message.splitlines()))
+    line = Text.assemble((f"{kind}: ", "bold red"), harmless(" ".join(message.splitlines())))
     console(sys.stderr).print(line, soft_wrap=True)
 
 
@@ -171,12 +178,12 @@ class Display:
 
     def summarized(self, done: Summarized, totals: Totals) -> None:
         """Show a summary, and how far the job is."""
-        name, summary = str(done.document.id), done.summary
+        name, summary = harmless(str(done.document.id)), done.summary
         if self._as_text:
             with self._aside():
                 out = console(sys.stdout)
                 out.print(Rule(Text(name, "bold"), align="left"))
-                out.print(Text(summary.text))
+                out.print(Text(harmless(summary.text)))
                 out.print(Text(report.describe_summary(summary) + "\n", "dim"))
         if summary.plain is not None and len(self._rows) < MOST_TABLE_ROWS:
             self._rows.append(report.comparison_row(name, summary.stats, summary.plain))

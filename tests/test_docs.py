@@ -208,6 +208,16 @@ def test_every_block_of_a_page_runs_and_prints_what_it_shows(page: str, desk: De
                 assert not words(block.shown) - words(printed), f"{block.code}\nprints\n{printed}"
 
 
+def test_job_files_that_pages_show_are_read(desk: Desk) -> None:
+    blocks = [block for path in PAGES.values() for block in blocks_of(path.read_text("utf-8"))]
+    job_files = [block.code for block in blocks if block.language == "toml"]
+    assert job_files
+    for code in job_files:
+        (desk.folder / "job.toml").write_text(code)
+        printed = desk.run(Block("sh", "lookahead summarize --job job.toml --show-job\n", None, None))
+        assert {*code.splitlines()} <= {*printed.splitlines()}
+
+
 def test_blocks_are_left_out_for_a_reason_and_are_few() -> None:
     left_out = set()
     for page, path in PAGES.items():

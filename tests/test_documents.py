@@ -176,7 +176,8 @@ def test_json_lines_are_read_in_unicode_encodings(folder, encoding):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"text": "cut', "not valid JSON: Invalid control character"),
+        ('{"text": "cut', "not valid JSON: Unterminated string starting at character 10"),
+        ('{"text": "a\tb"}', "not valid JSON: Invalid control character at character 12"),
         ("plain words", "not valid JSON: Expecting value"),
         ("[" * 100_000, "not valid JSON"),
         ('["text"]', "a JSON object is expected, got list"),

@@ -91,6 +91,22 @@ def test_a_folder_stands_for_the_files_of_known_suffixes_in_it_and_below(folder)
     assert [source.path for source in left] == ["notes/a.md", "notes/deep/c.TXT"]
 
 
+JOB_FILES = ["out.jsonl", "out.jsonl.manifest.json", "out.jsonl.rejects.jsonl", "out.jsonl.report.html"]
+JOB_FILES += ["out.parquet.running.jsonl", "out.parquet.manifest.json"]
+
+
+def test_what_a_job_wrote_to_a_folder_is_no_document_of_it_but_can_be_named(folder):
+    (folder / "docs").mkdir()
+    files = fsspec.filesystem("memory")
+    for name in (*JOB_FILES, "a.jsonl", "a.rejects.jsonl"):
+        (folder / "docs" / name).write_text("{}")
+        files.pipe(f"/of_jobs/{name}", b"{}")
+    assert [source.path for source in find_inputs(["docs"])] == ["docs/a.jsonl", "docs/a.rejects.jsonl"]
+    of_url = [source.path.rsplit("/")[-1] for source in find_inputs(["memory://of_jobs"])]
+    assert of_url == ["a.jsonl", "a.rejects.jsonl"]
+    assert [source.path for source in find_inputs(["docs/out.jsonl"])] == ["docs/out.jsonl"]
+
+
 def test_a_folder_of_mixed_formats_and_encodings_is_read_file_by_file(folder):
     (folder / "docs").mkdir()
     (folder / "docs" / "a.txt").write_bytes("Größe.".encode("utf-16"))
@@ -99,6 +115,12 @@ def test_a_folder_of_mixed_formats_and_encodings_is_read_file_by_file(folder):
     first, reject, last = read("docs")
     assert (first.text, last.text) == ("Größe.", "Größe.")
     assert reject.error.startswith("docs/b.txt: not UTF-8 text: byte 0xf6")
+
+
+def test_an_empty_name_is_not_the_folder_one_stands_in(folder):
+    (folder / "a.txt").write_text("One.")
+    with pytest.raises(DocumentError, match="an input is an empty string; name files"):
+        find_inputs([""])
 
 
 # Tables
@@ -147,6 +169,21 @@ def test_a_column_of_numbers_is_no_column_of_documents(folder):
     assert error_of("a.parquet") == "a.parquet: column 'text' must hold strings, it holds int64"
 
 
+def test_a_value_that_is_no_text_is_a_reject_and_the_rows_behind_it_are_read(folder):
+    texts = pyarrow.array([b"One.", b"Gr\xf6\xdfe.", b"Three."]).view(pyarrow.string())
+    write_parquet(folder / "a.parquet", text=texts)
+    first, reject, last = read("a.parquet")
+    assert (first.text, last.text) == ("One.", "Three.")
+    assert reject.error == "a.parquet:2: column 'text' is not UTF-8 text: invalid start byte at byte 2"
+
+
+def test_of_columns_of_one_name_the_first_is_read(folder):
+    table = pyarrow.Table.from_arrays([pyarrow.array(["One."]), pyarrow.array(["Two."])], names=["text", "text"])
+    pyarrow.parquet.write_table(table, folder / "a.parquet")
+    (folder / "a.csv").write_text("\ntext,text\nOne.,Two.\n")
+    assert [document.text for document in read("a.parquet", "a.csv")] == ["One.", "One."]
+
+
 def test_a_named_id_field_must_hold_an_id(folder):
     (folder / "a.jsonl").write_text('{"key": 1.5, "text": "One."}\n{"key": "", "text": "Two."}\n')
     first, second = read("a.jsonl", id_field="key")
@@ -168,6 +205,27 @@ def test_rows_with_missing_cells_are_rejects_and_the_others_are_read(folder):
     assert first.error == "a.csv:2: 1 cells, and there are 2 columns"
     assert second == Document("2", "Two.")
     assert third.error == "a.csv:4: 3 cells, and there are 2 columns"
+
+
+def test_a_row_that_is_no_text_is_a_reject_and_the_rows_behind_it_are_read(folder):
+    (folder / "a.csv").write_bytes(b'id,text\n1,One.\n2,"Gr\xf6\xdfe,\n\xf6\0."\n3,Three.\n')
+    first, reject, last = read("a.csv")
+    assert (first, last) == (Document("1", "One."), Document("3", "Three."))
+    assert reject.id == "a.csv:4"
+    assert reject.error.startswith("a.csv:3: not UTF-8 text: byte 0xf6 at byte offset 20; ")
+
+
+def test_a_table_whose_columns_have_no_readable_names_is_told(folder):
+    (folder / "a.csv").write_bytes(b"id,text,gr\xf6\xdfe\n1,One.,2\n")
+    assert error_of("a.csv").startswith("a.csv:1: not UTF-8 text: byte 0xf6 at byte offset 10; ")
+
+
+@pytest.mark.parametrize("end", ["", "\n2,Two.\n3,Three.\n"])
+def test_a_quote_that_is_not_closed_swallows_no_row_unsaid(folder, end):
+    (folder / "a.csv").write_text(f'id,text\n1,One.\n2,"Two{end}')
+    first, reject = read("a.csv")
+    assert first.text == "One."
+    assert reject == Reject("a.csv", "a.csv:3: a quote is not closed; the rest of the file is not read")
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.parquet"])

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
+import torch
 
 from bench.faults import Silent, StandIn
 from lookahead.errors import ConfigError
@@ -16,8 +20,15 @@ from lookahead.files.text import Document
 from lookahead.jobs import stream
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import Totals, run_job
+from lookahead.jobs.jobfile import to_toml
 from lookahead.jobs.paths import OutputPaths
 from lookahead.jobs.results import JsonLinesFile
+from lookahead.loading import load_model
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 JOB = JobIdentity(model="bundled", weights="w", tokenizer="t", dtype="float32", max_new_tokens=8)
 
@@ -125,9 +136,71 @@ def test_a_line_that_is_interrupted_is_not_there_at_all(
     assert (tmp_path / "lines.jsonl").read_text() == '{"id": 1}\n{"id": 3}\n'
 
 
+def identity_of(model: Any, tokenizer: Any) -> JobIdentity:
+    return JobIdentity.of("m", model, tokenizer, max_new_tokens=8)
+
+
+def other_matrix(model: Any, tokenizer: Any) -> None:
+    """What merging a LoRA does: norms and embeddings stay."""
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.mul_(1.01)
+
+
+def other_settings(model: Any, tokenizer: Any) -> None:
+    model.generation_config.no_repeat_ngram_size = 3
+
+
+def other_template(model: Any, tokenizer: Any) -> None:
+    tokenizer.chat_template = "{{ messages[0]['content'] }}!"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (other_matrix, "with other weights"),
+        (other_settings, "with other settings for generation, or chat template"),
+        (other_template, "with other settings for generation, or chat template"),
+    ],
+)
+def test_a_model_that_says_other_things_is_another_job(
+    change: Callable[[Any, Any], None], told: str, tiny_llama: Any, tiny_tokenizer: Any
+) -> None:
+    before = identity_of(tiny_llama, tiny_tokenizer)
+    model, tokenizer = deepcopy(tiny_llama), deepcopy(tiny_tokenizer)
+    assert identity_of(model, tokenizer) == before
+    change(model, tokenizer)
+    now = identity_of(model, tokenizer)
+    assert now.differences(before.to_dict()) == f"model was 'm' and is 'm', {told}"
+    assert now.fingerprint != before.fingerprint
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_model_read_anew_is_the_same_job(dtype: str, model_folder: Path) -> None:
+    first, second = (load_model(str(model_folder), dtype=dtype) for _ in range(2))
+    assert identity_of(*first) == identity_of(*second)
+
+
 def test_a_manifest_of_another_release_is_refused_by_its_version(tmp_path: Path) -> None:
     run(tmp_path / "out.jsonl", 1)
     manifest = tmp_path / "out.jsonl.manifest.json"
     manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 2'))
     with pytest.raises(ConfigError, match="version 2; this release goes on with version 1"):
         run(tmp_path / "out.jsonl", 2, resume=True)
+
+
+def test_a_file_name_that_is_no_text_is_known_again_in_a_parquet_file(tmp_path: Path) -> None:
+    items = [Document("caf\udce9.txt", "One."), Document("b.txt", "Half of a pair: \udce9.")]
+    for resume in (False, True):
+        paths, totals = OutputPaths(tmp_path / "out.parquet", resume=resume), Totals()
+        run_job(items, StandIn(), paths, JOB, totals=totals, observer=Silent(), rows=1)
+        assert totals.earlier == (2 if resume else 0)
+        rows = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist()
+        assert [row["id"] for row in rows] == ["caf\\udce9.txt", "b.txt"]
+        assert rows[1]["summary"] == "HALF OF A PAIR: \\udce9."
+
+
+def test_a_job_file_holds_any_text() -> None:
+    text = 'a"b\\c\n\t\x00\x7f\u2028ü'
+    assert tomllib.loads(to_toml({"text": text, "inputs": [text], "halves": "\ud800"})) == {
+        "text": text, "inputs": [text], "halves": "?",
+    }  # fmt: skip

@@ -188,10 +188,21 @@ def test_what_failed_is_put_aside_until_it_is_to_be_tried_again():
     assert (worker.seen, totals.rejected, ids(), ids(REJECTS)) == (["b"], 1, ["a", "b", "c"], ["docs.jsonl:3"])
 
 
-def test_a_reject_tried_again_in_vain_has_one_line():
+def test_a_reject_tried_again_in_vain_has_one_line_with_the_newest_reason():
     run(documents("a", "b"), Worker(fails=["text a"]))
+    first = json.loads(REJECTS.read_text())
+    REJECTS.write_text(json.dumps({**first, "error": "a: out of memory"}) + "\n")
     run(documents("a", "b"), Worker(fails=["text a"]), resume=True, retry_rejects=True)
-    assert (ids(), ids(REJECTS)) == (["b"], ["a"])
+    assert (ids(), [json.loads(line) for line in REJECTS.read_text().splitlines()]) == (["b"], [first])
+
+
+def test_what_cannot_be_read_any_more_keeps_its_summary_and_tells_its_newest_reason():
+    run(documents("a", "b"))
+    for reason in ("timed out", "not found"):
+        run([Reject("a", f"a: {reason}"), *documents("b")], resume=True)
+        assert (ids(), json.loads(REJECTS.read_text())["error"]) == (["b", "a"], f"a: {reason}")
+    assert run(documents("a", "b"), resume=True).earlier == 2
+    assert ids() == ["a", "b"] and not REJECTS.exists()
 
 
 def test_a_line_that_was_repaired_is_no_reject_any_more():

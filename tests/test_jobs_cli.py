@@ -256,3 +256,12 @@ def test_a_memory_of_another_tokenizer_is_refused(summarize, cli_folder):
     summarize("a.txt", "--pool", "memory.lkp")
     message = only_error(summarize("a.txt", "--pool", "memory.lkp", "--model", "bundled"))
     assert "memory.lkp: made with another tokenizer" in message
+
+
+def test_what_documents_hold_does_not_command_the_terminal(summarize, cli_folder):
+    escape = "\x1b]0;evil\x07\x9b31m"
+    documents = [{"id": f"{escape}a", "text": "One text."}, {"id": f"{escape}b", f"body{escape}": "Another."}]
+    (cli_folder / "docs.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
+    done = summarize("docs.jsonl", "--format", "text", "--compare")
+    assert "\ufffd31ma" in done.stdout and "\ufffd31m" in done.stderr
+    assert not {"\x1b", "\x07", "\x9b"} & {*done.stdout, *done.stderr}

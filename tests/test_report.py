@@ -7,8 +7,10 @@ import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
+from unittest.mock import Mock
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 from typer.testing import CliRunner
 
@@ -200,8 +202,9 @@ def test_results_without_a_comparison_say_so_and_have_all_other_plots(report) ->
         {"stats": {"drafted_by_source": {"prompt": 0}, "accepted_by_source": [1]}, "speedup": float("inf")},
         {"stats": {"decode_s": 0, "prefill_s": 0, "target_forwards": 0}, "document_tokens": 0, "speedup": 0},
         {"document_tokens": 10**400, "summary_tokens": 10**300, "speedup": 1e300, "model": 3, "summary": "x" * 9999},
+        {"stats": {"decode_s": 1e-308, "prefill_s": 1e308, "acceptance_histogram": {"9": 1e308}}, "speedup": 1e-308},
     ],
-    ids=["none", "other_types", "empty", "not_a_number", "infinite", "zeros", "huge"],
+    ids=["none", "other_types", "empty", "not_a_number", "infinite", "zeros", "huge", "boundless"],
 )
 def test_fields_that_are_missing_or_strange_leave_a_gap_and_no_error(report, fields) -> None:
     assert "1 document summarized" in words(report([line() | fields]))
@@ -247,7 +250,7 @@ def test_many_documents_make_a_small_page_that_says_how(tmp_path, monkeypatch) -
     assert len(page) < 200_000
     assert "5,000 documents, binned" in page
     assert "of about 84 documents in a row" in words(page)
-    assert "5,000 failed" in words(page)
+    assert "5,000 failed" in words(page) and " 2,500 other reasons " in words(page)
     assert sum(int(n.replace(",", "")) for n in re.findall(r'class="shade-\d".*?<title>([\d,]+)<', page)) == 2 * 5000
 
 
@@ -282,13 +285,11 @@ def test_an_axis_holds_its_figures_and_has_a_few_round_marks() -> None:
 
 
 def test_parquet_gives_the_page_of_the_lines_it_was_made_of(report, tmp_path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     lines = [line(number, seconds=1.0 + number) for number in range(4)]
     rows = [each | {"stats": json.dumps(each["stats"]), "plain": json.dumps(each["plain"])} for each in lines]
     for name, table in (("strings", rows), ("objects", lines)):
         path = tmp_path / f"{name}.parquet"
-        parquet.write_table(pyarrow.Table.from_pylist(table), path)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), path)
         page = write_report(path).path.read_text()
         assert page.replace(path.name, "out.jsonl") == report(lines)
 
@@ -350,12 +351,13 @@ def test_what_is_no_file_of_results_is_one_line_and_no_page(run, tmp_path, name,
     assert not (tmp_path / "page.html").exists()
 
 
-def test_other_rejects_and_places_that_cannot_be_written_are_told(run, tmp_path) -> None:
+def test_other_rejects_and_places_that_cannot_be_written_are_told(run, tmp_path, monkeypatch) -> None:
     (tmp_path / "failed.jsonl").write_text('{"id": "a", "error": "a: broken"}\n')
     assert "1 document, 1 failed; written" in run("out.jsonl", "--rejects", "failed.jsonl").stderr
     assert "none.jsonl: No such file" in run("out.jsonl", "--rejects", "none.jsonl").stderr
     assert "a folder that exists, got 'none/page.html'" in run("out.jsonl", "-o", "none/page.html").stderr
-    assert run(".").exit_code == 2
+    monkeypatch.setattr("lookahead.report.files.write_atomically", Mock(side_effect=OSError(28, "No space left")))
+    assert run(".").exit_code == 2 and "report.html cannot be written: No space" in run("out.jsonl").stderr
 
 
 def test_help_shows_an_example() -> None:

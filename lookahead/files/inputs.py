@@ -25,6 +25,8 @@ SUFFIXES: dict[str, Format] = {
     ".parquet": "parquet",
 }
 _ONE_TEXT = ("text", "html")
+_MANIFEST = ".manifest.json"  # beside the results of a job, by their name
+_OF_JOBS = ("", ".rejects.jsonl", ".running.jsonl", ".report.html")  # what else stands there by that name
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,8 @@ def _input(path: str, field: str | None, id_field: str | None, *, is_lines: bool
 
 def _expand(argument: str, without: Collection[str]) -> list[str]:
     """The files that one argument names."""
+    if not argument:
+        raise DocumentError("an input is an empty string; name files, folders or URLs, or - for stdin")
     if argument == STDIN:
         return [argument]
     if is_url(argument):
@@ -109,7 +113,7 @@ def _expand(argument: str, without: Collection[str]) -> list[str]:
     path = Path(argument)
     try:
         if path.is_dir():
-            return _some(argument, [name for name in _walk(path) if os.path.realpath(name) not in without])
+            return _some(argument, list(_walk(path)), without)
         if path.exists():
             return [argument]
     except OSError as error:  # above all the text itself, given in place of a file
@@ -125,12 +129,11 @@ def _expand(argument: str, without: Collection[str]) -> list[str]:
 
 
 def _walk(folder: Path) -> Iterator[str]:
-    """The files of known suffixes in a folder and below, in order; hidden ones are passed over."""
+    """The files in a folder and below, in order; hidden folders are passed over."""
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
-            if _is_known(name):
-                yield os.path.normpath(os.path.join(place, name))
+            yield os.path.normpath(os.path.join(place, name))
 
 
 def _expand_url(url: str) -> list[str]:
@@ -155,15 +158,24 @@ def _expand_url(url: str) -> list[str]:
     return [system.unstrip_protocol(name) for name in found]
 
 
-def _some(folder: str, names: list[str]) -> list[str]:
-    """The files of a folder that can be read, if there are any."""
-    known = [name for name in names if _is_known(name)]
+def _some(folder: str, names: Sequence[str], without: Collection[str] = ()) -> list[str]:
+    """The files of a folder that are documents, if there are any: not what a job wrote there, nor a page about it."""
+    jobs = {name.removesuffix(_MANIFEST) for name in names if name.endswith(_MANIFEST)}
+    of_jobs = {f"{results}{suffix}" for results in jobs for suffix in _OF_JOBS}
+    known = [
+        name
+        for name in names
+        if _is_known(name) and name not in of_jobs and not (without and os.path.realpath(name) in without)
+    ]
     if not known:
-        raise DocumentError(f"{folder}: no file to read in this folder; known suffixes are {' '.join(SUFFIXES)}")
+        raise DocumentError(
+            f"{folder}: no file to read in this folder; known suffixes are {' '.join(SUFFIXES)}, and what a job wrote "
+            "is left out"
+        )
     return known
 
 
 def _is_known(name: str) -> bool:
-    """Whether a file of a folder is taken, by its name; results and rejects of a job are not."""
+    """Whether a file of a folder is taken, by its name."""
     base = name.rsplit("/", 1)[-1]
     return not base.startswith(".") and os.path.splitext(base)[1].lower() in SUFFIXES

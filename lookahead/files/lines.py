@@ -58,7 +58,7 @@ def _parse_line(line: bytes, place: str, offset: int, field: str, id_field: str 
     """Read the document of one JSON line that stands at `place`, from byte `offset` of its file on."""
     name: DocumentId = place
     try:
-        record = _parse_object(decode_bytes(line, place, offset), place)
+        record = _parse_object(decode_bytes(line, place, offset).strip(), place)
         name = given_id(record.get(id_field or DEFAULT_ID_FIELD), place, None)
         for needed in (field, id_field):
             if needed is not None and needed not in record:
@@ -80,8 +80,10 @@ def _parse_object(line: str, place: str) -> dict[str, Any]:
     except RecursionError as error:
         raise DocumentError(f"{place}: not valid JSON: nested too deeply") from error
     except ValueError as error:
-        at = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
-        raise DocumentError(f"{place}: not valid JSON: {at}") from error
+        what = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            what = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
+        raise DocumentError(f"{place}: not valid JSON: {what}") from error
     if not isinstance(record, dict):
         raise DocumentError(f"{place}: a JSON object is expected, got {type(record).__name__}")
     return record

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator
+from itertools import chain, repeat
 from typing import Any
 
 from lookahead.errors import DocumentError
@@ -14,6 +15,7 @@ from lookahead.files.text import Document, DocumentId, Reject, checked, decode_b
 
 _ROWS_AT_ONCE = 64
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
+_END = "\x1e"  # a row behind the last one, unless a quote swallows it
 
 
 def read_csv(source: Input, field: str, limit: int) -> Iterator[Document | Reject]:
@@ -26,14 +28,31 @@ def read_csv(source: Input, field: str, limit: int) -> Iterator[Document | Rejec
     is_empty = True
     csv.field_size_limit(min(limit, (1 << 31) - 1))
     with opened(source.path) as file:
-        rows = csv.reader(_lines(file, source.path, limit), delimiter=_DELIMITERS[source.format])
+        wrong: list[DocumentError] = []  # with the lines of the row that was read last
+        lines = chain(_lines(file, source.path, limit, wrong), [_END])
+        rows = csv.reader(lines, delimiter=_DELIMITERS[source.format])
         try:
-            names = next(rows, [])
+            names = next(filter(None, rows), [])
+            if wrong:
+                raise wrong[0]
             text_at, id_at = _columns(source, field, names)
+            before = rows.line_num
             for row in rows:
-                if any(cell.strip() for cell in row):
+                if row == [_END]:
+                    break
+                if row and row[-1].endswith(_END):
+                    raise DocumentError(
+                        f"{source.path}:{before + 1}: a quote is not closed; the rest of the file is not read"
+                    )
+                before = rows.line_num
+                place = f"{source.path}:{before}"
+                if wrong:
                     is_empty = False
-                    yield _csv_row(source, field, row, names, text_at, id_at, f"{source.path}:{rows.line_num}")
+                    yield Reject(place, str(wrong[0]))
+                    wrong.clear()
+                elif any(cell.strip() for cell in row):
+                    is_empty = False
+                    yield _csv_row(source, field, row, names, text_at, id_at, place)
         except csv.Error as error:
             where = f"{source.path}:{rows.line_num}"
             message = too_long(where, limit) if "field limit" in str(error) else f"{where}: not valid CSV: {error}"
@@ -59,9 +78,9 @@ def read_parquet(source: Input, field: str, limit: int) -> Iterator[Document | R
             _check_is_text(arrow, table.schema_arrow.field(text_at).type, source.path, field)
             columns = [names[at] for at in (text_at, id_at) if at is not None]
             for batch in table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns):
-                texts = batch.column(names[text_at]).to_pylist()
-                ids = batch.column(names[id_at]).to_pylist() if id_at is not None else [None] * len(texts)
-                for text, given in zip(texts, ids, strict=True):
+                texts = _cells(batch, names[text_at])
+                ids = _cells(batch, names[id_at]) if id_at is not None else repeat(None)
+                for text, given in zip(texts, ids, strict=False):
                     number += 1
                     yield _document(f"{source.path}:{number}", source, field, text, given, limit)
         except (arrow.ArrowException, OSError) as error:
@@ -69,6 +88,15 @@ def read_parquet(source: Input, field: str, limit: int) -> Iterator[Document | R
             raise DocumentError(f"{source.path}: cannot be read as Parquet: {message}") from error
     if number == 0:
         raise DocumentError(f"{source.path}: no documents")
+
+
+def _cells(batch: Any, name: str) -> Iterator[object]:
+    """The values of the first column of a name; what is no text is an error in its place."""
+    for cell in batch.column(batch.schema.names.index(name)):
+        try:
+            yield cell.as_py()
+        except UnicodeDecodeError as error:
+            yield error
 
 
 def load_pyarrow(path: str) -> tuple[Any, Any]:
@@ -85,8 +113,11 @@ def load_pyarrow(path: str) -> tuple[Any, Any]:
     return pyarrow, pyarrow.parquet
 
 
-def _lines(file: io.BufferedReader, path: str, limit: int) -> Iterator[str]:
-    """The lines of an open file as text; behind one that is too long nobody knows where a row begins."""
+def _lines(file: io.BufferedReader, path: str, limit: int, wrong: list[DocumentError]) -> Iterator[str]:
+    """The lines of an open file as text; behind one that is too long nobody knows where a row begins.
+
+    What is wrong with a line that is no text is added to `wrong`, and the line comes with its bytes escaped.
+    """
     encoding = encoding_of(file.peek(4)[:4])
     if encoding != "utf-8":
         text = io.TextIOWrapper(file, encoding, newline="\n")
@@ -104,7 +135,12 @@ def _lines(file: io.BufferedReader, path: str, limit: int) -> Iterator[str]:
         place = f"{path}:{number}"
         if data is None:
             raise DocumentError(f"{too_long(place, limit)}; the rest of the file is not read")
-        yield decode_bytes(data, place, offset)
+        try:
+            line = decode_bytes(data, place, offset)
+        except DocumentError as error:
+            wrong.append(error)
+            line = data.replace(b"\0", b"").decode("utf-8", "surrogateescape")  # before Python 3.11 csv takes no zeros
+        yield line
 
 
 def _columns(source: Input, field: str, names: list[str]) -> tuple[int, int | None]:
@@ -134,6 +170,8 @@ def _document(
     name: DocumentId = place
     try:
         name = given_id(given, place, source.id_field)
+        if isinstance(text, UnicodeDecodeError):
+            raise DocumentError(f"{place}: column {field!r} is not UTF-8 text: {text.reason} at byte {text.start}")
         if not isinstance(text, str):
             raise DocumentError(f"{place}: column {field!r} must hold a string, got {type(text).__name__}")
         if limit is not None and len(text) > limit // 4 and len(text.encode("utf-8", "replace")) > limit:

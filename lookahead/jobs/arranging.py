@@ -31,7 +31,14 @@ def records_in(path: Path) -> Iterator[tuple[int, int, Record]]:
             offset += len(line)
 
 
-def arrange(path: Path, order: Iterable[bytes], ids: Container[int], key_of_record: Callable[[Record], bytes]) -> int:
+def arrange(
+    path: Path,
+    order: Iterable[bytes],
+    ids: Container[int],
+    key_of_record: Callable[[Record], bytes],
+    *,
+    newest_only: bool = False,
+) -> int:
     """Put the lines of a file in order; a new file takes its place at once, unless they stand in it already.
 
     Args:
@@ -40,6 +47,7 @@ def arrange(path: Path, order: Iterable[bytes], ids: Container[int], key_of_reco
         ids: Keys of the ids that the inputs hold. A line that no key names is dropped where its id is one of them,
             since its document has changed, and else comes last.
         key_of_record: The key of a line.
+        newest_only: Whether of several lines of a key only the last is kept.
 
     Returns:
         How many lines were dropped.
@@ -50,7 +58,10 @@ def arrange(path: Path, order: Iterable[bytes], ids: Container[int], key_of_reco
     places: defaultdict[bytes, deque[tuple[int, int, int]]] = defaultdict(deque)
     count = 0
     for offset, length, record in records_in(path):
-        places[key_of_record(record)].append((offset, length, id_key(record["id"])))
+        alike = places[key_of_record(record)]
+        if newest_only:
+            alike.clear()
+        alike.append((offset, length, id_key(record["id"])))
         count += 1
     wanted = [places[key].popleft() for key in order if places.get(key)]
     left = sorted(place for rest in places.values() for place in rest)

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from lookahead.summarize.prompting import Request
 
 
+_FIGURES = 4096  # of a parameter, evenly spaced
+_MOST_TOLD = 80  # characters of a value
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobIdentity:
     """Everything a summary depends on besides its document. What only makes it faster does not count.
@@ -24,6 +28,7 @@ class JobIdentity:
         model: The model's name as it was given; a moved folder is the same model, so it is not compared.
         weights: Tells the model's weights from others, 16 hexadecimal digits.
         tokenizer: Likewise its tokenizer.
+        manners: Likewise its generation configuration, and its tokenizer's chat template.
         dtype: What the model computes in.
         max_new_tokens: Most tokens of a summary.
         prompt: The instruction in words; `None` for the usual one.
@@ -36,6 +41,7 @@ class JobIdentity:
     model: str
     weights: str
     tokenizer: str
+    manners: str = ""
     dtype: str
     max_new_tokens: int
     prompt: str | None = None
@@ -57,13 +63,13 @@ class JobIdentity:
         keep_parts: bool = False,
     ) -> JobIdentity:
         """The identity of a job with a loaded model."""
-        from lookahead.heads.fingerprint import fingerprint_of as weights_of
         from lookahead.pools.fingerprint import fingerprint_of
 
         return cls(
             model=name,
-            weights=weights_of(model),
+            weights=_weights_of(model),
             tokenizer=f"{fingerprint_of(tokenizer):016x}",
+            manners=_manners_of(model, tokenizer),
             dtype=str(model.dtype).removeprefix("torch."),
             max_new_tokens=max_new_tokens,
             prompt=request.prompt if request else None,
@@ -87,9 +93,44 @@ class JobIdentity:
         """What another job did differently, in words; empty where it is the same."""
         mine = self.to_dict()
         changed = [name for name in mine if name != "model" and mine[name] != other.get(name)]
-        if "weights" in changed:
-            return f"model was {other.get('model')!r} and is {self.model!r}, with other weights"
-        return ", ".join(f"{name} was {other.get(name)!r} and is {mine[name]!r}" for name in changed)
+        for name, what in (("weights", "weights"), ("manners", "settings for generation, or chat template")):
+            if name in changed:
+                return f"model was {other.get('model')!r} and is {self.model!r}, with other {what}"
+        # A prompt may be pages long.
+        return ", ".join(f"{name} was {_brief(other.get(name))} and is {_brief(mine[name])}" for name in changed)
+
+
+def _brief(value: object) -> str:
+    """A value, cut where it is long."""
+    words = repr(value)
+    return words if len(words) <= _MOST_TOLD else f"{words[:_MOST_TOLD]}..."
+
+
+def _weights_of(model: PreTrainedModel) -> str:
+    """What tells the weights of a model from others: its sizes, and some figures of every parameter.
+
+    Of every one, since training may change some matrices and nothing else, as it does where a LoRA is merged. Those
+    that are quantised in a way of their own, or offloaded, count with their sizes.
+    """
+    import torch
+
+    digest = xxhash.xxh3_64()
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {tuple(parameter.shape)}".encode())
+        if type(parameter) is torch.nn.Parameter and not parameter.is_meta and parameter.numel():
+            values = parameter.detach().flatten()
+            places = torch.linspace(0, len(values) - 1, min(len(values), _FIGURES), dtype=torch.float64).long()
+            digest.update(values[places.to(values.device)].cpu().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _manners_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
+    """What tells how a model generates and is spoken to."""
+    config = model.generation_config
+    settings = {} if config is None else config.to_diff_dict()
+    settings.pop("transformers_version", None)
+    described = json.dumps([settings, tokenizer.chat_template], sort_keys=True, default=str)
+    return xxhash.xxh3_64_hexdigest(described.encode())
 
 
 def text_hash(text: str) -> str:
@@ -98,10 +139,13 @@ def text_hash(text: str) -> str:
 
 
 def key_of(name: DocumentId, content: str) -> bytes:
-    """16 bytes for a document or a reject of this id with this hash of its text, or else its error."""
-    return xxhash.xxh3_128_digest(f"{name}\0{content}".encode("utf-8", "surrogatepass"))
+    """16 bytes for a document or a reject of this id with this hash of its text, or else its error.
+
+    What a Parquet file may not tell apart is the same here: 5 and "5", half of a surrogate pair and its escape.
+    """
+    return xxhash.xxh3_128_digest(f"{name}\0{content}".encode("utf-8", "backslashreplace"))
 
 
 def id_key(name: DocumentId) -> int:
-    """64 bits for an id; in a Parquet file 5 and "5" may be the same, and so they are here."""
-    return xxhash.xxh3_64_intdigest(str(name).encode("utf-8", "surrogatepass"))
+    """64 bits for an id, the same for ids that a Parquet file may not tell apart."""
+    return xxhash.xxh3_64_intdigest(str(name).encode("utf-8", "backslashreplace"))

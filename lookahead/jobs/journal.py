@@ -49,6 +49,7 @@ class Journal:
         self._order: list[bytes] = []
         self._order_of_rejects: list[bytes] = []
         self._texts: dict[int, int] = {}  # what tells a text from others, by its id
+        self._unread: set[int] = set()  # ids of what could not be read
         if self._running.exists():
             _unlock(_locked(self._running))
         paths.clear()
@@ -121,7 +122,7 @@ class Journal:
         """
         key = key_of(reject.id, content.hex() if content else reject.error)
         if content is None:
-            self._texts.setdefault(id_key(reject.id), 0)
+            self._unread.add(id_key(reject.id))
         self._order_of_rejects.append(key)
         if key not in self._rejected:
             known = {"document": content.hex()} if content else {}
@@ -144,7 +145,8 @@ class Journal:
         if dropped:
             self._notes.append(f"{self._results}: left out {dropped} lines of documents that have changed since")
         if self._rejects.exists():
-            arrange(self._rejects, self._order_of_rejects, self._texts, _key_of_reject)
+            ids = self._texts.keys() | self._unread
+            arrange(self._rejects, self._order_of_rejects, ids, _key_of_reject, newest_only=True)
             if self._rejects.stat().st_size == 0:
                 self._rejects.unlink()
         count = sum(1 for _ in records_in(self._running))
@@ -220,7 +222,7 @@ class Journal:
         if self._rejects.exists():
             self._repair(self._rejects)
             for _, _, record in self._records(self._rejects):
-                if not (retry_rejects and "document" in record):
+                if not retry_rejects:
                     self._rejected.add(_key_of_reject(record))
 
     def _repair(self, path: Path) -> None:
@@ -238,6 +240,8 @@ class Journal:
         try:
             for offset, length, record in records_in(path):
                 key_of_record(record)
+                if path == self._running and record["fingerprint"] != self._identity.fingerprint:
+                    raise ValueError("of another job")
                 checked += 1
                 yield offset, length, record
         except (ValueError, KeyError, TypeError) as error:

@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from lookahead.errors import ConfigError
 from lookahead.files.tables import load_pyarrow
 from lookahead.jobs.arranging import Record, records_in
 from lookahead.jobs.results import encode_line
@@ -52,28 +53,43 @@ def read_parquet_lines(path: Path, lines: Path) -> None:
 
     Raises:
         DocumentError: pyarrow is not installed.
+        ConfigError: The Parquet file is damaged, or of something else.
         OSError: The lines cannot be written.
     """
-    _, parquet = load_pyarrow(str(path))
-    with replacing(lines) as file:
-        for batch in parquet.ParquetFile(path).iter_batches(batch_size=_ROWS_AT_ONCE):
-            for row in batch.to_pylist():
-                record = {name: value for name, value in row.items() if value is not None or name == "stats"}
-                for name in _AS_JSON:
-                    if record.get(name) is not None:
-                        record[name] = json.loads(record[name])
-                file.write(encode_line(record))
+    arrow, parquet = load_pyarrow(str(path))
+    try:
+        with replacing(lines) as file:
+            for batch in parquet.ParquetFile(path).iter_batches(batch_size=_ROWS_AT_ONCE):
+                for row in batch.to_pylist():
+                    file.write(encode_line(_record(row)))
+    except (arrow.ArrowException, ValueError, TypeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        what = " ".join(str(error).split())
+        raise ConfigError(f"{path} holds no results to go on with: {what}; pass --overwrite to begin anew") from error
+
+
+def _record(row: Record) -> Record:
+    """The line of a row."""
+    record = {name: value for name, value in row.items() if value is not None}
+    for name in _AS_JSON:
+        if record.get(name) is not None:
+            record[name] = json.loads(record[name])
+    return record
 
 
 def _row(record: Record, ids_are_numbers: bool) -> Record:
-    """A line as a row."""
+    """A line as a row; what UTF-8 cannot hold is written as an escape."""
     row = dict(record)
     for name in _IDS:
         if name in row and not ids_are_numbers:
-            row[name] = str(row[name]).encode("utf-8", "backslashreplace").decode()
+            row[name] = str(row[name])
     for name in _AS_JSON:
         if row.get(name) is not None:
             row[name] = json.dumps(row[name])
+    for name, value in row.items():
+        if isinstance(value, str):
+            row[name] = value.encode("utf-8", "backslashreplace").decode()
     return row
 
 

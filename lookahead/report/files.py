@@ -45,7 +45,7 @@ def write_report(results: Path, output: Path | None = None, rejects: Path | None
     Raises:
         ConfigError: `output` cannot be written, or would destroy a file.
         DocumentError: `results` is empty or holds something else.
-        OSError: A file cannot be read or written; its name is in the error.
+        OSError: A file cannot be read; its name is in the error.
     """
     page = Path(f"{results}.report.html") if output is None else output
     _check_page(page)
@@ -61,7 +61,10 @@ def write_report(results: Path, output: Path | None = None, rejects: Path | None
     if not tally.documents and not (failures and failures.total):
         raise DocumentError(f"{results} is empty: there are no results in it to report")
     text = render_page(tally, failures, name=results.name, rejects_name=beside.name, readings=readings)
-    write_atomically(page, text)
+    try:
+        write_atomically(page, text)
+    except OSError as error:
+        raise ConfigError(f"output {page} cannot be written: {error.strerror}") from error
     problems = [f"{name}: {reading.describe()}" for name, reading in readings.items() if reading.malformed]
     return Report(page, tally.documents, failures.total if failures else None, problems)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any
 
 MOST_TEXT = 1200  # characters of a summary that are kept
 MOST_NAME = 200  # of an id
+MOST = 1e15  # of any figure
 _LENGTH = re.compile("[0-9]{1,9}")  # tokens that a pass gave
 
 
@@ -112,14 +112,16 @@ def read_line(record: Mapping[str, Any]) -> Line:
 
 
 def number(value: Any) -> float | None:
-    """A number that is finite and not below 0, or `None`."""
+    """A number from 0 to what a job can come to, or `None`; what is smaller than a job can measure is 0."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
         figure = float(value)
     except OverflowError:
         return None
-    return figure if math.isfinite(figure) and figure >= 0 else None
+    if not 0 <= figure <= MOST:  # nor is it no number
+        return None
+    return figure if figure >= 1 / MOST else 0.0
 
 
 def words(value: Any) -> str:

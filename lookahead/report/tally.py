@@ -78,7 +78,7 @@ class Failures:
         name, message = words(record.get("id")), str(record["error"])
         message = _PLACE.sub("", message.removeprefix(f"{name}: ")).strip()[:MOST_NAME]
         reason = re.sub(r"\d+", "#", message.replace(name, "…") if name else message)
-        if reason not in self.count and len(self.count) == MOST_REASONS:
+        if reason not in self.count and len(self.count) >= MOST_REASONS:
             reason = message = "other reasons"
         self.total += 1
         self.count[reason] += 1

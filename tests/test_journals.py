@@ -1,0 +1,189 @@
+"""The journal of a job: what it finds after a kill, whom it lets write, and what its manifest says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+
+from bench.faults import Silent, StandIn
+from lookahead.errors import ConfigError
+from lookahead.files.text import Document, Reject
+from lookahead.jobs.identity import JobIdentity
+from lookahead.jobs.job import Totals, run_job
+from lookahead.jobs.journal import Journal
+from lookahead.jobs.paths import OutputPaths
+from lookahead.jobs.results import copy_of
+
+JOB = JobIdentity(model="bundled", weights="w", tokenizer="t", dtype="float32", max_new_tokens=8)
+OUT = Path("out.jsonl")
+REJECTS = Path("out.jsonl.rejects.jsonl")
+
+
+class Killed(BaseException):
+    """Stands in for a kill."""
+
+
+class Worker(StandIn):
+    """Notes what it is given; a kill may come after so many."""
+
+    def __init__(self, killed_after: int | None = None) -> None:
+        self.killed_after = killed_after
+        self.seen: list[Any] = []
+
+    def summarize_all(self, documents: Iterable[Document], rows: int) -> Iterator[Any]:
+        for document in documents:
+            if len(self.seen) == self.killed_after:
+                raise Killed
+            self.seen.append(document.id)
+            yield from super().summarize_all([document], rows)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty working directory."""
+    monkeypatch.chdir(tmp_path)
+
+
+def run(
+    items: Iterable[Document | Reject], worker: Worker | None = None, *, output: Path = OUT, **options: bool
+) -> Totals:
+    paths, totals = OutputPaths(output, **options), Totals()
+    paths.check([])
+    run_job(items, worker or Worker(), paths, JOB, totals=totals, observer=Silent(), rows=1)
+    return totals
+
+
+def documents(names: str) -> list[Document]:
+    return [Document(name, f"text {name}") for name in names]
+
+
+def lines(path: Path = OUT) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def test_a_torn_line_of_rejects_is_cut_off_and_told() -> None:
+    items = [Reject("a", "a: it failed"), Reject("b", "b: it failed"), *documents("c")]
+    run(items)
+    whole = REJECTS.read_bytes()
+    REJECTS.write_bytes(whole[:-5])
+    totals = run(items, resume=True)
+    torn = len(whole.splitlines(keepends=True)[1]) - 5
+    assert totals.notes == [f"{REJECTS}: cut off its last line, which was torn ({torn} bytes)"]
+    assert REJECTS.read_bytes() == whole
+
+
+def test_a_text_with_an_equal_one_behind_a_repaired_line_gets_its_summary() -> None:
+    with pytest.raises(Killed):
+        run(documents("abc"), Worker(killed_after=2))
+    OUT.write_bytes(OUT.read_bytes()[:-5])
+    run([*documents("ab"), Document("twin", "text b")], resume=True)
+    assert [(line["id"], line["summary"]) for line in lines()] == [("a", "TEXT A"), ("b", "TEXT B"), ("twin", "TEXT B")]
+
+
+def test_a_last_line_longer_than_what_is_read_at_once_is_whole() -> None:
+    run([*documents("a"), Document("long", "word" * 50_000)])
+    before, worker = OUT.read_bytes(), Worker()
+    assert len(before) > 1 << 17
+    assert run([*documents("a"), Document("long", "word" * 50_000)], worker, resume=True).notes == []
+    assert (worker.seen, OUT.read_bytes()) == ([], before)
+
+
+def test_a_parquet_file_that_was_gone_on_with_keeps_what_was_done_until_a_kill() -> None:
+    output, worker = Path("out.parquet"), Worker()
+    run(documents("a"), output=output)
+    with pytest.raises(Killed):
+        run(documents("abc"), Worker(killed_after=1), output=output, resume=True)
+    totals = run(documents("abc"), worker, output=output, resume=True)
+    assert (totals.earlier, worker.seen) == (2, ["c"])
+
+
+def test_a_number_that_parquet_cannot_hold_becomes_a_string() -> None:
+    output = Path("out.parquet")
+    run([Document(1 << 70, "x"), Document(1, "y")], output=output)
+    assert pyarrow.parquet.read_table(output)["id"].to_pylist() == [str(1 << 70), "1"]
+
+
+def test_rejects_do_not_go_to_the_file_of_results_by_another_name() -> None:
+    with pytest.raises(ConfigError, match="cannot hold both"):
+        OutputPaths(OUT, OUT.absolute()).check([])
+
+
+@pytest.mark.parametrize("damage", ["cut", "in the middle", "of numbers", "of bytes"])
+def test_a_parquet_file_that_is_damaged_or_of_something_else_is_refused(damage: str) -> None:
+    output = Path("out.parquet")
+    run(documents("abc"), output=output)
+    whole = output.read_bytes()
+    if damage.startswith("of"):
+        values = [1] if damage == "of numbers" else [b"\xff"]
+        pyarrow.parquet.write_table(pyarrow.table({"stats": values}), output)
+    else:
+        output.write_bytes(whole[:-9] if damage == "cut" else whole[:40] + b"\0" * 400 + whole[440:])
+    with pytest.raises(ConfigError, match=r"^out\.parquet holds no results .*; pass --overwrite to begin anew$"):
+        run(documents("abc"), output=output, resume=True)
+    assert run(documents("abc"), output=output, overwrite=True).summarized == 3
+
+
+def test_lines_of_another_job_beside_the_manifest_of_this_one_are_refused() -> None:
+    run(documents("ab"))
+    OUT.write_text(OUT.read_text().replace(JOB.fingerprint, "0" * 16))
+    with pytest.raises(ConfigError, match=r"out\.jsonl:1: no line of this job"):
+        run(documents("ab"), resume=True)
+
+
+def test_a_long_prompt_that_differs_is_told_in_a_line() -> None:
+    told = replace(JOB, prompt="say it " * 99).differences(JOB.to_dict())
+    assert told.startswith("prompt was None and is 'say it say it") and len(told) < 120
+
+
+@pytest.mark.parametrize("options", [{"resume": True}, {"overwrite": True}], ids=["resume", "overwrite"])
+def test_what_a_process_is_writing_is_left_to_it(options: dict[str, bool]) -> None:
+    paths = OutputPaths(OUT)
+    with Journal(paths, JOB) as journal:
+        journal.write(documents("a")[0], {"summary": "A"})
+        before = OUT.read_bytes()
+        with pytest.raises(ConfigError, match=r"out\.jsonl is being written by another process"):
+            run(documents("b"), **options)
+        assert OUT.read_bytes() == before and Path("out.jsonl.manifest.json").exists()
+
+
+def test_results_that_are_refused_can_be_begun_anew_by_the_same_process() -> None:
+    run(documents("ab"))
+    OUT.write_bytes(b"what is this\n" + OUT.read_bytes())
+    with pytest.raises(ConfigError, match=r"out\.jsonl:1: no line of this job"):
+        run(documents("a"), resume=True)
+    assert run(documents("a"), overwrite=True).summarized == 1
+
+
+def test_a_manifest_tells_whether_the_job_came_to_its_end_and_how_many_lines_there_are() -> None:
+    manifest = Path("out.jsonl.manifest.json")
+    with pytest.raises(Killed):
+        run(documents("ab"), Worker(killed_after=1))
+    assert {"state": "running", "documents": None}.items() <= json.loads(manifest.read_text()).items()
+    run(documents("aba"), resume=True)
+    assert {"state": "finished", "documents": 3}.items() <= json.loads(manifest.read_text()).items()
+
+
+def test_of_ids_of_several_texts_the_first_is_named() -> None:
+    totals = run([*documents("ab"), Document("a", "x"), Document("b", "y")])
+    assert totals.notes[0].startswith("2 documents have the id of another with a different text, the first of them 'a'")
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
+def test_lines_without_a_manifest_are_not_gone_on_with(name: str) -> None:
+    with pytest.raises(Killed):
+        run(documents("ab"), Worker(killed_after=1), output=Path(name))
+    Path(f"{name}.manifest.json").unlink()
+    with pytest.raises(ConfigError, match=rf"{name} has no manifest \({name}\.manifest\.json\), so what wrote it"):
+        run(documents("ab"), output=Path(name), resume=True)
+
+
+def test_what_was_measured_stays_with_the_document_it_was_measured_of() -> None:
+    measured = {"summary": "S", "stats": {"prompt_tokens": 1}, "plain": {}, "speedup": 2.0, "identical": True}
+    copy = copy_of({"id": "a", **measured, "document": "h"}, "b")
+    assert copy == {"id": "b", "summary": "S", "stats": None, "document": "h", "copy_of": "a"}
