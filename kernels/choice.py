@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from importlib.util import find_spec
+from math import gcd
 from typing import Any
 
 import torch
@@ -61,3 +63,22 @@ def compactor_for(buffers: Sequence[Tensor]) -> Callable[..., None] | None:
 
     right = compacts_rightly(buffers[0].device, compact, SlotBuffers)
     return partial(compact, SlotBuffers(buffers)) if right else None
+
+
+def padded_width(rows: int, width: int, device: torch.device) -> int:
+    """Tokens a row of a long pass of so many rows that is no shorter than it, so that no product of it is padded."""
+    if device.type != "cpu":
+        return width
+    from lookahead.kernels.linear import FEWEST, STEP
+
+    step = STEP // gcd(STEP, rows)
+    return width + -width % step if rows * width >= min(FEWEST.values()) else width
+
+
+def products_for(tokens: int, device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """A block within which the products of activations and weights of so many tokens take the least time."""
+    if device.type != "cpu":
+        return nullcontext()
+    from lookahead.kernels.linear import DnnLinear, pays
+
+    return DnnLinear() if pays(tokens, dtype) else nullcontext()

@@ -261,7 +261,8 @@ def tree_attention(
     rows, heads, width, dim = query.shape
     kv_heads = key.shape[1]
     groups = heads // kv_heads
-    if tree_pass.scores_trees and not torch.compiler.is_compiling():
+    # Elsewhere than on a CPU torch reads prompts as fast.
+    if (tree_pass.scores_trees or query.device.type == "cpu") and not torch.compiler.is_compiling():
         slots = (key.transpose(1, 2), value.transpose(1, 2))  # as the cache holds them
         limits = {"window": reach.window, "chunk": reach.chunk, "softcap": softcap, "sinks": s_aux}
         kernel = _kernel_for(query, *slots, limits)

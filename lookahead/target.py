@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from lookahead.attention import ATTENTION_NAME, Reach, TreePass, running
 from lookahead.cache import TreeCache
 from lookahead.errors import UnsupportedModelError
+from lookahead.kernels.choice import padded_width, products_for
 from lookahead.levels import LevelPass
 from lookahead.passes import FastPasses
 from lookahead.static import padded_slots
@@ -180,7 +181,7 @@ class Target:
         cached = committed.copy()
         lengths = np.array([len(prompt) for prompt in prompts])
         new = lengths - cached
-        padded = np.zeros((len(prompts), int(new.max())), np.int64)
+        padded = np.zeros((len(prompts), padded_width(len(prompts), int(new.max()), self._device)), np.int64)
         for row, prompt in enumerate(prompts):
             padded[row, : new[row]] = prompt[cached[row] :]
         last: dict[int, Tensor] = {}
@@ -281,7 +282,7 @@ class Target:
             options["attention_mask"] = tree_pass.mask(1, Reach(), self._model.dtype, self._device)
         if self._hidden_layers:
             options["output_hidden_states"] = True
-        with scope:
+        with products_for(tokens.size, self._device, self._model.dtype), scope:
             output = self._model(
                 input_ids=torch.from_numpy(tokens).to(self._device),
                 past_key_values=self.cache,
