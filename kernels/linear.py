@@ -23,17 +23,29 @@ FEWEST = {torch.float32: 32, torch.bfloat16: 80}
 _SHARE = 0.8  # of the time: what it may take at most to be the faster one
 _TRIED = (256, 512, 512)  # tokens, inputs and outputs of the product that decides
 _TRIALS = 5
+_met: set[tuple[object, ...]] = set()  # products that there is code for; oneDNN keeps it for the process
 
 
 class DnnLinear(TorchFunctionMode):
-    """Within this block `torch.nn.functional.linear` of many tokens on a CPU runs in oneDNN."""
+    """Within this block `torch.nn.functional.linear` of many tokens on a CPU runs in oneDNN.
+
+    Attributes:
+        is_cold: Whether code was made for a product, which later ones like it need not wait for.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_cold = False
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run a function of torch."""
         if func is torch._C._nn.linear and not kwargs and _fits(*args[:2]):
-            return _linear(*args)
+            known = len(_met)
+            out = _linear(*args)
+            self.is_cold |= len(_met) > known
+            return out
         return func(*args, **(kwargs or {}))
 
 
@@ -97,6 +109,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear` by oneDNN."""
     tokens = x.numel() // x.shape[-1]
     missing = -tokens % STEP
+    _met.add((tokens + missing, *weight.shape, x.dtype, bias is None))
     padded = nn.functional.pad(x.reshape(tokens, -1), (0, 0, 0, missing)) if missing else x
     out: Tensor = torch.ops.mkldnn._linear_pointwise(padded, weight, bias, "none", [], "")
     return out[:tokens].view(*x.shape[:-1], -1) if missing else out

@@ -237,8 +237,8 @@ def tree_attention(
 ) -> tuple[Tensor, None]:
     """Attention of a running `TreePass`, in the signature transformers calls attention functions with.
 
-    Trees, and on a CPU prompts, go to a kernel where one serves them. Elsewhere the query heads that share a KV head are packed into query
-    rows, so that keys and values are read once and one SDPA call does the work.
+    Trees, and on a CPU prompts, go to a kernel where one serves them. Elsewhere the query heads that share a KV head
+    are packed into query rows, so that keys and values are read once and one SDPA call does the work.
 
     Args:
         module: The attention layer; it says how far back it looks where the arguments do not.

@@ -73,14 +73,15 @@ def stream_many(
         model: Any HuggingFace causal LM.
         tokenizer: Its tokenizer.
         prompts: The prompts.
-        rows: How many are decoded together, 1 to 1024; None decides: 16 on a CPU, 32 on a GPU. One after the other where
-            nothing else is exact: where tokens are sampled, with processors, criteria or sources of drafts of your own,
-            and with models that score no trees.
+        rows: How many are decoded together, 1 to 1024; None decides: 16 on a CPU, 32 on a GPU. One after the other
+            where nothing else is exact: where tokens are sampled, with processors, criteria or sources of drafts of
+            your own, and with models that score no trees.
         config: How to draft; the defaults when None.
         generation_config: As for `model.generate`.
         add_special_tokens: Whether the tokenizer adds its special tokens; False for text from a chat template.
-        cache_tokens: Tokens that the cache has room for, all rows together; 2048 a row on a CPU and 4096 on a GPU when None. A
-            prompt waits until there is room for it and its output, and one that needs more than all of it is decoded alone.
+        cache_tokens: Tokens that the cache has room for, all rows together; 2048 a row on a CPU and 4096 on a GPU when
+            None. A prompt waits until there is room for it and its output, and one that needs more than all of it is
+            decoded alone.
         **generate_kwargs: Options of `model.generate`, such as `max_new_tokens`.
 
     Raises:

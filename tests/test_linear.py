@@ -58,6 +58,18 @@ def test_activations_that_are_not_contiguous_are_read_as_they_stand():
         assert torch.allclose(linear(x, weight), linear(x.contiguous(), weight), atol=1e-5)
 
 
+@needs_onednn
+def test_only_the_first_product_of_its_size_is_told_to_have_waited_for_code(monkeypatch):
+    monkeypatch.setattr(products, "_met", set())
+    weight = torch.randn(11, 7)
+    told = []
+    for tokens in (50, 64, 65, 49, 70, 5):
+        with torch.inference_mode(), DnnLinear() as block:
+            linear(torch.randn(tokens, 7), weight)
+        told.append(block.is_cold)
+    assert told == [True, False, True, False, False, False]
+
+
 class Other(torch.Tensor):
     """A tensor with ways of its own, as quantized weights have."""
 
