@@ -78,20 +78,22 @@ def _speed(dtype: str, identical: str) -> Sheet:
     )
 
 
-def _job(dtype: str) -> Sheet:
-    command = f"python -m bench.job --text squality_dev.jsonl --dtype {dtype} --output bench/results/job_{dtype}.json"
+def _job(dtype: str, name: str = "", options: str = "", what: str = "Many documents") -> Sheet:
+    file = f"job_{dtype}{name}.json"
+    command = f"python -m bench.job --text squality_dev.jsonl --dtype {dtype}{options} --output bench/results/{file}"
     rows = (
         Row("documents a second over one after the other, with lookahead both", "speedup_vs_one_by_one", "1.8"),
         Row("over transformers' greedy in batches of its best size", "speedup_vs_hf_batch", "1.5"),
         Row("that size", "hf_batch_size"),
         Row("over one after the other, were decoding free", "speedup_if_decoding_were_free", is_optional=True),
+        Row("the same, were no draft wrong", "speedup_if_no_draft_were_wrong", is_optional=True),
         Row("rows", "rows"),
         Row("documents", "documents"),
         Row("summaries identical to greedy", "identical", "all" if dtype == "fp32" else ""),
         Row("documents streamed through a dry engine", "streamed", is_optional=True),
         Row("memory they took at most, MiB", "rss_growth_mb", "at most 200", is_optional=True),
     )
-    return Sheet(f"job_{dtype}.json", f"Many documents in refilled rows, {dtype}", command, rows)
+    return Sheet(file, f"{what} in refilled rows, {dtype}", command, rows)
 
 
 def _faults(file: str, title: str, options: str, kills: int) -> Sheet:
@@ -245,6 +247,7 @@ SHEETS = (
     _speed("bf16", ""),
     _job("fp32"),
     _job("bf16"),
+    _job("fp32", "_short", " --documents 160 --longest 300 --streamed 0 --trials 2", "Many short documents"),
     Sheet(
         "never_slower.json",
         "Never slower than plain decoding",

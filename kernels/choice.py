@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from importlib.util import find_spec
-from typing import Any
+from math import gcd
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lookahead.kernels.audition import Part, attends_rightly, compacts_rightly
 from lookahead.kernels.checks import shortcoming, slot_shortcoming
+
+if TYPE_CHECKING:
+    from lookahead.kernels.linear import DnnLinear
 
 NO_OPTIONS: Mapping[str, Any] = {}
 
@@ -61,3 +65,22 @@ def compactor_for(buffers: Sequence[Tensor]) -> Callable[..., None] | None:
 
     right = compacts_rightly(buffers[0].device, compact, SlotBuffers)
     return partial(compact, SlotBuffers(buffers)) if right else None
+
+
+def padded_width(rows: int, width: int, device: torch.device) -> int:
+    """Tokens a row of a long pass of so many rows that is no shorter than it, so that no product of it is padded."""
+    if device.type != "cpu":
+        return width
+    from lookahead.kernels.linear import FEWEST, STEP
+
+    step = STEP // gcd(STEP, rows)
+    return width + -width % step if rows * width >= min(FEWEST.values()) else width
+
+
+def products_for(tokens: int, device: torch.device, dtype: torch.dtype) -> DnnLinear | None:
+    """A block within which products of so many tokens and weights take less time than by torch; None without one."""
+    if device.type != "cpu":
+        return None
+    from lookahead.kernels.linear import DnnLinear, pays
+
+    return DnnLinear() if pays(tokens, dtype) else None

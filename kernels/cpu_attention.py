@@ -121,11 +121,12 @@ def _attend(
     hidden, firsts = np.empty(width * STRIDE, np.float32), np.empty(STRIDE, np.int64)
     for row in range(rows):
         length, packed = lengths[row], nodes[row] * groups
-        end = length + nodes[row]
         for begin in range(0, packed, COLUMNS):
             columns = min(COLUMNS, packed - begin)
             padded = (columns + LANES - 1) // LANES * LANES
-            _look(depths[row], words[row], length, nodes[row], begin, columns, groups, window, chunk, hidden, firsts)
+            last = (begin + columns + groups - 1) // groups  # no node sees those behind it
+            end = length + last
+            _look(depths[row], words[row], length, last, begin, columns, groups, window, chunk, hidden, firsts)
             least, most = firsts[:columns].min(), firsts[:columns].max()
             for head in range(kv_heads):
                 _load_queries(query[row], head, begin, columns, groups, scaling, sinks, queries, peaks, totals)

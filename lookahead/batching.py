@@ -23,9 +23,9 @@ from lookahead.stats import DecodingStats
 from lookahead.target import input_device
 
 MOST_ROWS = 1024
-_ROWS = {"cpu": 8, "cuda": 32}
-_SLOTS = 4096  # of the cache for every row, where nothing else is said
-_PASS = {"cpu": 48, "cuda": 512}  # tokens of padding that cost no more than a pass of its own
+_ROWS = {"cpu": 16, "cuda": 32}
+_SLOTS = {"cpu": 2048, "cuda": 4096}  # of the cache for every row, where nothing else is said
+_PASS = {"cpu": 64, "cuda": 512}  # tokens of padding that cost no more than a pass of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +73,15 @@ def stream_many(
         model: Any HuggingFace causal LM.
         tokenizer: Its tokenizer.
         prompts: The prompts.
-        rows: How many are decoded together, 1 to 1024; None decides: 8 on a CPU, 32 on a GPU. One after the other where
-            nothing else is exact: where tokens are sampled, with processors, criteria or sources of drafts of your own,
-            and with models that score no trees.
+        rows: How many are decoded together, 1 to 1024; None decides: 16 on a CPU, 32 on a GPU. One after the other
+            where nothing else is exact: where tokens are sampled, with processors, criteria or sources of drafts of
+            your own, and with models that score no trees.
         config: How to draft; the defaults when None.
         generation_config: As for `model.generate`.
         add_special_tokens: Whether the tokenizer adds its special tokens; False for text from a chat template.
-        cache_tokens: Tokens that the cache has room for, all rows together; 4096 a row when None. A prompt waits until
-            there is room for it and its output, and one that needs more than all of it is decoded alone.
+        cache_tokens: Tokens that the cache has room for, all rows together; 2048 a row on a CPU and 4096 on a GPU when
+            None. A prompt waits until there is room for it and its output, and one that needs more than all of it is
+            decoded alone.
         **generate_kwargs: Options of `model.generate`, such as `max_new_tokens`.
 
     Raises:
@@ -148,7 +149,7 @@ class Batching:
         self._intake = Intake(model, tokenizer, self._config, generation_config, add_special_tokens, generate_kwargs)
         kind = input_device(model).type
         self.rows = _checked("rows", rows, MOST_ROWS) or _ROWS.get(kind, _ROWS["cuda"])
-        self._cache_tokens = _checked("cache_tokens", cache_tokens) or self.rows * _SLOTS
+        self._cache_tokens = _checked("cache_tokens", cache_tokens) or self.rows * _SLOTS.get(kind, _SLOTS["cuda"])
         self._pass_tokens = _PASS.get(kind, _PASS["cuda"])
         self._model = model
         self._tokenizer = tokenizer

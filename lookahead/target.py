@@ -119,6 +119,7 @@ class Target:
         self.hidden: dict[int, Tensor] = {}
         self.prompt_hidden: list[dict[int, Tensor]] = []
         self._own_attention = model.config._attn_implementation
+        self._made_code = False  # for products of the newest pass
         self._fast = None
         if is_fixed:
             self._fast = FastPasses(
@@ -129,7 +130,7 @@ class Target:
     @property
     def is_cold(self) -> bool:
         """Whether the newest pass did work that later ones of its shape need not do again, such as compiling."""
-        return self._fast is not None and self._fast.is_cold
+        return self._made_code or (self._fast is not None and self._fast.is_cold)
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -177,12 +178,17 @@ class Target:
 
     def _prefill(self, prompts: Sequence[IntArray]) -> Tensor:
         """`prefill` of all rows that take part."""
+        from lookahead.kernels.choice import padded_width
+
         slots = self.cache.slots
         committed = slots.lengths[: slots.active]
         cached = committed.copy()
         lengths = np.array([len(prompt) for prompt in prompts])
         new = lengths - cached
-        padded = np.zeros((len(prompts), int(new.max())), np.int64)
+        width = int(new.max())
+        if self.positions is None:  # else padding might have none
+            width = padded_width(len(prompts), width, self._device)
+        padded = np.zeros((len(prompts), width), np.int64)
         for row, prompt in enumerate(prompts):
             padded[row, : new[row]] = prompt[cached[row] :]
         last: dict[int, Tensor] = {}
@@ -211,6 +217,7 @@ class Target:
             trees: One tree per active row, in the order of the rows.
         """
         outputs = None
+        self._made_code = False
         if self._fast is not None:
             outputs = self._fast.score(trees, has_softcap=self._own_attention != "sdpa")
         if outputs is None:
@@ -264,6 +271,8 @@ class Target:
         scored: NDArray[np.int64] | None = None,
     ) -> Tensor:
         """One pass of the model over `[active, width]` tokens; returns the logits of all columns, or of `keep`."""
+        from lookahead.kernels.choice import products_for
+
         self.cache.slots.begin(tokens.shape[1])
         has_softcap = self._own_attention != "sdpa"
         if trees is not None and scored is not None:
@@ -284,13 +293,15 @@ class Target:
         keeps_hidden = self.keeps_hidden and bool(self._hidden_layers)
         if keeps_hidden:
             options["output_hidden_states"] = True
-        with scope:
+        products = products_for(tokens.size, self._device, self._model.dtype)
+        with products or nullcontext(), scope:
             output = self._model(
                 input_ids=torch.from_numpy(tokens).to(self._device),
                 past_key_values=self.cache,
                 use_cache=True,
                 **options,
             )
+        self._made_code = products is not None and products.is_cold
         self.hidden = _choose_layers(output, self._hidden_layers) if keeps_hidden else {}
         logits: Tensor = output.logits
         return logits if columns is None or self._keeps_logits else logits[:, columns]

@@ -46,6 +46,27 @@ def test_more_queries_than_are_worked_on_at_once_are_served_in_turn(width, group
         assert relative_error(tree_attention(**inputs, **options), reference.tree_attention(**inputs, **options)) < 1e-6
 
 
+@pytest.mark.parametrize("length", [0, 3, BLOCK + 1])
+@pytest.mark.parametrize("window", [None, 50])
+def test_a_prompt_is_a_chain_and_no_token_reads_a_slot_behind_it(length, window):
+    width, groups = 3 * COLUMNS // 2, 2
+    inputs = random_trees(
+        rows=2, slots=length + width, width=width, kv_heads=2, groups=groups, dim=64, value_dim=64, dtype=FULL, seed=9,
+        chain=True,
+    )  # fmt: skip
+    inputs["lengths"][:], inputs["nodes"][:] = length, width
+    inputs["depths"][:] = torch.arange(width)
+    sees = torch.ones(width, width, dtype=torch.bool).tril()
+    bits = torch.nn.functional.pad(sees, (0, -width % 64)).view(width, -1, 64).long() << torch.arange(64)
+    inputs["words"] = bits.sum(-1).expand(2, -1, -1).contiguous()
+    inputs["keys"][:], inputs["values"][:] = torch.randn(2, *inputs["keys"].shape)
+    want = reference.tree_attention(**inputs, window=window)
+    assert relative_error(tree_attention(**inputs, window=window), want) < 1e-6
+    tiles = COLUMNS // groups
+    inputs["keys"][:, length + tiles :] = inputs["values"][:, length + tiles :] = torch.nan
+    assert relative_error(tree_attention(**inputs, window=window)[:, :tiles], want[:, :tiles]) < 1e-6
+
+
 def test_slots_that_are_a_part_of_a_larger_cache_are_read_where_they_stand():
     inputs = random_trees(rows=2, slots=90, width=9, kv_heads=3, groups=2, dim=64, value_dim=32, dtype=FULL, seed=3)
     want = reference.tree_attention(**inputs)
