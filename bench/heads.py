@@ -3,11 +3,13 @@
     python -m bench.heads --write copies.jsonl --text novels.tar.xz squality_train.jsonl.xz --limit 6000
     lookahead train medusa --model bundled --data copies.jsonl -o heads
     python -m bench.heads --heads heads --prompts squality_dev.jsonl --field document --limit 40
+    python -m bench.heads --write stories.jsonl --model DIR --limit 3000
 
 The first form cuts passages for training out of texts, as prompts that ask for a summary, which the model answers
-itself. The last decodes held-out ones greedily with at most `--nodes` draft nodes a step, the heads alone drafting (no
-cost model, so that a figure does not depend on the machine). Every output must be that of greedy `model.generate`, or
-nothing is printed but the prompts that differ. The last line is one JSON object.
+itself. The last writes texts that a model which continues any beginning writes from none. The third decodes held-out
+prompts greedily with at most `--nodes` draft nodes a step, the heads alone drafting (no cost model, so that a figure
+does not depend on the machine). Every output must be that of greedy `model.generate`, or nothing is printed but the
+prompts that differ. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from lookahead.summarize.prompting import Prompting
 from lookahead.training.corpus import read_documents
 
 _PIECE = 120_000  # characters of a document that passages are cut from at a time
+_BATCH, _SAMPLE = 100, 250  # texts that are sampled together, and tokens of each
 
 
 def write_copies(loaded: LoadedModel, texts: Sequence[Path], file: Path, limit: int) -> None:
@@ -51,6 +54,20 @@ def write_copies(loaded: LoadedModel, texts: Sequence[Path], file: Path, limit: 
     print(f"{len(lines)} examples written to {file}")
 
 
+def write_samples(loaded: LoadedModel, file: Path, limit: int) -> None:
+    """Write JSON lines to train with: what the model writes from nothing, by turns at temperature 1 and at 0.5."""
+    torch.manual_seed(0)
+    texts: list[str] = []
+    while len(texts) < limit:
+        begin = torch.full((min(_BATCH, limit - len(texts)), 1), loaded.tokenizer.bos_token_id)
+        temperature = 0.5 if len(texts) // _BATCH % 2 else 1.0
+        options = {"do_sample": True, "temperature": temperature, "top_k": 0, "max_new_tokens": _SAMPLE}
+        rows = loaded.model.generate(begin, attention_mask=torch.ones_like(begin), **options)  # type: ignore[operator]
+        texts += loaded.tokenizer.batch_decode(rows, skip_special_tokens=True)
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    print(f"{len(texts)} examples written to {file}")
+
+
 def decode_all(
     loaded: LoadedModel, prompts: Sequence[str], config: LookaheadConfig, tokens: int
 ) -> Iterator[tuple[DecodingStats, bool]]:
@@ -67,8 +84,10 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--model", default="bundled", help='"bundled" or a model folder (default: bundled)')
-    options.add_argument("--write", type=Path, metavar="FILE", help="write prompts to train with, and stop")
-    options.add_argument("--text", type=Path, nargs="+", default=[], metavar="PATH", help="what to cut them from")
+    options.add_argument("--write", type=Path, metavar="FILE", help="write texts to train with, and stop")
+    options.add_argument(
+        "--text", type=Path, nargs="+", default=[], metavar="PATH", help="what to cut them from; sampled without"
+    )
     options.add_argument("--heads", type=Path, metavar="DIR", help="heads to measure")
     options.add_argument("--prompts", type=Path, metavar="FILE", help="held-out documents")
     options.add_argument("--field", default="document", help="JSON field with the text (default: document)")
@@ -84,7 +103,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     loaded = load_model(options.model, dtype="fp32", device="cpu")
     if options.write is not None:
-        write_copies(loaded, options.text, options.write, options.limit)
+        if options.text:
+            write_copies(loaded, options.text, options.write, options.limit)
+        else:
+            write_samples(loaded, options.write, options.limit)
         return 0
     texts = read_texts(options.prompts, options.field)
     prompts = summary_prompts(texts, loaded.tokenizer, limit=options.limit, shortest=200, longest=900)

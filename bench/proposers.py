@@ -1,12 +1,14 @@
 """Model-backed proposers side by side: tokens per target pass, speed, nodes drafted, and are outputs those of generate?
 
-    python -m bench.proposers --model DIR --draft DIR --heads DIR --documents squality_dev.jsonl --json proposers.json
+    python -m bench.proposers --model DIR --draft DIR --pair-heads DIR --json proposers.json
+    python -m bench.proposers --heads DIR --documents squality_dev.jsonl --json proposers.json
 
 With a pair of models: `draft_model` is one draft model; `specinfer` two of them in one tree, the second made of the
-target's own first layers with its norm and head; `hybrid` the draft model beside the sources that need none, which
-`names` are alone; `plain` drafts nothing. With a folder that holds heads of the bundled model in folders named by their
-kind: `medusa`, `mtp`, `eagle` and `eagle3` alone, and `heads_hybrid`, the last of those there are beside the names;
-they summarize passages of documents that training never saw, and `bundled_names` and `bundled_plain` do likewise.
+target's own first layers with its norm and head; `medusa`, `mtp`, `eagle` and `eagle3` heads of the target, where a
+folder holds them in folders named by their kind; `hybrid` the sources that need none of all that, which `names` are
+alone, with both draft models and the EAGLE head; `plain` drafts nothing. With heads of the bundled model the same for
+it, as `bundled_eagle3` and so on: it summarizes passages of documents that training never saw, and `bundled_hybrid` is
+the last of its heads beside the names.
 
 Every way decodes every prompt in turn, greedily and at temperature 1, with `--nodes` draft nodes a step at most and no
 cost model, so that tokens per pass do not depend on the machine; then greedily with the cost model ("auto"), which may
@@ -44,7 +46,6 @@ from lookahead.passtime import pass_seconds
 from lookahead.proposers.base import ProposerFactory
 
 NAMES = ("prompt", "outputs", "recycled")
-WAYS = ("plain", "names", "draft_model", "specinfer", "hybrid")
 DRAWING = ("draft_model", "specinfer")
 LOSSY = ("rejection", "typical")
 
@@ -98,6 +99,12 @@ def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:
     return shorter
 
 
+def heads_in(folder: Path | None) -> dict[str, Callable[[], tuple[ProposerFactory, ...]]]:
+    """What makes the heads of a folder, by their kinds."""
+    folders = [folder / kind for kind in KINDS] if folder is not None else []
+    return {each.name: lambda each=each: (Heads(each),) for each in folders if each.is_dir()}
+
+
 def pair_stage(options: argparse.Namespace) -> tuple[Stage, dict[str, float]]:
     """A target with a draft model, and what passes of all models take, in ms."""
     target, draft = (
@@ -105,13 +112,14 @@ def pair_stage(options: argparse.Namespace) -> tuple[Stage, dict[str, float]]:
         for folder in (options.model, options.draft)
     )
     skipping = first_layers(target, options.layers)
-    ways: dict[str, Way] = {
-        "plain": lambda: (),
-        "names": lambda: NAMES,
-        "draft_model": lambda: (DraftModel(draft),),
-        "specinfer": lambda: (DraftModel(draft), DraftModel(skipping, name="first layers")),
-        "hybrid": lambda: (*NAMES, DraftModel(draft)),
-    }
+    heads = heads_in(options.pair_heads)
+
+    def drafts() -> tuple[ProposerFactory, ...]:
+        return DraftModel(draft), DraftModel(skipping, name="first layers")
+
+    ways: dict[str, Way] = {"plain": lambda: (), "names": lambda: NAMES}
+    ways |= {"draft_model": lambda: drafts()[:1], "specinfer": drafts, **heads}
+    ways["hybrid"] = lambda: (*NAMES, *drafts(), *heads.get("eagle", tuple)())
     prompts = list(islice(read_texts(options.file, options.field), options.prompts))
     models = {"target": target, "draft": draft, "first_layers": skipping}
     passes = {name: round(1e3 * pass_seconds(model), 4) for name, model in models.items()}
@@ -123,10 +131,10 @@ def heads_stage(options: argparse.Namespace) -> Stage:
     model, tokenizer = load_bundled()
     texts = read_texts(options.documents, "document")
     prompts = summary_prompts(texts, tokenizer, limit=options.prompts, shortest=200, longest=900)
-    folders = [options.heads / kind for kind in KINDS if (options.heads / kind).is_dir()]
+    heads = heads_in(options.heads)
     ways: dict[str, Way] = {"bundled_plain": lambda: (), "bundled_names": lambda: NAMES}
-    ways |= {folder.name: lambda folder=folder: (Heads(folder),) for folder in folders}
-    ways["heads_hybrid"] = lambda: (*NAMES, Heads(folders[-1]))
+    ways |= {f"bundled_{kind}": way for kind, way in heads.items()}
+    ways["bundled_hybrid"] = lambda: (*NAMES, *list(heads.values())[-1]())
     return Stage(model, tokenizer, prompts, ways)
 
 
@@ -146,6 +154,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--layers", type=int, default=4, help="of the target in the second draft model (default 4)")
     options.add_argument("--file", type=Path, default=OPENINGS, help="prompts, one a line, or JSON lines")
     options.add_argument("--field", default="prompt", help="field of the JSON lines that holds the prompt")
+    options.add_argument("--pair-heads", type=Path, help="folder with heads of the target, by their kinds")
     options.add_argument("--heads", type=Path, help="folder with heads of the bundled model, by their kinds")
     options.add_argument("--documents", type=Path, help="JSON lines with documents for it to summarize")
     options.add_argument("--prompts", type=int, default=20, help="how many prompts (default 20)")

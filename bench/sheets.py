@@ -165,10 +165,11 @@ def _propose() -> Sheet:
 
 def _proposers() -> Sheet:
     pair = {"plain": "no drafts", "names": "the default sources", "draft_model": "a draft model"}
-    pair |= {"specinfer": "two draft models", "hybrid": "the default sources and a draft model"}
+    pair |= {"specinfer": "two draft models", **{kind: f"{kind} heads" for kind in KINDS}}
+    pair |= {"hybrid": "the default sources, two draft models and an EAGLE head"}
     heads = {"bundled_plain": "bundled, no drafts", "bundled_names": "bundled, the default sources"}
-    heads |= {kind: f"bundled, {kind}" for kind in KINDS}
-    heads |= {"heads_hybrid": "bundled, the default sources and heads"}
+    heads |= {f"bundled_{kind}": f"bundled, {kind} heads" for kind in KINDS}
+    heads |= {"bundled_hybrid": "bundled, the default sources and the last of these heads"}
     figures = {
         "tokens a pass": "mean_acceptance_length",
         "tokens a pass at temperature 1": "temperature_1/mean_acceptance_length",
@@ -185,7 +186,7 @@ def _proposers() -> Sheet:
         Row(
             f"{who}: {what}",
             f"proposers/{way}/{path}",
-            "1.5 or more" if way in ("draft_model", *KINDS) and what == "tokens a pass" else "",
+            "1.5 or more" if way in ("draft_model", "specinfer", *KINDS) and what == "tokens a pass" else "",
         )
         for way, who in (pair | heads).items()
         for what, path in figures.items()
@@ -195,7 +196,7 @@ def _proposers() -> Sheet:
     return Sheet(
         "proposers.json",
         "Draft models and trained heads",
-        "python -m bench.proposers --model DIR --draft DIR --heads DIR --documents squality_dev.jsonl",
+        "python -m bench.proposers --model DIR --draft DIR --pair-heads DIR --heads DIR --documents squality_dev.jsonl",
         tuple(
             Row(f"{what}: {name}", f"settings/{key}/{name}")
             for key, what in {"pair": "a draft model and its target", "heads": "bundled"}.items()
@@ -205,9 +206,9 @@ def _proposers() -> Sheet:
         model="stories260K with llama2xs-279K, and the bundled one",
         dtype="fp32",
         device="cpu",
-        note="The draft model and its target are two tiny story tellers; heads are those of the bundled model, which "
-        "summarizes stories that training never saw. Distance is in total variation per token, 0 to 1; outputs sampled "
-        "by rejection or typical acceptance are others than from the same seed.",
+        note="The draft model and its target are two tiny story tellers, and heads without a further word are the "
+        "target's. The bundled model summarizes stories that training never saw. Distance is in total variation per "
+        "token, 0 to 1; outputs sampled by rejection or typical acceptance are others than from the same seed.",
     )
 
 
