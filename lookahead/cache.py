@@ -197,10 +197,10 @@ class TreeLayer(CacheLayerMixin):
         """No maximum: the slots grow."""
         return -1
 
-    def wipe(self, row: int) -> None:
-        """Write zeros into all slots of a row."""
+    def wipe(self, row: int, start: int) -> None:
+        """Write zeros into the slots of a row from `start` on."""
         for buffer in self._buffers:
-            buffer[row] = 0
+            buffer[row, start:] = 0
 
     def grow(self) -> None:
         """Reallocate for the shared rows and capacity, keeping what is there as far as there is room."""
@@ -256,11 +256,14 @@ class TreeCache(Cache):
         for layer in self._written_layers():
             layer.grow()
 
-    def wipe(self, row: int) -> None:
-        """Forget what a row holds to the last bit: a masked slot still takes part in 0 · value, and NaN would stay."""
+    def wipe(self, row: int, start: int = 0) -> None:
+        """Forget what a row holds behind its first `start` tokens to the last bit.
+
+        A masked slot still takes part in 0 · value, and NaN would stay.
+        """
         for layer in self._written_layers():
-            layer.wipe(row)
-        self.slots.lengths[row] = 0
+            layer.wipe(row, start)
+        self.slots.lengths[row] = start
 
     def commit(self, row: int, path: NDArray[np.int32]) -> None:
         """Keep the KV of the nodes of `path` (int32 `[a]`, ascending from 0) and forget the tree's other nodes."""

@@ -163,7 +163,12 @@ class Engine:
         # A plain step pays for nothing but its token, and one that found nothing while drafting loses for no more.
         can_spare = self._pacing is None or self._pacing.can_spare
         asked = any(draft.placed is not self._nothing and (can_spare or len(draft.tree) > 1) for draft in drafts)
-        emissions = self._emit(drafts, logits, self._read(logits, self._needs_top and asked))
+        scores = self._read(logits, self._needs_top and asked)
+        if logits.shape[1] > 1 and not _are_numbers(drafts, logits, scores):
+            drafts = self._bare(rows)
+            logits = self._score_without_drafts(drafts)
+            scores = self._read(logits, with_top=False)
+        emissions = self._emit(drafts, logits, scores)
         now = time.perf_counter()
         for row in rows:
             row.stats.decode_s = now - row.prefilled
@@ -173,6 +178,15 @@ class Engine:
             times = {"host_s": drafted - begin + self._observing_s, "step_s": now - begin}
             self._accounts.settle(verified, tokens, nodes=nodes, is_cold=self._target.is_cold, **times)
         return outgrown + emissions
+
+    def _score_without_drafts(self, drafts: Sequence[Draft]) -> Tensor:
+        """Score the newest tokens alone, where a drafted one overflowed, or was none the model can read.
+
+        A masked key still takes part in 0 · value, so what is no number there is none anywhere in the row's tree.
+        """
+        for i in range(len(drafts)):
+            self.cache.wipe(i, int(self.cache.slots.lengths[i]))
+        return self._target.score([draft.tree for draft in drafts])
 
     @property
     def _reads_hidden(self) -> bool:
@@ -351,6 +365,12 @@ class Engine:
 def _draw(node: int, chances: Tensor) -> int:
     """The token after a node where nothing was drafted."""
     return draw(chances)
+
+
+def _are_numbers(drafts: Sequence[Draft], logits: Tensor, scores: Scores) -> bool:
+    """Whether the logits at all nodes of some trees are numbers, as far as it can be told without a further read."""
+    wrong = scores.argmax < 0 if len(scores.argmax) else logits[..., 0].isnan().numpy()
+    return not (wrong.any() and any(wrong[i, : len(draft.tree)].any() for i, draft in enumerate(drafts)))
 
 
 def _top_of(tree: TokenTree, scores: Scores, i: int) -> Top | None:

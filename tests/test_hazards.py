@@ -6,6 +6,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessorList, PreTrainedModel
@@ -13,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessorList, PreTr
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.errors import LogitsError, PromptError, UnsupportedModelError
+from lookahead.proposers.base import Call, IntArray, Outcome, Proposal, Proposer
 
 IDS = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 20}
@@ -98,3 +100,55 @@ def test_a_model_with_a_table_of_positions_is_drafted_for_up_to_its_end_and_no_f
     for new_tokens in (1, 5):
         with pytest.raises(PromptError, match="36 tokens and the model positions for 32"):
             gpt2.generate(IDS.repeat(1, 3), max_new_tokens=new_tokens, custom_generate=lookahead.decode)
+
+
+class Poisoner(Proposer):
+    """Offers the right next token, and beside it many times one that no number comes of."""
+
+    sources = ("poisoner",)
+
+    def __init__(self, right: list[list[int]], poison: int, nodes: int, offers: list[int]) -> None:
+        self.right, self.poison, self.nodes, self.offers = right, poison, nodes, offers
+        self.told: dict[int, list[int]] = {}
+
+    def start(self, row: int, prompt: IntArray) -> None:
+        self.told[row] = [int(prompt[-1])]
+
+    def propose(self, row: int, room: int) -> Proposal | None:
+        told = self.told[row]
+        following = self.right[row][len(told) - 1 :][:1]
+        chain = [self.poison] * min(self.nodes, room - 1)  # each behind the one before, the first behind the root
+        tokens = np.array([told[-1], *chain, *following], np.int32)
+        parents = np.array([0, *range(len(chain)), *[0 for _ in following]], np.int32)
+        self.offers.append(row)
+        return Proposal(tokens, parents, np.full(len(tokens), 0.5, np.float32))
+
+    def observe(self, row: int, outcome: Outcome, placed: IntArray) -> None:
+        self.told[row] += outcome.tokens.tolist()
+
+    def finish(self, row: int) -> None:
+        del self.told[row]
+
+
+@pytest.mark.parametrize("nodes", [1, 24])
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"repetition_penalty": 1.1}], ids=str)
+def test_a_drafted_token_that_no_number_comes_of_changes_no_other(
+    model: PreTrainedModel, options: dict[str, Any], nodes: int
+) -> None:
+    inputs = {"input_ids": IDS.repeat(2, 1), "attention_mask": torch.ones(2, IDS.shape[1], dtype=torch.long)}
+    inputs["attention_mask"][1, :5] = 0
+    torch.manual_seed(0)
+    expected = model.generate(**inputs, **GREEDY | options)
+    answers = expected[:, IDS.shape[1] :].tolist()
+    poison = next(token for token in range(3, 100) if token not in expected.unique().tolist())
+    model.get_input_embeddings().weight.data[poison] = float("nan")
+    offers: list[int] = []
+
+    def make(_: Call) -> Poisoner:
+        return Poisoner(answers, poison, nodes, offers)
+
+    config = LookaheadConfig(proposers=(make,), draft="fixed", max_nodes=32, min_probability=0.0)
+    torch.manual_seed(0)
+    got = model.generate(**inputs, **GREEDY | options, custom_generate=lookahead.decode, lookahead_config=config)
+    assert got.tolist() == expected.tolist()
+    assert len(offers) > 20
