@@ -67,14 +67,14 @@ def compactor_for(buffers: Sequence[Tensor]) -> Callable[..., None] | None:
     return partial(compact, SlotBuffers(buffers)) if right else None
 
 
-def padded_width(rows: int, width: int, device: torch.device) -> int:
+def padded_width(rows: int, width: int, device: torch.device, dtype: torch.dtype) -> int:
     """Tokens a row of a long pass of so many rows that is no shorter than it, so that no product of it is padded."""
     if device.type != "cpu":
         return width
-    from lookahead.kernels.linear import FEWEST, STEP
+    from lookahead.kernels.linear import STEP, pays
 
     step = STEP // gcd(STEP, rows)
-    return width + -width % step if rows * width >= min(FEWEST.values()) else width
+    return width + -width % step if pays(rows * width, dtype) else width
 
 
 def products_for(tokens: int, device: torch.device, dtype: torch.dtype) -> DnnLinear | None:

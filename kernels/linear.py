@@ -1,4 +1,4 @@
-"""Products of activations and weights on a CPU, by oneDNN where that is faster than the library that torch calls.
+"""Products of activations and weights in float32 on a CPU, by oneDNN where it is faster than the BLAS of torch.
 
 For float32 torch calls the BLAS it was built with, which on some makes of CPU leaves half of the registers' width
 unused. oneDNN, which torch brings along for other types, makes its code for the CPU at hand, and makes it anew for
@@ -7,7 +7,6 @@ every number of tokens.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -18,12 +17,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 STEP = 16  # tokens: products are padded to multiples of so many, since code for a further number takes 1 ms to make
-# Tokens from which on a product is worth the search for its code; torch itself lets oneDNN multiply bfloat16, unpadded.
-FEWEST = {torch.float32: 32, torch.bfloat16: 80}
+FEWEST = 32  # tokens from which on a product is worth the search for its code
 _SHARE = 0.8  # of the time: what it may take at most to be the faster one
 _TRIED = (256, 512, 512)  # tokens, inputs and outputs of the product that decides
 _TRIALS = 5
-_met: set[tuple[object, ...]] = set()  # products that there is code for; oneDNN keeps it for the process
+_met: set[tuple[int, ...]] = set()  # products that there is code for; oneDNN keeps it for the process
 
 
 class DnnLinear(TorchFunctionMode):
@@ -50,36 +48,29 @@ class DnnLinear(TorchFunctionMode):
 
 
 def pays(tokens: int, dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies so many tokens of a type sooner than torch does, on so many threads as there are."""
-    if tokens < FEWEST.get(dtype, tokens + 1):
-        return False
-    return _multiplies(dtype) if dtype == torch.bfloat16 else _is_faster(torch.get_num_threads())
+    """Whether oneDNN multiplies so many tokens sooner than torch does, on so many threads as there are.
 
-
-@cache
-def _multiplies(dtype: torch.dtype) -> bool:
-    """Whether oneDNN is there and comes to what torch does."""
-    x, weight = _trial(dtype)
-    try:
-        return torch.allclose(_linear(x, weight), nn.functional.linear(x, weight), rtol=2e-2, atol=1e-2)
-    except (AttributeError, RuntimeError):  # torch was built without it
-        return False
+    In half precision torch lets it multiply already, and padding would change the last bits.
+    """
+    return tokens >= FEWEST and dtype == torch.float32 and _is_faster(torch.get_num_threads())
 
 
 @cache
 def _is_faster(threads: int) -> bool:
-    """Whether it multiplies float32 sooner on so many threads: measured once."""
-    if not _multiplies(torch.float32):
+    """Whether it is there, right, and faster on so many threads: measured once."""
+    x, weight = _trial()
+    try:
+        is_right = torch.allclose(_linear(x, weight), nn.functional.linear(x, weight), rtol=1e-4, atol=1e-5)
+    except (AttributeError, RuntimeError):  # torch was built without it
         return False
-    x, weight = _trial(torch.float32)
-    return _seconds(_linear, x, weight) < _SHARE * _seconds(nn.functional.linear, x, weight)
+    return is_right and _seconds(_linear, x, weight) < _SHARE * _seconds(nn.functional.linear, x, weight)
 
 
-def _trial(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _trial() -> tuple[Tensor, Tensor]:
     """Activations and weights of the product that decides."""
     tokens, inputs, outputs = _TRIED
     x, weight = (torch.linspace(-1, 1, rows * inputs).view(rows, inputs).sin() for rows in (tokens, outputs))
-    return x.to(dtype), (weight / inputs).to(dtype)
+    return x, weight / inputs
 
 
 @torch.inference_mode()
@@ -98,10 +89,10 @@ def _fits(x: Any, weight: Any) -> bool:
     return (
         type(x) is Tensor
         and type(weight) in (nn.Parameter, Tensor)
-        and x.dtype == weight.dtype
+        and x.dtype == weight.dtype == torch.float32
         and x.device.type == weight.device.type == "cpu"
         and x.layout == weight.layout == torch.strided
-        and x.numel() >= FEWEST.get(x.dtype, math.inf) * x.shape[-1] > 0
+        and x.numel() >= FEWEST * x.shape[-1] > 0
     )
 
 
@@ -109,7 +100,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear` by oneDNN."""
     tokens = x.numel() // x.shape[-1]
     missing = -tokens % STEP
-    _met.add((tokens + missing, *weight.shape, x.dtype, bias is None))
+    _met.add((tokens + missing, *weight.shape, bias is None))
     padded = nn.functional.pad(x.reshape(tokens, -1), (0, 0, 0, missing)) if missing else x
     out: Tensor = torch.ops.mkldnn._linear_pointwise(padded, weight, bias, "none", [], "")
     return out[:tokens].view(*x.shape[:-1], -1) if missing else out

@@ -237,8 +237,8 @@ def tree_attention(
 ) -> tuple[Tensor, None]:
     """Attention of a running `TreePass`, in the signature transformers calls attention functions with.
 
-    Trees, and on a CPU prompts, go to a kernel where one serves them. Elsewhere the query heads that share a KV head
-    are packed into query rows, so that keys and values are read once and one SDPA call does the work.
+    Trees, and on a CPU prompts in float32, go to a kernel where one serves them. Elsewhere the query heads that share a
+    KV head are packed into query rows, so that keys and values are read once and one SDPA call does the work.
 
     Args:
         module: The attention layer; it says how far back it looks where the arguments do not.
@@ -261,8 +261,10 @@ def tree_attention(
     rows, heads, width, dim = query.shape
     kv_heads = key.shape[1]
     groups = heads // kv_heads
-    # A GPU's kernel is made for few queries; the CPU's is as good at a prompt, whose chain is a tree too.
-    if (tree_pass.scores_trees or query.device.type == "cpu") and not torch.compiler.is_compiling():
+    # A prompt's chain is a tree too. A GPU's kernel is made for few queries, and in half precision a prompt is read as
+    # `generate` reads it: other last bits in all its KV would show in the tokens.
+    is_prompt_served = query.device.type == "cpu" and query.dtype == torch.float32
+    if (tree_pass.scores_trees or is_prompt_served) and not torch.compiler.is_compiling():
         slots = (key.transpose(1, 2), value.transpose(1, 2))  # as the cache holds them
         limits = {"window": reach.window, "chunk": reach.chunk, "softcap": softcap, "sinks": s_aux}
         kernel = _kernel_for(query, *slots, limits)

@@ -187,7 +187,7 @@ class Target:
         new = lengths - cached
         width = int(new.max())
         if self.positions is None:  # else padding might have none
-            width = padded_width(len(prompts), width, self._device)
+            width = padded_width(len(prompts), width, self._device, self._model.dtype)
         padded = np.zeros((len(prompts), width), np.int64)
         for row, prompt in enumerate(prompts):
             padded[row, : new[row]] = prompt[cached[row] :]

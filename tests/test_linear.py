@@ -15,7 +15,6 @@ from lookahead.kernels import choice
 from lookahead.kernels import linear as products
 from lookahead.kernels.linear import FEWEST, STEP, DnnLinear
 
-ERROR = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 CPU = torch.device("cpu")
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
@@ -36,18 +35,17 @@ def multiplied(monkeypatch):
 
 
 @needs_onednn
-@pytest.mark.parametrize("dtype", FEWEST, ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("shape", [(80,), (81,), (1, 95), (3, 37), (2, 5, 9)])
-def test_products_agree_with_those_in_float64_whatever_their_shape(shape, has_bias, dtype, multiplied):
+@pytest.mark.parametrize("shape", [(32,), (80,), (81,), (1, 95), (3, 37), (2, 5, 9)])
+def test_products_agree_with_those_in_float64_whatever_their_shape(shape, has_bias, multiplied):
     torch.manual_seed(0)
-    x, weight = torch.randn(*shape, 24, dtype=dtype), torch.randn(19, 24, dtype=dtype) / 24
-    bias = torch.randn(19, dtype=dtype) if has_bias else None
+    x, weight = torch.randn(*shape, 24), torch.randn(19, 24) / 24
+    bias = torch.randn(19) if has_bias else None
     with torch.inference_mode(), DnnLinear():
         got = linear(x, weight, bias)
     want = linear(x.double(), weight.double(), None if bias is None else bias.double())
-    assert got.dtype == dtype and got.shape == want.shape and got.is_contiguous()
-    assert (got - want).abs().max() < ERROR[dtype]
+    assert got.dtype == torch.float32 and got.shape == want.shape and got.is_contiguous()
+    assert (got - want).abs().max() < 1e-5
     assert sum(multiplied.values()) == 1 and all(tokens % STEP == 0 for tokens in multiplied)
 
 
@@ -77,14 +75,14 @@ class Other(torch.Tensor):
 @pytest.mark.parametrize(
     ("x", "weight"),
     [
-        (torch.randn(FEWEST[torch.float32] - 1, 8), torch.randn(4, 8)),
-        (torch.randn(FEWEST[torch.bfloat16] - 1, 8).bfloat16(), torch.randn(4, 8).bfloat16()),
+        (torch.randn(FEWEST - 1, 8), torch.randn(4, 8)),
+        (torch.randn(100, 8).bfloat16(), torch.randn(4, 8).bfloat16()),
         (torch.randn(100, 8).double(), torch.randn(4, 8).double()),
         (torch.randn(100, 8), torch.randn(4, 8).as_subclass(Other)),
         (torch.randn(0, 8), torch.randn(4, 8)),
         (torch.randn(100, 0), torch.randn(4, 0)),
     ],
-    ids=["few", "few in half precision", "float64", "a subclass", "nothing", "no inputs"],
+    ids=["few", "half precision", "float64", "a subclass", "nothing", "no inputs"],
 )
 def test_what_it_is_not_for_is_left_to_torch(x, weight, multiplied):
     with torch.inference_mode(), DnnLinear():
@@ -107,8 +105,8 @@ def test_it_is_chosen_for_long_passes_and_only_where_it_is_faster(monkeypatch):
             for dtype in (torch.float32, torch.bfloat16, torch.float64)
             for tokens in (31, 32, 80)
         ]
-    assert chosen[True] == [False, True, True, False, False, True, False, False, False]
-    assert chosen[False] == [False, False, False, False, False, True, False, False, False]
+    assert chosen[True] == [False, True, True, *[False] * 6]
+    assert not any(chosen[False])
     assert not isinstance(choice.products_for(80, torch.device("meta"), torch.float32), DnnLinear)
 
 
@@ -117,24 +115,24 @@ def test_where_torch_was_built_without_it_torch_multiplies(monkeypatch):
         raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_linear_pointwise'")
 
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", missing)
-    products._multiplies.cache_clear()
     products._is_faster.cache_clear()
     try:
-        assert not products.pays(500, torch.float32) and not products.pays(500, torch.bfloat16)
+        assert not products.pays(500, torch.float32)
     finally:
-        products._multiplies.cache_clear()
         products._is_faster.cache_clear()
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 16, 48])
-def test_a_long_pass_is_as_wide_as_its_products_are_not_padded_again(rows):
+def test_a_long_pass_is_as_wide_as_its_products_are_not_padded_again(rows, monkeypatch):
+    monkeypatch.setattr(products, "_is_faster", lambda threads: True)
     for width in (1, 2, 31, 32, 33, 100):
-        padded = choice.padded_width(rows, width, CPU)
-        if rows * width < min(FEWEST.values()):
+        padded = choice.padded_width(rows, width, CPU, torch.float32)
+        if rows * width < FEWEST:
             assert padded == width
         else:
             assert padded * rows % STEP == 0 and width <= padded < width + STEP
-        assert choice.padded_width(rows, width, torch.device("meta")) == width
+        assert choice.padded_width(rows, width, torch.device("meta"), torch.float32) == width
+        assert choice.padded_width(rows, width, CPU, torch.bfloat16) == width
 
 
 @needs_onednn
