@@ -58,12 +58,12 @@ def train(
     threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train heads that guess several tokens at once, to draft with.
+    r"""Train heads that guess several tokens at once, to draft with.
 
     A prompt without an output is first answered by the model itself: what it writes
     is what its heads will have to guess. Prints for every place how many held-out
     tokens are guessed right, at once and by one of five guesses. Needs accelerate:
-    pip install 'lookahead-decoding[train]'.
+    pip install 'lookahead-decoding\[train]'.
 
     For example:
 

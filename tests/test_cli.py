@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import lookahead
@@ -45,6 +46,28 @@ def test_every_help_shows_an_example(arguments):
     assert result.exit_code == 0
     command = arguments[0] if len(arguments) > 1 else "summarize"
     assert f"lookahead {command} " in result.stdout.split("For example")[1]
+
+
+def commands(command, name=""):
+    """A command and those below it, by the words that call them."""
+    yield name, command
+    for word, child in getattr(command, "commands", {}).items():
+        yield from commands(child, f"{name} {word}".strip())
+
+
+COMMANDS = dict(commands(typer.main.get_command(app)))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_help_swallows_what_stands_in_brackets(name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    command = COMMANDS[name]
+    texts = [command.help or "", *(getattr(each, "help", None) or "" for each in command.params)]
+    shown = " ".join(CliRunner().invoke(app, [*name.split(), "--help"]).stdout.split())
+    for bracketed in re.findall(r"\S*\[[^\]]*\]", " ".join(texts).replace("\\[", "[")):
+        assert bracketed in shown
+    if name == "train":
+        assert "pip install 'lookahead-decoding[train]'." in shown
 
 
 def test_every_option_is_read_by_its_command():
