@@ -12,8 +12,10 @@ import pytest
 
 import lookahead
 from lookahead.config import LookaheadConfig
+from lookahead.experience import experience_of
 from lookahead.jobs.memory import OutputMemory
 from lookahead.jobs.results import JsonLinesFile
+from lookahead.ngram.chains import SEPARATOR
 from lookahead.summarize.prompting import INSTRUCTION, STYLES, Prompting, Request
 
 CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[bot]{% endif %}"
@@ -250,6 +252,24 @@ def test_what_a_memory_holds_is_drafted_from(summarize, docs, cli_folder, tiny_l
     text = records("one.jsonl")[0]["summary"]
     result = lookahead.generate(model, tiny_tokenizer, text[:10], config=fixed, max_new_tokens=20, do_sample=False)
     assert result.stats.drafted_by_source["outputs"] > 0
+
+
+def test_no_match_spans_what_was_known_and_what_a_memory_holds(cli_folder, tiny_llama, tiny_tokenizer):
+    known, loaded = (copy.deepcopy(tiny_llama) for _ in range(2))
+    earlier, later = ([20 + i for i in range(12)], [50 + i for i in range(12)])
+    experience_of(known).proposers.memory.outputs.append(later)
+    OutputMemory(cli_folder / "memory.lkp", known, tiny_tokenizer).save()
+    outputs = experience_of(loaded).proposers.memory.outputs
+    outputs.append(earlier)
+    OutputMemory(cli_folder / "memory.lkp", loaded, tiny_tokenizer)
+    assert [*outputs.tokens[1:]] == [*earlier, SEPARATOR, *later]
+
+
+def test_a_link_to_nothing_is_no_pool_and_nothing_is_written_through_it(summarize, cli_folder):
+    (cli_folder / "memory.lkp").symlink_to("gone.lkp")
+    assert "memory.lkp: " in only_error(summarize("a.txt", "-o", "out.jsonl", "--pool", "memory.lkp"))
+    assert not (cli_folder / "gone.lkp").exists() and not (cli_folder / "out.jsonl").exists()
+    assert (cli_folder / "memory.lkp").is_symlink()
 
 
 def test_a_memory_of_another_tokenizer_is_refused(summarize, cli_folder):

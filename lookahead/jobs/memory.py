@@ -71,7 +71,6 @@ class OutputMemory:
         if path.exists():
             embedding: Any = model.get_input_embeddings()
             pool = open_pool(str(path), fingerprint=self._fingerprint, vocabulary=int(embedding.weight.shape[0]))
-            self._outputs.end_document()
             self._outputs.append_documents(np.array(pool.tokens[1:]))
             self.loaded = pool.header.tokens
 
