@@ -129,6 +129,27 @@ def test_a_parquet_file_that_is_damaged_or_of_something_else_is_refused(damage: 
     assert run(documents("abc"), output=output, overwrite=True).summarized == 3
 
 
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"fingerprint": [JOB.fingerprint, "0" * 16]},
+        {"document": ["0" * 32, "no hash"]},
+        {"document": ["0" * 32, None]},
+        {"id": [1.5, None]},
+    ],
+    ids=lambda columns: " ".join(columns),
+)
+def test_a_parquet_file_of_others_beside_a_manifest_of_this_job_is_named_and_left_alone(columns: Any) -> None:
+    output = Path("out.parquet")
+    run(documents("ab"), output=output)
+    table = {"id": ["a", "b"], "document": ["0" * 32] * 2, "fingerprint": [JOB.fingerprint] * 2, **columns}
+    pyarrow.parquet.write_table(pyarrow.table(table), output)
+    before = {path: path.read_bytes() for path in Path().iterdir()}
+    with pytest.raises(ConfigError, match=r"^out\.parquet holds no results to go on with: row 2 is none of this job; "):
+        run(documents("ab"), output=output, resume=True)
+    assert {path: path.read_bytes() for path in Path().iterdir()} == before
+
+
 def test_lines_of_another_job_beside_the_manifest_of_this_one_are_refused() -> None:
     run(documents("ab"))
     OUT.write_text(OUT.read_text().replace(JOB.fingerprint, "0" * 16))

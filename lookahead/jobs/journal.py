@@ -197,10 +197,10 @@ class Journal:
                 self._first_same_id = name
 
     def _begin(self) -> None:
-        """Write the manifest, and make the lines ready that an earlier run left."""
+        """Make the lines ready that an earlier run left, and write the manifest."""
         try:
-            Manifest(self._identity.to_dict(), self._identity.fingerprint).write(manifest_path(self._results))
             self._thaw()
+            Manifest(self._identity.to_dict(), self._identity.fingerprint).write(manifest_path(self._results))
         except OSError as error:
             raise ConfigError(f"output {self._results} cannot be written: {error.strerror}") from error
 
@@ -211,7 +211,7 @@ class Journal:
         if self._paths.is_parquet and self._results.is_file() and not self._running.exists():
             from lookahead.jobs.parquet import read_parquet_lines
 
-            read_parquet_lines(self._results, self._running)
+            read_parquet_lines(self._results, self._running, self._is_own)
 
     def _recover(self, retry_rejects: bool) -> None:
         """Read what earlier runs finished."""
@@ -236,11 +236,12 @@ class Journal:
 
     def _records(self, path: Path) -> Iterator[tuple[int, int, Record]]:
         """The lines of a file, each checked to be of a job."""
-        checked, key_of_record = 0, _key_of_result if path == self._running else _key_of_reject
+        checked = 0
         try:
             for offset, length, record in records_in(path):
-                key_of_record(record)
-                if path == self._running and record["fingerprint"] != self._identity.fingerprint:
+                if path == self._rejects:
+                    _key_of_reject(record)
+                elif not self._is_own(record):
                     raise ValueError("of another job")
                 checked += 1
                 yield offset, length, record
@@ -248,6 +249,15 @@ class Journal:
             raise ConfigError(
                 f"{path}:{checked + 1}: no line of this job; remove the line, or pass --overwrite to begin anew"
             ) from error
+
+    def _is_own(self, record: Record) -> bool:
+        """Whether a line of results is of this job."""
+        try:
+            _key_of_result(record)
+            bytes.fromhex(record["document"])
+            return bool(record["fingerprint"] == self._identity.fingerprint)
+        except (ValueError, KeyError, TypeError):
+            return False
 
 
 def _key_of_result(record: Record) -> bytes:

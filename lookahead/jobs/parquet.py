@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -48,8 +48,13 @@ def write_parquet(lines: Path, path: Path) -> None:
             writer.write_table(arrow.Table.from_pylist(rows, schema=schema))
 
 
-def read_parquet_lines(path: Path, lines: Path) -> None:
+def read_parquet_lines(path: Path, lines: Path, is_own: Callable[[Record], bool]) -> None:
     """Make the file of results again that a Parquet file was made of.
+
+    Args:
+        path: The Parquet file.
+        lines: The file to make.
+        is_own: Whether a line is of the job that goes on.
 
     Raises:
         DocumentError: pyarrow is not installed.
@@ -58,10 +63,13 @@ def read_parquet_lines(path: Path, lines: Path) -> None:
     """
     arrow, parquet = load_pyarrow(str(path))
     try:
+        batches = parquet.ParquetFile(path).iter_batches(batch_size=_ROWS_AT_ONCE)
+        records = (_record(row) for batch in batches for row in batch.to_pylist())
         with replacing(lines) as file:
-            for batch in parquet.ParquetFile(path).iter_batches(batch_size=_ROWS_AT_ONCE):
-                for row in batch.to_pylist():
-                    file.write(encode_line(_record(row)))
+            for number, record in enumerate(records, start=1):
+                if not is_own(record):
+                    raise ValueError(f"row {number} is none of this job")
+                file.write(encode_line(record))
     except (arrow.ArrowException, ValueError, TypeError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
