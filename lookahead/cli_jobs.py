@@ -105,11 +105,21 @@ def ray_staff(
 
 
 class Runner:
-    """Runs a job and shows how it goes."""
+    """Runs a job and shows how it goes.
 
-    def __init__(self, staff: Staff, paths: OutputPaths, display: Display, *, retry_rejects: bool) -> None:
+    Args:
+        staff: Who does it.
+        paths: Where it writes, checked.
+        display: Shows it.
+        retry_rejects: Whether documents that failed in an earlier run are tried again.
+        is_part: Whether there may be documents in the inputs that it leaves out.
+    """
+
+    def __init__(
+        self, staff: Staff, paths: OutputPaths, display: Display, *, retry_rejects: bool, is_part: bool
+    ) -> None:
         self._staff, self._paths, self._display = staff, paths, display
-        self._retry = retry_rejects
+        self._retry, self._is_part = retry_rejects, is_part
 
     def run(self, documents: Iterator[Document | Reject], *, as_text: bool) -> int:
         """Summarize the documents; the exit status."""
@@ -129,6 +139,7 @@ class Runner:
                     observer=Remembering(memory, display) if memory else display,
                     rows=self._staff.rows,
                     retry_rejects=self._retry,
+                    is_part=self._is_part,
                     shown=None if as_text else JsonLinesStdout(),
                 )
             except KeyboardInterrupt:

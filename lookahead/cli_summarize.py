@@ -258,7 +258,8 @@ def summarize(
         known = count_documents(sources)
         total = min((number for number in (known, limit, sample) if number is not None), default=None)
         display = _display(total if known is not None else None, paths, as_text=as_text)
-        status = Runner(staff, paths, display, retry_rejects=retry_rejects).run(documents, as_text=as_text)
+        runner = Runner(staff, paths, display, retry_rejects=retry_rejects, is_part=total != known)
+        status = runner.run(documents, as_text=as_text)
     raise typer.Exit(status)
 
 

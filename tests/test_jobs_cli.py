@@ -63,6 +63,25 @@ def test_a_stopped_job_is_resumed_by_the_same_command(summarize, docs, monkeypat
         assert {**whole, "stats": None} == {**mine, "stats": None}
 
 
+@pytest.mark.parametrize("option", ["--limit", "--sample"])
+def test_part_of_the_documents_resumed_loses_no_line_of_the_others(summarize, cli_folder, option):
+    lines = "".join(json.dumps({"id": "same", "text": f"Text {i}."}) + "\n" for i in range(4))
+    (cli_folder / "docs.jsonl").write_text(lines)
+    summarize("docs.jsonl", "-o", "out.jsonl")
+    whole = (cli_folder / "out.jsonl").read_bytes()
+    resumed = summarize("docs.jsonl", "-o", "out.jsonl", "--resume", option, "2")
+    assert resumed.exit_code == 0 and "changed since" not in resumed.stderr
+    summarize("docs.jsonl", "-o", "out.jsonl", "--resume", option, "9")
+    assert (cli_folder / "out.jsonl").read_bytes() == whole
+
+
+def test_a_limit_beyond_the_last_document_leaves_out_what_changed(summarize, cli_folder):
+    summarize("a.txt", "b.txt", "-o", "out.jsonl")
+    (cli_folder / "a.txt").write_text("Something else.")
+    assert "left out 1 lines" in summarize("a.txt", "b.txt", "-o", "out.jsonl", "--resume", "--limit", "2").stderr
+    assert [record["id"] for record in records("out.jsonl")] == ["a.txt", "b.txt"]
+
+
 def test_another_model_or_length_does_not_go_on_with_an_output(summarize, docs):
     summarize(docs, "-o", "out.jsonl", "--limit", "2")
     message = only_error(summarize(docs, "-o", "out.jsonl", "--resume", "--max-new-tokens", "9"))

@@ -51,11 +51,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(
-    items: Iterable[Document | Reject], worker: Worker | None = None, *, output: Path = OUT, **options: bool
+    items: Iterable[Document | Reject],
+    worker: Worker | None = None,
+    *,
+    output: Path = OUT,
+    is_part: bool = False,
+    retry_rejects: bool = False,
+    **options: bool,
 ) -> Totals:
     paths, totals = OutputPaths(output, **options), Totals()
     paths.check([])
-    run_job(items, worker or Worker(), paths, JOB, totals=totals, observer=Silent(), rows=1)
+    how = {"is_part": is_part, "retry_rejects": retry_rejects}
+    run_job(items, worker or Worker(), paths, JOB, totals=totals, observer=Silent(), rows=1, **how)
     return totals
 
 
@@ -193,6 +200,26 @@ def test_a_manifest_tells_whether_the_job_came_to_its_end_and_how_many_lines_the
 def test_of_ids_of_several_texts_the_first_is_named() -> None:
     totals = run([*documents("ab"), Document("a", "x"), Document("b", "y")])
     assert totals.notes[0].startswith("2 documents have the id of another with a different text, the first of them 'a'")
+
+
+def test_a_run_over_some_documents_drops_no_line_of_an_id_that_the_others_may_have() -> None:
+    items = [Document("a", "one"), Document("b", "two"), Document("a", "three")]
+    failed = Reject("a", "a: it failed", Document("a", "it fails"))
+    run([*items, failed, Reject("a", "x:5: no JSON")])
+    for seen in (items[:1], items[1:], [Document("a", "new")]):
+        assert run(seen, resume=True, is_part=True).notes == []
+        assert {"ONE", "TWO", "THREE"} <= {line["summary"] for line in lines()}
+        assert [line["error"] for line in lines(REJECTS)] == ["a: it failed", "x:5: no JSON"]
+    totals = run([*items, failed], resume=True)  # all of them: now it is known what has changed
+    assert [line["summary"] for line in lines()] == ["ONE", "TWO", "THREE"]
+    assert totals.notes[-1] == "out.jsonl: left out 1 lines of documents that have changed since"
+    assert [line["error"] for line in lines(REJECTS)] == ["a: it failed"]
+
+
+def test_a_reject_that_a_run_over_some_documents_tried_again_is_none_any_more() -> None:
+    run([*(Reject(each.id, f"{each.id}: it failed", each) for each in documents("ab")), *documents("c")])
+    run(documents("a"), resume=True, is_part=True, retry_rejects=True)
+    assert ([line["id"] for line in lines()], [line["id"] for line in lines(REJECTS)]) == (["a", "c"], ["b"])
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])

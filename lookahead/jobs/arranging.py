@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict, deque
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lookahead.jobs.identity import id_key
 from lookahead.ngram.replacing import replacing
 
 Record = dict[str, Any]
@@ -34,7 +33,7 @@ def records_in(path: Path) -> Iterator[tuple[int, int, Record]]:
 def arrange(
     path: Path,
     order: Iterable[bytes],
-    ids: Container[int],
+    is_outdated: Callable[[Record], bool],
     key_of_record: Callable[[Record], bytes],
     *,
     newest_only: bool = False,
@@ -44,8 +43,7 @@ def arrange(
     Args:
         path: The file.
         order: The key of every line there should be, in order; a key may come more than once.
-        ids: Keys of the ids that the inputs hold. A line that no key names is dropped where its id is one of them,
-            since its document has changed, and else comes last.
+        is_outdated: Whether a line that no key names is dropped, since its document has changed; else it comes last.
         key_of_record: The key of a line.
         newest_only: Whether of several lines of a key only the last is kept.
 
@@ -55,17 +53,17 @@ def arrange(
     Raises:
         OSError: The new file cannot be written; the old one is left as it was.
     """
-    places: defaultdict[bytes, deque[tuple[int, int, int]]] = defaultdict(deque)
+    places: defaultdict[bytes, deque[tuple[int, int, bool]]] = defaultdict(deque)
     count = 0
     for offset, length, record in records_in(path):
         alike = places[key_of_record(record)]
         if newest_only:
             alike.clear()
-        alike.append((offset, length, id_key(record["id"])))
+        alike.append((offset, length, is_outdated(record)))
         count += 1
     wanted = [places[key].popleft() for key in order if places.get(key)]
     left = sorted(place for rest in places.values() for place in rest)
-    kept = wanted + [place for place in left if place[2] not in ids]
+    kept = wanted + [place for place in left if not place[2]]
     if len(kept) < count or any(after[0] < before[0] for before, after in pairwise(kept)):
         with open(path, "rb") as source, replacing(path) as target:
             for offset, length, _ in kept:

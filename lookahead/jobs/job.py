@@ -95,6 +95,7 @@ def run_job(
     observer: Observer,
     rows: int | None = None,
     retry_rejects: bool = False,
+    is_part: bool = False,
     shown: Sink | None = None,
 ) -> None:
     """Summarize documents, writing a line for each as soon as it is done; at the end the lines are put in order.
@@ -112,13 +113,17 @@ def run_job(
         observer: Told of each document.
         rows: Most documents that are summarized together; None leaves it to the worker.
         retry_rejects: Whether documents that failed in an earlier run are tried again.
+        is_part: Whether the inputs hold documents besides these, of which there may be lines too.
         shown: Gets the lines of results where `paths` has no file for them.
 
     Raises:
         ConfigError: A file cannot be created, or the results are another job's.
         OSError: A line could not be written; those before it are whole.
     """
-    book = Journal(paths, identity, retry_rejects=retry_rejects) if paths.is_journal else Stream(paths, identity, shown)
+    if paths.is_journal:
+        book: Book = Journal(paths, identity, retry_rejects=retry_rejects, is_part=is_part)
+    else:
+        book = Stream(paths, identity, shown)
     with book:
         totals.notes += book.take_notes()
         _Run(book, totals, observer).work(documents, worker, rows)

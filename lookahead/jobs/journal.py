@@ -30,18 +30,21 @@ class Journal:
         paths: The files, checked.
         identity: The job.
         retry_rejects: Whether documents that failed before are tried again.
+        is_part: Whether there are documents that are not taken, so that a line of an id may be of one of those.
 
     Raises:
         ConfigError: Another job wrote the results, another process is writing them, or they are damaged in the middle.
     """
 
-    def __init__(self, paths: OutputPaths, identity: JobIdentity, *, retry_rejects: bool = False) -> None:
+    def __init__(
+        self, paths: OutputPaths, identity: JobIdentity, *, retry_rejects: bool = False, is_part: bool = False
+    ) -> None:
         if paths.results is None or paths.running is None or paths.rejects is None:
             raise ValueError("a journal needs files")
         self._notes: list[str] = []
         self._same_ids = 0  # documents with the id of another, of a different text
         self._first_same_id: DocumentId = ""
-        self._paths, self._identity = paths, identity
+        self._paths, self._identity, self._is_part = paths, identity, is_part
         self._results, self._running, self._rejects = paths.results, paths.running, paths.rejects
         self._finished: Counter[bytes] = Counter()
         self._places: dict[bytes, int] = {}  # of the first line of each text, by the hash of the text
@@ -130,7 +133,7 @@ class Journal:
             self._rejected.add(key)
 
     def finish(self) -> None:
-        """Put all lines in the order of the inputs, and say so in the manifest; every document was taken.
+        """Put all lines in the order of the inputs, and say so in the manifest; every document of the run was taken.
 
         Raises:
             OSError: The files cannot be written anew; what is finished stays as it is.
@@ -141,14 +144,11 @@ class Journal:
                 f"{self._same_ids} {have} the id of another with a different text, the first of them "
                 f"{self._first_same_id!r}; lines of one id stand in the order of the inputs"
             )
-        dropped = arrange(self._running, self._order, self._texts, _key_of_result)
+        dropped = arrange(self._running, self._order, self._has_changed, _key_of_result)
         if dropped:
             self._notes.append(f"{self._results}: left out {dropped} lines of documents that have changed since")
         if self._rejects.exists():
-            ids = self._texts.keys() | self._unread
-            arrange(self._rejects, self._order_of_rejects, ids, _key_of_reject, newest_only=True)
-            if self._rejects.stat().st_size == 0:
-                self._rejects.unlink()
+            self._arrange_rejects()
         count = sum(1 for _ in records_in(self._running))
         if self._paths.is_parquet:
             from lookahead.jobs.parquet import write_parquet
@@ -195,6 +195,22 @@ class Journal:
             self._same_ids += 1
             if self._same_ids == 1:
                 self._first_same_id = name
+
+    def _has_changed(self, record: Record) -> bool:
+        """Whether the document of a line has another text now, given that none of this run has the line's."""
+        return not self._is_part and id_key(record["id"]) in self._texts
+
+    def _arrange_rejects(self) -> None:
+        """Put the lines of rejects in order; none is left of what is finished now."""
+        taken = set(self._order)
+
+        def is_outdated(record: Record) -> bool:
+            is_newer = not self._is_part and id_key(record["id"]) in self._unread  # the reason why it cannot be read
+            return is_newer or self._has_changed(record) or _key_of_reject(record) in taken
+
+        arrange(self._rejects, self._order_of_rejects, is_outdated, _key_of_reject, newest_only=True)
+        if self._rejects.stat().st_size == 0:
+            self._rejects.unlink()
 
     def _begin(self) -> None:
         """Make the lines ready that an earlier run left, and write the manifest."""
