@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
 
@@ -37,6 +38,7 @@ from lookahead.terminal import Display, console, load, table, usage_errors
 
 if TYPE_CHECKING:
     from lookahead.jobs.estimate import Estimate
+    from lookahead.jobs.jobfile import Setting
     from lookahead.jobs.memory import OutputMemory
     from lookahead.jobs.paths import OutputPaths
     from lookahead.summarize.prompting import Request
@@ -51,18 +53,25 @@ def _use_job(context: typer.Context, path: Path | None) -> Path | None:
         from lookahead.jobs.jobfile import read_job_file
 
         with usage_errors():
-            context.default_map = read_job_file(path, {key: name for name, key in _setting_names(context).items()})
+            context.default_map = read_job_file(path, _settings(context))
     return path
 
 
-def _setting_names(context: typer.Context) -> dict[str, str]:
-    """The options a job file may set, by the names of their parameters."""
-    names = {}
+def _settings(context: typer.Context) -> dict[str, Setting]:
+    """The options a job file may set, by their names."""
+    from lookahead.jobs.jobfile import Setting
+
+    declared = inspect.signature(summarize, eval_str=True).parameters
+    settings = {}
     for parameter in context.command.params:
         if parameter.name is not None and parameter.name not in _NO_SETTING:
             longest = max(parameter.opts, key=len)
-            names[parameter.name] = longest.removeprefix("--") if longest.startswith("--") else parameter.name
-    return names
+            name = longest.removeprefix("--") if longest.startswith("--") else parameter.name
+            hint, option = get_args(declared[parameter.name].annotation)
+            kind = next(each for each in get_args(hint) or (hint,) if each is not type(None))
+            kind = str if kind is Path else get_origin(kind) or kind
+            settings[name] = Setting(parameter.name, kind, getattr(option, "min", None), getattr(option, "max", None))
+    return settings
 
 
 Inputs = Annotated[
@@ -300,7 +309,7 @@ def _as_job_file(context: typer.Context, inputs: list[str]) -> str:
     from lookahead.jobs.jobfile import to_toml
 
     values: dict[str, Any] = {**context.params, "inputs": inputs or None}
-    return to_toml({name: values[key] for key, name in _setting_names(context).items()})
+    return to_toml({name: values[setting.key] for name, setting in _settings(context).items()})
 
 
 def _request(prompt_file: Path | None, style: str | None) -> Request | None:

@@ -164,12 +164,30 @@ def test_a_job_file_holds_the_options_and_the_command_line_goes_before_it(summar
     assert again.stdout == shown.stdout
 
 
+def test_a_number_in_a_job_file_is_as_good_as_its_text_and_a_whole_one_as_any(summarize, docs, cli_folder):
+    (cli_folder / "job.toml").write_text(f'inputs = "{docs}"\nwindow = 3\nprice-per-hour = 2\ndry-run = true\n')
+    assert json.loads(summarize("--job", "job.toml").stdout)["cost"] >= 0
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("max-tokens = 3", "no option 'max-tokens'; the options are inputs, output, model"),
-        ("limit = [3]", "limit must be a string, a number, true or false, got [3]"),
+        ("limit = [3]", "limit must be a whole number of at least 1, got [3]"),
+        ("limit = 'many'", "job job.toml: limit must be a whole number of at least 1, got 'many'"),
+        ("limit = 0", "limit must be a whole number of at least 1, got 0"),
+        ("limit = true", "limit must be a whole number of at least 1, got true"),
+        ("seed = 1.7", "seed must be a whole number, got 1.7"),
+        ("rows = 2000", "rows must be a whole number from 1 to 1024, got 2000"),
+        ("max_document_mb = '9'", "max_document_mb must be a number of at least 0.001, got '9'"),
+        ("max-document-mb = nan", "max-document-mb must be a number of at least 0.001, got nan"),
+        ("resume = 'perhaps'", "resume must be true or false, got 'perhaps'"),
+        ("resume = 1", "resume must be true or false, got 1"),
+        ("output = true", "output must be a string, got true"),
+        ("style = ['bullets']", "style must be a string, got ['bullets']"),
+        ("[model]", "model must be a string, got {}"),
         ("inputs = 3", "inputs must be a list of strings, got 3"),
+        ("inputs = ['a.txt', 3]", "inputs must be a list of strings, got ['a.txt', 3]"),
         ("inputs = [", "not valid TOML"),
         ("output = 'x.jsonl'", "no input: name files, folders or URLs, or - for stdin; job.toml names none"),
     ],
