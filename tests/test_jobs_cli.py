@@ -13,6 +13,7 @@ import pytest
 import lookahead
 from lookahead.config import LookaheadConfig
 from lookahead.experience import experience_of
+from lookahead.jobs.estimate import MOST_PARTS
 from lookahead.jobs.memory import OutputMemory
 from lookahead.jobs.results import JsonLinesFile
 from lookahead.ngram.chains import SEPARATOR
@@ -231,6 +232,14 @@ def test_a_dry_run_counts_and_estimates_and_writes_nothing(summarize, docs, cli_
     text = summarize(docs, "--dry-run", "--format", "text").stdout
     assert "document tokens" in text and "time, from 3 documents" in text
     assert sorted(cli_folder.iterdir()) == before
+
+
+def test_a_dry_run_says_what_of_a_long_document_it_summarized(summarize, cli_folder):
+    (cli_folder / "book.txt").write_text("The cat sat on the mat. " * 400)
+    estimate = json.loads(summarize("book.txt", "--dry-run").stdout)
+    assert estimate["timed_parts"] == MOST_PARTS < estimate["tried_parts"] == estimate["parts"]
+    text = summarize("book.txt", "--dry-run", "--format", "text").stdout
+    assert f"time, from {MOST_PARTS} of {estimate['parts']} parts of 1 document" in text
 
 
 # What is asked for

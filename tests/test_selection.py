@@ -10,7 +10,9 @@ import pytest
 from bench.faults import StandIn
 from lookahead.files.documents import read_documents
 from lookahead.files.inputs import find_inputs
-from lookahead.jobs.estimate import estimate_job
+from lookahead.files.text import Document
+from lookahead.jobs import estimate as estimating
+from lookahead.jobs.estimate import MOST_PARTS, estimate_job
 from lookahead.jobs.selection import select_documents
 from lookahead.summarize.fitting import PromptFitter
 
@@ -44,3 +46,50 @@ def test_an_estimate_counts_everything_and_writes_nothing(folder, tiny_llama, ti
     assert estimate.seconds >= 0 and estimate.cost == pytest.approx(estimate.seconds / 1000, abs=1e-3)
     assert sorted(os.listdir()) == before
     assert estimate_job([], fitter, StandIn(), max_new_tokens=8).seconds is None
+
+
+class Clocked(StandIn):
+    """Takes a second for every character; a clock stands still meanwhile."""
+
+    def __init__(self, monkeypatch):
+        self.seen = []
+        monkeypatch.setattr(estimating.time, "perf_counter", lambda: float(sum(map(len, self.seen))))
+
+    def summarize_all(self, documents, rows):
+        for document in documents:
+            self.seen.append(document.text)
+            yield from super().summarize_all([document], rows)
+
+
+@pytest.mark.parametrize("copies", [1, 5], ids=["one book", "five books"])
+def test_an_estimate_of_books_summarizes_some_parts_of_each_and_reckons_by_tokens(
+    tiny_llama, tiny_tokenizer, monkeypatch, copies
+):
+    books = [Document(i, f"Book {i}. " + "The cat sat on the mat. " * 2000) for i in range(copies)]
+    fitter, worker = PromptFitter(tiny_llama, tiny_tokenizer, 8), Clocked(monkeypatch)
+    estimate = estimate_job(books, fitter, worker, max_new_tokens=8)
+    tried = min(copies, 3)
+    parts = len(fitter.fit(books[0].text).parts.parts)
+    assert parts > 5 * MOST_PARTS and estimate.parts == copies * parts
+    assert (estimate.tried, estimate.tried_parts, estimate.timed_parts) == (tried, tried * parts, tried * MOST_PARTS)
+    assert len(worker.seen) == tried
+    for text in worker.seen:
+        assert len(fitter.fit(text).parts.parts) <= MOST_PARTS + 1 and any(text in book.text for book in books)
+    assert estimate.seconds == pytest.approx(sum(len(book.text) for book in books), rel=0.01)
+
+
+def test_an_estimate_of_ordinary_documents_summarizes_them_whole(tiny_llama, tiny_tokenizer, monkeypatch):
+    fitter, worker = PromptFitter(tiny_llama, tiny_tokenizer, 8), Clocked(monkeypatch)
+    long = "The cat sat on the mat. " * 60
+    estimate = estimate_job([Document(1, "One."), Document(2, long)], fitter, worker, max_new_tokens=8)
+    assert worker.seen == ["One.", long]
+    assert 2 < estimate.tried_parts == estimate.timed_parts == estimate.parts <= MOST_PARTS
+    assert estimate.seconds == len("One.") + len(long)
+
+
+def test_a_book_beside_short_documents_is_reckoned_by_its_tokens(tiny_llama, tiny_tokenizer, monkeypatch):
+    fitter, worker = PromptFitter(tiny_llama, tiny_tokenizer, 8), Clocked(monkeypatch)
+    items = [Document(1, "One."), Document(2, "The cat sat on the mat. " * 2000), Document(3, "Three.")]
+    estimate = estimate_job(items, fitter, worker, max_new_tokens=8)
+    assert sum(map(len, worker.seen)) < 10_000
+    assert estimate.seconds == pytest.approx(sum(len(item.text) for item in items), rel=0.01)

@@ -99,6 +99,9 @@ def describe_memory(path: str, loaded: int, known: int, totals: Totals) -> str:
 def estimate_rows(estimate: Estimate) -> list[tuple[str, str]]:
     """Every figure of an estimate with its name."""
     time = "-" if estimate.seconds is None else f"{estimate.seconds:,.1f} s ({estimate.seconds / 3600:,.2f} h)"
+    measured = count(estimate.tried, "document")
+    if estimate.timed_parts < estimate.tried_parts:
+        measured = f"{estimate.timed_parts:,} of {estimate.tried_parts:,} parts of {measured}"
     rows = [
         ("documents", f"{estimate.documents:,}"),
         ("of them with the text of another", f"{estimate.copies:,}"),
@@ -106,7 +109,7 @@ def estimate_rows(estimate: Estimate) -> list[tuple[str, str]]:
         ("document tokens", f"{estimate.document_tokens:,}"),
         ("parts", f"{estimate.parts:,}"),
         ("most new tokens", f"{estimate.most_new_tokens:,}"),
-        (f"time, from {count(estimate.tried, 'document')}", time),
+        (f"time, from {measured}", time),
     ]
     return rows if estimate.cost is None else [*rows, ("cost", f"{estimate.cost:,.2f}")]
 
