@@ -20,12 +20,15 @@ Proposers = Annotated[str, typer.Option(help="Drafts' sources, of prompt, output
 TrainedHeads = Annotated[
     str | None,
     typer.Option(
-        "--heads", metavar="DIR", help="And from these, see 'lookahead train'; eagle, mtp: the bundled model's."
+        "--heads", metavar="DIR", help="And from these, see 'lookahead train'; eagle3, mtp: the bundled model's."
     ),
 ]
 MaxNodes = Annotated[int | None, typer.Option(help="Most draft tokens a step verifies. (default: by the proposers)")]
 NgramSize = Annotated[int | None, typer.Option(help="N, length of its n-grams. (default: 5, or as suits auto)")]
 Guesses = Annotated[int | None, typer.Option(help="G, most of them a step verifies. (default: 7, or as suits auto)")]
+MaxDocument = Annotated[
+    float, typer.Option("--max-document-mb", min=0.001, max=1_000_000, help="Longest document, in megabytes.")
+]
 Overlap = Annotated[int, typer.Option(help="Tokens a part of a long document repeats of the part before.")]
 Refine = Annotated[
     bool, typer.Option("--refine", help="Read parts one by one beside the summary so far; takes an instruction model.")

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from lookahead.cli_options import MaxDocument
 from lookahead.terminal import PoolDisplay, console, table, usage_errors
 
 pool_app = typer.Typer(no_args_is_help=True, help="Make files of documents of yours to draft from.")
@@ -33,7 +34,6 @@ Field = Annotated[
         "--field", "--text-field", help="Field or column with the document; makes - JSON lines. (default: text)"
     ),
 ]
-MaxDocument = Annotated[float, typer.Option("--max-document-mb", min=0.001, help="Longest document, in megabytes.")]
 MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens to take. (default: all)")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the pool if it exists.")]
 

@@ -20,6 +20,7 @@ from lookahead.cli_options import (
     Graphs,
     Guesses,
     KeepParts,
+    MaxDocument,
     MaxNewTokens,
     MaxNodes,
     Model,
@@ -96,7 +97,6 @@ Field = Annotated[
 IdField = Annotated[
     str | None, typer.Option(help="Field or column that names the document. (default: id, where there is one)")
 ]
-MaxDocument = Annotated[float, typer.Option("--max-document-mb", min=0.001, help="Longest document, in megabytes.")]
 PromptFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Instruction in your words; {document} in it is the document.")
 ]

@@ -143,6 +143,7 @@ def test_wrong_usage_is_one_clear_line_and_writes_nothing(summarize, cli_folder,
 
 def test_a_line_longer_than_the_limit_is_put_aside(summarize, cli_folder):
     (cli_folder / "docs.jsonl").write_text(f'{{"text": "One."}}\n{{"text": "{"x" * 3000}"}}\n{{"text": "Two."}}\n')
+    assert summarize("docs.jsonl", "-o", "out.jsonl", "--max-document-mb", "inf").exit_code == 2
     assert summarize("docs.jsonl", "-o", "out.jsonl", "--max-document-mb", "0.002").exit_code == 1
     assert [record["id"] for record in records("out.jsonl")] == ["docs.jsonl:1", "docs.jsonl:3"]
     assert "docs.jsonl:2: longer than 0.002 MB; --max-document-mb" in records("out.jsonl.rejects.jsonl")[0]["error"]
@@ -180,8 +181,9 @@ def test_a_number_in_a_job_file_is_as_good_as_its_text_and_a_whole_one_as_any(su
         ("limit = true", "limit must be a whole number of at least 1, got true"),
         ("seed = 1.7", "seed must be a whole number, got 1.7"),
         ("rows = 2000", "rows must be a whole number from 1 to 1024, got 2000"),
-        ("max_document_mb = '9'", "max_document_mb must be a number of at least 0.001, got '9'"),
-        ("max-document-mb = nan", "max-document-mb must be a number of at least 0.001, got nan"),
+        ("max_document_mb = '9'", "max_document_mb must be a number from 0.001 to 1000000, got '9'"),
+        ("max-document-mb = nan", "max-document-mb must be a number from 0.001 to 1000000, got nan"),
+        ("max-document-mb = inf", "max-document-mb must be a number from 0.001 to 1000000, got inf"),
         ("resume = 'perhaps'", "resume must be true or false, got 'perhaps'"),
         ("resume = 1", "resume must be true or false, got 1"),
         ("output = true", "output must be a string, got true"),
