@@ -2,58 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from bench.goals import GPU_DECODE, KERNEL
+from bench.sheet import Row, Sheet
 
 KINDS = ("medusa", "mtp", "eagle", "eagle3")
 """Of heads, as the files call them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One figure.
-
-    Attributes:
-        what: What it is.
-        path: Where it stands in the file, as `a/b/c`; a `*` is every place of a list.
-        target: What was to be reached; empty where nothing was set.
-        each: What such a place is called, with its own fields in braces.
-        is_optional: Whether a file may well be without it, so that it was not measured yet.
-    """
-
-    what: str
-    path: str
-    target: str = ""
-    each: str = ""
-    is_optional: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Sheet:
-    """One result file.
-
-    Attributes:
-        file: Its name in `bench/results`.
-        title: What it is about.
-        command: What makes it.
-        rows: The figures shown; none shows those at the top of the file.
-        model: The model of its command, where the file does not say.
-        dtype: Likewise.
-        device: Likewise.
-        note: What a reader has to know.
-        plot: What its plot shows, where it has one.
-    """
-
-    file: str
-    title: str
-    command: str
-    rows: tuple[Row, ...] = ()
-    model: str = ""
-    dtype: str = ""
-    device: str = ""
-    note: str = ""
-    plot: str = ""
 
 
 def _speed(dtype: str, identical: str) -> Sheet:
@@ -209,6 +162,46 @@ def _proposers() -> Sheet:
         note="The draft model and its target are two tiny story tellers, and heads without a further word are the "
         "target's. The bundled model summarizes stories that training never saw. Distance is in total variation per "
         "token, 0 to 1; outputs sampled by rejection or typical acceptance are others than from the same seed.",
+    )
+
+
+def _ray_data() -> Sheet:
+    ways = {"crew": "the crew", "batches": "Ray Data, batches of 16", "calls": "Ray Data, a document a batch"}
+    course = {"seconds": "seconds", "overhead": "what it takes longer than local processes, a share"}
+    course |= {"first_s": "seconds until the first result", "at_half": "share of results after half of the seconds"}
+    course |= {"read_before_first": "documents read before the first result"}
+    killed = {"seconds": "seconds", "same": "the same summaries", "begun_again": "documents begun again"}
+    killed |= {"begun_again_by_new": "of these, by a worker started since", "done_again": "decoded to their end again"}
+    poison = {"ended": "it came to an end", "poison_begun": "workers it killed", "lost": "other documents lost"}
+    poison |= {"told": "it is put aside with a reason", "begun_again": "other documents begun again"}
+    rows = tuple(Row(f"{who}: {what}", f"{way}/{key}") for way, who in ways.items() for key, what in course.items())
+    rows += tuple(
+        Row(f"{who}, a worker killed: {what}", f"{way}/killed/{key}")
+        for way, who in ways.items()
+        for key, what in killed.items()
+    )
+    ways = ways | {f"{way}_bounded": f"{ways[way]}, two more tries" for way in ("batches", "calls")}
+    rows += tuple(
+        Row(f"{who}, a document that kills workers: {what}", f"{way}/poison/{key}")
+        for way, who in ways.items()
+        if way != "calls"
+        for key, what in poison.items()
+    )
+    return Sheet(
+        "ray_data.json",
+        "Workers on Ray: ours against `map_batches`",
+        "python -m bench.ray_data --documents 200 --workers 4 --output bench/results/ray_data.json",
+        (
+            Row("documents", "documents"),
+            Row("workers, each of one thread", "workers"),
+            Row("cores they share, with other work", "cpus"),
+            Row("seconds of local processes, each with a fixed share", "local_s"),
+            Row("summaries identical to those of local processes", "identical", "all"),
+            *rows,
+        ),
+        dtype="fp32",
+        device="cpu",
+        note="A job that writes no result for a minute is stopped, and came to no end.",
     )
 
 
@@ -377,6 +370,7 @@ SHEETS = (
         dtype="fp32",
         device="cpu",
     ),
+    _ray_data(),
     Sheet(
         "summarizer.json",
         "The bundled summarizer",

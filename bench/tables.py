@@ -17,7 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.sheets import SHEETS, Row, Sheet
+from bench.sheet import Row, Sheet
+from bench.sheets import SHEETS
 
 BENCH = Path(__file__).resolve().parent
 PLOTS = Path("results/plots")

@@ -1,10 +1,15 @@
 """A crew of workers on a Ray cluster, which does what one summarizer does here.
 
-These are actors of Ray, and not its `map_batches`, for three reasons. The documents come from the journal, which passes
-over what is finished and what has an equal before it: that goes on in this process, from document to document, and a
-data set of Ray would want all of them first. An actor of `map_batches` returns a batch when its last document is done:
-until then the journal has none of them, and rows that ended early stay empty. And what dies with a worker is tried
-again by Ray without a word, so that a document which kills workers would kill one after the other.
+These are actors of Ray, and not a pool of its `map_batches`. That does the same job as well while nothing dies: with a
+document a batch, and several side by side in an actor, each result comes as soon as it is done. What it does otherwise
+is measured by `python -m bench.ray_data`:
+
+- `from_items` has read all documents before the first result. The journal, which passes over what is finished and what
+  has an equal before it, goes on in this process, from document to document, and what there is no room for yet waits.
+- A document that kills workers is tried again without end unless Ray is told otherwise, and the job does not end. With
+  a bound (`max_task_retries`, `max_errored_blocks`) it ends, and documents in hand beside that one are lost with it; no
+  answer names any of them.
+- What died with a worker waits until Ray has started that one again and it has loaded the model.
 
 So a document is a call of its own. A worker has a few more in hand than it has rows, and decodes them together; each
 comes back as soon as it is done, and goes to another worker where its own dies. Those that several died with go last
