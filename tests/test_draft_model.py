@@ -183,7 +183,8 @@ def test_after_every_step_the_draft_is_that_of_a_fresh_cache(
         ),
     }
     torch.manual_seed(0)
-    draft = Watched(models[family]().eval(), **shape)
+    # In float64: two candidates that float32 can hardly tell apart may change places.
+    draft = Watched(models[family]().double().eval(), **shape)
     compared = 0
     original = ModelProposer.propose_batch
 
