@@ -346,12 +346,7 @@ SHEETS = (
     _faults(
         "faults.json", "Jobs killed at random moments and resumed", "--documents 1000 --kills 200 --model none", 200
     ),
-    _faults(
-        "faults_bundled.json",
-        "The same with the bundled model",
-        "--documents 100 --kills 20 --start-s 1.5 --cut 0.4",
-        20,
-    ),
+    _faults("faults_bundled.json", "The same with the bundled model", "--documents 1000 --kills 200", 200),
     Sheet(
         "ray_job.json",
         "A job on Ray against local processes",
