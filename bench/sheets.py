@@ -190,7 +190,7 @@ def _ray_data() -> Sheet:
     return Sheet(
         "ray_data.json",
         "Workers on Ray: ours against `map_batches`",
-        "python -m bench.ray_data --documents 200 --workers 4 --output bench/results/ray_data.json",
+        "python -m bench.ray_data --documents 60 --workers 2 --max-new-tokens 64 --patience 20",
         (
             Row("documents", "documents"),
             Row("workers, each of one thread", "workers"),
