@@ -42,11 +42,10 @@ import psutil
 import torch
 import transformers
 
-from bench.ray_job import cut, local_seconds, summaries
+from bench.ray_job import cut, local_seconds, parser_of, summaries
 from bench.ray_ways import POISON, Note, WatchedOptions, Way, noted, work
 from bench.report import publish
 from lookahead.files.text import Document
-from lookahead.loading import BUNDLED
 
 TRIES = 3  # as many as the crew has
 ROWS = 8
@@ -201,14 +200,9 @@ def poisoned(way: Way, documents: list[Document], folder: Path, arguments: argpa
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=BUNDLED, help="'bundled', the full path of a folder, or a name on the Hub")
-    parser.add_argument("--documents", type=int, default=200)
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser = parser_of(__doc__)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--patience", type=float, default=60.0, help="seconds without a result that are too many")
-    parser.add_argument("--output", type=Path, help="also write the JSON object here")
     arguments = parser.parse_args(argv)
     import ray
 

@@ -126,15 +126,20 @@ def summaries(paths: Sequence[Path]) -> list[tuple[str, str]]:
     return sorted((line["id"], line["summary"]) for line in lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """The command line of a benchmark of jobs on Ray."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=BUNDLED, help="'bundled', the full path of a folder, or a name on the Hub")
     parser.add_argument("--documents", type=int, default=200)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--output", type=Path, help="also write the JSON object here")
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print."""
+    arguments = parser_of(__doc__).parse_args(argv)
     import ray
 
     documents, workers = cut(arguments.documents), arguments.workers

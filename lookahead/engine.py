@@ -160,11 +160,12 @@ class Engine:
         drafted = time.perf_counter()
         self._target.keeps_hidden = self._reads_hidden
         logits = self._target.score([draft.tree for draft in drafts])
+        nodes = logits.shape[1]
         # A plain step pays for nothing but its token, and one that found nothing while drafting loses for no more.
         can_spare = self._pacing is None or self._pacing.can_spare
         asked = any(draft.placed is not self._nothing and (can_spare or len(draft.tree) > 1) for draft in drafts)
         scores = self._read(logits, self._needs_top and asked)
-        if logits.shape[1] > 1 and not _are_numbers(drafts, logits, scores):
+        if nodes > 1 and not _are_numbers(drafts, logits, scores):
             drafts = self._bare(rows)
             logits = self._score_without_drafts(drafts)
             scores = self._read(logits, with_top=False)
@@ -174,7 +175,7 @@ class Engine:
             row.stats.decode_s = now - row.prefilled
         if self._accounts is not None and not rests:
             verified = [(draft.tree, emission.path) for draft, emission in zip(drafts, emissions, strict=True)]
-            tokens, nodes = [len(emission.tokens) for emission in emissions], logits.shape[1]
+            tokens = [len(emission.tokens) for emission in emissions]
             times = {"host_s": drafted - begin + self._observing_s, "step_s": now - begin}
             self._accounts.settle(verified, tokens, nodes=nodes, is_cold=self._target.is_cold, **times)
         return outgrown + emissions

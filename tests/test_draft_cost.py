@@ -217,12 +217,32 @@ def test_hidden_states_are_kept_for_every_step_where_time_does_not_count(looping
     assert made[0].told == engine.stats[0].target_forwards + 1
 
 
-@pytest.mark.parametrize("is_timed", [True, False])
-def test_hidden_states_are_kept_no_longer_once_drafting_rests(is_timed: bool) -> None:
-    call = Call(
+def call_of(is_timed: bool) -> Call:
+    """A call of two rows."""
+    return Call(
         model=None, tokenizer=None, rows=2, vocab_size=101, max_length=99, max_nodes=8,
         is_chain=False, is_timed=is_timed, by_rejection=False, warp=None,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("is_timed", [True, False])
+def test_a_row_is_not_shown_to_what_did_not_earn_what_reading_the_rows_before_took(is_timed: bool) -> None:
+    ledger = Ledger()
+    for _ in range(2):
+        ledger.settle(spent_s=0.1, alone=0.0, tokens=1.0, step_s=0.11, is_first=True)
+    assert ledger.affords and not ledger.begins
+    proposer = CustomProposer(Misleading, call_of(is_timed), ledger)
+    proposer.start(0, np.array([5, 9], np.int32))
+    assert (proposer.propose(0, 2) is None) == is_timed
+    for _ in range(4000):
+        ledger.settle(spent_s=None, alone=0.0, tokens=1.0, step_s=0.01)
+    proposer.start(1, np.array([5, 9], np.int32))
+    assert proposer.propose(1, 2) is not None
+
+
+@pytest.mark.parametrize("is_timed", [True, False])
+def test_hidden_states_are_kept_no_longer_once_drafting_rests(is_timed: bool) -> None:
+    call = call_of(is_timed)
     reader = CustomProposer(lambda _: Reader(), call, Ledger())
     root, states = np.zeros(1, np.int32), {1: torch.zeros(1, 4)}
     outcome = Outcome(np.array([7], np.int32), root, root, hidden=states)

@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessorList, PreTr
 
 import lookahead
 from lookahead import LookaheadConfig
+from lookahead.accounts import Accounts
 from lookahead.errors import LogitsError, PromptError, UnsupportedModelError
 from lookahead.proposers.base import Call, IntArray, Outcome, Proposal, Proposer
 
@@ -152,3 +153,37 @@ def test_a_drafted_token_that_no_number_comes_of_changes_no_other(
     got = model.generate(**inputs, **GREEDY | options, custom_generate=lookahead.decode, lookahead_config=config)
     assert got.tolist() == expected.tolist()
     assert len(offers) > 20
+
+
+def test_a_step_scored_again_counts_as_the_drafted_one_it_was_and_such_drafts_stop(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted_nodes: list[int] = []
+    settle = Accounts.settle
+
+    def settled(self: Accounts, *arguments: Any, nodes: int, **options: Any) -> None:
+        counted_nodes.append(nodes)
+        settle(self, *arguments, nodes=nodes, **options)
+
+    monkeypatch.setattr(Accounts, "settle", settled)
+    answer = model.generate(IDS, do_sample=False, max_new_tokens=200)[:, IDS.shape[1] :].tolist()
+    poison = next(token for token in range(3, 100) if token not in answer[0] + IDS[0].tolist())
+    model.get_input_embeddings().weight.data[poison] = float("nan")
+    scored: list[int] = []
+    score = model.forward
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        scored.append(options["input_ids"].shape[1])
+        return score(*arguments, **options)
+
+    model.forward = counted  # type: ignore[method-assign]
+    offers: list[int] = []
+    config = LookaheadConfig(proposers=(lambda _: Poisoner(answer, poison, 24, offers),), memory="request")
+    for _ in range(2):
+        scored.clear()
+        got = model.generate(
+            IDS, do_sample=False, max_new_tokens=200, custom_generate=lookahead.decode, lookahead_config=config
+        )
+        assert got[0, IDS.shape[1] :].tolist() == answer[0]
+    assert sum(width > 1 for width in scored) < 40
+    assert max(counted_nodes) > 1

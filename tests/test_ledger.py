@@ -68,7 +68,7 @@ def test_the_first_question_of_a_row_costs_what_others_did_and_nothing_before_an
     """A draft model reads the prompt then, which says nothing of its price."""
     new, known = Ledger(), Ledger()
     new.settle(spent_s=60.0, alone=0.0, tokens=1.0, step_s=60.01, is_first=True)
-    assert new.affords and new.is_filled
+    assert new.affords and new.is_filled and new.begins
     known.settle(spent_s=0.01, alone=0.0, tokens=1.0, step_s=0.02)
     live(known, 400, spent_s=0.01, alone=0.0)
     while not known.affords:
