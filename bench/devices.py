@@ -29,12 +29,12 @@ import torch
 from transformers import PreTrainedModel
 
 from bench.jacobi import OPENINGS
-from bench.prompts import read_texts
+from bench.prompts import SUMMARIZER, read_texts
 from lookahead import LookaheadConfig
 from lookahead.engine import Engine
 from lookahead.experience import ModelExperience, lent_experience
 from lookahead.generation import prepare
-from lookahead.loading import load_model
+from lookahead.loading import load
 from lookahead.stats import DecodingStats, total
 from lookahead.target import Target
 
@@ -135,7 +135,7 @@ def compare(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="bundled", help="'bundled', a folder, or a name on the Hub")
+    parser.add_argument("--model", default=SUMMARIZER, help="a folder, or a name on the Hub")
     parser.add_argument("--file", type=Path, default=OPENINGS, help="prompts, one a line, or JSON lines")
     parser.add_argument("--field", default="prompt", help="field of the JSON lines that holds the prompt")
     parser.add_argument("--prompts", type=int, default=40, help="how many prompts (default 40)")
@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--min-probability", type=float, default=0.02, help="of the configuration (default 0.02)")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
-    model, tokenizer = load_model(arguments.model, dtype="fp32", device="cpu")
+    model, tokenizer = load(arguments.model, dtype="fp32", device="cpu")
     texts = islice(read_texts(arguments.file, arguments.field), arguments.prompts)
     prompts = [tokenizer(text, return_tensors="pt").input_ids for text in texts]
     report: dict[str, Any] = {"model": Path(arguments.model).name, "prompts": len(prompts), "tokens": arguments.tokens}

@@ -2,7 +2,7 @@
 
     python -m bench.dropin
 
-With the bundled model on one thread: seconds of `enable` and `disable`; a call with `max_new_tokens=1` with and
+With the tests' summarizer on one thread: seconds of `enable` and `disable`; a call with `max_new_tokens=1` with and
 without lookahead, in turn, for several prompt lengths, as the ratio of medians; and how much the memory of the
 process grows over many calls once it is warm. The last line is one JSON object.
 """
@@ -24,8 +24,9 @@ import transformers
 from transformers import PreTrainedModel
 
 import lookahead
+from bench.prompts import SUMMARIZER
 from bench.report import publish
-from lookahead.loading import load_model
+from lookahead.loading import load
 
 PROMPT_LENGTHS = (16, 128, 512, 1024)
 
@@ -97,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="also write the JSON object here")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
-    model = load_model(dtype="fp32", device="cpu").model
+    model = load(SUMMARIZER, dtype="fp32", device="cpu").model
     report: dict[str, Any] = {"switch_ms": round(switch_seconds(model, 1000) * 1e3, 4)}
     print(f"enable and disable: {report['switch_ms']} ms")
     report["single_token_ratio"] = single_token_ratios(model, arguments.trials)

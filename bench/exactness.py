@@ -8,7 +8,7 @@ In fp32 every output must be the same, seed for seed; the command fails where on
 precision no engine is equal across batch shapes: a pass over several tokens rounds differently from a pass over
 one. There the share of prompts that part from greedy decoding is reported, and how near to a tie the two likeliest
 tokens were where they parted, beside what transformers' own prompt lookup does in the same run. Give `--prompts`
-to include the bundled model on real passages. The last line is one JSON object.
+to include the tests' summarizer on real passages. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from transformers import PreTrainedModel
 import lookahead
 from bench.adversaries import always_wrong, drafting_by, nothing, perfect
 from bench.families import ENCODER_DECODERS, FAMILIES, Family, build
-from bench.prompts import read_texts, summary_prompts
+from bench.prompts import SUMMARIZER, read_texts, summary_prompts
 from bench.report import publish
 from lookahead import LookaheadConfig
-from lookahead.loading import load_model
+from lookahead.loading import load
 
 NEW_TOKENS = 24
 MODES: dict[str, dict[str, Any]] = {
@@ -139,8 +139,8 @@ def compare_half(
 
 
 def passages(arguments: argparse.Namespace, dtype: str) -> tuple[PreTrainedModel, list[torch.Tensor]]:
-    """The bundled model and the prompts to summarize with it."""
-    loaded = load_model(dtype=dtype, device="cpu")
+    """The summarizer of the tests and the prompts to summarize with it."""
+    loaded = load(SUMMARIZER, dtype=dtype, device="cpu")
     texts = read_texts(arguments.prompts, arguments.field)
     prompts = summary_prompts(texts, loaded.tokenizer, limit=arguments.limit, shortest=200, longest=800)
     encode: Any = partial(loaded.tokenizer, return_tensors="pt", add_special_tokens=False)
@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", help="names, comma separated; all when left out")
     parser.add_argument("--encoder-decoders", action="store_true", help="those rows instead of the causal models")
-    parser.add_argument("--prompts", type=Path, help="real documents for the bundled model")
+    parser.add_argument("--prompts", type=Path, help="real documents for the tests' summarizer")
     parser.add_argument("--field", default="document", help="field of a .jsonl file of documents")
     parser.add_argument("--limit", type=int, default=50, help="passages")
     parser.add_argument("--output", type=Path, help="also write the JSON object here")
@@ -178,13 +178,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "bf16": {"lookahead": ours.report(), "prompt_lookup": lookup.report()},
     }
     if arguments.prompts:
-        report["bundled"] = check_bundled(arguments, failures)
+        report["summarizer"] = check_summarizer(arguments, failures)
     report |= {"failures": failures, "torch": torch.__version__, "transformers": transformers.__version__}
     publish(report, arguments.output)
     return 1 if failures else 0
 
 
-def check_bundled(arguments: argparse.Namespace, failures: list[dict[str, str]]) -> dict[str, Any]:
+def check_summarizer(arguments: argparse.Namespace, failures: list[dict[str, str]]) -> dict[str, Any]:
     """Summarize real passages: in fp32 the same tokens, greedy and sampled, in bf16 the divergence."""
     runs, before = 0, len(failures)
     model, prompts = passages(arguments, "fp32")
@@ -197,8 +197,8 @@ def check_bundled(arguments: argparse.Namespace, failures: list[dict[str, str]])
             got = model.generate(ids, **kwargs, custom_generate=lookahead.decode)
             runs += 1
             if not torch.equal(got, expected):
-                failures.append({"family": "bundled", "batch": f"passage {number}", "mode": mode, "draft": "real"})
-    print(f"bundled, {len(prompts)} passages: {runs - (len(failures) - before)} of {runs} identical in fp32")
+                failures.append({"family": "summarizer", "batch": f"passage {number}", "mode": mode, "draft": "real"})
+    print(f"summarizer, {len(prompts)} passages: {runs - (len(failures) - before)} of {runs} identical in fp32")
     ours, lookup = Divergence(), Divergence()
     model, prompts = passages(arguments, "bf16")
     for ids in prompts:

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import transformers
 
+from bench.prompts import SUMMARIZER
 from bench.report import publish
 from lookahead.files.documents import read_documents
 from lookahead.files.inputs import find_inputs
@@ -36,7 +37,7 @@ from lookahead.files.text import Document, Reject
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import Totals, Worker, run_job
 from lookahead.jobs.paths import OutputPaths
-from lookahead.loading import load_model
+from lookahead.loading import load
 from lookahead.stats import DecodingStats
 from lookahead.summarize.summarizer import Summarized, Summarizer, Summary
 
@@ -99,7 +100,7 @@ class Job:
             self._worker: Worker = StandIn()
             self._identity = JobIdentity(model=model, weights="", tokenizer="", dtype="", max_new_tokens=max_new_tokens)
             return
-        loaded = load_model(model, dtype="fp32", device="cpu")
+        loaded = load(model, dtype="fp32", device="cpu")
         summarizer = Summarizer(*loaded, max_new_tokens=max_new_tokens)
         summarizer.warm_up()
         self._worker = summarizer
@@ -180,7 +181,7 @@ def disturb(job: Job, folder: Path, expected: Sequence[str], seconds: float, arg
 def main(argv: Sequence[str] | None = None) -> int:
     """Run undisturbed, run and kill, compare, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="bundled", help="'bundled', a folder, a name on the Hub, or none")
+    parser.add_argument("--model", default=SUMMARIZER, help="a folder, a name on the Hub, or none")
     parser.add_argument("--documents", type=int, default=1000)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--cut", type=float, default=0.25, help="share of kills after which the last line is cut")

@@ -1,7 +1,7 @@
 """What trained heads are worth: tokens per target pass on passages of documents that training never saw.
 
     python -m bench.heads --write copies.jsonl --text novels.tar.xz squality_train.jsonl.xz --limit 6000
-    lookahead train medusa --model bundled --data copies.jsonl -o heads
+    lookahead train medusa --model tests/models/summarizer --data copies.jsonl -o heads
     python -m bench.heads --heads heads --prompts squality_dev.jsonl --field document --limit 40
     python -m bench.heads --write stories.jsonl --model DIR --limit 3000
 
@@ -24,9 +24,9 @@ import numpy as np
 import torch
 
 import lookahead
-from bench.prompts import passages, read_texts, summary_prompts
+from bench.prompts import SUMMARIZER, passages, read_texts, summary_prompts
 from lookahead import Heads, LookaheadConfig
-from lookahead.loading import LoadedModel, load_model
+from lookahead.loading import LoadedModel, load
 from lookahead.stats import DecodingStats, total
 from lookahead.summarize.prompting import Prompting
 from lookahead.training.corpus import read_documents
@@ -38,8 +38,9 @@ _BATCH, _SAMPLE = 100, 250  # texts that are sampled together, and tokens of eac
 def write_copies(loaded: LoadedModel, texts: Sequence[Path], file: Path, limit: int) -> None:
     """Write JSON lines to train with: prompts that ask for summaries, and as outputs half of their sentences.
 
-    The bundled model copies what it was begun with, so that its own choice stands at nearly every token of such an
-    output too, and one pass over a passage gives several times the tokens that an answer of three sentences has.
+    The summarizer of the tests copies what it was begun with, so that its own choice stands at nearly every token of
+    such an output too, and one pass over a passage gives several times the tokens that an answer of three sentences
+    has.
     """
     rng = np.random.default_rng(1)
     pieces = [document.text for document in read_documents(texts)]
@@ -83,7 +84,7 @@ def decode_all(
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--model", default="bundled", help='"bundled" or a model folder (default: bundled)')
+    options.add_argument("--model", default=SUMMARIZER, help="a folder, or a name on the Hub")
     options.add_argument("--write", type=Path, metavar="FILE", help="write texts to train with, and stop")
     options.add_argument(
         "--text", type=Path, nargs="+", default=[], metavar="PATH", help="what to cut them from; sampled without"
@@ -101,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Check, measure, print; 1 where an output differs."""
     options = parser().parse_args(arguments)
     torch.set_num_threads(1)
-    loaded = load_model(options.model, dtype="fp32", device="cpu")
+    loaded = load(options.model, dtype="fp32", device="cpu")
     if options.write is not None:
         if options.text:
             write_copies(loaded, options.text, options.write, options.limit)

@@ -40,11 +40,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 
 import lookahead
 from bench.dropin import resident_bytes
-from bench.prompts import read_texts
+from bench.prompts import SUMMARIZER, read_texts
 from bench.report import publish
 from lookahead.experience import ModelExperience, lent_experience
 from lookahead.files.text import Document
-from lookahead.loading import load_model
+from lookahead.loading import load
 from lookahead.summarize.fitting import PromptFitter
 from lookahead.summarize.sentences import split_sentences
 from lookahead.summarize.summarizer import Summarizer
@@ -236,7 +236,7 @@ def measure_speed(arguments: argparse.Namespace, model: PreTrainedModel, tokeniz
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="bundled", help="'bundled', a folder, or a name on the Hub")
+    parser.add_argument("--model", default=SUMMARIZER, help="a folder, or a name on the Hub")
     parser.add_argument("--documents", type=int, default=500, help="how many to summarize; fewer where texts end")
     parser.add_argument("--text", type=Path, help="a .txt or .jsonl file to cut them from")
     parser.add_argument("--field", default="document", help="the field of each JSON line")
@@ -251,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    model, tokenizer = load_model(arguments.model, dtype=arguments.dtype, device="cpu")
+    model, tokenizer = load(arguments.model, dtype=arguments.dtype, device="cpu")
     report: dict[str, Any] = {}
     if arguments.streamed:  # first, while nothing was given back that would be taken again unseen
         report |= measure_memory(arguments, tokenizer)

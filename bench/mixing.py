@@ -20,13 +20,13 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from bench.prompts import read_texts, summary_prompts
+from bench.prompts import SUMMARIZER, read_texts, summary_prompts
 from bench.replay import LEARNED
 from bench.report import publish
 from lookahead import LookaheadConfig
 from lookahead.experience import ModelExperience, lent_experience
 from lookahead.generation import prepare
-from lookahead.loading import load_model
+from lookahead.loading import load
 from lookahead.stats import DecodingStats
 
 SOURCES = ("prompt", "outputs", "recycled")
@@ -98,7 +98,7 @@ def measure(
 def main(argv: Sequence[str] | None = None) -> int:
     """Check, measure, print; 1 where an output differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="bundled", help="'bundled', a folder, or a name on the Hub")
+    parser.add_argument("--model", default=SUMMARIZER, help="a folder, or a name on the Hub")
     parser.add_argument("--prompts", type=Path, required=True, help="a .jsonl file, or a text file of one text a line")
     parser.add_argument("--field", default="text", help="the field of each JSON line")
     parser.add_argument("--limit", type=int, default=40, help="how many prompts (default 40)")
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="a file for the figures")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    model, tokenizer = load_model(options.model, dtype="fp32", device="cpu")
+    model, tokenizer = load(options.model, dtype="fp32", device="cpu")
     texts = read_texts(options.prompts, options.field)
     written = summary_prompts(texts, tokenizer, limit=options.limit, shortest=200, longest=900)
     prompts = [torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]]) for text in written]

@@ -34,11 +34,11 @@ import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from bench.prompts import read_texts
+from bench.prompts import SUMMARIZER, read_texts
 from lookahead import LookaheadConfig
 from lookahead.engine import Engine
 from lookahead.generation import prepare
-from lookahead.loading import load_model
+from lookahead.loading import load
 
 TEXTS = ("shuffled", "novel")
 _RAISE = 1e4  # logits stay finite, and nothing a model says comes near it
@@ -181,7 +181,7 @@ def pair_means(ratios: list[float]) -> list[float]:
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="bundled", help="'bundled', a folder, or a name on the Hub")
+    parser.add_argument("--model", default=SUMMARIZER, help="a folder, or a name on the Hub")
     parser.add_argument("--prompts", type=Path, required=True, help="a .jsonl file, or a text file of one text a line")
     parser.add_argument("--field", default="text", help="the field of each JSON line")
     parser.add_argument("--batch-sizes", default="1,4,16")
@@ -212,7 +212,7 @@ def main() -> None:
     config = LookaheadConfig(proposers=()) if arguments.control else config
     results = {}
     for dtype in arguments.dtypes.split(","):
-        model, tokenizer = load_model(arguments.model, dtype=dtype, device="cpu")
+        model, tokenizer = load(arguments.model, dtype=dtype, device="cpu")
         tokens = read_tokens(tokenizer, arguments)
         for kind in arguments.texts.split(","):
             for batch_size in map(int, arguments.batch_sizes.split(",")):

@@ -12,6 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from lookahead.summarize.prompting import SUMMARIZE_TEMPLATE, Prompting
 from lookahead.summarize.sentences import split_sentences
 
+SUMMARIZER = "tests/models/summarizer"
+"""Folder of the small extractive summarizer of the tests, from the root of the repository."""
+
 
 def read_texts(path: Path, field: str) -> Iterator[str]:
     """Yield the texts of a JSON lines file (the first string of `field` where it holds a list), or a file's lines."""

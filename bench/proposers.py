@@ -6,9 +6,9 @@
 With a pair of models: `draft_model` is one draft model; `specinfer` two of them in one tree, the second made of the
 target's own first layers with its norm and head; `medusa`, `mtp`, `eagle` and `eagle3` heads of the target, where a
 folder holds them in folders named by their kind; `hybrid` the sources that need none of all that, which `names` are
-alone, with both draft models and the EAGLE head; `plain` drafts nothing. With heads of the bundled model the same for
-it, as `bundled_eagle3` and so on: it summarizes passages of documents that training never saw, and `bundled_hybrid` is
-the last of its heads beside the names.
+alone, with both draft models and the EAGLE head; `plain` drafts nothing. With heads of the tests' summarizer the same
+for it, as `summarizer_eagle3` and so on: it summarizes passages of documents that training never saw, and
+`summarizer_hybrid` is the last of its heads beside the names.
 
 Every way decodes every prompt in turn, greedily and at temperature 1, with `--nodes` draft nodes a step at most and no
 cost model, so that tokens per pass do not depend on the machine; then greedily with the cost model ("auto"), which may
@@ -36,12 +36,12 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from bench.jacobi import OPENINGS
-from bench.prompts import read_texts, summary_prompts
+from bench.prompts import SUMMARIZER, read_texts, summary_prompts
 from bench.report import publish
 from bench.sheets import KINDS
 from lookahead import DraftModel, Heads, LookaheadConfig
 from lookahead.contest import Score, compare
-from lookahead.loading import load_bundled
+from lookahead.loading import load
 from lookahead.passtime import pass_seconds
 from lookahead.proposers.base import ProposerFactory
 
@@ -127,14 +127,14 @@ def pair_stage(options: argparse.Namespace) -> tuple[Stage, dict[str, float]]:
 
 
 def heads_stage(options: argparse.Namespace) -> Stage:
-    """The bundled model with its heads."""
-    model, tokenizer = load_bundled()
+    """The summarizer of the tests with heads for it."""
+    model, tokenizer = load(SUMMARIZER, dtype="fp32", device="cpu")
     texts = read_texts(options.documents, "document")
     prompts = summary_prompts(texts, tokenizer, limit=options.prompts, shortest=200, longest=900)
     heads = heads_in(options.heads)
-    ways: dict[str, Way] = {"bundled_plain": lambda: (), "bundled_names": lambda: NAMES}
-    ways |= {f"bundled_{kind}": way for kind, way in heads.items()}
-    ways["bundled_hybrid"] = lambda: (*NAMES, *list(heads.values())[-1]())
+    ways: dict[str, Way] = {"summarizer_plain": lambda: (), "summarizer_names": lambda: NAMES}
+    ways |= {f"summarizer_{kind}": way for kind, way in heads.items()}
+    ways["summarizer_hybrid"] = lambda: (*NAMES, *list(heads.values())[-1]())
     return Stage(model, tokenizer, prompts, ways)
 
 
@@ -155,7 +155,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--file", type=Path, default=OPENINGS, help="prompts, one a line, or JSON lines")
     options.add_argument("--field", default="prompt", help="field of the JSON lines that holds the prompt")
     options.add_argument("--pair-heads", type=Path, help="folder with heads of the target, by their kinds")
-    options.add_argument("--heads", type=Path, help="folder with heads of the bundled model, by their kinds")
+    options.add_argument("--heads", type=Path, help="folder with heads of the tests' summarizer, by their kinds")
     options.add_argument("--documents", type=Path, help="JSON lines with documents for it to summarize")
     options.add_argument("--prompts", type=int, default=20, help="how many prompts (default 20)")
     options.add_argument("--tokens", type=int, default=128, help="new tokens a prompt (default 128)")

@@ -2,7 +2,7 @@
 
     python -m bench.ray_job --documents 200 --workers 4
 
-Documents cut from the stories in `examples` are summarized with the bundled model, or another, three times: by
+Documents cut from the stories in `examples` are summarized with the tests' summarizer, or another, three times: by
 --workers local processes, each of which does its share of them; by as many workers on a Ray cluster that is started for
 it on this machine; and by these again, one of which is killed with SIGKILL when a quarter is done. Every process has
 one thread, has loaded the model and is warm before its clock starts; the clock of a way stops when all of its results
@@ -33,6 +33,7 @@ import torch
 import transformers
 
 from bench.faults import Silent
+from bench.prompts import SUMMARIZER
 from bench.report import publish
 from lookahead.files.text import Document
 from lookahead.jobs.identity import JobIdentity
@@ -41,7 +42,7 @@ from lookahead.jobs.paths import OutputPaths
 from lookahead.jobs.ray_cluster import Plan
 from lookahead.jobs.ray_crew import Crew
 from lookahead.jobs.ray_worker import WorkerOptions
-from lookahead.loading import BUNDLED, load_model, prepare_process
+from lookahead.loading import load, prepare_process
 from lookahead.summarize.summarizer import Summarizer
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -69,7 +70,7 @@ def written(worker: Worker, identity: JobIdentity, documents: list[Document], ou
 def work_alone(share: list[Document], output: Path, model: str, new: int, gate: Any, finish: Any) -> None:
     """A local process: load, wait for the others, and do a share of the documents."""
     prepare_process(1)
-    loaded = load_model(model, dtype="fp32", device="cpu")
+    loaded = load(model, dtype="fp32", device="cpu")
     summarizer = Summarizer(*loaded, max_new_tokens=new)
     summarizer.warm_up()
     identity = JobIdentity.of(model, *loaded, max_new_tokens=new)
@@ -129,7 +130,7 @@ def summaries(paths: Sequence[Path]) -> list[tuple[str, str]]:
 def parser_of(description: str | None) -> argparse.ArgumentParser:
     """The command line of a benchmark of jobs on Ray."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=BUNDLED, help="'bundled', the full path of a folder, or a name on the Hub")
+    parser.add_argument("--model", default=SUMMARIZER, help="the path of a folder, or a name on the Hub")
     parser.add_argument("--documents", type=int, default=200)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--max-new-tokens", type=int, default=128)

@@ -26,7 +26,7 @@ def _speed(dtype: str, identical: str) -> Sheet:
     return Sheet(
         f"speed_{dtype}.json",
         f"Decoding, {dtype}",
-        f"python -m bench.speed --model bundled {prompts} --dtype {dtype}",
+        f"python -m bench.speed --model tests/models/summarizer {prompts} --dtype {dtype}",
         rows,
     )
 
@@ -74,7 +74,9 @@ def _compiled(dtype: str) -> Sheet:
         *(Row(f"{way}, tokens/s", f"outputs/{way}/median_tokens_per_s") for way in ways),
     )
     command = f"python -m bench.compiled --dtype {dtype}"
-    return Sheet(f"compiled_{dtype}.json", f"Compiled passes, {dtype}", command, rows, "bundled", device="cpu")
+    return Sheet(
+        f"compiled_{dtype}.json", f"Compiled passes, {dtype}", command, rows, "tests/models/summarizer", device="cpu"
+    )
 
 
 def _replay(name: str, texts: str) -> Sheet:
@@ -120,9 +122,9 @@ def _proposers() -> Sheet:
     pair = {"plain": "no drafts", "names": "the default sources", "draft_model": "a draft model"}
     pair |= {"specinfer": "two draft models", **{kind: f"{kind} heads" for kind in KINDS}}
     pair |= {"hybrid": "the default sources, two draft models and an EAGLE head"}
-    heads = {"bundled_plain": "bundled, no drafts", "bundled_names": "bundled, the default sources"}
-    heads |= {f"bundled_{kind}": f"bundled, {kind} heads" for kind in KINDS}
-    heads |= {"bundled_hybrid": "bundled, the default sources and the last of these heads"}
+    heads = {"summarizer_plain": "summarizer, no drafts", "summarizer_names": "summarizer, the default sources"}
+    heads |= {f"summarizer_{kind}": f"summarizer, {kind} heads" for kind in KINDS}
+    heads |= {"summarizer_hybrid": "summarizer, the default sources and the last of these heads"}
     figures = {
         "tokens a pass": "mean_acceptance_length",
         "tokens a pass at temperature 1": "temperature_1/mean_acceptance_length",
@@ -152,16 +154,17 @@ def _proposers() -> Sheet:
         "python -m bench.proposers --model DIR --draft DIR --pair-heads DIR --heads DIR --documents squality_dev.jsonl",
         tuple(
             Row(f"{what}: {name}", f"settings/{key}/{name}")
-            for key, what in {"pair": "a draft model and its target", "heads": "bundled"}.items()
+            for key, what in {"pair": "a draft model and its target", "heads": "summarizer"}.items()
             for name in ("prompts", "tokens", "nodes")
         )
         + rows,
-        model="stories260K with llama2xs-279K, and the bundled one",
+        model="stories260K with llama2xs-279K, and the summarizer of the tests",
         dtype="fp32",
         device="cpu",
         note="The draft model and its target are two tiny story tellers, and heads without a further word are the "
-        "target's. The bundled model summarizes stories that training never saw. Distance is in total variation per "
-        "token, 0 to 1; outputs sampled by rejection or typical acceptance are others than from the same seed.",
+        "target's. The summarizer of the tests summarizes stories that training never saw. Distance is in total "
+        "variation per token, 0 to 1; outputs sampled by rejection or typical acceptance are others than from the same "
+        "seed.",
     )
 
 
@@ -256,14 +259,14 @@ SHEETS = (
         (
             Row("tiny models, fp32: outputs", "fp32/runs"),
             Row("identical", "fp32/identical", "all"),
-            Row("bundled model, fp32: outputs", "bundled/fp32/runs"),
-            Row("identical", "bundled/fp32/identical", "all"),
+            Row("summarizer, fp32: outputs", "summarizer/fp32/runs"),
+            Row("identical", "summarizer/fp32/identical", "all"),
             Row("tiny models, bf16: share of outputs that part from greedy", "bf16/lookahead/divergence_rate"),
             Row("the same of transformers' prompt lookup", "bf16/prompt_lookup/divergence_rate"),
-            Row("bundled model, bf16: that share", "bundled/bf16/lookahead/divergence_rate"),
+            Row("summarizer, bf16: that share", "summarizer/bf16/lookahead/divergence_rate"),
             Row("failures", "failures", "none"),
         ),
-        model="tiny random ones of all families, and the bundled one",
+        model="tiny random ones of all families, and the summarizer of the tests",
         dtype="fp32 and bf16",
         device="cpu",
     ),
@@ -297,7 +300,7 @@ SHEETS = (
     ),
     Sheet(
         "mixing.json",
-        "All sources against each alone, on the bundled summarizer",
+        "All sources against each alone, on the summarizer of the tests",
         "python -m bench.mixing --prompts squality_dev.jsonl --field document --output bench/results/mixing.json",
         (
             Row("over the best source alone, at worst", "worst", "at least 0.99"),
@@ -325,7 +328,7 @@ SHEETS = (
             Row("memory before them, MiB", "memory/before_mib"),
             Row("and after, MiB", "memory/after_mib"),
         ),
-        model="bundled",
+        model="tests/models/summarizer",
         dtype="fp32",
         device="cpu",
     ),
@@ -346,7 +349,7 @@ SHEETS = (
     _faults(
         "faults.json", "Jobs killed at random moments and resumed", "--documents 1000 --kills 200 --model none", 200
     ),
-    _faults("faults_bundled.json", "The same with the bundled model", "--documents 1000 --kills 200", 200),
+    _faults("faults_summarizer.json", "The same with the summarizer of the tests", "--documents 1000 --kills 200", 200),
     Sheet(
         "ray_job.json",
         "A job on Ray against local processes",
@@ -368,8 +371,8 @@ SHEETS = (
     _ray_data(),
     Sheet(
         "summarizer.json",
-        "The bundled summarizer",
-        "python -m bench.summarizer --model bundled --text FILE --limit 200",
+        "The summarizer of the tests",
+        "python -m bench.summarizer --model tests/models/summarizer --text FILE --limit 200",
         (
             Row("passages", "passages"),
             Row("share of sentences that stand in the passage", "verbatim"),

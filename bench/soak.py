@@ -27,10 +27,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import lookahead
 from bench.dropin import resident_bytes
-from bench.prompts import read_texts
+from bench.prompts import SUMMARIZER, read_texts
 from bench.report import publish
 from lookahead.generation import experience_of
-from lookahead.loading import load_model
+from lookahead.loading import load
 
 NEW_TOKENS = 16  # at most; the least is 4
 LONGEST = 400  # tokens of a prompt
@@ -96,7 +96,7 @@ class Requests:
 def main(argv: Sequence[str] | None = None) -> int:
     """Warm up, serve, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="bundled", help="'bundled', a folder, or a name on the Hub")
+    parser.add_argument("--model", default=SUMMARIZER, help="a folder, or a name on the Hub")
     parser.add_argument("--prompts", type=Path, required=True, help="a .jsonl file, or a text file of one text a line")
     parser.add_argument("--field", default="text", help="the field of each JSON line")
     parser.add_argument("--requests", type=int, default=10_000, help="after those that warm up")
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    loaded = load_model(arguments.model, dtype="fp32", device="cpu")
+    loaded = load(arguments.model, dtype="fp32", device="cpu")
     texts = [
         loaded.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         for text in read_texts(arguments.prompts, arguments.field)

@@ -1,6 +1,6 @@
 """How fast: transformers' own decoding and ours, side by side, on real prompts.
 
-    python -m bench.speed --model bundled --prompts stories.jsonl --field document --limit 40
+    python -m bench.speed --model tests/models/summarizer --prompts stories.jsonl --field document --limit 40
     python -m bench.speed --model DIR --draft DIR --task continue --prompts prompts.jsonl --field prompt
 
 Every prompt is decoded by every method in turn, one after the other, on one thread; the order of the methods
@@ -27,10 +27,10 @@ import torch
 import transformers
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from bench.prompts import continuation_prompts, read_texts, summary_prompts
+from bench.prompts import SUMMARIZER, continuation_prompts, read_texts, summary_prompts
 from lookahead import LookaheadConfig
 from lookahead.generation import prepare
-from lookahead.loading import load_model
+from lookahead.loading import load
 
 LOOKUP_LENGTHS = (3, 10, 20)
 
@@ -152,7 +152,7 @@ def make_methods(model: PreTrainedModel, arguments: argparse.Namespace) -> list[
         Method(f"hf_prompt_lookup_{n}", huggingface(model, limit, prompt_lookup_num_tokens=n)) for n in LOOKUP_LENGTHS
     ]
     if arguments.draft:
-        draft, _ = load_model(arguments.draft, dtype=arguments.dtype, device="cpu")
+        draft, _ = load(arguments.draft, dtype=arguments.dtype, device="cpu")
         methods.append(Method("hf_assisted", huggingface(model, limit, assistant_model=draft)))
     methods.append(Method("ours_plain", ours(model, limit, LookaheadConfig(proposers=()))))
     methods.append(Method("ours", ours(model, limit, config)))
@@ -237,7 +237,7 @@ def check_lossless(methods: list[Method], dtype: str) -> None:
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="bundled", help="'bundled', a folder, or a name on the Hub")
+    parser.add_argument("--model", default=SUMMARIZER, help="a folder, or a name on the Hub")
     parser.add_argument("--draft", help="a draft model, for transformers' assisted generation")
     parser.add_argument(
         "--prompts", type=Path, required=True, help="a .jsonl file, or a text file of one prompt a line"
@@ -261,7 +261,7 @@ def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    model, tokenizer = load_model(arguments.model, dtype=arguments.dtype, device="cpu")
+    model, tokenizer = load(arguments.model, dtype=arguments.dtype, device="cpu")
     texts = read_texts(arguments.prompts, arguments.field)
     if arguments.task == "summarize":
         written = summary_prompts(

@@ -1,4 +1,4 @@
-"""How the bundled summarizer does: `python -m bench.summarizer --model bundled --text FILE`.
+"""How the summarizer of the tests does: `python -m bench.summarizer --model tests/models/summarizer --text FILE`.
 
 Passages of 200-900 tokens are cut from the documents of FILE, one after the other, and summarized
 one at a time by plain greedy `model.generate`. Reported are the share of emitted sentences that stand
@@ -28,7 +28,7 @@ from rich.progress import track
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-import lookahead
+from bench.prompts import SUMMARIZER
 from lookahead.errors import TrainingError
 from lookahead.summarize.sentences import bare_sentences
 from lookahead.training.corpus import read_documents
@@ -210,10 +210,10 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
         prog="python -m bench.summarizer",
         description=(__doc__ or "").split("\n\n", 1)[1],
-        epilog="example:\n  python -m bench.summarizer --model bundled --text stories.jsonl --limit 100",
+        epilog="example:\n  python -m bench.summarizer --text stories.jsonl --limit 100",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    options.add_argument("--model", default="bundled", help='"bundled" or a model folder (default: bundled)')
+    options.add_argument("--model", default=SUMMARIZER, help="folder of a model")
     options.add_argument("--text", type=Path, required=True, metavar="FILE", help="held-out .txt or .jsonl")
     options.add_argument("--field", default="document", help="JSON field with the text (default: document)")
     options.add_argument(
@@ -229,8 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     console = Console(stderr=True, highlight=False)
     torch.set_num_threads(1)
-    bundled = Path(lookahead.__file__).parent / "bundled"
-    folder = bundled if options.model == "bundled" else Path(options.model)
+    folder = Path(options.model)
     try:
         if options.limit < 1:
             raise TrainingError(f"--limit must be at least 1, got {options.limit}")

@@ -2,6 +2,7 @@
 
 import lookahead
 
+model, tokenizer = lookahead.load("PATH_OR_ID")
 out = model.generate(**inputs, max_new_tokens=256, custom_generate=lookahead.decode)
 result = lookahead.generate(model, tokenizer, ["..."], max_new_tokens=256)
 for piece in lookahead.stream(model, tokenizer, "..."):
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from lookahead.generation import GenerationResult, decode, generate, stream
+    from lookahead.loading import LoadedModel, load
     from lookahead.proposers.draft_model import DraftModel
     from lookahead.proposers.heads import Heads
     from lookahead.stats import DecodingStats
@@ -53,6 +55,7 @@ __all__ = [
     "GenerationResult",
     "Heads",
     "HeadsError",
+    "LoadedModel",
     "LookaheadConfig",
     "LookaheadError",
     "PoolError",
@@ -64,6 +67,7 @@ __all__ = [
     "decode",
     "enable",
     "generate",
+    "load",
     "load_costs",
     "prepare_costs",
     "save_costs",
@@ -83,6 +87,7 @@ _HOME = {
     "GenerationResult": "generation",
     "Heads": "proposers.heads",
     "HeadsError": "errors",
+    "LoadedModel": "loading",
     "LookaheadConfig": "config",
     "LookaheadError": "errors",
     "PoolError": "errors",
@@ -94,6 +99,7 @@ _HOME = {
     "decode": "generation",
     "enable": "enabling",
     "generate": "generation",
+    "load": "loading",
     "load_costs": "costs",
     "prepare_costs": "costs",
     "save_costs": "costs",

@@ -31,6 +31,7 @@ from lookahead.cli_options import (
 )
 from lookahead.cli_pool import pool_app
 from lookahead.jobs import report
+from lookahead.locating import DEFAULT_MODEL
 from lookahead.terminal import console, load, table, usage_errors
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def root(
 @app.command()
 def generate(
     prompt: Prompt,
-    model: Model = "bundled",
+    model: Model = DEFAULT_MODEL,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = None,
     top_k: TopK = None,
@@ -125,7 +126,7 @@ def generate(
       lookahead generate "Once upon a time" --temperature 0.8 --seed 7 --stats
       lookahead generate - --max-new-tokens 64 < prompt.txt
       lookahead generate "Dear Sir" --model ./large --draft-model ./small
-      lookahead generate "Dear Sir" --proposers none --heads eagle3 --stats
+      lookahead generate "Dear Sir" --proposers none --heads ./heads --stats
     """
     from lookahead.files.documents import read_prompt
     from lookahead.summarize.fitting import check_max_new_tokens, check_room

@@ -12,12 +12,13 @@ import typer
 
 from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError
+from lookahead.locating import DEFAULT_MODEL
 from lookahead.terminal import console, load, table, usage_errors
 
 if TYPE_CHECKING:
     from lookahead.picking import Pick
 
-Model = Annotated[str, typer.Option(help="The target: folder of a saved model, its name on the Hub, or 'bundled'.")]
+Model = Annotated[str, typer.Option(help="The target: a folder, a GGUF file, a name on the Hub, or smollm2.")]
 Candidates = Annotated[str, typer.Option(metavar="MODEL,...", help="Draft models to try, named likewise.")]
 Prompts = Annotated[
     Path | None, typer.Option(metavar="FILE", help="What to continue, a prompt a line. (default: a few of all kinds)")
@@ -34,7 +35,7 @@ _HEADINGS = ("", "parameters", "ms/pass", "tokens/pass", "drafted/pass", "tokens
 
 def pick_draft(
     candidates: Candidates,
-    model: Model = "bundled",
+    model: Model = DEFAULT_MODEL,
     prompts: Prompts = None,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,

@@ -84,7 +84,7 @@ def ray_staff(
     from lookahead.jobs.ray_cluster import OwnStdout, connect, plan_workers
     from lookahead.jobs.ray_crew import Crew
     from lookahead.jobs.ray_worker import WorkerOptions
-    from lookahead.loading import BUNDLED, locate_model
+    from lookahead.locating import DEFAULT_MODEL, locate_model
 
     if memory is not None:
         raise ConfigError(
@@ -92,7 +92,7 @@ def ray_staff(
         )
     place, is_local = locate_model(model)
     if is_local:  # the machines of a cluster may have the package in another place, and work in other folders
-        place = BUNDLED if model == BUNDLED and not Path(model).is_dir() else str(Path(place).absolute())
+        place = DEFAULT_MODEL if model == DEFAULT_MODEL else str(Path(place).absolute())
     status = console(sys.stderr).status("connecting to Ray")
     with redirect_stdout(cast(TextIO, OwnStdout(sys.stdout))), status, connect(address) as ray:
         plan = plan_workers(ray, workers, threads, options["device"])

@@ -10,9 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from lookahead.config import LookaheadConfig
+from lookahead.locating import DEFAULT_MODEL, locate_model
 from lookahead.terminal import console, load, usage_errors
 
-Model = Annotated[str, typer.Option(help="Folder of a saved model, its name on the Hub, or 'bundled'.")]
+Model = Annotated[str, typer.Option(help="Folder of a saved model, a GGUF file, a name on the Hub, or smollm2.")]
 Dtype = Annotated[str, typer.Option(help="fp32, bf16, or auto: the checkpoint's own on a GPU, fp32 on a CPU.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. (default: as PyTorch chooses)")]
@@ -37,7 +38,7 @@ def read_window(text: str | None) -> Any:
 
 
 def calibrate(
-    model: Model = "bundled",
+    model: Model = DEFAULT_MODEL,
     context: Contexts = None,
     dtype: Dtype = "auto",
     device: Device = None,
@@ -77,7 +78,7 @@ def calibrate(
 
 def explain(
     prompt: PromptFile,
-    model: Model = "bundled",
+    model: Model = DEFAULT_MODEL,
     max_new_tokens: MaxNewTokens = 128,
     window: Window = None,
     html: Page = None,
@@ -102,6 +103,7 @@ def explain(
 
     with usage_errors():
         check_max_new_tokens(max_new_tokens)
+        locate_model(model)
         config = LookaheadConfig(window=read_window(window)) if window is not None else None
         from lookahead.explain.files import check_page, read_prompt_file, write_page
 

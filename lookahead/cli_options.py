@@ -11,7 +11,7 @@ from lookahead.cli_measure import read_window
 from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError
 
-Model = Annotated[str, typer.Option(help="Folder of a saved model, its name on the Hub, or 'bundled'.")]
+Model = Annotated[str, typer.Option(help="Folder of a saved model, a GGUF file, a name on the Hub, or smollm2.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Most tokens to write.")]
 Dtype = Annotated[str, typer.Option(help="fp32, bf16, or auto: the checkpoint's own on a GPU, fp32 on a CPU.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")]
@@ -19,9 +19,7 @@ Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. (default:
 Proposers = Annotated[str, typer.Option(help="Drafts' sources, of prompt, outputs, corpus, recycled, jacobi; or none.")]
 TrainedHeads = Annotated[
     str | None,
-    typer.Option(
-        "--heads", metavar="DIR", help="And from these, see 'lookahead train'; eagle3, mtp: the bundled model's."
-    ),
+    typer.Option("--heads", metavar="DIR", help="And from these, see 'lookahead train'; or native."),
 ]
 MaxNodes = Annotated[int | None, typer.Option(help="Most draft tokens a step verifies. (default: by the proposers)")]
 NgramSize = Annotated[int | None, typer.Option(help="N, length of its n-grams. (default: 5, or as suits auto)")]

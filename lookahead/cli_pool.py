@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from lookahead.cli_options import MaxDocument
-from lookahead.terminal import PoolDisplay, console, table, usage_errors
+from lookahead.locating import locate_model
+from lookahead.terminal import PoolDisplay, console, convert, table, usage_errors
 
 pool_app = typer.Typer(no_args_is_help=True, help="Make files of documents of yours to draft from.")
 
@@ -25,7 +26,7 @@ PoolFile = Annotated[str, typer.Argument(metavar="POOL", help="A pool file.")]
 Output = Annotated[Path, typer.Option("--output", "-o", metavar="POOL", help="The pool file to write.")]
 Model = Annotated[
     str,
-    typer.Option(help="The model that will draft from it, or its tokenizer: a folder, a name on the Hub, bundled."),
+    typer.Option(help="The model that will draft from it, or its tokenizer: a folder, a GGUF file, a name on the Hub."),
 ]
 CheckedModel = Annotated[str | None, typer.Option("--model", help="Check that it was made for this model.")]
 Field = Annotated[
@@ -168,8 +169,10 @@ def verify(pool: PoolFile, model: CheckedModel = None) -> None:
 
 def _load_tokenizer(model: str) -> Any:
     """Load a tokenizer, with a sign of life for the seconds that takes."""
-    from lookahead.loading import load_tokenizer, prepare_process
+    from lookahead.loading import TOKENIZER_FILES, load_tokenizer, prepare_process
 
+    location, _ = locate_model(model, TOKENIZER_FILES)
     with console(sys.stderr).status("loading the tokenizer"):
         prepare_process(None)
+        convert(location)
         return load_tokenizer(model)

@@ -35,6 +35,7 @@ from lookahead.cli_options import (
 )
 from lookahead.errors import ConfigError
 from lookahead.jobs import report
+from lookahead.locating import DEFAULT_MODEL
 from lookahead.terminal import Display, console, load, table, usage_errors
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def summarize(
     context: typer.Context,
     inputs: Inputs = None,
     output: Output = None,
-    model: Model = "bundled",
+    model: Model = DEFAULT_MODEL,
     field: Field = None,
     id_field: IdField = None,
     max_document_mb: MaxDocument = 64.0,

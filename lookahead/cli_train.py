@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from lookahead.locating import DEFAULT_MODEL
 from lookahead.terminal import console, load, say, table, usage_errors
 
 Kind = Annotated[str, typer.Argument(metavar="KIND", help="medusa, eagle, eagle3 or mtp.")]
@@ -19,7 +20,7 @@ Data = Annotated[
     ),
 ]
 Output = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder for the heads.")]
-Model = Annotated[str, typer.Option(help="Folder of a saved model, its name on the Hub, or 'bundled'.")]
+Model = Annotated[str, typer.Option(help="Folder of a saved model, a GGUF file, a name on the Hub, or smollm2.")]
 Heads = Annotated[int, typer.Option(help="Tokens guessed beyond the next: heads, or steps of EAGLE.")]
 Joint = Annotated[bool, typer.Option("--joint", help="medusa, mtp: train the model too; it is written to DIR/model.")]
 DraftVocab = Annotated[int, typer.Option(help="eagle3: tokens it can propose, the most frequent ones.")]
@@ -41,7 +42,7 @@ def train(
     kind: Kind,
     data: Data,
     output: Output,
-    model: Model = "bundled",
+    model: Model = DEFAULT_MODEL,
     heads: Heads = 4,
     joint: Joint = False,
     draft_vocab: DraftVocab = 32_000,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+from platformdirs import user_cache_path
 from torch import nn
 
 from lookahead.atomic import write_atomically
@@ -24,14 +23,7 @@ _VERSION = 1
 
 def cache_folder() -> Path:
     """Where the platform keeps what programs can make again, and there the folder for step costs."""
-    home = Path.home()
-    if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        base = home / "Library" / "Caches"
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
-    return base / "lookahead" / "costs"
+    return user_cache_path("lookahead", appauthor=False) / "costs"
 
 
 def identity(model: nn.Module, passes: str = PASSES[0]) -> dict[str, Any]:

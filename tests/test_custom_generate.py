@@ -60,20 +60,20 @@ print("served")
 
 
 @pytest.fixture
-def repository(tmp_path: Path, bundled_path: Path) -> Path:
+def repository(tmp_path: Path, summarizer_path: Path) -> Path:
     """A repository as the Hub holds it: a model, and the folder beside it."""
-    shutil.copytree(bundled_path, tmp_path / "repository")
+    shutil.copytree(summarizer_path, tmp_path / "repository")
     shutil.copytree(FOLDER, tmp_path / "repository" / "custom_generate", ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path / "repository"
 
 
-def test_the_folder_serves_every_generate_of_a_model(repository: Path, bundled_path: Path, tmp_path: Path) -> None:
+def test_the_folder_serves_every_generate_of_a_model(repository: Path, summarizer_path: Path, tmp_path: Path) -> None:
     info = tmp_path / "site" / "lookahead_decoding-0.1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(METADATA)  # as an installation would leave it, wherever these tests run
     paths = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "PYTHONPATH": f"{ROOT}:{tmp_path / 'site'}"}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(repository), str(bundled_path)],
+        [sys.executable, "-c", SCRIPT, str(repository), str(summarizer_path)],
         env={**os.environ, **paths, "HF_HUB_OFFLINE": "1"},
         cwd=tmp_path,
         capture_output=True,

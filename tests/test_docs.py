@@ -22,6 +22,7 @@ from transformers.utils import logging
 from typer.testing import CliRunner
 
 import lookahead
+from lookahead import loading
 from lookahead.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,6 +37,11 @@ NOT_RUN = {
     ("README.md", "python -m bench.never_slower"),
     ("README.md", "lookahead summarize docs/"),
     ("README.md", 'model = AutoModelForSeq2SeqLM.from_pretrained("PATH_OR_ID")'),
+    ("README.md", "pip install 'lookahead-decoding[gguf]'"),
+    ("docs/models.md", "pip install 'lookahead-decoding[gguf]'"),
+    ("docs/models.md", "lookahead generate \"The"),
+    ("docs/models.md", "model, tokenizer ="),
+    ("docs/models.md", "pip install torch"),
     ("docs/jobs.md", "pip install 'lookahead-decoding[html,tables,remote]'"),
     ("docs/drop-in.md", "torchrun --nproc-per-node 2"),
     ("docs/compiled.md", "from lookahead import"),
@@ -99,16 +105,26 @@ class Desk:
             done = subprocess.run(["bash", "-euo", "pipefail", "-c", line], capture_output=True, text=True)
             assert done.returncode == 0, f"{line}\n{done.stderr}"
             return done.stdout + done.stderr
+        if "--model" in _options_of(words[1:]) and "--model" not in words:
+            words += ["--model", "PATH_OR_ID"]  # a real model would take minutes
         result = CliRunner().invoke(app, words[1:], input=source)  # it expands patterns itself
         assert result.exit_code == 0, f"{line}\n{result.output}\n{result.exception!r}"
         return result.output
 
 
+def _options_of(words: list[str]) -> set[str]:
+    """The options of the command that some words call."""
+    command: Any = typer.main.get_command(app)
+    for word in words:
+        command = getattr(command, "commands", {}).get(word, command)
+    return {option for parameter in command.params for option in parameter.opts}
+
+
 @pytest.fixture(scope="module")
-def names(bundled_path: Path) -> dict[str, Any]:
+def names(summarizer_path: Path) -> dict[str, Any]:
     """What the snippets of the README take for granted."""
-    large, small = (AutoModelForCausalLM.from_pretrained(bundled_path) for _ in range(2))
-    tokenizer = AutoTokenizer.from_pretrained(bundled_path)
+    large, small = (AutoModelForCausalLM.from_pretrained(summarizer_path) for _ in range(2))
+    tokenizer = AutoTokenizer.from_pretrained(summarizer_path)
     return {
         "__name__": "page", "lookahead": lookahead, "LookaheadConfig": lookahead.LookaheadConfig, "pipeline": pipeline,
         "model": large, "large": large, "small": small, "tokenizer": tokenizer,
@@ -117,13 +133,15 @@ def names(bundled_path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bundled_path: Path, names: dict[str, Any]) -> Iterator[Desk]:
+def desk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, summarizer_path: Path, names: dict[str, Any]
+) -> Iterator[Desk]:
     """A folder with small files by the names that the pages use, no network, and `lookahead` on the path."""
     text = (ROOT / "examples" / "dust_unto_dust.txt").read_text("utf-8")
     paragraphs = text.split("\n\n")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for name in ("PATH_OR_ID", "my-model"):
-        (tmp_path / name).symlink_to(bundled_path)
+        (tmp_path / name).symlink_to(summarizer_path)
     (tmp_path / "article.txt").write_text("\n\n".join(paragraphs[:8]))
     (tmp_path / "prompt.txt").write_text(f"<doc> {' '.join(text.split()[:300])}<sum>")
     for folder, suffix in (("notes", "md"), ("docs", "txt")):
@@ -147,9 +165,12 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bundled_path: Path, na
     monkeypatch.setenv("COLUMNS", "110")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(socket.socket, "connect", _refuse)
+    monkeypatch.setattr(loading, "DEFAULT_MODEL", str(summarizer_path))
+    loading.load_default.cache_clear()
     # The commands set up their process, which here is that of all tests.
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     yield Desk(tmp_path, dict(names))
+    loading.load_default.cache_clear()
     logging.set_verbosity(verbosity)
     if bars:
         logging.enable_progress_bar()

@@ -19,7 +19,7 @@ from bench.recording import Recording
 from lookahead import LookaheadConfig
 from lookahead.kernels import choice
 
-BUNDLED = Path(__file__).resolve().parent.parent / "lookahead" / "bundled"
+SUMMARIZER = Path(__file__).resolve().parent / "models" / "summarizer"
 CPU = torch.device("cpu")
 TEXT = "The old house stood on the hill above the town. Nobody had lived in it for many years. "
 TINY = ["--shape", "tiny", "--device", "cpu", "--dtype", "fp32", "--context", "60", "--trials", "2", "--rounds", "1"]
@@ -36,7 +36,7 @@ def pairs(tmp_path: Path) -> Path:
 def test_a_tiny_model_on_the_cpu_takes_the_benchmark_from_its_gate_to_its_figures(
     pairs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recorded = ["--pairs", str(pairs), "--tokenizer", str(BUNDLED), "--max-new-tokens", "16"]
+    recorded = ["--pairs", str(pairs), "--tokenizer", str(SUMMARIZER), "--max-new-tokens", "16"]
     assert gpu_decode.main([*TINY, *recorded]) == 0
     printed = capsys.readouterr().out
     result = json.loads(printed.splitlines()[-1])

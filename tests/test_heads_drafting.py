@@ -20,10 +20,9 @@ from lookahead.heads.eaglefile import fresh_eagle, fresh_fused, write_eagle
 from lookahead.heads.guesses import GuessTree
 from lookahead.heads.medusa import MedusaHeads
 from lookahead.heads.mtp import MtpHeads
-from lookahead.heads.opening import bundled_heads
 from lookahead.heads.product import grow_product
 from lookahead.heads.rates import HeadRates
-from lookahead.loading import LoadedModel, load_bundled
+from lookahead.loading import LoadedModel, load
 from lookahead.training.heads.job import Settings, train_heads
 
 KINDS = ["medusa", "eagle", "eagle3", "mtp"]
@@ -240,13 +239,12 @@ def test_a_guess_whose_parent_was_wrong_is_no_trial():
     assert _says(rates, 0.5, 0.2) == [pytest.approx(0.04, abs=0.02), pytest.approx(0.2)]
 
 
-@pytest.mark.parametrize("name", bundled_heads())
-def test_heads_that_come_along_draft_for_the_bundled_model_by_their_name(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # where no folder has that name
-    model, tokenizer = load_bundled()
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_trained_heads_draft_for_their_model(kind, summarizer_path):
+    model, tokenizer = load(summarizer_path, device="cpu")
     text = "<doc> The old man went down to the river. He had lost his hat, and the wind was cold. Nobody saw him.<sum>"
     ids = tokenizer(text, return_tensors="pt").input_ids
-    config = drafting(Heads(name))
+    config = drafting(Heads(summarizer_path / "heads" / kind))
     expected, got = both(model, config, input_ids=ids, do_sample=False, max_new_tokens=24)
     assert torch.equal(got, expected)
     stats = lookahead.generate(model, tokenizer, text, config=config, max_new_tokens=24).stats
@@ -254,11 +252,11 @@ def test_heads_that_come_along_draft_for_the_bundled_model_by_their_name(name, t
 
 
 def test_a_name_that_no_heads_have_is_refused_with_those_there_are(looping_llama, prompt):
-    with pytest.raises(HeadsError, match="hydra: neither a folder of heads nor a name: native, eagle3, mtp have names"):
+    with pytest.raises(HeadsError, match="hydra: neither a folder of heads nor 'native'"):
         both(looping_llama, drafting(Heads("hydra")), input_ids=prompt, do_sample=False)
 
 
-def test_the_name_of_heads_that_come_along_is_refused_for_another_model(looping_llama, prompt):
-    for name in bundled_heads():
+def test_heads_of_another_model_are_refused(looping_llama, prompt, summarizer_path):
+    for kind in ("eagle3", "mtp"):
         with pytest.raises(HeadsError, match="heads of another model"):
-            both(looping_llama, drafting(Heads(name)), input_ids=prompt, do_sample=False)
+            both(looping_llama, drafting(Heads(summarizer_path / "heads" / kind)), input_ids=prompt, do_sample=False)

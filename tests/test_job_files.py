@@ -23,14 +23,14 @@ from lookahead.jobs.job import Totals, run_job
 from lookahead.jobs.jobfile import to_toml
 from lookahead.jobs.paths import OutputPaths
 from lookahead.jobs.results import JsonLinesFile
-from lookahead.loading import load_model
+from lookahead.loading import load
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-JOB = JobIdentity(model="bundled", weights="w", tokenizer="t", dtype="float32", max_new_tokens=8)
+JOB = JobIdentity(model="some-model", weights="w", tokenizer="t", dtype="float32", max_new_tokens=8)
 
 
 class Killed(BaseException):
@@ -176,7 +176,7 @@ def test_a_model_that_says_other_things_is_another_job(
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_model_read_anew_is_the_same_job(dtype: str, model_folder: Path) -> None:
-    first, second = (load_model(str(model_folder), dtype=dtype) for _ in range(2))
+    first, second = (load(str(model_folder), dtype=dtype) for _ in range(2))
     assert identity_of(*first) == identity_of(*second)
 
 

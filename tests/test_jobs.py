@@ -24,7 +24,7 @@ from lookahead.jobs.results import JsonLinesFile
 from lookahead.stats import DecodingStats
 from lookahead.summarize.summarizer import Summarized, Summary
 
-JOB = JobIdentity(model="bundled", weights="w", tokenizer="t", dtype="float32", max_new_tokens=8)
+JOB = JobIdentity(model="some-model", weights="w", tokenizer="t", dtype="float32", max_new_tokens=8)
 OUT = Path("out.jsonl")
 REJECTS = Path("out.jsonl.rejects.jsonl")
 
@@ -256,7 +256,7 @@ def test_a_damaged_line_in_the_middle_is_refused_by_its_number():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"weights": "v", "model": "./mine"}, "model was 'bundled' and is './mine', with other weights"),
+        ({"weights": "v", "model": "./mine"}, "model was 'some-model' and is './mine', with other weights"),
         ({"max_new_tokens": 9}, "max_new_tokens was 8 and is 9"),
         ({"style": "bullets"}, "style was None and is 'bullets'"),
         ({"dtype": "bfloat16"}, "dtype was 'float32' and is 'bfloat16'"),
@@ -322,7 +322,7 @@ from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.journal import Journal
 from lookahead.jobs.paths import OutputPaths
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-job = JobIdentity(model="bundled", weights="w", tokenizer="t", dtype="float32", max_new_tokens=8)
+job = JobIdentity(model="some-model", weights="w", tokenizer="t", dtype="float32", max_new_tokens=8)
 with Journal(OutputPaths(Path("out.jsonl"), resume=True), job) as journal:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
     try:
@@ -379,7 +379,7 @@ def test_results_become_a_parquet_file_and_can_be_gone_on_with():
         (3, "X", 2),
     ]
     assert json.loads(rows[0]["stats"])["emitted_tokens"] == 0
-    assert (rows[0]["model"], rows[0]["fingerprint"]) == ("bundled", JOB.fingerprint)
+    assert (rows[0]["model"], rows[0]["fingerprint"]) == ("some-model", JOB.fingerprint)
     worker = Worker()
     run([*items, Document("four", "z")], worker, resume=True, output=out)
     assert worker.seen == ["four"]

@@ -19,6 +19,7 @@ from lookahead.jobs.results import JsonLinesFile
 from lookahead.ngram.chains import SEPARATOR
 from lookahead.summarize.prompting import INSTRUCTION, STYLES, Prompting, Request
 
+SUMMARIZER = str(Path(__file__).resolve().parent / "models" / "summarizer")
 CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[bot]{% endif %}"
 
 
@@ -83,12 +84,12 @@ def test_a_limit_beyond_the_last_document_leaves_out_what_changed(summarize, cli
     assert [record["id"] for record in records("out.jsonl")] == ["a.txt", "b.txt"]
 
 
-def test_another_model_or_length_does_not_go_on_with_an_output(summarize, docs):
+def test_another_model_or_length_does_not_go_on_with_an_output(summarize, docs, summarizer_path):
     summarize(docs, "-o", "out.jsonl", "--limit", "2")
     message = only_error(summarize(docs, "-o", "out.jsonl", "--resume", "--max-new-tokens", "9"))
     assert "out.jsonl was written by another job: max_new_tokens was 12 and is 9; name another --output" in message
-    message = only_error(summarize(docs, "-o", "out.jsonl", "--resume", "--model", "bundled"))
-    assert "model was '" in message and "and is 'bundled', with other weights" in message
+    message = only_error(summarize(docs, "-o", "out.jsonl", "--resume", "--model", str(summarizer_path)))
+    assert "model was '" in message and f"and is '{summarizer_path}', with other weights" in message
 
 
 def test_a_folder_is_summarized_without_its_own_results(summarize, cli_folder):
@@ -119,9 +120,9 @@ def test_an_output_that_ends_in_parquet_is_one(summarize, docs):
         (["a.txt", "--price-per-hour", "1"], "--price-per-hour is for --dry-run"),
         (["a.txt", "--style", "haiku"], "style must be bullets, paragraph, headline, got 'haiku'"),
         (["a.txt", "--style", "bullets"], "the model's tokenizer has no chat template"),
-        (["a.txt", "--style", "bullets", "--model", "bundled"], "made to summarize and follows no instructions"),
+        (["a.txt", "--style", "bullets", "--model", SUMMARIZER], "made to summarize and follows no instructions"),
         (["a.txt", "--refine"], "the model's tokenizer has no chat template, so it cannot refine a summary"),
-        (["a.txt", "--refine", "--model", "bundled"], "follows no instructions, so it cannot refine a summary"),
+        (["a.txt", "--refine", "--model", SUMMARIZER], "follows no instructions, so it cannot refine a summary"),
         (["a.txt", "--overlap", "400"], "overlap must be at most 245 tokens, half of what a prompt holds"),
         (["a.txt", "--overlap", "-1"], "overlap must be at least 0 tokens, got -1"),
         (["a.txt", "--prompt-file", "gone.txt"], "gone.txt: No such file"),
@@ -320,9 +321,9 @@ def test_a_link_to_nothing_is_no_pool_and_nothing_is_written_through_it(summariz
     assert (cli_folder / "memory.lkp").is_symlink()
 
 
-def test_a_memory_of_another_tokenizer_is_refused(summarize, cli_folder):
+def test_a_memory_of_another_tokenizer_is_refused(summarize, cli_folder, summarizer_path):
     summarize("a.txt", "--pool", "memory.lkp")
-    message = only_error(summarize("a.txt", "--pool", "memory.lkp", "--model", "bundled"))
+    message = only_error(summarize("a.txt", "--pool", "memory.lkp", "--model", str(summarizer_path)))
     assert "memory.lkp: made with another tokenizer" in message
 
 

@@ -20,7 +20,7 @@ from lookahead.jobs.journal import Journal
 from lookahead.jobs.paths import OutputPaths
 from lookahead.jobs.results import copy_of
 
-JOB = JobIdentity(model="bundled", weights="w", tokenizer="t", dtype="float32", max_new_tokens=8)
+JOB = JobIdentity(model="some-model", weights="w", tokenizer="t", dtype="float32", max_new_tokens=8)
 OUT = Path("out.jsonl")
 REJECTS = Path("out.jsonl.rejects.jsonl")
 

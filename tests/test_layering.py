@@ -21,7 +21,7 @@ MAX_LINES = 400
 FLOORS = (
     {"errors"},
     {"ngram", "kernels", "tree"},
-    {"atomic"},
+    {"atomic", "locating", "gguf_files"},
     {"files", "loading", "heads", "report"},
     {"proposers.base", "pools", "scores", "progress"},
     {"config"},
@@ -73,6 +73,7 @@ KNOW_TRANSFORMERS = {
         "enabling",
         "costs",
         "explain",
+        "gguf_files",
         "loading",
         "pools",
         "seq2seq",
@@ -98,12 +99,17 @@ KNOW_THE_TERMINAL = {
 }
 # Of an extra, imported where it is needed and missed with a word about the extra.
 OPTIONAL = {
+    "gguf_files": {"gguf"},
     "kernels": {"triton"},
     "files.pages": {"trafilatura"},
     "files.tables": {"pyarrow"},
     "jobs.ray_cluster": {"ray"},
 }
-BROUGHT_ALONG = {"tokenizers", "llvmlite"}  # by transformers and numba, which pin the range they work with
+BROUGHT_ALONG = {
+    "tokenizers",
+    "huggingface_hub",
+    "llvmlite",
+}  # by transformers and numba, which pin the range they work with
 
 
 @dataclass(frozen=True)

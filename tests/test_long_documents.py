@@ -38,8 +38,8 @@ TEXTS = st.lists(STRETCHES, min_size=1, max_size=60).map("".join).filter(str.str
 
 
 @pytest.fixture(scope="module")
-def bundled_tokenizer(bundled_path):
-    return AutoTokenizer.from_pretrained(bundled_path)
+def summarizer_tokenizer(summarizer_path):
+    return AutoTokenizer.from_pretrained(summarizer_path)
 
 
 def measured(text, tokenizer, clean=str):
@@ -117,9 +117,9 @@ def test_a_paragraph_is_a_better_place_than_a_sentence_and_a_sentence_than_a_lin
 @given(text=TEXTS, budget=st.integers(8, 150), share=st.floats(0, 0.5))
 @pytest.mark.parametrize("kind", ["characters", "bytes"])
 def test_parts_cover_the_document_repeat_the_overlap_and_keep_to_the_budget(
-    tiny_tokenizer, bundled_tokenizer, kind, text, budget, share
+    tiny_tokenizer, summarizer_tokenizer, kind, text, budget, share
 ):
-    tokenizer = tiny_tokenizer if kind == "characters" else bundled_tokenizer
+    tokenizer = tiny_tokenizer if kind == "characters" else summarizer_tokenizer
     overlap = int(budget * share)
     parts = cut(measured(text, tokenizer), budget, overlap).parts
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
@@ -149,9 +149,9 @@ def test_parts_cover_the_document_repeat_the_overlap_and_keep_to_the_budget(
 
 
 @given(TEXTS)
-def test_spans_are_those_of_the_document_as_it_was_given_however_it_is_cleaned(bundled_tokenizer, text):
-    clean = Prompting(bundled_tokenizer).clean
-    for part in cut(measured(text, bundled_tokenizer, clean), 40, 10).parts:
+def test_spans_are_those_of_the_document_as_it_was_given_however_it_is_cleaned(summarizer_tokenizer, text):
+    clean = Prompting(summarizer_tokenizer).clean
+    for part in cut(measured(text, summarizer_tokenizer, clean), 40, 10).parts:
         assert letters(text[slice(*part.chars)]) == letters(part.text)
 
 
@@ -257,8 +257,8 @@ print(course.summary.document_tokens, memory() - before)
 """
 
 
-def test_a_book_of_a_million_tokens_comes_to_an_end_in_little_memory(bundled_path):
-    run = subprocess.run([sys.executable, "-c", BOOK, str(bundled_path)], capture_output=True, text=True)
+def test_a_book_of_a_million_tokens_comes_to_an_end_in_little_memory(summarizer_path):
+    run = subprocess.run([sys.executable, "-c", BOOK, str(summarizer_path)], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     tokens, megabytes = map(int, run.stdout.split())
     assert tokens > 1_000_000

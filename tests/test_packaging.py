@@ -17,7 +17,6 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE_FOLDERS = ("lookahead", "ngram", "kernels")
 SOURCE_FILES = ("pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE")
-BUNDLE = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 IMPORT_ALL_ROOMS = "import lookahead, lookahead.ngram.chains, lookahead.kernels; print(lookahead.__file__)"
 
 # Stands in for the HuggingFace distribution `kernels`: every name is there, every decorator keeps its class.
@@ -140,11 +139,11 @@ def test_a_wheel_holds_every_file_of_the_package(each_wheel, source):
     assert packed == expected
 
 
-def test_a_wheel_brings_its_types_its_licence_and_the_bundled_model(each_wheel):
+def test_a_wheel_brings_its_types_and_its_licence_and_no_model(each_wheel):
     names = _names(each_wheel)
     assert "lookahead/py.typed" in names
     assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)
-    assert {f"lookahead/bundled/{name}" for name in BUNDLE} <= names
+    assert not any(name.endswith(".safetensors") for name in names)
 
 
 def test_the_installed_package_imports_from_its_own_environment(installed, tmp_path):

@@ -18,7 +18,9 @@ from lookahead.summarize.summarizer import Summarizer
 
 LONG = [Document(name, f"{name}. " + "The cat sat on the mat. " * count) for name, count in (("a", 60), ("b", 2))]
 LONG.append(Document("same as a", LONG[0].text))
-KEEPING = JobIdentity(model="bundled", weights="w", tokenizer="t", dtype="float32", max_new_tokens=16, keep_parts=True)
+KEEPING = JobIdentity(
+    model="some-model", weights="w", tokenizer="t", dtype="float32", max_new_tokens=16, keep_parts=True
+)
 
 
 @pytest.fixture(autouse=True)

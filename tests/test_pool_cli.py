@@ -244,14 +244,16 @@ def test_add_puts_documents_behind_those_of_the_pool(pool, tiny_tokenizer):
     assert Path("pool.lkp").read_bytes() == Path("at_once.lkp").read_bytes()
 
 
-def test_what_cannot_be_added_to_is_refused_and_stays_as_it_was(pool, folder, bundled_path):
+def test_what_cannot_be_added_to_is_refused_and_stays_as_it_was(pool, folder, summarizer_path):
     assert pool("build", "a.txt", "-o", "pool.lkp").exit_code == 0
     damaged = bytearray(Path("pool.lkp").read_bytes())
     damaged[-1] ^= 1
     (folder / "damaged.lkp").write_bytes(damaged)
     (folder / "empty.txt").write_text(" ")
     before = contents(folder)
-    assert "made with another tokenizer" in only_error(pool("add", "pool.lkp", "b.txt", "--model", str(bundled_path)))
+    assert "made with another tokenizer" in only_error(
+        pool("add", "pool.lkp", "b.txt", "--model", str(summarizer_path))
+    )
     assert "damaged.lkp: damaged" in only_error(pool("add", "damaged.lkp", "b.txt"))
     assert "a.txt: not a pool file" in only_error(pool("add", "a.txt", "b.txt"))
     assert "gone.lkp: No such file" in only_error(pool("add", "gone.lkp", "b.txt"))
@@ -273,13 +275,13 @@ def test_info_shows_what_the_header_says(pool, tiny_tokenizer):
     assert figures["tokenizer"] == f"{fingerprint_of(tiny_tokenizer):016x}"
 
 
-def test_verify_tells_a_whole_pool_and_whose_it_is(pool, model_folder, bundled_path):
+def test_verify_tells_a_whole_pool_and_whose_it_is(pool, model_folder, summarizer_path):
     assert pool("build", "a.txt", "-o", "pool.lkp").exit_code == 0
     result = pool("verify", "pool.lkp")
     assert (result.exit_code, result.stdout) == (0, "pool.lkp: 12 tokens in 1 document: whole\n")
     result = pool("verify", "pool.lkp", "--model", str(model_folder))
     assert (result.exit_code, result.stdout.endswith(f"whole, made for {model_folder}\n")) == (0, True)
-    assert "made with another tokenizer" in only_error(pool("verify", "pool.lkp", "--model", str(bundled_path)))
+    assert "made with another tokenizer" in only_error(pool("verify", "pool.lkp", "--model", str(summarizer_path)))
 
 
 @pytest.mark.parametrize("command", ["info", "verify"])

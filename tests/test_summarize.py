@@ -138,8 +138,8 @@ def test_the_shorter_of_the_model_and_the_tokenizer_tells_the_context(tiny_llama
 
 @pytest.mark.parametrize("max_new_tokens", [1, 100, 485])
 @pytest.mark.parametrize("text", [SENTENCE * 60, "x" * 1500, "😀" * 700], ids=["sentences", "one word", "emoji"])
-def test_every_prompt_leaves_room_for_its_summary(tiny_llama, bundled_path, tiny_tokenizer, text, max_new_tokens):
-    for tokenizer in (tiny_tokenizer, AutoTokenizer.from_pretrained(bundled_path, model_max_length=512)):
+def test_every_prompt_leaves_room_for_its_summary(tiny_llama, summarizer_path, tiny_tokenizer, text, max_new_tokens):
+    for tokenizer in (tiny_tokenizer, AutoTokenizer.from_pretrained(summarizer_path, model_max_length=512)):
         fitted = PromptFitter(tiny_llama, tokenizer, max_new_tokens).fit(text)
         lengths = [len(tokenizer(prompt)["input_ids"]) for prompt in fitted.prompts]
         assert max(lengths) <= 512 - max_new_tokens
@@ -312,7 +312,7 @@ def test_what_looks_like_a_path_is_never_looked_for_on_the_hub(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
     with pytest.raises(UnsupportedModelError, match="does not exist: looked for the folder /"):
-        loading.load_model(name)
+        loading.load(name)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "org/model", "org/model-1.5_b"])
@@ -323,19 +323,19 @@ def test_a_name_of_the_hub_is_none_of_a_path(tmp_path, monkeypatch, name):
 
 def test_a_folder_without_a_model_or_with_a_broken_one_is_refused_in_one_line(tmp_path):
     with pytest.raises(UnsupportedModelError, match=r"no config\.json in the folder"):
-        loading.load_model(str(tmp_path))
+        loading.load(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "no such type"}')
     with pytest.raises(UnsupportedModelError, match="cannot be loaded: ") as caught:
-        loading.load_model(str(tmp_path))
+        loading.load(str(tmp_path))
     assert "\n" not in str(caught.value)
     with pytest.raises(UnsupportedModelError, match=r"is a file; name the folder"):
-        loading.load_model(str(tmp_path / "config.json"))
+        loading.load(str(tmp_path / "config.json"))
 
 
 def test_a_missing_bundled_model_is_told_as_such(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "BUNDLED_DIRECTORY", tmp_path / "bundled")
     with pytest.raises(UnsupportedModelError, match="the installation is incomplete"):
-        loading.load_model()
+        loading.load()
 
 
 @pytest.mark.parametrize(
@@ -346,16 +346,16 @@ def test_a_missing_bundled_model_is_told_as_such(tmp_path, monkeypatch):
         ({"device": "cuda:99"}, "device 'cuda:99' is not available"),
     ],
 )
-def test_a_dtype_or_device_that_is_none_is_refused(bundled_path, options, message):
+def test_a_dtype_or_device_that_is_none_is_refused(summarizer_path, options, message):
     with pytest.raises(ConfigError, match=message):
-        loading.load_model(str(bundled_path), **options)
+        loading.load(str(summarizer_path), **options)
 
 
 def test_a_saved_model_is_loaded_in_the_dtype_asked_for(tmp_path, tiny_llama, tiny_tokenizer):
     tiny_llama.save_pretrained(tmp_path)
     tiny_tokenizer.save_pretrained(tmp_path)
     for dtype, expected in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("auto", torch.float32)):
-        model, tokenizer = loading.load_model(str(tmp_path), dtype=dtype, device="cpu")
+        model, tokenizer = loading.load(str(tmp_path), dtype=dtype, device="cpu")
         assert model.dtype == expected
         assert not model.training
         assert tokenizer("ab")["input_ids"] == tiny_tokenizer("ab")["input_ids"]
@@ -371,9 +371,9 @@ def test_the_bundled_model_summarizes_from_one_call_and_is_loaded_once():
     assert loading.load_bundled() is loading.load_bundled()
 
 
-def test_the_bundled_model_is_an_ordinary_model_folder(bundled_path):
-    model = AutoModelForCausalLM.from_pretrained(bundled_path)
-    tokenizer = AutoTokenizer.from_pretrained(bundled_path)
+def test_the_bundled_model_is_an_ordinary_model_folder(summarizer_path):
+    model = AutoModelForCausalLM.from_pretrained(summarizer_path)
+    tokenizer = AutoTokenizer.from_pretrained(summarizer_path)
     assert Prompting(tokenizer).template == "summarize"
     assert context_length(model, tokenizer) >= 1024
 

@@ -1,4 +1,4 @@
-"""Training the bundled summarizer: text in, rows, a short run, a folder transformers loads."""
+"""Training a small summarizer: text in, rows, a short run, a folder transformers loads."""
 
 from __future__ import annotations
 
@@ -321,11 +321,11 @@ def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert "python -m lookahead.training.summarizer --text corpus/" in capsys.readouterr().out
 
 
-def test_the_bundled_model_loads_and_is_small(bundled_path: Path) -> None:
-    weights = bundled_path / "model.safetensors"
+def test_the_summarizer_of_the_tests_loads_and_is_small(summarizer_path: Path) -> None:
+    weights = summarizer_path / "model.safetensors"
     assert weights.stat().st_size <= 16 * 2**20
-    tokenizer = AutoTokenizer.from_pretrained(bundled_path, local_files_only=True)
-    config = AutoModelForCausalLM.from_pretrained(bundled_path, local_files_only=True).config
+    tokenizer = AutoTokenizer.from_pretrained(summarizer_path, local_files_only=True)
+    config = AutoModelForCausalLM.from_pretrained(summarizer_path, local_files_only=True).config
     assert len(tokenizer) == config.vocab_size
     message = [{"role": "user", "content": "It\nrained."}]
     rendered = tokenizer.apply_chat_template(message, chat_template="summarize", tokenize=False)

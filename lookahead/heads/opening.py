@@ -23,9 +23,6 @@ from lookahead.heads.trunk import lm_head
 NATIVE = "native"
 """In place of a folder: the MTP layer that the model's own checkpoint brings along."""
 
-BUNDLED_HEADS = Path(__file__).resolve().parent.parent / "bundled" / "heads"
-"""Holds heads of the bundled model in folders named by their kind, which such a name stands for."""
-
 Network = MedusaHeads | MtpHeads | EagleHead | PreTrainedModel
 
 
@@ -33,7 +30,7 @@ def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[
     """Read heads of a folder for a model.
 
     Args:
-        folder: The folder, or `NATIVE`, or the name of heads of the bundled model, where no folder has that name.
+        folder: The folder, or `NATIVE`.
         model: The model they belong to.
 
     Returns:
@@ -45,12 +42,8 @@ def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[
     lm_head(model)  # refuses models that take no heads, whatever is in the folder
     if folder == NATIVE and not Path(NATIVE).is_dir():
         return native.KIND, native.open_native(model)
-    if folder in bundled_heads() and not Path(folder).is_dir():
-        folder = BUNDLED_HEADS / folder
-    elif Path(folder).name == str(folder) and not Path(folder).exists():
-        raise HeadsError(
-            f"{folder}: neither a folder of heads nor a name: {', '.join((NATIVE, *bundled_heads()))} have names"
-        )
+    if Path(folder).name == str(folder) and not Path(folder).exists():
+        raise HeadsError(f"{folder}: neither a folder of heads nor {NATIVE!r}, the model's own")
     kind = read_config(folder).kind or _published_kind(Path(folder))
     if kind == medusa.KIND:
         return kind, MedusaHeads.load(folder, model)
@@ -59,11 +52,6 @@ def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[
     if kind == eaglefile.KIND:
         return kind, eaglefile.load_eagle(folder, model)
     raise HeadsError(f"{folder}: heads of an unknown kind, {kind!r}")
-
-
-def bundled_heads() -> list[str]:
-    """The names of the heads that come along for the bundled model."""
-    return sorted(path.parent.name for path in BUNDLED_HEADS.glob("*/config.json"))
 
 
 def fresh_rates(network: Network) -> HeadRates:

@@ -25,9 +25,9 @@ class WorkerOptions:
     """What a worker needs to know to work as a local job would.
 
     Attributes:
-        model: As `lookahead.loading.load_model` takes it; a folder by its full path, which is the same on all machines.
+        model: As `lookahead.load` takes it; a folder or a file by its full path, which is the same on all machines.
         name: What the job calls the model.
-        dtype: As `load_model` takes it.
+        dtype: As `lookahead.load` takes it.
         device: Likewise; `None` is the GPU that Ray lends to the worker, or else the CPU.
         threads: CPU threads.
         rows: Most prompts decoded together; `None` lets the worker decide.
@@ -99,11 +99,11 @@ class RayWorker:
     def _load(self) -> tuple[Summarizer, Introduction]:
         """What summarizes, warmed up."""
         from lookahead.costs import prepare_costs
-        from lookahead.loading import load_model, prepare_process
+        from lookahead.loading import load, prepare_process
 
         options = self._options
         prepare_process(options.threads)
-        loaded = load_model(options.model, dtype=options.dtype, device=options.device)
+        loaded = load(options.model, dtype=options.dtype, device=options.device)
         with suppress(OSError):  # they are known all the same, and only not kept for the next worker
             prepare_costs(loaded.model)
         summarizer = Summarizer(*loaded, **options.summarizer)

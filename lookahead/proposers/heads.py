@@ -29,9 +29,8 @@ class Heads:
         `LookaheadConfig(proposers=("prompt", "recycled", lookahead.Heads("heads/")))`
 
     Args:
-        folder: What `lookahead train` wrote, a published checkpoint of Medusa or EAGLE in safetensors, `"native"` for
-            the MTP layer that the model's own checkpoint brings along, or the name of heads that come along for the
-            bundled model, `"eagle3"` or `"mtp"`.
+        folder: What `lookahead train` wrote, a published checkpoint of Medusa or EAGLE in safetensors, or `"native"`
+            for the MTP layer that the model's own checkpoint brings along.
         name: What the source is called in the stats; their kind when None.
 
     Raises:

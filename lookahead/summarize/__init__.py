@@ -39,8 +39,8 @@ def summarize(
 
     Args:
         text: The document.
-        model: Any causal language model; the one that comes with the package where neither it nor a
-            tokenizer is given. That one is loaded once per process.
+        model: Any causal language model; the default one of `lookahead.load` where neither it nor a tokenizer is given.
+            That one is loaded once per process.
         tokenizer: The tokenizer of `model`.
         max_new_tokens: Most tokens of the summary.
         config: How drafts are made; it changes the speed, never the summary.
@@ -56,10 +56,10 @@ def summarize(
         ConfigError: `max_new_tokens` or `overlap` is out of range, the model cannot refine, or only one of `model` and
             `tokenizer` was given.
         DocumentError: The text is empty.
-        UnsupportedModelError: The model cannot be served, or the bundled one is missing.
+        UnsupportedModelError: The model cannot be served, or the default one is not installed.
     """
     from lookahead.errors import ConfigError
-    from lookahead.loading import load_bundled
+    from lookahead.loading import load_default
     from lookahead.summarize.fitting import Approach
     from lookahead.summarize.summarizer import Summarizer
 
@@ -68,7 +68,7 @@ def summarize(
         given, missing = ("tokenizer", "model") if model is None else ("model", "tokenizer")
         raise ConfigError(f"model and tokenizer must be given together, got a {given} but no {missing}")
     if model is None or tokenizer is None:
-        model, tokenizer = load_bundled()
+        model, tokenizer = load_default()
     summarizer = Summarizer(
         model, tokenizer, max_new_tokens=max_new_tokens, config=config, approach=approach, keep_parts=keep_parts
     )

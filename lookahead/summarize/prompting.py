@@ -139,8 +139,9 @@ class Prompting:
     def clean(self, text: str) -> str:
         """Bring a piece of a document into the form the model knows; every document passes here once.
 
-        The bundled model has seen every run of whitespace as one space. A special token that stands in the text
-        (`<|endoftext|>` in an article on language models) is spelled out, so that it cannot end the prompt early.
+        A model with a template named `"summarize"` reads every run of whitespace as one space. A special token that
+        stands in the text (`<|endoftext|>` in an article on language models) is spelled out, so that it cannot end
+        the prompt early.
         """
         if self.template == SUMMARIZE_TEMPLATE:
             text = _WHITESPACE.sub(" ", text)

