@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from lookahead.locating import DEFAULT_MODEL
+from lookahead.locating import DEFAULT_MODEL, locate_model
 from lookahead.terminal import console, load, say, table, usage_errors
 
 Kind = Annotated[str, typer.Argument(metavar="KIND", help="medusa, eagle, eagle3 or mtp.")]
@@ -75,6 +75,7 @@ def train(
     pass --resume to go on.
     """
     with usage_errors():
+        locate_model(model)
         from lookahead.training.heads.job import Settings, check_trainer, train_heads
 
         settings = Settings(

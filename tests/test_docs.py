@@ -39,7 +39,7 @@ NOT_RUN = {
     ("README.md", 'model = AutoModelForSeq2SeqLM.from_pretrained("PATH_OR_ID")'),
     ("README.md", "pip install 'lookahead-decoding[gguf]'"),
     ("docs/models.md", "pip install 'lookahead-decoding[gguf]'"),
-    ("docs/models.md", "lookahead generate \"The"),
+    ("docs/models.md", 'lookahead generate "The'),
     ("docs/models.md", "model, tokenizer ="),
     ("docs/models.md", "pip install torch"),
     ("docs/jobs.md", "pip install 'lookahead-decoding[html,tables,remote]'"),

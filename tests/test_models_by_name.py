@@ -310,11 +310,11 @@ finally:
 """
 
 
-@pytest.mark.parametrize("command", ["generate", "summarize", "explain", "calibrate"])
+@pytest.mark.parametrize("command", ["generate", "summarize", "explain", "calibrate", "train"])
 def test_a_misspelt_model_is_told_before_torch_is_imported(command: str, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("A text.")
     (tmp_path / "models").mkdir()
-    given = [] if command == "calibrate" else ["a.txt"]
+    given = {"calibrate": [], "train": ["medusa", "--data", "a.txt", "-o", "heads"]}.get(command, ["a.txt"])
     run = subprocess.run(
         [sys.executable, "-c", f"import json{MISSPELT}", command, *given, "--model", "models/gone"],
         cwd=tmp_path, capture_output=True, text=True,
