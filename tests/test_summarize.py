@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lookahead
-from lookahead import ConfigError, DocumentError, LookaheadConfig, UnsupportedModelError, loading
+from lookahead import ConfigError, DocumentError, LookaheadConfig, UnsupportedModelError, loading, locating
 from lookahead.jobs.results import JsonLinesFile
 from lookahead.stats import DecodingStats
 from lookahead.summarize.comparison import PlainFigures
@@ -318,7 +318,10 @@ def test_what_looks_like_a_path_is_never_looked_for_on_the_hub(tmp_path, monkeyp
 @pytest.mark.parametrize("name", ["gpt2", "org/model", "org/model-1.5_b"])
 def test_a_name_of_the_hub_is_none_of_a_path(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    assert loading.locate_model(name) == (name, False)
+    monkeypatch.setattr(locating, "_ask_hub", lambda *_: None)
+    locating._check_hub.cache_clear()
+    assert locating.locate_model(name) == (name, False)
+    locating._check_hub.cache_clear()
 
 
 def test_a_folder_without_a_model_or_with_a_broken_one_is_refused_in_one_line(tmp_path):
@@ -328,14 +331,8 @@ def test_a_folder_without_a_model_or_with_a_broken_one_is_refused_in_one_line(tm
     with pytest.raises(UnsupportedModelError, match="cannot be loaded: ") as caught:
         loading.load(str(tmp_path))
     assert "\n" not in str(caught.value)
-    with pytest.raises(UnsupportedModelError, match=r"is a file; name the folder"):
+    with pytest.raises(UnsupportedModelError, match=r"is a file, but no GGUF file"):
         loading.load(str(tmp_path / "config.json"))
-
-
-def test_a_missing_bundled_model_is_told_as_such(tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "BUNDLED_DIRECTORY", tmp_path / "bundled")
-    with pytest.raises(UnsupportedModelError, match="the installation is incomplete"):
-        loading.load()
 
 
 @pytest.mark.parametrize(
@@ -361,17 +358,20 @@ def test_a_saved_model_is_loaded_in_the_dtype_asked_for(tmp_path, tiny_llama, ti
         assert tokenizer("ab")["input_ids"] == tiny_tokenizer("ab")["input_ids"]
 
 
-# The bundled model
+# The default model, and the one of the tests
 
 
-def test_the_bundled_model_summarizes_from_one_call_and_is_loaded_once():
+def test_a_default_model_summarizes_from_one_call_and_is_loaded_once(monkeypatch, summarizer_path):
+    monkeypatch.setattr(loading, "DEFAULT_MODEL", str(summarizer_path))
+    loading.load_default.cache_clear()
     text = "The storm hit the coast at dawn. Two ships were lost. The harbour of Brest stayed open. " * 3
     summary = lookahead.summarize(text, max_new_tokens=24)
     assert 0 < summary.summary_tokens <= 24
-    assert loading.load_bundled() is loading.load_bundled()
+    assert loading.load_default() is loading.load_default()
+    loading.load_default.cache_clear()
 
 
-def test_the_bundled_model_is_an_ordinary_model_folder(summarizer_path):
+def test_the_summarizer_of_the_tests_is_an_ordinary_model_folder(summarizer_path):
     model = AutoModelForCausalLM.from_pretrained(summarizer_path)
     tokenizer = AutoTokenizer.from_pretrained(summarizer_path)
     assert Prompting(tokenizer).template == "summarize"
