@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -53,8 +53,9 @@ def load(model: str | os.PathLike[str] | None = None, *, dtype: str = "auto", de
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be {', '.join(DTYPES)}, got {dtype!r}")
     name = DEFAULT_MODEL if model is None else os.fspath(model)
-    location, is_local = _readable(name)
+    location, is_local = locate_model(name)
     target = _device(device)
+    location = _converted(location)
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
@@ -93,7 +94,8 @@ def load_tokenizer(model: str = DEFAULT_MODEL) -> PreTrainedTokenizerBase:
     Raises:
         UnsupportedModelError: There is no such tokenizer, or it cannot be loaded.
     """
-    location, is_local = _readable(model, TOKENIZER_FILES)
+    location, is_local = locate_model(model, TOKENIZER_FILES)
+    location = _converted(location)
     from transformers import AutoTokenizer
 
     try:
@@ -116,13 +118,12 @@ def prepare_process(threads: int | None) -> None:
     logging.disable_progress_bar()
 
 
-def _readable(model: str, files: Sequence[str] = ("config.json",)) -> tuple[str, bool]:
-    """As `locate_model`, with a GGUF file converted."""
-    location, is_local = locate_model(model, files)
+def _converted(location: str) -> str:
+    """The folder that a GGUF file is converted to; other places as they are."""
     if not is_gguf(location):
-        return location, is_local
+        return location
     with _no_bars():
-        return str(convert_once(Path(location))), True
+        return str(convert_once(Path(location)))
 
 
 @contextmanager
