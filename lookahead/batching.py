@@ -20,6 +20,7 @@ from lookahead.pools.opening import open_pool
 from lookahead.request import call_of, vocabulary_size
 from lookahead.rows import Row
 from lookahead.stats import DecodingStats
+from lookahead.stopping import FinishReason
 from lookahead.target import input_device
 
 MOST_ROWS = 1024
@@ -38,6 +39,8 @@ class Completion:
         token_ids: Its new tokens, an end-of-sequence token included.
         stats: What decoding it did; its seconds are those that passed meanwhile, spent on other rows too.
         error: Why there is no text, where the prompt could not be served; the others are not touched by that.
+        finish_reason: Why the output ended, `"stop"`, `"length"` or `"criteria"` as in `GenerationResult`; None where
+            there is an error.
     """
 
     index: int
@@ -45,6 +48,7 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)
     stats: DecodingStats = field(default_factory=DecodingStats)
     error: Exception | None = None
+    finish_reason: FinishReason | None = None
 
 
 def stream_many(
@@ -206,7 +210,8 @@ class Batching:
             result = self._intake.decode_alone(request)
         except PromptError as error:
             return Completion(request.index, error=error)
-        return Completion(request.index, result.texts[0], result.token_ids[0], result.stats)
+        reason = result.finish_reasons[0]
+        return Completion(request.index, result.texts[0], result.token_ids[0], result.stats, finish_reason=reason)
 
     def _joining(self) -> list[Row]:
         """The next prompts, in the order they came, as far as there are rows and slots for them."""
@@ -263,7 +268,7 @@ class Batching:
             return Completion(row.index, stats=row.stats, error=emission.error)
         tokens = row.ids[row.length - row.emitted : row.length].tolist()
         text = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
-        return Completion(row.index, text, tokens, row.stats)
+        return Completion(row.index, text, tokens, row.stats, finish_reason=emission.finish_reason)
 
 
 def _checked(name: str, value: int | None, most: int | None = None) -> int | None:

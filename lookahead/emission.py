@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lookahead.drafting import Draft
+from lookahead.stopping import FinishReason
 from lookahead.tree import IntArray
 
 ROOT = np.zeros(1, np.int32)
@@ -20,7 +21,7 @@ class Emission:
     Attributes:
         row: The row's place in the batch.
         tokens: int32 `[n]`, n at least 1 but where there was an error.
-        finished: The row's output ends here.
+        finish_reason: Why the row's output ends here; None where it goes on, or there was an error.
         draft: What was verified; None where transformers decoded.
         path: int32 `[a]`, the nodes of the draft that were accepted, its root first.
         error: What ended the row, where nothing should have; it then emitted nothing in this step.
@@ -28,7 +29,12 @@ class Emission:
 
     row: int
     tokens: IntArray
-    finished: bool
+    finish_reason: FinishReason | None
     draft: Draft | None = None
     path: IntArray = field(default_factory=lambda: ROOT)
     error: Exception | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the row's output ends here."""
+        return self.finish_reason is not None or self.error is not None

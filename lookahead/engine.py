@@ -203,11 +203,11 @@ class Engine:
         for i, (row, draft, verdict) in enumerate(zip(rows, drafts, verdicts, strict=True)):
             if isinstance(verdict, Exception):
                 self.cache.wipe(first + i)
-                emissions.append(Emission(row.index, _NO_ARGMAX, finished=True, draft=draft, error=verdict))
+                emissions.append(Emission(row.index, _NO_ARGMAX, None, draft, error=verdict))
                 continue
             self._target.commit(first + i, verdict.path)
             row.count(draft, verdict, self.sources)
-            emissions.append(Emission(row.index, verdict.tokens, verdict.finished, draft, verdict.path))
+            emissions.append(Emission(row.index, verdict.tokens, row.finish_reason, draft, verdict.path))
         begin = time.perf_counter()
         for i, (row, draft, verdict) in enumerate(zip(rows, drafts, verdicts, strict=True)):
             if isinstance(verdict, Exception):
@@ -338,7 +338,7 @@ class Engine:
                 if not self._isolates:
                     raise
                 errors[i] = error
-        emissions = [Emission(self._rows[i].index, _NO_ARGMAX, finished=True, error=errors[i]) for i in errors]
+        emissions = [Emission(self._rows[i].index, _NO_ARGMAX, None, error=errors[i]) for i in errors]
         self._retire(list(errors))
         return emissions
 

@@ -53,6 +53,7 @@ from lookahead.rows import Row
 from lookahead.sampling import TokenChooser, warp_of
 from lookahead.seq2seq.preparation import prepare_encoder_decoder
 from lookahead.stats import DecodingStats, total
+from lookahead.stopping import FinishReason
 from lookahead.support import Support, support_of
 from lookahead.target import input_device
 
@@ -66,12 +67,15 @@ class GenerationResult:
         token_ids: The new tokens of each prompt, an end-of-sequence token included.
         stats: All rows added up.
         row_stats: One per prompt.
+        finish_reasons: Why each output ended: `"stop"` by an end-of-sequence token or a stop string, `"length"` by
+            `max_new_tokens` or `max_length`, `"criteria"` by another stopping criterion.
     """
 
     texts: list[str]
     token_ids: list[list[int]]
     stats: DecodingStats
     row_stats: list[DecodingStats]
+    finish_reasons: list[FinishReason]
 
 
 def decode(
@@ -121,7 +125,7 @@ def decode(
         lookahead_streamer.put(input_ids.cpu())
     if isinstance(engine, PlainLoop):
         return cast(Tensor | GenerateNonBeamOutput, engine.sample(streamer=lookahead_streamer))
-    outputs = _collect(engine, lookahead_streamer, generation_config._pad_token_tensor)
+    outputs, _ = _collect(engine, lookahead_streamer, generation_config._pad_token_tensor)
     sequences = padded_sequences(input_ids, outputs, generation_config)
     past = model_kwargs.get("past_key_values")
     past = past if isinstance(past, DynamicCache | EncoderDecoderCache) else None
@@ -172,7 +176,7 @@ def prepare(
     complaint = _complaint(model, support, batch_size, config)
     if complaint and lookahead_config is not None and lookahead_config.proposers:
         raise UnsupportedModelError(f"{complaint}; leave out the configuration to decode it plainly")
-    if batch_size > 1 and stopping.custom is not None and not stopping.eos_tokens.size:
+    if batch_size > 1 and stopping.custom and not stopping.eos_tokens.size:
         # There transformers lets a row that was stopped go on until all are: how far depends on the slowest.
         complaint = "a batch with stopping criteria and no end-of-sequence token ends as one"
     if support.shape == "none" or complaint:
@@ -258,11 +262,11 @@ def generate(
     config = replace(config or LookaheadConfig(), compile=True) if compile else config
     batch = [prompts] if isinstance(prompts, str) else list(prompts)
     if not batch:
-        return GenerationResult([], [], DecodingStats(), [])
+        return GenerationResult([], [], DecodingStats(), [], [])
     engine = prepare_text(model, tokenizer, batch, config, generation_config, seed, add_special_tokens, generate_kwargs)
-    token_ids = _collect(engine)
+    token_ids, reasons = _collect(engine)
     texts = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in token_ids]
-    return GenerationResult(texts, token_ids, total(engine.stats), engine.stats)
+    return GenerationResult(texts, token_ids, total(engine.stats), engine.stats, reasons)
 
 
 def stream(
@@ -350,16 +354,23 @@ def pad_token_of(tokenizer: PreTrainedTokenizerBase) -> int:
     return pad
 
 
-def _collect(engine: Engine | PlainLoop, streamer: Any = None, pad: Tensor | None = None) -> list[list[int]]:
-    """Run to the end; the new tokens of every row, shown to a streamer a column at a time as transformers does."""
+def _collect(
+    engine: Engine | PlainLoop, streamer: Any = None, pad: Tensor | None = None
+) -> tuple[list[list[int]], list[FinishReason]]:
+    """Run to the end; the new tokens of every row and why it ended.
+
+    A streamer is shown them a column at a time, as transformers does.
+    """
     outputs: list[list[int]] = [[] for _ in engine.stats]
+    reasons: list[FinishReason] = ["length" for _ in engine.stats]
     running = set(range(len(outputs)))
     shown = 0
     with engine.serving():
         for emissions in engine.run():
             for emission in emissions:
                 outputs[emission.row].extend(emission.tokens.tolist())
-                if emission.finished:
+                if emission.finish_reason is not None:
+                    reasons[emission.row] = emission.finish_reason
                     running.discard(emission.row)
             whole = min(map(len, (outputs[row] for row in running))) if running else max(map(len, outputs))
             for step in range(shown, whole if streamer is not None else shown):
@@ -367,4 +378,4 @@ def _collect(engine: Engine | PlainLoop, streamer: Any = None, pad: Tensor | Non
             shown = whole
     if streamer is not None:
         streamer.end()
-    return outputs
+    return outputs, reasons

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from lookahead.emission import Emission
 from lookahead.stats import DecodingStats
-from lookahead.stopping import StoppingRule
+from lookahead.stopping import FinishReason, StoppingRule
 
 
 class PlainLoop:
@@ -57,5 +58,12 @@ class PlainLoop:
             stats.target_forwards = stats.acceptance_histogram[1] = len(tokens) - 1
             # The loop is not watched: its prefill cannot be told from its steps.
             stats.decode_s = stats.ttft_s = seconds
-            emissions.append(Emission(row, tokens, finished=True))
+            emissions.append(Emission(row, tokens, self._reason(row, sequences[row : row + 1], len(tokens))))
         yield emissions
+
+    def _reason(self, row: int, ids: Tensor, emitted: int) -> FinishReason:
+        """Why a row ended, whose ids are int64 `[1, tokens + new]`."""
+        ids, rule = ids[:, : self._width + emitted], self._stopping
+        # The loop has asked the criteria of a user's own, which may count their calls; stop strings only read.
+        strings = tuple((reason, criterion) for reason, criterion in rule.custom if reason == "stop")
+        return replace(rule, custom=strings).finish_reason(row, ids) or "criteria"

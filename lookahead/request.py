@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
+from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -26,7 +27,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
 from lookahead.proposers.base import Call
-from lookahead.stopping import StoppingRule
+from lookahead.stopping import FinishReason, StoppingRule
 from lookahead.target import input_device, position_limit
 
 # What `model.generate` passes along that an engine with its own cache and positions has no use for.
@@ -195,15 +196,19 @@ def stopping_rule(criteria: StoppingCriteriaList, batch_size: int) -> StoppingRu
     """Split the criteria that count tokens from those that need to be asked."""
     eos = [int(token) for c in criteria if isinstance(c, EosTokenCriteria) for token in c.eos_token_id.reshape(-1)]
     limits = [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)]
-    others = StoppingCriteriaList(c for c in criteria if not isinstance(c, EosTokenCriteria | MaxLengthCriteria))
+    others = [c for c in criteria if not isinstance(c, EosTokenCriteria | MaxLengthCriteria)]
+    strings = StoppingCriteriaList(c for c in others if isinstance(c, StopStringCriteria))
+    own = StoppingCriteriaList(c for c in others if not isinstance(c, StopStringCriteria))
 
-    def custom(row: int, ids: Tensor, scores: Sequence[Tensor]) -> bool:
+    def ask(asked: StoppingCriteriaList, row: int, ids: Tensor, scores: Sequence[Tensor]) -> bool:
         # Rows stand at different lengths; a criterion that knows its row finds it at its place.
         steps = tuple(cast(Any, step.expand(batch_size, -1)) for step in scores) if scores else None
-        answer = others(cast(torch.LongTensor, ids.expand(batch_size, -1)), steps)
+        answer = asked(cast(torch.LongTensor, ids.expand(batch_size, -1)), steps)
         return bool(answer[row])
 
-    return StoppingRule(max_length=min(limits), eos_tokens=np.array(eos, np.int32), custom=custom if others else None)
+    kinds: tuple[tuple[FinishReason, StoppingCriteriaList], ...] = (("stop", strings), ("criteria", own))
+    custom = tuple((reason, partial(ask, asked)) for reason, asked in kinds if asked)
+    return StoppingRule(max_length=min(limits), eos_tokens=np.array(eos, np.int32), custom=custom)
 
 
 def refuse_long_prompts(model: PreTrainedModel, lengths: NDArray[np.int64], first: int = 0) -> None:

@@ -16,7 +16,7 @@ from lookahead.errors import PromptError
 from lookahead.proposers.base import IntArray
 from lookahead.sampling import TokenChooser, not_a_number
 from lookahead.stats import DecodingStats
-from lookahead.stopping import StoppingRule
+from lookahead.stopping import FinishReason, StoppingRule
 from lookahead.tree import TokenTree, sum_by_source
 from lookahead.typical import Walk, longest_typical
 from lookahead.verify import Verdict, verify, verify_greedy
@@ -42,6 +42,7 @@ class Row:
         untold: Those that the proposers do not know of yet.
         stats: What was counted.
         prefilled: When its prompt was read, by `time.perf_counter`.
+        finish_reason: Why it ended; None while it runs.
     """
 
     index: int
@@ -57,6 +58,7 @@ class Row:
     emitted: int = 0
     untold: list[IntArray] = field(default_factory=list)
     prefilled: float = 0.0
+    finish_reason: FinishReason | None = None
 
     @classmethod
     def begin(
@@ -99,7 +101,7 @@ class Row:
     @property
     def is_simple(self) -> bool:
         """Whether its tokens are the argmax of the raw logits until one of them or a length ends it."""
-        return self.chooser.is_plain_greedy and self.stopping.custom is None
+        return self.chooser.is_plain_greedy and not self.stopping.custom
 
     def positions_left(self, positions: int | None) -> int:
         """Positions a model of so many (None for no end to them) has behind the newest token.
@@ -136,6 +138,8 @@ class Row:
             self.ids[self.length : self.length + len(verdict.tokens)] = verdict.tokens
             self.length += len(verdict.tokens)
             self.emitted += len(verdict.tokens)
+            if verdict.finished:
+                self.finish_reason = "stop" if int(verdict.tokens[-1]) in self.stopping.eos_tokens else "length"
             return verdict
 
         typical: Walk = {}
@@ -157,7 +161,9 @@ class Row:
             self.ids[self.length] = token
             self.length += 1
             self.emitted += 1
-            return self.stopping.is_finished(self.place, self._seen(), self.chooser.scores[self.place])
+            scores = self.chooser.scores[self.place]
+            self.finish_reason = self.stopping.finish_reason(self.place, self._seen(), scores)
+            return self.finish_reason is not None
 
         return verify(draft.tree, choose, is_finished)
 

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
 from lookahead.tree import IntArray
+
+FinishReason = Literal["stop", "length", "criteria"]
+"""Why an output ended: an end-of-sequence token or a stop string, a limit on its length, or another criterion."""
+
+Criterion = Callable[[int, Tensor, Sequence[Tensor]], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,21 +23,23 @@ class StoppingRule:
     Attributes:
         max_length: Ids at which a row ends, prompt and padding included, as `model.generate` counts them.
         eos_tokens: int32 `[k]`; tokens that end an output.
-        custom: Every other criterion: takes a row's place in the batch and its ids, int64 `[1, tokens]`;
-            None where there is none.
+        custom: Every other criterion, with the reason it stands for: takes a row's place in the batch and its ids,
+            int64 `[1, tokens]`.
     """
 
     max_length: int
     eos_tokens: IntArray
-    custom: Callable[[int, Tensor, Sequence[Tensor]], bool] | None = None
+    custom: tuple[tuple[FinishReason, Criterion], ...] = ()
 
     @property
     def is_only_length(self) -> bool:
         """Whether nothing ends a row before `max_length`."""
-        return self.custom is None and not self.eos_tokens.size
+        return not self.custom and not self.eos_tokens.size
 
-    def is_finished(self, row: int, ids: Tensor, scores: Sequence[Tensor] = ()) -> bool:
-        """Whether a row whose ids, int64 `[1, tokens]`, end with its newest token ends there."""
+    def finish_reason(self, row: int, ids: Tensor, scores: Sequence[Tensor] = ()) -> FinishReason | None:
+        """Why a row whose ids, int64 `[1, tokens]`, end with its newest token ends there; None if it does not."""
         # Every criterion is asked, as `model.generate` does: one that counts its calls must see them all.
-        custom = self.custom is not None and self.custom(row, ids, scores)
-        return custom or ids.shape[1] >= self.max_length or int(ids[0, -1]) in self.eos_tokens
+        fired = [reason for reason, criterion in self.custom if criterion(row, ids, scores)]
+        if "stop" in fired or int(ids[0, -1]) in self.eos_tokens:
+            return "stop"
+        return fired[0] if fired else "length" if ids.shape[1] >= self.max_length else None

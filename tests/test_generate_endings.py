@@ -18,6 +18,7 @@ from transformers import (
 
 import lookahead
 from lookahead import LookaheadConfig
+from lookahead.support import Support
 
 IDS = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])
 INPUTS: dict[str, dict[str, torch.Tensor]] = {
@@ -273,3 +274,45 @@ def test_what_contradicts_itself_fails_or_warns_as_it_does_in_generate(
     with lookahead.enable(looping_llama, DRAFTING):
         got = outcome(lambda: looping_llama.generate(IDS, **options))
     assert got == expected
+
+
+REASONS: dict[str, tuple[dict[str, Any], str]] = {
+    "limit": ({}, "length"),
+    "one-token": ({"max_new_tokens": 1}, "length"),
+    "end-token": ({"eos_token_id": 16, "min_new_tokens": 3}, "stop"),
+    "end-token-at-the-limit": ({"eos_token_id": list(range(101)), "max_new_tokens": 1}, "stop"),
+    "stop-string": ({"stop_strings": list("abcdefghijklmnopqrstuvwxyz0123456789"), "max_new_tokens": 40}, "stop"),
+    "criterion": ({"stopping_criteria": [RowsEndAt(14)]}, "criteria"),
+}
+
+
+@pytest.mark.parametrize(("options", "reason"), REASONS.values(), ids=REASONS.keys())
+@pytest.mark.parametrize("is_plain", [False, True], ids=["drafted", "plain"])
+def test_a_result_says_why_its_output_ended(
+    looping_llama: PreTrainedModel,
+    tiny_tokenizer: Any,
+    options: dict[str, Any],
+    reason: str,
+    is_plain: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = {"max_new_tokens": 9, "do_sample": False, **options}
+    if is_plain:
+        none = Support("none", "it is told so")
+        monkeypatch.setattr("lookahead.generation.support_of", lambda *_, **__: none)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "LlamaForCausalLM cannot be decoded speculatively")
+        result = lookahead.generate(looping_llama, tiny_tokenizer, "abab abab", **options)
+    assert result.finish_reasons == [reason]
+    if not is_plain:
+        (done,) = lookahead.stream_many(looping_llama, tiny_tokenizer, ["abab abab"], **options)
+        assert (done.finish_reason, done.token_ids) == (reason, result.token_ids[0])
+
+
+def test_every_row_of_a_batch_has_its_own_reason(looping_llama: PreTrainedModel, tiny_tokenizer: Any) -> None:
+    prompts, options = ["abab abab", "0123", "xyxyx"], {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    free = lookahead.generate(looping_llama, tiny_tokenizer, prompts, **options).token_ids
+    end = next(token for token in free[1] if token not in free[0])
+    result = lookahead.generate(looping_llama, tiny_tokenizer, prompts, eos_token_id=end, **options)
+    assert result.finish_reasons == ["stop" if end in ids else "length" for ids in free]
+    assert set(result.finish_reasons) == {"stop", "length"}
