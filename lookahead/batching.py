@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from lookahead.engine import Engine
 from lookahead.errors import ConfigError, PromptError
 from lookahead.intake import Intake, Request
 from lookahead.pools.opening import open_pool
+from lookahead.prompts import Prompt, Prompts, Truncation
 from lookahead.request import call_of, vocabulary_size
 from lookahead.rows import Row
 from lookahead.stats import DecodingStats
@@ -54,12 +55,14 @@ class Completion:
 def stream_many(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Iterable[str],
+    prompts: Prompts,
     *,
     rows: int | None = None,
     config: LookaheadConfig | None = None,
     generation_config: GenerationConfig | None = None,
     add_special_tokens: bool = True,
+    truncate: Truncation | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     cache_tokens: int | None = None,
     **generate_kwargs: Any,
 ) -> Iterator[Completion]:
@@ -76,13 +79,15 @@ def stream_many(
     Args:
         model: Any HuggingFace causal LM.
         tokenizer: Its tokenizer.
-        prompts: The prompts.
+        prompts: The prompts, each as `generate` takes it: text, chat messages, token ids.
         rows: How many are decoded together, 1 to 1024; None decides: 16 on a CPU, 32 on a GPU. One after the other
             where nothing else is exact: where tokens are sampled, with processors, criteria or sources of drafts of
             your own, and with models that score no trees.
         config: How to draft; the defaults when None.
         generation_config: As for `model.generate`.
-        add_special_tokens: Whether the tokenizer adds its special tokens; False for text from a chat template.
+        add_special_tokens: Whether the tokenizer adds its special tokens to text; False for text that holds them.
+        truncate: What a prompt loses that leaves no room for its output, as for `generate`.
+        chat_template_kwargs: Further arguments of the chat template.
         cache_tokens: Tokens that the cache has room for, all rows together; 2048 a row on a CPU and 4096 on a GPU when
             None. A prompt waits until there is room for it and its output, and one that needs more than all of it is
             decoded alone.
@@ -93,8 +98,6 @@ def stream_many(
         PoolError: The pool of the configuration cannot be opened, or was made with another tokenizer.
         UnsupportedModelError: The model or the generation mode cannot be served.
     """
-    if isinstance(prompts, str):
-        raise ConfigError("prompts must be several strings, got one; lookahead.stream takes a single prompt")
     batching = Batching(
         model,
         tokenizer,
@@ -102,15 +105,17 @@ def stream_many(
         config=config,
         generation_config=generation_config,
         add_special_tokens=add_special_tokens,
+        truncate=truncate,
+        chat_template_kwargs=chat_template_kwargs,
         cache_tokens=cache_tokens,
         **generate_kwargs,
     )
-    return _stream(batching, iter(prompts))
+    return _stream(batching, iter(batching.separate(prompts)))
 
 
-def _stream(batching: Batching, prompts: Iterator[str]) -> Iterator[Completion]:
+def _stream(batching: Batching, prompts: Iterator[Prompt]) -> Iterator[Completion]:
     """Fill free rows and step until all is done."""
-    numbered: Iterator[tuple[int, str]] = enumerate(prompts)
+    numbered: Iterator[tuple[int, Prompt]] = enumerate(prompts)
     error: Exception | None = None
     is_open = True
     while True:
@@ -146,11 +151,23 @@ class Batching:
         config: LookaheadConfig | None = None,
         generation_config: GenerationConfig | None = None,
         add_special_tokens: bool = True,
+        truncate: Truncation | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         cache_tokens: int | None = None,
         **generate_kwargs: Any,
     ) -> None:
         self._config = config if config is not None else LookaheadConfig()
-        self._intake = Intake(model, tokenizer, self._config, generation_config, add_special_tokens, generate_kwargs)
+        self._intake = Intake(
+            model,
+            tokenizer,
+            self._config,
+            generation_config,
+            add_special_tokens,
+            generate_kwargs,
+            truncate,
+            chat_template_kwargs,
+        )
+        self.separate = self._intake.reader.separate
         kind = input_device(model).type
         self.rows = _checked("rows", rows, MOST_ROWS) or _ROWS.get(kind, _ROWS["cuda"])
         self._cache_tokens = _checked("cache_tokens", cache_tokens) or self.rows * _SLOTS.get(kind, _SLOTS["cuda"])
@@ -172,12 +189,12 @@ class Batching:
         """Whether nothing is left to do."""
         return not (self._failed or self._waiting or self._running)
 
-    def put(self, index: int, prompt: str, max_new_tokens: int | None = None) -> None:
+    def put(self, index: int, prompt: Prompt, max_new_tokens: int | None = None) -> None:
         """Take a prompt, to be decoded by the next steps.
 
         Args:
             index: What its completion will call it; no other prompt that is not done yet may be called so.
-            prompt: Its text.
+            prompt: As `generate` takes one.
             max_new_tokens: In place of the option of that name.
         """
         try:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
@@ -29,14 +28,14 @@ from lookahead.assembly import assemble
 from lookahead.config import LookaheadConfig
 from lookahead.engine import Engine
 from lookahead.errors import PromptError, UnsupportedModelError
-from lookahead.handover import adopt, hand_back, output_dict, padded_sequences
-from lookahead.pieces import PieceStreamer
+from lookahead.handover import adopt, output_dict, padded_sequences, return_cache
+from lookahead.pieces import TextStream, collect
 from lookahead.plain import PlainLoop
 from lookahead.pools.fingerprint import fingerprint_of
 from lookahead.pools.opening import open_pool
+from lookahead.prompts import Prompts, Truncation, pad_token_of, reader_of, within
 from lookahead.request import (
     call_of,
-    check_lengths,
     pad_prompts,
     prompt_lengths,
     refuse_inputs,
@@ -56,6 +55,7 @@ from lookahead.stats import DecodingStats, total
 from lookahead.stopping import FinishReason
 from lookahead.support import Support, support_of
 from lookahead.target import input_device
+from lookahead.validation import check_config, check_options, check_pair, context_limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +125,11 @@ def decode(
         lookahead_streamer.put(input_ids.cpu())
     if isinstance(engine, PlainLoop):
         return cast(Tensor | GenerateNonBeamOutput, engine.sample(streamer=lookahead_streamer))
-    outputs, _ = _collect(engine, lookahead_streamer, generation_config._pad_token_tensor)
+    outputs, _ = collect(engine, lookahead_streamer, generation_config._pad_token_tensor)
     sequences = padded_sequences(input_ids, outputs, generation_config)
     past = model_kwargs.get("past_key_values")
     past = past if isinstance(past, DynamicCache | EncoderDecoderCache) else None
-    if engine.kept and isinstance(past, DynamicCache):
-        rows = [engine.kept[row] for row in range(len(outputs))]
-        hand_back(past, rows, np.array([row.padding for row in engine.batch]), sequences.shape[1] - 1)
+    return_cache(engine, past)
     if not generation_config.return_dict_in_generate:
         return sequences
     has_encoder = model.config.is_encoder_decoder
@@ -147,9 +145,14 @@ def prepare(
     lookahead_config: LookaheadConfig | None = None,
     lookahead_tokenizer: PreTrainedTokenizerBase | None = None,
     inputs_tensor: Tensor | None = None,
+    lookahead_context: int | None = None,
     **model_kwargs: Any,
 ) -> Engine | PlainLoop:
-    """Check a call of `model.generate` and build what serves it; the arguments are those of `decode`."""
+    """Check a call of `model.generate` and build what serves it; the arguments are those of `decode`.
+
+    With a context of so many tokens a row ends where the model has read them all.
+    """
+    check_config("lookahead_config", lookahead_config)
     if model.config.is_encoder_decoder:
         arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config)
         options = (lookahead_config, lookahead_tokenizer, inputs_tensor, model_kwargs)
@@ -171,7 +174,8 @@ def prepare(
         causal_lm._sample, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
     )
     if stopping.max_length <= longest + 1:
-        return PlainLoop(sample, input_ids, lengths, stopping)  # a single token: there is nothing to draft
+        # A single token: there is nothing to draft.
+        return PlainLoop(sample, input_ids, lengths, stopping, lookahead_context)
     support = support_of(model, shortest=int(lengths.min()), max_length=stopping.max_length)
     complaint = _complaint(model, support, batch_size, config)
     if complaint and lookahead_config is not None and lookahead_config.proposers:
@@ -181,7 +185,7 @@ def prepare(
         complaint = "a batch with stopping criteria and no end-of-sequence token ends as one"
     if support.shape == "none" or complaint:
         warnings.warn(f"{complaint}; it is decoded plainly", stacklevel=2)
-        return PlainLoop(sample, input_ids, lengths, stopping)
+        return PlainLoop(sample, input_ids, lengths, stopping, lookahead_context)
     is_chain = support.shape == "chains"
     warp = warp_of(logits_processor) if generation_config.do_sample else None
     call = call_of(model, lookahead_tokenizer, batch_size, stopping, config, is_chain=is_chain, warp=warp)
@@ -193,10 +197,11 @@ def prepare(
         batch_size=batch_size,
         keep=bool(generation_config.output_scores or generation_config.output_logits),
     )
-    rows = [
-        Row.begin(i, ids, chooser, stopping, padding=longest - length, place=i, device=input_ids.device)
-        for i, (ids, length) in enumerate(zip(input_ids.cpu().numpy(), lengths.tolist(), strict=True))
-    ]
+    rows = []
+    for i, (ids, length) in enumerate(zip(input_ids.cpu().numpy(), lengths.tolist(), strict=True)):
+        padding = longest - length
+        rule = stopping if lookahead_context is None else stopping.within(padding + lookahead_context)
+        rows.append(Row.begin(i, ids, chooser, rule, padding=padding, place=i, device=input_ids.device))
     engine = assemble(
         model,
         config,
@@ -232,39 +237,60 @@ def _complaint(model: PreTrainedModel, support: Support, batch_size: int, config
 def generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: str | Sequence[str],
+    prompts: Prompts,
     *,
     config: LookaheadConfig | None = None,
     generation_config: GenerationConfig | None = None,
     seed: int | None = None,
     add_special_tokens: bool = True,
+    truncate: Truncation | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     compile: bool = False,
     **generate_kwargs: Any,
 ) -> GenerationResult:
-    """Generate from text, token for token what `model.generate` gives.
+    """Generate from text, chats or token ids, token for token what `model.generate` gives.
+
+    Text is continued as it stands. Chat messages are rendered by the tokenizer's chat template, as by
+    `tokenizer.apply_chat_template(messages, add_generation_prompt=True)`; an assistant's message at their end is
+    continued. An output ends where the model's context is full, with the reason `"length"`.
 
     Args:
         model: Any HuggingFace causal LM.
         tokenizer: Its tokenizer.
-        prompts: One prompt or several; several are decoded together.
+        prompts: One prompt or a list of them, decoded together. A prompt is a string, a list of messages
+            (`{"role": ..., "content": ...}`), or token ids: a list, a tensor or array `[tokens]`, or what the tokenizer
+            returns. Tensors and what the tokenizer returns may be `[batch, tokens]`; what its mask hides is left out.
         config: How to draft; the defaults when None.
         generation_config: As for `model.generate`.
         seed: Seeds torch's random numbers first, for reproducible sampling.
-        add_special_tokens: Whether the tokenizer adds its special tokens; False for text from a chat template.
+        add_special_tokens: Whether the tokenizer adds its special tokens to text; False for text that holds them.
+        truncate: What a prompt loses that leaves no room for `max_new_tokens` in the model's context: `"left"`, its
+            beginning, or `"right"`, its end. A chat loses its oldest turns first. None refuses a prompt that is longer
+            than the context.
+        chat_template_kwargs: Further arguments of the chat template, such as `tools` or `enable_thinking`.
         compile: Whether to compile the model's passes, as by `LookaheadConfig(compile=True)`.
-        **generate_kwargs: Options of `model.generate`, such as `max_new_tokens`, `do_sample` or `temperature`.
+        **generate_kwargs: Options of `model.generate`, such as `max_new_tokens`, `do_sample` or `temperature`. A
+            `DynamicCache` as `past_key_values` is continued from, and grows in place.
 
     Raises:
+        ConfigError: An argument has the wrong type, or is out of its range.
         PoolError: The pool of the configuration cannot be opened, or was made with another tokenizer.
         PromptError: A prompt has no tokens, or there is no room for a new one.
         UnsupportedModelError: The generation mode cannot be served.
     """
+    check_pair(model, tokenizer)
+    refuse_model(model)
+    check_options(model, config, generation_config, generate_kwargs, seed)
     config = replace(config or LookaheadConfig(), compile=True) if compile else config
-    batch = [prompts] if isinstance(prompts, str) else list(prompts)
-    if not batch:
+    reader = reader_of(
+        model, tokenizer, generation_config, add_special_tokens, truncate, chat_template_kwargs, generate_kwargs
+    )
+    encoded = [reader.read(prompt, i) for i, prompt in enumerate(reader.separate(prompts))]
+    if not encoded:
         return GenerationResult([], [], DecodingStats(), [], [])
-    engine = prepare_text(model, tokenizer, batch, config, generation_config, seed, add_special_tokens, generate_kwargs)
-    token_ids, reasons = _collect(engine)
+    engine = prepare_ids(model, tokenizer, encoded, config, generation_config, seed, generate_kwargs)
+    token_ids, reasons = collect(engine)
+    return_cache(engine, generate_kwargs.get("past_key_values"))
     texts = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in token_ids]
     return GenerationResult(texts, token_ids, total(engine.stats), engine.stats, reasons)
 
@@ -272,35 +298,38 @@ def generate(
 def stream(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompt: str,
+    prompt: Prompts,
     *,
     config: LookaheadConfig | None = None,
     generation_config: GenerationConfig | None = None,
     seed: int | None = None,
     add_special_tokens: bool = True,
+    truncate: Truncation | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     compile: bool = False,
     **generate_kwargs: Any,
-) -> Iterator[str]:
+) -> TextStream:
     """Generate from one prompt, yielding text as soon as its tokens are verified.
 
-    The arguments are those of `generate`. They are checked at once, before the first piece is asked for.
+    The arguments are those of `generate`, for one prompt. They are checked at once, before the first piece is asked
+    for.
+
+    Returns:
+        An iterator over the pieces of the text, which tells its `token_ids`, `stats` and `finish_reason`.
     """
+    check_pair(model, tokenizer)
+    refuse_model(model)
+    check_options(model, config, generation_config, generate_kwargs, seed)
     config = replace(config or LookaheadConfig(), compile=True) if compile else config
-    engine = prepare_text(
-        model, tokenizer, [prompt], config, generation_config, seed, add_special_tokens, generate_kwargs
+    reader = reader_of(
+        model, tokenizer, generation_config, add_special_tokens, truncate, chat_template_kwargs, generate_kwargs
     )
-    return _pieces(engine, tokenizer)
-
-
-def _pieces(engine: Engine | PlainLoop, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Turn the emissions of a one-row engine into text, whole words at a time."""
-    streamer: Any = PieceStreamer(tokenizer, skip_special_tokens=True)
-    for emissions in engine.run():
-        for emission in emissions:
-            streamer.put(torch.from_numpy(emission.tokens))
-            yield from streamer.take()
-    streamer.end()
-    yield from streamer.take()
+    prompts = list(reader.separate(prompt))
+    if len(prompts) != 1:
+        raise PromptError(f"stream takes one prompt, got {len(prompts)}; lookahead.stream_many takes several")
+    encoded = [reader.read(prompts[0], 0)]
+    engine = prepare_ids(model, tokenizer, encoded, config, generation_config, seed, generate_kwargs)
+    return TextStream(engine, tokenizer, partial(return_cache, engine, generate_kwargs.get("past_key_values")))
 
 
 def prepare_text(
@@ -315,17 +344,32 @@ def prepare_text(
 ) -> Engine | PlainLoop:
     """Tokenize, pad, and let `model.generate` resolve its options into an engine."""
     refuse_model(model)
-    check_lengths(generate_kwargs)
+    check_options(model, config, generation_config, generate_kwargs, seed)
+    reader = reader_of(model, tokenizer, generation_config, add_special_tokens, None, None, generate_kwargs)
+    encoded = [reader.read(prompt, i) for i, prompt in enumerate(prompts)]
+    return prepare_ids(model, tokenizer, encoded, config, generation_config, seed, generate_kwargs)
+
+
+def prepare_ids(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    encoded: Sequence[list[int]],
+    config: LookaheadConfig | None,
+    generation_config: GenerationConfig | None,
+    seed: int | None,
+    generate_kwargs: dict[str, Any],
+) -> Engine | PlainLoop:
+    """Pad prompts, and let `model.generate` resolve its options into an engine."""
     if config is not None and config.pool is not None:
         open_pool(os.fspath(config.pool), fingerprint=fingerprint_of(tokenizer))
-    encoded = [tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"] for prompt in prompts]
-    for i, ids in enumerate(encoded):
-        if not ids:
-            raise PromptError(f"prompt {i} has no tokens: {prompts[i]!r}; a prompt needs at least one")
     refuse_inputs(model, encoded)
     pad = pad_token_of(tokenizer)
     padded, mask = pad_prompts(encoded, pad, on_the_right=model.config.is_encoder_decoder)
     longest = 1 if model.config.is_encoder_decoder else len(padded[0])
+    context = None if model.config.is_encoder_decoder else context_limit(model)
+    if context is not None:
+        room = context + 1 - min(map(len, encoded))
+        generate_kwargs = within(room, longest, model, generation_config, generate_kwargs)
     limit = generate_kwargs.get("max_length") if generate_kwargs.get("max_new_tokens") is None else None
     if limit is not None and limit <= longest:
         raise PromptError(f"max_length must be more than the longest prompt, {longest} tokens, got {limit}")
@@ -343,39 +387,7 @@ def prepare_text(
         custom_generate=prepare,
         lookahead_config=config,
         lookahead_tokenizer=tokenizer,
+        lookahead_context=context,
         **generate_kwargs,
     )
     return engine
-
-
-def pad_token_of(tokenizer: PreTrainedTokenizerBase) -> int:
-    """A token to fill rows with; masks hide it, so that any will do."""
-    pad: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
-    return pad
-
-
-def _collect(
-    engine: Engine | PlainLoop, streamer: Any = None, pad: Tensor | None = None
-) -> tuple[list[list[int]], list[FinishReason]]:
-    """Run to the end; the new tokens of every row and why it ended.
-
-    A streamer is shown them a column at a time, as transformers does.
-    """
-    outputs: list[list[int]] = [[] for _ in engine.stats]
-    reasons: list[FinishReason] = ["length" for _ in engine.stats]
-    running = set(range(len(outputs)))
-    shown = 0
-    with engine.serving():
-        for emissions in engine.run():
-            for emission in emissions:
-                outputs[emission.row].extend(emission.tokens.tolist())
-                if emission.finish_reason is not None:
-                    reasons[emission.row] = emission.finish_reason
-                    running.discard(emission.row)
-            whole = min(map(len, (outputs[row] for row in running))) if running else max(map(len, outputs))
-            for step in range(shown, whole if streamer is not None else shown):
-                streamer.put(torch.tensor([row[step] if step < len(row) else int(pad or 0) for row in outputs]))
-            shown = whole
-    if streamer is not None:
-        streamer.end()
-    return outputs, reasons

@@ -12,6 +12,7 @@ from transformers import Cache, DynamicCache, GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from lookahead.cache import RowStates, TreeCache
+from lookahead.engine import Engine
 from lookahead.sampling import TokenChooser
 
 
@@ -55,6 +56,17 @@ def hand_back(past: DynamicCache, rows: list[list[RowStates]], padding: NDArray[
                 filled[row, :, at : at + states.shape[1] - first] = states[:, first:]
             new.append(filled)
         past.update(new[0], new[1], index)
+
+
+def return_cache(engine: object, past: object) -> None:
+    """Let a cache that was passed in hold what a finished engine read and wrote, all but the last token of a row.
+
+    A loop of transformers has filled it already.
+    """
+    if isinstance(engine, Engine) and engine.kept and isinstance(past, DynamicCache):
+        rows = [engine.kept[row.index] for row in engine.batch]
+        padding = np.array([row.padding for row in engine.batch])
+        hand_back(past, rows, padding, max(row.length for row in engine.batch) - 1)
 
 
 def padded_sequences(input_ids: Tensor, outputs: list[list[int]], config: GenerationConfig) -> Tensor:

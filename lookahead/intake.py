@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,12 +21,11 @@ from transformers import (
 
 from lookahead.config import LookaheadConfig
 from lookahead.errors import PromptError
-from lookahead.generation import GenerationResult, generate, pad_token_of
+from lookahead.generation import GenerationResult, generate
 from lookahead.pools.fingerprint import fingerprint_of
 from lookahead.pools.opening import open_pool
+from lookahead.prompts import Prompt, Truncation, pad_token_of, reader_of
 from lookahead.request import (
-    check_lengths,
-    refuse_long_prompts,
     refuse_model,
     refuse_strangers,
     refuse_unsupported,
@@ -39,6 +38,7 @@ from lookahead.sampling import TokenChooser
 from lookahead.stopping import StoppingRule
 from lookahead.support import prefills_at_once, support_of
 from lookahead.target import input_device
+from lookahead.validation import check_options, check_pair, context_limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,14 @@ class Request:
 
     Attributes:
         index: What it is called.
-        prompt: Its text.
+        ids: Its token ids.
         max_new_tokens: Most tokens to continue it by, where that was asked for it alone.
         row: Its row; None where it is to be decoded alone.
         slots: Slots of the cache that the row may come to need.
     """
 
     index: int
-    prompt: str
+    ids: list[int]
     max_new_tokens: int | None
     row: Row | None = None
     slots: int = 0
@@ -80,8 +80,13 @@ class Intake:
         tokenizer: Its tokenizer.
         config: How to draft.
         generation_config: As for `model.generate`.
-        add_special_tokens: Whether the tokenizer adds its special tokens.
+        add_special_tokens: Whether the tokenizer adds its special tokens to text.
         options: Those of `model.generate`.
+        truncate: What a prompt loses that is too long.
+        chat_template_kwargs: Further arguments of the chat template.
+
+    Attributes:
+        reader: Reads the prompts.
 
     Raises:
         ConfigError: An option is out of its range.
@@ -97,13 +102,19 @@ class Intake:
         generation_config: GenerationConfig | None,
         add_special_tokens: bool,
         options: dict[str, Any],
+        truncate: Truncation | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
+        check_pair(model, tokenizer, stacklevel=6)
         refuse_model(model)
-        check_lengths(options)
+        check_options(model, config, generation_config, options)
         if config.pool is not None:
             open_pool(os.fspath(config.pool), fingerprint=fingerprint_of(tokenizer))
         self._model, self._tokenizer, self._config = model, tokenizer, config
-        self._special = add_special_tokens
+        self._context = context_limit(model)
+        self.reader = reader_of(
+            model, tokenizer, generation_config, add_special_tokens, truncate, chat_template_kwargs, options
+        )
         self._given = generation_config, options
         own = any(options.get(name) for name in ("logits_processor", "stopping_criteria"))
         own = own or not all(isinstance(each, str) for each in config.proposers)
@@ -115,30 +126,27 @@ class Intake:
         self._settings = serve_stop_strings(model, tokenizer, generation_config, options)
         self._simple: dict[int, NDArray[np.int32]] = {}  # end-of-sequence tokens, where all else is the argmax
 
-    def take(self, index: int, prompt: str, max_new_tokens: int | None) -> Request:
+    def take(self, index: int, prompt: Prompt, max_new_tokens: int | None) -> Request:
         """Read a prompt.
 
         Raises:
             PromptError: It cannot be continued.
             UnsupportedModelError: What is asked for cannot be served, whatever the prompt.
         """
-        if not isinstance(prompt, str):
-            raise PromptError(f"prompt {index} must be a string, got {type(prompt).__name__}")
-        ids: list[int] = self._tokenizer(prompt, add_special_tokens=self._special, verbose=False)["input_ids"]
-        if not ids:
-            raise PromptError(f"prompt {index} has no tokens: {prompt!r}; a prompt needs at least one")
+        ids = self.reader.read(prompt, index)
         refuse_strangers(np.array(ids), index, vocabulary_size(self._model))
-        refuse_long_prompts(self._model, np.array([len(ids)]), first=index)
         options = self._with_limit(self._settings[1], max_new_tokens)
         self._refuse_limit(index, len(ids), options)
         if not self._alone:
             terms = self._terms(ids, options)
+            if self._context is not None:
+                terms = replace(terms, stopping=terms.stopping.within(self._context))
             most = terms.stopping.max_length
             if not terms.do_sample and support_of(self._model, shortest=len(ids), max_length=most).shape == "trees":
                 chooser = TokenChooser(terms.processors, do_sample=False, batch_size=1)
                 row = Row.begin(index, ids, chooser, terms.stopping, device=input_device(self._model))
-                return Request(index, prompt, max_new_tokens, row, most + self._config.node_budget + 1)
-        return Request(index, prompt, max_new_tokens)
+                return Request(index, ids, max_new_tokens, row, most + self._config.node_budget + 1)
+        return Request(index, ids, max_new_tokens)
 
     def decode_alone(self, request: Request) -> GenerationResult:
         """Decode one prompt by itself."""
@@ -146,10 +154,9 @@ class Intake:
         return generate(
             self._model,
             self._tokenizer,
-            request.prompt,
+            request.ids,
             config=self._config,
             generation_config=generation_config,
-            add_special_tokens=self._special,
             **self._with_limit(options, request.max_new_tokens),
         )
 

@@ -25,10 +25,11 @@ from transformers import (
 from transformers.generation.configuration_utils import GenerationMode
 
 from lookahead.config import LookaheadConfig
-from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
+from lookahead.errors import PromptError, UnsupportedModelError
 from lookahead.proposers.base import Call
 from lookahead.stopping import FinishReason, StoppingRule
 from lookahead.target import input_device, position_limit
+from lookahead.validation import check_model
 
 # What `model.generate` passes along that an engine with its own cache and positions has no use for.
 _IGNORED = frozenset(
@@ -55,6 +56,7 @@ def refuse_encoder_decoder(model: PreTrainedModel, purpose: str) -> None:
 
 def refuse_model(model: PreTrainedModel) -> None:
     """Say what cannot be served whatever is asked of it."""
+    check_model(model)
     name, config = type(model).__name__, model.config
     if not model.can_generate():
         raise UnsupportedModelError(
@@ -211,14 +213,11 @@ def stopping_rule(criteria: StoppingCriteriaList, batch_size: int) -> StoppingRu
     return StoppingRule(max_length=min(limits), eos_tokens=np.array(eos, np.int32), custom=custom)
 
 
-def refuse_long_prompts(model: PreTrainedModel, lengths: NDArray[np.int64], first: int = 0) -> None:
-    """Say that a prompt outgrows the model's table of positions; on a GPU the model would bring the process down.
-
-    `first` is the number of the first prompt, for the message.
-    """
+def refuse_long_prompts(model: PreTrainedModel, lengths: NDArray[np.int64]) -> None:
+    """Say that a prompt outgrows the model's table of positions; on a GPU the model would bring the process down."""
     limit, longest = position_limit(model), int(lengths.max())
     if limit is not None and longest > limit:
-        number = first + int(lengths.argmax())
+        number = int(lengths.argmax())
         raise PromptError(f"prompt {number} has {longest} tokens and the model positions for {limit}; shorten it")
 
 
@@ -277,13 +276,3 @@ def serve_stop_strings(
         generation_config.stop_strings = None
     kept = {name: value for name, value in generate_kwargs.items() if name != "stop_strings"}
     return generation_config, {**kept, "stopping_criteria": criteria}
-
-
-def check_lengths(generate_kwargs: dict[str, Any]) -> None:
-    """Refuse a limit that leaves no room for a token, and a streamer, which no one would feed."""
-    if generate_kwargs.get("streamer") is not None:
-        raise ConfigError("streamer is not taken here; use stream, or model.generate under lookahead.enable")
-    for name in ("max_new_tokens", "max_length"):
-        value = generate_kwargs.get(name)
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")

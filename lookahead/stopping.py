@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
@@ -35,6 +35,10 @@ class StoppingRule:
     def is_only_length(self) -> bool:
         """Whether nothing ends a row before `max_length`."""
         return not self.custom and not self.eos_tokens.size
+
+    def within(self, context: int) -> StoppingRule:
+        """The rule with an end where a model has read as many ids as its context holds; one more follows from them."""
+        return replace(self, max_length=min(self.max_length, context + 1))
 
     def finish_reason(self, row: int, ids: Tensor, scores: Sequence[Tensor] = ()) -> FinishReason | None:
         """Why a row whose ids, int64 `[1, tokens]`, end with its newest token ends there; None if it does not."""

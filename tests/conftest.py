@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,19 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
     )
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer(tiny_tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """The tiny tokenizer with a chat template, which takes roles in turn and adds a beginning of its own."""
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.chat_template = (
+        "<bos>{% for m in messages %}"
+        "{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+        "<a>{{ m.role[0] }}{{ m.content }}<b>"
+        "{% endfor %}{% if add_generation_prompt %}<a>a{% endif %}{{ mood }}"
+    )
+    return tokenizer
 
 
 @pytest.fixture(scope="session")

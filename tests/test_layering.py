@@ -26,7 +26,7 @@ FLOORS = (
     {"proposers.base", "pools", "scores", "progress"},
     {"config"},
     {"drafting", "cost", "switch", "sampling", "stopping", "verify", "stats", "rejection", "typical"},
-    {"ledger", "costfile"},
+    {"ledger", "costfile", "validation"},
     {"branch"},
     {"pacing"},
     {"proposers"},
@@ -41,10 +41,11 @@ FLOORS = (
     {"calibration", "proposers.draft_model", "proposers.model_proposer"},
     {"rows"},
     {"engine"},
-    {"plain", "handover", "pieces", "experience"},
+    {"plain", "handover", "experience", "prompts"},
+    {"pieces"},
     {"assembly", "seq2seq"},
     {"generation"},
-    {"costs", "intake"},
+    {"costs", "intake", "conversation"},
     {"batching"},
     {"explain"},
     {"enabling", "contest"},
@@ -55,13 +56,14 @@ FLOORS = (
     {"explain.drawing"},
     {"cli_measure", "cli_draft", "cli_train", "cli_report"},
     {"cli_options", "cli_jobs"},
-    {"cli_summarize"},
+    {"cli_summarize", "cli_chat"},
     {"lookahead", "cli_pool"},  # lookahead/__init__.py, the public names; the commands on pools
     {"cli"},
 )
 MODEL_BACKED_PROPOSERS = frozenset({"proposers.draft_model", "proposers.model_proposer"})
 KNOW_TRANSFORMERS = {
     *("cache", "attention", "target", "sampling", "support", "request", "handover", "pieces", "experience"),
+    *("prompts", "validation", "conversation"),
     *(
         "assembly",
         "batching",
@@ -94,6 +96,7 @@ KNOW_THE_TERMINAL = {
         "cli_summarize",
         "cli_report",
         "cli_jobs",
+        "cli_chat",
     ),
     *("explain.drawing", "terminal", "training"),
 }
