@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import io
 import sys
+from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lookahead import cli_draft, cli_measure, cli_report, cli_summarize, cli_train
+from lookahead import cli_chat, cli_draft, cli_measure, cli_report, cli_summarize, cli_train
 from lookahead.cli_measure import Window
 from lookahead.cli_options import (
     Compile,
@@ -25,14 +26,21 @@ from lookahead.cli_options import (
     Model,
     NgramSize,
     Proposers,
+    Seed,
+    System,
+    Temperature,
     Threads,
+    TopK,
+    TopP,
     TrainedHeads,
     drafting_config,
+    sampling_options,
 )
 from lookahead.cli_pool import pool_app
+from lookahead.errors import ConfigError
 from lookahead.jobs import report
 from lookahead.locating import DEFAULT_MODEL
-from lookahead.terminal import console, load, table, usage_errors
+from lookahead.terminal import console, harmless, load, say, table, usage_errors
 
 if TYPE_CHECKING:
     from lookahead.loading import LoadedModel
@@ -46,18 +54,25 @@ app = typer.Typer(
 app.add_typer(pool_app, name="pool")
 
 app.command()(cli_summarize.summarize)
+app.command()(cli_chat.chat)
 app.command()(cli_measure.calibrate)
 app.command()(cli_measure.explain)
 app.command()(cli_draft.pick_draft)
 app.command()(cli_train.train)
 app.command()(cli_report.report)
 
-Prompt = Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue, or - for stdin.")]
-Temperature = Annotated[float | None, typer.Option(min=0.0, help="Sample at this temperature; 0 takes the likeliest.")]
-TopK = Annotated[int | None, typer.Option(min=1, help="Sample from the k likeliest tokens.")]
-TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens of this mass.")]
-Seed = Annotated[int | None, typer.Option(help="The same seed samples the same text.")]
-Stats = Annotated[bool, typer.Option("--stats", help="Show what decoding did, on stderr; the text comes at the end.")]
+
+class Side(str, Enum):
+    """Which end of a prompt is left out."""
+
+    left = "left"
+    right = "right"
+
+
+Prompt = Annotated[str, typer.Argument(metavar="PROMPT", help="A question or a text to continue, or - for stdin.")]
+Raw = Annotated[bool, typer.Option("--raw", help="Continue the text as it stands, without the chat template.")]
+Truncate = Annotated[Side | None, typer.Option(help="What a prompt longer than the model's context loses.")]
+Stats = Annotated[bool, typer.Option("--stats", help="Show what decoding did, on stderr.")]
 Draft = Annotated[str | None, typer.Option("--draft-model", metavar="MODEL", help="Draft with this model too.")]
 Pool = Annotated[str | None, typer.Option(metavar="FILE", help="Draft from this too, made by 'lookahead pool build'.")]
 Acceptance = Annotated[
@@ -98,6 +113,9 @@ def generate(
     prompt: Prompt,
     model: Model = DEFAULT_MODEL,
     max_new_tokens: MaxNewTokens = 128,
+    raw: Raw = False,
+    system: System = None,
+    truncate: Truncate = None,
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
@@ -118,10 +136,15 @@ def generate(
     compile: Compile = False,
     cuda_graphs: Graphs = False,
 ) -> None:
-    """Continue a prompt, token for token as transformers does.
+    """Answer a prompt or continue it, token for token as transformers does.
+
+    Where the tokenizer has a chat template, the prompt is a user's message to the
+    model; with --raw, and for other models, it is text to continue.
 
     For example:
 
+      lookahead generate "What is the capital of France?"
+      lookahead generate - --system "Translate into French." < letter.txt
       lookahead generate "Once upon a time" --model ./my-model
       lookahead generate "Once upon a time" --temperature 0.8 --seed 7 --stats
       lookahead generate - --max-new-tokens 64 < prompt.txt
@@ -129,44 +152,50 @@ def generate(
       lookahead generate "Dear Sir" --proposers none --heads ./heads --stats
     """
     from lookahead.files.documents import read_prompt
-    from lookahead.summarize.fitting import check_max_new_tokens, check_room
+    from lookahead.summarize.fitting import check_max_new_tokens
 
     with usage_errors():
         check_max_new_tokens(max_new_tokens)
+        if raw and system is not None:
+            raise ConfigError("--system is part of the chat template, which --raw leaves out")
         config = drafting_config(
             proposers, pool, heads, max_nodes, window, ngram_size, guesses, compile, cuda_graphs, acceptance
         )
         text = read_prompt(prompt)
         loaded = load(model, dtype, device, threads)
-        check_room(*loaded, text, max_new_tokens)
         if draft_model is not None:
             config = cli_draft.with_draft_model(config, draft_model, dtype, device, threads)
-        chosen = {"temperature": temperature or None, "top_k": top_k, "top_p": top_p}
-        sampling = {name: value for name, value in chosen.items() if value is not None and temperature != 0}
         _generate(
             loaded,
             text,
+            system=None if raw else system,
+            is_raw=raw,
             with_stats=stats,
             config=config,
             seed=seed,
             max_new_tokens=max_new_tokens,
-            do_sample=bool(sampling),
-            **sampling,
+            truncate=truncate.value if truncate is not None else None,
+            **sampling_options(temperature, top_k, top_p),
         )
 
 
-def _generate(loaded: LoadedModel, prompt: str, *, with_stats: bool, **options: Any) -> None:
-    """Write the continuation of one prompt to stdout: as it comes, or at once with stats on stderr."""
-    from lookahead import generation
+def _generate(
+    loaded: LoadedModel, text: str, *, system: str | None, is_raw: bool, with_stats: bool, **options: Any
+) -> None:
+    """Write what a prompt is answered or continued with to stdout as it comes, and stats to stderr."""
+    from lookahead.generation import stream
+    from lookahead.prompts import as_chat
 
-    if not with_stats:
-        for piece in generation.stream(*loaded, prompt, **options):
-            print(piece, end="", flush=True)
-        print()
-        return
-    result = generation.generate(*loaded, prompt, **options)
-    print(result.texts[0], flush=True)
-    console(sys.stderr).print(table(("", ""), report.stats_rows(result.stats)))
+    pieces = stream(*loaded, text if is_raw else as_chat(loaded.tokenizer, text, system), **options)
+    with pieces.serving():
+        for piece in pieces:
+            print(harmless(piece), end="", flush=True)
+    print(flush=True)
+    if pieces.finish_reason == "length" and len(pieces.token_ids) < options["max_new_tokens"]:
+        say("note", f"the model's context is full after {len(pieces.token_ids)} new tokens")
+    if with_stats:
+        rows = [*report.stats_rows(pieces.stats), ("finish_reason", str(pieces.finish_reason))]
+        console(sys.stderr).print(table(("", ""), rows))
 
 
 if __name__ == "__main__":

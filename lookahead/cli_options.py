@@ -24,6 +24,11 @@ TrainedHeads = Annotated[
 MaxNodes = Annotated[int | None, typer.Option(help="Most draft tokens a step verifies. (default: by the proposers)")]
 NgramSize = Annotated[int | None, typer.Option(help="N, length of its n-grams. (default: 5, or as suits auto)")]
 Guesses = Annotated[int | None, typer.Option(help="G, most of them a step verifies. (default: 7, or as suits auto)")]
+Temperature = Annotated[float | None, typer.Option(min=0.0, help="Sample at this temperature; 0 takes the likeliest.")]
+TopK = Annotated[int | None, typer.Option(min=1, help="Sample from the k likeliest tokens.")]
+TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens of this mass.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed samples the same text.")]
+System = Annotated[str | None, typer.Option(metavar="TEXT", help="What the system's message tells a chat model.")]
 MaxDocument = Annotated[
     float, typer.Option("--max-document-mb", min=0.001, max=1_000_000, help="Longest document, in megabytes.")
 ]
@@ -63,6 +68,13 @@ def drafting_config(
         compile=compile, cuda_graphs=cuda_graphs, acceptance=cast(Any, acceptance),
     )  # fmt: skip
     return None if config == LookaheadConfig() else config
+
+
+def sampling_options(temperature: float | None, top_k: int | None, top_p: float | None) -> dict[str, Any]:
+    """The options of `model.generate` for these; greedy where none is given, or the temperature is 0."""
+    chosen = {"temperature": temperature or None, "top_k": top_k, "top_p": top_p}
+    sampling = {name: value for name, value in chosen.items() if value is not None and temperature != 0}
+    return {"do_sample": bool(sampling), **sampling}
 
 
 def split_pool(pool: str | None, proposers: str) -> tuple[str | None, Path | None]:

@@ -68,7 +68,7 @@ class GenerationResult:
         stats: All rows added up.
         row_stats: One per prompt.
         finish_reasons: Why each output ended: `"stop"` by an end-of-sequence token or a stop string, `"length"` by
-            `max_new_tokens` or `max_length`, `"criteria"` by another stopping criterion.
+            `max_new_tokens`, `max_length` or a full context, `"criteria"` by another stopping criterion.
     """
 
     texts: list[str]

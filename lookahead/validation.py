@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections.abc import Mapping
+from functools import cache
 from numbers import Integral, Real
 from os import PathLike, fspath
 from typing import Any
@@ -68,10 +69,12 @@ def _described(value: object, names: str) -> str:
 def _warn_of_a_foreign_tokenizer(model: Any, tokenizer: PreTrainedTokenizerBase, stacklevel: int) -> None:
     """Compare sizes of vocabularies and special tokens, once for every pair."""
     seen = _compared.setdefault(model, WeakSet())
-    if tokenizer in seen:
+    if tokenizer in seen or not model.can_generate():
         return
     seen.add(tokenizer)
-    known = getattr(model.get_input_embeddings(), "num_embeddings", model.config.get_text_config().vocab_size)
+    known = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if known is None:
+        return
     differences = []
     if not _LEAST_SHARE * known <= len(tokenizer) <= known:
         differences.append(f"{len(tokenizer):,} tokens against embeddings for {known:,}")
@@ -154,9 +157,15 @@ def _check_ranges(options: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name} must be a number {span}, got {value!r}")
 
 
+@cache
+def _known_options() -> frozenset[str]:
+    """Names of the options of `model.generate`."""
+    return frozenset(vars(GenerationConfig()))
+
+
 def _refuse_misspelt(model: PreTrainedModel, name: str) -> None:
     """Refuse an option that is none, where another one was meant; transformers refuses the others."""
-    known = vars(GenerationConfig())
+    known = _known_options()
     if name in known or hasattr(model.generation_config, name):
         return
     meant = _ALIASES.get(name) or next(iter(difflib.get_close_matches(name, known, 1, 0.8)), None)

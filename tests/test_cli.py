@@ -367,11 +367,9 @@ def test_stats_go_to_stderr(generate):
         (["Once", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, got 0"),
         (["Once", "--model", "./gone"], "model './gone' does not exist"),
         (["Once", "--window", "0"], "window must be auto or a whole number"),
-        (
-            ["x" * 500],
-            "the prompt has 500 tokens of the 512 that the model's context holds: max_new_tokens must be at most 12",
-        ),
-        (["x" * 512], "there is no room for a new one"),
+        (["x" * 513], "prompt 0 has 513 tokens and the model positions for 512; shorten it"),
+        (["Once", "--system", "Be brief."], "the tokenizer has no chat template"),
+        (["Once", "--raw", "--system", "Be brief."], "--system is part of the chat template, which --raw leaves out"),
     ],
     ids=lambda value: " ".join(value)[:20] if isinstance(value, list) else "",
 )

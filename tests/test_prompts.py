@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import lookahead
 from lookahead.errors import ConfigError, PromptError
 from lookahead.prompts import PromptReader
+from lookahead.support import Support
 from lookahead.validation import context_limit
 
 GREEDY = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
@@ -148,6 +149,16 @@ def test_an_output_ends_where_the_context_is_full_and_says_so(small, tiny_tokeni
     assert lookahead.generate(small, tiny_tokenizer, texts[0], max_length=500).token_ids[0] == expected[0][:7]
     done = {each.index: each.token_ids for each in lookahead.stream_many(small, tiny_tokenizer, texts, **options)}
     assert [done[0], done[1]] == result.token_ids
+
+
+@pytest.mark.filterwarnings("ignore:LlamaForCausalLM cannot be decoded speculatively")
+def test_an_output_that_transformers_decodes_ends_there_as_well(small, tiny_tokenizer, monkeypatch):
+    texts, options = ["ab" * 17, "abc"], {**GREEDY, "max_new_tokens": 30}
+    expected = lookahead.generate(small, tiny_tokenizer, texts, **options)
+    monkeypatch.setattr("lookahead.generation.support_of", lambda *_, **__: Support("none", "it is told so"))
+    result = lookahead.generate(small, tiny_tokenizer, texts, **options)
+    assert result.token_ids == expected.token_ids
+    assert result.finish_reasons == ["length", "length"]
 
 
 def test_the_drop_in_goes_past_the_context_as_generate_does(small, tiny_tokenizer):

@@ -1,0 +1,250 @@
+"""`lookahead chat` and the conversation behind it, and chat templates in `lookahead generate`."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import lookahead
+from lookahead import cli_chat
+from lookahead.cli import app
+from lookahead.conversation import Conversation
+from lookahead.errors import PromptError
+from lookahead.target import Target
+
+GREEDY = {"do_sample": False, "pad_token_id": 0}
+
+
+@pytest.fixture
+def chat_folder(tmp_path, tiny_llama, chat_tokenizer):
+    """A tiny model with a chat template, saved as any other."""
+    tiny_llama.save_pretrained(tmp_path / "chatty")
+    chat_tokenizer.save_pretrained(tmp_path / "chatty")
+    return tmp_path / "chatty"
+
+
+@pytest.fixture
+def run(cli_folder, chat_folder):
+    """Runs a command with that model."""
+
+    def invoke(command, *arguments, input=None):
+        options = ["--model", str(chat_folder), "--max-new-tokens", "12"]
+        return CliRunner().invoke(app, [command, *options, *arguments], input=input)
+
+    return invoke
+
+
+def answers(model, tokenizer, *questions, system=None, **options):
+    """What every question of a chat is answered, each asked anew with all that was said before."""
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    said = []
+    for question in questions:
+        messages.append({"role": "user", "content": question})
+        text = lookahead.generate(model, tokenizer, messages, **{**GREEDY, "max_new_tokens": 12, **options}).texts[0]
+        messages.append({"role": "assistant", "content": text})
+        said.append(text)
+    return said
+
+
+# The conversation
+
+
+def test_every_answer_is_that_of_the_whole_history(tiny_llama, chat_tokenizer):
+    conversation = Conversation(tiny_llama, chat_tokenizer, system="so", max_new_tokens=12, **GREEDY)
+    questions = ["abab", "what?", "and xyz"]
+    got = ["".join(conversation.ask(question)) for question in questions]
+    assert got == answers(tiny_llama, chat_tokenizer, *questions, system="so")
+    assert [message["role"] for message in conversation.messages] == ["system", *["user", "assistant"] * 3]
+
+
+def test_what_was_read_is_not_read_again(tiny_llama, chat_tokenizer, monkeypatch):
+    read: list[int] = []
+    plain = Target.prefill
+
+    def counting(self, prompts, *rest):
+        held = int(self.cache.slots.lengths[0])
+        read.append(sum(map(len, prompts)) - held)
+        return plain(self, prompts, *rest)
+
+    monkeypatch.setattr(Target, "prefill", counting)
+    conversation = Conversation(tiny_llama, chat_tokenizer, system="x" * 100, max_new_tokens=12, **GREEDY)
+    for question in ("abab", "what?"):
+        "".join(conversation.ask(question))
+    assert read[0] > 100
+    assert read[1] < 40
+
+
+def test_an_answer_that_is_stopped_stays_as_far_as_it_was_said(tiny_llama, chat_tokenizer):
+    conversation = Conversation(tiny_llama, chat_tokenizer, max_new_tokens=40, **GREEDY)
+    "".join(conversation.ask("abab"))
+    pieces = conversation.ask("what?")
+    begun = next(pieces)
+    pieces.close()
+    assert conversation.messages[-1] == {"role": "assistant", "content": begun}
+    options = {**GREEDY, "max_new_tokens": 40}
+    whole = lookahead.generate(tiny_llama, chat_tokenizer, conversation.messages[:-1], **options).texts[0]
+    assert whole.startswith(begun)
+    assert len(begun) < len(whole)
+    history = [*conversation.messages, {"role": "user", "content": "go on"}]
+    expected = lookahead.generate(tiny_llama, chat_tokenizer, history, **options).texts[0]
+    assert "".join(conversation.ask("go on")) == expected
+
+
+def test_a_full_context_loses_the_oldest_turns_and_never_the_system(tiny_llama, chat_tokenizer):
+    conversation = Conversation(tiny_llama, chat_tokenizer, system="so", max_new_tokens=12, **GREEDY)
+    dropped = []
+    for turn in range(6):
+        "".join(conversation.ask(f"{turn}" * 120))
+        dropped.append(conversation.dropped)
+        assert conversation.messages[0]["content"] == "so"
+        assert conversation.messages[-2]["content"] == f"{turn}" * 120
+    assert dropped[0] == 0
+    assert set(dropped[1:]) >= {2}
+    conversation.reset()
+    assert [message["role"] for message in conversation.messages] == ["system"]
+    assert ["".join(conversation.ask("abab"))] == answers(tiny_llama, chat_tokenizer, "abab", system="so")
+
+
+def test_a_message_longer_than_the_context_is_refused_and_forgotten(tiny_llama, chat_tokenizer):
+    conversation = Conversation(tiny_llama, chat_tokenizer, max_new_tokens=12, **GREEDY)
+    "".join(conversation.ask("abab"))
+    before = list(conversation.messages)
+    with pytest.raises(PromptError, match=r"the message makes 6\d\d tokens, and there is room for 500"):
+        conversation.ask("x" * 600)
+    assert conversation.messages == before
+
+
+def test_a_tokenizer_without_a_chat_template_does_not_chat(tiny_llama, tiny_tokenizer):
+    with pytest.raises(PromptError, match="has no chat template; chat with an instruction model"):
+        Conversation(tiny_llama, tiny_tokenizer)
+
+
+# The command
+
+
+def test_every_line_of_a_pipe_is_answered_in_turn(run, tiny_llama, chat_tokenizer):
+    result = run("chat", "--system", "so", input="abab\n\nwhat?\n/reset\nabab\n")
+    first, second = answers(tiny_llama, chat_tokenizer, "abab", "what?", system="so")
+    assert (result.exit_code, result.stdout) == (0, f"{first}\n{second}\n{first}\n")
+    status = result.stderr.splitlines()
+    assert len(status) == 3
+    for line in status:
+        assert line.startswith("12 tokens, the first after ")
+        assert " tokens/s, " in line
+        assert line.endswith(" tokens a pass, cut at --max-new-tokens")
+
+
+def test_commands_are_no_messages_and_quit_ends(run):
+    result = run("chat", input="/help\n/hepl\n/quit\nabab\n")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr.splitlines() == [cli_chat._HELP, f"no command /hepl: {cli_chat._HELP}"]
+
+
+def test_a_message_that_is_too_long_does_not_end_a_pipe_but_its_status_tells(run, tiny_llama, chat_tokenizer):
+    result = run("chat", input="x" * 600 + "\nabab\n")
+    assert (result.exit_code, result.stdout) == (1, answers(tiny_llama, chat_tokenizer, "abab")[0] + "\n")
+    assert result.stderr.startswith("error: the message makes 6")
+
+
+def test_a_model_without_a_chat_template_is_refused_in_one_line(run, model_folder):
+    result = run("chat", "--model", str(model_folder), input="abab\n")
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert "has no chat template" in result.stderr
+
+
+class Terminal:
+    """Stands for a terminal where lines are typed, and Ctrl-C is."""
+
+    def __init__(self, monkeypatch, *lines):
+        self.lines = list(lines)
+        monkeypatch.setattr("builtins.input", self.read)
+        monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+
+    def read(self, prompt=""):
+        if not self.lines:
+            raise EOFError
+        line = self.lines.pop(0)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_chat(tiny_llama, chat_tokenizer, monkeypatch, capsys):
+    conversation = Conversation(tiny_llama, chat_tokenizer, max_new_tokens=40, **GREEDY)
+    Terminal(monkeypatch, KeyboardInterrupt(), "abab", "what?")
+    plain, asked = conversation.ask, []
+
+    def ask(question):
+        asked.append(question)
+        pieces = plain(question)
+        yield next(pieces)
+        if len(asked) == 1:
+            pieces.close()
+            raise KeyboardInterrupt
+        yield from pieces
+
+    monkeypatch.setattr(conversation, "ask", ask)
+    assert cli_chat._talk(conversation, 40)
+    shown = capsys.readouterr()
+    assert asked == ["abab", "what?"]
+    assert shown.out.count("\n") == 2
+    assert ", stopped\n" in shown.err
+    assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * 2
+
+
+def test_what_commands_a_terminal_is_taken_out_of_answers(run, monkeypatch):
+    class Stream:
+        token_ids, finish_reason = [5], "stop"
+        serving = torch.no_grad
+
+        def __iter__(self):
+            return iter(["a\x1b[2Jb", "\x07c\n\td"])
+
+    monkeypatch.setattr("lookahead.generation.stream", lambda *_, **__: Stream())
+    assert run("generate", "abab").stdout == "a\ufffd[2Jb\ufffdc\n\td\n"
+
+
+# Generate
+
+
+def test_generate_asks_by_the_chat_template_unless_told_otherwise(run, tiny_llama, tiny_tokenizer, chat_tokenizer):
+    assert run("generate", "abab").stdout == answers(tiny_llama, chat_tokenizer, "abab")[0] + "\n"
+    assert run("generate", "-", input="abab").stdout == answers(tiny_llama, chat_tokenizer, "abab")[0] + "\n"
+    told = run("generate", "abab", "--system", "so").stdout
+    assert told == answers(tiny_llama, chat_tokenizer, "abab", system="so")[0] + "\n"
+    raw = lookahead.generate(tiny_llama, tiny_tokenizer, "abab", max_new_tokens=12, **GREEDY).texts[0]
+    assert run("generate", "abab", "--raw").stdout == raw + "\n"
+
+
+def test_generate_truncates_when_asked_to(run, tiny_llama, tiny_tokenizer):
+    text = "ab" * 200 + "xyz" * 50
+    options = {**GREEDY, "max_new_tokens": 12}
+    for side, kept in (("left", text[-500:]), ("right", text[:500])):
+        expected = lookahead.generate(tiny_llama, tiny_tokenizer, kept, **options).texts[0]
+        assert run("generate", text, "--raw", "--truncate", side).stdout == expected + "\n"
+    assert run("generate", text, "--raw", "--truncate", "middle").exit_code == 2
+
+
+def test_generate_says_why_it_ended(run):
+    result = run("generate", "x" * 505, "--raw", "--stats")
+    assert "note: the model's context is full after 8 new tokens" in result.stderr
+    assert "finish_reason" in result.stderr
+
+
+def test_a_cache_passed_in_is_continued_from_and_grows(tiny_llama, tiny_tokenizer):
+    from transformers import DynamicCache
+
+    cache, options = DynamicCache(config=tiny_llama.config), {**GREEDY, "max_new_tokens": 8}
+    first = lookahead.generate(tiny_llama, tiny_tokenizer, "abab", past_key_values=cache, **options)
+    assert cache.get_seq_length() == 4 + 7
+    ids = [*tiny_tokenizer("abab")["input_ids"], *first.token_ids[0], 40, 41]
+    expected = lookahead.generate(tiny_llama, tiny_tokenizer, ids, **options).token_ids
+    again = copy.deepcopy(cache)
+    assert lookahead.generate(tiny_llama, tiny_tokenizer, ids, past_key_values=cache, **options).token_ids == expected
+    pieces = lookahead.stream(tiny_llama, tiny_tokenizer, ids, past_key_values=again, **options)
+    assert list(pieces)
+    assert pieces.token_ids == expected[0]
+    assert cache.get_seq_length() == again.get_seq_length() == len(ids) + 7
