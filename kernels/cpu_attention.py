@@ -12,7 +12,7 @@ from numba import njit
 from torch import Tensor
 
 from lookahead.kernels.exponential import exp
-from lookahead.kernels.tiles import COLUMNS, LANES, ROWS, STRIDE, multiply
+from lookahead.kernels.tiles import COLUMNS, LANES, ROWS, STRIDE, jit_part, multiply
 
 BLOCK = 128  # slots worked on at once
 _SHIFTS = {torch.float32: (torch.int32, 0), torch.bfloat16: (torch.int16, 16)}  # how many bits a float32 has more
@@ -149,7 +149,7 @@ def _attend(
         out[row, nodes[row] :] = 0.0
 
 
-@njit(cache=True, error_model="numpy")
+@jit_part
 def _look(depths, words, length, nodes, begin, columns, groups, window, chunk, hidden, firsts):
     """Fill in for every query the first position it may look at, and what is added to its scores of the nodes."""
     for column in range(columns):
@@ -165,7 +165,7 @@ def _look(depths, words, length, nodes, begin, columns, groups, window, chunk, h
             hidden[other * STRIDE + column] = 0.0
 
 
-@njit(cache=True, error_model="numpy")
+@jit_part
 def _load_queries(query, head, begin, columns, groups, scaling, sinks, queries, peaks, totals):
     """Put the queries of a KV head into columns, zeros beside them, and start their softmax."""
     factor = np.float32(scaling)
@@ -181,7 +181,7 @@ def _load_queries(query, head, begin, columns, groups, scaling, sinks, queries, 
             peaks[column], totals[column] = sinks[asking], 1.0
 
 
-@njit(cache=True, error_model="numpy")
+@jit_part
 def _load(slots, start, size, head, shift, block):
     """Copy the slots of a KV head side by side, as float32, and zeros behind them where a tile of rows would end."""
     dim = slots.shape[2]
@@ -192,7 +192,7 @@ def _load(slots, start, size, head, shift, block):
     block[size * dim : (size + ROWS - 1) // ROWS * ROWS * dim] = 0.0
 
 
-@njit(cache=True, error_model="numpy")
+@jit_part
 def _bend(scores, size, softcap):
     """Softcapping; the exponential is never above 1, so that no score overflows."""
     for i in range(size):
@@ -201,7 +201,7 @@ def _bend(scores, size, softcap):
         scores[i] = -bent if scores[i] < 0.0 else bent
 
 
-@njit(cache=True, error_model="numpy")
+@jit_part
 def _hide_early(scores, start, size, firsts, columns):
     """Hide the slots before what a query may look at."""
     for slot in range(size):
@@ -210,7 +210,7 @@ def _hide_early(scores, start, size, firsts, columns):
                 scores[slot * STRIDE + column] = -np.inf
 
 
-@njit(cache=True, error_model="numpy")
+@jit_part
 def _add(to, other, size):
     """Add one array to another."""
     for i in range(size):
@@ -246,7 +246,7 @@ def _gather(part, dims, columns, fades, sums):
             line[column] = line[column] * fades[column] + new[column]
 
 
-@njit(cache=True, error_model="numpy")
+@jit_part
 def _store(sums, totals, head, begin, columns, groups, out):
     """Divide by the sums of weights, and put every column where its node and head stand."""
     for column in range(columns):

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lookahead.kernels.exponential import exp
+from lookahead.kernels.tiles import jit_part
 
 IntArray = NDArray[np.int32]
 
@@ -48,13 +49,13 @@ def rank(logits: Tensor, count: int) -> tuple[IntArray, IntArray, NDArray[np.flo
     return argmax.reshape(rows, nodes), top.reshape(rows, nodes, count), chances.reshape(rows, nodes, count)
 
 
-@njit(cache=True, error_model="numpy")
+@jit_part
 def _key(bits):
     """An integer that is ordered as the float32 of these bits is, where that is a number; both zeros are 0."""
     return bits if bits >= 0 else np.int32(_LOWEST - bits)
 
 
-@njit(cache=True, error_model="numpy")
+@jit_part
 def _highest(bits):
     """The highest key of a block, and the highest bits of its magnitudes, above those of infinity where one is NaN."""
     key, magnitude = np.int32(_LOWEST), np.int32(0)
@@ -88,7 +89,7 @@ def _rank(values, bits, argmax, top, chances):
             _weigh(values[row], values[row, token], top[row], chances[row])
 
 
-@njit(cache=True, error_model="numpy")
+@jit_part
 def _insert_best(bits, blocks, best, top):
     """Fill `top` with the tokens of the highest keys, by insertion; a block below the worst of them is passed by."""
     count, last = 0, best.size - 1

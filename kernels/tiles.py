@@ -9,8 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import types
+from numba.extending import intrinsic, register_jitable
+
+# Compiled with what calls it alone, and not once more to be called from Python.
+jit_part: Any = register_jitable(error_model="numpy")
 
 LANES = 16  # float32 of a vector register of 512 bits
 ROWS = 8  # of a tile: with 2 registers each its sums fill 16 of 32, and a product waits for no earlier one
@@ -93,7 +96,7 @@ def _emit_sums(
 _one, _two = _tile_of(1), _tile_of(2)
 
 
-@njit(cache=True, error_model="numpy")
+@jit_part
 def multiply(left, row_step, inner_step, right, out, rows, inner, columns):
     """Store the product of two matrices of float32.
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from lookahead.proposers.heads import Heads
     from lookahead.stats import DecodingStats
 
-__version__ = "0.1.0"
+__version__ = "0.1.0.dev0"
 
 __all__ = [
     "ClusterError",
@@ -118,4 +118,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """The public names, and those every module has."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

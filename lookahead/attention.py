@@ -207,7 +207,8 @@ def _fill_mask(mask, parents, depths, length, groups, window, chunk, blocked):
                     break
                 ancestor = parents[ancestor]
         for copy in range(1, groups):
-            mask[node * groups + copy] = row
+            for slot in range(len(row)):
+                mask[node * groups + copy, slot] = row[slot]
 
 
 _running = local()  # no ContextVar: torch.compile cannot look into one

@@ -16,6 +16,7 @@ import typer
 from lookahead import cli_chat, cli_draft, cli_measure, cli_report, cli_summarize, cli_train
 from lookahead.cli_measure import Window
 from lookahead.cli_options import (
+    App,
     Compile,
     Device,
     Dtype,
@@ -45,9 +46,7 @@ from lookahead.terminal import console, harmless, load, say, table, usage_errors
 if TYPE_CHECKING:
     from lookahead.loading import LoadedModel
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
+app = App(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

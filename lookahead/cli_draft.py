@@ -23,7 +23,9 @@ Candidates = Annotated[str, typer.Option(metavar="MODEL,...", help="Draft models
 Prompts = Annotated[
     Path | None, typer.Option(metavar="FILE", help="What to continue, a prompt a line. (default: a few of all kinds)")
 ]
-MaxNewTokens = Annotated[int, typer.Option(min=2, help="Most tokens to write for each prompt.")]
+MaxNewTokens = Annotated[
+    int, typer.Option("--max-new-tokens", "--max-tokens", min=2, help="Most tokens to write for each prompt.")
+]
 Temperature = Annotated[float, typer.Option(min=0.0, help="Sample at this temperature; 0 takes the likeliest.")]
 Dtype = Annotated[str, typer.Option(help="fp32, bf16, or auto: the checkpoint's own on a GPU, fp32 on a CPU.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")]

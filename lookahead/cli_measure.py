@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +26,7 @@ Folder = Annotated[Path | None, typer.Option("--cache", help="Folder of the cost
 Compile = Annotated[bool, typer.Option("--compile", help="Measure steps as --compile takes them elsewhere.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 PromptFile = Annotated[str, typer.Argument(metavar="FILE", help="A text file with the prompt, or - for stdin.")]
-MaxNewTokens = Annotated[int, typer.Option(help="Most tokens to write.")]
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "--max-tokens", help="Most tokens to write.")]
 Window = Annotated[
     str | None, typer.Option(help="Draft from a Jacobi window of W columns too, or auto: while it pays, W chosen.")
 ]
@@ -91,7 +92,8 @@ def explain(
     The text is coloured by the source of each token; what the model gave itself is
     plain. For every step: the nodes drafted, how many of them were expected to be
     accepted, how many were, and the time. For every source: in how many passes it
-    drafted, and the same figures.
+    drafted, and the same figures. The prompt is continued once more without drafts,
+    to compare the speeds.
 
     For example:
 
@@ -113,8 +115,13 @@ def explain(
         check_room(*loaded, text, max_new_tokens)
         from lookahead.explain.drawing import draw_trace
         from lookahead.explain.trace import trace
+        from lookahead.explain.words import model_line
+        from lookahead.generation import generate
 
-        traced = trace(*loaded, text, config=config, max_new_tokens=max_new_tokens, do_sample=False)
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
+        traced = trace(*loaded, text, config=config, **options)
+        plain = generate(*loaded, text, config=LookaheadConfig(proposers=()), **options).stats
+        traced = replace(traced, model=model_line(model, loaded.model), plain=plain)
         draw_trace(traced, console(sys.stdout))
         if html is not None:
             write_page(traced, html)

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from lookahead.cli_measure import read_window
 from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError
 
 Model = Annotated[str, typer.Option(help="Folder of a saved model, a GGUF file, a name on the Hub, or smollm2.")]
-MaxNewTokens = Annotated[int, typer.Option(help="Most tokens to write.")]
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "--max-tokens", help="Most tokens to write.")]
 Dtype = Annotated[str, typer.Option(help="fp32, bf16, or auto: the checkpoint's own on a GPU, fp32 on a CPU.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. (default: as PyTorch chooses)")]
@@ -39,6 +40,37 @@ Refine = Annotated[
 KeepParts = Annotated[bool, typer.Option("--keep-parts", help="Write the summaries of parts too, level by level.")]
 Compile = Annotated[bool, typer.Option("--compile", help="Compile the model on the way: for long outputs and many.")]
 Graphs = Annotated[bool, typer.Option("--cuda-graphs", help="Record its passes as CUDA graphs, on a GPU.")]
+
+
+class _BareFlags:
+    """Shows flags without a type in the help: they take no value."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """All parameters, as help lists them."""
+        parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]  # of the class this is mixed into
+        for parameter in parameters:
+            if getattr(parameter, "is_bool_flag", False):
+                parameter.metavar = ""
+        return parameters
+
+
+class _Command(_BareFlags, TyperCommand):
+    """A command."""
+
+
+class _Group(_BareFlags, TyperGroup):
+    """A group of commands."""
+
+
+class App(typer.Typer):
+    """A Typer application whose help shows flags without a type."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(cls=_Group, no_args_is_help=True, **settings)
+
+    def command(self, name: str | None = None, **settings: Any) -> Any:
+        """As that of Typer."""
+        return super().command(name, cls=_Command, **settings)
 
 
 def drafting_config(

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from lookahead.cli_options import MaxDocument
+from lookahead.cli_options import App, MaxDocument
 from lookahead.locating import locate_model
 from lookahead.terminal import PoolDisplay, console, convert, table, usage_errors
 
-pool_app = typer.Typer(no_args_is_help=True, help="Make files of documents of yours to draft from.")
+pool_app = App(help="Make files of documents of yours to draft from.")
 
 Inputs = Annotated[
     list[str],

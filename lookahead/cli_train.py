@@ -28,7 +28,12 @@ Steps = Annotated[int | None, typer.Option(help="Batches to train on. (default: 
 BatchSize = Annotated[int, typer.Option(help="Examples of a batch.")]
 Rate = Annotated[float, typer.Option("--learning-rate", help="Of the heads, at its highest.")]
 MaxLength = Annotated[int, typer.Option(help="Most tokens of an example.")]
-MaxNewTokens = Annotated[int, typer.Option(help="Most tokens of an answer, where the model answers a prompt itself.")]
+MaxNewTokens = Annotated[
+    int,
+    typer.Option(
+        "--max-new-tokens", "--max-tokens", help="Most tokens of an answer, where the model answers a prompt itself."
+    ),
+]
 HoldOut = Annotated[int, typer.Option("--hold-out-every", help="One example in so many is kept for measuring.")]
 Seed = Annotated[int, typer.Option(help="Of the first weights and the order of the examples.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from what an earlier start left in DIR.")]

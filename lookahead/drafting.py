@@ -10,6 +10,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from lookahead.ngram.cut import FREE, Limits
+from lookahead.ngram.places import jit_inline
 from lookahead.progress import Batch, steps_saved
 from lookahead.tree import IntArray, TokenTree
 
@@ -196,7 +197,7 @@ def _fit(reaches, required, ends, costs, left, plain):
     return kept, places
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def _union(root, offered, offers):
     """Insert every proposal into one trie; a node's probability is the highest of those offered.
 
@@ -243,7 +244,7 @@ def _union(root, offered, offers):
     )
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def _leave_likeliest_chain(parents, reach, must):
     """Let nothing be reached but the likeliest child of the root, the likeliest of that one, and so on."""
     must[1:] = False
@@ -260,7 +261,7 @@ def _leave_likeliest_chain(parents, reach, must):
     reach[end + 1 :] = 0.0
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def _select(depths, reach, must, budget, max_depth, min_probability, costs):
     """Keep the root, the required nodes, then the likeliest; a parent never ranks below its child.
 
@@ -296,7 +297,7 @@ def _select(depths, reach, must, budget, max_depth, min_probability, costs):
     return kept
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def _likeliest_first(reach):
     """Nodes by falling reach, ties in order; insertion, because proposals come nearly sorted."""
     order = np.arange(len(reach))
@@ -310,7 +311,7 @@ def _likeliest_first(reach):
     return order
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def _layout(parents, reach, kept):
     """Depth-first order of the kept nodes, the likelier child first."""
     n = len(parents)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 import time
@@ -9,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 from rich.box import SIMPLE
@@ -41,6 +42,10 @@ if TYPE_CHECKING:
 
 MOST_TABLE_ROWS = 20
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but for tabs and line breaks
+
+_SILENT_S = 1.0  # seconds of preparation that are not worth a line
+_COMPILING = "compiling what drafts and attends, once after an install: about 20 s"
+_MEASURING = "measuring what steps cost, once for this model on this machine"
 
 
 def console(file: TextIO) -> Console:
@@ -81,6 +86,39 @@ def usage_errors() -> Iterator[None]:
     except KeyboardInterrupt as error:
         say("interrupted", "stopped before anything was finished")
         raise typer.Exit(130) from error
+
+
+@functools.cache
+def _compilation() -> Any:
+    """Say in one line that code is being compiled, once that has taken a second; later processes load it from disk.
+
+    Returns:
+        A listener of Numba's that knows the seconds `spent` so far.
+    """
+    from numba.core import event
+
+    class Notice(event.Listener):
+        def __init__(self) -> None:
+            self.spent, self._depth, self._since, self._told = 0.0, 0, 0.0, False
+
+        def on_start(self, event: Any) -> None:
+            """Of one function; it compiles those it calls on the way."""
+            if self._depth == 0:
+                self._since = time.perf_counter()
+            self._depth += 1
+            if not self._told and self.spent + time.perf_counter() - self._since > _SILENT_S:
+                self._told = True
+                say("note", _COMPILING)
+
+        def on_end(self, event: Any) -> None:
+            """Count the seconds of the outermost one."""
+            self._depth -= 1
+            if self._depth == 0:
+                self.spent += time.perf_counter() - self._since
+
+    notice = Notice()
+    event.register("numba:compile", notice)
+    return notice
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]], total: Sequence[str] | None = None) -> Table:
@@ -129,18 +167,24 @@ def load(
     from lookahead import loading
     from lookahead.costs import load_costs, prepare_costs
 
-    with console(sys.stderr).status("loading the model") as status:
+    compilation = _compilation()
+    out = console(sys.stderr)
+    with out.status("loading the model") as status:
         loading.prepare_process(threads)
         convert(location)
         loaded = loading.load(model, dtype=dtype, device=device)
         with warnings.catch_warnings(record=True) as complaints:
             warnings.simplefilter("always")
             if measures_costs:
-                status.update("measuring what steps cost, once for this model on this machine")
+                status.update(_MEASURING)
+                started, known = time.perf_counter() - compilation.spent, False
                 try:
-                    prepare_costs(loaded.model)
+                    known = prepare_costs(loaded.model)
                 except OSError as error:
                     warnings.warn(f"what steps cost is not kept for the next time: {error}", stacklevel=1)
+                seconds = time.perf_counter() - compilation.spent - started
+                if known and seconds > _SILENT_S and not out.is_terminal:
+                    say("note", f"{_MEASURING}: {seconds:.1f} s")
             else:
                 load_costs(loaded.model)
     for complaint in complaints:

@@ -171,5 +171,6 @@ def fill_ancestor_words(parents, words):
     """Write `ancestor_mask`, one bit a node, into int64 `[at least n, at least ceil(n / 64)]` zeros."""
     words[0, 0] = 1
     for node in range(1, len(parents)):
-        words[node] = words[parents[node]]
+        for word in range(words.shape[1]):
+            words[node, word] = words[parents[node], word]
         words[node, node // 64] |= np.int64(1) << np.int64(node % 64)

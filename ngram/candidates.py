@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from numba import njit
-
 from lookahead.ngram.features import (
     CEILING,
     COPY,
@@ -20,6 +18,7 @@ from lookahead.ngram.features import (
     support_of,
 )
 from lookahead.ngram.hits import hit_rate, risk_of
+from lookahead.ngram.places import jit_inline
 from lookahead.ngram.recycled import TOP, chance_of, find_context
 
 MOST_OPTIONS = RANKS + max(TOP, FREQUENT)
@@ -39,7 +38,7 @@ COLUMNS = 9
 _MEMBERS, _AGREEING = PARENT, DEPTH  # while occurrences are counted: all of an option's, and those of the first text
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def read_ahead(arena, length, is_open, occurrences, ahead, each):
     """Copy some more of what followed an occurrence, -1 where its document has ended.
 
@@ -60,7 +59,7 @@ def read_ahead(arena, length, is_open, occurrences, ahead, each):
     occurrences[each, READ] = stop
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def _read_on(texts, own, occurrences, ahead, each):
     """`read_ahead` in the text of an occurrence."""
     text = occurrences[each, TEXT]
@@ -72,7 +71,7 @@ def _read_on(texts, own, occurrences, ahead, each):
         read_ahead(texts[2][0], texts[2][3], False, occurrences, ahead, each)
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def part(texts, own, places, first, stop, depth, options, weights):
     """Part the occurrences from `first` to `stop` by the token `depth` places ahead, each part an option.
 
@@ -99,7 +98,8 @@ def part(texts, own, places, first, stop, depth, options, weights):
             if count == RANKS or (text > 0 and foreign == _MOST_FOREIGN):
                 continue
             foreign += text > 0
-            options[option] = 0
+            for column in range(COLUMNS):
+                options[option, column] = 0
             options[option, TOKEN] = token
             count += 1
         options[option, _MEMBERS] += 1
@@ -137,7 +137,7 @@ def part(texts, own, places, first, stop, depth, options, weights):
     return count, longest
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def score(after, options, chances, matches, longest, memory, hashes, orders, source, table, frequent):
     """Rank the options of matches, add those of the memory, or where it knows nothing what is frequent.
 
@@ -190,7 +190,7 @@ def score(after, options, chances, matches, longest, memory, hashes, orders, sou
     return count
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def _add_memory(options, chances, matches, longest, memory, order, group, way, source, table, least):
     """Add what the memory thought likely in a place of it; returns how many options there are then."""
     _, top, stored = memory
@@ -203,7 +203,7 @@ def _add_memory(options, chances, matches, longest, memory, order, group, way, s
     return count
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def _standing_in(memory, group, way, token):
     """The standing of a token in a place of the memory, 0 where it is not among the likeliest."""
     _, top, stored = memory
@@ -213,7 +213,7 @@ def _standing_in(memory, group, way, token):
     return 0
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def _rank(options, weights, count):
     """Put the options with the greatest weight first."""
     for at in range(count):
@@ -227,7 +227,7 @@ def _rank(options, weights, count):
             weights[at], weights[best] = weights[best], weights[at]
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def _add(options, chances, matches, count, token, sources, feature, chance):
     """Add an option that no match stands behind, unless a match offers its token; returns how many there are now."""
     if token < 0:
@@ -241,7 +241,7 @@ def _add(options, chances, matches, count, token, sources, feature, chance):
     return count + 1
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def _shrink(chances, begin, end, most):
     """Make chances smaller where they sum up to more than `most`; returns the rest."""
     mass = 0.0

@@ -13,7 +13,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from lookahead.ngram.matches import LEVELS, find_matches, hash_levels, mix
-from lookahead.ngram.places import Placed, array_at, places_at
+from lookahead.ngram.places import Placed, array_at, jit_inline, places_at
 
 IntArray = NDArray[np.int32]
 
@@ -244,7 +244,7 @@ def _extended(array: IntArray, capacity: int) -> IntArray:
     return larger
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def chains_at(address):
     """The arena, heads, links and length of the `Chains` at an address."""
     places = places_at(address, _PLACES)
@@ -264,7 +264,7 @@ def _has_negative(tokens):
     return False
 
 
-@njit(cache=True, error_model="numpy")
+@jit_inline
 def _link(arena, heads, links, begin, end):
     """Enter the tokens from `begin` to `end` at the heads of the chains of the contexts before them.
 
@@ -320,7 +320,7 @@ def _append(address, tokens, is_one):
     return end
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def _link_one(arena, heads, links, position):
     """`_link` for a single position."""
     if arena[position] < 0:

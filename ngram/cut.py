@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from lookahead.ngram.candidates import DEPTH, FEATURE, FIRST, PARENT, SOURCES, STOP, TOKEN
+from lookahead.ngram.places import jit_inline
 
 FREE: NDArray[np.float64] = np.zeros(0)  # costs where there are none
 
@@ -36,7 +36,7 @@ PLACED, PART = 5, 6
 _ROWS = 11
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def cut(nodes, chances, reaches, count, limits, costs):
     """Write down the whole tree and the part of it that is worth verifying.
 
@@ -56,7 +56,7 @@ def cut(nodes, chances, reaches, count, limits, costs):
     return written, reach
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def _keep(nodes, reaches, count, limits, costs):
     """Mark in the column `STOP` the nodes that give the most expected tokens per cost; returns how many.
 
@@ -85,7 +85,7 @@ def _keep(nodes, reaches, count, limits, costs):
     return best
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def _lay_out(nodes, reaches, count, written, reach):
     """Write the kept nodes as a walk from the root meets them, the likelier child first."""
     # What led to a node is of no use any more: its columns serve to lay the nodes out.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from lookahead.ngram.chains import IntArray
+from lookahead.ngram.places import jit_inline
 from lookahead.ngram.recycled import ORDERS
 
 FloatArray = NDArray[np.float64]
@@ -149,7 +149,7 @@ def _of_frequent() -> FloatArray:
     return guess.reshape(-1)
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def support_of(kind, agreeing, total):
     """How far the `total` occurrences in the first text (kind 0) or the others agree on a token.
 
@@ -161,25 +161,25 @@ def support_of(kind, agreeing, total):
     return kind * _AGREEMENTS + agreement
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def is_copy(feature):
     """Whether a feature is that of a match long enough to be a copy."""
     return _FIRST_COPY <= feature < _FIRST_BOTH
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def is_own_copy(feature):
     """Whether it is one of the first text."""
     return is_copy(feature) and is_own(feature // _RISKS % _SUPPORTS)
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def is_own(support):
     """Whether the first text supports a candidate."""
     return support < _AGREEMENTS
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def standing_of(rank, chance):
     """The bucket of the target's likeliest token but `rank`, at the probability it had; at least 1."""
     row = min(rank, 2)
@@ -189,7 +189,7 @@ def standing_of(rank, chance):
     return _FIRST_STANDING[row] + standing
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def place_of(distance):
     """The bucket of how many tokens ahead of the last copy's source a match stands."""
     if distance <= 0 or distance > _AHEAD:
@@ -197,7 +197,7 @@ def place_of(distance):
     return 1 if distance > _CLOSE else 2
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def feature_of_match(length, rank, support, risk, place):
     """The row of `HitRates.table` for a match of `length` tokens where the memory knows nothing.
 
@@ -207,21 +207,21 @@ def feature_of_match(length, rank, support, risk, place):
     return row * _RISKS + (risk if length >= COPY else place)
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def feature_of_both(rank, support, place, order, standing):
     """The row for a match of one token where the memory knows a context of `order` tokens, 1 to 4."""
     row = (min(rank, _BOTH_RANKS - 1) * _SUPPORTS + support) * _BOTH_PLACES + place
     return _FIRST_BOTH + (row * _BOTH_ORDERS + (order > 2)) * _STANDINGS + standing
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def feature_of_memory(order, standing, beside):
     """The row for a token the memory alone offers, beside a match of `beside` tokens (0: none) for others."""
     row = (order - 1) * (_STANDINGS - 1) + standing - 1
     return _FIRST_MEMORY + row * _BESIDES + _BESIDE_OF[min(beside, _BESIDE_OF.size - 1)]
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def feature_of_frequent(rank, beside):
     """The row for the most frequent token but `rank`, beside a match of `beside` tokens (0: none) for others."""
     return _FIRST_FREQUENT + rank * _BESIDES + _BESIDE_OF[min(beside, _BESIDE_OF.size - 1)]

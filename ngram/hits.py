@@ -12,7 +12,7 @@ from numba import njit
 
 from lookahead.ngram.chains import IntArray
 from lookahead.ngram.features import KIND_OF, first_guesses, is_copy, is_own_copy
-from lookahead.ngram.places import Placed, array_at, places_at
+from lookahead.ngram.places import Placed, array_at, jit_inline, places_at
 
 _PSEUDO_COUNTS = 16.0
 _MEMORY = 400.0
@@ -81,7 +81,7 @@ class HitRates(Placed):
         _learn(self.table, self.prior, parents, tokens, features, emitted)
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def rates_at(address):
     """The table and the frequent tokens of the `HitRates` at an address."""
     places = places_at(address, 2)
@@ -89,7 +89,7 @@ def rates_at(address):
     return table, array_at(places[1], (_COUNTED, 2), np.int64)
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def risk_of(table, token):
     """The bucket of how often copies end behind a token."""
     row = _FIRST_FOLLOWED + token % _FOLLOWED
@@ -114,7 +114,8 @@ def _count(frequent, tokens):
         while at < frequent.shape[0] - 1 and frequent[at, 0] != token:
             at += 1
         if frequent[at, 1] == _MOST_COUNT:
-            frequent[:, 1] //= 2
+            for other in range(frequent.shape[0]):
+                frequent[other, 1] //= 2
         count = frequent[at, 1] + 1
         while at > 0 and frequent[at - 1, 1] < count:
             frequent[at, 0], frequent[at, 1] = frequent[at - 1, 0], frequent[at - 1, 1]
@@ -122,7 +123,7 @@ def _count(frequent, tokens):
         frequent[at, 0], frequent[at, 1] = token, count
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def hit_rate(table, feature):
     """The chance of a candidate by its feature."""
     chance = table[feature, 0]
@@ -130,7 +131,7 @@ def hit_rate(table, feature):
     return chance * factor / (1.0 - chance + chance * factor)
 
 
-@njit(cache=True, error_model="numpy")
+@jit_inline
 def _count_trial(table, prior, feature, hit):
     """Count one candidate; the odds of its kind take a Newton step towards what was seen."""
     kind = _FIRST_KIND + KIND_OF[feature]
@@ -173,14 +174,16 @@ def copied(parents, tokens, features, placed, chosen):
     return nodes
 
 
-@njit(cache=True, error_model="numpy")
+@jit_inline
 def _count_copy(table, token, has_ended):
     """Count a copy that reached a token."""
     row = table[_FIRST_FOLLOWED + token % _FOLLOWED]
     row[0] += 1.0
     row[1] += has_ended
     if row[0] >= _MOST_COPIES:
-        row *= 0.5
+        row[0] *= 0.5
+        row[1] *= 0.5
+        row[2] *= 0.5
 
 
 @njit(cache=True, error_model="numpy")

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from numba import njit
 
+from lookahead.ngram.places import jit_inline
+
 LEVELS = 4  # chains are kept for contexts of 1, 2, 4 and 8 tokens: level k holds those of 2**k tokens
 _COPY_AGE, _COPY_LINKS = 12, 2  # tokens, and links from each of them, where the last copy is looked for
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def mix(code, token):
     """Fold one more token into a hash; every product stays below 2**63."""
     product = (code ^ token) * 0x5BD1E995 + 0x2545F491
     return (product ^ (product >> 29)) & 0x7FFFFFFF
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def _match_length(arena, position, context, end, cap):
     """Tokens that agree reading backwards from `position` and from `end` (both exclusive), separators aside."""
     length = 0
@@ -27,7 +29,7 @@ def _match_length(arena, position, context, end, cap):
     return length
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def hash_levels(context, end, mask):
     """How many levels the context fills, and the hash of its last 1, 2, 4 and 8 tokens."""
     code, levels = 0, 0
@@ -48,7 +50,7 @@ def hash_levels(context, end, mask):
     return levels, first, second, third, fourth
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def _is_new(arena, positions, count):
     """Whether the last of `count` positions holds a token that none before it holds."""
     token = arena[positions[count - 1]]
@@ -93,7 +95,7 @@ def find_matches(arena, heads, links, length, context, end, shortest, longest, v
     return count
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def last_copy(arena, links, length):
     """The last copy in the open document: what follows its source (0: there was none), and its distance to the end.
 

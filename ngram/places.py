@@ -11,9 +11,13 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import types
+from numba.extending import intrinsic, register_jitable
 from numpy.typing import NDArray
+
+# Part of the compiled code that calls it, and a plain function elsewhere. With `njit` each would be compiled once more
+# to be called from Python, and for every literal it is called with: that made up a third of what compiling took.
+jit_inline: Any = register_jitable(error_model="numpy", forceinline=True)
 
 
 class Placed:
@@ -69,12 +73,11 @@ def _interpreted_array_at(address: Any, shape: Any, dtype: Any) -> Any:
     return np.frombuffer((ctypes.c_char * size).from_address(int(address)), dtype).reshape(shape)
 
 
-_inlined: Any = njit(cache=True, error_model="numpy", forceinline=True)
 is_compiled = not numba.config.DISABLE_JIT  # type: ignore[attr-defined]
-array_at: Any = _inlined(_array_at) if is_compiled else _interpreted_array_at
+array_at: Any = jit_inline(_array_at) if is_compiled else _interpreted_array_at
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def places_at(address, count):
     """The places that a `Placed` tells, int64 `[count]`."""
     return array_at(address, (count,), np.int64)

@@ -12,7 +12,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from lookahead.ngram.chains import IntArray
-from lookahead.ngram.places import Placed, array_at, places_at
+from lookahead.ngram.places import Placed, array_at, jit_inline, places_at
 
 FloatArray = NDArray[np.float32]
 RecycledState = tuple[NDArray[np.uint64], IntArray, NDArray[np.uint16]]
@@ -115,13 +115,12 @@ class RecycledTable(Placed):
             probabilities, float32 `[8]`, rounded to 1/65535; both empty where nothing was known.
         """
         hashes = np.empty(ORDERS, np.uint64)
-        orders = hash_context(context, context.size, context[:0], _NO_PARENTS, 0, hashes)
-        order, group, way = find_context(self._keys, hashes, orders)
+        order, group, way = _look_up(self._keys, context, hashes)
         found = slice(0, TOP if order else 0)
         return order, self._tokens[group, way][found], (self._chances[group, way][found] / _UNIT).astype(np.float32)
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def table_at(address):
     """Keys, tokens and chances of the `RecycledTable` at an address."""
     places = places_at(address, _GROUPS + 1)
@@ -131,10 +130,7 @@ def table_at(address):
     return keys, tokens, array_at(places[2], (groups, WAYS, TOP), np.uint16)
 
 
-_NO_PARENTS = np.zeros(1, dtype=np.int32)
-
-
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def _mix(code, token):
     """Fold one more token into a 64-bit hash (the finalizer of splitmix64)."""
     code = (code ^ np.uint64(token)) + np.uint64(0x9E3779B97F4A7C15)
@@ -143,7 +139,7 @@ def _mix(code, token):
     return code ^ (code >> np.uint64(31))
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def hash_context(before, end, tokens, parents, node, hashes):
     """Fill `hashes[k - 1]` with the key of the last k tokens up to a node; returns how many there are, 4 at most.
 
@@ -164,7 +160,7 @@ def hash_context(before, end, tokens, parents, node, hashes):
     return ORDERS
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def find_context(keys, hashes, orders):
     """The longest of the contexts that is in the table: its length in tokens (0: none), its set and its place."""
     mask = np.uint64(keys.shape[0] - 1)
@@ -177,13 +173,19 @@ def find_context(keys, hashes, orders):
     return 0, 0, 0
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@njit(cache=True, error_model="numpy")
+def _look_up(keys, context, hashes):
+    """The core of `RecycledTable.find`."""
+    return find_context(keys, hashes, hash_context(context, context.size, context, context, 0, hashes))
+
+
+@jit_inline
 def chance_of(stored):
     """A stored probability as a number."""
     return stored / _UNIT
 
 
-@njit(cache=True, error_model="numpy")
+@jit_inline
 def _place(keys, times, code):
     """The set and the place of a context: where it stands, or else the one written longest ago."""
     group = np.int64((code >> np.uint64(1)) & np.uint64(keys.shape[0] - 1))

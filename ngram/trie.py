@@ -30,7 +30,7 @@ from lookahead.ngram.cut import PLACED, cut
 from lookahead.ngram.features import RESUMED, place_of
 from lookahead.ngram.hits import rates_at
 from lookahead.ngram.matches import find_matches, last_copy
-from lookahead.ngram.places import places_at
+from lookahead.ngram.places import jit_inline, places_at
 from lookahead.ngram.recycled import ORDERS, hash_context, table_at
 
 MOST_TEXTS = 3
@@ -76,7 +76,7 @@ class Grown(NamedTuple):
         return Trie(tokens, parents, bits.view(np.float32), features, sources)
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def space_needed(max_links, room):
     """int64 numbers that `propose` carves out of its space."""
     occurrences = MOST_TEXTS * max_links + 1
@@ -87,7 +87,7 @@ def space_needed(max_links, room):
 # time than the search. For the same reason nothing in it may fail, so that no tuple is indexed by a variable.
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def _carve(space, used, rows, columns):
     """A table `[rows, columns]` behind what is used of a space, and how much is used then."""
     end = used + rows * columns
@@ -115,7 +115,8 @@ def propose(search_at, space_at, room, context, own, floor, budget, max_depth, m
     likely, used = _carve(space, used, 1, MOST_OPTIONS)
     hashes, used = _carve(space, used, 1, ORDERS)
     chances = numbers.view(np.float64)
-    nodes[0] = 0
+    for column in range(COLUMNS):
+        nodes[0, column] = 0
     count = 1
     if tail.size > 0 and tail[-1] >= 0:
         places = (occurrences, ahead, orders)
@@ -130,7 +131,7 @@ def propose(search_at, space_at, room, context, own, floor, budget, max_depth, m
     return cut(nodes, chances[0], chances[3], count, limits, costs)
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def _find(chains, text, own, tail, bounds, places, count):
     """Find the end of the context in one more text and read on from there; returns how many places there are now.
 
@@ -167,7 +168,7 @@ def _find(chains, text, own, tail, bounds, places, count):
     return count
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def _grow(texts, own, places, known, tail, floor, nodes, tips, numbers, space_of_options):
     """Best-first: turn the likeliest tip into a node and see what may follow it; returns the nodes made.
 
@@ -218,7 +219,7 @@ def _grow(texts, own, places, known, tail, floor, nodes, tips, numbers, space_of
         count += 1
 
 
-@njit(cache=True, error_model="numpy", forceinline=True)
+@jit_inline
 def _least(reach, live):
     """The least likely of the tips, -1 where there are none."""
     least = live - 1

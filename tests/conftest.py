@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
+        # Nor does it tell that it compiles, which it does only where no run before has.
+        patch.setattr("lookahead.terminal._SILENT_S", math.inf)
         yield folder
 
 

@@ -11,7 +11,6 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-import lookahead
 from lookahead.cli import app
 from lookahead.jobs.results import JsonLinesFile
 from lookahead.summarize.comparison import ComparingDecoder
@@ -33,11 +32,6 @@ def only_error(result):
 
 
 # Help
-
-
-def test_the_version_is_that_of_the_package():
-    result = CliRunner().invoke(app, ["--version"])
-    assert (result.exit_code, result.stdout) == (0, f"lookahead {lookahead.__version__}\n")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["summarize", "--help"], ["generate", "-h"]], ids=" ".join)

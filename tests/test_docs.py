@@ -42,6 +42,8 @@ NOT_RUN = {
     ("docs/models.md", 'lookahead generate "The'),
     ("docs/models.md", "model, tokenizer ="),
     ("docs/models.md", "pip install torch"),
+    ("docs/install.md", "pip install lookahead-decoding"),
+    ("docs/install.md", "pip install torch"),
     ("docs/jobs.md", "pip install 'lookahead-decoding[html,tables,remote]'"),
     ("docs/drop-in.md", "torchrun --nproc-per-node 2"),
     ("docs/compiled.md", "from lookahead import"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import re
 from html.parser import HTMLParser
@@ -136,6 +137,33 @@ def test_a_page_shows_text_as_text() -> None:
     assert outline.text.count(HOSTILE) >= 4
 
 
+@pytest.mark.parametrize(
+    ("piece", "visible"),
+    [
+        (Piece("  "), "␣␣"),
+        (Piece("\n\n"), "⏎\n⏎\n"),
+        (Piece(" \t"), "␣⇥\t"),
+        (Piece(" end.\n"), " end.⏎\n"),
+        (Piece("", (), "</s>"), "</s>"),
+        (Piece(""), ""),
+    ],
+)
+def test_a_blank_token_can_be_seen_and_its_text_stays_as_it_is(piece, visible) -> None:
+    seen = Trace("x", [], [Step([piece], 0, 0.0, 0, 0.01)], DecodingStats())
+    assert piece.visible == visible
+    assert (seen.text, Outline(render_page(seen)).text.count(visible) > 0) == (piece.text, True)
+
+
+def test_a_special_token_is_shown_by_its_name(tiny_llama, tiny_tokenizer, plain) -> None:
+    end = plain.token_ids[0][5]
+    assert end not in plain.token_ids[0][:5]
+    name = tiny_tokenizer.convert_ids_to_tokens(end)
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.add_special_tokens({"eos_token": name})
+    seen = trace(tiny_llama, tokenizer, PROMPT, config=FIXED, max_new_tokens=NEW, eos_token_id=end)
+    assert [piece.special for step in seen.steps for piece in step.pieces][-1] == name
+
+
 def test_a_page_needs_nothing_from_elsewhere_and_has_a_dark_side() -> None:
     page = render_page(hostile_trace())
     outline = Outline(page)
@@ -161,10 +189,17 @@ def explain(model_folder, tmp_path, monkeypatch):
     return run
 
 
-def test_the_command_shows_the_text_its_steps_and_the_totals(explain, plain) -> None:
+def shown(result) -> str:
+    """The text as the command shows it: the tiny tokenizer's tokens are characters, so every space is one."""
+    return result.texts[0].replace(" ", "␣")
+
+
+def test_the_command_shows_the_text_its_steps_and_the_totals(explain, plain, model_folder) -> None:
     result = explain("prompt.txt")
     assert result.exit_code == 0, result.output
-    assert plain.texts[0].strip() in result.stdout
+    assert shown(plain) in result.stdout
+    assert f"model: {model_folder} (LlamaForCausalLM, " in result.stdout
+    assert re.search(r"tokens/s \(\d+\.\d\dx of \d+\.\d tokens/s without drafts\)", " ".join(result.stdout.split()))
     assert "from: prompt, outputs, recycled, plain: the model itself" in result.stdout
     assert f"{NEW} tokens from" in result.stdout
     assert "calibration error" in result.stdout
@@ -173,7 +208,7 @@ def test_the_command_shows_the_text_its_steps_and_the_totals(explain, plain) -> 
 def test_the_command_takes_a_window(explain, plain) -> None:
     result = explain("prompt.txt", "--window", "4")
     assert result.exit_code == 0, result.output
-    assert plain.texts[0].strip() in result.stdout
+    assert shown(plain) in result.stdout
     assert "from: prompt, outputs, recycled, jacobi, plain" in result.stdout
     assert explain("prompt.txt", "--window", "auto").exit_code == 0
     assert "window must be auto or a whole number" in explain("prompt.txt", "--window", "x").stderr
@@ -187,7 +222,7 @@ def test_the_command_writes_the_page_whole_and_leaves_nothing_beside_it(explain,
 
 
 def test_a_prompt_comes_from_stdin_too(explain, plain) -> None:
-    assert plain.texts[0].strip() in explain("-", input=PROMPT).stdout
+    assert shown(plain) in explain("-", input=PROMPT).stdout
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ FLOORS = (
     {"cli_summarize", "cli_chat"},
     {"lookahead", "cli_pool"},  # lookahead/__init__.py, the public names; the commands on pools
     {"cli"},
+    {"__main__"},
 )
 MODEL_BACKED_PROPOSERS = frozenset({"proposers.draft_model", "proposers.model_proposer"})
 KNOW_TRANSFORMERS = {
@@ -87,6 +88,7 @@ KNOW_TRANSFORMERS = {
 # Training shows its progress.
 KNOW_THE_TERMINAL = {
     *(
+        "__main__",
         "cli",
         "cli_pool",
         "cli_measure",

@@ -27,11 +27,14 @@ def draw_trace(trace: Trace, out: Console) -> None:
     text, legend = Text(), Text("from: ")
     for step in trace.steps:
         for piece in step.pieces:
-            text.append(piece.text, styles[piece.sources[0]] if piece.sources else "")
+            text.append(piece.visible, styles[piece.sources[0]] if piece.sources else "")
     for name, style in styles.items():
         legend.append(name, style)
         legend.append(", ")
     legend.append("plain: the model itself")
+    if trace.model:
+        out.print(f"model: {trace.model}", soft_wrap=True)
+        out.print()
     out.print(text)
     out.print()
     out.print(legend)

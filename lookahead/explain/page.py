@@ -52,6 +52,7 @@ def render_page(trace: Trace) -> str:
 </head>
 <body>
 <h1>Where each token came from</h1>
+<p>{escape(trace.model)}</p>
 <p class="legend">{legend}<span>the model itself</span></p>
 <details><summary>prompt</summary><p class="text">{escape(trace.prompt)}</p></details>
 <p class="text">{text}</p>
@@ -72,9 +73,11 @@ def render_page(trace: Trace) -> str:
 def _token(piece: Piece, names: list[str], title: str) -> str:
     """One token, marked where a proposer drafted it."""
     if not piece.sources:
-        return escape(piece.text)
+        return escape(piece.visible)
     title = f"{title}: {', '.join(piece.sources)}"
-    return f'<span class="source-{names.index(piece.sources[0])}" title="{escape(title)}">{escape(piece.text)}</span>'
+    return (
+        f'<span class="source-{names.index(piece.sources[0])}" title="{escape(title)}">{escape(piece.visible)}</span>'
+    )
 
 
 def _row(number: int, step: Step, names: list[str]) -> str:

@@ -25,10 +25,18 @@ class Piece:
     Attributes:
         text: What it adds to the text; empty for a special token, and where a later one completes a character.
         sources: The proposers that drafted it; none where the model itself gave it.
+        special: The name of a special token, which adds no text.
     """
 
     text: str
     sources: tuple[str, ...] = ()
+    special: str = ""
+
+    @property
+    def visible(self) -> str:
+        """The text with its line breaks and tabs marked, and its spaces where it is blank; a special token's name."""
+        marked = self.text.replace("\t", "⇥\t").replace("\n", "⏎\n")
+        return (marked.replace(" ", "␣") if self.text.isspace() else marked) or self.special
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +67,16 @@ class Trace:
         sources: The names of all proposers.
         steps: In order.
         stats: Their sums.
+        model: What was asked, in words; empty where that is not known.
+        plain: What decoding without drafts did with the same prompt, where it was tried.
     """
 
     prompt: str
     sources: list[str]
     steps: list[Step]
     stats: DecodingStats
+    model: str = ""
+    plain: DecodingStats | None = None
 
     @property
     def text(self) -> str:
@@ -102,11 +114,11 @@ def _step(emission: Emission, names: list[str], texts: _Texts, seconds: float) -
     """What one emission tells."""
     tokens = emission.tokens.tolist()
     if emission.draft is None:
-        return Step([Piece(texts.add(token)) for token in tokens], 0, 0.0, 0, seconds)
+        return Step([texts.add(token) for token in tokens], 0, 0.0, 0, seconds)
     origins = emission.draft.tree.sources[emission.path[1:]].tolist()
     # The last token is no draft's, and a stop leaves out what was behind it.
     pieces = [
-        Piece(texts.add(token), tuple(name for bit, name in enumerate(names) if origin >> bit & 1))
+        texts.add(token, tuple(name for bit, name in enumerate(names) if origin >> bit & 1))
         for token, origin in zip(tokens, [*origins, 0], strict=False)
     ]
     expected = float(np.sum(emission.draft.reach)) - 1.0
@@ -120,12 +132,14 @@ class _Texts:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
         self._told = ""
+        self._specials = set(tokenizer.all_special_ids)
 
-    def add(self, token: int) -> str:
+    def add(self, token: int, sources: tuple[str, ...] = ()) -> Piece:
         """What one more token adds."""
         self._tokens.append(token)
         text = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
         if text.endswith(_UNFINISHED):
-            return ""
+            return Piece("", sources)
         piece, self._told = text[len(self._told) :], text
-        return piece
+        special = str(self._tokenizer.convert_ids_to_tokens(token)) if token in self._specials and not piece else ""
+        return Piece(piece, sources, special)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from lookahead.calibration import Calibration, Sweep
 from lookahead.explain.trace import Step, Trace
 
@@ -42,12 +44,23 @@ def _source_row(name: str, passes: int, drafted: int, expected: float, accepted:
 
 def total_line(trace: Trace) -> str:
     """The totals in a line."""
-    stats = trace.stats
+    stats, plain = trace.stats, trace.plain
+    compared = ""
+    if plain is not None and plain.tokens_per_s > 0.0:
+        factor = stats.tokens_per_s / plain.tokens_per_s
+        compared = f" ({factor:.2f}x of {plain.tokens_per_s:.1f} tokens/s without drafts)"
     return (
         f"{stats.emitted_tokens} tokens from {stats.target_forwards} passes and the prefill, "
-        f"{stats.mean_acceptance_length:.2f} tokens per pass, {stats.tokens_per_s:.1f} tokens/s; "
+        f"{stats.mean_acceptance_length:.2f} tokens per pass, {stats.tokens_per_s:.1f} tokens/s{compared}; "
         f"{stats.drafted_tokens} drafted, {stats.expected_tokens:.1f} expected and {stats.accepted_tokens} accepted"
     )
+
+
+def model_line(name: str, model: nn.Module) -> str:
+    """A model in a line: its name, its type, its size, and its dtype."""
+    parameters = sum(each.numel() for each in model.parameters())
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    return f"{name} ({type(model).__name__}, {parameters:,} parameters, {dtype})"
 
 
 def machine_line(calibration: Calibration) -> str:

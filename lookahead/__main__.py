@@ -1,0 +1,5 @@
+"""`python -m lookahead`: the command line."""
+
+from lookahead.cli import main
+
+main()

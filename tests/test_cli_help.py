@@ -1,0 +1,89 @@
+"""What the command and the package show of themselves: help, versions, names, and that they compile."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import numba
+import pytest
+import typer
+from numba.core import event
+from typer.testing import CliRunner
+
+import lookahead
+from lookahead import terminal
+from lookahead.cli import app
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def commands(command, name=""):
+    """A command and those below it, by the words that call them."""
+    yield name, command
+    for word, child in getattr(command, "commands", {}).items():
+        yield from commands(child, f"{name} {word}".strip())
+
+
+COMMANDS = dict(commands(typer.main.get_command(app)))
+
+
+def run(*arguments, **environment):
+    """What `python -m lookahead` prints."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "lookahead", *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        text=True,
+        capture_output=True,
+        timeout=60,
+        check=True,
+    )
+    return ran.stdout
+
+
+def test_the_version_is_that_of_the_installed_package_for_the_module_too():
+    version = metadata.version("lookahead-decoding")
+    assert CliRunner().invoke(app, ["--version"]).stdout == run("--version") == f"lookahead {version}\n"
+    assert lookahead.__version__ == version
+
+
+def test_a_shell_is_told_how_a_command_may_go_on():
+    words = {"_LOOKAHEAD_COMPLETE": "complete_bash"}
+    assert run(COMP_WORDS="lookahead gen", COMP_CWORD="1", **words).split() == ["generate"]
+    assert run(COMP_WORDS="lookahead generate --max-t", COMP_CWORD="2", **words).split() == ["--max-tokens"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_flag_has_no_type_in_the_help(name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = CliRunner().invoke(app, [*name.split(), "--help"]).stdout
+    assert "--help" in shown
+    assert not re.search("<bool>|BOOLEAN", shown)
+
+
+def test_every_command_that_limits_new_tokens_takes_the_short_name_too():
+    named = [option.opts for command in COMMANDS.values() for option in command.params]
+    limits = [names for names in named if "--max-new-tokens" in names]
+    assert limits
+    assert all("--max-tokens" in names for names in limits)
+
+
+def test_dir_shows_the_public_names_and_none_but_those_of_every_module():
+    assert [name for name in dir(lookahead) if not name.startswith("__")] == sorted(lookahead.__all__)
+
+
+@pytest.mark.parametrize(("silent_s", "lines"), [(0.0, 1), (1e9, 0)])
+def test_compiling_is_told_in_one_line_once_it_takes_a_while(monkeypatch, capsys, silent_s, lines):
+    monkeypatch.setattr(terminal, "_SILENT_S", silent_s)
+    notice = terminal._compilation.__wrapped__()
+    try:
+        numba.njit(lambda x: abs(min(x, 1)))(1)
+        numba.njit(lambda x: abs(min(x, 2)))(1)
+    finally:
+        event.unregister("numba:compile", notice)
+    assert capsys.readouterr().err.count("\n") == lines
+    assert notice.spent > 0.0
