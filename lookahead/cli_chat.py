@@ -31,7 +31,7 @@ from lookahead.terminal import console, harmless, load, say, usage_errors
 if TYPE_CHECKING:
     from lookahead.conversation import Conversation
 
-MaxNewTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "--max-tokens", help="Most tokens of an answer.")]
 _HELP = "/reset forgets what was said, /quit or Ctrl-D ends, Ctrl-C stops an answer, /help shows this"
 
 
