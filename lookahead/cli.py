@@ -32,7 +32,7 @@ from lookahead.cli_options import (
 from lookahead.cli_pool import pool_app
 from lookahead.jobs import report
 from lookahead.locating import DEFAULT_MODEL
-from lookahead.terminal import console, load, table, usage_errors
+from lookahead.terminal import console, load, reading, table, usage_errors
 
 if TYPE_CHECKING:
     from lookahead.loading import LoadedModel
@@ -159,12 +159,14 @@ def _generate(loaded: LoadedModel, prompt: str, *, with_stats: bool, **options: 
     """Write the continuation of one prompt to stdout: as it comes, or at once with stats on stderr."""
     from lookahead import generation
 
-    if not with_stats:
-        for piece in generation.stream(*loaded, prompt, **options):
-            print(piece, end="", flush=True)
-        print()
-        return
-    result = generation.generate(*loaded, prompt, **options)
+    with reading() as on_prefill:
+        if not with_stats:
+            for piece in generation.stream(*loaded, prompt, on_prefill=on_prefill, **options):
+                on_prefill(1, 1)  # a model that scores no trees does not tell that the prompt is read
+                print(piece, end="", flush=True)
+            print()
+            return
+        result = generation.generate(*loaded, prompt, on_prefill=on_prefill, **options)
     print(result.texts[0], flush=True)
     console(sys.stderr).print(table(("", ""), report.stats_rows(result.stats)))
 

@@ -54,7 +54,7 @@ from lookahead.sampling import TokenChooser, warp_of
 from lookahead.seq2seq.preparation import prepare_encoder_decoder
 from lookahead.stats import DecodingStats, total
 from lookahead.support import Support, support_of
-from lookahead.target import input_device
+from lookahead.target import OnPrefill, input_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +235,7 @@ def generate(
     seed: int | None = None,
     add_special_tokens: bool = True,
     compile: bool = False,
+    on_prefill: OnPrefill | None = None,
     **generate_kwargs: Any,
 ) -> GenerationResult:
     """Generate from text, token for token what `model.generate` gives.
@@ -248,6 +249,8 @@ def generate(
         seed: Seeds torch's random numbers first, for reproducible sampling.
         add_special_tokens: Whether the tokenizer adds its special tokens; False for text from a chat template.
         compile: Whether to compile the model's passes, as by `LookaheadConfig(compile=True)`.
+        on_prefill: Called as prompts are read, before the first pass and behind every one of some 1024 tokens, with
+            the tokens that are read of the longest prompt and those it has.
         **generate_kwargs: Options of `model.generate`, such as `max_new_tokens`, `do_sample` or `temperature`.
 
     Raises:
@@ -260,6 +263,8 @@ def generate(
     if not batch:
         return GenerationResult([], [], DecodingStats(), [])
     engine = prepare_text(model, tokenizer, batch, config, generation_config, seed, add_special_tokens, generate_kwargs)
+    if isinstance(engine, Engine):
+        engine.report_prefill(on_prefill)
     token_ids = _collect(engine)
     texts = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in token_ids]
     return GenerationResult(texts, token_ids, total(engine.stats), engine.stats)
@@ -275,6 +280,7 @@ def stream(
     seed: int | None = None,
     add_special_tokens: bool = True,
     compile: bool = False,
+    on_prefill: OnPrefill | None = None,
     **generate_kwargs: Any,
 ) -> Iterator[str]:
     """Generate from one prompt, yielding text as soon as its tokens are verified.
@@ -285,6 +291,8 @@ def stream(
     engine = prepare_text(
         model, tokenizer, [prompt], config, generation_config, seed, add_special_tokens, generate_kwargs
     )
+    if isinstance(engine, Engine):
+        engine.report_prefill(on_prefill)
     return _pieces(engine, tokenizer)
 
 
