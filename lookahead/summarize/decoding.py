@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from lookahead.config import LookaheadConfig
+    from lookahead.summarize.summary import FinishReason
+    from lookahead.target import OnPrefill
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,15 @@ class Decoded:
     stats: DecodingStats
 
 
+def finish_reason(model: PreTrainedModel, token_ids: Sequence[int], max_new_tokens: int) -> FinishReason:
+    """Why an output of so many tokens at most ended: `"length"` where it has them all and no end token last."""
+    config = model.generation_config
+    ends = None if config is None else config.eos_token_id
+    end_tokens = ends if isinstance(ends, list) else [ends]
+    is_cut = len(token_ids) >= max_new_tokens and token_ids[-1] not in end_tokens
+    return "length" if is_cut else "stop"
+
+
 class Decoder(Protocol):
     """Continues prompts."""
 
@@ -44,6 +55,9 @@ class LookaheadDecoder:
         tokenizer: Its tokenizer.
         config: How drafts are made; `None` for the defaults.
         add_special_tokens: Whether the tokenizer adds its special tokens: not where a template wrote them.
+
+    Attributes:
+        on_prefill: As for `lookahead.generate`.
     """
 
     def __init__(
@@ -58,6 +72,7 @@ class LookaheadDecoder:
         self.tokenizer = tokenizer
         self.config = config
         self.add_special_tokens = add_special_tokens
+        self.on_prefill: OnPrefill | None = None
 
     def decode(self, prompts: Sequence[str], max_new_tokens: int) -> Decoded:
         """Continue each prompt by at most `max_new_tokens` tokens."""
@@ -82,6 +97,7 @@ class LookaheadDecoder:
             max_new_tokens=max_new_tokens,
             do_sample=False,
             num_beams=1,
+            on_prefill=self.on_prefill,
         )
         return Decoded(result.texts, result.token_ids, result.stats)
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
-from lookahead.files.text import Document, Reject
+from lookahead.errors import DocumentError
+from lookahead.files.text import Document, Reject, check_words
 from lookahead.stats import DecodingStats, total
 from lookahead.summarize.course import Course
-from lookahead.summarize.summary import Summarized
+from lookahead.summarize.summary import FinishReason, Summarized
 
 if TYPE_CHECKING:
     from lookahead.batching import Batching, Completion
@@ -27,6 +28,7 @@ class _Task:
     course: Course
     summaries: dict[int, str] = field(default_factory=dict)  # by the place of their prompt
     stats: list[DecodingStats] = field(default_factory=list)
+    finish_reason: FinishReason = "stop"  # of the last prompt
 
 
 class Together:
@@ -36,6 +38,7 @@ class Together:
         open_rows: Gives the rows; called again where all of them failed together.
         begin: Sets out with the text of a document.
         alone: Summarizes one document by itself, or says why not: its word counts where a document fails here.
+        reason_of: Tells why an output ended, by its tokens and the most that it could have.
     """
 
     def __init__(
@@ -43,10 +46,12 @@ class Together:
         open_rows: Callable[[], Batching],
         begin: Callable[[str], Course],
         alone: Callable[[Document], Outcome],
+        reason_of: Callable[[Sequence[int], int], FinishReason],
     ) -> None:
         self._open_rows = open_rows
         self._set_out = begin
         self._alone = alone
+        self._reason_of = reason_of
         self._numbers = count()
         self._rows = open_rows()
         self._queue: deque[tuple[_Task, int]] = deque()  # prompts that wait, by their place in a task
@@ -91,10 +96,8 @@ class Together:
 
     def _begin(self, document: Document) -> None:
         """Cut a document into prompts."""
-        if not document.text.strip():
-            self._done.append(self._alone(document))
-            return
         try:
+            check_words(document.text)
             task = _Task(document, self._set_out(document.text))
         except Exception:
             self._done.append(self._alone(document))
@@ -139,10 +142,14 @@ class Together:
             self._give_up(task)
             return
         task.summaries[place] = completion.text
+        if place == len(task.course.prompts) - 1:
+            task.finish_reason = self._reason_of(completion.token_ids, task.course.limit)
         task.stats.append(completion.stats)
         if len(task.summaries) == len(task.course.prompts):
             try:
                 self._end_round(task)
+            except DocumentError as error:
+                self._done.append(Reject(task.document.id, f"{task.document.id}: {error}", task.document))
             except Exception:
                 self._give_up(task)
 
@@ -150,11 +157,11 @@ class Together:
         """Go on to the next round, or be done."""
         summaries = [task.summaries[place] for place in range(len(task.course.prompts))]
         stats, task.summaries, task.stats = total(task.stats), {}, []
-        task.course.take(summaries, stats)
+        task.course.take(summaries, stats, task.finish_reason)
         if task.course.summary is None:
             self._queue_round(task)
         else:
-            self._done.append(Summarized(task.document, task.course.summary))
+            self._done.append(Summarized(task.document, task.course.summary.check()))
 
     def _give_up(self, task: _Task) -> None:
         """Summarize a document by itself, which also finds the words for what is wrong with it."""
