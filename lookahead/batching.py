@@ -22,12 +22,31 @@ from lookahead.request import call_of, vocabulary_size
 from lookahead.rows import Row
 from lookahead.stats import DecodingStats
 from lookahead.stopping import FinishReason
-from lookahead.target import input_device
+from lookahead.target import OnPrefill, input_device
 
 MOST_ROWS = 1024
 _ROWS = {"cpu": 16, "cuda": 32}
 _SLOTS = {"cpu": 2048, "cuda": 4096}  # of the cache for every row, where nothing else is said
 _PASS = {"cpu": 64, "cuda": 512}  # tokens of padding that cost no more than a pass of its own
+_LEAST_CACHE = 256 << 20  # bytes that a cache may have, however small the model
+
+
+def cache_tokens_of(model: PreTrainedModel, rows: int) -> int:
+    """Tokens that a cache of so many rows has room for, all rows together, where nothing else is said.
+
+    It is 2048 a row on a CPU and 4096 on a GPU, and no more than take the bytes of the model's weights, or 256 MiB.
+    """
+    kind = input_device(model).type
+    tokens = rows * _SLOTS.get(kind, _SLOTS["cuda"])
+    config: Any = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    layers, size = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
+    if not (isinstance(heads, int) and isinstance(layers, int) and isinstance(size, int)):
+        return tokens  # a configuration of its own kind does not tell what a token takes
+    head_size = getattr(config, "head_dim", None) or size // (getattr(config, "num_attention_heads", None) or heads)
+    most_bytes = max(_LEAST_CACHE, int(model.get_memory_footprint()))
+    token_bytes: int = 2 * layers * heads * head_size * model.dtype.itemsize  # keys and values
+    return max(1, min(tokens, most_bytes // token_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +107,9 @@ def stream_many(
         add_special_tokens: Whether the tokenizer adds its special tokens to text; False for text that holds them.
         truncate: What a prompt loses that leaves no room for its output, as for `generate`.
         chat_template_kwargs: Further arguments of the chat template.
-        cache_tokens: Tokens that the cache has room for, all rows together; 2048 a row on a CPU and 4096 on a GPU when
-            None. A prompt waits until there is room for it and its output, and one that needs more than all of it is
-            decoded alone.
+        cache_tokens: Tokens that the cache has room for, all rows together; when None 2048 a row on a CPU and 4096 on
+            a GPU, as far as they take no more bytes than the model's weights, or 256 MiB. A prompt waits until there
+            is room for it and its output, and one that needs more than all of it is decoded alone.
         **generate_kwargs: Options of `model.generate`, such as `max_new_tokens`.
 
     Raises:
@@ -140,6 +159,7 @@ class Batching:
 
     Attributes:
         rows: How many prompts are decoded together.
+        on_prefill: Told how many tokens of a prompt are read, and of how many, where it is set.
     """
 
     def __init__(
@@ -170,11 +190,12 @@ class Batching:
         self.separate = self._intake.reader.separate
         kind = input_device(model).type
         self.rows = _checked("rows", rows, MOST_ROWS) or _ROWS.get(kind, _ROWS["cuda"])
-        self._cache_tokens = _checked("cache_tokens", cache_tokens) or self.rows * _SLOTS.get(kind, _SLOTS["cuda"])
+        self._cache_tokens = _checked("cache_tokens", cache_tokens) or cache_tokens_of(model, self.rows)
         self._pass_tokens = _PASS.get(kind, _PASS["cuda"])
         self._model = model
         self._tokenizer = tokenizer
         self._engine: Engine | None = None
+        self.on_prefill: OnPrefill | None = None
         self._waiting: deque[Request] = deque()
         self._running: dict[int, Request] = {}
         self._failed: list[Completion] = []
@@ -214,6 +235,7 @@ class Batching:
         if engine is None:
             return []
         emissions: list[Emission] = []
+        engine.report_prefill(self.on_prefill)
         with engine.serving():
             for rows in self._in_passes(joining):
                 emissions += engine.admit(rows)
@@ -249,10 +271,12 @@ class Batching:
 
     def _make_room(self, first: Row, rows: int, longest: int) -> None:
         """See to it that the cache has so many rows at least, of so many slots."""
+        too_large = False
         if self._engine is None:
             self._engine = self._open(first, longest)
+            too_large = self.rows * longest > self._cache_tokens
         slots = self._engine.cache.slots
-        if longest > slots.capacity or rows > slots.rows:
+        if too_large or longest > slots.capacity or rows > slots.rows:
             most = max(rows, min(self.rows, self._cache_tokens // longest))
             capacity = max(longest, min(slots.capacity, self._cache_tokens // most))
             self._engine.cache.resize(rows=most, capacity=capacity)

@@ -41,7 +41,7 @@ from lookahead.cli_pool import pool_app
 from lookahead.errors import ConfigError
 from lookahead.jobs import report
 from lookahead.locating import DEFAULT_MODEL
-from lookahead.terminal import console, harmless, load, say, table, usage_errors
+from lookahead.terminal import console, harmless, load, reading, say, table, usage_errors
 
 if TYPE_CHECKING:
     from lookahead.loading import LoadedModel
@@ -185,10 +185,13 @@ def _generate(
     from lookahead.generation import stream
     from lookahead.prompts import as_chat
 
-    pieces = stream(*loaded, text if is_raw else as_chat(loaded.tokenizer, text, system), **options)
-    with pieces.serving():
-        for piece in pieces:
-            print(harmless(piece), end="", flush=True)
+    with reading() as on_prefill:
+        prompt = text if is_raw else as_chat(loaded.tokenizer, text, system)
+        pieces = stream(*loaded, prompt, on_prefill=on_prefill, **options)
+        with pieces.serving():
+            for piece in pieces:
+                on_prefill(1, 1)  # a model that scores no trees does not tell that the prompt is read
+                print(harmless(piece), end="", flush=True)
     print(flush=True)
     if pieces.finish_reason == "length" and len(pieces.token_ids) < options["max_new_tokens"]:
         say("note", f"the model's context is full after {len(pieces.token_ids)} new tokens")

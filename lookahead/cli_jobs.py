@@ -113,13 +113,21 @@ class Runner:
         display: Shows it.
         retry_rejects: Whether documents that failed in an earlier run are tried again.
         is_part: Whether there may be documents in the inputs that it leaves out.
+        skipped: Files of folders that are not read.
     """
 
     def __init__(
-        self, staff: Staff, paths: OutputPaths, display: Display, *, retry_rejects: bool, is_part: bool
+        self,
+        staff: Staff,
+        paths: OutputPaths,
+        display: Display,
+        *,
+        retry_rejects: bool,
+        is_part: bool,
+        skipped: int = 0,
     ) -> None:
         self._staff, self._paths, self._display = staff, paths, display
-        self._retry, self._is_part = retry_rejects, is_part
+        self._retry, self._is_part, self._skipped = retry_rejects, is_part, skipped
 
     def run(self, documents: Iterator[Document | Reject], *, as_text: bool) -> int:
         """Summarize the documents; the exit status."""
@@ -127,7 +135,7 @@ class Runner:
         from lookahead.jobs.memory import Remembering
         from lookahead.jobs.results import JsonLinesStdout
 
-        totals, display, memory = Totals(), self._display, self._staff.memory
+        totals, display, memory = Totals(skipped=self._skipped), self._display, self._staff.memory
         with display.progress:
             try:
                 run_job(

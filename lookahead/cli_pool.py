@@ -10,7 +10,7 @@ import typer
 
 from lookahead.cli_options import App, MaxDocument
 from lookahead.locating import locate_model
-from lookahead.terminal import PoolDisplay, console, convert, table, usage_errors
+from lookahead.terminal import PoolDisplay, console, convert, say_skipped, table, usage_errors
 
 pool_app = App(help="Make files of documents of yours to draft from.")
 
@@ -69,7 +69,9 @@ def build(
     from lookahead.files.outputs import check_output
 
     with usage_errors():
-        sources = find_inputs(inputs, field)
+        skipped: list[str] = []
+        sources = find_inputs(inputs, field, on_skip=skipped.append)
+        say_skipped(skipped)
         check_readers(sources)
         check_output(output, sources, overwrite=overwrite)
         tokenizer = _load_tokenizer(model)
@@ -110,7 +112,9 @@ def add(pool: PoolFile, inputs: Inputs, model: Model, field: Field = None, max_d
     from lookahead.files.outputs import check_output
 
     with usage_errors():
-        sources = find_inputs(inputs, field)
+        skipped: list[str] = []
+        sources = find_inputs(inputs, field, on_skip=skipped.append)
+        say_skipped(skipped)
         check_readers(sources)
         check_output(Path(pool), sources, overwrite=True)
         tokenizer = _load_tokenizer(model)

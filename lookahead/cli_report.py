@@ -44,5 +44,5 @@ def report(results: Results, output: Page = None, rejects: Rejects = None) -> No
         for problem in done.problems:
             say("warning", problem)
         documents = f"{done.documents:,} document{'' if done.documents == 1 else 's'}"
-        failed = "" if done.failed is None else f", {done.failed:,} failed"
+        failed = f", {done.failed:,} failed" if done.failed else ", no failures"
         console(sys.stderr).print(f"{documents}{failed}; written to {done.path}", soft_wrap=True)

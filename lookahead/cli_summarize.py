@@ -36,7 +36,7 @@ from lookahead.cli_options import (
 from lookahead.errors import ConfigError
 from lookahead.jobs import report
 from lookahead.locating import DEFAULT_MODEL
-from lookahead.terminal import Display, console, load, table, usage_errors
+from lookahead.terminal import Display, console, load, say_skipped, table, usage_errors
 
 if TYPE_CHECKING:
     from lookahead.jobs.estimate import Estimate
@@ -80,8 +80,8 @@ Inputs = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="INPUTS...",
-        help="Files (.txt .md .html .jsonl .csv .tsv .parquet), folders, patterns such as 'notes/*.md', URLs of any "
-        "kind fsspec knows (https:// s3:// hf:// ...), - for stdin.",
+        help="Files (.txt .md .html .pdf .docx .jsonl .csv .tsv .parquet), folders, patterns such as 'notes/*.md', "
+        "URLs of any kind fsspec knows (https:// s3:// hf:// ...), - for stdin.",
         show_default=False,
     ),
 ]
@@ -145,7 +145,7 @@ def summarize(
     field: Field = None,
     id_field: IdField = None,
     max_document_mb: MaxDocument = 64.0,
-    max_new_tokens: MaxNewTokens = 128,
+    max_new_tokens: MaxNewTokens = 200,
     prompt_file: PromptFile = None,
     style: Style = None,
     overlap: Overlap = 0,
@@ -226,7 +226,9 @@ def summarize(
 
         approach = Approach(overlap=overlap, refine=refine)
         paths = OutputPaths(output, rejects, overwrite, resume)
-        sources = find_inputs(inputs, field, id_field, leave_out=paths.all)
+        skipped: list[str] = []
+        sources = find_inputs(inputs, field, id_field, leave_out=paths.all, on_skip=skipped.append)
+        say_skipped(skipped)
         check_readers(sources)
         if not dry_run:
             paths.check(sources)
@@ -268,7 +270,11 @@ def summarize(
         known = count_documents(sources)
         total = min((number for number in (known, limit, sample) if number is not None), default=None)
         display = _display(total if known is not None else None, paths, as_text=as_text)
-        runner = Runner(staff, paths, display, retry_rejects=retry_rejects, is_part=total != known)
+        if not ray:
+            summarizer.report_prefill(display.reading)
+        runner = Runner(
+            staff, paths, display, retry_rejects=retry_rejects, is_part=total != known, skipped=len(skipped)
+        )
         status = runner.run(documents, as_text=as_text)
     raise typer.Exit(status)
 

@@ -23,7 +23,7 @@ from lookahead.proposers.custom import CustomProposer
 from lookahead.rejection import Trials, draw
 from lookahead.rows import Pick, Row
 from lookahead.scores import Scores, read_scores
-from lookahead.target import Target
+from lookahead.target import OnPrefill, Target
 from lookahead.tree import TokenTree
 from lookahead.verify import Verdict
 
@@ -102,6 +102,10 @@ class Engine:
     def serving(self) -> AbstractContextManager[None]:
         """Keep the model in service for a whole block, for a loop over `run` that will not pause."""
         return self._target.serving()
+
+    def report_prefill(self, on_prefill: OnPrefill | None) -> None:
+        """Let it be called as prompts are read."""
+        self._target.on_prefill = on_prefill
 
     def run(self) -> Iterator[list[Emission]]:
         """Decode every row of the batch to its end, yielding what each step emitted.

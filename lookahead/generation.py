@@ -54,7 +54,7 @@ from lookahead.seq2seq.preparation import prepare_encoder_decoder
 from lookahead.stats import DecodingStats, total
 from lookahead.stopping import FinishReason
 from lookahead.support import Support, support_of
-from lookahead.target import input_device
+from lookahead.target import OnPrefill, input_device
 from lookahead.validation import check_config, check_options, check_pair, context_limit
 
 
@@ -246,6 +246,7 @@ def generate(
     truncate: Truncation | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     compile: bool = False,
+    on_prefill: OnPrefill | None = None,
     **generate_kwargs: Any,
 ) -> GenerationResult:
     """Generate from text, chats or token ids, token for token what `model.generate` gives.
@@ -269,6 +270,8 @@ def generate(
             than the context.
         chat_template_kwargs: Further arguments of the chat template, such as `tools` or `enable_thinking`.
         compile: Whether to compile the model's passes, as by `LookaheadConfig(compile=True)`.
+        on_prefill: Called as prompts are read, before the first pass and behind every one of some 1024 tokens, with
+            the tokens that are read of the longest prompt and those it has.
         **generate_kwargs: Options of `model.generate`, such as `max_new_tokens`, `do_sample` or `temperature`. A
             `DynamicCache` as `past_key_values` is continued from, and grows in place.
 
@@ -289,6 +292,7 @@ def generate(
     if not encoded:
         return GenerationResult([], [], DecodingStats(), [], [])
     engine = prepare_ids(model, tokenizer, encoded, config, generation_config, seed, generate_kwargs)
+    engine.report_prefill(on_prefill)
     token_ids, reasons = collect(engine)
     return_cache(engine, generate_kwargs.get("past_key_values"))
     texts = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in token_ids]
@@ -307,6 +311,7 @@ def stream(
     truncate: Truncation | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     compile: bool = False,
+    on_prefill: OnPrefill | None = None,
     **generate_kwargs: Any,
 ) -> TextStream:
     """Generate from one prompt, yielding text as soon as its tokens are verified.
@@ -329,6 +334,7 @@ def stream(
         raise PromptError(f"stream takes one prompt, got {len(prompts)}; lookahead.stream_many takes several")
     encoded = [reader.read(prompts[0], 0)]
     engine = prepare_ids(model, tokenizer, encoded, config, generation_config, seed, generate_kwargs)
+    engine.report_prefill(on_prefill)
     return TextStream(engine, tokenizer, partial(return_cache, engine, generate_kwargs.get("past_key_values")))
 
 

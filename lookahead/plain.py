@@ -15,6 +15,7 @@ from torch import Tensor
 from lookahead.emission import Emission
 from lookahead.stats import DecodingStats
 from lookahead.stopping import FinishReason, StoppingRule
+from lookahead.target import OnPrefill
 
 
 class PlainLoop:
@@ -48,6 +49,9 @@ class PlainLoop:
     def serving(self) -> AbstractContextManager[None]:
         """Nothing to prepare: the model runs as it is."""
         return nullcontext()
+
+    def report_prefill(self, on_prefill: OnPrefill | None) -> None:
+        """Transformers' loop reads the prompt in one pass and tells nothing of it."""
 
     def run(self) -> Iterator[list[Emission]]:
         """Decode every row to its end and yield all of it at once."""

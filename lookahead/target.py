@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from threading import Lock, RLock
@@ -25,6 +25,8 @@ from lookahead.static import padded_slots
 from lookahead.tree import IntArray, TokenTree
 
 Shape = Literal["trees", "chains"]
+OnPrefill = Callable[[int, int], None]
+"""Takes how many tokens of the longest prompt are read, and how many it has."""
 PREFILL_CHUNK = 1024
 
 
@@ -82,6 +84,7 @@ class Target:
 
     Attributes:
         positions: Positions the model has a table for, None where there is no end to them.
+        on_prefill: Called before the first pass of a prefill and behind every one, where it is set.
         keeps_hidden: Whether they are kept of the passes to come.
         hidden: Those hidden states of the newest pass, `[active, nodes of the largest tree, size]`; of a prefill those
             of the last token of every prompt, `[prompts, 1, size]`.
@@ -115,6 +118,7 @@ class Target:
         self.cache = TreeCache(rows=rows, capacity=padded_slots(capacity) if is_fixed and compiles else capacity)
         self.positions = position_limit(model)
         self._hidden_layers = tuple(hidden_layers)
+        self.on_prefill: OnPrefill | None = None
         self.keeps_hidden = True
         self.hidden: dict[int, Tensor] = {}
         self.prompt_hidden: list[dict[int, Tensor]] = []
@@ -185,7 +189,7 @@ class Target:
         cached = committed.copy()
         lengths = np.array([len(prompt) for prompt in prompts])
         new = lengths - cached
-        width = int(new.max())
+        width = longest = int(new.max())
         if self.positions is None:  # else padding might have none
             width = padded_width(len(prompts), width, self._device, self._model.dtype)
         padded = np.zeros((len(prompts), width), np.int64)
@@ -193,6 +197,7 @@ class Target:
             padded[row, : new[row]] = prompt[cached[row] :]
         last: dict[int, Tensor] = {}
         hidden: list[dict[int, Tensor]] = []
+        self._tell(0, longest)
         for start in range(0, padded.shape[1], self._prefill_chunk):
             chunk = np.ascontiguousarray(padded[:, start : start + self._prefill_chunk])
             # A row whose prompt has ended writes padding behind its end, where its trees will stand.
@@ -204,11 +209,17 @@ class Target:
             logits = self._forward(chunk, positions, None, keep=keep if len(keep) else np.zeros(1, np.int64))
             last.update({int(row): logits[row, column] for row, column in zip(ending, place, strict=True)})
             hidden.append(self.hidden)
+            self._tell(min(start + self._prefill_chunk, longest), longest)
         committed[:] = lengths - 1
         whole = {layer: torch.cat([chunk[layer] for chunk in hidden], 1) for layer in self.hidden}
         self.prompt_hidden = [{layer: each[row, :n] for layer, each in whole.items()} for row, n in enumerate(new)]
         self.hidden = {layer: each[range(len(new)), new - 1][:, None] for layer, each in whole.items()}
         return torch.stack([last[row] for row in range(len(prompts))])[:, None]
+
+    def _tell(self, done: int, tokens: int) -> None:
+        """Tell how far the longest prompt is read, where that is wanted."""
+        if self.on_prefill is not None:
+            self.on_prefill(done, tokens)
 
     def score(self, trees: Sequence[TokenTree]) -> Tensor:
         """Logits after every node, `[active, nodes of the largest tree, vocab]`, in one forward pass.

@@ -7,7 +7,7 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from lookahead.summarize.summarizer import Summarized
 
 MOST_TABLE_ROWS = 20
+MOST_SKIPPED = 20  # files that are named
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but for tabs and line breaks
 
 _SILENT_S = 1.0  # seconds of preparation that are not worth a line
@@ -62,6 +63,14 @@ def say(kind: str, message: str) -> None:
     """Print one line to stderr."""
     line = Text.assemble((f"{kind}: ", "bold red"), harmless(" ".join(message.splitlines())))
     console(sys.stderr).print(line, soft_wrap=True)
+
+
+def say_skipped(files: Sequence[str]) -> None:
+    """Name the files of folders that are not read, one a line."""
+    for file in files[:MOST_SKIPPED]:
+        say("skipped", file)
+    if len(files) > MOST_SKIPPED:
+        say("skipped", f"{len(files) - MOST_SKIPPED:,} more files, {len(files):,} in all")
 
 
 @contextmanager
@@ -198,6 +207,24 @@ def convert(location: str) -> None:
         convert_once(Path(location), lambda line: say("note", line))
 
 
+@contextmanager
+def reading() -> Iterator[Callable[[int, int], None]]:
+    """A line on stderr, where that is a terminal, that tells how far a prompt is read, and goes when it is.
+
+    Call what this gives with equal numbers before anything is printed.
+    """
+    status = console(sys.stderr).status("reading the prompt")
+
+    def show(done: int, tokens: int) -> None:
+        if done < tokens:
+            status.update(f"reading the prompt: {done:,} of {tokens:,} tokens")
+        else:
+            status.stop()
+
+    with status:
+        yield show
+
+
 class Display:
     """Shows a job: progress and errors on stderr, and on stdout the summaries to read, if they are wanted.
 
@@ -214,9 +241,9 @@ class Display:
         self._as_text = as_text
         self._rows: list[tuple[str, ...]] = []
         self._started = time.monotonic()
-        words = "documents, {task.fields[speed]:.0f} tokens/s, {task.fields[accepted]:.2f} a pass"
+        words = "documents, {task.fields[speed]:.0f} tokens/s, {task.fields[accepted]:.2f} a pass{task.fields[read]}"
         self.progress = _bar(words, shown=with_bar)
-        self._task = self.progress.add_task("", total=total, speed=0.0, accepted=0.0)
+        self._task = self.progress.add_task("", total=total, speed=0.0, accepted=0.0, read="")
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -229,6 +256,11 @@ class Display:
         """Print one line to stderr."""
         with self._aside():
             say(kind, message)
+
+    def reading(self, done: int, tokens: int) -> None:
+        """Show how far a prompt is read."""
+        read = f", reading: {done:,} of {tokens:,} tokens" if done < tokens else ""
+        self.progress.update(self._task, read=read)
 
     def summarized(self, done: Summarized, totals: Totals) -> None:
         """Show a summary, and how far the job is."""

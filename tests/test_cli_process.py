@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 QUIET = "import sys; sys.modules['torchao'] = None; "
 # And where nothing was compiled before, the command says that it compiles.
 QUIET += "from lookahead import terminal; terminal._SILENT_S = 1e9; "
+MODEL = str(ROOT / "tests" / "models" / "summarizer")
 COMMAND = [sys.executable, "-c", QUIET + "from lookahead.cli import main; main()"]
 
 
@@ -33,7 +34,7 @@ def folder(tmp_path, monkeypatch):
 def start(*arguments, stdout=subprocess.PIPE):
     """Start the command as a terminal would, with SIGINT heard."""
     return subprocess.Popen(
-        [*COMMAND, *arguments, "--max-new-tokens", "4", "--threads", "1"],
+        [*COMMAND, *arguments, "--model", MODEL, "--max-new-tokens", "4", "--threads", "1"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         text=True,
         stdout=stdout,
@@ -70,6 +71,24 @@ def test_ctrl_c_leaves_whole_lines_and_status_130(folder):
     assert re.fullmatch(rf"interrupted: {len(done)} finished summar(y|ies) in out\.jsonl; --resume goes on\n", stderr)
 
 
+@pytest.mark.parametrize("option", ["--compare", "--format=text"])
+def test_ctrl_c_while_summaries_are_shown_says_what_there_is(folder, option):
+    shown = folder / "shown"
+    with shown.open("w") as file:
+        process = start("summarize", "docs.jsonl", option, stdout=file)
+        while not shown.stat().st_size:
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    if option == "--compare":
+        done = [json.loads(line)["id"] for line in shown.read_text().splitlines()]
+        assert done == [f"docs.jsonl:{i + 1}" for i in range(len(done))]
+    said = r"interrupted: \d+ finished summar(y|ies) in stdout; a job with --output can be resumed\n"
+    assert re.fullmatch(said, stderr)
+
+
 def test_a_reader_that_has_seen_enough_ends_the_job_quietly(folder):
     process = start("summarize", "docs.jsonl")
     assert json.loads(process.stdout.readline())["id"] == "docs.jsonl:1"
@@ -83,5 +102,6 @@ def test_a_full_device_behind_stdout_is_told_in_one_line(folder):
     with open("/dev/full", "w") as full:
         process = start("summarize", "a.txt", stdout=full)
         _, stderr = process.communicate(timeout=120)
-    message = "error: writing failed: No space left on device; 0 finished summaries in stdout\n"
+    message = "error: writing failed: No space left on device; 0 finished summaries in stdout; "
+    message += "a job with --output can be resumed\n"
     assert (process.returncode, stderr) == (1, message)

@@ -256,7 +256,7 @@ def with_template(tokenizer, template):
 
 def test_a_style_is_an_instruction_to_a_model_that_takes_some(tiny_tokenizer):
     chat = with_template(tiny_tokenizer, CHAT)
-    assert Prompting(chat).render("One.") == f"[user]{INSTRUCTION}\n\nOne.[bot]"
+    assert Prompting(chat).render("One.") == f"[user]{INSTRUCTION.replace('{document}', 'One.')}[bot]"
     for style, instruction in STYLES.items():
         assert Prompting(chat, Request(style=style)).render("One.") == f"[user]{instruction}\n\nOne.[bot]"
 
@@ -334,3 +334,40 @@ def test_what_documents_hold_does_not_command_the_terminal(summarize, cli_folder
     done = summarize("docs.jsonl", "--format", "text", "--compare")
     assert "\ufffd31ma" in done.stdout and "\ufffd31m" in done.stderr
     assert not {"\x1b", "\x07", "\x9b"} & {*done.stdout, *done.stderr}
+
+
+# How summaries end, and what is not read
+
+
+def test_a_summary_that_was_cut_off_is_marked_everywhere(summarize, cli_folder):
+    result = summarize("a.txt", "--format", "text")
+    assert "; cut at 12 tokens; --max-new-tokens raises it" in result.stdout
+    result = summarize("a.txt", "b.txt", "-o", "out.jsonl")
+    assert "; 2 cut at the token limit, --max-new-tokens raises it" in result.stderr
+    assert [record["finish_reason"] for record in records("out.jsonl")] == ["length", "length"]
+    summarize("a.txt", "-o", "out.parquet")
+    assert pyarrow.parquet.read_table("out.parquet")["finish_reason"].to_pylist() == ["length"]
+
+
+def test_results_of_a_release_that_did_not_tell_how_summaries_end_are_gone_on_with(summarize, cli_folder):
+    summarize("a.txt", "-o", "out.jsonl")
+    (record,) = records("out.jsonl")
+    del record["finish_reason"]
+    (cli_folder / "out.jsonl").write_text(json.dumps(record) + "\n")
+    resumed = summarize("a.txt", "b.txt", "-o", "out.jsonl", "--resume")
+    assert "1 document summarized, 1 finished before" in resumed.stderr
+    assert ["finish_reason" in each for each in records("out.jsonl")] == [False, True]
+    assert summarize("a.txt", "b.txt", "-o", "out.parquet").exit_code == 0
+
+
+def test_files_of_a_folder_that_are_not_read_are_named_a_few_and_counted(summarize, cli_folder):
+    (cli_folder / "docs").mkdir()
+    (cli_folder / "docs" / "a.txt").write_text("One.")
+    for number in range(23):
+        (cli_folder / "docs" / f"{number:02}.png").write_bytes(b"")
+    result = summarize("docs", "-o", "out.jsonl")
+    assert result.exit_code == 0
+    named = [line for line in result.stderr.splitlines() if line.startswith("skipped: ")]
+    assert named[0] == "skipped: docs/00.png: files of suffix .png are not read"
+    assert named[20:] == ["skipped: 3 more files, 23 in all"]
+    assert "1 document summarized, 23 files skipped" in result.stderr

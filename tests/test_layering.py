@@ -106,6 +106,7 @@ KNOW_THE_TERMINAL = {
 OPTIONAL = {
     "gguf_files": {"gguf"},
     "kernels": {"triton"},
+    "files.office": {"docx", "pypdf"},
     "files.pages": {"trafilatura"},
     "files.tables": {"pyarrow"},
     "jobs.ray_cluster": {"ray"},

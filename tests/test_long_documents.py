@@ -21,7 +21,7 @@ from lookahead.summarize.course import start_course
 from lookahead.summarize.fitting import Approach, PromptFitter
 from lookahead.summarize.measuring import MeasuredText
 from lookahead.summarize.parts import cut
-from lookahead.summarize.prompting import Prompting
+from lookahead.summarize.prompting import INSTRUCTION, Prompting
 from lookahead.summarize.sections import Break, split_pieces
 from lookahead.summarize.summarizer import Summarizer
 
@@ -303,7 +303,8 @@ def test_refining_reads_the_parts_in_order_each_with_the_summary_so_far(tiny_lla
         course.take([f"summary {len(seen)}"], DecodingStats())
     assert len(seen) == len(parts)
     for number, (prompt, part) in enumerate(zip(seen, parts, strict=True)):
-        assert prompt.endswith(f"{part}[bot]") and len(tokenizer(prompt)["input_ids"]) <= 512 - 30
+        assert prompt.endswith(f"{INSTRUCTION.replace('{document}', part)}[bot]")
+        assert len(tokenizer(prompt)["input_ids"]) <= 512 - 30
         assert (f"\n\nsummary {number}\n\n" in prompt) == (number > 0)
     assert [node.summary for node in course.summary.tree[0]] == [f"summary {n}" for n in range(1, len(parts) + 1)]
     assert str(course.summary) == f"summary {len(parts)}"
@@ -349,9 +350,9 @@ def test_a_document_that_fits_is_not_refined(tiny_llama, tiny_tokenizer):
 # Refusals
 
 
-def test_a_model_that_follows_no_instructions_is_not_asked_to_refine(tiny_llama, tiny_tokenizer):
+def test_a_model_that_follows_no_instructions_is_not_asked_to_refine(tiny_llama, tiny_tokenizer, summarizer_path):
     with pytest.raises(ConfigError, match="made to summarize and follows no instructions, so it cannot refine"):
-        lookahead.summarize(SENTENCE, refine=True)
+        lookahead.summarize(SENTENCE, *lookahead.load(str(summarizer_path)), refine=True)
     with pytest.raises(ConfigError, match=r"tokenizer has no chat template, so it cannot refine .* leave --refine out"):
         lookahead.summarize(SENTENCE, tiny_llama, tiny_tokenizer, refine=True)
 
@@ -360,7 +361,7 @@ def test_a_model_that_follows_no_instructions_is_not_asked_to_refine(tiny_llama,
     ("options", "message"),
     [
         ({"overlap": -1}, "overlap must be at least 0 tokens, got -1"),
-        ({"overlap": 300}, "overlap must be at most 162 tokens, half of what a prompt holds of a document, got 300"),
+        ({"overlap": 300}, "overlap must be at most 129 tokens, half of what a prompt holds of a document, got 300"),
         ({"refine": True, "max_new_tokens": 150}, "max_new_tokens must be at most .* beside it in the model's context"),
     ],
 )

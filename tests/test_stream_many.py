@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import lookahead
 from lookahead import ConfigError, LookaheadConfig, PromptError, UnsupportedModelError
-from lookahead.batching import Batching
+from lookahead.batching import Batching, cache_tokens_of
 from lookahead.errors import LogitsError
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,."
@@ -197,6 +197,38 @@ def test_a_long_prompt_waits_until_the_cache_has_room_for_it(tiny_llama, tiny_to
     assert all(rows * capacity <= cache or rows == 1 for rows, capacity in sizes)
     for each in done:
         assert each.token_ids == plainly(tiny_llama, tiny_tokenizer, prompts[each.index], **options)
+
+
+def test_a_long_first_prompt_takes_no_more_of_the_cache_than_it_needs(tiny_llama, tiny_tokenizer):
+    batching = Batching(tiny_llama, tiny_tokenizer, rows=4, cache_tokens=600, max_new_tokens=12)
+    batching.put(0, texts(1, 300, 300)[0])
+    batching.step()
+    slots = batching._engine.cache.slots
+    assert slots.rows * slots.capacity <= 600
+    assert batching._engine.cache.layers[0].buffers[0].shape[:2] == (slots.rows, slots.capacity)
+
+
+def test_the_cache_takes_no_more_bytes_than_the_weights(tiny_llama, monkeypatch):
+    assert cache_tokens_of(tiny_llama, 16) == 16 * 2048  # little as they are
+    monkeypatch.setattr("lookahead.batching._LEAST_CACHE", 0)
+    per_token = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, dimensions, bytes
+    assert cache_tokens_of(tiny_llama, 16) == tiny_llama.get_memory_footprint() // per_token
+
+
+def test_reading_is_told_chunk_by_chunk(tiny_llama, tiny_tokenizer, monkeypatch):
+    monkeypatch.setattr("lookahead.assembly.PREFILL_CHUNK", 16)
+    prompt, told = texts(1, 100, 100)[0], []
+    lookahead.generate(
+        tiny_llama, tiny_tokenizer, prompt, max_new_tokens=4, on_prefill=lambda *told_now: told.append(told_now)
+    )
+    assert told[0] == (0, 100) and told[-1] == (100, 100)
+    assert told == sorted(told) and len(told) > 5
+    batched = []
+    batching = Batching(tiny_llama, tiny_tokenizer, rows=2, max_new_tokens=4)
+    batching.on_prefill = lambda *told_now: batched.append(told_now)
+    batching.put(0, prompt)
+    batching.step()
+    assert batched == told
 
 
 def test_a_model_that_scores_no_trees_is_served_one_prompt_after_the_other(tiny_llama, tiny_tokenizer, monkeypatch):

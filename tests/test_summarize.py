@@ -112,7 +112,9 @@ def test_another_chat_template_gets_an_instruction_and_the_document_as_it_is(tin
     )
     for templates in (template, {"default": template, "tool_use": "unused"}):
         prompting = Prompting(with_template(tiny_tokenizer, templates))
-        assert prompting.render(prompting.clean("One.\n\nTwo.")) == f"[user]{INSTRUCTION}\n\nOne.\n\nTwo.[bot]"
+        asked = INSTRUCTION.replace("{document}", "One.\n\nTwo.")
+        assert asked.startswith("One.\n\nTwo.\n\nSummarize the text above")
+        assert prompting.render(prompting.clean("One.\n\nTwo.")) == f"[user]{asked}[bot]"
         assert not prompting.add_special_tokens
 
 
@@ -193,7 +195,8 @@ def test_a_summary_is_a_json_ready_dict(tiny_llama, tiny_tokenizer):
     summary = Summarizer(tiny_llama, tiny_tokenizer, max_new_tokens=16, compare=True).summarize(SENTENCE)
     record = json.loads(json.dumps(summary.to_dict()))
     assert list(record) == [
-        "summary", "document_tokens", "summary_tokens", "parts", "split", "stats", "plain", "speedup", "identical",
+        "summary", "document_tokens", "summary_tokens", "parts", "split", "finish_reason", "stats", "plain",
+        "speedup", "identical",
     ]  # fmt: skip
     assert record["stats"]["emitted_tokens"] == record["plain"]["emitted_tokens"] == 16
     assert record["identical"] is True

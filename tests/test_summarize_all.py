@@ -32,7 +32,7 @@ def assert_like_one_at_a_time(outcomes, summarizer):
         if isinstance(alone, Reject):
             assert got == alone
             continue
-        fields = ("text", "document_tokens", "summary_tokens", "parts", "split")
+        fields = ("text", "document_tokens", "summary_tokens", "parts", "split", "finish_reason")
         assert [getattr(got.summary, name) for name in fields] == [getattr(alone.summary, name) for name in fields]
         for name in ("emitted_tokens", "prompt_tokens"):
             assert getattr(got.summary.stats, name) == getattr(alone.summary.stats, name)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from transformers.utils import logging
 from typer.testing import CliRunner
 
 from lookahead.cli import app
+from lookahead.errors import TrainingError
 
 ROOT = Path(__file__).resolve().parent.parent
 QUIET = "import sys; sys.modules['torchao'] = None; "  # it complains on stderr of what it cannot load
@@ -90,6 +92,21 @@ def test_a_wrong_argument_is_one_line_and_status_2(lookahead, arguments, says):
     assert result.exit_code == 2
     assert says in result.stderr
     assert not Path("heads").exists()
+
+
+@pytest.mark.parametrize("error", [TrainingError("too few examples"), RuntimeError("out of memory")])
+@pytest.mark.parametrize("has_outputs", [True, False])
+def test_a_run_that_fails_before_its_first_checkpoint_is_not_left_behind(
+    lookahead, folder, monkeypatch, error, has_outputs
+):
+    line = {"prompt": "abc", **({"output": "def"} if has_outputs else {})}
+    (folder / "data.jsonl").write_text("\n".join([json.dumps(line)] * 40))
+    monkeypatch.setattr("lookahead.training.heads.job._prepare", Mock(side_effect=error))
+    result = lookahead("train", "medusa", "--data", "data.jsonl", "-o", "heads", *OPTIONS)
+    assert result.exit_code != 0
+    # Answers that took their time are kept where the same run may succeed another time.
+    kept = not has_outputs and isinstance(error, RuntimeError)
+    assert Path("heads/run.json").exists() == Path("heads").exists() == kept
 
 
 def test_missing_accelerate_is_told_before_the_model_is_loaded(lookahead, monkeypatch):

@@ -43,6 +43,14 @@ def check_readers(inputs: Sequence[Input]) -> None:
         from lookahead.files.pages import load_trafilatura
 
         load_trafilatura(formats["html"])
+    if "pdf" in formats:
+        from lookahead.files.office import load_pypdf
+
+        load_pypdf(formats["pdf"])
+    if "docx" in formats:
+        from lookahead.files.office import load_docx
+
+        load_docx(formats["docx"])
 
 
 def read_prompt(argument: str) -> str:
@@ -94,6 +102,10 @@ def _read(source: Input, limit: int) -> Iterator[Document | Reject]:
             from lookahead.files.pages import main_text
 
             text = main_text(data, source.path)
+        elif source.format in ("pdf", "docx"):
+            from lookahead.files.office import docx_text, pdf_text
+
+            text = (pdf_text if source.format == "pdf" else docx_text)(data, source.path, limit)
         else:
             text = decode_bytes(data, source.path)
         yield Document(source.path, checked(text, source.path))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,21 +12,24 @@ from typing import Literal
 from lookahead.errors import DocumentError
 from lookahead.files.opening import STDIN, file_system, is_url
 
-Format = Literal["text", "html", "jsonl", "csv", "tsv", "parquet"]
+Format = Literal["text", "html", "pdf", "docx", "jsonl", "csv", "tsv", "parquet"]
+Skip = Callable[[str], None]
 
 DEFAULT_FIELD = "text"
 DEFAULT_ID_FIELD = "id"
 SUFFIXES: dict[str, Format] = {
     **dict.fromkeys((".txt", ".text", ".md", ".markdown", ".rst"), "text"),
     **dict.fromkeys((".html", ".htm", ".xhtml"), "html"),
+    ".pdf": "pdf",
+    ".docx": "docx",
     **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
     ".csv": "csv",
     ".tsv": "tsv",
     ".parquet": "parquet",
 }
-_ONE_TEXT = ("text", "html")
+_ONE_TEXT = ("text", "html", "pdf", "docx")
 _MANIFEST = ".manifest.json"  # beside the results of a job, by their name
-_OF_JOBS = ("", ".rejects.jsonl", ".running.jsonl", ".report.html")  # what else stands there by that name
+_OF_JOBS = ("", _MANIFEST, ".rejects.jsonl", ".running.jsonl", ".report.html")  # what else stands there by that name
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,7 @@ def find_inputs(
     id_field: str | None = None,
     *,
     leave_out: Collection[Path] = (),
+    on_skip: Skip = lambda words: None,
 ) -> list[Input]:
     """Resolve paths, folders, URLs, patterns and `-` to inputs, each path once, in the order given.
 
@@ -73,13 +77,14 @@ def find_inputs(
             format, what has no known one is text, and standard input is JSON lines where a field is given.
         id_field: The field that names the document.
         leave_out: Files that are not taken from a folder: what a job writes there.
+        on_skip: Told of every other file of a folder that is not taken, hidden ones apart: its path, and why.
 
     Raises:
         DocumentError: A path does not exist, a folder or pattern holds no file to read, or a field is given and no
             input has fields.
     """
     without = {os.path.realpath(path) for path in leave_out}
-    paths = dict.fromkeys(path for argument in arguments for path in _expand(argument, without))
+    paths = dict.fromkeys(path for argument in arguments for path in _expand(argument, without, on_skip))
     has_field = field is not None or id_field is not None
     inputs = [_input(path, field, id_field, is_lines=has_field) for path in paths]
     if has_field and all(source.field is None for source in inputs):
@@ -102,18 +107,18 @@ def _input(path: str, field: str | None, id_field: str | None, *, is_lines: bool
     return Input(path, field or DEFAULT_FIELD, format, id_field)
 
 
-def _expand(argument: str, without: Collection[str]) -> list[str]:
+def _expand(argument: str, without: Collection[str], on_skip: Skip) -> list[str]:
     """The files that one argument names."""
     if not argument:
         raise DocumentError("an input is an empty string; name files, folders or URLs, or - for stdin")
     if argument == STDIN:
         return [argument]
     if is_url(argument):
-        return _expand_url(argument)
+        return _expand_url(argument, on_skip)
     path = Path(argument)
     try:
         if path.is_dir():
-            return _some(argument, list(_walk(path)), without)
+            return _some(argument, list(_walk(path, on_skip)), without, on_skip)
         if path.exists():
             return [argument]
     except OSError as error:  # above all the text itself, given in place of a file
@@ -128,15 +133,19 @@ def _expand(argument: str, without: Collection[str]) -> list[str]:
     return matches
 
 
-def _walk(folder: Path) -> Iterator[str]:
-    """The files in a folder and below, in order; hidden folders are passed over."""
+def _walk(folder: Path, on_skip: Skip) -> Iterator[str]:
+    """The regular files in a folder and below, in order; hidden folders are passed over."""
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
-            yield os.path.normpath(os.path.join(place, name))
+            path = os.path.normpath(os.path.join(place, name))
+            if os.path.isfile(path):
+                yield path
+            elif _is_known(name):  # a pipe would be waited for
+                on_skip(f"{path}: no regular file, or a link to nothing")
 
 
-def _expand_url(url: str) -> list[str]:
+def _expand_url(url: str, on_skip: Skip) -> list[str]:
     """The files that a URL names: itself, or those of a folder or pattern where its system knows such."""
     system, path = file_system(url)
     if url.lower().startswith(("http://", "https://")):
@@ -147,7 +156,7 @@ def _expand_url(url: str) -> list[str]:
             if not found:
                 raise DocumentError(f"{url}: no file matches this pattern")
         elif system.isdir(path):
-            return _some(url, [system.unstrip_protocol(name) for name in sorted(system.find(path))])
+            return _some(url, [system.unstrip_protocol(name) for name in sorted(system.find(path))], (), on_skip)
         else:
             return [url]  # whether it can be read is told when it is
     except DocumentError:
@@ -158,15 +167,16 @@ def _expand_url(url: str) -> list[str]:
     return [system.unstrip_protocol(name) for name in found]
 
 
-def _some(folder: str, names: Sequence[str], without: Collection[str] = ()) -> list[str]:
+def _some(folder: str, names: Sequence[str], without: Collection[str], on_skip: Skip) -> list[str]:
     """The files of a folder that are documents, if there are any: not what a job wrote there, nor a page about it."""
     jobs = {name.removesuffix(_MANIFEST) for name in names if name.endswith(_MANIFEST)}
     of_jobs = {f"{results}{suffix}" for results in jobs for suffix in _OF_JOBS}
-    known = [
-        name
-        for name in names
-        if _is_known(name) and name not in of_jobs and not (without and os.path.realpath(name) in without)
-    ]
+    others = [name for name in names if not (name in of_jobs or (without and os.path.realpath(name) in without))]
+    known = [name for name in others if _is_known(name)]
+    for name in others:
+        if not _is_known(name) and not _is_hidden(name):
+            suffix = os.path.splitext(name)[1]
+            on_skip(f"{name}: files {f'of suffix {suffix}' if suffix else 'without a suffix'} are not read")
     if not known:
         raise DocumentError(
             f"{folder}: no file to read in this folder; known suffixes are {' '.join(SUFFIXES)}, and what a job wrote "
@@ -177,5 +187,9 @@ def _some(folder: str, names: Sequence[str], without: Collection[str] = ()) -> l
 
 def _is_known(name: str) -> bool:
     """Whether a file of a folder is taken, by its name."""
-    base = name.rsplit("/", 1)[-1]
-    return not base.startswith(".") and os.path.splitext(base)[1].lower() in SUFFIXES
+    return not _is_hidden(name) and os.path.splitext(name)[1].lower() in SUFFIXES
+
+
+def _is_hidden(name: str) -> bool:
+    """Whether a file of a folder is hidden, by its name."""
+    return name.rsplit("/", 1)[-1].startswith(".")

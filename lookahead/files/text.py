@@ -83,14 +83,28 @@ def encoding_of(data: bytes) -> str:
     return next((encoding for mark, encoding in _BYTE_ORDER_MARKS if data.startswith(mark)), "utf-8")
 
 
-def checked(text: str, place: str) -> str:
-    """Refuse an empty text, and make one that no tokenizer can choke on.
+def check_words(text: str) -> None:
+    """Refuse a text that there is nothing to say about; one word is enough.
 
     Raises:
-        DocumentError: There is nothing but whitespace.
+        DocumentError: It is empty, or holds no letter and no digit.
     """
     if not text.strip():
-        raise DocumentError(f"{place}: the document is empty")
+        raise DocumentError("the document is empty")
+    if not any(map(str.isalnum, text)):
+        raise DocumentError(f"the document holds {len(text.strip())} characters and no letter or digit")
+
+
+def checked(text: str, place: str) -> str:
+    """Refuse a text without words, and make one that no tokenizer can choke on.
+
+    Raises:
+        DocumentError: It is empty, or holds no letter and no digit.
+    """
+    try:
+        check_words(text)
+    except DocumentError as error:
+        raise DocumentError(f"{place}: {error}") from None
     # JSON can hold half of a surrogate pair, which is no character: such halves are joined or replaced.
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 

@@ -51,6 +51,8 @@ class Totals:
         copied: Documents that got the summary of another with the same text.
         earlier: Documents that an earlier run had finished.
         rejected: Documents that could not be, those that an earlier run put aside included.
+        skipped: Files of folders that were not read.
+        cut: Summaries that the token limit cut off.
         document_tokens: Tokens of the documents summarized.
         stats: What decoding did.
         plain: What plain decoding did, where it was asked for.
@@ -62,6 +64,8 @@ class Totals:
     copied: int = 0
     earlier: int = 0
     rejected: int = 0
+    skipped: int = 0
+    cut: int = 0
     document_tokens: int = 0
     stats: DecodingStats = field(default_factory=DecodingStats)
     plain: PlainFigures | None = None
@@ -77,6 +81,7 @@ class Totals:
         """Count a summary."""
         summary = done.summary
         self.summarized += 1
+        self.cut += summary.finish_reason == "length"
         self.document_tokens += summary.document_tokens
         self.stats = total_in_sequence([self.stats, summary.stats])
         if summary.plain is not None:

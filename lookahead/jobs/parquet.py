@@ -18,7 +18,7 @@ _ROWS_AT_ONCE = 1024
 _IDS = ("id", "copy_of")
 _AS_JSON = ("stats", "tree", "plain")  # what they hold varies
 _NUMBERS = ("document_tokens", "summary_tokens", "parts")
-_TEXTS = ("summary", "split", "document", "model", "fingerprint")
+_TEXTS = ("summary", "split", "finish_reason", "document", "model", "fingerprint")
 
 
 def write_parquet(lines: Path, path: Path) -> None:

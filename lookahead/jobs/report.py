@@ -22,6 +22,8 @@ COMPARISON_HEADINGS = (
     "identical",
 )
 
+_RAISE = "--max-new-tokens raises it"
+
 
 def describe_speed(stats: DecodingStats) -> str:
     """Speed in words."""
@@ -31,9 +33,10 @@ def describe_speed(stats: DecodingStats) -> str:
 def describe_summary(summary: Summary) -> str:
     """The figures of one summary, in a line."""
     parts = f" in {summary.parts} parts" if summary.parts > 1 else ""
+    cut = f"; cut at {summary.summary_tokens} tokens; {_RAISE}" if summary.finish_reason == "length" else ""
     return (
         f"{summary.document_tokens} tokens{parts} summarized in {summary.summary_tokens}, "
-        f"{describe_speed(summary.stats)}"
+        f"{describe_speed(summary.stats)}{cut}"
     )
 
 
@@ -52,16 +55,18 @@ def describe_totals(totals: Totals, seconds: float) -> str:
     copied = f", {totals.copied} with the text of another" if totals.copied else ""
     earlier = f", {totals.earlier} finished before" if totals.earlier else ""
     failed = f", {totals.rejected} failed" if totals.rejected else ""
+    skipped = f", {count(totals.skipped, 'file')} skipped" if totals.skipped else ""
+    cut = f"; {totals.cut} cut at the token limit, {_RAISE}" if totals.cut else ""
     speed = f"{speed_of(totals, seconds):.1f} tokens/s, {totals.stats.mean_acceptance_length:.2f} tokens per pass"
     emitted = f"; {totals.stats.emitted_tokens} tokens at {speed}" if totals.summarized else ""
-    return f"{count(totals.summarized, 'document')} summarized{copied}{earlier}{failed}{emitted}"
+    return f"{count(totals.summarized, 'document')} summarized{copied}{earlier}{failed}{skipped}{emitted}{cut}"
 
 
 def describe_stop(totals: Totals, output: Path | None) -> str:
     """What there is of a job that was stopped early."""
     finished = count(totals.written + totals.earlier, "finished summary", "finished summaries")
     if output is None or not output.exists() or output.is_file():
-        how = "" if output is None else "; --resume goes on"
+        how = "; a job with --output can be resumed" if output is None else "; --resume goes on"
         return f"{finished} in {output or 'stdout'}{how}"
     return f"{finished} in {output}"
 
@@ -75,6 +80,8 @@ def totals_rows(totals: Totals, seconds: float) -> list[tuple[str, str]]:
         ("copied from equal texts", f"{totals.copied:,}"),
         ("finished before", f"{totals.earlier:,}"),
         ("failed", f"{totals.rejected:,}"),
+        ("files skipped", f"{totals.skipped:,}"),
+        ("cut at the token limit", f"{totals.cut:,}"),
         ("tokens read", f"{stats.prompt_tokens:,}"),
         ("tokens written", f"{stats.emitted_tokens:,}"),
         ("tokens per pass", f"{stats.mean_acceptance_length:.2f}"),

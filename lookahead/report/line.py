@@ -48,6 +48,7 @@ class Line:
         plain_decode_s: Seconds they took.
         speedup: Tokens a second, over those of plain decoding.
         identical: Whether plain decoding wrote the same.
+        is_cut: Whether the token limit cut the summary off; of a copy too.
         is_copy: Whether it has the summary of an equal document, and so no figures.
         model: The model.
         sources: Draft nodes by proposer.
@@ -68,6 +69,7 @@ class Line:
     plain_decode_s: float | None
     speedup: float | None
     identical: bool | None
+    is_cut: bool | None
     is_copy: bool
     model: str | None
     sources: dict[str, SourceFigures] = field(default_factory=dict)
@@ -88,7 +90,7 @@ def read_line(record: Mapping[str, Any]) -> Line:
     stats, plain = _mapping(record.get("stats")), _mapping(record.get("plain"))
     decode_s, plain_decode_s = number(stats.get("decode_s")), number(plain.get("decode_s"))
     forwards, decoded = number(stats.get("target_forwards")), _decoded(stats, decode_s)
-    identical, text = record.get("identical"), record.get("summary")
+    identical, text, reason = record.get("identical"), record.get("summary"), record.get("finish_reason")
     return Line(
         name=words(record.get("id"))[:MOST_NAME],
         text=_cut(text) if isinstance(text, str) else "",
@@ -105,6 +107,7 @@ def read_line(record: Mapping[str, Any]) -> Line:
         plain_decode_s=plain_decode_s,
         speedup=number(record.get("speedup")),
         identical=identical if isinstance(identical, bool) else None,
+        is_cut=None if reason not in ("stop", "length") else reason == "length",
         is_copy=record.get("copy_of") is not None,
         model=words(record["model"])[:MOST_NAME] if record.get("model") is not None else None,
         sources=_sources(stats),

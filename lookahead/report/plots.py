@@ -12,6 +12,7 @@ from lookahead.report.tally import Figures, Tally
 from lookahead.report.text import shown
 
 _STRETCHES = 60  # points of a line over the job
+_LEAST = 5  # documents, of which a plot shows more than words do
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +54,17 @@ def _speedups(tally: Tally) -> Card:
     if not figures.size:
         return _missing(title, "they were made without <code>--compare</code>")
     bars, median = bars_of(figures), float(np.median(figures))
-    picture = histogram(title, bars, "times as many tokens a second", lines=[("median", median), ("plain", 1.0)])
+    lines = [("median", median), ("plain", 1.0)]
+    picture = _if_many(figures, histogram(title, bars, "times as many tokens a second", lines=lines))
     slower = int((figures < 1).sum())
+    median_key, plain_key = (f'<span class="key {name}"></span>' if picture else "" for name in ("median", "plain"))
     caption = (
-        f'<span class="key median"></span>median {exact(median)}×, from {exact(figures.min())}× to '
-        f'{exact(figures.max())}×; <span class="key plain"></span>1× is plain decoding, '
-        f"{slower:,} of {figures.size:,} documents were slower."
+        f"{median_key}median {exact(median)}×, from {exact(figures.min())}× to {exact(figures.max())}×; "
+        f"{plain_key}1× is plain decoding, {slower:,} of {figures.size:,} documents were slower."
     )
     if tally.speedup is not None:
         caption += f" All of them together: {exact(tally.speedup)}×."
-    return Card(title, picture, caption + _tail(bars))
+    return Card(title, picture, caption + _tail(bars, picture))
 
 
 def _acceptance_lengths(tally: Tally) -> Card:
@@ -72,20 +74,25 @@ def _acceptance_lengths(tally: Tally) -> Card:
     if not figures.size:
         return _missing(title, "no line has a mean acceptance length")
     bars, median = bars_of(figures), float(np.median(figures))
-    picture = histogram(title, bars, "mean acceptance length of a document", lines=[("median", median)])
-    caption = (
-        f'<span class="key median"></span>median {exact(median)}, from {exact(figures.min())} to '
-        f"{exact(figures.max())}; plain decoding has 1."
-    )
+    lines = [("median", median)]
+    picture = _if_many(figures, histogram(title, bars, "mean acceptance length of a document", lines=lines))
+    median_key = '<span class="key median"></span>' if picture else ""
+    span = f"from {exact(figures.min())} to {exact(figures.max())}"
+    caption = f"{median_key}median {exact(median)}, {span}; plain decoding has 1."
     overall = tally.ratio("decoded", "forwards")
     if overall is not None:
         caption += f" All passes together: {exact(overall)}."
-    return Card(title, picture, caption + _tail(bars))
+    return Card(title, picture, caption + _tail(bars, picture))
 
 
-def _tail(bars: Bars) -> str:
+def _if_many(figures: Figures, picture: str) -> str:
+    """A histogram of so many figures, or nothing where there is nothing to see in it."""
+    return picture if figures.size >= _LEAST and np.unique(figures).size > 1 else ""
+
+
+def _tail(bars: Bars, picture: str) -> str:
     """What the last bar of a histogram holds beyond its end."""
-    if not bars.beyond:
+    if not (picture and bars.beyond):
         return ""
     return f" The last bar counts {bars.beyond:,} documents above {exact(float(bars.edges[-1]))} too."
 

@@ -21,12 +21,12 @@ def headline(tally: Tally, failures: Failures) -> list[tuple[str, str]]:
     speed, length = tally.ratio("decoded", "decode_s"), tally.ratio("decoded", "forwards")
     if speed is not None:
         # Only with --compare is it one document after the other; else each one's seconds were spent on others too.
-        of_what = "tokens per second" if tally.speedup is not None else "tokens per second of a document beside others"
-        figures.append((exact(round(speed, 1)), of_what))
+        beside = "" if tally.speedup is not None else " of a document beside others"
+        figures.append((exact(round(speed, 1)), f"tokens per second{beside}, prefill excluded"))
     if length is not None:
         figures.append((exact(length), "tokens per pass"))
     if tally.speedup is not None:
-        figures.append((f"{exact(tally.speedup)}×", "the speed of plain decoding"))
+        figures.append((f"{exact(tally.speedup)}×", "the speed of plain decoding, prefill excluded"))
     return figures
 
 
@@ -36,7 +36,8 @@ def totals_table(tally: Tally, failures: Failures | None) -> str:
     rows = [
         ("documents summarized", exact(tally.documents)),
         ("of them with the summary of an equal document", exact(tally.copies) if tally.copies else ""),
-        ("documents that failed", exact(failures.total) if failures else "–"),
+        ("documents that failed", exact(failures.total) if failures else "0"),
+        ("summaries cut at the token limit", f"{tally.cut:,} of {tally.known_ends:,}" if tally.known_ends else ""),
         ("tokens of the documents", exact(tally.sum("document_tokens"))),
         ("tokens of the summaries", exact(tally.sum("summary_tokens"))),
         ("passes of the model", exact(tally.sum("forwards"))),
@@ -67,9 +68,9 @@ def totals_table(tally: Tally, failures: Failures | None) -> str:
 def failures_table(failures: Failures | None, file_name: str) -> str:
     """Why documents failed, the commonest reason first."""
     if failures is None:
-        return f"<p>Not in these results: there is no {shown(file_name)}, where failures would stand.</p>"
+        return f"<p>No failures: there is no {shown(file_name)}, where they would stand.</p>"
     if not failures.total:
-        return f"<p>No document failed: {shown(file_name)} is empty.</p>"
+        return f"<p>No failures: {shown(file_name)} is empty.</p>"
     shares = failures.count.most_common(MOST_ROWS)
     rows = []
     for reason, count in shares:
@@ -124,6 +125,8 @@ def _figures(line: Line) -> str:
     parts = []
     if line.document_tokens is not None and line.summary_tokens is not None:
         parts.append(f"{exact(line.document_tokens)} tokens in {exact(line.summary_tokens)}")
+    if line.is_cut:
+        parts.append("cut at the token limit")
     if line.seconds is not None:
         parts.append(duration(line.seconds))
     if line.tokens_per_s is not None:

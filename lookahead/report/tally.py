@@ -94,6 +94,8 @@ class Tally:
     Attributes:
         documents: Lines.
         copies: Of them those with the summary of an equal document.
+        known_ends: Lines that tell whether the token limit cut their summary off.
+        cut: Of them those that it did.
         names: Ids of the first lines.
         compared: Lines that tell whether plain decoding wrote the same.
         different: How many it wrote differently.
@@ -108,7 +110,7 @@ class Tally:
     """
 
     def __init__(self, lines: Iterable[Line]) -> None:
-        self.documents = self.copies = self.compared = self.different = 0
+        self.documents = self.copies = self.compared = self.different = self.known_ends = self.cut = 0
         self.names: list[str] = []
         self.names_of_different: list[str] = []
         self.models: Counter[str] = Counter()
@@ -164,6 +166,8 @@ class Tally:
             self.names.append(line.name)
         self.documents += 1
         self.copies += line.is_copy
+        self.known_ends += line.is_cut is not None
+        self.cut += bool(line.is_cut)
         if line.identical is not None:
             self.compared += 1
             if not line.identical:

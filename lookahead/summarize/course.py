@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from lookahead.stats import DecodingStats
 from lookahead.summarize.decoding import total_in_sequence
 from lookahead.summarize.fitting import FittedDocument, PromptFitter
 from lookahead.summarize.summary import PartSummary, Summary
+
+if TYPE_CHECKING:
+    from lookahead.stopping import FinishReason
 
 
 class Course(ABC):
@@ -37,21 +41,22 @@ class Course(ABC):
         """Most new tokens of each prompt."""
         return self._fitter.max_new_tokens
 
-    def take(self, texts: Sequence[str], stats: DecodingStats) -> None:
+    def take(self, texts: Sequence[str], stats: DecodingStats, finish_reason: FinishReason = "stop") -> None:
         """Take what the prompts were continued with, and go on to the next round.
 
         Args:
             texts: New text of each prompt.
             stats: What decoding did, all prompts together.
+            finish_reason: Why the text of the last prompt ended.
         """
         self._rounds.append(stats)
-        self._advance([text.strip() for text in texts])
+        self._advance([text.strip() for text in texts], finish_reason)
 
     @abstractmethod
-    def _advance(self, texts: list[str]) -> None:
+    def _advance(self, texts: list[str], finish_reason: FinishReason) -> None:
         """Make the prompts of the next round, or end."""
 
-    def _end(self, text: str, tokens: int) -> None:
+    def _end(self, text: str, tokens: int, finish_reason: FinishReason) -> None:
         """Be done with a summary of so many tokens."""
         self.prompts = []
         self.summary = Summary(
@@ -62,6 +67,7 @@ class Course(ABC):
             split=self._whole.parts.split,
             stats=total_in_sequence(self._rounds),
             tree=tuple(self._levels) if self._keeps else None,
+            finish_reason=finish_reason,
         )
 
 
@@ -79,14 +85,14 @@ class _Merging(Course):
         most = self._fitter.max_new_tokens
         return most if len(self.prompts) == 1 else min(most, self._fitter.partial_summary_limit or most)
 
-    def _advance(self, texts: list[str]) -> None:
+    def _advance(self, texts: list[str], finish_reason: FinishReason) -> None:
         level = tuple(
             PartSummary(node.chars, node.tokens, text, node.children)
             for node, text in zip(self._nodes, texts, strict=True)
         )
         self._levels.append(level)
         if len(texts) == 1:
-            self._end(texts[0], self._rounds[-1].emitted_tokens)
+            self._end(texts[0], self._rounds[-1].emitted_tokens, finish_reason)
             return
         said = [number for number, text in enumerate(texts) if text]
         if not said:
@@ -113,17 +119,19 @@ class _Refining(Course):
         self.prompts = fitted.prompts[:1]
         self._steps: list[PartSummary] = []
         self._text, self._tokens = "", 0
+        self._finish_reason: FinishReason = "stop"
 
-    def _advance(self, texts: list[str]) -> None:
+    def _advance(self, texts: list[str], finish_reason: FinishReason) -> None:
         parts, number = self._whole.parts.parts, len(self._steps)
         if texts[0] or not self._text:  # a model with nothing to say of a part leaves the summary as it is
             self._text, self._tokens = texts[0], self._rounds[-1].emitted_tokens
+            self._finish_reason = finish_reason
         self._steps.append(PartSummary(parts[number].chars, parts[number].tokens, self._text))
         if number + 1 < len(parts):
             self.prompts = [self._fitter.refining_prompt(self._whole, number + 1, self._text)]
         else:
             self._levels.append(tuple(self._steps))
-            self._end(self._text, self._tokens)
+            self._end(self._text, self._tokens, self._finish_reason)
 
 
 def start_course(text: str, fitter: PromptFitter, *, keep_parts: bool) -> Course:

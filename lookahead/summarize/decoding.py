@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from lookahead.config import LookaheadConfig
+    from lookahead.stopping import FinishReason
+    from lookahead.target import OnPrefill
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +24,13 @@ class Decoded:
         texts: New text of each prompt.
         token_ids: New tokens of each prompt.
         stats: What decoding did, all prompts together.
+        finish_reasons: Why the output of each prompt ended.
     """
 
     texts: list[str]
     token_ids: list[list[int]]
     stats: DecodingStats
+    finish_reasons: list[FinishReason]
 
 
 class Decoder(Protocol):
@@ -44,6 +48,9 @@ class LookaheadDecoder:
         tokenizer: Its tokenizer.
         config: How drafts are made; `None` for the defaults.
         add_special_tokens: Whether the tokenizer adds its special tokens: not where a template wrote them.
+
+    Attributes:
+        on_prefill: As for `lookahead.generate`.
     """
 
     def __init__(
@@ -58,6 +65,7 @@ class LookaheadDecoder:
         self.tokenizer = tokenizer
         self.config = config
         self.add_special_tokens = add_special_tokens
+        self.on_prefill: OnPrefill | None = None
 
     def decode(self, prompts: Sequence[str], max_new_tokens: int) -> Decoded:
         """Continue each prompt by at most `max_new_tokens` tokens."""
@@ -67,7 +75,8 @@ class LookaheadDecoder:
         texts = [text for decoded in done for text in decoded.texts]
         token_ids = [ids for decoded in done for ids in decoded.token_ids]
         stats = done[0].stats if len(done) == 1 else total_in_sequence(decoded.stats for decoded in done)
-        return Decoded(texts, token_ids, stats)
+        reasons = [reason for decoded in done for reason in decoded.finish_reasons]
+        return Decoded(texts, token_ids, stats, reasons)
 
     def _decode_together(self, prompts: list[str], max_new_tokens: int) -> Decoded:
         """Continue prompts in one batch."""
@@ -82,8 +91,9 @@ class LookaheadDecoder:
             max_new_tokens=max_new_tokens,
             do_sample=False,
             num_beams=1,
+            on_prefill=self.on_prefill,
         )
-        return Decoded(result.texts, result.token_ids, result.stats)
+        return Decoded(result.texts, result.token_ids, result.stats, result.finish_reasons)
 
     def warm_up(self, prompt: str) -> None:
         """Decode a few tokens, drafting whatever pays, so that compiling is not charged to the first prompt."""

@@ -64,7 +64,7 @@ class PromptFitter:
         model: Its configuration tells the context length.
         tokenizer: Counts tokens and renders templates; its `model_max_length` limits the context too.
         max_new_tokens: Tokens to leave room for.
-        request: What the model is asked for; `None` for a summary in a few sentences.
+        request: What the model is asked for; `None` for a summary in two sentences.
         approach: How a document longer than a prompt is read; `None` for its parts side by side, without overlap.
 
     Attributes:
@@ -133,6 +133,10 @@ class PromptFitter:
     def add_special_tokens(self) -> bool:
         """Whether the tokenizer adds its special tokens to the prompts: not where a template wrote them."""
         return self._prompting.add_special_tokens
+
+    def count_tokens(self, prompt: str) -> int:
+        """Tokens of a rendered prompt, special ones included."""
+        return self._prompting.count_tokens(prompt)
 
     @property
     def partial_summary_limit(self) -> int | None:

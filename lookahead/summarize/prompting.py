@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SUMMARIZE_TEMPLATE = "summarize"
-INSTRUCTION = "Summarize the following text in a few sentences."
+INSTRUCTION = "{document}\n\nSummarize the text above in two sentences."  # small models heed what stands last
 STYLES = {
     "bullets": "Summarize the following text as a list of three to six bullet points, each on a line of its own.",
     "paragraph": "Summarize the following text in one paragraph.",
@@ -65,7 +65,7 @@ class Prompting:
 
     Args:
         tokenizer: The tokenizer whose templates are used.
-        request: What to ask for; `None` for a summary in a few sentences.
+        request: What to ask for; `None` for a summary in two sentences.
         model: Its model; one with an encoder needs no prompt.
 
     Attributes:

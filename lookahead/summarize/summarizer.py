@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from lookahead.errors import DocumentError, LookaheadError
-from lookahead.files.text import Document, Reject
+from lookahead.errors import LookaheadError
+from lookahead.files.text import Document, Reject, check_words
 from lookahead.summarize.comparison import ComparingDecoder
 from lookahead.summarize.course import Course, start_course
 from lookahead.summarize.decoding import Decoder, LookaheadDecoder, total_in_sequence
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from lookahead.batching import Batching
     from lookahead.config import LookaheadConfig
+    from lookahead.target import OnPrefill
 
 __all__ = ["Summarized", "Summarizer", "Summary"]
 
@@ -40,7 +41,7 @@ class Summarizer:
         max_new_tokens: Most tokens of a summary.
         config: How drafts are made; `None` for the defaults.
         compare: Whether every document is decoded plainly too.
-        request: What the model is asked for; `None` for a summary in a few sentences.
+        request: What the model is asked for; `None` for a summary in two sentences.
         approach: How a document longer than a prompt is read; `None` for its parts side by side, without overlap.
         keep_parts: Whether summaries tell those of the parts they were made of.
 
@@ -54,7 +55,7 @@ class Summarizer:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        max_new_tokens: int = 128,
+        max_new_tokens: int = 200,
         config: LookaheadConfig | None = None,
         compare: bool = False,
         request: Request | None = None,
@@ -73,16 +74,15 @@ class Summarizer:
         """Summarize one document: its parts where it is long, and what comes of them.
 
         Raises:
-            DocumentError: The text is empty.
+            DocumentError: The text holds no letter or digit, or the model wrote nothing about it.
         """
-        if not text.strip():
-            raise DocumentError("the document is empty")
+        check_words(text)
         if self._comparing:
             self._comparing.take_figures()  # of a document that failed half way
         course = self._begin(text)
         while course.summary is None:
             self._decode_round(course)
-        return replace(course.summary, plain=self._comparing.take_figures() if self._comparing else None)
+        return replace(course.summary.check(), plain=self._comparing.take_figures() if self._comparing else None)
 
     def summarize_all(
         self, documents: Iterable[Document | None], rows: int | None = None
@@ -127,6 +127,10 @@ class Summarizer:
             message = " ".join(str(error).split())
             return Reject(document.id, f"{document.id}: {type(error).__name__}: {message}", document)
 
+    def report_prefill(self, on_prefill: OnPrefill | None) -> None:
+        """Let it be called as prompts are read, with the tokens that are read of one and those it has."""
+        self._lookahead.on_prefill = on_prefill
+
     def warm_up(self) -> None:
         """Decode a few tokens, so that compiling is not charged to the first document."""
         prompts = self.fitter.fit("One, two, three. One, two, three.").prompts
@@ -140,7 +144,7 @@ class Summarizer:
         from lookahead.batching import Batching
 
         decoder = self._lookahead
-        return Batching(
+        batching = Batching(
             decoder.model,
             decoder.tokenizer,
             rows=rows,
@@ -148,12 +152,19 @@ class Summarizer:
             add_special_tokens=decoder.add_special_tokens,
             do_sample=False,
         )
+        batching.on_prefill = decoder.on_prefill
+        return batching
 
     def _decode_round(self, course: Course) -> None:
-        """Decode the prompts of a round, several together."""
+        """Decode the prompts of a round, as many together as the cache has room for."""
+        from lookahead.batching import cache_tokens_of
+
+        longest = max(map(self.fitter.count_tokens, course.prompts)) + course.limit
+        room = cache_tokens_of(self._lookahead.model, ROWS_TOGETHER) // longest
+        together = max(1, min(ROWS_TOGETHER, room))
         done = [
-            self._decoder.decode(course.prompts[start : start + ROWS_TOGETHER], course.limit)
-            for start in range(0, len(course.prompts), ROWS_TOGETHER)
+            self._decoder.decode(course.prompts[start : start + together], course.limit)
+            for start in range(0, len(course.prompts), together)
         ]
         texts = [text for decoded in done for text in decoded.texts]
-        course.take(texts, total_in_sequence(decoded.stats for decoded in done))
+        course.take(texts, total_in_sequence(decoded.stats for decoded in done), done[-1].finish_reasons[-1])

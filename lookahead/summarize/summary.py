@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lookahead.errors import DocumentError
 from lookahead.files.text import Document
 from lookahead.summarize.comparison import PlainFigures
 from lookahead.summarize.parts import Split
 
 if TYPE_CHECKING:
     from lookahead.stats import DecodingStats
+    from lookahead.stopping import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class Summary:
         stats: What decoding did, the summaries of the parts included.
         plain: What plain decoding did for the same prompts, where it was asked for.
         tree: The summaries of the parts, where they were to be kept.
+        finish_reason: `"length"` where the token limit cut the summary off, `"stop"` where the model ended it.
     """
 
     text: str
@@ -65,9 +68,20 @@ class Summary:
     stats: DecodingStats
     plain: PlainFigures | None = None
     tree: Tree | None = None
+    finish_reason: FinishReason = "stop"
 
     def __str__(self) -> str:
         return self.text
+
+    def check(self) -> Summary:
+        """This summary, if it says anything.
+
+        Raises:
+            DocumentError: It is empty.
+        """
+        if not self.text:
+            raise DocumentError(f"the model wrote no summary of the document's {self.document_tokens} tokens")
+        return self
 
     def to_dict(self) -> dict[str, Any]:
         """The summary as a JSON-ready dict."""
@@ -77,6 +91,7 @@ class Summary:
             "summary_tokens": self.summary_tokens,
             "parts": self.parts,
             "split": self.split,
+            "finish_reason": self.finish_reason,
             "stats": self.stats.to_dict(),
         }
         if self.tree is not None:

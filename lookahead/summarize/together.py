@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
-from lookahead.files.text import Document, Reject
+from lookahead.errors import DocumentError
+from lookahead.files.text import Document, Reject, check_words
 from lookahead.stats import DecodingStats, total
 from lookahead.summarize.course import Course
 from lookahead.summarize.summary import Summarized
 
 if TYPE_CHECKING:
     from lookahead.batching import Batching, Completion
+    from lookahead.stopping import FinishReason
 
 Outcome = Summarized | Reject
 
@@ -27,6 +29,7 @@ class _Task:
     course: Course
     summaries: dict[int, str] = field(default_factory=dict)  # by the place of their prompt
     stats: list[DecodingStats] = field(default_factory=list)
+    finish_reason: FinishReason = "stop"  # of the last prompt
 
 
 class Together:
@@ -91,10 +94,8 @@ class Together:
 
     def _begin(self, document: Document) -> None:
         """Cut a document into prompts."""
-        if not document.text.strip():
-            self._done.append(self._alone(document))
-            return
         try:
+            check_words(document.text)
             task = _Task(document, self._set_out(document.text))
         except Exception:
             self._done.append(self._alone(document))
@@ -139,10 +140,14 @@ class Together:
             self._give_up(task)
             return
         task.summaries[place] = completion.text
+        if place == len(task.course.prompts) - 1 and completion.finish_reason is not None:
+            task.finish_reason = completion.finish_reason
         task.stats.append(completion.stats)
         if len(task.summaries) == len(task.course.prompts):
             try:
                 self._end_round(task)
+            except DocumentError as error:
+                self._done.append(Reject(task.document.id, f"{task.document.id}: {error}", task.document))
             except Exception:
                 self._give_up(task)
 
@@ -150,11 +155,11 @@ class Together:
         """Go on to the next round, or be done."""
         summaries = [task.summaries[place] for place in range(len(task.course.prompts))]
         stats, task.summaries, task.stats = total(task.stats), {}, []
-        task.course.take(summaries, stats)
+        task.course.take(summaries, stats, task.finish_reason)
         if task.course.summary is None:
             self._queue_round(task)
         else:
-            self._done.append(Summarized(task.document, task.course.summary))
+            self._done.append(Summarized(task.document, task.course.summary.check()))
 
     def _give_up(self, task: _Task) -> None:
         """Summarize a document by itself, which also finds the words for what is wrong with it."""

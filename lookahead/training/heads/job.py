@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ import xxhash
 from transformers import PreTrainedModel
 
 from lookahead.atomic import write_atomically
-from lookahead.errors import TrainingError
+from lookahead.errors import LookaheadError, TrainingError
 from lookahead.heads.fingerprint import fingerprint_of
 from lookahead.heads.trunk import lm_head
 from lookahead.loading import LoadedModel
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 KINDS = ("medusa", "eagle", "eagle3", "mtp")
 _JOINT = ("medusa", "mtp")
 _SETTINGS = "run.json"
+_ANSWERS = "answers.jsonl"  # what the model answered to the prompts of the data
 _DONE = "trainer_state.json"  # what the Trainer writes last into a checkpoint
 
 
@@ -132,9 +133,9 @@ def train_heads(
     records = read_records(data)
     lm_head(loaded.model)
     _enter(output, settings, fingerprint_of(loaded.model), records, resume=resume)
-    train, held_out = split_examples(_examples(loaded, records, output, settings, say), settings.hold_out_every)
-    say(f"{len(train):,} examples to train on, {len(held_out):,} held out")
-    with _as_it_was(loaded.model):
+    with _leaving_nothing(output), _as_it_was(loaded.model):
+        train, held_out = split_examples(_examples(loaded, records, output, settings, say), settings.hold_out_every)
+        say(f"{len(train):,} examples to train on, {len(held_out):,} held out")
         trainer, write = _prepare(loaded, train, held_out, output, settings, say)
         last = last_checkpoint(output / "checkpoints")
         trainer.train(resume_from_checkpoint=None if last is None else str(last))
@@ -144,6 +145,24 @@ def train_heads(
         loaded.model.save_pretrained(output / "model")
         loaded.tokenizer.save_pretrained(output / "model")
     return metrics
+
+
+@contextmanager
+def _leaving_nothing(output: Path) -> Iterator[None]:
+    """Where a block fails and there is no going on from it, let no run stand in its folder.
+
+    What is refused has to be asked for otherwise, which the answers to this run's prompts are not kept for.
+    """
+    try:
+        yield
+    except Exception as error:
+        is_refused = isinstance(error, LookaheadError) or not (output / _ANSWERS).exists()
+        if is_refused and last_checkpoint(output / "checkpoints") is None:
+            for name in (_SETTINGS, _ANSWERS):
+                (output / name).unlink(missing_ok=True)
+            with suppress(OSError):  # other files stand there
+                output.rmdir()
+        raise
 
 
 @contextmanager
@@ -202,7 +221,7 @@ def _examples(
             loaded.model,
             loaded.tokenizer,
             prompts,
-            output / "answers.jsonl",
+            output / _ANSWERS,
             max_new_tokens=settings.max_new_tokens,
             on_answer=told,
         )

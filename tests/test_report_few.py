@@ -1,0 +1,54 @@
+"""A report on few documents, or without failures, says so and draws nothing that shows nothing."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from lookahead.cli import app
+
+
+@pytest.fixture
+def report(tmp_path, monkeypatch):
+    """Reports some lines of results: the page as HTML, its words, and what stands on stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(lines):
+        records = [{"id": f"story-{i}", "summary": "A story.", **line} for i, line in enumerate(lines)]
+        (tmp_path / "out.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        result = CliRunner().invoke(app, ["report", "out.jsonl"])
+        assert result.exit_code == 0, result.output
+        page = (tmp_path / "out.jsonl.report.html").read_text()
+        words = " ".join(html.unescape(re.sub("<[^>]*>", " ", page.split("</style>")[1])).split())
+        return page, words, result.stderr
+
+    return make
+
+
+def test_a_histogram_is_drawn_where_there_is_something_to_see(report):
+    named = 'aria-label="Tokens per pass"'
+    differing = [{"stats": {"mean_acceptance_length": 1.5 + number / 4}} for number in range(5)]
+    assert named in report(differing)[0]
+    page, words, _ = report(differing[:4])
+    assert named not in page
+    assert "median 1.88, from 1.5 to 2.25; plain decoding has 1." in words
+    assert named not in report(differing[:1] * 9)[0]
+
+
+def test_where_no_file_tells_of_failures_there_are_none(report):
+    _, words, stderr = report([{}])
+    assert "No failures: there is no out.jsonl.rejects.jsonl, where they would stand." in words
+    assert "documents that failed 0" in words
+    assert stderr == "1 document, no failures; written to out.jsonl.report.html\n"
+
+
+def test_summaries_that_the_token_limit_cut_off_are_counted_and_marked(report):
+    stats = {"prefill_s": 1.0, "decode_s": 1.0}
+    ends = [{"finish_reason": "length", "stats": stats}, {"finish_reason": "stop"}, {}, {"finish_reason": 7}]
+    _, words, _ = report(ends)
+    assert "summaries cut at the token limit 1 of 2" in words  # lines of earlier releases do not tell
+    assert "cut at the token limit · 2 s" in words
