@@ -27,10 +27,11 @@ CONTEXTS = (256,)
 _ROUNDS = 9
 _WARM_UPS = 2
 QUICK_NODES = (1, 2, 4, 8, 16, 32, 64)
-_QUICK_CONTEXT = 256
+_QUICK_CONTEXT = 64  # reading it takes longer than the sweep where it is long
 _QUICK_ROUNDS = 3
-QUICK_S = 3.0
-_DEARER = 3.0  # than a plain step, what a step of a sweep is taken to be before any was measured
+QUICK_S = 3.0  # what a quick sweep is to take; of a slow model each size is taken at least once after a warm-up
+LONGEST_QUICK_S = 30.0
+_DEARER = 2.0  # than a plain step, what a step of a sweep is taken to be before any was measured
 
 Clock = Callable[[], float]
 
@@ -166,14 +167,16 @@ def calibrate(
 
 
 def calibrate_quickly(
-    model: PreTrainedModel, cost: StepCost, *, within_s: float = QUICK_S, clock: Clock = time.perf_counter
+    model: PreTrainedModel, cost: StepCost, *, within_s: float = LONGEST_QUICK_S, clock: Clock = time.perf_counter
 ) -> bool:
     """Teach costs what few steps tell, of few sizes and over a short context, where that takes no longer than allowed.
+
+    Every size is taken three times, or as often as fits into 3 seconds, but at least once: some 30 plain steps.
 
     Args:
         model: A causal language model.
         cost: Learns what was measured.
-        within_s: Seconds it may take; what it would take is judged by a plain step.
+        within_s: Seconds it may take at most; what it would take is judged by a plain step.
         clock: Seconds.
 
     Returns:
@@ -249,14 +252,17 @@ def _sweep(
     with target.serving():
         target.prefill([prompt[:2]])  # a model that turns out too slow has not read more
         plain_s = min(_timed(partial(_step, target, trees[nodes.index(1)]), device, clock) for _ in range(2))
-        if plain_s * len(nodes) * (_WARM_UPS + rounds) * _DEARER > within_s:
+        round_s, warm_ups = plain_s * len(nodes) * _DEARER, _WARM_UPS
+        if within_s < math.inf:
+            rounds, warm_ups = max(1, min(rounds, int(QUICK_S / round_s) - 1)), 1
+        if round_s * (warm_ups + rounds) > within_s:
             return [], 0.0
         target.prefill([prompt])
-        for _ in range(_WARM_UPS + rounds):
+        for _ in range(warm_ups + rounds):
             spent.append([_timed(partial(_step, target, tree), device, clock) for tree in trees])
     layers: list[Any] = [layer for layer in cast(list[Any], target.cache.layers) if layer.is_initialized]
     per_slot = [each.nbytes / each.shape[1] for layer in layers for each in (layer.keys, layer.values)]
-    return [statistics.median(each) for each in zip(*spent[_WARM_UPS:], strict=True)], sum(per_slot)
+    return [statistics.median(each) for each in zip(*spent[warm_ups:], strict=True)], sum(per_slot)
 
 
 def _step(target: Target, tree: TokenTree) -> None:

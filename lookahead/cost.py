@@ -13,12 +13,13 @@ from lookahead.errors import ConfigError
 
 FloatArray = NDArray[np.float64]
 
-_POINTS = np.array([1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096], np.float64)
+_POINTS = np.array(
+    [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096], np.float64
+)
 _NODE_COST = 0.04  # first guess: what one more node adds, as a share of a step with one
 _RATE = 0.2  # share of a surprise that is believed
 _SURPRISE = 2.0  # a step that took longer than this many times the expected was held up by something else
-_FIRST_SURPRISE = 2.0  # the same where nothing was measured but elsewhere: believed at once, so no more than this
-_FORGET = 0.002  # share by which a point not measured goes back to the shape first expected, per step
+_FORGET = 0.002  # share of what a point costs beyond the first guess that is forgotten a step, unless it is measured
 _STALE = 0.1  # shares by which ratios may have moved, taken together, before curves are drawn anew
 _SHORT_CONTEXT = 512  # tokens; the first bucket ends here, and each further one at four times as many
 
@@ -31,9 +32,13 @@ class StepCost:
     Rows and contexts fall into buckets: 1, 2, 3-4, 5-8, … rows; up to 512, 2048, 8192, … tokens. Within a bucket
     the cost is known by the number of tokens of a step, rows times nodes. What is learned at some points is the
     ratio to a first guess, a straight line that adds 4% of a one-token step per token; between the points and beyond
-    them it is interpolated. A ratio that is not measured for a while goes back to the shape expected at first: that of
-    a calibration, or the straight line. So a cost once measured too high is tried again. A bucket that is new begins
-    as the nearest one that is not.
+    them it is interpolated.
+
+    - A plain step moves the whole bucket: it tells how fast the machine is now. So costs that a file holds, or that
+      were measured while the machine was busy, keep their shape and lose their scale. A larger step moves its point.
+    - A point dearer than the first guess that is not measured for a while goes back to it. So a cost once measured
+      too high is tried again, wherever it was measured.
+    - A bucket that is new begins as the nearest one that is not.
 
     Example:
         >>> cost = StepCost()
@@ -45,9 +50,8 @@ class StepCost:
     """
 
     def __init__(self) -> None:
-        # Measured over guessed at every point, 0 where nothing was measured; and the shape to go back to.
-        self._ratios: dict[Bucket, FloatArray] = {}
-        self._shapes: dict[Bucket, FloatArray] = {}
+        self._ratios: dict[Bucket, FloatArray] = {}  # measured over guessed at every point, 0 where nothing was
+        self._measured: set[Bucket] = set()  # in this process
         self._curves: dict[tuple[Bucket | None, int, int], FloatArray] = {}
         self._drift = 0.0  # of the ratios since curves were drawn from them
         self._is_warm = False
@@ -70,11 +74,12 @@ class StepCost:
         bucket = bucket_of(rows, context)
         if bucket not in self._ratios:
             nearest = self._nearest(bucket)
-            empty = np.zeros(len(_POINTS))
-            self._ratios[bucket] = self._ratios[nearest].copy() if nearest is not None else empty
-            self._shapes[bucket] = self._shapes[nearest].copy() if nearest is not None else empty + 1.0
+            self._ratios[bucket] = self._ratios[nearest].copy() if nearest is not None else np.zeros(len(_POINTS))
+        if bucket not in self._measured:
+            self._measured.add(bucket)
+            _rescale(self._ratios[bucket], rows * nodes, seconds)
             self._curves.clear()
-        self._drift += _FORGET + _observe(self._ratios[bucket], self._shapes[bucket], rows, nodes, seconds)
+        self._drift += _FORGET + _observe(self._ratios[bucket], rows, nodes, seconds)
         if self._drift > _STALE:
             self._curves.clear()
             self._drift = 0.0
@@ -86,7 +91,8 @@ class StepCost:
     def curve(self, rows: int, nodes: int, context: int = 0) -> FloatArray:
         """Cost of a step whose trees have 0, 1, …, `nodes` nodes, roots counted: float64 `[nodes + 1]`.
 
-        In seconds once a step was measured, before that in steps of one token. It never falls.
+        In seconds once a step was measured, before that in steps of one token. It may fall: a step of 16 nodes can take
+        less time than one of 12.
 
         Args:
             rows: Rows that take the step together.
@@ -123,38 +129,38 @@ class StepCost:
         """
         if len(nodes) != len(seconds) or not nodes or min(nodes) < 1 or not min(seconds) > 0:
             raise ConfigError(f"a sweep needs positive nodes and seconds, got {list(nodes)} and {list(seconds)}")
+        tokens = rows * np.array(nodes, np.float64)
         ratios = np.zeros(len(_POINTS))
-        for count, duration in zip(nodes, seconds, strict=True):
-            _observe(ratios, np.ones(0), rows, count, duration)
+        ratios[[_point(each) for each in tokens]] = np.array(seconds) / _guess(tokens)
         bucket = bucket_of(rows, context)
         self._ratios[bucket] = ratios
-        self._shapes[bucket] = np.array([_ratio(ratios, tokens) for tokens in _POINTS])
+        self._measured.add(bucket)
         self._curves.clear()
 
     def to_dict(self) -> list[dict[str, Any]]:
         """Everything known, JSON-ready."""
-        return [
-            {"bucket": list(bucket), "ratios": ratios.tolist(), "shape": self._shapes[bucket].tolist()}
-            for bucket, ratios in self._ratios.items()
-        ]
+        return [{"bucket": list(bucket), "ratios": ratios.tolist()} for bucket, ratios in self._ratios.items()]
 
     def update(self, known: Sequence[Mapping[str, Any]]) -> None:
-        """Take over what `to_dict` gave.
+        """Take over what `to_dict` gave, but for what was measured in this process.
 
         Raises:
             ConfigError: That is not what this is.
         """
         try:
             buckets: list[Bucket] = [(int(each["bucket"][0]), int(each["bucket"][1])) for each in known]
-            tables = [(np.array(each["ratios"], np.float64), np.array(each["shape"], np.float64)) for each in known]
+            tables = [np.array(each["ratios"], np.float64) for each in known]
         except (IndexError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"these are no step costs: {error!r}") from error
-        for ratios, shape in tables:
-            good = ratios.shape == shape.shape == _POINTS.shape and np.isfinite(ratios).all() and (ratios >= 0).all()
-            if not (good and (ratios > 0).any() and np.isfinite(shape).all() and (shape > 0).all()):
+        for ratios in tables:
+            good = ratios.shape == _POINTS.shape and np.isfinite(ratios).all() and (ratios >= 0).all()
+            if not (good and (ratios > 0).any()):
                 raise ConfigError(f"step costs must be {len(_POINTS)} positive numbers a bucket")
-        for bucket, (ratios, shape) in zip(buckets, tables, strict=True):
-            self._ratios[bucket], self._shapes[bucket] = ratios, shape
+        for bucket, ratios in zip(buckets, tables, strict=True):
+            if bucket in self._measured:
+                own, tokens = self._ratios[bucket], float(1 << bucket[0])
+                ratios = np.where(own > 0, own, ratios * _ratio(own, tokens) / _ratio(ratios, tokens))
+            self._ratios[bucket] = ratios
         self._curves.clear()
 
     def _nearest(self, bucket: Bucket) -> Bucket | None:
@@ -211,34 +217,39 @@ def _point(tokens):
 
 
 @njit(cache=True)
-def _observe(ratios, shape, rows, nodes, seconds):
-    """Move the nearest point towards what was measured, and all others a little; with no shape, set it.
+def _rescale(ratios, tokens, seconds):
+    """Keep the shape of what was measured elsewhere, and take the scale from one step."""
+    ratios *= seconds / (_guess(tokens) * _ratio(ratios, tokens))
+
+
+@njit(cache=True)
+def _observe(ratios, rows, nodes, seconds):
+    """Move the nearest point towards what was measured, or all of them after a plain step; forget a little.
 
     Returns the share by which it moved.
     """
-    ratio = seconds / _guess(rows * nodes)
     nearest, plain = _point(rows * nodes), _point(rows)
-    if len(shape) > 0 and ratios.max() > 0.0:
-        expected = _ratio(ratios, rows * nodes)
-        # What was never measured is believed at once, but for what can only be a step that was held up.
-        rate, surprise = (_RATE, _SURPRISE) if ratios[nearest] > 0.0 else (1.0, _FIRST_SURPRISE)
-        ratio = expected + rate * (min(ratio, surprise * expected) - expected)
+    ratio, expected = seconds / _guess(rows * nodes), _ratio(ratios, rows * nodes)
+    is_known = ratios[nearest] > 0.0
+    if ratios.max() > 0.0:
+        # What was never measured is believed at once, but for what can only be a step that was held up; and so is a
+        # step that took so much less that what was known before it must have been one.
+        rate = _RATE if is_known and ratio * _SURPRISE > expected else 1.0
+        ratio = expected + rate * (min(ratio, _SURPRISE * expected) - expected)
         for point in range(len(ratios)):
-            # Plain steps are what all is compared with, and they are measured time and again.
-            if ratios[point] > 0.0 and point != plain:
-                ratios[point] += _FORGET * (ratio * shape[point] / shape[nearest] - ratios[point])
-    before = ratios[nearest]
+            if point != nearest and ratios[point] > 0.0:
+                ratios[point] *= ratio / expected if nearest == plain else 1.0
+                if point != plain and ratios[point] > ratios[plain] > 0.0:
+                    ratios[point] += _FORGET * (ratios[plain] - ratios[point])
     ratios[nearest] = ratio
-    return abs(ratio / before - 1.0) if before > 0.0 else 1.0
+    return abs(ratio / expected - 1.0) if is_known else 1.0
 
 
 @njit(cache=True)
 def _curve(ratios, rows, nodes):
-    """The ratios times the first guess, from 0 to `nodes` nodes a row, never falling."""
+    """The ratios times the first guess, from 0 to `nodes` nodes a row."""
     curve = np.empty(nodes + 1)
-    highest = 0.0
     for n in range(nodes + 1):
         tokens = max(1.0, 1.0 * rows * n)
-        highest = max(highest, _guess(tokens) * _ratio(ratios, tokens))
-        curve[n] = highest
+        curve[n] = _guess(tokens) * _ratio(ratios, tokens)
     return curve

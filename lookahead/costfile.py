@@ -18,7 +18,7 @@ from lookahead.config import PASSES
 from lookahead.cost import StepCost
 from lookahead.errors import ConfigError
 
-_VERSION = 1
+_VERSION = 2
 
 
 def cache_folder() -> Path:

@@ -22,6 +22,9 @@ from lookahead.request import refuse_encoder_decoder
 def load_costs(model: PreTrainedModel, folder: Path | str | None = None) -> bool:
     """Let a model's drafts be sized by the costs a file holds, from the first step on.
 
+    The first step that is taken tells how fast the machine is now, and what steps take from then on goes on refining
+    them; so costs that were measured on a busy machine are soon put right.
+
     Costs belong to a model of one shape, dtype, device and number of threads, under one version of PyTorch; those
     of another are never used. Steps of compiled and recorded passes have files of their own. A file that cannot be
     read is ignored with a warning.
@@ -39,10 +42,10 @@ def load_costs(model: PreTrainedModel, folder: Path | str | None = None) -> bool
 
 
 def prepare_costs(model: PreTrainedModel, folder: Path | str | None = None) -> bool:
-    """`load_costs`, and where there is no file a quick sweep of at most about 3 seconds, which is then saved.
+    """`load_costs`, and where there is no file a quick sweep of about 3 seconds or 30 plain steps, which is then saved.
 
     Args:
-        model: A causal language model; one too slow for that, or that cannot verify drafts, is not measured.
+        model: A causal language model; one that would take over 30 seconds, or that cannot verify drafts, is not measured.
         folder: Where the file is or will be; the platform's cache folder when None.
 
     Returns:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lookahead.switch import MOST_SAVED, SHARE
+from lookahead.switch import Budget
 
 _START = 2.0  # tokens that may be lost before anything was gained
+_SHARE = 0.005  # of the tokens, the most that it may cost in the long run
 _FOLLOW = 0.2  # share of a new price that is believed
 _FORGET = 0.1  # share of what it earned that is forgotten with every question
 _KNOWN = 3  # prices after which one far beyond is taken for a disturbance
@@ -47,24 +48,24 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self._balance = self._of_rows = _START
+        self._questions, self._of_rows = Budget(_START, _SHARE), Budget(_START, _SHARE, -_MOST_OWED)
         self._price, self._reading = _Price(), _Price()
         self._earned = 0.0
 
     @property
     def affords(self) -> bool:
         """Whether the proposer is to be asked."""
-        return self._balance >= min(self._price.usual, _START)
+        return self._questions.balance >= min(self._price.usual, _START)
 
     @property
     def begins(self) -> bool:
         """Whether the proposer is to be shown a new row."""
-        return self._of_rows >= 0.0
+        return self._of_rows.balance >= 0.0
 
     @property
     def is_filled(self) -> bool:
         """Whether it holds as much as at first, or more."""
-        return self._balance >= _START
+        return self._questions.balance >= _START
 
     @property
     def earns(self) -> bool:
@@ -102,5 +103,5 @@ class Ledger:
             else:
                 gain = of_row = alone - self._price.take(price, is_steady=is_steady)
                 self._earned += _FORGET * (gain - self._earned)
-        self._balance = min(MOST_SAVED, self._balance + gain + SHARE * tokens)
-        self._of_rows = max(-_MOST_OWED, min(MOST_SAVED, self._of_rows + of_row + SHARE * tokens))
+        self._questions.settle(gain, tokens)
+        self._of_rows.settle(of_row, tokens)

@@ -13,7 +13,7 @@ from lookahead.drafting import Draft
 from lookahead.progress import Batch
 from lookahead.switch import Switch
 
-_MARGIN = 1.03  # times the cost of a plain step per token: what a draft must promise to be worth the risk
+_MARGIN = 1.08  # times the cost of a plain step per token: what a draft must promise to be worth the risk
 _RAGGED = 0.025  # plain steps that a step of rows of differing lengths takes more, for the mask that it needs
 _LONGEST_REST = 16  # steps taken without a thought while nothing can be looked for; between rests one is measured
 _ALONE = Batch(np.full(1, 1e9), np.arange(2.0))  # a token of a single row is a step
@@ -192,18 +192,19 @@ class Pacing:
         if apart is not None:
             own_nodes, own_tokens, apart_s = apart
             host_s -= apart_s
+        costs = self._curve(nodes)
         if on_trial or (apart is not None and own_nodes < nodes):
-            nodes, step_s = own_nodes, float(self._curve(own_nodes)[own_nodes])
+            nodes, step_s = own_nodes, float(costs[own_nodes])
         if on_trial or apart is not None:
-            host_s, tokens = max(0.0, host_s), own_tokens
+            tokens, host_s = own_tokens, max(0.0, host_s)
         self._switch.learn(
             self._rows,
             nodes=nodes,
             tokens=self.batch.steps_saved(tokens),
-            seconds=host_s + step_s,
+            step_s=step_s,
+            usual_s=float(costs[nodes]),
             host_s=host_s,
-            expected_s=float(self._costs[nodes]),
-            plain_s=float(self._costs[1]),
+            plain_s=float(costs[1]),
         )
 
     def end(self, tokens: int, *, is_early: bool) -> None:

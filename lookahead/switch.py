@@ -3,69 +3,75 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lookahead.progress import Endings
 
-SHARE = 0.005  # of the time, the most that looking for drafts and trying them may cost in the long run
+SHARE = 0.01  # of the time, the most that looking for drafts and trying them may cost in the long run
 MOST_SAVED = 8.0  # plain steps of gain that are remembered, and may be lost again before drafting is held back
-_START = 0.5  # plain steps that an output may lose before anything was gained in it, where outputs save nothing
-_PART = 0.25  # of what outputs usually save, that may be lost likewise
-_FOLLOW = 0.3  # share of a surprise that the usual follows
+START = 2.0  # plain steps that an output may lose before anything was gained in it
+RESERVE = 2.0  # plain steps that long matches may lose beyond that
+_PART = 0.25  # of what outputs usually save, that one may lose if that is more
+LONG = 1.25  # expected times plain speed of what is likely a long match
 _FIRST_LOOK = 0.05  # plain steps that asking the proposers is taken to cost before it was measured
-_MARGIN = 1.04  # times the seconds a token of plain decoding takes; beyond it drafting loses
-_TRIAL = 8  # drafted steps that are judged together at least
-_FADE = 1 - 1 / 16  # what a drafted step still counts after one more
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 16, 1024  # steps without drafts after a loss, doubled with every loss in a row
-LONG = 1.5  # expected times plain speed of what is likely a long match, which ends a pause at once
+_FOLLOW = 0.2  # share of a surprise that an average follows
 _PROBE_EVERY = 64  # steps between two plain ones, times the speedup: what a plain step forgoes
-_SURPRISE = 2.0  # a step that took longer than this many times the expected was held up by something else
+_FIRST_PROBE, _LATER = 2, 4  # steps before the second plain one, as the first may have been held up; and times more
+_SURPRISE = 2.0  # looking that took longer than this many times the usual was held up by something else
+_HELD_UP = 1.3  # the same of a step, whose usual time is better known
+
+
+@dataclass(slots=True)
+class Budget:
+    """What may be lost on trials: losses are paid from it, gains and a share of all that is done are paid in.
+
+    Attributes:
+        balance: What it holds.
+        share: What it earns of all that is done.
+        least: It never holds less; nor ever more than 8.
+
+    Source: a token bucket, e.g. Tanenbaum and Wetherall 2011, "Computer Networks", §5.4.2.
+    """
+
+    balance: float
+    share: float = SHARE
+    least: float = -math.inf
+
+    def settle(self, gain: float, done: float) -> None:
+        """Pay in a gain, or out a loss, and the share of what was done."""
+        self.balance = max(self.least, min(MOST_SAVED, self.balance + gain + self.share * done))
 
 
 @dataclass(slots=True)
 class _Lane:
     """What is known for one number of rows; times are in plain steps."""
 
-    balance: float = _START
-    saved: float = 0.0  # in this output
-    has_learned: bool = False  # in this output
-    usual: float = 0.0  # saved in one, on average
+    budget: Budget = field(default_factory=lambda: Budget(START))
     look: float = _FIRST_LOOK
-    since_plain: int = _PROBE_EVERY * 1024
-    spent: float = 0.0
-    worth: float = 0.0
-    trial: int = 0
-    pause: int = 0
-    next_pause: int = _SHORTEST_PAUSE
-
-    @property
-    def speedup(self) -> float:
-        """Measured, over plain decoding; 1 where it is not known or less."""
-        return max(1.0, self.worth / self.spent) if self.spent > 0 else 1.0
+    speedup: float = 1.0  # of drafted steps over plain decoding, on average
+    since_plain: float = math.inf
+    probe_after: int = _FIRST_PROBE
+    saved: float | None = None  # in this output, once a step of it was counted
+    usual: float = 0.0  # saved in one, on average
 
 
 class Switch:
     """Turns drafting on and off by what it was measured to save, apart for every number of rows (1, 2, 3-4, …).
 
-    Three rules, each simple:
-
-    - An account, in plain steps. Every step that looked for drafts pays what it took beyond plain decoding of the
-      tokens it gave, and is paid what it saved. It earns 0.5% of all time besides, and holds at most 8. An output
-      begins with a quarter of what outputs usually save, at least with 0.5 where it is not overdrawn. While it is,
-      nothing is looked for. So whatever the costs and however wrong the drafts, the time lost stays below 0.5%, a few
-      plain steps and the one step that overdrew it.
-    - A comparison. Drafted steps are compared with plain ones in seconds per committed token. Where the last ones
-      (at least 8) took 4% longer, drafting pauses for 16 steps, twice as many after every further loss, up to 1024.
-      Proposers are still asked: a draft expected to go at 1.5 times the plain speed, a long match, ends a pause.
+    - A budget in plain steps. Every step that looked for drafts pays what it took beyond plain decoding of the tokens
+      it gave, and is paid what it saved. It earns 1% of all time besides, is 2 or a quarter of what outputs usually save
+      as one begins, and holds at most 8. A draft is verified while the budget holds what the draft may lose. A long match, expected to go at 1.25 times
+      the plain speed, may overdraw it by 2. So whatever steps cost and however wrong drafts are, the time lost stays
+      below 1% and a few plain steps for every output.
+    - Looking for drafts is paid from the first half of the budget. Where it takes less than 1% of a plain step, as
+      with every large model, it is always done: no long match is missed.
     - Plain probes. While every step drafts, one in 64 does not, so that the plain speed stays known; one in
-      64 times the measured speedup, since it forgoes that.
+      64 times the measured speedup, since it forgoes that. The second comes soon, should the first have been held up.
 
     It reads no clock: what happened is told by `learn`.
 
     Attributes:
         endings: How outputs ended.
-
-    Source: the account is a token bucket, e.g. Tanenbaum and Wetherall 2011, "Computer Networks", §5.4.2.
     """
 
     def __init__(self) -> None:
@@ -73,33 +79,33 @@ class Switch:
         self._lanes: dict[int, _Lane] = {}
 
     def begin_output(self) -> None:
-        """Begin with a part of what outputs usually save; where they save nothing, their gains are not lost again."""
+        """Let a further output lose a little anew; what earlier ones gained is not lost in it."""
         for lane in self._lanes.values():
-            if lane.has_learned:
+            if lane.saved is not None:
                 # More than can be handed on is not counted, so that a change is noticed soon.
                 lane.usual += _FOLLOW * (min(lane.saved, MOST_SAVED / _PART) - lane.usual)
-            lane.balance = max(min(lane.balance, _START), _PART * lane.usual)
-            lane.saved, lane.has_learned = 0.0, False
+            lane.budget.balance, lane.saved = max(START, _PART * lane.usual), None
 
     def looks(self, rows: int) -> bool:
         """Whether the proposers are to be asked before the next step of so many rows."""
         lane = self._lane(rows)
-        if lane.since_plain >= _PROBE_EVERY * lane.speedup:
-            return False
-        return lane.balance >= min(lane.look, _START)
+        every = lane.probe_after if lane.probe_after < _PROBE_EVERY else _PROBE_EVERY * max(1.0, lane.speedup)
+        return lane.since_plain < every and self.steps_before_look(rows) == 0
 
     def steps_before_look(self, rows: int) -> int:
-        """Plain steps until the account holds what asking the proposers takes; 0 where it does."""
+        """Plain steps until asking the proposers can be paid; 0 where it can."""
         lane = self._lane(rows)
-        return max(0, math.ceil((min(lane.look, _START) - lane.balance) / SHARE))
+        if lane.look <= SHARE:
+            return 0
+        return max(0, math.ceil((START / 2 - lane.budget.balance) / SHARE))
 
     def look(self, rows: int) -> float:
         """What asking the proposers takes, in plain steps."""
         return self._lane(rows).look
 
     def has_reserve(self, rows: int) -> bool:
-        """Whether the account holds half of what an output begins with."""
-        return self._lane(rows).balance >= _START / 2
+        """Whether what may help later drafts alone can be paid: it takes about as long as asking the proposers."""
+        return self.steps_before_look(rows) == 0
 
     def drafts(self, rows: int, speedup: float, stake: float = 0.0) -> bool:
         """Whether a draft is to be verified.
@@ -107,21 +113,20 @@ class Switch:
         Args:
             rows: Rows of the step.
             speedup: Times the plain speed that it is expected to go at.
-            stake: Plain steps that it loses where none of it is right. Unless it is a long match, the account has to
-                hold that, or half of what an output begins with.
+            stake: Plain steps that it loses where none of it is right.
         """
-        lane = self._lane(rows)
-        return (lane.pause == 0 and lane.balance >= min(stake, _START / 2)) or speedup >= LONG
+        return self._lane(rows).budget.balance >= (-RESERVE if speedup >= LONG else min(stake, START / 2))
 
     def pass_by(self, rows: int, steps: int = 1) -> None:
         """Count plain steps before which nothing was looked for."""
         lane = self._lane(rows)
-        lane.balance = min(MOST_SAVED, lane.balance + SHARE * steps)
-        lane.pause = max(0, lane.pause - steps)
+        lane.budget.settle(0.0, steps)
+        if 0 < lane.since_plain < math.inf:
+            lane.probe_after = min(_PROBE_EVERY, _LATER * lane.probe_after)
         lane.since_plain = 0
 
     def learn(
-        self, rows: int, *, nodes: int, tokens: float, seconds: float, host_s: float, expected_s: float, plain_s: float
+        self, rows: int, *, nodes: int, tokens: float, step_s: float, usual_s: float, host_s: float, plain_s: float
     ) -> None:
         """Count a step before which drafts were looked for.
 
@@ -129,41 +134,23 @@ class Switch:
             rows: Rows that took it together.
             nodes: Nodes of the largest tree, its root counted; 1 where nothing was drafted.
             tokens: Plain steps that it did the work of.
-            seconds: What the step took, looking for drafts included.
+            step_s: What the step took but for `host_s`.
+            usual_s: What a step of such trees takes on average.
             host_s: What looking for drafts took, and learning from what came of it.
-            expected_s: What a step of such trees was expected to take without that.
-            plain_s: What a plain step takes.
+            plain_s: What a plain step takes on average.
         """
         lane = self._lane(rows)
-        took = min(seconds / plain_s, _SURPRISE * (expected_s / plain_s + lane.look))
         look = min(host_s / plain_s, _SURPRISE * lane.look)
-        lane.look += 0.2 * (look - lane.look)
-        # A step that drafted nothing lost what looking took, whatever held up the rest of it.
+        lane.look += _FOLLOW * (look - lane.look)
+        took = min(step_s, _HELD_UP * usual_s) / plain_s + look
+        # A step that drafted nothing lost what looking took, whatever else became of it.
         saved = tokens - took if nodes > 1 else -look
-        lane.balance = min(MOST_SAVED, lane.balance + saved + SHARE * took)
-        lane.saved, lane.has_learned = lane.saved + saved, True
-        lane.pause = max(0, lane.pause - 1)
+        lane.budget.settle(saved, took)
+        lane.saved = (lane.saved or 0.0) + saved
         lane.since_plain = 0 if nodes == 1 else lane.since_plain + 1
         if nodes > 1:
-            self._judge(lane, tokens, took)
-
-    def _judge(self, lane: _Lane, tokens: float, took: float) -> None:
-        """Compare the last drafted steps with plain ones."""
-        lane.spent = _FADE * lane.spent + took
-        lane.worth = _FADE * lane.worth + tokens
-        lane.trial += 1
-        if lane.trial < _TRIAL:
-            return
-        if lane.spent > _MARGIN * lane.worth:
-            lane.pause, lane.next_pause = lane.next_pause, min(_LONGEST_PAUSE, 2 * lane.next_pause)
-            lane.spent = lane.worth = 0.0
-            lane.trial = 0
-        elif lane.spent < lane.worth:
-            lane.next_pause = _SHORTEST_PAUSE
+            lane.speedup += _FOLLOW * (tokens / took - lane.speedup)
 
     def _lane(self, rows: int) -> _Lane:
         """What is known for so many rows."""
-        key = (rows - 1).bit_length()
-        if key not in self._lanes:
-            self._lanes[key] = _Lane()
-        return self._lanes[key]
+        return self._lanes.setdefault((rows - 1).bit_length(), _Lane())
