@@ -45,7 +45,8 @@ def prepare_costs(model: PreTrainedModel, folder: Path | str | None = None) -> b
     """`load_costs`, and where there is no file a quick sweep of about 3 seconds or 30 plain steps, which is then saved.
 
     Args:
-        model: A causal language model; one that would take over 30 seconds, or that cannot verify drafts, is not measured.
+        model: A causal language model; one that would take over 30 seconds, or that cannot verify drafts, is not
+            measured.
         folder: Where the file is or will be; the platform's cache folder when None.
 
     Returns:

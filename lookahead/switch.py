@@ -59,10 +59,10 @@ class Switch:
     """Turns drafting on and off by what it was measured to save, apart for every number of rows (1, 2, 3-4, …).
 
     - A budget in plain steps. Every step that looked for drafts pays what it took beyond plain decoding of the tokens
-      it gave, and is paid what it saved. It earns 1% of all time besides, is 2 or a quarter of what outputs usually save
-      as one begins, and holds at most 8. A draft is verified while the budget holds what the draft may lose. A long match, expected to go at 1.25 times
-      the plain speed, may overdraw it by 2. So whatever steps cost and however wrong drafts are, the time lost stays
-      below 1% and a few plain steps for every output.
+      it gave, and is paid what it saved. It earns 1% of all time besides. As an output begins it is 2, or a quarter of
+      what outputs usually save, and it holds at most 8. A draft is verified while the budget holds what the draft may
+      lose. A long match, expected to go at 1.25 times the plain speed, may overdraw it by 2. So whatever steps cost
+      and however wrong drafts are, the time lost stays below 1% and a few plain steps for every output.
     - Looking for drafts is paid from the first half of the budget. Where it takes less than 1% of a plain step, as
       with every large model, it is always done: no long match is missed.
     - Plain probes. While every step drafts, one in 64 does not, so that the plain speed stays known; one in
