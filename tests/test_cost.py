@@ -13,6 +13,7 @@ import lookahead.cost
 from lookahead.cost import StepCost
 from lookahead.drafting import merge
 from lookahead.ngram.cut import Limits
+from lookahead.progress import Endings
 from lookahead.proposers.base import Proposal
 
 
@@ -147,3 +148,27 @@ def test_nodes_that_cost_too_much_are_not_drafted_at_all() -> None:
     chain = Proposal(np.array([0, 1], np.int32), np.zeros(2, np.int32), np.array([1.0, 0.5], np.float32))
     assert len(merge(0, [chain], Limits(4, 9), costs=np.array([0.0, 1.0, 2.0, 3.0, 4.0, 5.0])).tree) == 1
     assert len(merge(0, [chain], Limits(4, 9), costs=np.array([0.0, 1.0, 1.1, 1.2, 1.3, 1.4])).tree) == 2
+
+
+def test_the_curve_follows_what_steps_cost_though_it_is_not_drawn_anew_for_every_one() -> None:
+    cost = StepCost()
+    for seconds in (1.0, 3.0):
+        for _ in range(60):
+            cost.observe(1, seconds)
+            cost.observe(8, 2 * seconds)
+            cost.curve(1, 8)
+        assert cost.curve(1, 8)[[1, 8]].tolist() == pytest.approx([seconds, 2 * seconds], rel=0.1)
+        assert cost.plain(1)[1] == pytest.approx(seconds, rel=0.1)
+
+
+def test_the_chance_that_an_output_runs_to_its_limit_follows_how_outputs_ended() -> None:
+    short, endless = Endings(), Endings()
+    for _ in range(100):
+        short.count(40, is_early=True)
+        endless.count(128, is_early=False)
+    assert 0.3 < Endings().chance_to_last(200) < 0.5
+    assert short.chance_to_last(40) == pytest.approx(np.exp(-1), rel=0.1)
+    assert endless.chance_to_last(128) > 0.98
+    for _ in range(2000):
+        endless.count(40, is_early=True)
+    assert endless.chance_to_last(40) == pytest.approx(np.exp(-1), rel=0.1)

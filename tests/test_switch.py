@@ -13,7 +13,7 @@ from lookahead.cost import StepCost
 from lookahead.drafting import Draft, fit, merge
 from lookahead.ngram.cut import Limits
 from lookahead.pacing import Pacing
-from lookahead.progress import Batch, Endings
+from lookahead.progress import Batch
 from lookahead.proposers.base import Proposal
 from lookahead.switch import MOST_SAVED, RESERVE, SHARE, START, Switch
 
@@ -355,19 +355,6 @@ def test_tokens_are_worth_the_time_by_which_the_batch_then_ends_sooner(rows, ste
     assert batch.steps_saved(tokens) == pytest.approx(sooner / plain[-1])
 
 
-def test_the_chance_that_an_output_runs_to_its_limit_follows_how_outputs_ended() -> None:
-    short, endless = Endings(), Endings()
-    for _ in range(100):
-        short.count(40, is_early=True)
-        endless.count(128, is_early=False)
-    assert 0.3 < Endings().chance_to_last(200) < 0.5
-    assert short.chance_to_last(40) == pytest.approx(np.exp(-1), rel=0.1)
-    assert endless.chance_to_last(128) > 0.98
-    for _ in range(2000):
-        endless.count(40, is_early=True)
-    assert endless.chance_to_last(40) == pytest.approx(np.exp(-1), rel=0.1)
-
-
 @pytest.mark.parametrize("lasting", [0.0, 0.5, 1.0])
 def test_the_less_it_is_known_when_rows_end_the_more_their_tokens_count_alike(lasting: float) -> None:
     batch = Batch.of([50, 90], np.array([0.0, 3.0, 3.0]), lasting)
@@ -383,17 +370,6 @@ def test_a_row_that_is_ahead_is_not_drafted_for_where_the_others_take_as_long_wi
     ahead, behind = (fit(drafts, costs, Batch(np.array(left), same_price)) for left in ([50.0, 90.0], [90.0, 50.0]))
     assert [len(draft.tree) for draft in ahead] == [1, 1]
     assert len(behind[0].tree) > 4
-
-
-def test_the_curve_follows_what_steps_cost_though_it_is_not_drawn_anew_for_every_one() -> None:
-    cost = StepCost()
-    for seconds in (1.0, 3.0):
-        for _ in range(60):
-            cost.observe(1, seconds)
-            cost.observe(8, 2 * seconds)
-            cost.curve(1, 8)
-        assert cost.curve(1, 8)[[1, 8]].tolist() == pytest.approx([seconds, 2 * seconds], rel=0.1)
-        assert cost.plain(1)[1] == pytest.approx(seconds, rel=0.1)
 
 
 @pytest.mark.parametrize("is_refilled", [True, False])
