@@ -76,17 +76,19 @@ def run_peer(
         environment["LD_PRELOAD"] = str(openmp)
     if hasattr(os, "sched_getaffinity"):
         environment["VLLM_CPU_OMP_THREADS_BIND"] = str(max(os.sched_getaffinity(0)))
-    done = subprocess.run(
-        [str(peer.python), str(Path(__file__).resolve())],
-        input=json.dumps(job),
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=tempfile.gettempdir(),
-    )
-    if done.returncode:
-        sys.exit(f"the peer {peer.name} failed:\n{done.stderr[-4000:]}")
-    runs: dict[str, list[dict[str, Any]]] = json.loads(done.stdout.splitlines()[-1])
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for kind in KINDS.get(peer.name, ("",)):  # a process each: engines do not give everything back
+        done = subprocess.run(
+            [str(peer.python), str(Path(__file__).resolve())],
+            input=json.dumps(job | {"kind": kind}),
+            capture_output=True,
+            text=True,
+            env=environment,
+            cwd=tempfile.gettempdir(),
+        )
+        if done.returncode:
+            sys.exit(f"the peer {peer.name} failed:\n{done.stderr[-4000:]}")
+        runs |= json.loads(done.stdout.splitlines()[-1])
     return runs
 
 
@@ -160,14 +162,17 @@ def run_vllm(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """vLLM on the CPU: plain, n-grams, and suffix decoding where it is installed."""
     from vllm import LLM, SamplingParams
 
+    drafts: dict[str, Any] = {
+        "plain": None,
+        "n-gram": {
+            "method": "ngram", "num_speculative_tokens": 10, "prompt_lookup_min": 2, "prompt_lookup_max": 5
+        },
+        "suffix": {"method": "suffix"},
+    }  # fmt: skip
     dtype = {"fp32": "float32", "bf16": "bfloat16"}[job["dtype"]]
     longest = max(map(len, job["prompts"])) + job["max_new_tokens"] + 16
-    kinds: dict[str, Any] = {"plain": None}
-    kinds["n-gram"] = {
-        "method": "ngram", "num_speculative_tokens": 10, "prompt_lookup_min": 2, "prompt_lookup_max": 5
-    }  # fmt: skip
-    if find_spec("arctic_inference"):
-        kinds["suffix"] = {"method": "suffix"}
+    if job["kind"] == "suffix" and not find_spec("arctic_inference"):
+        return {}
     sampling = SamplingParams(
         temperature=job["temperature"], max_tokens=job["max_new_tokens"], stop_token_ids=job["ends"], detokenize=False,
         **({"seed": 0, "top_k": 50} if job["temperature"] else {}),
@@ -183,16 +188,12 @@ def run_vllm(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
                     yield tokens[length:]
                     length = len(tokens)
 
-    runs = {}
-    for name, drafts in kinds.items():
-        llm = LLM(
-            model=job["model"], dtype=dtype, max_model_len=longest, max_num_seqs=1, enable_prefix_caching=False,
-            speculative_config=drafts, enforce_eager=False, disable_log_stats=True, seed=0,
-        )  # fmt: skip
-        list(decode(llm.llm_engine, job["prompts"][0][:16], -1))
-        runs[f"vLLM {name}"] = [timed(decode(llm.llm_engine, ids, i)) for i, ids in enumerate(job["prompts"])]
-        del llm
-    return runs
+    llm = LLM(
+        model=job["model"], dtype=dtype, max_model_len=longest, max_num_seqs=1, enable_prefix_caching=False,
+        speculative_config=drafts[job["kind"]], disable_log_stats=True, seed=0,
+    )  # fmt: skip
+    list(decode(llm.llm_engine, job["prompts"][0][:16], -1))
+    return {f"vLLM {job['kind']}": [timed(decode(llm.llm_engine, ids, i)) for i, ids in enumerate(job["prompts"])]}
 
 
 def run_stub(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
@@ -210,6 +211,10 @@ PEERS: dict[str, Callable[[dict[str, Any]], dict[str, list[dict[str, Any]]]]] = 
     "vllm": run_vllm,
     "stub": run_stub,
 }
+
+
+KINDS = {"vllm": ("plain", "n-gram", "suffix")}
+"""What runs in a process of its own, where that is more than one thing."""
 
 
 def main() -> None:
