@@ -274,6 +274,19 @@ def setting(
     }
 
 
+def job_of(model: PreTrainedModel, prompts: Sequence[Prompt], arguments: argparse.Namespace) -> dict[str, Any]:
+    """What other engines are to do."""
+    ends = model.generation_config.eos_token_id
+    return {
+        "model": model.name_or_path,
+        "dtype": arguments.dtype,
+        "prompts": [prompt.ids[0].tolist() for prompt in prompts],
+        "ends": [] if ends is None else [ends] if isinstance(ends, int) else ends,
+        "max_new_tokens": arguments.max_new_tokens,
+        "temperature": arguments.temperature,
+    }
+
+
 def first_of_each(prompts: Sequence[Prompt], count: int) -> list[int]:
     """The places of the first prompts of each category."""
     by_category: dict[str, list[int]] = {}
@@ -343,8 +356,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     places = first_of_each(prompts, arguments.cold)
     cold = run_cold([prompts[i] for i in places], arguments) if OURS in methods else []
     for peer in arguments.peer:
-        ids = [prompt.ids[0].tolist() for prompt in prompts]
-        found = run_peer(peer, ids, model.generation_config.eos_token_id, arguments)
+        found = run_peer(peer, job_of(model, prompts, arguments))
         runs |= {name: [Run(**run) for run in each] for name, each in found.items()}
     result = {**setting(prompts, runs, arguments), "methods": figures_of(runs, prompts)}
     result |= headline(result["methods"])

@@ -55,20 +55,13 @@ def peer_of(text: str) -> Peer:
     return Peer(name, Path(python), model or None)
 
 
-def run_peer(
-    peer: Peer, prompts: Sequence[list[int]], end: int | list[int] | None, arguments: argparse.Namespace
-) -> dict[str, list[dict[str, Any]]]:
-    """The runs of a peer's methods on prompts, by name; leaves with the peer's own words where it fails."""
-    ends = [] if end is None else [end] if isinstance(end, int) else end
-    job = {
-        "peer": peer.name,
-        "model": peer.model or arguments.model,
-        "dtype": arguments.dtype,
-        "prompts": prompts,
-        "ends": ends,
-        "max_new_tokens": arguments.max_new_tokens,
-        "temperature": arguments.temperature,
-    }
+def run_peer(peer: Peer, job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The runs of a peer's methods, by name; leaves with the peer's own words where it fails.
+
+    `job` has `prompts` (lists of token ids), the token ids that are `ends`, `model`, `dtype`, `max_new_tokens` and
+    `temperature`.
+    """
+    job = {**job, "peer": peer.name, "model": peer.model or job["model"]}
     environment = {**os.environ, **ENVIRONMENT}
     environment.pop("PYTHONPATH", None)
     openmp = peer.python.parent.parent / "lib" / "libiomp5.so"  # vLLM asks for it where tokens are drafted
