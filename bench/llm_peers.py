@@ -14,6 +14,7 @@ the standard library is imported before the peer is known.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import subprocess
@@ -126,6 +127,7 @@ def run_llama_cpp(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
         def decode(self, ids: list[int]) -> Iterator[list[int]]:
             self.passes = 0
+            self.reset()  # the beginning that prompts share is read anew
             found = self.generate(ids, temp=job["temperature"], top_k=50, top_p=1.0, min_p=0.0)
             for length, token in enumerate(found, start=1):
                 yield [token]
@@ -136,7 +138,7 @@ def run_llama_cpp(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
         half = Path(folder) / "f16.gguf"
         parameters = llama_cpp.llama_model_quantize_default_params()
         parameters.ftype, parameters.allow_requantize = llama_cpp.LLAMA_FTYPE_MOSTLY_F16, True
-        if llama_cpp.llama_model_quantize(job["model"].encode(), str(half).encode(), parameters):
+        if llama_cpp.llama_model_quantize(job["model"].encode(), str(half).encode(), ctypes.byref(parameters)):
             sys.exit(f"{job['model']} cannot be written as F16")
         longest = max(map(len, job["prompts"])) + job["max_new_tokens"] + 16
         runs = {}
