@@ -47,6 +47,7 @@ NOT_RUN = {
     ("docs/measurements.md", "python -m bench.never_slower"),
     ("docs/jobs.md", "pip install 'lookahead-decoding[html,tables,remote]'"),
     ("docs/drop-in.md", "torchrun --nproc-per-node 2"),
+    ("docs/drop-in.md", 'model = AutoModelForSeq2SeqLM.from_pretrained("PATH_OR_ID")'),
     ("docs/compiled.md", "from lookahead import"),
     ("docs/compiled.md", "lookahead summarize notes/*.md"),
     ("docs/heads.md", "pip install 'lookahead-decoding[train]'"),
