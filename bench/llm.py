@@ -10,8 +10,8 @@ prompt. Seconds are the processor's and the wall's; decode seconds begin at the 
 the call. Tokens per pass leave the prefill out. An output that repeats 16 of its own tokens loops, which flatters
 n-grams: the figures "without loops" leave its prompt out for every method.
 
-The gate comes before any figure: in fp32, and where tokens are sampled in fp32, a token of ours that is not that of
-`model.generate` ends the run. In bf16 the first difference of every output is counted, with the gap between the two
+The gate comes before any figure: in fp32, greedy or sampled, a token of ours that is not that of `model.generate` ends
+the run. In bf16 the first difference of every output is counted, with the gap between the two
 likeliest logits of greedy decoding there. The last line is one JSON object.
 """
 
@@ -55,11 +55,12 @@ from lookahead import LookaheadConfig
 from lookahead.experience import ModelExperience, lent_experience
 from lookahead.generation import prepare
 from lookahead.loading import load
+from lookahead.locating import DEFAULT_MODEL
 
 CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 STORIES = "stories"
 SUMMARIZE = "Summarize the following story.\n\n"
-DEFAULT_METHODS = (GREEDY, *LOOKUPS, OURS, "prompt alone", "recycled alone", "outputs alone", "window")
+DEFAULT_METHODS = (GREEDY, *LOOKUPS, OURS, "prompt alone", "recycled alone", "window")
 
 
 Method = Callable[[torch.Tensor], Run]
@@ -254,7 +255,7 @@ def setting(
     lengths = [prompt.ids.shape[1] for prompt in prompts]
     categories = list(dict.fromkeys(prompt.category for prompt in prompts))
     return {
-        "model": arguments.label or Path(arguments.model or "the default").name,
+        "model": arguments.label or Path(arguments.model or DEFAULT_MODEL).name,
         "dtype": arguments.dtype,
         "device": f"cpu, {processor()}",
         "threads": 1,
@@ -298,7 +299,7 @@ def first_of_each(prompts: Sequence[Prompt], count: int) -> list[int]:
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a folder, or a name on the Hub; the package's default when left out")
+    parser.add_argument("--model", help="a folder, or a name on the Hub; the default model when left out")
     parser.add_argument("--label", help="what the result calls the model; its last part when left out")
     parser.add_argument(
         "--prompts", type=Path, required=True, help="JSON lines with a category, as Spec-Bench has them"
@@ -308,14 +309,18 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--stories", type=Path, help="JSON lines with a document each, to be summarized")
     parser.add_argument("--longest", type=int, default=1000, help="tokens of a story that are read")
-    parser.add_argument("--per-category", type=int, default=3)
+    parser.add_argument("--per-category", type=int, default=2)
     parser.add_argument("--offset", type=int, default=0, help="prompts of each category to leave out")
-    parser.add_argument("--warmup", type=int, default=3, help="prompts beside those measured, to warm up with")
+    parser.add_argument("--warmup", type=int, default=2, help="prompts beside those measured, to warm up with")
     parser.add_argument("--cold", type=int, default=1, help="prompts of each category for fresh processes")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0, help="sample, every method from the same seed")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--methods", default=",".join(DEFAULT_METHODS), help="with commas between them")
+    parser.add_argument(
+        "--methods",
+        default=",".join(DEFAULT_METHODS),
+        help=f"of {', '.join((*LOOKUPS, *CONFIGS))}, with commas between them",
+    )
     parser.add_argument("--core", type=int, help="the core to stay on; the last one when left out")
     parser.add_argument("--peer", action="append", default=[], type=peer_of, help="NAME:PYTHON, NAME:PYTHON:MODEL")
     parser.add_argument("-o", "--output", type=Path, help="a file for the figures")

@@ -14,7 +14,7 @@ def _llm(dtype: str) -> Sheet:
     ways = {"greedy": "transformers' greedy", "prompt lookup 3": "prompt lookup of 3 tokens"}
     ways |= {f"prompt lookup {n}": f"prompt lookup of {n} tokens" for n in (10, 20)}
     ways |= {"lookahead": "lookahead", "window": "lookahead with its window"}
-    ways |= {f"{name} alone": f"lookahead, `{name}` alone" for name in ("prompt", "recycled", "outputs")}
+    ways |= {f"{name} alone": f"lookahead, `{name}` alone" for name in ("prompt", "recycled")}
     figures = {"ms a token": "ms_per_token/cpu", "over greedy": "speedup/cpu"}
     figures |= {"over greedy by the wall's clock": "speedup/wall", "the same end to end": "end_to_end/cpu"}
     figures |= {"over greedy where no output loops": "without_loops/speedup/cpu", "tokens a pass": "tokens_per_pass"}
