@@ -166,10 +166,12 @@ def llm_table(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def with_table(page: str, results: Sequence[Mapping[str, Any]]) -> str:
-    """A page with the table between its marks."""
+    """A page with the plot and the table between its marks; nothing where nothing was measured."""
+    plot = f"![Decode speed over greedy decoding by category](bench/{LLM_PLOT.as_posix()})\n"
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{llm_table(results)}\n{END}{after}"
+    shown = f"\n{plot}\n{llm_table(results)}\n" if results else ""
+    return f"{before}{BEGIN}{shown}{END}{after}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -181,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"wrote {folder / 'RESULTS.md'}")
     measured = llm_results(folder / "results")
     readme = folder.parent / "README.md"
-    if measured and readme.exists():
+    if readme.exists():
         readme.write_text(with_table(readme.read_text(encoding="utf-8"), measured), encoding="utf-8")
         print(f"wrote {readme}")
     try:

@@ -35,7 +35,6 @@ NOT_RUN = {
     ("README.md", "make demo #"),
     ("README.md", "python -m bench.llm"),
     ("README.md", "pip install torch"),
-    ("README.md", "lookahead chat #"),
     ("README.md", "lookahead summarize docs/"),
     ("docs/models.md", "pip install 'lookahead-decoding[gguf]'"),
     ("docs/models.md", 'lookahead generate "The'),
