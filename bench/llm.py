@@ -11,8 +11,8 @@ the call. Tokens per pass leave the prefill out. An output that repeats 16 of it
 n-grams: the figures "without loops" leave its prompt out for every method.
 
 The gate comes before any figure: in fp32, greedy or sampled, a token of ours that is not that of `model.generate` ends
-the run. In bf16 the first difference of every output is counted, with the gap between the two
-likeliest logits of greedy decoding there. The last line is one JSON object.
+the run. In bf16 the first difference of every output is counted, with the gap between the two likeliest logits of
+greedy decoding there. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -327,6 +327,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, help="a file for the speedups by category, .svg or .png")
     parser.add_argument("--cold-worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
+    for path in (arguments.prompts, arguments.stories):
+        if path is not None and not path.is_file():
+            parser.error(f"no such file: {path}")
     arguments.given = list(argv)
     return arguments
 

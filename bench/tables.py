@@ -162,6 +162,9 @@ def llm_table(results: Sequence[Mapping[str, Any]]) -> str:
         is_there = [what not in peers or what in result["methods"] for result in results]
         cells = (form.format(**each) if there else "" for each, there in zip(results, is_there, strict=True))
         lines.append(f"| {what} | {' | '.join(cells)} |")
+    first = results[0]
+    lines += ["", f"{first['model']}, {first['prompts']} prompts, at most {first['max_new_tokens']} new tokens each; "]
+    lines[-1] += f"{first['device']}, {first['threads']} thread; {versions_of(first)}."
     return "\n".join(lines) + "\n"
 
 

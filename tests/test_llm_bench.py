@@ -136,6 +136,22 @@ def test_a_peer_that_is_not_there_is_refused(peer: str, complaint: str, capsys: 
     assert complaint in capsys.readouterr().err
 
 
+def test_a_file_that_is_not_there_is_refused(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        llm.main([*given, "--stories", "missing.jsonl"])
+    assert "no such file: missing.jsonl" in capsys.readouterr().err
+
+
+def test_a_peer_that_fails_is_left_out_and_the_rest_is_kept(
+    given: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(llm_peers.KINDS, "stub", ("broken", ""))
+    llm.main([*given, "--methods", "lookahead", "--peer", f"stub:{sys.executable}"])
+    printed = capsys.readouterr()
+    assert list(json.loads(printed.out.splitlines()[-1])["methods"]) == ["greedy", "lookahead", "stub"]
+    assert "left out: the peer stub broken failed" in printed.err and "no kind 'broken'" in printed.err
+
+
 def test_the_passes_of_a_peer_leave_its_prefill_out() -> None:
     run = llm_peers.timed(iter([[1], [2, 3], [4]]))
     assert (run["tokens"], run["first"], run["passes"]) == ([1, 2, 3, 4], 1, 2)

@@ -117,6 +117,7 @@ def llm_result(dtype: str, **methods: float) -> dict[str, object]:
         for name, speedup in {"greedy": 1.0, "prompt lookup 10": 1.1, "lookahead": 1.5, **methods}.items()
     }  # fmt: skip
     return {
+        "model": "a model", "device": "an abacus", "threads": 1, "max_new_tokens": 128, "versions": {"torch": "2.99"},
         "dtype": dtype, "prompts": 21, "categories": {"qa": 21}, "best_prompt_lookup": "prompt lookup 10",
         "prompt_lookup": {**figures, "identical": 20}, "lookahead": {**figures, "identical": 21}, "methods": each,
     }  # fmt: skip
@@ -135,6 +136,7 @@ def test_the_table_of_the_readme_has_a_column_for_every_dtype_and_a_line_for_eve
     assert ["**lookahead**", "**1.50x**", "**1.50x**"] in lines
     assert ["outputs identical to greedy: prompt lookup / lookahead", "20 / 21 of 21", "20 / 21 of 21"] in lines
     assert "| vLLM plain |  | 1.70x |" in table
+    assert lines[-1] == ["a model, 21 prompts, at most 128 new tokens each; an abacus, 1 thread; torch 2.99."]
 
 
 def test_a_table_takes_the_place_of_the_one_before_it_and_of_nothing_else() -> None:
