@@ -44,7 +44,7 @@ NOT_RUN = {
     ("docs/install.md", "pip install torch"),
     ("docs/measurements.md", "python -m bench.llm"),
     ("docs/measurements.md", "python -m bench.never_slower"),
-    ("docs/jobs.md", "pip install 'lookahead-decoding[html,tables,remote]'"),
+    ("docs/jobs.md", "pip install 'lookahead-decoding[documents,html,tables,remote]'"),
     ("docs/drop-in.md", "torchrun --nproc-per-node 2"),
     ("docs/drop-in.md", 'model = AutoModelForSeq2SeqLM.from_pretrained("PATH_OR_ID")'),
     ("docs/compiled.md", "from lookahead import"),
