@@ -13,6 +13,7 @@ START = 2.0  # plain steps that an output may lose before anything was gained in
 RESERVE = 2.0  # plain steps that long matches may lose beyond that
 _PART = 0.25  # of what outputs usually save, that one may lose if that is more
 LONG = 1.25  # expected times plain speed of what is likely a long match
+_LOOKS = 10  # that the budget must hold before one, or half of what an output begins with
 _FIRST_LOOK = 0.05  # plain steps that asking the proposers is taken to cost before it was measured
 _FOLLOW = 0.2  # share of a surprise that an average follows
 _FORGET = 0.5  # the same of looking that took less than usual
@@ -64,7 +65,7 @@ class Switch:
       what outputs usually save, and it holds at most 8. A draft is verified while the budget holds what the draft may
       lose. A long match, expected to go at 1.25 times the plain speed, may overdraw it by 2. So whatever steps cost
       and however wrong drafts are, the time lost stays below 1% and a few plain steps for every output.
-    - Looking for drafts is paid from the first half of the budget. Where it takes less than 1% of a plain step, as
+    - Looking for drafts is done while the budget holds ten looks, or 1. Where it takes less than 1% of a plain step, as
       with every large model, it is always done: no long match is missed.
     - Plain probes. While every step drafts, one in 64 does not, so that the plain speed stays known; one in
       64 times the measured speedup, since it forgoes that. The second comes soon, should the first have been held up.
@@ -98,7 +99,7 @@ class Switch:
         lane = self._lane(rows)
         if lane.look <= SHARE:
             return 0
-        return max(0, math.ceil((START / 2 - lane.budget.balance) / SHARE))
+        return max(0, math.ceil((min(START / 2, _LOOKS * lane.look) - lane.budget.balance) / SHARE))
 
     def look(self, rows: int) -> float:
         """What asking the proposers takes, in plain steps."""

@@ -383,3 +383,14 @@ def test_a_token_is_worth_the_same_in_every_row_while_rows_are_refilled(is_refil
     worth = [pacing.batch.steps_saved(tokens) for tokens in ([3.0, 1.0], [1.0, 3.0])]
     assert (worth[0] == pytest.approx(worth[1]) == pytest.approx(2.0)) == is_refilled
     assert is_refilled or worth[0] < worth[1]  # else the one that has more to go ends the batch
+
+
+def test_slow_first_looks_and_failed_first_drafts_do_not_blind_a_large_model() -> None:
+    switch, plain = Switch(), {"nodes": 1, "tokens": 1.0, "step_s": 1.0, "usual_s": 1.0, "plain_s": 1.0}
+    switch.begin_output()
+    failed = {**plain, "nodes": 6, "step_s": 1.7, "usual_s": 1.7}
+    for step, host_s in ((plain, 0.1), (failed, 0.06), (failed, 0.005), (plain, 0.005)):
+        switch.learn(1, **step, host_s=host_s)
+    for _ in range(32):
+        assert switch.steps_before_look(1) == 0
+        switch.learn(1, **plain, host_s=0.005)
