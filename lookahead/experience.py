@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock, RLock
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
@@ -22,23 +23,28 @@ class ModelExperience:
         proposers: By the sources of drafts.
         costs: Of steps, by how the model is run (`lookahead.config.PASSES`).
         switches: What drafting was measured to save, likewise.
+        branch: What the lookahead branch was measured to save, by the sources beside it.
+        lock: To be held by whoever learns or drafts by any of it.
     """
 
     def __init__(self) -> None:
+        self.lock = RLock()
         self.proposers = Experience()
         self.costs: defaultdict[str, StepCost] = defaultdict(StepCost)
         self.switches: defaultdict[str, Switch] = defaultdict(Switch)
-        self.branch: defaultdict[tuple[str, ...], dict[int, Lane]] = defaultdict(dict)  # by the sources beside it
+        self.branch: defaultdict[tuple[str, ...], dict[int, Lane]] = defaultdict(dict)
 
 
+_guard = Lock()
 _experiences: WeakKeyDictionary[PreTrainedModel, ModelExperience] = WeakKeyDictionary()
 
 
 def experience_of(model: PreTrainedModel) -> ModelExperience:
     """What was learned of a model so far."""
-    if model not in _experiences:
-        _experiences[model] = ModelExperience()
-    return _experiences[model]
+    with _guard:
+        if model not in _experiences:
+            _experiences[model] = ModelExperience()
+        return _experiences[model]
 
 
 @contextmanager

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from threading import Lock
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -41,6 +43,8 @@ class Support:
 
 
 _verdicts: WeakKeyDictionary[PreTrainedModel, Support] = WeakKeyDictionary()
+_locks: WeakKeyDictionary[PreTrainedModel, Lock] = WeakKeyDictionary()
+_guard = Lock()
 
 
 def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Support:
@@ -76,12 +80,23 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
         # A dynamic base depends on the longest position of each pass; a long one only on which side it lies.
         if max_length > limit and (kind == "dynamic" or shortest <= limit):
             return Support("none", f"its {kind} position embeddings change beyond {limit} tokens")
-    if model not in _verdicts:
-        _verdicts[model] = _probe(model, config)
+    verdict = probed_once(model, _verdicts, partial(_probe, model, config))
     scale = getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", False) else None
-    if scale is not None and max_length + MAX_NODES_LIMIT >= scale and _verdicts[model].shape == "trees":
+    if scale is not None and max_length + MAX_NODES_LIMIT >= scale and verdict.shape == "trees":
         return Support("chains", f"its attention temperature counts slots of the cache from {scale} tokens on")
-    return _verdicts[model]
+    return verdict
+
+
+def probed_once(
+    model: PreTrainedModel, verdicts: WeakKeyDictionary[PreTrainedModel, Support], probe: Callable[[], Support]
+) -> Support:
+    """The verdict on a model; threads that ask for it while one probes the model wait."""
+    with _guard:
+        lock = _locks.setdefault(model, Lock())
+    with lock:
+        if model not in verdicts:
+            verdicts[model] = probe()
+        return verdicts[model]
 
 
 def own_ways(model: PreTrainedModel) -> str:
@@ -155,6 +170,10 @@ def _scores_like_the_model(model: PreTrainedModel, shape: Shape, tokens: Sequenc
         for row in range(len(texts)):
             target.commit(row, path)
         second = target.score([TokenTree.root(tokens[0])] * len(texts))
+        target.commit(0, path[:1])
+        if len(texts) > 1:
+            target.retire(1)
+        third = target.score([TokenTree.root(tokens[3])])  # as the model itself would take it, in half precision
     checks = [
         (text + tail, logits)
         for row, text in enumerate(texts)
@@ -164,6 +183,7 @@ def _scores_like_the_model(model: PreTrainedModel, shape: Shape, tokens: Sequenc
             ([*tree.tokens[path].tolist(), tokens[0]], second[row, 0]),
         )
     ]
+    checks.append(([*texts[0], *tree.tokens[path].tolist(), tokens[0], tokens[3]], third[0, 0]))
     return all(agree(model, logits, _own_logits(model, ids, logits)) for ids, logits in checks)
 
 

@@ -144,7 +144,7 @@ def test_what_has_no_speculative_form_goes_to_transformers_with_a_warning(
     assert not steps
 
 
-def test_threads_that_share_a_model_are_served_one_after_the_other(tiny_llama: PreTrainedModel) -> None:
+def test_threads_that_share_a_model_get_the_tokens_of_generate(tiny_llama: PreTrainedModel) -> None:
     prompts = [torch.tensor([[5 + i, 9, 31, 77, 5 + i, 9]]) for i in range(4)]
     expected = [tiny_llama.generate(ids, max_new_tokens=40, do_sample=False) for ids in prompts]
     got: dict[int, torch.Tensor] = {}

@@ -85,14 +85,15 @@ def prepare_encoder_decoder(
     call = call_of(model, lookahead_tokenizer, rows, stopping, config, is_chain=True, warp=warp)
     call = replace(call, vocab_size=vocabulary, max_length=call.max_length + len(read))
     branch = Branch((), {}, max_nodes=1, teaches=False)  # the lookahead branch is a tree
-    proposers = _proposers(make_proposers(config, experience.proposers, pool, call, branch), read, model)
+    with experience.lock:
+        proposers = _proposers(make_proposers(config, experience.proposers, pool, call, branch), read, model)
+        cost, switch = experience.costs[config.passes], experience.switches[config.passes]
     ensemble = ensemble_of(model)
     if ensemble is not None:
         refuse_in_ensemble(model, reads_hidden=False, by_rejection=call.by_rejection)
         proposers = proposers if ensemble.leads else []
     pacing = None
     if proposers and config.draft == "auto":
-        cost, switch = experience.costs[config.passes], experience.switches[config.passes]
         pacing = Pacing(cost, switch, branch, runs_to_limit=stopping.is_only_length)
     chooser = _chooser(logits_processor, generation_config)
     row = Row.begin(0, input_ids[0].cpu().numpy(), chooser, stopping, device=input_ids.device)
@@ -108,6 +109,7 @@ def prepare_encoder_decoder(
         by_rejection=call.by_rejection,
         by_typicality=config.acceptance == "typical" and call.warp is not None,
         ensemble=ensemble,
+        learning=experience.lock,
     )
 
 

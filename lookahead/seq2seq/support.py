@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 
 from lookahead.config import MAX_NODES_LIMIT
 from lookahead.seq2seq.target import DecoderTarget, Encoded, empty_cache
-from lookahead.support import ATTENTION_LAYERS, PROBES, Support, agree, own_ways, rope_parameters_of
+from lookahead.support import ATTENTION_LAYERS, PROBES, Support, agree, own_ways, probed_once, rope_parameters_of
 from lookahead.target import input_device
 from lookahead.tree import TokenTree
 
@@ -44,10 +45,13 @@ def decoder_support(model: PreTrainedModel, *, max_length: int) -> Support:
     reason = own_ways(model)
     if reason:
         return Support("none", reason)
-    if model not in _verdicts:
-        complaint = _complaint(model)
-        _verdicts[model] = Support("none", complaint) if complaint else _CHAINS
-    return _verdicts[model]
+    return probed_once(model, _verdicts, partial(_probe, model))
+
+
+def _probe(model: PreTrainedModel) -> Support:
+    """Try chains."""
+    complaint = _complaint(model)
+    return Support("none", complaint) if complaint else _CHAINS
 
 
 def _complaint(model: PreTrainedModel) -> str:
