@@ -21,7 +21,7 @@ MAX_LINES = 400
 FLOORS = (
     {"errors"},
     {"ngram", "kernels", "tree"},
-    {"atomic", "locating", "gguf_files"},
+    {"atomic", "locating", "gguf_files", "permodel"},
     {"files", "loading", "heads", "report"},
     {"proposers.base", "pools", "scores", "progress"},
     {"config"},
@@ -70,6 +70,7 @@ KNOW_TRANSFORMERS = {
         "compiled",
         "passes",
         "generation",
+        "plain",
         "enabling",
         "costs",
         "explain",
