@@ -19,14 +19,15 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    StaticCache,
     StoppingCriteriaList,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateNonBeamOutput
 
 from lookahead.assembly import assemble
 from lookahead.config import LookaheadConfig
+from lookahead.emission import Carried
 from lookahead.engine import Engine
 from lookahead.errors import PromptError, UnsupportedModelError
 from lookahead.handover import adopt, hand_back, output_dict, padded_sequences
@@ -37,6 +38,7 @@ from lookahead.pools.opening import open_pool
 from lookahead.request import (
     call_of,
     check_lengths,
+    foreigner,
     pad_prompts,
     prompt_lengths,
     refuse_inputs,
@@ -124,8 +126,8 @@ def decode(
     outputs = _collect(engine, lookahead_streamer, generation_config._pad_token_tensor)
     sequences = padded_sequences(input_ids, outputs, generation_config)
     past = model_kwargs.get("past_key_values")
-    past = past if isinstance(past, DynamicCache | EncoderDecoderCache) else None
-    if engine.kept and isinstance(past, DynamicCache):
+    past = past if isinstance(past, DynamicCache | StaticCache | EncoderDecoderCache) else None
+    if engine.kept and isinstance(past, DynamicCache | StaticCache):
         rows = [engine.kept[row] for row in range(len(outputs))]
         hand_back(past, rows, np.array([row.padding for row in engine.batch]), sequences.shape[1] - 1)
     if not generation_config.return_dict_in_generate:
@@ -157,17 +159,26 @@ def prepare(
     pool = open_pool(os.fspath(config.pool), vocabulary=vocabulary) if config.pool is not None else None
     lengths = prompt_lengths(input_ids, model_kwargs.get("attention_mask"), vocabulary)
     batch_size, longest = input_ids.shape
-    if batch_size > 1 and any(isinstance(p, UnbatchedClassifierFreeGuidanceLogitsProcessor) for p in logits_processor):
-        raise UnsupportedModelError("guidance of several prompts is not served; leave out custom_generate for it")
     refuse_long_prompts(model, lengths)
-    refuse_positions(model_kwargs.get("position_ids"), lengths, longest)
-    stopping = stopping_rule(stopping_criteria, batch_size)
+    is_continued = past is not None and past.get_seq_length() > 0
+    if not is_continued:
+        refuse_positions(model_kwargs.get("position_ids"), lengths, longest)
+    stopping = stopping_rule(stopping_criteria, generation_config)
     causal_lm: Any = model
     sample = partial(
-        causal_lm._sample, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
+        causal_lm._sample, input_ids, logits_processor, generation_config=generation_config, **model_kwargs
     )
+    plain = PlainLoop(sample, input_ids, lengths, stopping_criteria)
     if stopping.max_length <= longest + 1:
-        return PlainLoop(sample, input_ids, lengths, stopping)  # a single token: there is nothing to draft
+        return plain  # a single token: there is nothing to draft
+    stranger = foreigner(logits_processor, stopping_criteria, generation_config) if batch_size > 1 else ""
+    if stranger:
+        warnings.warn(
+            f"{stranger} may keep a state, or look at other rows, so it must see every step of the whole batch: "
+            f"the {batch_size} rows are decoded plainly; a prompt by itself is drafted for",
+            stacklevel=2,
+        )
+        return plain
     support = support_of(model, shortest=int(lengths.min()), max_length=stopping.max_length)
     complaint = _complaint(model, support, batch_size, config)
     if complaint and lookahead_config is not None and lookahead_config.proposers:
@@ -177,11 +188,10 @@ def prepare(
         complaint = "a batch with stopping criteria and no end-of-sequence token ends as one"
     if support.shape == "none" or complaint:
         warnings.warn(f"{complaint}; it is decoded plainly", stacklevel=2)
-        return PlainLoop(sample, input_ids, lengths, stopping)
+        return plain
     is_chain = support.shape == "chains"
     warp = warp_of(logits_processor) if generation_config.do_sample else None
     call = call_of(model, lookahead_tokenizer, batch_size, stopping, config, is_chain=is_chain, warp=warp)
-    is_continued = past is not None and past.get_seq_length() > 0
     is_given = getattr(past, "_is_user_defined", False)
     chooser = TokenChooser(
         logits_processor,
@@ -207,6 +217,7 @@ def prepare(
     )
     if is_continued:
         refuse_past(past, input_ids, generation_config, model_kwargs.get("attention_mask"))
+        refuse_positions(model_kwargs.get("position_ids"), lengths, longest)
         adopt(cast(DynamicCache, past), engine.cache, longest - lengths)
     return engine
 
@@ -355,16 +366,20 @@ def _collect(engine: Engine | PlainLoop, streamer: Any = None, pad: Tensor | Non
     outputs: list[list[int]] = [[] for _ in engine.stats]
     running = set(range(len(outputs)))
     shown = 0
-    with engine.serving():
-        for emissions in engine.run():
-            for emission in emissions:
-                outputs[emission.row].extend(emission.tokens.tolist())
-                if emission.finished:
-                    running.discard(emission.row)
-            whole = min(map(len, (outputs[row] for row in running))) if running else max(map(len, outputs))
-            for step in range(shown, whole if streamer is not None else shown):
-                streamer.put(torch.tensor([row[step] if step < len(row) else int(pad or 0) for row in outputs]))
-            shown = whole
+    try:
+        with engine.serving():
+            for emissions in engine.run():
+                for emission in emissions:
+                    outputs[emission.row].extend(emission.tokens.tolist())
+                    if emission.finished:
+                        running.discard(emission.row)
+                whole = min(map(len, (outputs[row] for row in running))) if running else max(map(len, outputs))
+                for step in range(shown, whole if streamer is not None else shown):
+                    streamer.put(torch.tensor([row[step] if step < len(row) else int(pad or 0) for row in outputs]))
+                shown = whole
+    except Carried as carried:
+        assert carried.__cause__ is not None
+        raise carried.__cause__ from None
     if streamer is not None:
         streamer.end()
     return outputs

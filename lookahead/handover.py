@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import Cache, DynamicCache, GenerationConfig
+from transformers import Cache, DynamicCache, GenerationConfig, StaticCache
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from lookahead.cache import RowStates, TreeCache
@@ -33,7 +33,9 @@ def adopt(past: DynamicCache, cache: TreeCache, padding: NDArray[np.int64]) -> N
         cache.adopt(row, states, max(0, width - pad))
 
 
-def hand_back(past: DynamicCache, rows: list[list[RowStates]], padding: NDArray[np.int64], width: int) -> None:
+def hand_back(
+    past: DynamicCache | StaticCache, rows: list[list[RowStates]], padding: NDArray[np.int64], width: int
+) -> None:
     """Append to a transformers cache what the rows hold beyond it, padded left and right with zeros.
 
     Args:
@@ -42,7 +44,7 @@ def hand_back(past: DynamicCache, rows: list[list[RowStates]], padding: NDArray[
         padding: int64 `[batch]`, padding tokens before each prompt.
         width: Tokens of the padded batch that have keys and values: all but the last.
     """
-    begin = past.get_seq_length()
+    begin = int(past.get_seq_length())
     for index in range(len(rows[0])):
         new: list[Tensor] = []
         for which in (0, 1):

@@ -157,7 +157,7 @@ class Row:
             self.ids[self.length] = token
             self.length += 1
             self.emitted += 1
-            return self.stopping.is_finished(self.place, self._seen(), self.chooser.scores[self.place])
+            return self.stopping.is_finished(self._seen(), self.chooser.scores[self.place])
 
         return verify(draft.tree, choose, is_finished)
 
