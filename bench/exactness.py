@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,6 +36,7 @@ from bench.adversaries import always_wrong, drafting_by, nothing, perfect
 from bench.families import ENCODER_DECODERS, FAMILIES, Family, build
 from bench.prompts import SUMMARIZER, read_texts, summary_prompts
 from bench.report import publish
+from bench.stateful import DoneTracker, Grammar, calls_of
 from lookahead import LookaheadConfig
 from lookahead.loading import load
 
@@ -46,6 +47,11 @@ MODES: dict[str, dict[str, Any]] = {
     "hot": {"do_sample": True, "temperature": 1.3, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2},
 }
 ROWS = ([5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31], [44, 17, 44, 17, 44], [5, 9, 31, 5, 9, 31, 5, 9])
+# What keeps a state, made anew for every call of so many rows.
+STATEFUL: dict[str, Callable[[int], dict[str, Any]]] = {
+    "grammar": lambda rows: {"logits_processor": [Grammar()]},
+    "done tracker": lambda rows: {"stopping_criteria": [DoneTracker([5], rows)]},
+}
 DRAFTS = ("empty", "perfect", "always wrong", "real")
 CONFIG = LookaheadConfig(draft="fixed", min_probability=0.0, max_nodes=16)
 LOOKUP_TOKENS = 10
@@ -117,6 +123,19 @@ def check_family(family: Family) -> tuple[int, list[dict[str, str]]]:
                 runs += 1
                 if not torch.equal(got, expected):
                     failures.append({"family": family.name, "batch": batch, "mode": mode, "draft": name})
+        for name, make in STATEFUL.items():
+            runs += 1
+            if len({str(stateful_outcome(model, inputs, make, ours)) for ours in (False, True)}) > 1:
+                failures.append({"family": family.name, "batch": batch, "mode": name, "draft": "real"})
+    if family.name in ENCODER_DECODERS:
+        return runs, failures  # several have a table of their own for the decoder
+    # Last, since it changes the model: what was learned of more tokens is not drafted from for fewer.
+    model.resize_token_embeddings(vocab_size - 20)
+    ids = torch.tensor([[token % (vocab_size - 20) for token in ROWS[0]]])
+    kwargs = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
+    runs += 1
+    if not torch.equal(model.generate(ids, **kwargs), model.generate(ids, **kwargs, custom_generate=lookahead.decode)):
+        failures.append({"family": family.name, "batch": "one", "mode": "greedy", "draft": "real, resized"})
     return runs, failures
 
 
@@ -156,6 +175,15 @@ class Half:
     def failures(self, family: str) -> list[dict[str, str]]:
         """One for every prompt that parted without drafts."""
         return [{"family": family, "batch": "one", "mode": "half", "draft": "none"}] * len(self.plain.gaps)
+
+
+def stateful_outcome(
+    model: PreTrainedModel, inputs: dict[str, torch.Tensor], make: Callable[[int], dict[str, Any]], ours: bool
+) -> tuple[list[list[int]], list[Any]]:
+    """The tokens of a call with an object that keeps a state, and what that saw."""
+    options = {**inputs, **make(len(inputs["input_ids"])), "do_sample": False, "max_new_tokens": NEW_TOKENS}
+    custom = {"custom_generate": lookahead.decode} if ours else {}
+    return model.generate(**options, pad_token_id=0, **custom).tolist(), calls_of(options)
 
 
 def passages(arguments: argparse.Namespace, dtype: str) -> tuple[PreTrainedModel, list[torch.Tensor]]:

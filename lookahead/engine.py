@@ -13,7 +13,7 @@ from lookahead.accounts import Accounts
 from lookahead.cache import RowStates
 from lookahead.config import LookaheadConfig
 from lookahead.drafting import Draft, FloatArray, drafter_of, fit, merge
-from lookahead.emission import ROOT, Emission
+from lookahead.emission import ROOT, Carrying, Emission
 from lookahead.ensemble import Ensemble
 from lookahead.errors import PromptError
 from lookahead.ngram.cut import FREE, Limits
@@ -116,11 +116,11 @@ class Engine:
 
         Between steps the model is as it was, unless the loop runs inside `serving`.
         """
-        with self._target.serving():
+        with Carrying(), self._target.serving():
             emissions = self.admit(self.batch)
         yield emissions
         while self._rows:
-            with self._target.serving():
+            with Carrying(), self._target.serving():
                 emissions = self.step()
             yield emissions
 

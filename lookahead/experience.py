@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock, RLock
-from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
 from lookahead.branch import Lane
 from lookahead.cost import StepCost
+from lookahead.permodel import PerModel
 from lookahead.proposers import Experience
 from lookahead.switch import Switch
 
@@ -36,23 +36,21 @@ class ModelExperience:
 
 
 _guard = Lock()
-_experiences: WeakKeyDictionary[PreTrainedModel, ModelExperience] = WeakKeyDictionary()
+_experiences: PerModel[ModelExperience] = PerModel()
 
 
 def experience_of(model: PreTrainedModel) -> ModelExperience:
-    """What was learned of a model so far."""
+    """What was learned of a model so far; nothing, once its vocabulary, its dtype or a module became another."""
     with _guard:
-        if model not in _experiences:
-            _experiences[model] = ModelExperience()
-        return _experiences[model]
+        return _experiences.get(model) or _experiences.set(model, ModelExperience())
 
 
 @contextmanager
 def lent_experience(model: PreTrainedModel, experience: ModelExperience) -> Iterator[None]:
     """Let a model draft by another experience until the block ends, so that measurements do not learn of each other."""
     own = experience_of(model)
-    _experiences[model] = experience
+    _experiences.set(model, experience)
     try:
         yield
     finally:
-        _experiences[model] = own
+        _experiences.set(model, own)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from threading import Lock
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -16,6 +14,7 @@ from torch.nn import Dropout
 from transformers import PreTrainedModel
 
 from lookahead.config import MAX_NODES_LIMIT
+from lookahead.permodel import PerModel, probed_once
 from lookahead.target import Shape, Target, input_device
 from lookahead.tree import TokenTree
 
@@ -42,9 +41,7 @@ class Support:
     reason: str = ""
 
 
-_verdicts: WeakKeyDictionary[PreTrainedModel, Support] = WeakKeyDictionary()
-_locks: WeakKeyDictionary[PreTrainedModel, Lock] = WeakKeyDictionary()
-_guard = Lock()
+_verdicts: PerModel[Support] = PerModel(heeds_weights=True)
 
 
 def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Support:
@@ -87,18 +84,6 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
     return verdict
 
 
-def probed_once(
-    model: PreTrainedModel, verdicts: WeakKeyDictionary[PreTrainedModel, Support], probe: Callable[[], Support]
-) -> Support:
-    """The verdict on a model; threads that ask for it while one probes the model wait."""
-    with _guard:
-        lock = _locks.setdefault(model, Lock())
-    with lock:
-        if model not in verdicts:
-            verdicts[model] = probe()
-        return verdicts[model]
-
-
 def own_ways(model: PreTrainedModel) -> str:
     """What makes a pass depend on more than its tokens, or an empty string; PEFT adds most of it."""
     model_class: Any = type(model)
@@ -106,6 +91,8 @@ def own_ways(model: PreTrainedModel) -> str:
     if getattr(prepare, "__func__", prepare) not in (None, model_class.prepare_inputs_for_generation):
         return "its inputs are prepared by another object, as prompt tuning does"
     for module in model.modules():
+        if type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
+            return "its activations are quantized by one scale for all tokens of a pass, so drafts would change it"
         # An adapter put onto a model in evaluation mode is in training mode itself until told otherwise.
         if module.training and (module is model or (isinstance(module, Dropout) and module.p)):
             return "it is in training mode; call its eval() first"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 import warnings
 from typing import Any
@@ -69,6 +71,21 @@ def test_nested_switches_may_end_in_any_order(tiny_llama: PreTrainedModel, steps
     tiny_llama.generate(IDS, max_new_tokens=3, do_sample=False)
     assert steps
     last.disable()
+    assert as_it_was(tiny_llama)
+
+
+def test_a_copy_of_a_model_is_not_switched_on_with_it(tiny_llama: PreTrainedModel, steps: list[int]) -> None:
+    with lookahead.enable(tiny_llama):
+        deep, shallow = copy.deepcopy(tiny_llama), copy.copy(tiny_llama)
+        pickled = pickle.loads(pickle.dumps(tiny_llama))  # our own bytes
+        with torch.no_grad():
+            deep.lm_head.weight.neg_()
+        assert not torch.equal(deep.generate(IDS, max_new_tokens=4), tiny_llama.generate(IDS, max_new_tokens=4))
+        steps.clear()
+        for copied in (deep, pickled):
+            copied.generate(IDS, max_new_tokens=4, do_sample=False)
+    shallow.generate(IDS, max_new_tokens=4, do_sample=False)
+    assert not steps
     assert as_it_was(tiny_llama)
 
 

@@ -21,7 +21,7 @@ MAX_LINES = 400
 FLOORS = (
     {"errors"},
     {"ngram", "kernels", "tree"},
-    {"atomic", "locating", "gguf_files"},
+    {"atomic", "locating", "gguf_files", "permodel"},
     {"files", "loading", "heads", "report"},
     {"proposers.base", "pools", "scores", "progress"},
     {"config"},
@@ -73,6 +73,7 @@ KNOW_TRANSFORMERS = {
         "compiled",
         "passes",
         "generation",
+        "plain",
         "enabling",
         "costs",
         "explain",

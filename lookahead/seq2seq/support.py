@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -13,15 +12,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lookahead.config import MAX_NODES_LIMIT
+from lookahead.permodel import PerModel, probed_once
 from lookahead.seq2seq.target import DecoderTarget, Encoded, empty_cache
-from lookahead.support import ATTENTION_LAYERS, PROBES, Support, agree, own_ways, probed_once, rope_parameters_of
+from lookahead.support import ATTENTION_LAYERS, PROBES, Support, agree, own_ways, rope_parameters_of
 from lookahead.target import input_device
 from lookahead.tree import TokenTree
 
 _CHAINS = Support("chains", "the decoder of an encoder-decoder model verifies chains, a row at a time")
 _CHAIN = (0, 0, 1, 2, 3)
 
-_verdicts: WeakKeyDictionary[PreTrainedModel, Support] = WeakKeyDictionary()
+_verdicts: PerModel[Support] = PerModel(heeds_weights=True)
 
 
 def decoder_support(model: PreTrainedModel, *, max_length: int) -> Support:
