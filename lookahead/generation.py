@@ -271,8 +271,8 @@ def generate(
             than the context.
         chat_template_kwargs: Further arguments of the chat template, such as `tools` or `enable_thinking`.
         compile: Whether to compile the model's passes, as by `LookaheadConfig(compile=True)`.
-        on_prefill: Called as prompts are read, before the first pass and behind every one of some 1024 tokens, with
-            the tokens that are read of the longest prompt and those it has.
+        on_prefill: Called as prompts are read, before the first pass and behind every one, with the tokens read of the
+            longest prompt and those it has. A pass reads some 1024; in half precision most prompts take one.
         **generate_kwargs: Options of `model.generate`, such as `max_new_tokens`, `do_sample` or `temperature`. A
             `DynamicCache` as `past_key_values` is continued from, and grows in place.
 

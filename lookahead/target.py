@@ -27,6 +27,7 @@ Shape = Literal["trees", "chains"]
 OnPrefill = Callable[[int, int], None]
 """Takes how many tokens of the longest prompt are read, and how many it has."""
 PREFILL_CHUNK = 1024
+_MOST_WHOLE = 8192  # tokens of a prompt that is read at once without fused attention
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
@@ -107,7 +108,8 @@ class Target:
         self._prefill_chunk = prefill_chunk
         is_fixed = (compiles or captures) and self._takes_masks and self._takes_positions
         slots = padded_slots(capacity) if is_fixed and compiles else capacity
-        self.cache = TreeCache(rows=rows, capacity=slots, windows=windows_of(model))
+        self._windows = windows_of(model)
+        self.cache = TreeCache(rows=rows, capacity=slots, windows=self._windows)
         self.positions = position_limit(model)
         self._hidden_layers = tuple(hidden_layers)
         self.on_prefill: OnPrefill | None = None
@@ -179,9 +181,8 @@ class Target:
             padded[row, : new[row]] = prompt[cached[row] :]
         last: dict[int, Tensor] = {}
         hidden: list[dict[int, Tensor]] = []
-        size = self._prefill_chunk
-        if self._is_bitwise and (new == width).all() and not np.ptp(cached):
-            size = width  # as `generate` reads such prompts
+        is_whole = bool((new == width).all()) and not np.ptp(cached)
+        size = width if is_whole and self._reads_whole(width, is_continued=bool(cached.any())) else self._prefill_chunk
         self._tell(0, longest)
         for start in range(0, width, size):
             chunk = np.ascontiguousarray(padded[:, start : start + size])
@@ -200,6 +201,12 @@ class Target:
         self.prompt_hidden = [{layer: each[row, :n] for layer, each in whole.items()} for row, n in enumerate(new)]
         self.hidden = {layer: each[range(len(new)), new - 1][:, None] for layer, each in whole.items()}
         return torch.stack([last[row] for row in range(len(prompts))])[:, None]
+
+    def _reads_whole(self, width: int, *, is_continued: bool) -> bool:
+        """Whether prompts of one length are read in one pass, as by `model.generate`, to its last bit."""
+        # Without fused causal attention the memory of a pass grows with the square of its tokens.
+        is_fused = not (self._has_softcap or is_continued or any(self._windows))
+        return self._is_bitwise and (is_fused or width <= _MOST_WHOLE)
 
     def _tell(self, done: int, tokens: int) -> None:
         """Tell how far the longest prompt is read, where that is wanted."""

@@ -21,6 +21,7 @@ from transformers import (
 
 import lookahead
 from lookahead import LookaheadConfig
+from lookahead.target import Target
 
 PLAIN = LookaheadConfig(proposers=())
 SIZES: dict[str, Any] = {
@@ -78,6 +79,32 @@ def test_plain_steps_give_the_tokens_and_logits_of_generate(name: str, dtype: to
 
 def test_a_batch_of_prompts_of_one_length_is_that_of_generate_as_well() -> None:
     compare(made("llama", torch.bfloat16), prompts(1, rows=3), max_new_tokens=48, do_sample=False)
+
+
+def passes_of(model: Any, prompts: torch.Tensor, mask: torch.Tensor | None = None) -> list[tuple[int, int]]:
+    """What is told of how a prompt is read."""
+    told: list[tuple[int, int]] = []
+    target = Target(model, rows=len(prompts), capacity=64, device=torch.device("cpu"), prefill_chunk=5)
+    target.on_prefill = lambda *now: told.append(now)
+    lengths = mask.sum(1).tolist() if mask is not None else [prompts.shape[1]] * len(prompts)
+    with target.serving():
+        target.prefill([row[-n:].int().numpy() for row, n in zip(prompts, lengths, strict=True)])
+    return told
+
+
+def test_how_far_a_prompt_is_read_is_told_before_and_behind_its_one_pass() -> None:
+    assert passes_of(made("llama", torch.bfloat16), prompts(1, rows=2)) == [(0, 13), (13, 13)]
+    assert passes_of(made("llama", torch.float32), prompts(1, rows=2)) == [(0, 13), (5, 13), (10, 13), (13, 13)]
+
+
+def test_what_generate_would_read_with_masks_is_read_in_parts_where_it_is_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ragged = torch.tensor([[1] * 13, [0] * 4 + [1] * 9])
+    assert len(passes_of(made("llama", torch.bfloat16), prompts(1, rows=2), ragged)) == 4
+    monkeypatch.setattr("lookahead.target._MOST_WHOLE", 12)
+    for name, passes in {"llama": 1, "eager": 3, "mistral, its window": 3}.items():
+        assert len(passes_of(made(name, torch.bfloat16), prompts(1))) == passes + 1
 
 
 def test_a_long_prompt_is_read_at_once_as_generate_reads_it() -> None:
