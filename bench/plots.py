@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -91,9 +93,37 @@ def draw_steps(results: Path, path: Path) -> None:
         _save(figure, path)
 
 
+def draw_llm(reports: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Decode speed over greedy decoding by category and method on a real model, a panel for every result."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(9, 2.9 * len(reports)), layout="constrained")
+        panels = figure.subplots(len(reports), 1, sharex=True, squeeze=False)[:, 0]
+        for report, axes in zip(reports, panels, strict=True):
+            methods = {"prompt lookup, best size": report["best_prompt_lookup"], "lookahead": "lookahead"}
+            methods |= {name: name for name in report["methods"] if name.startswith(("vLLM", "llama.cpp"))}
+            shown = {label: report["methods"][name] for label, name in methods.items() if name in report["methods"]}
+            categories = ["all", *report["categories"]]
+            width = 0.8 / max(1, len(shown))
+            for i, (label, each) in enumerate(shown.items()):
+                heights = [each["speedup"]["cpu"], *(c["speedup"]["cpu"] or 0 for c in each["by_category"].values())]
+                places = [place + (i - (len(shown) - 1) / 2) * width for place in range(len(categories))]
+                bars = axes.bar(places, heights, width, label=label, color=f"C{i}")
+                axes.bar_label(bars, fmt="%.2f", fontsize=7)
+            axes.axhline(1.0, color="grey", linewidth=1)
+            axes.set_xticks(range(len(categories)), [name.replace("_", " ") for name in categories])
+            axes.set_ylabel(f"{report['dtype']}: times greedy")
+            axes.margins(y=0.12)
+        handles = {
+            label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=4, frameon=False)
+        _save(figure, path)
+
+
 def _save(figure: Figure, path: Path) -> None:
     """Write a figure, without the time and the version that would make it another file every time."""
-    figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+    fixed = {"metadata": {"Date": None, "Creator": None}} if path.suffix == ".svg" else {"dpi": 150}
+    figure.savefig(path, **fixed)
 
 
 PLOTS = {"kernel.json": draw_kernel, "gpu_decode.json": draw_steps}

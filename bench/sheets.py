@@ -9,25 +9,37 @@ KINDS = ("medusa", "mtp", "eagle", "eagle3")
 """Of heads, as the files call them."""
 
 
-def _speed(dtype: str, identical: str) -> Sheet:
-    prompts = "--prompts squality_dev.jsonl --field document --limit 40"
-    rows = (
-        Row("decode speed over transformers' greedy", "speedup_vs_hf_greedy"),
-        Row("over transformers' prompt lookup, its best", "speedup_vs_hf_prompt_lookup"),
-        Row("plain decoding over transformers' greedy", "plain_speedup_vs_hf_greedy"),
-        Row("end to end over transformers' greedy", "end_to_end_speedup_vs_hf_greedy"),
-        Row("transformers' greedy, ms a token", "methods/hf_greedy/ms_per_token"),
-        Row("ours, ms a token", "methods/ours/ms_per_token"),
-        Row("tokens a pass", "mean_acceptance_length"),
-        Row("tokens a pass, prompt lookup", "hf_prompt_lookup_mean_acceptance_length"),
-        Row("prompts", "prompts"),
-        Row("outputs identical to greedy", "methods/ours/identical", identical),
+def _llm(dtype: str) -> Sheet:
+    prompts = "--prompts spec_bench.jsonl --stories squality_dev.jsonl --offset 16"
+    ways = {"greedy": "transformers' greedy", "prompt lookup 3": "prompt lookup of 3 tokens"}
+    ways |= {f"prompt lookup {n}": f"prompt lookup of {n} tokens" for n in (10, 20)}
+    ways |= {"lookahead": "lookahead", "window": "lookahead with its window"}
+    ways |= {f"{name} alone": f"lookahead, `{name}` alone" for name in ("prompt", "recycled")}
+    figures = {"ms a token": "ms_per_token/cpu", "over greedy": "speedup/cpu"}
+    figures |= {"over greedy by the wall's clock": "speedup/wall", "the same end to end": "end_to_end/cpu"}
+    figures |= {"over greedy where no output loops": "without_loops/speedup/cpu", "tokens a pass": "tokens_per_pass"}
+    figures |= {"over greedy on its worst prompt": "lowest", "outputs identical to greedy": "identical"}
+    rows = tuple(
+        Row(f"{who}: {what}", f"methods/{way}/{path}", is_optional=True)
+        for way, who in ways.items()
+        for what, path in figures.items()
     )
     return Sheet(
-        f"speed_{dtype}.json",
-        f"Decoding, {dtype}",
-        f"python -m bench.speed --model tests/models/summarizer {prompts} --dtype {dtype}",
-        rows,
+        f"llm_{dtype}.json",
+        f"A real model, {dtype}",
+        f"python -m bench.llm {prompts} --dtype {dtype} --output bench/results/llm_{dtype}.json",
+        (
+            Row("prompts", "prompts"),
+            Row("new tokens", "new_tokens"),
+            Row("places of prompts with an output that loops", "looping"),
+            *rows,
+            Row("lookahead in fresh processes: prompts", "cold/prompts", is_optional=True),
+            Row("over greedy", "cold/cold/speedup/cpu", is_optional=True),
+            Row(
+                "tokens a pass over those of a warm process", "cold/tokens_per_pass_of_warm", "at least 0.95", "", True
+            ),
+        ),
+        note="Seconds are the processor's, of one thread, but where the wall's are named.",
     )
 
 
@@ -209,6 +221,8 @@ def _ray_data() -> Sheet:
 
 
 SHEETS = (
+    _llm("fp32"),
+    _llm("bf16"),
     Sheet(
         "gpu_decode.json",
         "Decoding on a GPU",
@@ -240,8 +254,6 @@ SHEETS = (
         "its kind. FlexAttention is to take 0.9 to 1.2 times as long as the kernel where its mask is made before.",
         plot="Microseconds a layer of tree attention by the nodes of a tree",
     ),
-    _speed("fp32", "40"),
-    _speed("bf16", ""),
     _job("fp32"),
     _job("bf16"),
     _job("fp32", "_short", " --documents 160 --longest 300 --streamed 0 --trials 2", "Many short documents"),

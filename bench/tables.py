@@ -1,4 +1,4 @@
-"""What was measured, as tables: `bench/RESULTS.md` from the files in `bench/results`.
+"""What was measured, as tables: `bench/RESULTS.md`, and the one of the README, from the files in `bench/results`.
 
     python -m bench.tables
 
@@ -23,6 +23,8 @@ from bench.sheets import SHEETS
 BENCH = Path(__file__).resolve().parent
 PLOTS = Path("results/plots")
 PLOT = PLOTS / "replay.svg"
+LLM_PLOT = PLOTS / "llm.svg"
+BEGIN, END = "<!-- figures: python -m bench.tables -->\n", "<!-- end of figures -->\n"
 MISSING = "not measured yet"
 UNKNOWN = "not recorded"
 _VERSIONS = ("python", "torch", "cuda", "transformers", "numba", "numpy")
@@ -127,6 +129,54 @@ def page(folder: Path) -> str:
     return "\n".join(lines)
 
 
+def llm_results(folder: Path) -> list[dict[str, Any]]:
+    """What `bench.llm` measured, in fp32 and in bf16, as far as it did."""
+    paths = [folder / f"llm_{dtype}.json" for dtype in ("fp32", "bf16")]
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
+
+
+def llm_table(results: Sequence[Mapping[str, Any]]) -> str:
+    """The table of the README: a real model, a column for every dtype."""
+    lookup, ours, count = "prompt_lookup", "lookahead", "{prompts}"
+    rows = {
+        "transformers, greedy, ms a token": "{methods[greedy][ms_per_token][cpu]:.1f}",
+        "transformers, prompt lookup, the best of 3, 10 and 20 tokens": f"{{{lookup}[speedup]:.2f}}x",
+        "**lookahead**": f"**{{{ours}[speedup]:.2f}}x**",
+        "where no output loops: prompt lookup / lookahead": f"{{{lookup}[without_loops]:.2f}}x / "
+        f"{{{ours}[without_loops]:.2f}}x",
+        "end to end, prompts read too: prompt lookup / lookahead": f"{{{lookup}[end_to_end]:.2f}}x / "
+        f"{{{ours}[end_to_end]:.2f}}x",
+        "the slowest prompt: prompt lookup / lookahead": f"{{{lookup}[lowest]:.2f}}x / {{{ours}[lowest]:.2f}}x",
+        "tokens a pass: prompt lookup / lookahead": f"{{{lookup}[tokens_per_pass]:.2f}} / "
+        f"{{{ours}[tokens_per_pass]:.2f}}",
+        "outputs identical to greedy: prompt lookup / lookahead": f"{{{lookup}[identical]}} / {{{ours}[identical]}} "
+        f"of {count}",
+    }
+    if all("cold" in result for result in results):
+        rows["the first request of a fresh process: lookahead"] = "{cold[cold][speedup][cpu]:.2f}x"
+    peers = [name for result in results for name in result["methods"] if name.startswith(("vLLM", "llama.cpp"))]
+    for name in dict.fromkeys(peers):
+        rows[name] = f"{{methods[{name}][speedup][cpu]:.2f}}x"
+    lines = [f"| | {' | '.join(result['dtype'] for result in results)} |", "|---|" + "---|" * len(results)]
+    for what, form in rows.items():
+        is_there = [what not in peers or what in result["methods"] for result in results]
+        cells = (form.format(**each) if there else "" for each, there in zip(results, is_there, strict=True))
+        lines.append(f"| {what} | {' | '.join(cells)} |")
+    first = results[0]
+    lines += ["", f"{first['model']}, {first['prompts']} prompts, at most {first['max_new_tokens']} new tokens each; "]
+    lines[-1] += f"{first['device']}, {first['threads']} thread; {versions_of(first)}."
+    return "\n".join(lines) + "\n"
+
+
+def with_table(page: str, results: Sequence[Mapping[str, Any]]) -> str:
+    """A page with the plot and the table between its marks; nothing where nothing was measured."""
+    plot = f"![Decode speed over greedy decoding by category](bench/{LLM_PLOT.as_posix()})\n"
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    shown = f"\n{plot}\n{llm_table(results)}\n" if results else ""
+    return f"{before}{BEGIN}{shown}{END}{after}"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page, and the plot where it can be drawn."""
     parser = argparse.ArgumentParser(prog="python -m bench.tables", description=__doc__.splitlines()[0])
@@ -134,6 +184,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder: Path = parser.parse_args(argv).folder
     (folder / "RESULTS.md").write_text(page(folder / "results"), encoding="utf-8")
     print(f"wrote {folder / 'RESULTS.md'}")
+    measured = llm_results(folder / "results")
+    readme = folder.parent / "README.md"
+    if readme.exists():
+        readme.write_text(with_table(readme.read_text(encoding="utf-8"), measured), encoding="utf-8")
+        print(f"wrote {readme}")
     try:
         from bench import plots
     except ImportError:
@@ -145,6 +200,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for path, draw in drawn.items():
         draw(folder / "results", folder / path)
         print(f"wrote {folder / path}")
+    if measured:
+        plots.draw_llm(measured, folder / LLM_PLOT)
+        print(f"wrote {folder / LLM_PLOT}")
     return 0
 
 

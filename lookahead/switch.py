@@ -15,6 +15,7 @@ _PART = 0.25  # of what outputs usually save, that one may lose if that is more
 LONG = 1.25  # expected times plain speed of what is likely a long match
 _FIRST_LOOK = 0.05  # plain steps that asking the proposers is taken to cost before it was measured
 _FOLLOW = 0.2  # share of a surprise that an average follows
+_FORGET = 0.5  # the same of looking that took less than usual
 _PROBE_EVERY = 64  # steps between two plain ones, times the speedup: what a plain step forgoes
 _FIRST_PROBE, _LATER = 2, 4  # steps before the second plain one, as the first may have been held up; and times more
 _SURPRISE = 2.0  # looking that took longer than this many times the usual was held up by something else
@@ -141,7 +142,8 @@ class Switch:
         """
         lane = self._lane(rows)
         look = min(host_s / plain_s, _SURPRISE * lane.look)
-        lane.look += _FOLLOW * (look - lane.look)
+        # The first looks load what they need, which is soon forgotten.
+        lane.look += (_FOLLOW if look > lane.look else _FORGET) * (look - lane.look)
         took = min(step_s, _HELD_UP * usual_s) / plain_s + look
         # A step that drafted nothing lost what looking took, whatever else became of it.
         saved = tokens - took if nodes > 1 else -look

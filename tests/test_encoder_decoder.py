@@ -14,7 +14,7 @@ from transformers import BertConfig, EncoderDecoderConfig, EncoderDecoderModel, 
 import lookahead
 from bench.adversaries import Offer, always_wrong, drafting_by, nothing, perfect
 from bench.families import ENCODER_DECODERS, build
-from bench.speed import PassCounter
+from bench.llm import PassCounter
 from lookahead import LookaheadConfig
 from lookahead.errors import UnsupportedModelError
 from lookahead.seq2seq.support import decoder_support

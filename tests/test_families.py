@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 import lookahead
 from bench.adversaries import Offer, drafting_by, perfect
 from bench.families import FAMILIES, PAGE, build, page
-from bench.speed import PassCounter
+from bench.llm import PassCounter
 from lookahead import LookaheadConfig
 from lookahead.errors import UnsupportedModelError
 from lookahead.proposers.base import Proposal

