@@ -3,12 +3,15 @@
     python -m bench.exactness
     python -m bench.exactness --families Llama,Bloom --prompts squality_dev.jsonl --field document
     python -m bench.exactness --encoder-decoders
+    python -m bench.exactness --model FOLDER --prompts spec_bench.jsonl --field turns --limit 6
 
 In fp32 every output must be the same, seed for seed; the command fails where one is not, and names it. In half
 precision no engine is equal across batch shapes: a pass over several tokens rounds differently from a pass over
 one. There the share of prompts that part from greedy decoding is reported, and how near to a tie the two likeliest
-tokens were where they parted, beside what transformers' own prompt lookup does in the same run. Give `--prompts`
-to include the tests' summarizer on real passages. The last line is one JSON object.
+tokens were where they parted, beside what transformers' own prompt lookup does in the same run. Steps without drafts
+are those of `model.generate` there too: with `proposers=()` no prompt of its own may part, and the command fails where
+one does. Give `--prompts` to include the tests' summarizer on real passages, or `--model` to compare that model in bf16
+alone. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +36,7 @@ from bench.adversaries import always_wrong, drafting_by, nothing, perfect
 from bench.families import ENCODER_DECODERS, FAMILIES, Family, build
 from bench.prompts import SUMMARIZER, read_texts, summary_prompts
 from bench.report import publish
+from bench.stateful import DoneTracker, Grammar, calls_of
 from lookahead import LookaheadConfig
 from lookahead.loading import load
 
@@ -43,9 +47,15 @@ MODES: dict[str, dict[str, Any]] = {
     "hot": {"do_sample": True, "temperature": 1.3, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2},
 }
 ROWS = ([5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31], [44, 17, 44, 17, 44], [5, 9, 31, 5, 9, 31, 5, 9])
+# What keeps a state, made anew for every call of so many rows.
+STATEFUL: dict[str, Callable[[int], dict[str, Any]]] = {
+    "grammar": lambda rows: {"logits_processor": [Grammar()]},
+    "done tracker": lambda rows: {"stopping_criteria": [DoneTracker([5], rows)]},
+}
 DRAFTS = ("empty", "perfect", "always wrong", "real")
 CONFIG = LookaheadConfig(draft="fixed", min_probability=0.0, max_nodes=16)
 LOOKUP_TOKENS = 10
+PLAIN = LookaheadConfig(proposers=())
 
 
 @dataclass(slots=True)
@@ -113,29 +123,67 @@ def check_family(family: Family) -> tuple[int, list[dict[str, str]]]:
                 runs += 1
                 if not torch.equal(got, expected):
                     failures.append({"family": family.name, "batch": batch, "mode": mode, "draft": name})
+        for name, make in STATEFUL.items():
+            runs += 1
+            if len({str(stateful_outcome(model, inputs, make, ours)) for ours in (False, True)}) > 1:
+                failures.append({"family": family.name, "batch": batch, "mode": name, "draft": "real"})
+    if family.name in ENCODER_DECODERS:
+        return runs, failures  # several have a table of their own for the decoder
+    # Last, since it changes the model: what was learned of more tokens is not drafted from for fewer.
+    model.resize_token_embeddings(vocab_size - 20)
+    ids = torch.tensor([[token % (vocab_size - 20) for token in ROWS[0]]])
+    kwargs = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
+    runs += 1
+    if not torch.equal(model.generate(ids, **kwargs), model.generate(ids, **kwargs, custom_generate=lookahead.decode)):
+        failures.append({"family": family.name, "batch": "one", "mode": "greedy", "draft": "real, resized"})
     return runs, failures
 
 
-def compare_half(
-    model: PreTrainedModel, ids: torch.Tensor, ours: Divergence, lookup: Divergence, **options: Any
-) -> None:
-    """Decode one prompt greedily three ways and note where ours and prompt lookup part from token by token."""
-    kwargs = {"do_sample": False, "pad_token_id": 0, **options}
-    try:
-        peer = model.generate(ids, **kwargs, prompt_lookup_num_tokens=LOOKUP_TOKENS)
-    except ValueError:
-        return  # transformers does no prompt lookup with this model: there is nothing to stand beside
-    whole = model.generate(ids, **kwargs, return_dict_in_generate=True, output_logits=True)
-    other = model.generate(ids, **kwargs, custom_generate=lookahead.decode)
-    begin = 1 if model.config.is_encoder_decoder else ids.shape[1]
-    expected = whole.sequences[0, begin:].tolist()
-    for divergence, sequence in ((ours, other), (lookup, peer)):
-        divergence.runs += 1
-        got = sequence[0, begin:].tolist()
-        parted = next((i for i, pair in enumerate(zip(expected, got, strict=False)) if pair[0] != pair[1]), None)
-        if parted is not None:
-            likeliest, second = whole.logits[parted][0].float().topk(2).values.tolist()
-            divergence.gaps.append(likeliest - second)
+@dataclass(slots=True)
+class Half:
+    """What half precision makes of greedy decoding: without drafts, with them, and in transformers' prompt lookup."""
+
+    plain: Divergence = field(default_factory=Divergence)
+    drafted: Divergence = field(default_factory=Divergence)
+    lookup: Divergence = field(default_factory=Divergence)
+
+    def compare(self, model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> None:
+        """Decode one prompt in every way and note where each parts from token by token."""
+        kwargs = {"do_sample": False, "pad_token_id": 0, **options}
+        try:
+            peer = model.generate(ids, **kwargs, prompt_lookup_num_tokens=LOOKUP_TOKENS)
+        except ValueError:
+            return  # transformers does no prompt lookup with this model: there is nothing to stand beside
+        whole = model.generate(ids, **kwargs, return_dict_in_generate=True, output_logits=True)
+        ours = partial(model.generate, ids, **kwargs, custom_generate=lookahead.decode)
+        begin = 1 if model.config.is_encoder_decoder else ids.shape[1]
+        expected = whole.sequences[0, begin:].tolist()
+        ways = ((self.plain, ours(lookahead_config=PLAIN)), (self.drafted, ours()), (self.lookup, peer))
+        for divergence, sequence in ways:
+            divergence.runs += 1
+            got = sequence[0, begin:].tolist()
+            parted = next((i for i, pair in enumerate(zip(expected, got, strict=False)) if pair[0] != pair[1]), None)
+            if parted is not None:
+                likeliest, second = whole.logits[parted][0].float().topk(2).values.tolist()
+                divergence.gaps.append(likeliest - second)
+
+    def report(self) -> dict[str, Any]:
+        """As JSON."""
+        ways = {"without_drafts": self.plain, "lookahead": self.drafted, "prompt_lookup": self.lookup}
+        return {name: divergence.report() for name, divergence in ways.items()}
+
+    def failures(self, family: str) -> list[dict[str, str]]:
+        """One for every prompt that parted without drafts."""
+        return [{"family": family, "batch": "one", "mode": "half", "draft": "none"}] * len(self.plain.gaps)
+
+
+def stateful_outcome(
+    model: PreTrainedModel, inputs: dict[str, torch.Tensor], make: Callable[[int], dict[str, Any]], ours: bool
+) -> tuple[list[list[int]], list[Any]]:
+    """The tokens of a call with an object that keeps a state, and what that saw."""
+    options = {**inputs, **make(len(inputs["input_ids"])), "do_sample": False, "max_new_tokens": NEW_TOKENS}
+    custom = {"custom_generate": lookahead.decode} if ours else {}
+    return model.generate(**options, pad_token_id=0, **custom).tolist(), calls_of(options)
 
 
 def passages(arguments: argparse.Namespace, dtype: str) -> tuple[PreTrainedModel, list[torch.Tensor]]:
@@ -152,17 +200,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", help="names, comma separated; all when left out")
     parser.add_argument("--encoder-decoders", action="store_true", help="those rows instead of the causal models")
-    parser.add_argument("--prompts", type=Path, help="real documents for the tests' summarizer")
+    parser.add_argument("--model", help="a folder: greedy decoding of it in bf16, and nothing else")
+    parser.add_argument("--max-new-tokens", type=int, default=96, help="of --model")
+    parser.add_argument("--prompts", type=Path, help="real documents for the tests' summarizer, or prompts for --model")
     parser.add_argument("--field", default="document", help="field of a .jsonl file of documents")
     parser.add_argument("--limit", type=int, default=50, help="passages")
     parser.add_argument("--output", type=Path, help="also write the JSON object here")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", UserWarning)
+    if arguments.model:
+        if arguments.prompts is None:
+            parser.error("--model needs --prompts")
+        return check_model(arguments)
     table = ENCODER_DECODERS if arguments.encoder_decoders else FAMILIES
     names = arguments.families.split(",") if arguments.families else list(table)
     runs, failures = 0, []
-    ours, lookup = Divergence(), Divergence()
+    halves = Half()
     for name in names:
         family = table[name]
         family_runs, family_failures = check_family(family)
@@ -171,11 +225,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if family.decoded != "plain":
             half = build(family).to(torch.bfloat16)
             for row in ROWS:
-                compare_half(half, torch.tensor([row]), ours, lookup, max_new_tokens=NEW_TOKENS)
+                halves.compare(half, torch.tensor([row]), max_new_tokens=NEW_TOKENS)
+    failures += halves.failures("tiny")
     report: dict[str, Any] = {
         "families": len(names),
-        "fp32": {"runs": runs, "identical": runs - len(failures)},
-        "bf16": {"lookahead": ours.report(), "prompt_lookup": lookup.report()},
+        "fp32": {"runs": runs, "identical": runs - sum(failure["mode"] != "half" for failure in failures)},
+        "bf16": halves.report(),
     }
     if arguments.prompts:
         report["summarizer"] = check_summarizer(arguments, failures)
@@ -199,12 +254,34 @@ def check_summarizer(arguments: argparse.Namespace, failures: list[dict[str, str
             if not torch.equal(got, expected):
                 failures.append({"family": "summarizer", "batch": f"passage {number}", "mode": mode, "draft": "real"})
     print(f"summarizer, {len(prompts)} passages: {runs - (len(failures) - before)} of {runs} identical in fp32")
-    ours, lookup = Divergence(), Divergence()
+    fp32 = {"runs": runs, "identical": runs - (len(failures) - before)}
+    half = Half()
     model, prompts = passages(arguments, "bf16")
     for ids in prompts:
-        compare_half(model, ids, ours, lookup, max_new_tokens=200)
-    fp32 = {"runs": runs, "identical": runs - (len(failures) - before)}
-    return {"fp32": fp32, "bf16": {"lookahead": ours.report(), "prompt_lookup": lookup.report()}}
+        half.compare(model, ids, max_new_tokens=200)
+    failures += half.failures("summarizer")
+    return {"fp32": fp32, "bf16": half.report()}
+
+
+def check_model(arguments: argparse.Namespace) -> int:
+    """Continue prompts, spread over the file, with a model in bf16; its chat template is used if it has one.
+
+    Returns 1 if any output without drafts differs.
+    """
+    loaded = load(arguments.model, dtype="bf16", device="cpu")
+    tokenizer: Any = loaded.tokenizer
+    texts, half = list(read_texts(arguments.prompts, arguments.field)), Half()
+    for text in texts[:: max(1, len(texts) // arguments.limit)][: arguments.limit]:
+        if tokenizer.chat_template:
+            chat = [{"role": "user", "content": text}]
+            text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=not tokenizer.chat_template).input_ids
+        half.compare(loaded.model, ids, max_new_tokens=arguments.max_new_tokens)
+    for name, divergence in half.report().items():
+        print(f"{name:16} {divergence['identical']:3} of {divergence['runs']} identical")
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    publish({"model": type(loaded.model).__name__, "bf16": half.report()} | versions, arguments.output)
+    return 1 if half.plain.gaps else 0
 
 
 if __name__ == "__main__":

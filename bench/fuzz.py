@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ import lookahead
 from bench.adversaries import drafting_by, random_trees
 from bench.families import FAMILIES, build
 from bench.report import publish
+from bench.stateful import DoneTracker, Grammar, calls_of
 from lookahead import LookaheadConfig
+from lookahead.request import vocabulary_size
 
 # A full attention, a windowed one, sinks and prepared masks: what differs in how a tree is attended to.
 MODELS = ("Llama", "Gemma2", "GptOss", "GPTJ")
@@ -75,6 +78,30 @@ def draw_call(rng: np.random.Generator) -> dict[str, Any]:
     return call | {name: value for name, value in choices.items() if rng.random() < 0.25}
 
 
+def draw_state(number: int, call: dict[str, Any]) -> dict[str, Any]:
+    """The call, in some cases with a processor or a criterion that keeps a state."""
+    rng = np.random.default_rng([number, 1])
+    rows = len(call["input_ids"]) * call.get("num_return_sequences", 1)
+    if rng.random() < 0.1:
+        call = {**call, "logits_processor": [Grammar()]}
+    if rng.random() < 0.1:
+        sequence = rng.choice(np.unique(call["input_ids"]), int(rng.integers(1, 3))).tolist()
+        call = {**call, "stopping_criteria": [DoneTracker(sequence, rows, by_row=bool(rng.integers(2)))]}
+    return call
+
+
+def resized(model: PreTrainedModel, number: int, call: dict[str, Any], config: LookaheadConfig) -> PreTrainedModel:
+    """In some cases a copy of the model that has decoded the call, and then lost as many tokens as it may."""
+    if np.random.default_rng([number, 2]).random() > 0.05:
+        return model
+    model = deepcopy(model)
+    plain = {name: call[name] for name in ("input_ids", "attention_mask", "pad_token_id")}
+    ours = {"custom_generate": lookahead.decode, "lookahead_config": config}
+    model.generate(**plain, **ours, max_new_tokens=24, do_sample=False)
+    model.resize_token_embeddings(int(call["input_ids"].max()) + 1)
+    return model
+
+
 def draw_config(rng: np.random.Generator) -> LookaheadConfig:
     """How to draft."""
     proposers = [("prompt",), ("jacobi",), ("prompt", "jacobi"), ()][int(rng.integers(4))]
@@ -94,21 +121,23 @@ def check_case(number: int) -> str:
     rng = np.random.default_rng(number)
     model = model_of(str(rng.choice(MODELS)))
     call, config = draw_call(rng), draw_config(rng)
-    scope = drafting_by(random_trees(101)) if rng.random() < 0.2 else nullcontext()
-    expected = outcome_of(model, number, call)
+    call, model = draw_state(number, call), resized(model, number, call, config)
+    scope = drafting_by(random_trees(vocabulary_size(model))) if rng.random() < 0.2 else nullcontext()
+    ours = {"custom_generate": lookahead.decode, "lookahead_config": config}
+    expected = outcome_of(model, number, deepcopy(call))
     with scope:
-        got = outcome_of(model, number, {**call, "custom_generate": lookahead.decode, "lookahead_config": config})
+        got = outcome_of(model, number, {**deepcopy(call), **ours})
     return "" if got == expected else f"{got} instead of {expected}"
 
 
-def outcome_of(model: PreTrainedModel, seed: int, call: dict[str, Any]) -> list[list[int]] | str:
-    """The tokens of a call, or what it says of settings that contradict each other."""
+def outcome_of(model: PreTrainedModel, seed: int, call: dict[str, Any]) -> tuple[list[list[int]], list[Any]] | str:
+    """The tokens of a call and what its objects saw, or what it says of settings that contradict each other."""
     torch.manual_seed(seed)
     try:
         tokens: list[list[int]] = model.generate(**call).tolist()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    return tokens
+    return tokens, calls_of(call)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -52,8 +52,10 @@ def assemble(
         UnsupportedModelError: It is spread over several processes, and one of them alone cannot draft so.
     """
     experience = experience_of(model)
-    branch = _branch_of(config, experience, is_chain=call.is_chain)
-    proposers = make_proposers(config, experience.proposers, pool, call, branch)
+    with experience.lock:
+        branch = _branch_of(config, experience, is_chain=call.is_chain)
+        proposers = make_proposers(config, experience.proposers, pool, call, branch)
+        cost, switch = experience.costs[config.passes], experience.switches[config.passes]
     ensemble = ensemble_of(model)
     if ensemble is not None:
         reads_hidden = any(proposer.hidden_layers for proposer in proposers)
@@ -74,7 +76,6 @@ def assemble(
     )
     pacing = None
     if proposers and config.draft == "auto":
-        cost, switch = experience.costs[config.passes], experience.switches[config.passes]
         pacing = Pacing(cost, switch, branch, is_padded=config.has_fixed_shapes, runs_to_limit=runs_to_limit)
     return Engine(
         target,
@@ -88,6 +89,7 @@ def assemble(
         by_typicality=config.acceptance == "typical" and call.warp is not None,
         isolates=isolates,
         ensemble=ensemble,
+        learning=experience.lock,
     )
 
 

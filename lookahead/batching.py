@@ -100,8 +100,8 @@ def stream_many(
         tokenizer: Its tokenizer.
         prompts: The prompts, each as `generate` takes it: text, chat messages, token ids.
         rows: How many are decoded together, 1 to 1024; None decides: 16 on a CPU, 32 on a GPU. One after the other
-            where nothing else is exact: where tokens are sampled, with processors, criteria or sources of drafts of
-            your own, and with models that score no trees.
+            where nothing else is exact: where tokens are sampled, with processors or criteria that you give, or sources
+            of drafts of your own, and with models that score no trees.
         config: How to draft; the defaults when None.
         generation_config: As for `model.generate`.
         add_special_tokens: Whether the tokenizer adds its special tokens to text; False for text that holds them.
@@ -110,12 +110,14 @@ def stream_many(
         cache_tokens: Tokens that the cache has room for, all rows together; when None 2048 a row on a CPU and 4096 on
             a GPU, as far as they take no more bytes than the model's weights, or 256 MiB. A prompt waits until there
             is room for it and its output, and one that needs more than all of it is decoded alone.
-        **generate_kwargs: Options of `model.generate`, such as `max_new_tokens`.
+        **generate_kwargs: Options of `model.generate`, such as `max_new_tokens`; processors and criteria must be of
+            transformers' own kinds that keep no state.
 
     Raises:
         ConfigError: An option is out of its range.
         PoolError: The pool of the configuration cannot be opened, or was made with another tokenizer.
-        UnsupportedModelError: The model or the generation mode cannot be served.
+        UnsupportedModelError: The model or the generation mode cannot be served, or a processor, criterion or
+            `prefix_allowed_tokens_fn` may keep a state from one prompt to the next.
     """
     batching = Batching(
         model,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -12,7 +11,8 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 _GROWTH = 1.5
 _FEW = 32  # tokens of a pass up to which a loop writes them sooner than a call of torch begins to
@@ -31,6 +31,8 @@ class TreeSlots:
         width: Nodes the running pass writes per row, at slots length..length+width-1.
         kv_length: Slots a row's queries may look at during the running pass.
         is_even: Whether all active rows hold equally many committed tokens.
+        is_plain: Whether the model makes its own masks and calls its own attention in the running pass.
+        begun_at: Committed tokens of the first active row when the running pass began.
         rows: Rows there are slots for.
         capacity: Slots a row has.
         allocations: How often a layer has allocated its slots, so that addresses can be known to be old.
@@ -47,15 +49,17 @@ class TreeSlots:
         self.capacity = capacity
         self.allocations = 0
         self.is_even = True
+        self.is_plain = False
         self.index: Tensor | None = None
-        self._begin = 0
+        self.begun_at = 0
         self._flat: dict[torch.device, Tensor] = {}
 
-    def begin(self, width: int) -> None:
-        """Open a pass that writes `width` nodes per active row."""
+    def begin(self, width: int, *, is_plain: bool = False) -> None:
+        """Open a pass that writes `width` nodes per active row; a plain one is as the model itself would take it."""
         lengths = self.lengths[: self.active].tolist()
-        self._begin = lengths[0]
-        self.is_even = all(length == self._begin for length in lengths)
+        self.begun_at = lengths[0]
+        self.is_even = all(length == self.begun_at for length in lengths)
+        self.is_plain = is_plain
         self._flat = {}
         self.index = None
         self.width = width
@@ -87,7 +91,7 @@ class TreeSlots:
             index: int64 `[rows * width]`; as the attribute.
         """
         active, self.active = self.active, rows
-        self.is_even, self.index = False, index
+        self.is_even, self.is_plain, self.index = False, False, index
         self.width, self.kv_length = width, self.capacity
         try:
             yield
@@ -109,7 +113,7 @@ class TreeSlots:
             return
         for buffer, new in zip(buffers, states, strict=True):
             if self.is_even:
-                buffer[self.first : end, self._begin : self._begin + self.width] = new.transpose(1, 2)
+                buffer[self.first : end, self.begun_at : self.begun_at + self.width] = new.transpose(1, 2)
             else:
                 index = self._index(buffer.device)
                 buffer.flatten(0, 1).index_copy_(0, index, new.transpose(1, 2).flatten(0, 1))
@@ -124,14 +128,20 @@ class TreeSlots:
 
 
 class TreeLayer(CacheLayerMixin):
-    """KV of one layer, `[rows, capacity, heads, dim]`, allocated when the first pass shows heads and dim."""
+    """KV of one layer, `[rows, capacity, heads, dim]`, allocated when the first pass shows heads and dim.
 
-    is_sliding = False
+    In a plain pass it shows what the layer of a `DynamicCache` would, so that the model does the same to the last bit.
 
-    def __init__(self, slots: TreeSlots) -> None:
+    Args:
+        slots: Where the rows stand.
+        window: Positions that such a layer keeps for a query, itself included; None for all.
+    """
+
+    def __init__(self, slots: TreeSlots, window: int | None = None) -> None:
         base: Any = super()
         base.__init__()  # untyped in transformers
         self._slots = slots
+        self._window = window
         self._buffers: list[Tensor] = []
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -152,8 +162,20 @@ class TreeLayer(CacheLayerMixin):
         keys, values = self._buffers
         self._slots.write(self._buffers, (key_states, value_states))
         first, kv_length = self._slots.first, self._slots.kv_length
-        end = first + self._slots.active
-        return keys[first:end, :kv_length].transpose(1, 2), values[first:end, :kv_length].transpose(1, 2)
+        rows, seen = slice(first, first + self._slots.active), slice(self._offset, kv_length)
+        return keys[rows, seen].transpose(1, 2), values[rows, seen].transpose(1, 2)
+
+    @property
+    def is_sliding(self) -> bool:
+        """Whether the running pass sees a window only."""
+        return self._slots.is_plain and self._window is not None
+
+    @property
+    def _offset(self) -> int:
+        """The first slot that the running pass sees."""
+        if self._window is None or not self._slots.is_plain:
+            return 0
+        return max(0, self._slots.begun_at - self._window + 1)
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -185,7 +207,7 @@ class TreeLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys the running pass sees, and their offset."""
-        return self._slots.kv_length, 0
+        return self._slots.kv_length - self._offset, self._offset
 
     def get_seq_length(self) -> int:
         """Committed tokens of the longest active row; of a pass of fixed shape only that there are some."""
@@ -221,14 +243,21 @@ class TreeCache(Cache):
     Args:
         rows: Rows of the batch.
         capacity: Slots per row to begin with; they grow when a row needs more.
+        windows: Positions a layer keeps for a query in a `DynamicCache`, by layer; None for all.
     """
 
-    def __init__(self, *, rows: int, capacity: int) -> None:
+    def __init__(self, *, rows: int, capacity: int, windows: Sequence[int | None] = ()) -> None:
         self.slots = TreeSlots(rows, capacity)
+        self._windows = windows
         self._bound: Callable[..., None] | None = None
         self._bound_at = 0
         # The base class only ever calls it, so a partial does as well as a class.
-        super().__init__(layer_class_to_replicate=cast(type[CacheLayerMixin], partial(TreeLayer, self.slots)))
+        super().__init__(layer_class_to_replicate=cast(type[CacheLayerMixin], self._next_layer))
+
+    def _next_layer(self) -> TreeLayer:
+        """The layer behind those there are."""
+        at = len(self.layers)
+        return TreeLayer(self.slots, self._windows[at] if at < len(self._windows) else None)
 
     def reserve(self, capacity: int) -> None:
         """Give every row so many slots now, before a pass during which nothing may be allocated."""
@@ -307,7 +336,7 @@ class TreeCache(Cache):
         reaches back to the others.
         """
         while len(self.layers) < len(states):
-            self.layers.append(TreeLayer(self.slots))
+            self.layers.append(self._next_layer())
         for layer, (keys, values) in zip(self._tree_layers(), states, strict=True):
             layer.fill(row, length, keys, values)
         self.slots.lengths[row] = length
@@ -331,6 +360,12 @@ class TreeCache(Cache):
     def _tree_layers(self) -> list[TreeLayer]:
         """All layers, by their type."""
         return cast(list[TreeLayer], self.layers)
+
+
+def windows_of(model: PreTrainedModel) -> list[int | None]:
+    """Positions that the layers of the cache that `model.generate` makes keep for a query; None for all."""
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    return [getattr(layer, "sliding_window", None) for layer in layers]
 
 
 def _bits(tensor: Tensor) -> NDArray[Any]:

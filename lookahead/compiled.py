@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from threading import RLock
 from types import FunctionType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -71,6 +72,7 @@ class CompiledForward:
         code = forward.__code__.replace(co_name=f"forward_{shape.rows}x{shape.width}")
         copy = FunctionType(code, forward.__globals__, code.co_name)
         self._guarded: Any = torch.compile(copy, backend=self._compile, fullgraph=True, dynamic=False)
+        self._lock = RLock()  # threads that share a model share its compiled code
         self._newest: tuple[Callable[..., Sequence[Tensor]], Sequence[Any], Sequence[Tensor]] | None = None
 
     def bind(self, *arguments: Any) -> tuple[Run, tuple[Tensor, ...]]:
@@ -86,8 +88,9 @@ class CompiledForward:
         Returns:
             What runs it again, and what `forward` returned.
         """
-        outputs = self._call(*arguments)
-        newest, self._newest = self._newest, None
+        with self._lock:
+            outputs = self._call(*arguments)
+            newest, self._newest = self._newest, None
         if newest is None:
             return partial(self._call, *arguments), outputs
         compiled, inputs, results = newest
@@ -104,8 +107,9 @@ class CompiledForward:
 
     def _call(self, *arguments: Any) -> tuple[Tensor, ...]:
         """Call what Dynamo guards."""
-        self._newest = None  # it would keep a cache alive
-        outputs: tuple[Tensor, ...] = self._guarded(*arguments)
+        with self._lock:
+            self._newest = None  # it would keep a cache alive
+            outputs: tuple[Tensor, ...] = self._guarded(*arguments)
         return outputs
 
     def _compile(self, graph: Any, examples: Sequence[Any]) -> Callable[..., Sequence[Tensor]]:

@@ -1,8 +1,9 @@
-"""What a step gives: the tokens of one row."""
+"""What a step gives: the tokens of one row, or an error of the user's code."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import TracebackType
 
 import numpy as np
 
@@ -38,3 +39,20 @@ class Emission:
     def finished(self) -> bool:
         """Whether the row's output ends here."""
         return self.finish_reason is not None or self.error is not None
+
+
+class Carried(RuntimeError):
+    """Brings a `StopIteration` of the user's code, its cause, out of a generator, which can raise none itself."""
+
+
+class Carrying:
+    """Carries a `StopIteration` that is raised in the block; `contextlib` would let it through as it is."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, StopIteration):
+            raise Carried("generator raised StopIteration") from error

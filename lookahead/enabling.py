@@ -6,7 +6,16 @@ import warnings
 from types import TracebackType
 from typing import Any
 
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from lookahead.config import LookaheadConfig
 from lookahead.errors import UnsupportedModelError
@@ -89,9 +98,13 @@ class _Generate:
         if self._had_its_own:
             self._model.generate = self._original
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the model is a model of its own, for which nothing was turned on.
+        return _itself, (self._original,)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as `model.generate` does."""
-        if kwargs.get("custom_generate") is not None or kwargs.get("assistant_model") is not None:
+        if not self.switches or kwargs.get("custom_generate") is not None or kwargs.get("assistant_model") is not None:
             return self._original(*args, **kwargs)
         if kwargs.get("adapter_names") is not None:
             # PEFT's hooks stay behind when an error passes through them, so it must not get that far.
@@ -110,7 +123,7 @@ class _Generate:
                 *args[:1],
                 **served,
                 generation_config=generation_config,
-                custom_generate=decode,
+                custom_generate=_decode_or_hand_over,
                 lookahead_config=self.switches[-1].config,
                 lookahead_streamer=streamer,
                 lookahead_tokenizer=tokenizer,
@@ -118,3 +131,46 @@ class _Generate:
         except UnsupportedModelError as error:
             warnings.warn(f"decoded by transformers alone: {error}", stacklevel=2)
             return self._original(*args, **kwargs)
+
+
+def _itself(original: Any) -> Any:
+    """What a copy of a model generates by."""
+    return original
+
+
+def _decode_or_hand_over(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    lookahead_config: LookaheadConfig | None = None,
+    lookahead_streamer: BaseStreamer | None = None,
+    lookahead_tokenizer: PreTrainedTokenizerBase | None = None,
+    inputs_tensor: Tensor | None = None,
+    **model_kwargs: Any,
+) -> Any:
+    """`decode`, but what it refuses goes to the loop of transformers, with a warning.
+
+    That loop gets what `generate` has prepared, so that no encoder reads its input twice.
+
+    Raises:
+        UnsupportedModelError: Only `generate` itself can serve the call.
+    """
+    arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config)
+    ours = (lookahead_config, lookahead_streamer, lookahead_tokenizer, inputs_tensor)
+    try:
+        return decode(*arguments, *ours, **model_kwargs)
+    except UnsupportedModelError as error:
+        name = GENERATION_MODES_MAPPING[generation_config.get_generation_mode()]
+        loop: Any = getattr(type(model), name, None)  # some are on the Hub
+        if loop is None or (lookahead_streamer is not None and name != "_sample"):
+            raise
+        warnings.warn(f"decoded by transformers alone: {error}", stacklevel=2)
+    if lookahead_streamer is not None:
+        lookahead_streamer.put(input_ids.cpu())
+    if name == "_sample":
+        model_kwargs["streamer"] = lookahead_streamer
+    elif name == "_assisted_decoding":
+        model_kwargs["inputs_tensor"] = inputs_tensor
+    return loop(*arguments, **model_kwargs)

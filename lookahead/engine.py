@@ -13,7 +13,7 @@ from lookahead.accounts import Accounts
 from lookahead.cache import RowStates
 from lookahead.config import LookaheadConfig
 from lookahead.drafting import Draft, FloatArray, drafter_of, fit, merge
-from lookahead.emission import ROOT, Emission
+from lookahead.emission import ROOT, Carrying, Emission
 from lookahead.ensemble import Ensemble
 from lookahead.errors import PromptError
 from lookahead.ngram.cut import FREE, Limits
@@ -45,6 +45,8 @@ class Engine:
         isolates: Whether an error that concerns one row ends that row alone, which its emission then tells.
         by_typicality: Whether what the target finds likely enough is accepted, which is lossy.
         ensemble: The processes that take every pass together; only the one that leads has proposers and pacing.
+        learning: Held while proposers and pacing work, which learn together with those of other engines, on any
+            thread. Passes and verification run without it, so that threads that share a model decode side by side.
 
     Attributes:
         batch: As given.
@@ -68,8 +70,10 @@ class Engine:
         isolates: bool = False,
         by_typicality: bool = False,
         ensemble: Ensemble | None = None,
+        learning: AbstractContextManager[object] | None = None,
     ) -> None:
         self._target = target
+        self._learning = learning if learning is not None else nullcontext()
         self._proposers = proposers
         self._pacing = pacing
         self._config = config
@@ -112,11 +116,11 @@ class Engine:
 
         Between steps the model is as it was, unless the loop runs inside `serving`.
         """
-        with self._target.serving():
+        with Carrying(), self._target.serving():
             emissions = self.admit(self.batch)
         yield emissions
         while self._rows:
-            with self._target.serving():
+            with Carrying(), self._target.serving():
                 emissions = self.step()
             yield emissions
 
@@ -127,14 +131,15 @@ class Engine:
         first token.
         """
         started = time.perf_counter()
-        for row in rows:
-            row.seat = self._seats.pop()
-            for proposer in self._proposers:
-                proposer.start(row.seat, row.text)
-        self._begun += len(rows)
-        if self._begun > 0 and self._pacing is not None:
-            self._pacing.begin_output()
-            self._begun -= len(self._seats) + len(self._rows) + len(rows)
+        with self._learning:
+            for row in rows:
+                row.seat = self._seats.pop()
+                for proposer in self._proposers:
+                    proposer.start(row.seat, row.text)
+            self._begun += len(rows)
+            if self._begun > 0 and self._pacing is not None:
+                self._pacing.begin_output()
+                self._begun -= len(self._seats) + len(self._rows) + len(rows)
         first = self.cache.join(len(rows))
         self._rows += rows
         self._target.keeps_hidden = self._reads_hidden
@@ -153,12 +158,13 @@ class Engine:
             is_refilled: Whether a row that ends makes room for another.
         """
         begin = time.perf_counter()
-        outgrown = self._retire_outgrown()
-        if not self._rows:
-            return outgrown
-        rows = list(self._rows)
-        rests = self._pacing is not None and self._pacing.rests(len(rows))
-        drafts = self._bare(rows) if rests else self._draft_all(is_refilled)
+        with self._learning:
+            outgrown = self._retire_outgrown()
+            if not self._rows:
+                return outgrown
+            rows = list(self._rows)
+            rests = self._pacing is not None and self._pacing.rests(len(rows))
+            drafts = self._bare(rows) if rests else self._draft_all(is_refilled)
         if self._ensemble is not None:
             drafts = self._ensemble.agree(drafts)
         drafted = time.perf_counter()
@@ -181,7 +187,8 @@ class Engine:
             verified = [(draft.tree, emission.path) for draft, emission in zip(drafts, emissions, strict=True)]
             tokens = [len(emission.tokens) for emission in emissions]
             times = {"host_s": drafted - begin + self._observing_s, "step_s": now - begin}
-            self._accounts.settle(verified, tokens, nodes=nodes, is_cold=self._target.is_cold, **times)
+            with self._learning:
+                self._accounts.settle(verified, tokens, nodes=nodes, is_cold=self._target.is_cold, **times)
         return outgrown + emissions
 
     def _score_without_drafts(self, drafts: Sequence[Draft]) -> Tensor:
@@ -201,8 +208,7 @@ class Engine:
     def _emit(self, drafts: Sequence[Draft], logits: Tensor, scores: Scores, first: int = 0) -> list[Emission]:
         """Verify a tree of every row from `first` on, then let all else follow from what was chosen."""
         rows = self._rows[first:]
-        with nullcontext() if all(row.is_simple for row in rows) else self._target.resting():
-            verdicts = [self._verify(i, row, drafts[i], logits, scores.argmax) for i, row in enumerate(rows)]
+        verdicts = [self._verify(i, row, drafts[i], logits, scores.argmax) for i, row in enumerate(rows)]
         emissions = []
         for i, (row, draft, verdict) in enumerate(zip(rows, drafts, verdicts, strict=True)):
             if isinstance(verdict, Exception):
@@ -213,19 +219,22 @@ class Engine:
             row.count(draft, verdict, self.sources)
             emissions.append(Emission(row.index, verdict.tokens, row.finish_reason, draft, verdict.path))
         begin = time.perf_counter()
-        for i, (row, draft, verdict) in enumerate(zip(rows, drafts, verdicts, strict=True)):
-            if isinstance(verdict, Exception):
-                continue
-            heard = scores.argmax[i, : len(draft.tree)] if self._needs_argmax else _NO_ARGMAX
-            nodes = len(draft.tree)
-            hidden = {layer: states[i, :nodes] for layer, states in self._target.hidden.items()}
-            read = self._target.prompt_hidden[i] if self._target.prompt_hidden else {}
-            top = _top_of(draft.tree, scores, i)
-            self._observe(row, draft, Outcome(verdict.tokens, verdict.path, heard, top, hidden, read))
-        self._target.prompt_hidden.clear()
-        self._observing_s = time.perf_counter() - begin
-        self._retire([first + i for i, emission in enumerate(emissions) if emission.finished])
+        with self._learning:
+            for i, (row, draft, verdict) in enumerate(zip(rows, drafts, verdicts, strict=True)):
+                if not isinstance(verdict, Exception):
+                    self._observe(row, draft, self._outcome(i, draft, verdict, scores))
+            self._target.prompt_hidden.clear()
+            self._observing_s = time.perf_counter() - begin
+            self._retire([first + i for i, emission in enumerate(emissions) if emission.finished])
         return emissions
+
+    def _outcome(self, i: int, draft: Draft, verdict: Verdict, scores: Scores) -> Outcome:
+        """What the proposers are told of row i of a pass."""
+        nodes = len(draft.tree)
+        heard = scores.argmax[i, :nodes] if self._needs_argmax else _NO_ARGMAX
+        hidden = {layer: states[i, :nodes] for layer, states in self._target.hidden.items()}
+        read = self._target.prompt_hidden[i] if self._target.prompt_hidden else {}
+        return Outcome(verdict.tokens, verdict.path, heard, _top_of(draft.tree, scores, i), hidden, read)
 
     def _draft_all(self, is_refilled: bool) -> list[Draft]:
         """Every row's tree: plain decoding, or as large as makes a step worth while."""

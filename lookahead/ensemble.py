@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lookahead.drafting import Draft, FloatArray
+from lookahead.drafting import Draft
 from lookahead.errors import UnsupportedModelError
 from lookahead.tree import IntArray, TokenTree
 
@@ -22,30 +22,50 @@ class Ensemble:
 
     Args:
         group: The process group of the model's shares.
+        device: Where the model is, so that its group can send tensors from there.
 
     Attributes:
         leads: Whether this process drafts.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, device: torch.device) -> None:
         self._group = group
+        self._device = device
         self._leader = torch.distributed.get_global_rank(group, 0)
         self.leads = torch.distributed.get_rank(group) == 0
 
     def agree(self, drafts: Sequence[Draft]) -> list[Draft]:
-        """The drafts of the leader, which are its own there.
+        """The drafts of the leader, which are its own there: the sizes of all trees are sent, then the trees.
 
         Args:
             drafts: One per row; those of the others do not count.
         """
-        mine = [(draft.tree.tokens, draft.tree.parents, draft.tree.depths, draft.reach) for draft in drafts]
-        shared = [mine if self.leads else None]
-        torch.distributed.broadcast_object_list(shared, src=self._leader, group=self._group)
-        return list(drafts) if self.leads else [_followed(*arrays) for arrays in shared[0] or ()]
+        sizes = self._send(np.array([len(draft.tree) for draft in drafts], np.int32))
+        nodes = np.zeros((5, int(sizes.sum())), np.int32)
+        if self.leads:
+            np.concatenate([_packed(draft) for draft in drafts], 1, out=nodes)
+        nodes = self._send(nodes)
+        if self.leads:
+            return list(drafts)
+        return [_followed(*part) for part in np.split(nodes, np.cumsum(sizes)[:-1], 1)]
+
+    def _send(self, numbers: IntArray) -> IntArray:
+        """What the leader gives; the others give an array of its shape."""
+        sent = torch.from_numpy(np.ascontiguousarray(numbers)).to(self._device)
+        torch.distributed.broadcast(sent, src=self._leader, group=self._group)
+        received: IntArray = sent.cpu().numpy()
+        return received
 
 
-def _followed(tokens: IntArray, parents: IntArray, depths: IntArray, reach: FloatArray) -> Draft:
+def _packed(draft: Draft) -> IntArray:
+    """What is sent of a draft, int32 `[5, nodes]`: tokens, parents, depths, and the halves of every reach."""
+    halves = np.ascontiguousarray(draft.reach, np.float64).view(np.int32).reshape(-1, 2)
+    return np.concatenate(([draft.tree.tokens, draft.tree.parents, draft.tree.depths], halves.T))
+
+
+def _followed(tokens: IntArray, parents: IntArray, depths: IntArray, *halves: IntArray) -> Draft:
     """The draft of another process; where its nodes come from is known there."""
+    reach = np.stack(halves, 1).view(np.float64)[:, 0]
     return Draft(TokenTree(tokens, parents, depths, np.zeros(len(tokens), np.int32)), (), reach)
 
 
@@ -55,9 +75,10 @@ def ensemble_of(model: nn.Module) -> Ensemble | None:
         return None
     meshes = (getattr(parameter, "device_mesh", None) for parameter in model.parameters())
     mesh: Any = next((mesh for mesh in meshes if mesh is not None), None)
+    device = next(model.parameters()).device
     if mesh is None:
-        return Ensemble(torch.distributed.group.WORLD)
-    return Ensemble((mesh["tp"] if mesh.ndim > 1 else mesh).get_group())
+        return Ensemble(torch.distributed.group.WORLD, device)
+    return Ensemble((mesh["tp"] if mesh.ndim > 1 else mesh).get_group(), device)
 
 
 def refuse_in_ensemble(model: nn.Module, *, reads_hidden: bool, by_rejection: bool) -> None:

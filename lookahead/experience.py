@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from weakref import WeakKeyDictionary
+from threading import Lock, RLock
 
 from transformers import PreTrainedModel
 
 from lookahead.branch import Lane
 from lookahead.cost import StepCost
+from lookahead.permodel import PerModel
 from lookahead.proposers import Experience
 from lookahead.switch import Switch
 
@@ -22,31 +23,34 @@ class ModelExperience:
         proposers: By the sources of drafts.
         costs: Of steps, by how the model is run (`lookahead.config.PASSES`).
         switches: What drafting was measured to save, likewise.
+        branch: What the lookahead branch was measured to save, by the sources beside it.
+        lock: To be held by whoever learns or drafts by any of it.
     """
 
     def __init__(self) -> None:
+        self.lock = RLock()
         self.proposers = Experience()
         self.costs: defaultdict[str, StepCost] = defaultdict(StepCost)
         self.switches: defaultdict[str, Switch] = defaultdict(Switch)
-        self.branch: defaultdict[tuple[str, ...], dict[int, Lane]] = defaultdict(dict)  # by the sources beside it
+        self.branch: defaultdict[tuple[str, ...], dict[int, Lane]] = defaultdict(dict)
 
 
-_experiences: WeakKeyDictionary[PreTrainedModel, ModelExperience] = WeakKeyDictionary()
+_guard = Lock()
+_experiences: PerModel[ModelExperience] = PerModel()
 
 
 def experience_of(model: PreTrainedModel) -> ModelExperience:
-    """What was learned of a model so far."""
-    if model not in _experiences:
-        _experiences[model] = ModelExperience()
-    return _experiences[model]
+    """What was learned of a model so far; nothing, once its vocabulary, its dtype or a module became another."""
+    with _guard:
+        return _experiences.get(model) or _experiences.set(model, ModelExperience())
 
 
 @contextmanager
 def lent_experience(model: PreTrainedModel, experience: ModelExperience) -> Iterator[None]:
     """Let a model draft by another experience until the block ends, so that measurements do not learn of each other."""
     own = experience_of(model)
-    _experiences[model] = experience
+    _experiences.set(model, experience)
     try:
         yield
     finally:
-        _experiences[model] = own
+        _experiences.set(model, own)

@@ -18,8 +18,8 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    StaticCache,
     StoppingCriteriaList,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateNonBeamOutput
@@ -47,6 +47,7 @@ from lookahead.request import (
     serve_stop_strings,
     stopping_rule,
     vocabulary_size,
+    warns_of_foreigner,
 )
 from lookahead.rows import Row
 from lookahead.sampling import TokenChooser, warp_of
@@ -128,7 +129,7 @@ def decode(
     outputs, _ = collect(engine, lookahead_streamer, generation_config._pad_token_tensor)
     sequences = padded_sequences(input_ids, outputs, generation_config)
     past = model_kwargs.get("past_key_values")
-    past = past if isinstance(past, DynamicCache | EncoderDecoderCache) else None
+    past = past if isinstance(past, DynamicCache | StaticCache | EncoderDecoderCache) else None
     return_cache(engine, past)
     if not generation_config.return_dict_in_generate:
         return sequences
@@ -164,18 +165,18 @@ def prepare(
     pool = open_pool(os.fspath(config.pool), vocabulary=vocabulary) if config.pool is not None else None
     lengths = prompt_lengths(input_ids, model_kwargs.get("attention_mask"), vocabulary)
     batch_size, longest = input_ids.shape
-    if batch_size > 1 and any(isinstance(p, UnbatchedClassifierFreeGuidanceLogitsProcessor) for p in logits_processor):
-        raise UnsupportedModelError("guidance of several prompts is not served; leave out custom_generate for it")
     refuse_long_prompts(model, lengths)
-    refuse_positions(model_kwargs.get("position_ids"), lengths, longest)
-    stopping = stopping_rule(stopping_criteria, batch_size)
-    causal_lm: Any = model
-    sample = partial(
-        causal_lm._sample, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
-    )
+    is_continued = past is not None and past.get_seq_length() > 0
+    if not is_continued:
+        refuse_positions(model_kwargs.get("position_ids"), lengths, longest)
+    stopping = stopping_rule(stopping_criteria, generation_config)
+    lm: Any = model
+    sample = partial(lm._sample, input_ids, logits_processor, generation_config=generation_config, **model_kwargs)
+    plain = PlainLoop(sample, input_ids, lengths, stopping_criteria, stopping, lookahead_context)
     if stopping.max_length <= longest + 1:
-        # A single token: there is nothing to draft.
-        return PlainLoop(sample, input_ids, lengths, stopping, lookahead_context)
+        return plain  # a single token: there is nothing to draft
+    if batch_size > 1 and warns_of_foreigner(logits_processor, stopping_criteria, generation_config, batch_size):
+        return plain
     support = support_of(model, shortest=int(lengths.min()), max_length=stopping.max_length)
     complaint = _complaint(model, support, batch_size, config)
     if complaint and lookahead_config is not None and lookahead_config.proposers:
@@ -185,11 +186,10 @@ def prepare(
         complaint = "a batch with stopping criteria and no end-of-sequence token ends as one"
     if support.shape == "none" or complaint:
         warnings.warn(f"{complaint}; it is decoded plainly", stacklevel=2)
-        return PlainLoop(sample, input_ids, lengths, stopping, lookahead_context)
+        return plain
     is_chain = support.shape == "chains"
     warp = warp_of(logits_processor) if generation_config.do_sample else None
     call = call_of(model, lookahead_tokenizer, batch_size, stopping, config, is_chain=is_chain, warp=warp)
-    is_continued = past is not None and past.get_seq_length() > 0
     is_given = getattr(past, "_is_user_defined", False)
     chooser = TokenChooser(
         logits_processor,
@@ -216,6 +216,7 @@ def prepare(
     )
     if is_continued:
         refuse_past(past, input_ids, generation_config, model_kwargs.get("attention_mask"))
+        refuse_positions(model_kwargs.get("position_ids"), lengths, longest)
         adopt(cast(DynamicCache, past), engine.cache, longest - lengths)
     return engine
 
@@ -270,8 +271,8 @@ def generate(
             than the context.
         chat_template_kwargs: Further arguments of the chat template, such as `tools` or `enable_thinking`.
         compile: Whether to compile the model's passes, as by `LookaheadConfig(compile=True)`.
-        on_prefill: Called as prompts are read, before the first pass and behind every one of some 1024 tokens, with
-            the tokens that are read of the longest prompt and those it has.
+        on_prefill: Called as prompts are read, before the first pass and behind every one, with the tokens read of the
+            longest prompt and those it has. A pass reads some 1024; in half precision most prompts take one.
         **generate_kwargs: Options of `model.generate`, such as `max_new_tokens`, `do_sample` or `temperature`. A
             `DynamicCache` as `past_key_values` is continued from, and grows in place.
 
@@ -386,7 +387,7 @@ def prepare_ids(
         torch.manual_seed(seed)
     causal_lm: Any = model
     device = input_device(model)
-    engine: Engine | PlainLoop = causal_lm.generate(
+    engine = causal_lm.generate(
         torch.tensor(padded, device=device),
         attention_mask=torch.tensor(mask, device=device),
         generation_config=generation_config,
@@ -396,4 +397,4 @@ def prepare_ids(
         lookahead_context=context,
         **generate_kwargs,
     )
-    return engine
+    return cast(Engine | PlainLoop, engine)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import Cache, DynamicCache, GenerationConfig
+from transformers import Cache, DynamicCache, GenerationConfig, StaticCache
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from lookahead.cache import RowStates, TreeCache
@@ -34,7 +34,9 @@ def adopt(past: DynamicCache, cache: TreeCache, padding: NDArray[np.int64]) -> N
         cache.adopt(row, states, max(0, width - pad))
 
 
-def hand_back(past: DynamicCache, rows: list[list[RowStates]], padding: NDArray[np.int64], width: int) -> None:
+def hand_back(
+    past: DynamicCache | StaticCache, rows: list[list[RowStates]], padding: NDArray[np.int64], width: int
+) -> None:
     """Append to a transformers cache what the rows hold beyond it, padded left and right with zeros.
 
     Args:
@@ -43,7 +45,7 @@ def hand_back(past: DynamicCache, rows: list[list[RowStates]], padding: NDArray[
         padding: int64 `[batch]`, padding tokens before each prompt.
         width: Tokens of the padded batch that have keys and values: all but the last.
     """
-    begin = past.get_seq_length()
+    begin = int(past.get_seq_length())
     for index in range(len(rows[0])):
         new: list[Tensor] = []
         for which in (0, 1):
@@ -63,7 +65,7 @@ def return_cache(engine: object, past: object) -> None:
 
     A loop of transformers has filled it already.
     """
-    if isinstance(engine, Engine) and engine.kept and isinstance(past, DynamicCache):
+    if isinstance(engine, Engine) and engine.kept and isinstance(past, DynamicCache | StaticCache):
         rows = [engine.kept[row.index] for row in engine.batch]
         padding = np.array([row.padding for row in engine.batch])
         hand_back(past, rows, padding, max(row.length for row in engine.batch) - 1)

@@ -20,12 +20,13 @@ from transformers import (
 )
 
 from lookahead.config import LookaheadConfig
-from lookahead.errors import PromptError
+from lookahead.errors import PromptError, UnsupportedModelError
 from lookahead.generation import GenerationResult, generate
 from lookahead.pools.fingerprint import fingerprint_of
 from lookahead.pools.opening import open_pool
 from lookahead.prompts import Prompt, Truncation, pad_token_of, reader_of
 from lookahead.request import (
+    foreigner,
     refuse_model,
     refuse_strangers,
     refuse_unsupported,
@@ -72,8 +73,8 @@ class _Terms:
 class Intake:
     """Takes prompts in for one model under the same options.
 
-    Decoded alone are prompts for which nothing else is exact: where tokens are sampled, with processors, criteria or
-    sources of drafts of a user's own, and with models that score no trees.
+    Decoded alone are prompts for which nothing else is exact: where tokens are sampled, with processors or criteria
+    that a user gives, or sources of drafts of the user's own, and with models that score no trees.
 
     Args:
         model: The model.
@@ -91,7 +92,7 @@ class Intake:
     Raises:
         ConfigError: An option is out of its range.
         PoolError: The pool was made with another tokenizer.
-        UnsupportedModelError: The model cannot be served.
+        UnsupportedModelError: The model cannot be served, or a processor or criterion may keep a state.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Intake:
         check_pair(model, tokenizer, stacklevel=6)
         refuse_model(model)
         check_options(model, config, generation_config, options)
+        _refuse_foreigners(options)
         if config.pool is not None:
             open_pool(os.fspath(config.pool), fingerprint=fingerprint_of(tokenizer))
         self._model, self._tokenizer, self._config = model, tokenizer, config
@@ -118,8 +120,8 @@ class Intake:
         self._given = generation_config, options
         own = any(options.get(name) for name in ("logits_processor", "stopping_criteria"))
         own = own or not all(isinstance(each, str) for each in config.proposers)
-        # What is not ours may keep a state, or expect the rows of one call; and to ask what is served would let an
-        # encoder read the prompt for nothing.
+        # What a user gives has its own limits for the rows of one call; and to ask what is served would let an encoder
+        # read the prompt for nothing.
         self._alone = own or prefills_at_once(model) or model.config.is_encoder_decoder
         if "pad_token_id" not in options and model.generation_config.pad_token_id is None:
             options = {**options, "pad_token_id": pad_token_of(tokenizer)}
@@ -193,6 +195,18 @@ class Intake:
         return terms
 
 
+def _refuse_foreigners(options: dict[str, Any]) -> None:
+    """Refuse what may carry a state from one prompt to another."""
+    given = LogitsProcessorList(options.get("logits_processor") or ())
+    name = foreigner(given, StoppingCriteriaList(options.get("stopping_criteria") or ()), GenerationConfig())
+    name = name or ("prefix_allowed_tokens_fn" if options.get("prefix_allowed_tokens_fn") is not None else "")
+    if name:
+        raise UnsupportedModelError(
+            f"{name} may keep a state, which would go from one prompt to another; call lookahead.generate for one "
+            "prompt at a time, each with an object of its own"
+        )
+
+
 def _terms_of(
     model: PreTrainedModel,
     input_ids: Tensor,
@@ -203,4 +217,5 @@ def _terms_of(
 ) -> _Terms:
     """Stands where `model.generate` would decode, and tells what it would decode by."""
     refuse_unsupported(model, generation_config, model_kwargs)
-    return _Terms(logits_processor, stopping_rule(stopping_criteria, 1), bool(generation_config.do_sample))
+    rule = stopping_rule(stopping_criteria, generation_config)
+    return _Terms(logits_processor, rule, bool(generation_config.do_sample))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lookahead.attention import running
+from lookahead.attention_scope import AttentionScope
 from lookahead.cache import TreeCache
 from lookahead.compiled import CompiledForward, Shape, compiled_forward, forward
 from lookahead.cost import padded_nodes
@@ -63,7 +64,7 @@ class FastPasses:
         device: Where the model takes its tokens.
         most_nodes: Nodes of the largest tree to expect, its root counted.
         hidden_layers: Which hidden states are wanted.
-        is_registered: Whether the model's attention is ours.
+        scope: Lets the model call tree attention; None where it takes prepared masks.
         compiles: Whether to compile the model.
         captures: Whether to record CUDA graphs.
         capture: What records a pass; that of CUDA when None.
@@ -80,7 +81,7 @@ class FastPasses:
         *,
         most_nodes: int,
         hidden_layers: tuple[int, ...],
-        is_registered: bool,
+        scope: AttentionScope | None,
         compiles: bool,
         captures: bool,
         capture: Capture | None = None,
@@ -90,7 +91,8 @@ class FastPasses:
         self._device = device
         self._most_nodes = most_nodes
         self._hidden_layers = hidden_layers
-        self._mask_dtype = None if is_registered else model.dtype
+        self._scope = scope
+        self._mask_dtype = model.dtype if scope is None else None
         self._lanes: dict[tuple[int, int], _Lane] = {}
         self._made_at = -1  # allocations of the cache when the lanes were made
         self.is_cold = False
@@ -127,7 +129,8 @@ class FastPasses:
         if lane is None:
             lane = self._lanes[rows, width] = self._open(rows, width, has_softcap)
         lane.static.fill(trees)
-        with slots.fixed(rows, width, lane.static.index), running(lane.static):
+        runs = nullcontext() if self._scope is None else self._scope.running(lane.static)
+        with slots.fixed(rows, width, lane.static.index), runs:
             outputs = self._run(lane)
         if outputs is None:
             return None

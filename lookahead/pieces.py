@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
+from lookahead.emission import Carried
 from lookahead.engine import Engine
 from lookahead.plain import PlainLoop
 from lookahead.stats import DecodingStats
@@ -96,17 +97,21 @@ def collect(
     reasons: list[FinishReason] = ["length" for _ in engine.stats]
     running = set(range(len(outputs)))
     shown = 0
-    with engine.serving():
-        for emissions in engine.run():
-            for emission in emissions:
-                outputs[emission.row].extend(emission.tokens.tolist())
-                if emission.finish_reason is not None:
-                    reasons[emission.row] = emission.finish_reason
-                    running.discard(emission.row)
-            whole = min(map(len, (outputs[row] for row in running))) if running else max(map(len, outputs))
-            for step in range(shown, whole if streamer is not None else shown):
-                streamer.put(torch.tensor([row[step] if step < len(row) else int(pad or 0) for row in outputs]))
-            shown = whole
+    try:
+        with engine.serving():
+            for emissions in engine.run():
+                for emission in emissions:
+                    outputs[emission.row].extend(emission.tokens.tolist())
+                    if emission.finish_reason is not None:
+                        reasons[emission.row] = emission.finish_reason
+                        running.discard(emission.row)
+                whole = min(map(len, (outputs[row] for row in running))) if running else max(map(len, outputs))
+                for step in range(shown, whole if streamer is not None else shown):
+                    streamer.put(torch.tensor([row[step] if step < len(row) else int(pad or 0) for row in outputs]))
+                shown = whole
+    except Carried as carried:
+        assert carried.__cause__ is not None
+        raise carried.__cause__ from None
     if streamer is not None:
         streamer.end()
     return outputs, reasons

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
@@ -16,7 +17,9 @@ from transformers import (
     DynamicCache,
     EosTokenCriteria,
     GenerationConfig,
+    LogitsProcessorList,
     MaxLengthCriteria,
+    MaxTimeCriteria,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
@@ -26,7 +29,9 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from lookahead.config import LookaheadConfig
 from lookahead.errors import PromptError, UnsupportedModelError
+from lookahead.permodel import PerModel, probed_once
 from lookahead.proposers.base import Call
+from lookahead.sampling import foreign_processor
 from lookahead.stopping import FinishReason, StoppingRule
 from lookahead.target import input_device, position_limit
 from lookahead.validation import check_model
@@ -39,13 +44,14 @@ _IGNORED = frozenset(
         "past_key_values",
         "use_cache",
         "logits_to_keep",
-        "token_type_ids",
         "cache_params",
     }
 )
-
+# What transformers extends by its newest column, so that zeros stay zeros.
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 
 _encoders: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+_heeded: dict[str, PerModel[bool]] = {name: PerModel(heeds_weights=True) for name in _TOKEN_TYPES}
 
 
 def refuse_encoder_decoder(model: PreTrainedModel, purpose: str) -> None:
@@ -113,8 +119,32 @@ def refuse_unsupported(
         if getattr(config, name):
             raise UnsupportedModelError(f"{name}=True is not served; leave out custom_generate for it")
     for name, value in model_kwargs.items():
-        if name not in served and value is not None:
-            raise UnsupportedModelError(f"the model input {name!r} is not served; leave out custom_generate for it")
+        if name in served or _is_absent(value):
+            continue
+        if name in _TOKEN_TYPES and not value.any() and not _heeds(model, name):
+            continue
+        raise UnsupportedModelError(f"the model input {name!r} is not served; leave out custom_generate for it")
+
+
+def _is_absent(value: Any) -> bool:
+    """Whether an input is none; for images that are none transformers passes an empty dictionary."""
+    return value is None or (isinstance(value, dict) and all(each is None for each in value.values()))
+
+
+def _heeds(model: PreTrainedModel, name: str) -> bool:
+    """Whether a model reads zeros in an input `[batch, tokens]` as something else than nothing."""
+
+    def probe() -> bool:
+        ids = torch.arange(1, 7, device=input_device(model))[None]
+        causal_lm: Any = model
+        try:
+            with torch.no_grad():
+                given = causal_lm(input_ids=ids, **{name: torch.zeros_like(ids)}).logits
+                return not torch.equal(given, causal_lm(input_ids=ids).logits)
+        except Exception:
+            return True  # it takes more than text, and is left to transformers
+
+    return probed_once(model, _heeded[name], probe)
 
 
 def refuse_past(past: Any, input_ids: Tensor, config: GenerationConfig, attention_mask: Tensor | None) -> None:
@@ -190,27 +220,59 @@ def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> NDArray
     if not (mask == (np.arange(longest) >= (longest - lengths)[:, None])).all():
         raise UnsupportedModelError("attention_mask must be left-padded: zeros first, then ones, in every row")
     if (lengths == 0).any():
-        raise PromptError(f"prompt {int(lengths.argmin())} has no tokens; a prompt needs at least one")
+        raise UnsupportedModelError(
+            f"attention_mask of prompt {int(lengths.argmin())} is all zeros: a prompt needs at least one token; "
+            "leave out custom_generate for it"
+        )
     return lengths
 
 
-def stopping_rule(criteria: StoppingCriteriaList, batch_size: int) -> StoppingRule:
+# Criteria that treat every row by itself and keep nothing from step to step. A subclass may do otherwise.
+_ROW_WISE = frozenset({EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria})
+
+
+def foreigner(processors: LogitsProcessorList, criteria: StoppingCriteriaList, config: GenerationConfig) -> str:
+    """The name of the first processor or criterion that may keep a state or look across rows, or an empty string.
+
+    Such a one must see what `model.generate` would show it: the whole batch, once a step.
+    """
+    others = [criterion for criterion in criteria if type(criterion) not in _ROW_WISE]
+    names = [str(getattr(each, "__qualname__", type(each).__qualname__)) for each in others]  # it may be a function
+    return next(iter(names), "") or foreign_processor(processors, config)
+
+
+def warns_of_foreigner(
+    processors: LogitsProcessorList, criteria: StoppingCriteriaList, config: GenerationConfig, rows: int
+) -> bool:
+    """Whether there is such a one, so that a batch is decoded plainly; a warning then names it."""
+    name = foreigner(processors, criteria, config)
+    if name:
+        warnings.warn(
+            f"{name} may keep a state, or look at other rows, so it must see every step of the whole batch: "
+            f"the {rows} rows are decoded plainly; a prompt by itself is drafted for",
+            stacklevel=3,
+        )
+    return bool(name)
+
+
+def stopping_rule(criteria: StoppingCriteriaList, config: GenerationConfig) -> StoppingRule:
     """Split the criteria that count tokens from those that need to be asked."""
-    eos = [int(token) for c in criteria if isinstance(c, EosTokenCriteria) for token in c.eos_token_id.reshape(-1)]
-    limits = [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)]
-    others = [c for c in criteria if not isinstance(c, EosTokenCriteria | MaxLengthCriteria)]
-    strings = StoppingCriteriaList(c for c in others if isinstance(c, StopStringCriteria))
-    own = StoppingCriteriaList(c for c in others if not isinstance(c, StopStringCriteria))
+    eos = [int(token) for c in criteria if type(c) is EosTokenCriteria for token in c.eos_token_id.reshape(-1)]
+    limits = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
+    others = [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
+    shows_scores = config.return_dict_in_generate and config.output_scores
 
-    def ask(asked: StoppingCriteriaList, row: int, ids: Tensor, scores: Sequence[Tensor]) -> bool:
-        # Rows stand at different lengths; a criterion that knows its row finds it at its place.
-        steps = tuple(cast(Any, step.expand(batch_size, -1)) for step in scores) if scores else None
-        answer = asked(cast(torch.LongTensor, ids.expand(batch_size, -1)), steps)
-        return bool(answer[row])
+    def ask(criterion: StoppingCriteriaList, ids: Tensor, scores: Sequence[Tensor]) -> bool:
+        steps = tuple(cast(Any, step[None]) for step in scores) if shows_scores else None
+        return bool(criterion(cast(torch.LongTensor, ids), steps))
 
-    kinds: tuple[tuple[FinishReason, StoppingCriteriaList], ...] = (("stop", strings), ("criteria", own))
-    custom = tuple((reason, partial(ask, asked)) for reason, asked in kinds if asked)
+    custom = tuple((_reason_of(c), partial(ask, StoppingCriteriaList([c]))) for c in others)
     return StoppingRule(max_length=min(limits), eos_tokens=np.array(eos, np.int32), custom=custom)
+
+
+def _reason_of(criterion: Any) -> FinishReason:
+    """What an output ends for that a criterion ends."""
+    return "stop" if type(criterion) is StopStringCriteria else "criteria"
 
 
 def refuse_long_prompts(model: PreTrainedModel, lengths: NDArray[np.int64]) -> None:
@@ -246,11 +308,12 @@ def pad_prompts(
 
 
 def refuse_positions(position_ids: Tensor | None, lengths: NDArray[np.int64], longest: int) -> None:
-    """Say that positions of the user's own are not served."""
-    usual = np.maximum(np.arange(longest) - (longest - lengths)[:, None], 0)
-    if position_ids is None or position_ids.shape[-1] != longest or position_ids.ndim != 2:
+    """Say that positions of the user's own, `[…, batch or 1, tokens]`, are not served; padding's may be any."""
+    if position_ids is None:
         return
-    if (position_ids.cpu().numpy() != usual).any():
+    usual = np.arange(longest) - (longest - lengths)[:, None]
+    given = position_ids.cpu().numpy()
+    if given.shape[-1] != longest or ((given != usual) & (usual >= 0)).any():
         raise UnsupportedModelError("position_ids of your own are not served; leave out custom_generate for them")
 
 

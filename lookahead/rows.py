@@ -161,8 +161,7 @@ class Row:
             self.ids[self.length] = token
             self.length += 1
             self.emitted += 1
-            scores = self.chooser.scores[self.place]
-            self.finish_reason = self.stopping.finish_reason(self.place, self._seen(), scores)
+            self.finish_reason = self.stopping.finish_reason(self._seen(), self.chooser.scores[self.place])
             return self.finish_reason is not None
 
         return verify(draft.tree, choose, is_finished)

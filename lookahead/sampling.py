@@ -14,15 +14,31 @@ from transformers import (
     EncoderRepetitionPenaltyLogitsProcessor,
     EpsilonLogitsWarper,
     EtaLogitsWarper,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    GenerationConfig,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
     LogitsProcessor,
     LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
     TemperatureLogitsWarper,
+    TopHLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
     TypicalLogitsWarper,
+    WatermarkLogitsProcessor,
 )
 
 from lookahead.errors import LogitsError
@@ -130,7 +146,7 @@ _WARPERS = (
 
 def warp_of(processors: LogitsProcessorList) -> Callable[[Tensor], Tensor]:
     """The processors that look at nothing but scores, `[n, vocab]`, as one function; the others are left out."""
-    warpers = [processor for processor in processors if isinstance(processor, _WARPERS)]
+    warpers = [processor for processor in processors if type(processor) in _WARPERS]  # a subclass may keep a state
 
     def warp(scores: Tensor) -> Tensor:
         nothing = cast(LongTensor, torch.zeros(len(scores), 0, dtype=torch.long))
@@ -146,8 +162,39 @@ def not_a_number(row: int, step: int) -> LogitsError:
     return LogitsError(f"the scores of new token {step + 1} of row {row} are not a number; no token can be chosen")
 
 
+# What treats every row by itself and keeps nothing from step to step. A subclass may do otherwise.
+_ROW_WISE = frozenset(
+    {
+        *_WARPERS,
+        *(TopHLogitsWarper, LogitNormalization, InfNanRemoveLogitsProcessor, ExponentialDecayLengthPenalty),
+        *(MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor, NoRepeatNGramLogitsProcessor),
+        *(RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor, NoBadWordsLogitsProcessor),
+        *(EncoderRepetitionPenaltyLogitsProcessor, EncoderNoRepeatNGramLogitsProcessor, WatermarkLogitsProcessor),
+        *(ForcedBOSTokenLogitsProcessor, ForcedEOSTokenLogitsProcessor),
+        *(SuppressTokensLogitsProcessor, SuppressTokensAtBeginLogitsProcessor),
+    }
+)
+
+
+def foreign_processor(processors: LogitsProcessorList, config: GenerationConfig) -> str:
+    """The name of the first processor that may keep a state or look across rows, or an empty string.
+
+    Such a one must see what `model.generate` would show it: the whole batch, once a step.
+    """
+    for place, processor in enumerate(processors):
+        kind = type(processor)
+        is_last = not any(type(each) is kind for each in processors[place + 1 :])
+        if kind is SynthIDTextWatermarkLogitsProcessor and config.watermarking_config is not None and is_last:
+            continue  # it keeps a state row by row, but is of this call alone, and every row gets one of its own
+        if kind is PrefixConstrainedLogitsProcessor:
+            return "prefix_allowed_tokens_fn"
+        if kind not in _ROW_WISE:
+            return str(getattr(processor, "__qualname__", kind.__qualname__))  # it may be a function
+    return ""
+
+
 class _WholeBatch(LogitsProcessor):
-    """Shows a user's processor a batch, every row of it the row in question, and takes that row's answer."""
+    """Shows a processor a batch, every row of it the row in question, and takes that row's answer."""
 
     def __init__(self, processor: LogitsProcessor, row: int, batch_size: int) -> None:
         self._processor = processor
@@ -161,31 +208,22 @@ class _WholeBatch(LogitsProcessor):
 
 
 def _for_row(processors: LogitsProcessorList, row: int, batch_size: int) -> LogitsProcessorList:
-    """Processors for one row of a batch, called with that row alone.
+    """Processors for one row of a batch, called with that row alone; none of them is foreign.
 
-    Rows advance at different rates, so a batch of equal lengths is never at hand. transformers' own processors
-    treat rows alike, but for two that know which row they are at; a user's processor might know it too.
+    Rows advance at different rates, so a batch of equal lengths is never at hand. Processors treat rows alike, but for
+    three that know which row they are at.
     """
     if batch_size == 1:
         return processors
     mine = LogitsProcessorList()
     for processor in processors:
-        if isinstance(processor, PrefixConstrainedLogitsProcessor):
-            mine.append(PrefixConstrainedLogitsProcessor(_at_row(processor._prefix_allowed_tokens_fn, row), 1))
-        elif isinstance(processor, RepetitionPenaltyLogitsProcessor):
+        if isinstance(processor, RepetitionPenaltyLogitsProcessor):
             own = copy(processor)
             if isinstance(own.prompt_ignore_length, Tensor):
                 own.prompt_ignore_length = own.prompt_ignore_length[row : row + 1]
             mine.append(own)
         elif isinstance(processor, EncoderRepetitionPenaltyLogitsProcessor | EncoderNoRepeatNGramLogitsProcessor):
             mine.append(_WholeBatch(processor, row, batch_size))  # it holds the prompts of the whole batch
-        elif type(processor).__module__.startswith("transformers."):
-            mine.append(copy(processor))  # a watermark's keeps a state
         else:
-            mine.append(_WholeBatch(processor, row, batch_size))
+            mine.append(copy(processor))  # a watermark's keeps a state
     return mine
-
-
-def _at_row(allowed: Callable[[int, Tensor], list[int]], row: int) -> Callable[[int, Tensor], list[int]]:
-    """A prefix constraint that is told the row's own place in the batch."""
-    return lambda _, ids: allowed(row, ids)

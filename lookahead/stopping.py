@@ -13,7 +13,7 @@ from lookahead.tree import IntArray
 FinishReason = Literal["stop", "length", "criteria"]
 """Why an output ended: an end-of-sequence token or a stop string, a limit on its length, or another criterion."""
 
-Criterion = Callable[[int, Tensor, Sequence[Tensor]], bool]
+Criterion = Callable[[Tensor, Sequence[Tensor]], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class StoppingRule:
     Attributes:
         max_length: Ids at which a row ends, prompt and padding included, as `model.generate` counts them.
         eos_tokens: int32 `[k]`; tokens that end an output.
-        custom: Every other criterion, with the reason it stands for: takes a row's place in the batch and its ids,
-            int64 `[1, tokens]`.
+        custom: Every other criterion, with the reason it stands for: takes a row's ids, int64 `[1, tokens]`, and its
+            scores so far, each `[vocab]`.
     """
 
     max_length: int
@@ -40,10 +40,10 @@ class StoppingRule:
         """The rule with an end where a model has read as many ids as its context holds; one more follows from them."""
         return replace(self, max_length=min(self.max_length, context + 1))
 
-    def finish_reason(self, row: int, ids: Tensor, scores: Sequence[Tensor] = ()) -> FinishReason | None:
+    def finish_reason(self, ids: Tensor, scores: Sequence[Tensor] = ()) -> FinishReason | None:
         """Why a row whose ids, int64 `[1, tokens]`, end with its newest token ends there; None if it does not."""
         # Every criterion is asked, as `model.generate` does: one that counts its calls must see them all.
-        fired = [reason for reason, criterion in self.custom if criterion(row, ids, scores)]
+        fired = [reason for reason, criterion in self.custom if criterion(ids, scores)]
         if "stop" in fired or int(ids[0, -1]) in self.eos_tokens:
             return "stop"
         return fired[0] if fired else "length" if ids.shape[1] >= self.max_length else None

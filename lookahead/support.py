@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch.nn import Dropout
 from transformers import PreTrainedModel
 
 from lookahead.config import MAX_NODES_LIMIT
+from lookahead.permodel import PerModel, probed_once
 from lookahead.target import Shape, Target, input_device
 from lookahead.tree import TokenTree
 
@@ -40,7 +41,7 @@ class Support:
     reason: str = ""
 
 
-_verdicts: WeakKeyDictionary[PreTrainedModel, Support] = WeakKeyDictionary()
+_verdicts: PerModel[Support] = PerModel(heeds_weights=True)
 
 
 def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Support:
@@ -76,12 +77,11 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
         # A dynamic base depends on the longest position of each pass; a long one only on which side it lies.
         if max_length > limit and (kind == "dynamic" or shortest <= limit):
             return Support("none", f"its {kind} position embeddings change beyond {limit} tokens")
-    if model not in _verdicts:
-        _verdicts[model] = _probe(model, config)
+    verdict = probed_once(model, _verdicts, partial(_probe, model, config))
     scale = getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", False) else None
-    if scale is not None and max_length + MAX_NODES_LIMIT >= scale and _verdicts[model].shape == "trees":
+    if scale is not None and max_length + MAX_NODES_LIMIT >= scale and verdict.shape == "trees":
         return Support("chains", f"its attention temperature counts slots of the cache from {scale} tokens on")
-    return _verdicts[model]
+    return verdict
 
 
 def own_ways(model: PreTrainedModel) -> str:
@@ -91,6 +91,8 @@ def own_ways(model: PreTrainedModel) -> str:
     if getattr(prepare, "__func__", prepare) not in (None, model_class.prepare_inputs_for_generation):
         return "its inputs are prepared by another object, as prompt tuning does"
     for module in model.modules():
+        if type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
+            return "its activations are quantized by one scale for all tokens of a pass, so drafts would change it"
         # An adapter put onto a model in evaluation mode is in training mode itself until told otherwise.
         if module.training and (module is model or (isinstance(module, Dropout) and module.p)):
             return "it is in training mode; call its eval() first"
@@ -155,6 +157,10 @@ def _scores_like_the_model(model: PreTrainedModel, shape: Shape, tokens: Sequenc
         for row in range(len(texts)):
             target.commit(row, path)
         second = target.score([TokenTree.root(tokens[0])] * len(texts))
+        target.commit(0, path[:1])
+        if len(texts) > 1:
+            target.retire(1)
+        third = target.score([TokenTree.root(tokens[3])])  # as the model itself would take it, in half precision
     checks = [
         (text + tail, logits)
         for row, text in enumerate(texts)
@@ -164,6 +170,7 @@ def _scores_like_the_model(model: PreTrainedModel, shape: Shape, tokens: Sequenc
             ([*tree.tokens[path].tolist(), tokens[0]], second[row, 0]),
         )
     ]
+    checks.append(([*texts[0], *tree.tokens[path].tolist(), tokens[0], tokens[3]], third[0, 0]))
     return all(agree(model, logits, _own_logits(model, ids, logits)) for ids, logits in checks)
 
 

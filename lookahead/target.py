@@ -6,9 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from threading import Lock, RLock
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -16,8 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lookahead.attention import ATTENTION_NAME, Reach, TreePass, running
-from lookahead.cache import TreeCache
+from lookahead.attention import Reach, TreePass
+from lookahead.attention_scope import AttentionScope
+from lookahead.cache import TreeCache, windows_of
 from lookahead.errors import UnsupportedModelError
 from lookahead.levels import LevelPass
 from lookahead.passes import FastPasses
@@ -28,6 +27,7 @@ Shape = Literal["trees", "chains"]
 OnPrefill = Callable[[int, int], None]
 """Takes how many tokens of the longest prompt are read, and how many it has."""
 PREFILL_CHUNK = 1024
+_MOST_WHOLE = 8192  # tokens of a prompt that is read at once without fused attention
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
@@ -46,16 +46,6 @@ def position_limit(model: PreTrainedModel) -> int | None:
     if getattr(config, "rope_parameters", None) or getattr(config, "alibi", False):
         return None
     return getattr(config, "max_position_embeddings", None)
-
-
-_locks: WeakKeyDictionary[PreTrainedModel, RLock] = WeakKeyDictionary()
-_locks_guard = Lock()
-
-
-def _lock_of(model: PreTrainedModel) -> RLock:
-    """One lock per model: its attention implementation is part of the model, so threads take turns."""
-    with _locks_guard:
-        return _locks.setdefault(model, RLock())
 
 
 @cache
@@ -112,23 +102,30 @@ class Target:
         self._keeps_logits = "logits_to_keep" in takes
         self._takes_positions = "position_ids" in takes
         self._takes_masks = shape == "trees"
-        self._registered = self._takes_masks and bool(model._can_set_attn_implementation())
+        self._scope = None
+        if self._takes_masks and model._can_set_attn_implementation():
+            self._scope = AttentionScope(model)
         self._prefill_chunk = prefill_chunk
         is_fixed = (compiles or captures) and self._takes_masks and self._takes_positions
-        self.cache = TreeCache(rows=rows, capacity=padded_slots(capacity) if is_fixed and compiles else capacity)
+        slots = padded_slots(capacity) if is_fixed and compiles else capacity
+        self._windows = windows_of(model)
+        self.cache = TreeCache(rows=rows, capacity=slots, windows=self._windows)
         self.positions = position_limit(model)
         self._hidden_layers = tuple(hidden_layers)
         self.on_prefill: OnPrefill | None = None
         self.keeps_hidden = True
         self.hidden: dict[int, Tensor] = {}
         self.prompt_hidden: list[dict[int, Tensor]] = []
-        self._own_attention = model.config._attn_implementation
+        self._is_served = False
+        self._has_softcap = model.config.get_text_config()._attn_implementation != "sdpa"
+        # In float32 tokens do not hang on the last bits, and packed heads are faster.
+        self._is_bitwise = model.dtype in (torch.bfloat16, torch.float16)
         self._made_code = False  # for products of the newest pass
         self._fast = None
         if is_fixed:
             self._fast = FastPasses(
                 model, self.cache, device, most_nodes=most_nodes, hidden_layers=self._hidden_layers,
-                is_registered=self._registered, compiles=compiles, captures=captures,
+                scope=self._scope, compiles=compiles, captures=captures,
             )  # fmt: skip
 
     @property
@@ -138,33 +135,20 @@ class Target:
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Let the model use tree attention until the block ends; every pass must run inside.
+        """Let the model use tree attention in passes of this target until the block ends; every pass must run inside.
 
-        Blocks may be nested. Another thread that wants the same model waits until the outermost one ends.
+        Blocks may be nested. Whoever else calls the model meanwhile, on this thread or another, finds it as it was.
         """
-        config = self._model.config
-        with _lock_of(self._model), torch.inference_mode():
-            if not self._registered or config._attn_implementation == ATTENTION_NAME:
+        with torch.inference_mode():
+            if self._scope is None or self._is_served:
                 yield
                 return
-            self._own_attention = config._attn_implementation
-            self._model.set_attn_implementation(ATTENTION_NAME)
+            self._is_served = True
             try:
-                yield
+                with self._scope.serving():
+                    yield
             finally:
-                self._model.set_attn_implementation(self._own_attention)
-
-    @contextmanager
-    def resting(self) -> Iterator[None]:
-        """Within `serving`, give the model back for a block of the user's code, which may well call it."""
-        if self._model.config._attn_implementation != ATTENTION_NAME:
-            yield
-            return
-        self._model.set_attn_implementation(self._own_attention)
-        try:
-            yield
-        finally:
-            self._model.set_attn_implementation(ATTENTION_NAME)
+                self._is_served = False
 
     def prefill(self, prompts: Sequence[IntArray], first: int = 0) -> Tensor:
         """Put the KV of every prompt into the cache; its last token, the first root, is not committed yet.
@@ -197,9 +181,11 @@ class Target:
             padded[row, : new[row]] = prompt[cached[row] :]
         last: dict[int, Tensor] = {}
         hidden: list[dict[int, Tensor]] = []
+        is_whole = bool((new == width).all()) and not np.ptp(cached)
+        size = width if is_whole and self._reads_whole(width, is_continued=bool(cached.any())) else self._prefill_chunk
         self._tell(0, longest)
-        for start in range(0, padded.shape[1], self._prefill_chunk):
-            chunk = np.ascontiguousarray(padded[:, start : start + self._prefill_chunk])
+        for start in range(0, width, size):
+            chunk = np.ascontiguousarray(padded[:, start : start + size])
             # A row whose prompt has ended writes padding behind its end, where its trees will stand.
             committed[:] = cached + start
             ends = new - 1 - start
@@ -209,12 +195,18 @@ class Target:
             logits = self._forward(chunk, positions, None, keep=keep if len(keep) else np.zeros(1, np.int64))
             last.update({int(row): logits[row, column] for row, column in zip(ending, place, strict=True)})
             hidden.append(self.hidden)
-            self._tell(min(start + self._prefill_chunk, longest), longest)
+            self._tell(min(start + size, longest), longest)
         committed[:] = lengths - 1
         whole = {layer: torch.cat([chunk[layer] for chunk in hidden], 1) for layer in self.hidden}
         self.prompt_hidden = [{layer: each[row, :n] for layer, each in whole.items()} for row, n in enumerate(new)]
         self.hidden = {layer: each[range(len(new)), new - 1][:, None] for layer, each in whole.items()}
         return torch.stack([last[row] for row in range(len(prompts))])[:, None]
+
+    def _reads_whole(self, width: int, *, is_continued: bool) -> bool:
+        """Whether prompts of one length are read in one pass, as by `model.generate`, to its last bit."""
+        # Without fused causal attention the memory of a pass grows with the square of its tokens.
+        is_fused = not (self._has_softcap or is_continued or any(self._windows))
+        return self._is_bitwise and (is_fused or width <= _MOST_WHOLE)
 
     def _tell(self, done: int, tokens: int) -> None:
         """Tell how far the longest prompt is read, where that is wanted."""
@@ -230,7 +222,7 @@ class Target:
         outputs = None
         self._made_code = False
         if self._fast is not None:
-            outputs = self._fast.score(trees, has_softcap=self._own_attention != "sdpa")
+            outputs = self._fast.score(trees, has_softcap=self._has_softcap)
         if outputs is None:
             return self._score(trees, np.zeros(len(trees), np.int64))
         self.hidden = dict(zip(self._hidden_layers, outputs[1:], strict=True)) if self.keeps_hidden else {}
@@ -284,23 +276,21 @@ class Target:
         """One pass of the model over `[active, width]` tokens; returns the logits of all columns, or of `keep`."""
         from lookahead.kernels.choice import products_for
 
-        self.cache.slots.begin(tokens.shape[1])
-        has_softcap = self._own_attention != "sdpa"
-        if trees is not None and scored is not None:
-            tree_pass: TreePass = LevelPass(self.cache.slots, trees, scored, has_softcap=has_softcap)
-        else:
-            tree_pass = TreePass(self.cache.slots, trees, has_softcap=has_softcap)
+        is_plain = self._is_bitwise and self._is_plain(tokens, trees, keep, scored)
+        self.cache.slots.begin(tokens.shape[1], is_plain=is_plain)
         options: dict[str, object] = {}
         columns = None if keep is None else torch.from_numpy(keep).to(self._device)
         if self._keeps_logits and columns is not None:
-            options["logits_to_keep"] = columns
+            options["logits_to_keep"] = 1 if is_plain else columns
         scope: AbstractContextManager[None] = nullcontext()
         if self._takes_positions:
             options["position_ids"] = torch.from_numpy(positions).to(self._device)
-        if self._registered:
-            scope = running(tree_pass)
-        elif self._takes_masks:
-            options["attention_mask"] = tree_pass.mask(1, Reach(), self._model.dtype, self._device)
+        if self._takes_masks and not is_plain:
+            tree_pass = self._pass_over(trees, scored)
+            if self._scope is not None:
+                scope = self._scope.running(tree_pass)
+            else:
+                options["attention_mask"] = tree_pass.mask(1, Reach(), self._model.dtype, self._device)
         keeps_hidden = self.keeps_hidden and bool(self._hidden_layers)
         if keeps_hidden:
             options["output_hidden_states"] = True
@@ -316,6 +306,27 @@ class Target:
         self.hidden = _choose_layers(output, self._hidden_layers) if keeps_hidden else {}
         logits: Tensor = output.logits
         return logits if columns is None or self._keeps_logits else logits[:, columns]
+
+    def _is_plain(
+        self,
+        tokens: NDArray[np.int64],
+        trees: Sequence[TokenTree] | None,
+        keep: NDArray[np.int64] | None,
+        scored: NDArray[np.int64] | None,
+    ) -> bool:
+        """Whether a pass is one that `model.generate` would take: whole prompts of one length, or a token a row."""
+        lengths = self.cache.slots.lengths[: len(tokens)]
+        if scored is not None or np.ptp(lengths):
+            return False
+        if trees is not None:
+            return bool(tokens.shape[1] == 1)
+        return keep is not None and list(keep) == [tokens.shape[1] - 1]
+
+    def _pass_over(self, trees: Sequence[TokenTree] | None, scored: NDArray[np.int64] | None) -> TreePass:
+        """What attention needs to know of the pass that has begun."""
+        if trees is not None and scored is not None:
+            return LevelPass(self.cache.slots, trees, scored, has_softcap=self._has_softcap)
+        return TreePass(self.cache.slots, trees, has_softcap=self._has_softcap)
 
 
 def _choose_layers(output: Any, layers: Sequence[int]) -> dict[int, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 import warnings
 from typing import Any
@@ -69,6 +71,21 @@ def test_nested_switches_may_end_in_any_order(tiny_llama: PreTrainedModel, steps
     tiny_llama.generate(IDS, max_new_tokens=3, do_sample=False)
     assert steps
     last.disable()
+    assert as_it_was(tiny_llama)
+
+
+def test_a_copy_of_a_model_is_not_switched_on_with_it(tiny_llama: PreTrainedModel, steps: list[int]) -> None:
+    with lookahead.enable(tiny_llama):
+        deep, shallow = copy.deepcopy(tiny_llama), copy.copy(tiny_llama)
+        pickled = pickle.loads(pickle.dumps(tiny_llama))  # our own bytes
+        with torch.no_grad():
+            deep.lm_head.weight.neg_()
+        assert not torch.equal(deep.generate(IDS, max_new_tokens=4), tiny_llama.generate(IDS, max_new_tokens=4))
+        steps.clear()
+        for copied in (deep, pickled):
+            copied.generate(IDS, max_new_tokens=4, do_sample=False)
+    shallow.generate(IDS, max_new_tokens=4, do_sample=False)
+    assert not steps
     assert as_it_was(tiny_llama)
 
 
@@ -144,7 +161,7 @@ def test_what_has_no_speculative_form_goes_to_transformers_with_a_warning(
     assert not steps
 
 
-def test_threads_that_share_a_model_are_served_one_after_the_other(tiny_llama: PreTrainedModel) -> None:
+def test_threads_that_share_a_model_get_the_tokens_of_generate(tiny_llama: PreTrainedModel) -> None:
     prompts = [torch.tensor([[5 + i, 9, 31, 77, 5 + i, 9]]) for i in range(4)]
     expected = [tiny_llama.generate(ids, max_new_tokens=40, do_sample=False) for ids in prompts]
     got: dict[int, torch.Tensor] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -70,7 +71,10 @@ class Unsure(StoppingCriteria):
 
 
 def both(model: PreTrainedModel, foretell: Foretell | None = None, **options: Any) -> tuple[Any, Any]:
-    """What transformers gives and what we give from the same seed, with drafts that run past every end."""
+    """What transformers gives and what we give from the same seed, with drafts that run past every end.
+
+    A batch with criteria of a user's own is left to transformers, with a warning.
+    """
     torch.manual_seed(3)
     expected = model.generate(**options)
     if foretell is not None:
@@ -79,7 +83,10 @@ def both(model: PreTrainedModel, foretell: Foretell | None = None, **options: An
         sampled = {name: options[name] for name in SAMPLED if name in options}
         foretell(model.generate(**inputs, **sampled, max_new_tokens=60), options.get("attention_mask"))
     torch.manual_seed(3)
-    return expected, model.generate(**options, custom_generate=lookahead.decode, lookahead_config=DRAFTING)
+    own = [each for each in options.get("stopping_criteria", ()) if type(each).__module__ == __name__]
+    is_left = own and len(options["input_ids"]) > 1
+    with pytest.warns(UserWarning, match=type(own[0]).__name__) if is_left else nullcontext():
+        return expected, model.generate(**options, custom_generate=lookahead.decode, lookahead_config=DRAFTING)
 
 
 ENDINGS: dict[str, dict[str, Any]] = {
@@ -111,7 +118,9 @@ def test_an_output_ends_where_that_of_generate_ends(
     options = {"pad_token_id": 0, "max_new_tokens": 30, **sampling, **options}
     expected, got = both(looping_llama, foretell, **inputs, **options)
     assert torch.equal(got, expected)
-    if "max_time" not in options:
+    if inputs is INPUTS["ragged"] and isinstance(options.get("stopping_criteria", [0])[0], RowsEndAt | SumReaches):
+        assert not accepted
+    elif "max_time" not in options:
         assert sum(accepted) > 0
     elif options["max_time"] == 0.0:
         assert got.shape[1] == 13
@@ -304,7 +313,7 @@ def test_a_result_says_why_its_output_ended(
         warnings.filterwarnings("ignore", "LlamaForCausalLM cannot be decoded speculatively")
         result = lookahead.generate(looping_llama, tiny_tokenizer, "abab abab", **options)
     assert result.finish_reasons == [reason]
-    if not is_plain:
+    if not is_plain and reason != "criteria":  # a criterion of one's own is refused where prompts share it
         (done,) = lookahead.stream_many(looping_llama, tiny_tokenizer, ["abab abab"], **options)
         assert (done.finish_reason, done.token_ids) == (reason, result.token_ids[0])
 
@@ -316,3 +325,23 @@ def test_every_row_of_a_batch_has_its_own_reason(looping_llama: PreTrainedModel,
     result = lookahead.generate(looping_llama, tiny_tokenizer, prompts, eos_token_id=end, **options)
     assert result.finish_reasons == ["stop" if end in ids else "length" for ids in free]
     assert set(result.finish_reasons) == {"stop", "length"}
+
+
+def test_every_row_of_a_batch_that_is_decoded_plainly_has_its_own_reason(
+    looping_llama: PreTrainedModel, tiny_tokenizer: Any
+) -> None:
+    prompts, options = ["abab abab", "0123", "xyxyx"], {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    free = lookahead.generate(looping_llama, tiny_tokenizer, prompts, **options).token_ids
+    end = next(token for token in free[1] if token not in free[0] + free[2])
+    begin = max(len(tiny_tokenizer(prompt)["input_ids"]) for prompt in prompts)
+    with pytest.warns(UserWarning, match="RowsEndAt may keep a state"):
+        result = lookahead.generate(
+            looping_llama,
+            tiny_tokenizer,
+            prompts,
+            eos_token_id=end,
+            stopping_criteria=[RowsEndAt(begin + 4, 99, 99)],
+            **options,
+        )
+    assert result.finish_reasons == ["criteria", "stop", "length"]
+    assert result.token_ids == [free[0][:4], free[1][: free[1].index(end) + 1], free[2]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -114,13 +115,20 @@ MANY = {
 Foretell = Callable[[torch.Tensor, torch.Tensor | None], None]
 
 
+def is_foreign(options: dict[str, Any]) -> bool:
+    """Whether a batch is left to transformers: what a user brings along may keep a state."""
+    rows = len(options.get("input_ids", [0])) * options.get("num_return_sequences", 1)
+    return rows > 1 and not options.keys().isdisjoint(("logits_processor", "prefix_allowed_tokens_fn"))
+
+
 def both(model: PreTrainedModel, foretell: Foretell, **options: Any) -> tuple[Any, Any]:
     """What transformers gives and what we give from the same seed, with drafts that are right for a while."""
     torch.manual_seed(3)
     expected = model.generate(**options)
     foretell(getattr(expected, "sequences", expected), options.get("attention_mask"))
     torch.manual_seed(3)
-    return expected, model.generate(**options, custom_generate=lookahead.decode, lookahead_config=DRAFTING)
+    with pytest.warns(UserWarning, match="may keep a state") if is_foreign(options) else nullcontext():
+        return expected, model.generate(**options, custom_generate=lookahead.decode, lookahead_config=DRAFTING)
 
 
 def check(
@@ -129,7 +137,7 @@ def check(
     """Ours is what transformers gives, with accepted drafts, and not what it gives without the option."""
     expected, got = both(model, foretell, **{**common, **options})
     assert torch.equal(got, expected)
-    assert sum(accepted) > 0
+    assert not accepted if is_foreign({**common, **options}) else sum(accepted) > 0
     torch.manual_seed(3)
     assert not torch.equal(expected, model.generate(**common)), "the option does nothing here"
 
@@ -198,7 +206,10 @@ def test_a_beginning_that_is_forced_stands_behind_a_prompt_of_one_token(
 def test_many_options_together_change_ours_alike(
     looping_llama: PreTrainedModel, foretell: Foretell, accepted: list[int], inputs: dict[str, Any], do_sample: bool
 ) -> None:
-    expected, got = both(looping_llama, foretell, **inputs, **MANY, do_sample=do_sample, max_new_tokens=40)
+    options = {**inputs, **MANY, "do_sample": do_sample, "max_new_tokens": 40}
+    if len(inputs["input_ids"]) > 1:  # there ours drafts only beside processors of transformers' own
+        options = {name: value for name, value in options.items() if not is_foreign({**inputs, name: value})}
+    expected, got = both(looping_llama, foretell, **options)
     assert torch.equal(got, expected)
     assert sum(accepted) > 0
 
@@ -207,21 +218,17 @@ def test_many_options_together_change_ours_alike(
 def test_options_that_know_the_row_see_every_returned_sequence_as_a_row(
     looping_llama: PreTrainedModel, foretell: Foretell, inputs: dict[str, Any]
 ) -> None:
-    torch.manual_seed(3)
     options: dict[str, Any] = {
         **inputs,
         "do_sample": True,
         "temperature": 2.0,
         "num_return_sequences": 3,
         "max_new_tokens": 20,
-        "prefix_allowed_tokens_fn": allowed,
-        "logits_processor": [Leaning()],
         "encoder_repetition_penalty": 1.5,
     }
-    expected = looping_llama.generate(**options)
-    torch.manual_seed(3)
-    got = looping_llama.generate(**options, custom_generate=lookahead.decode, lookahead_config=DRAFTING)
-    assert torch.equal(got, expected)
+    for own in ({}, {"prefix_allowed_tokens_fn": allowed, "logits_processor": [Leaning()]}):
+        expected, got = both(looping_llama, lambda *_: None, **options, **own)
+        assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from copy import deepcopy
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessorList, PreTrainedModel
+from accelerate import cpu_offload
+from accelerate.hooks import remove_hook_from_module
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
 
 import lookahead
-from lookahead import LookaheadConfig
+from bench.families import FAMILIES, build
+from lookahead import LookaheadConfig, support
 from lookahead.accounts import Accounts
 from lookahead.errors import LogitsError, PromptError, UnsupportedModelError
 from lookahead.proposers.base import Call, IntArray, Outcome, Proposal, Proposer
+from lookahead.support import support_of
 
 IDS = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 20}
@@ -62,6 +72,69 @@ def test_a_processor_that_raises_is_heard_and_the_model_works_on(model: PreTrain
         decode(model, fail)
     assert model.config._attn_implementation == before
     assert torch.equal(decode(model), expected)
+
+
+@pytest.mark.parametrize("length", [12, 15], ids=["at the prompt's end", "later"])
+def test_a_processor_that_stops_an_iteration_is_heard_as_it_is(model: PreTrainedModel, length: int) -> None:
+    def exhausted(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores if ids.shape[1] < length else next(iter(()))
+
+    with pytest.raises(StopIteration):
+        model.generate(IDS, **GREEDY, logits_processor=LogitsProcessorList([exhausted]))
+    with pytest.raises(StopIteration):
+        decode(model, exhausted)
+    with lookahead.enable(model), pytest.raises(StopIteration):
+        model.generate(IDS, **GREEDY, logits_processor=LogitsProcessorList([exhausted]))
+    assert torch.equal(decode(model), model.generate(IDS, **GREEDY))
+
+
+@pytest.mark.parametrize("size", [60, 130])
+def test_what_was_learned_of_a_vocabulary_is_not_drafted_from_for_another(model: PreTrainedModel, size: int) -> None:
+    ids = torch.tensor([[5, 9, 31, 57, 5, 9, 31, 2, 59, 5, 9, 31]])
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 60}
+    extra = {"custom_generate": lookahead.decode, "lookahead_config": LookaheadConfig(draft="fixed")}
+    said = model.generate(ids, **options, **extra)
+    assert (said >= 60).any()
+    model.generate(said, **options, **extra)
+    model.resize_token_embeddings(size)
+    assert torch.equal(model.generate(ids, **options, **extra), model.generate(ids, **options))
+
+
+def test_a_verdict_on_other_weights_does_not_outlive_them() -> None:
+    model = build(FAMILIES["Doge"])
+    kept = {name: weights.clone() for name, weights in model.state_dict().items()}
+    with torch.no_grad():
+        model.get_output_embeddings().weight.zero_()  # all logits are alike, however tokens are attended to
+    assert support_of(model, shortest=4, max_length=30).shape == "trees"
+    model.load_state_dict(kept)
+    assert support_of(model, shortest=4, max_length=30).shape == "chains"
+
+
+def test_a_model_is_probed_once_though_its_weights_come_and_go(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probed: list[int] = []
+    probe = support._probe
+    monkeypatch.setattr(support, "_probe", lambda *arguments: (probed.append(1), probe(*arguments))[1])
+    cpu_offload(model, torch.device("cpu"))
+    for _ in range(3):
+        decode(model)
+    assert len(probed) == 1
+    with torch.no_grad():
+        cast(Any, remove_hook_from_module(model, recurse=True)).lm_head.weight.neg_()
+    decode(model)
+    assert len(probed) == 2
+
+
+def test_a_model_whose_activations_are_quantized_together_is_decoded_plainly_and_says_why(
+    model: PreTrainedModel,
+) -> None:
+    decode(model)  # a verdict on what it was before does not count
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8, inplace=True)
+    with pytest.warns(UserWarning, match="quantized by one scale for all tokens of a pass"):
+        assert torch.equal(decode(model), model.generate(IDS, **GREEDY))
 
 
 def test_a_processor_may_call_the_model_itself(model: PreTrainedModel) -> None:

@@ -21,7 +21,7 @@ MAX_LINES = 400
 FLOORS = (
     {"errors"},
     {"ngram", "kernels", "tree"},
-    {"atomic", "locating", "gguf_files"},
+    {"atomic", "locating", "gguf_files", "permodel"},
     {"files", "loading", "heads", "report"},
     {"proposers.base", "pools", "scores", "progress"},
     {"config"},
@@ -33,7 +33,7 @@ FLOORS = (
     {"accounts", "emission", "ensemble"},
     {"cache"},
     {"attention"},
-    {"levels", "static"},
+    {"attention_scope", "levels", "static"},
     {"compiled", "graphs"},
     {"passes"},
     {"target"},
@@ -63,8 +63,8 @@ FLOORS = (
 )
 MODEL_BACKED_PROPOSERS = frozenset({"proposers.draft_model", "proposers.model_proposer"})
 KNOW_TRANSFORMERS = {
-    *("cache", "attention", "target", "sampling", "support", "request", "handover", "pieces", "experience"),
-    *("prompts", "validation", "conversation"),
+    *("cache", "attention", "attention_scope", "target", "sampling", "support", "request", "handover", "pieces"),
+    *("experience", "prompts", "validation", "conversation"),
     *(
         "assembly",
         "batching",
@@ -73,6 +73,7 @@ KNOW_TRANSFORMERS = {
         "compiled",
         "passes",
         "generation",
+        "plain",
         "enabling",
         "costs",
         "explain",

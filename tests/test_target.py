@@ -160,9 +160,10 @@ def test_a_prompt_longer_than_a_chunk_is_prefilled_in_chunks(
 
 
 def test_serving_leaves_the_model_as_it_was_even_when_it_fails(tiny_llama: PreTrainedModel) -> None:
-    before = tiny_llama.config._attn_implementation
     target = Target(tiny_llama, rows=1, capacity=8, device=torch.device("cpu"))
+    layers = [tiny_llama.model, *(layer.self_attn for layer in tiny_llama.model.layers)]
     with pytest.raises(RuntimeError, match="interrupted"), target.serving():
-        assert tiny_llama.config._attn_implementation != before
+        assert all(layer.config is not tiny_llama.config for layer in layers)
+        assert all(layer.config._attn_implementation == "sdpa" for layer in layers), "no pass runs"
         raise RuntimeError("interrupted")
-    assert tiny_llama.config._attn_implementation == before
+    assert all(layer.config is tiny_llama.config for layer in layers)

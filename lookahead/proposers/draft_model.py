@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.errors import ConfigError, ProposerError
 from lookahead.passtime import pass_seconds
+from lookahead.permodel import PerModel
 from lookahead.pools.fingerprint import fingerprint_of
 from lookahead.proposers.base import Call, Proposer
 from lookahead.proposers.model_proposer import Experience, ModelProposer
@@ -94,7 +93,7 @@ class DraftModel:
         self.depth = depth
         self.children = children
         self.width = width
-        self._experience: WeakKeyDictionary[Any, Experience] = WeakKeyDictionary()
+        self._experience: PerModel[Experience] = PerModel()
 
     def __call__(self, call: Call) -> Proposer:
         """Make the proposer of one call.
@@ -112,14 +111,15 @@ class DraftModel:
             raise ProposerError(f"{name} cannot draft: {support.reason}; choose another draft model")
         if support.shape == "chains" and call.rows > 1:
             raise ProposerError(f"{name} cannot draft for {call.rows} prompts at once: {support.reason}")
-        if call.model not in self._experience:
-            self._experience[call.model] = Experience()
+        experience = self._experience.get(call.model)
+        if experience is None:
+            experience = self._experience.set(call.model, Experience())
             _warn_of_cost(self.model, call.model)
         children, width = _DRAWN_SHAPE if call.by_rejection else _SHAPE
         return ModelProposer(
             self.model,
             call,
-            self._experience[call.model],
+            experience,
             name=self.name,
             vocabulary=vocabulary,
             shape=support.shape,

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from lookahead.heads.guesses import Drafter, GuessTree
 from lookahead.heads.opening import Network, fresh_rates, open_heads, put_to_work
 from lookahead.heads.rates import HeadRates
 from lookahead.heads.trunk import lm_head
+from lookahead.permodel import PerModel
 from lookahead.proposers.base import Call, IntArray, Outcome, Proposal, Proposer
 
 
@@ -40,7 +40,7 @@ class Heads:
     def __init__(self, folder: str | os.PathLike[str], *, name: str | None = None) -> None:
         self._folder = os.fspath(folder)
         self._name = name
-        self._opened: WeakKeyDictionary[Any, tuple[str, Network, HeadRates]] = WeakKeyDictionary()
+        self._opened: PerModel[tuple[str, Network, HeadRates]] = PerModel()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Another process, which gets a copy of a configuration, reads the heads itself.
@@ -48,10 +48,11 @@ class Heads:
 
     def __call__(self, call: Call) -> Proposer:
         """The proposer of one call."""
-        if call.model not in self._opened:
+        opened = self._opened.get(call.model)
+        if opened is None:
             kind, network = open_heads(self._folder, call.model)
-            self._opened[call.model] = (kind, network, fresh_rates(network))
-        kind, network, rates = self._opened[call.model]
+            opened = self._opened.set(call.model, (kind, network, fresh_rates(network)))
+        kind, network, rates = opened
         drafter = put_to_work(network, call.model, rates, call.rows, call.warp)
         return HeadsProposer(drafter, rates, self._name or kind, lm_head(call.model).weight.device)
 

@@ -61,38 +61,40 @@ def prepare_encoder_decoder(
     has read, both int64 `[batch, tokens]`, and `model_kwargs` holds the encoder's outputs.
     """
     refuse_unsupported(model, generation_config, model_kwargs, cache=EncoderDecoderCache, served=_SERVED | _READ)
-    _refuse_past(model_kwargs.get("past_key_values"))
+    _refuse_past(model_kwargs.get("past_key_values"), generation_config)
     config = lookahead_config if lookahead_config is not None else LookaheadConfig()
     vocabulary = _vocabulary(model, model.get_decoder())
     pool = open_pool(os.fspath(config.pool), vocabulary=vocabulary) if config.pool is not None else None
     lengths = prompt_lengths(input_ids, model_kwargs.get("decoder_attention_mask"), vocabulary)
     rows, longest = input_ids.shape
     _refuse_long_prompt(longest, decoder_positions(model))
-    stopping = stopping_rule(stopping_criteria, rows)
+    stopping = stopping_rule(stopping_criteria, generation_config)
     seq2seq: Any = model
-    sample = partial(seq2seq._sample, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
+    sample = partial(seq2seq._sample, input_ids, logits_processor, generation_config=generation_config, **model_kwargs)
+    plain = PlainLoop(sample, input_ids, lengths, stopping_criteria, stopping)
     if stopping.max_length <= longest + 1:
-        return PlainLoop(sample, input_ids, lengths, stopping)  # a single token: there is nothing to draft
+        return plain  # a single token: there is nothing to draft
     complaint = _complaint(model, rows, lengths.min() < longest, stopping.max_length, config)
     if complaint and lookahead_config is not None and config.proposers:
         raise UnsupportedModelError(f"{complaint}; leave out the configuration to decode it plainly")
     if complaint:
         warnings.warn(f"{complaint}; it is decoded plainly", stacklevel=3)
-        return PlainLoop(sample, input_ids, lengths, stopping)
+        return plain
     read = _read(model, inputs_tensor, model_kwargs.get("attention_mask"))
     experience = experience_of(model)
     warp = warp_of(logits_processor) if generation_config.do_sample else None
     call = call_of(model, lookahead_tokenizer, rows, stopping, config, is_chain=True, warp=warp)
     call = replace(call, vocab_size=vocabulary, max_length=call.max_length + len(read))
     branch = Branch((), {}, max_nodes=1, teaches=False)  # the lookahead branch is a tree
-    proposers = _proposers(make_proposers(config, experience.proposers, pool, call, branch), read, model)
+    with experience.lock:
+        proposers = _proposers(make_proposers(config, experience.proposers, pool, call, branch), read, model)
+        cost, switch = experience.costs[config.passes], experience.switches[config.passes]
     ensemble = ensemble_of(model)
     if ensemble is not None:
         refuse_in_ensemble(model, reads_hidden=False, by_rejection=call.by_rejection)
         proposers = proposers if ensemble.leads else []
     pacing = None
     if proposers and config.draft == "auto":
-        cost, switch = experience.costs[config.passes], experience.switches[config.passes]
         pacing = Pacing(cost, switch, branch, runs_to_limit=stopping.is_only_length)
     chooser = _chooser(logits_processor, generation_config)
     row = Row.begin(0, input_ids[0].cpu().numpy(), chooser, stopping, device=input_ids.device)
@@ -108,6 +110,7 @@ def prepare_encoder_decoder(
         by_rejection=call.by_rejection,
         by_typicality=config.acceptance == "typical" and call.warp is not None,
         ensemble=ensemble,
+        learning=experience.lock,
     )
 
 
@@ -124,13 +127,23 @@ def _proposers(made: Sequence[Proposer], read: IntArray, model: PreTrainedModel)
     return [informed(proposer, [read]) for proposer in made]
 
 
-def _refuse_past(past: Any) -> None:
-    """Say that a filled cache is not gone on from."""
-    if isinstance(past, EncoderDecoderCache) and past.get_seq_length() > 0:
+def _refuse_past(past: Any, config: GenerationConfig) -> None:
+    """Say that a filled cache is not gone on from, and that none is given back that cannot be cut."""
+    if not isinstance(past, EncoderDecoderCache):
+        return
+    if past.get_seq_length() > 0:
         raise UnsupportedModelError(
             f"past_key_values of an encoder-decoder model must be empty, got {past.get_seq_length()} tokens; "
             "leave out custom_generate to go on from them"
         )
+    kind = type(past.self_attention_cache)
+    if _is_returned(past, config) and not issubclass(kind, DynamicCache):
+        raise UnsupportedModelError(f"a {kind.__name__} is not given back; leave out custom_generate for it")
+
+
+def _is_returned(past: Any, config: GenerationConfig) -> bool:
+    """Whether the caller sees the cache."""
+    return bool(config.return_dict_in_generate or getattr(past, "_is_user_defined", False))
 
 
 def _refuse_long_prompt(tokens: int, positions: int | None) -> None:
@@ -174,7 +187,7 @@ def _read(model: PreTrainedModel, inputs: Tensor | None, mask: Tensor | None) ->
 def _encoded(model: PreTrainedModel, config: GenerationConfig, model_kwargs: dict[str, Any]) -> Encoded:
     """What the decoder attends to, with the cache that `generate` made, where it can be cut."""
     past = model_kwargs.get("past_key_values")
-    is_returned = bool(config.return_dict_in_generate or getattr(past, "_is_user_defined", False))
+    is_returned = _is_returned(past, config)
     if not isinstance(past, EncoderDecoderCache) or not isinstance(past.self_attention_cache, DynamicCache):
         past = empty_cache(model)
     return Encoded(model_kwargs["encoder_outputs"], model_kwargs.get("attention_mask"), past, is_returned)

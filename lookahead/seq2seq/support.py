@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lookahead.config import MAX_NODES_LIMIT
+from lookahead.permodel import PerModel, probed_once
 from lookahead.seq2seq.target import DecoderTarget, Encoded, empty_cache
 from lookahead.support import ATTENTION_LAYERS, PROBES, Support, agree, own_ways, rope_parameters_of
 from lookahead.target import input_device
@@ -20,7 +21,7 @@ from lookahead.tree import TokenTree
 _CHAINS = Support("chains", "the decoder of an encoder-decoder model verifies chains, a row at a time")
 _CHAIN = (0, 0, 1, 2, 3)
 
-_verdicts: WeakKeyDictionary[PreTrainedModel, Support] = WeakKeyDictionary()
+_verdicts: PerModel[Support] = PerModel(heeds_weights=True)
 
 
 def decoder_support(model: PreTrainedModel, *, max_length: int) -> Support:
@@ -44,10 +45,13 @@ def decoder_support(model: PreTrainedModel, *, max_length: int) -> Support:
     reason = own_ways(model)
     if reason:
         return Support("none", reason)
-    if model not in _verdicts:
-        complaint = _complaint(model)
-        _verdicts[model] = Support("none", complaint) if complaint else _CHAINS
-    return _verdicts[model]
+    return probed_once(model, _verdicts, partial(_probe, model))
+
+
+def _probe(model: PreTrainedModel) -> Support:
+    """Try chains."""
+    complaint = _complaint(model)
+    return Support("none", complaint) if complaint else _CHAINS
 
 
 def _complaint(model: PreTrainedModel) -> str:

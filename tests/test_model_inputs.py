@@ -1,0 +1,180 @@
+"""What a model reads beside tokens is served or left to transformers by name, and no encoder reads it twice."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertLMHeadModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    StaticCache,
+)
+
+import lookahead
+from bench.vision import gemma3, llava
+from lookahead import LookaheadConfig, UnsupportedModelError
+
+IDS = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])
+RAGGED = {
+    "input_ids": torch.cat([torch.tensor([[0] * 5 + [41, 42, 41, 42, 41, 42, 41]]), IDS]),
+    "attention_mask": torch.tensor([[0] * 5 + [1] * 7, [1] * 12]),
+}
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
+DRAFTING = LookaheadConfig(draft="fixed", min_probability=0.0)
+
+
+def gpt2() -> PreTrainedModel:
+    config = GPT2Config(vocab_size=101, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.4)
+    return GPT2LMHeadModel(config)
+
+
+def bert() -> PreTrainedModel:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+    return BertLMHeadModel(BertConfig(vocab_size=101, is_decoder=True, initializer_range=0.4, **sizes))
+
+
+def bart() -> PreTrainedModel:
+    layers = {"encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    sizes = {"d_model": 32, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "max_position_embeddings": 64}
+    ends = {"bos_token_id": 1, "pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 1}
+    return BartForConditionalGeneration(
+        BartConfig(vocab_size=101, init_std=0.4, forced_eos_token_id=None, **layers, **sizes, **ends)
+    )
+
+
+def built(make: Any) -> PreTrainedModel:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model: PreTrainedModel = make().float().eval()
+    if make is not bart:
+        model.generation_config.eos_token_id = None
+    return model
+
+
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """What our package warns of in the block."""
+    said: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield said
+    said += [str(each.message) for each in caught if "transformers alone" in str(each.message)]
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["zeros", "ones"])
+@pytest.mark.parametrize("make", [gpt2, bert, gemma3])
+def test_token_types_are_heeded_and_zeros_that_mean_nothing_are_drafted_beside(
+    accepted: list[int], make: Any, kind: int
+) -> None:
+    model, types = built(make), torch.full_like(IDS, kind)
+    if make is gemma3 and kind:
+        types[0, 6:] = 0  # an image in the beginning
+    options = {"input_ids": IDS, "token_type_ids": types, **GREEDY}
+    expected = model.generate(**options)
+    with lookahead.enable(model, DRAFTING), heard() as said:
+        assert torch.equal(model.generate(**options), expected)
+    is_served = make is not gpt2 and kind == 0
+    assert len(accepted) == is_served
+    assert len(said) == (not is_served)
+    assert is_served or "'token_type_ids'" in said[0]
+    if make is gpt2:
+        assert not torch.equal(expected, model.generate(IDS, **GREEDY)), "the types do nothing here"
+
+
+def test_types_that_a_model_does_not_take_are_refused_by_transformers_itself(looping_llama: PreTrainedModel) -> None:
+    options = {"input_ids": IDS, "token_type_ids": torch.zeros_like(IDS), **GREEDY}
+    for extra in ({}, {"custom_generate": lookahead.decode}):
+        with pytest.raises(ValueError, match="token_type_ids"):
+            looping_llama.generate(**options, **extra)
+
+
+@pytest.mark.parametrize("inputs", [{"input_ids": IDS}, RAGGED], ids=["one", "ragged"])
+@pytest.mark.parametrize("make", [llava, gemma3])
+def test_a_model_that_could_see_is_drafted_for_where_there_is_nothing_to_see(
+    accepted: list[int], make: Any, inputs: dict[str, Any]
+) -> None:
+    model = built(make)
+    expected = model.generate(**inputs, **GREEDY)
+    got = model.generate(**inputs, **GREEDY, custom_generate=lookahead.decode, lookahead_config=DRAFTING)
+    assert torch.equal(got, expected)
+    assert len(accepted) == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (llava, {"input_ids": torch.tensor([[5, 9, 99, 99, 99, 99, 31]]), "pixel_values": torch.ones(1, 3, 8, 8)}),
+        (bart, {"num_beams": 2}),
+        (bart, {"num_beams": 2, "num_return_sequences": 2, "return_dict_in_generate": True, "output_scores": True}),
+        (bart, {"output_hidden_states": True, "return_dict_in_generate": True}),
+        (bart, {"prompt_lookup_num_tokens": 3}),
+        (bart, {"cache_implementation": "static", "return_dict_in_generate": True}),
+    ],
+    ids=lambda each: next(reversed(each)) if isinstance(each, dict) else each.__name__,
+)
+def test_what_is_left_to_transformers_is_read_by_the_encoder_once(make: Any, options: dict[str, Any]) -> None:
+    model = built(make)
+    encoder, reads = (model.model.vision_tower if make is llava else model.get_encoder()), []
+    encoder.register_forward_hook(lambda *_: reads.append(1))
+    options = {**GREEDY, "input_ids": IDS, **options}
+    expected = model.generate(**copy.copy(options))
+    reads.clear()
+    with lookahead.enable(model), heard() as said:
+        got = model.generate(**options)
+    assert type(got) is type(expected)
+    assert torch.equal(getattr(got, "sequences", got), getattr(expected, "sequences", expected))
+    assert len(reads) == len(said) == 1
+    if "cache_implementation" in options:
+        assert int(got.past_key_values.get_seq_length()) == int(expected.past_key_values.get_seq_length()) > 0
+
+
+@pytest.mark.parametrize("inputs", [{"input_ids": IDS}, RAGGED], ids=["one", "ragged"])
+def test_a_static_cache_that_is_asked_for_comes_back_filled(
+    looping_llama: PreTrainedModel, accepted: list[int], inputs: dict[str, Any]
+) -> None:
+    options = {**inputs, **GREEDY, "cache_implementation": "static", "return_dict_in_generate": True}
+    expected = looping_llama.generate(**options)
+    theirs = [(layer.keys.clone(), layer.values.clone()) for layer in expected.past_key_values.layers]
+    got = looping_llama.generate(**options, custom_generate=lookahead.decode, lookahead_config=DRAFTING)
+    assert torch.equal(got.sequences, expected.sequences)
+    assert len(accepted) == 1
+    assert isinstance(got.past_key_values, StaticCache)
+    assert int(got.past_key_values.get_seq_length()) == got.sequences.shape[1] - 1
+    real = slice(5, None)  # behind the padding
+    for ours, (keys, values) in zip(got.past_key_values.layers, theirs, strict=True):
+        torch.testing.assert_close(ours.keys[:, :, real], keys[:, :, real], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(ours.values[:, :, real], values[:, :, real], rtol=1e-4, atol=1e-4)
+
+
+def test_a_row_without_tokens_is_left_to_transformers(looping_llama: PreTrainedModel) -> None:
+    options = {**RAGGED, "attention_mask": torch.tensor([[0] * 12, [1] * 12]), **GREEDY, "pad_token_id": None}
+    expected = looping_llama.generate(**options)
+    with lookahead.enable(looping_llama), pytest.warns(UserWarning, match="prompt 0 is all zeros"):
+        assert torch.equal(looping_llama.generate(**options), expected)
+    with pytest.raises(UnsupportedModelError, match="prompt 0 is all zeros"):
+        looping_llama.generate(**options, custom_generate=lookahead.decode)
+
+
+@pytest.mark.parametrize("shape", [(12,), (1, 12), (2, 12), (3, 2, 12)], ids=str)
+@pytest.mark.parametrize("stretch", [1, 2], ids=["the usual ones", "every other one"])
+def test_positions_of_any_shape_are_served_or_refused(
+    looping_llama: PreTrainedModel, shape: tuple[int, ...], stretch: int
+) -> None:
+    ids = IDS.repeat(2, 1)
+    options = {**GREEDY, "custom_generate": lookahead.decode, "position_ids": stretch * torch.arange(12).expand(shape)}
+    if stretch == 1:
+        assert torch.equal(looping_llama.generate(ids, **options), looping_llama.generate(ids, **GREEDY))
+    else:
+        with pytest.raises(UnsupportedModelError, match="position_ids"):
+            looping_llama.generate(ids, **options)
