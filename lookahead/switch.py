@@ -9,7 +9,8 @@ from lookahead.progress import Endings
 
 SHARE = 0.01  # of the time, the most that looking for drafts and trying them may cost in the long run
 MOST_SAVED = 8.0  # plain steps of gain that are remembered, and may be lost again before drafting is held back
-START = 2.0  # plain steps that an output may lose before anything was gained in it
+START = 2.0  # plain steps that the first output may lose before anything was gained
+_LEAST = 1.0  # that any later one may lose, though the last ones lost
 RESERVE = 2.0  # plain steps that long matches may lose beyond that
 _PART = 0.25  # of what outputs usually save, that one may lose if that is more
 LONG = 1.25  # expected times plain speed of what is likely a long match
@@ -61,10 +62,11 @@ class Switch:
     """Turns drafting on and off by what it was measured to save, apart for every number of rows (1, 2, 3-4, …).
 
     - A budget in plain steps. Every step that looked for drafts pays what it took beyond plain decoding of the tokens
-      it gave, and is paid what it saved. It earns 1% of all time besides. As an output begins it is 2, or a quarter of
-      what outputs usually save, and it holds at most 8. A draft is verified while the budget holds what the draft may
-      lose. A long match, expected to go at 1.25 times the plain speed, may overdraw it by 2. So whatever steps cost
-      and however wrong drafts are, the time lost stays below 1% and a few plain steps for every output.
+      it gave, and is paid what it saved. It earns 1% of all time besides and holds at most 8. It begins with 2. A
+      further output goes on with what the last one left of them, at least with 1, or with a quarter of what outputs
+      usually save. A draft is verified while the budget holds what it may lose. A long match, expected to go at 1.25
+      times the plain speed, may overdraw it by 2. So whatever steps cost and however wrong drafts are, the time lost
+      stays below 1% and a few plain steps for every output.
     - Looking for drafts is done while the budget holds ten looks, or 1. Where it takes less than 1% of a plain step, as
       with every large model, it is always done: no long match is missed.
     - Plain probes. While every step drafts, one in 64 does not, so that the plain speed stays known; one in
@@ -86,7 +88,8 @@ class Switch:
             if lane.saved is not None:
                 # More than can be handed on is not counted, so that a change is noticed soon.
                 lane.usual += _FOLLOW * (min(lane.saved, MOST_SAVED / _PART) - lane.usual)
-            lane.budget.balance, lane.saved = max(START, _PART * lane.usual), None
+            kept = max(_LEAST, min(START, lane.budget.balance))
+            lane.budget.balance, lane.saved = max(kept, _PART * lane.usual), None
 
     def looks(self, rows: int) -> bool:
         """Whether the proposers are to be asked before the next step of so many rows."""
