@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import io
 import sys
-from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lookahead import cli_chat, cli_draft, cli_measure, cli_report, cli_summarize, cli_train
-from lookahead.cli_measure import Window
 from lookahead.cli_options import (
     App,
     Compile,
@@ -27,6 +25,7 @@ from lookahead.cli_options import (
     Model,
     NgramSize,
     Proposers,
+    Raw,
     Seed,
     System,
     Temperature,
@@ -34,8 +33,11 @@ from lookahead.cli_options import (
     TopK,
     TopP,
     TrainedHeads,
+    Truncate,
+    Window,
     drafting_config,
     sampling_options,
+    truncation_named,
 )
 from lookahead.cli_pool import pool_app
 from lookahead.errors import ConfigError
@@ -61,16 +63,7 @@ app.command()(cli_train.train)
 app.command()(cli_report.report)
 
 
-class Side(str, Enum):
-    """Which end of a prompt is left out."""
-
-    left = "left"
-    right = "right"
-
-
 Prompt = Annotated[str, typer.Argument(metavar="PROMPT", help="A question or a text to continue, or - for stdin.")]
-Raw = Annotated[bool, typer.Option("--raw", help="Continue the text as it stands, without the chat template.")]
-Truncate = Annotated[Side | None, typer.Option(help="What a prompt longer than the model's context loses.")]
 Stats = Annotated[bool, typer.Option("--stats", help="Show what decoding did, on stderr.")]
 Draft = Annotated[str | None, typer.Option("--draft-model", metavar="MODEL", help="Draft with this model too.")]
 Pool = Annotated[str | None, typer.Option(metavar="FILE", help="Draft from this too, made by 'lookahead pool build'.")]
@@ -187,7 +180,8 @@ def _generate(
 
     with reading() as on_prefill:
         prompt = text if is_raw else as_chat(loaded.tokenizer, text, system)
-        pieces = stream(*loaded, prompt, on_prefill=on_prefill, **options)
+        with truncation_named():
+            pieces = stream(*loaded, prompt, on_prefill=on_prefill, **options)
         with pieces.serving():
             for piece in pieces:
                 on_prefill(1, 1)  # a model that scores no trees does not tell that the prompt is read

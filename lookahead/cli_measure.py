@@ -10,14 +10,22 @@ from typing import Annotated, Any
 
 import typer
 
+from lookahead.cli_options import (
+    Device,
+    Dtype,
+    MaxNewTokens,
+    Model,
+    Raw,
+    Threads,
+    Truncate,
+    Window,
+    read_window,
+    truncation_named,
+)
 from lookahead.config import LookaheadConfig
 from lookahead.locating import DEFAULT_MODEL, locate_model
 from lookahead.terminal import console, load, usage_errors
 
-Model = Annotated[str, typer.Option(help="Folder of a saved model, a GGUF file, a name on the Hub, or smollm2.")]
-Dtype = Annotated[str, typer.Option(help="fp32, bf16, or auto: the checkpoint's own on a GPU, fp32 on a CPU.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. (default: as PyTorch chooses)")]
 Contexts = Annotated[
     list[int] | None,
     typer.Option("--context", min=1, help="Tokens in the cache, 256 by default; may be repeated."),
@@ -26,16 +34,7 @@ Folder = Annotated[Path | None, typer.Option("--cache", help="Folder of the cost
 Compile = Annotated[bool, typer.Option("--compile", help="Measure steps as --compile takes them elsewhere.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 PromptFile = Annotated[str, typer.Argument(metavar="FILE", help="A text file with the prompt, or - for stdin.")]
-MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "--max-tokens", help="Most tokens to write.")]
-Window = Annotated[
-    str | None, typer.Option(help="Draft from a Jacobi window of W columns too, or auto: while it pays, W chosen.")
-]
 Page = Annotated[Path | None, typer.Option("--html", metavar="PAGE", help="Write the trace as an HTML page too.")]
-
-
-def read_window(text: str | None) -> Any:
-    """A window as an option gives it: digits are a number, and the configuration checks the rest."""
-    return int(text) if text is not None and text.isdecimal() else text
 
 
 def calibrate(
@@ -81,27 +80,32 @@ def explain(
     prompt: PromptFile,
     model: Model = DEFAULT_MODEL,
     max_new_tokens: MaxNewTokens = 128,
+    raw: Raw = False,
+    truncate: Truncate = None,
     window: Window = None,
     html: Page = None,
     dtype: Dtype = "auto",
     device: Device = None,
     threads: Threads = None,
 ) -> None:
-    """Continue a prompt and show, step by step, what was drafted and accepted.
+    """Answer a prompt and show, step by step, what was drafted and accepted.
+
+    Where the tokenizer has a chat template, the prompt is a user's message to the
+    model; with --raw, and for other models, it is text to continue.
 
     The text is coloured by the source of each token; what the model gave itself is
     plain. For every step: the nodes drafted, how many of them were expected to be
     accepted, how many were, and the time. For every source: in how many passes it
-    drafted, and the same figures. The prompt is continued once more without drafts,
+    drafted, and the same figures. The prompt is decoded once more without drafts,
     to compare the speeds.
 
     For example:
 
       lookahead explain prompt.txt --model ./my-model
       lookahead explain prompt.txt --max-new-tokens 200 --html page.html
-      lookahead explain prompt.txt --window auto
+      lookahead explain prompt.txt --raw --window auto
     """
-    from lookahead.summarize.fitting import check_max_new_tokens, check_room
+    from lookahead.summarize.fitting import check_max_new_tokens
 
     with usage_errors():
         check_max_new_tokens(max_new_tokens)
@@ -112,15 +116,18 @@ def explain(
         text = read_prompt_file(prompt)
         check_page(html)
         loaded = load(model, dtype, device, threads)
-        check_room(*loaded, text, max_new_tokens)
         from lookahead.explain.drawing import draw_trace
         from lookahead.explain.trace import trace
         from lookahead.explain.words import model_line
         from lookahead.generation import generate
+        from lookahead.prompts import as_chat
 
+        asked = text if raw else as_chat(loaded.tokenizer, text)
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
-        traced = trace(*loaded, text, config=config, **options)
-        plain = generate(*loaded, text, config=LookaheadConfig(proposers=()), **options).stats
+        options["truncate"] = truncate.value if truncate is not None else None
+        with truncation_named():
+            traced = trace(*loaded, asked, config=config, **options)
+        plain = generate(*loaded, asked, config=LookaheadConfig(proposers=()), **options).stats
         traced = replace(traced, model=model_line(model, loaded.model), plain=plain)
         draw_trace(traced, console(sys.stdout))
         if html is not None:

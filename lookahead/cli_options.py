@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from lookahead.cli_measure import read_window
 from lookahead.config import LookaheadConfig
-from lookahead.errors import ConfigError
+from lookahead.errors import ConfigError, PromptTooLongError
+
+
+class Side(str, Enum):
+    """Which end of a prompt is left out."""
+
+    left = "left"
+    right = "right"
+
 
 Model = Annotated[str, typer.Option(help="Folder of a saved model, a GGUF file, a name on the Hub, or smollm2.")]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "--max-tokens", help="Most tokens to write.")]
@@ -23,6 +33,9 @@ TrainedHeads = Annotated[
     typer.Option("--heads", metavar="DIR", help="And from these, see 'lookahead train'; or native."),
 ]
 MaxNodes = Annotated[int | None, typer.Option(help="Most draft tokens a step verifies. (default: by the proposers)")]
+Window = Annotated[
+    str | None, typer.Option(help="Draft from a Jacobi window of W columns too, or auto: while it pays, W chosen.")
+]
 NgramSize = Annotated[int | None, typer.Option(help="N, length of its n-grams. (default: 5, or as suits auto)")]
 Guesses = Annotated[int | None, typer.Option(help="G, most of them a step verifies. (default: 7, or as suits auto)")]
 Temperature = Annotated[float | None, typer.Option(min=0.0, help="Sample at this temperature; 0 takes the likeliest.")]
@@ -30,6 +43,8 @@ TopK = Annotated[int | None, typer.Option(min=1, help="Sample from the k likelie
 TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens of this mass.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed samples the same text.")]
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="What the system's message tells a chat model.")]
+Raw = Annotated[bool, typer.Option("--raw", help="Continue the text as it stands, without the chat template.")]
+Truncate = Annotated[Side | None, typer.Option(help="What a prompt longer than the model's context loses.")]
 MaxDocument = Annotated[
     float, typer.Option("--max-document-mb", min=0.001, max=1_000_000, help="Longest document, in megabytes.")
 ]
@@ -71,6 +86,21 @@ class App(typer.Typer):
     def command(self, name: str | None = None, **settings: Any) -> Any:
         """As that of Typer."""
         return super().command(name, cls=_Command, **settings)
+
+
+@contextmanager
+def truncation_named() -> Iterator[None]:
+    """Let the error on a prompt that is too long name the option of the command line."""
+    try:
+        yield
+    except PromptTooLongError as error:
+        remedy = "shorten it, or leave out its beginning with --truncate left or its end with --truncate right"
+        raise PromptTooLongError(error.lengths, remedy) from error
+
+
+def read_window(text: str | None) -> Any:
+    """A window as an option gives it: digits are a number, and the configuration checks the rest."""
+    return int(text) if text is not None and text.isdecimal() else text
 
 
 def drafting_config(

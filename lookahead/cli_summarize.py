@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 import typer
 
 from lookahead.cli_jobs import Ray, RayAddress, Runner, Staff, Workers, full_path, ray_staff
-from lookahead.cli_measure import Window
 from lookahead.cli_options import (
     Compile,
     Device,
@@ -30,6 +29,7 @@ from lookahead.cli_options import (
     Refine,
     Threads,
     TrainedHeads,
+    Window,
     drafting_config,
     split_pool,
 )

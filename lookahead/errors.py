@@ -4,6 +4,7 @@
     ├── ConfigError            an option is out of its range (also a ValueError)
     ├── UnsupportedModelError  this model or generation mode cannot be served (also a ValueError)
     ├── PromptError            a prompt cannot be decoded: empty, or no room left (also a ValueError)
+    │   └── PromptTooLongError it has more tokens than the model has positions
     ├── LogitsError            the model's logits name no token (also a RuntimeError)
     ├── DocumentError          a document cannot be read or summarized (also a ValueError)
     ├── ProposerError          a proposer of your own is none, or offers what is no tree (also a ValueError)
@@ -30,6 +31,26 @@ class UnsupportedModelError(LookaheadError, ValueError):
 
 class PromptError(LookaheadError, ValueError):
     """A prompt cannot be decoded: it is empty, or it leaves no room for a new token."""
+
+
+class PromptTooLongError(PromptError):
+    """A prompt has more tokens than the model has positions.
+
+    Args:
+        lengths: Both numbers, in words.
+        remedy: What to do about it.
+    """
+
+    def __init__(
+        self,
+        lengths: str,
+        remedy: str = "shorten it, or pass truncate='left' to leave out its beginning or truncate='right' its end",
+    ) -> None:
+        super().__init__(lengths, remedy)
+        self.lengths, self.remedy = lengths, remedy
+
+    def __str__(self) -> str:
+        return f"{self.lengths}; {self.remedy}"
 
 
 class LogitsError(LookaheadError, RuntimeError):

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lookahead.errors import ConfigError, PromptError
+from lookahead.errors import ConfigError, PromptError, PromptTooLongError
 from lookahead.target import position_limit
 from lookahead.validation import context_limit
 
@@ -162,9 +162,8 @@ class PromptReader:
         if self._truncate is not None and self.room is not None and len(ids) > self.room:
             return self._shorten_chat(prompt, index) if is_chat_prompt else self._shorten(prompt, ids)
         if self.limit is not None and len(ids) > self.limit:
-            raise PromptError(
-                f"{self._names[0]} {index} has {len(ids)} tokens and the {self._names[1]} positions for {self.limit}; "
-                "shorten it, or pass truncate='left' to leave out its beginning or truncate='right' its end"
+            raise PromptTooLongError(
+                f"{self._names[0]} {index} has {len(ids)} tokens and the {self._names[1]} positions for {self.limit}"
             )
         return ids
 

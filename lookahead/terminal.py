@@ -95,11 +95,15 @@ def usage_errors() -> Iterator[None]:
     except KeyboardInterrupt as error:
         say("interrupted", "stopped before anything was finished")
         raise typer.Exit(130) from error
+    finally:
+        _end_compilation()
 
 
 @functools.cache
 def _compilation() -> Any:
     """Say in one line that code is being compiled, once that has taken a second; later processes load it from disk.
+
+    It lasts as long as the command (`usage_errors`).
 
     Returns:
         A listener of Numba's that knows the seconds `spent` so far.
@@ -128,6 +132,15 @@ def _compilation() -> Any:
     notice = Notice()
     event.register("numba:compile", notice)
     return notice
+
+
+def _end_compilation() -> None:
+    """Take the listener away, where a command has one: the next command in this process gets its own."""
+    if _compilation.cache_info().currsize:
+        from numba.core import event
+
+        event.unregister("numba:compile", _compilation())
+        _compilation.cache_clear()
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]], total: Sequence[str] | None = None) -> Table:

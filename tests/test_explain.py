@@ -6,12 +6,14 @@ import copy
 import itertools
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import lookahead
 from bench.adversaries import always_wrong, drafting_by, nothing, perfect
+from lookahead import loading
 from lookahead.cli import app
 from lookahead.config import LookaheadConfig
 from lookahead.explain.page import render_page
@@ -182,9 +184,9 @@ def explain(model_folder, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "prompt.txt").write_text(PROMPT)
 
-    def run(*arguments, input=None):
+    def run(*arguments, input=None, command="explain"):
         options = ["--model", str(model_folder), "--max-new-tokens", str(NEW), "--device", "cpu"]
-        return CliRunner().invoke(app, ["explain", *arguments, *options], input=input)
+        return CliRunner().invoke(app, [command, *arguments, *options], input=input)
 
     return run
 
@@ -212,6 +214,35 @@ def test_the_command_takes_a_window(explain, plain) -> None:
     assert "from: prompt, outputs, recycled, jacobi, plain" in result.stdout
     assert explain("prompt.txt", "--window", "auto").exit_code == 0
     assert "window must be auto or a whole number" in explain("prompt.txt", "--window", "x").stderr
+
+
+def test_the_command_asks_through_the_chat_template_unless_it_is_to_continue(
+    explain, tiny_llama, tiny_tokenizer, model_folder, monkeypatch
+) -> None:
+    template = "{% for message in messages %}q {{ message.content }} a {% endfor %}"
+    monkeypatch.setattr(tiny_tokenizer, "chat_template", template)
+    asked = lookahead.generate(tiny_llama, tiny_tokenizer, [{"role": "user", "content": PROMPT}], max_new_tokens=NEW)
+    continued = lookahead.generate(tiny_llama, tiny_tokenizer, PROMPT, max_new_tokens=NEW)
+    assert asked.texts != continued.texts
+    monkeypatch.setattr(loading, "load", lambda *_, **__: loading.LoadedModel(tiny_llama, tiny_tokenizer))
+    result = explain("prompt.txt", "--html", "page.html")
+    assert shown(asked) in result.stdout, result.output
+    assert f"q {PROMPT} a " in Outline(Path("page.html").read_text()).text
+    assert shown(continued) in explain("prompt.txt", "--raw").stdout
+
+
+@pytest.mark.parametrize("command", [("explain", "prompt.txt"), ("generate", "-")])
+def test_a_prompt_that_is_too_long_names_the_option_that_truncates_it(explain, tmp_path, tiny_llama, command) -> None:
+    positions = tiny_llama.config.max_position_embeddings
+    text = "abc " * positions
+    (tmp_path / "prompt.txt").write_text(text)
+    result = explain(*command[1:], input=text, command=command[0])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"the model positions for {positions}; " in result.stderr
+    assert "--truncate left" in result.stderr
+    assert "truncate=" not in result.stderr
+    shortened = explain(*command[1:], "--truncate", "left", input=text, command=command[0])
+    assert shortened.exit_code == 0, shortened.output
 
 
 def test_the_command_writes_the_page_whole_and_leaves_nothing_beside_it(explain, tmp_path) -> None:

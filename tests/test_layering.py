@@ -54,9 +54,9 @@ FLOORS = (
     {"jobs"},
     {"training", "terminal"},
     {"explain.drawing"},
-    {"cli_measure", "cli_draft", "cli_train", "cli_report"},
+    {"cli_draft", "cli_train", "cli_report"},
     {"cli_options", "cli_jobs"},
-    {"cli_summarize", "cli_chat"},
+    {"cli_measure", "cli_summarize", "cli_chat"},
     {"lookahead", "cli_pool"},  # lookahead/__init__.py, the public names; the commands on pools
     {"cli"},
     {"__main__"},

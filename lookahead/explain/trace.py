@@ -12,8 +12,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.config import LookaheadConfig
 from lookahead.emission import Emission
-from lookahead.generation import prepare_text
+from lookahead.generation import prepare_ids
+from lookahead.prompts import Prompt, Truncation, reader_of
+from lookahead.request import refuse_model
 from lookahead.stats import DecodingStats
+from lookahead.validation import check_options
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of a character whose other bytes are to come
 
@@ -63,7 +66,7 @@ class Trace:
     """One prompt's decoding.
 
     Attributes:
-        prompt: As given.
+        prompt: As given; where that is no text, what the model reads.
         sources: The names of all proposers.
         steps: In order.
         stats: Their sums.
@@ -87,17 +90,21 @@ class Trace:
 def trace(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompt: str,
+    prompt: Prompt,
     *,
     config: LookaheadConfig | None = None,
+    truncate: Truncation | None = None,
     clock: Callable[[], float] = time.perf_counter,
     **generate_kwargs: Any,
 ) -> Trace:
-    """Generate from one prompt and keep what every step did.
+    """Generate from one prompt, text or chat messages, and keep what every step did.
 
     The arguments are those of `lookahead.generate`; `clock` gives seconds.
     """
-    engine = prepare_text(model, tokenizer, [prompt], config, None, None, True, generate_kwargs)
+    refuse_model(model)
+    check_options(model, config, None, generate_kwargs, None)
+    ids = reader_of(model, tokenizer, None, True, truncate, None, generate_kwargs).read(prompt, 0)
+    engine = prepare_ids(model, tokenizer, [ids], config, None, None, generate_kwargs)
     names = list(getattr(engine, "sources", ()))
     texts = _Texts(tokenizer)
     steps = []
@@ -107,7 +114,8 @@ def trace(
             seconds = clock() - begin
             steps.append(_step(emissions[0], names, texts, seconds))
             begin = clock()
-    return Trace(prompt, names, steps, engine.stats[0])
+    read = prompt if isinstance(prompt, str) else str(tokenizer.decode(ids))
+    return Trace(read, names, steps, engine.stats[0])
 
 
 def _step(emission: Emission, names: list[str], texts: _Texts, seconds: float) -> Step:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from lookahead.errors import ConfigError, DocumentError, PromptError
+from lookahead.errors import ConfigError, DocumentError
 from lookahead.summarize.measuring import MeasuredText, truncate
 from lookahead.summarize.parts import Parts, cut
 from lookahead.summarize.prompting import Prompting, Request
@@ -221,26 +221,6 @@ def check_max_new_tokens(max_new_tokens: int) -> None:
     """Raise ConfigError unless a summary may have a token."""
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-
-
-def check_room(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int) -> None:
-    """Refuse a prompt that does not fit the model's context together with its continuation.
-
-    Raises:
-        PromptError: With the lengths.
-    """
-    context = context_length(model, tokenizer)
-    tokens = len(tokenizer(prompt, verbose=False)["input_ids"])
-    if model.config.is_encoder_decoder:
-        if context is not None and tokens > context:
-            raise PromptError(f"the prompt has {tokens} tokens, and the model's encoder reads at most {context}")
-        return
-    if context is not None and tokens + max_new_tokens > context:
-        room = f"max_new_tokens must be at most {context - tokens}, got {max_new_tokens}"
-        raise PromptError(
-            f"the prompt has {tokens} tokens of the {context} that the model's context holds: "
-            f"{room if tokens < context else 'there is no room for a new one'}"
-        )
 
 
 def context_length(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
