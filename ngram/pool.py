@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ _BYTE_ORDER = 0x01020304
 _FIELDS = struct.Struct("=8sII8Q")
 _HEADER_BYTES = 128
 _CHECKSUM_BYTES = 8
+_READ_AT_ONCE = 1 << 22  # bytes, a multiple of 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,23 +73,45 @@ class PoolHeader:
 class Pool(Chains):
     """The chains of a pool file, in the memory the file is mapped to; searched as a `ChainIndex` is, never grown.
 
-    Processes share the pages of the file. It must not be written to while it is mapped: `write_pool` never does,
-    it puts a new file in the place of the old one, which stays as it was for those who have it open.
+    Processes share the pages of the file. `write_pool` never writes to a file that is mapped: it puts a new one in the
+    place of the old one, which stays as it was for those who have it open. A program that writes to the file itself
+    could end this process (a page behind the end of a file is a bus error) or lead a search out of its memory, so
+    `is_intact` is asked before each use.
 
     Attributes:
         path: The file.
         header: What it says of itself.
     """
 
-    __slots__ = ("header", "path")
+    __slots__ = ("__weakref__", "_descriptor", "_is_intact", "_version", "header", "path")
 
-    def __init__(self, path: Path, header: PoolHeader, mapped: mmap.mmap) -> None:
+    def __init__(self, path: Path, header: PoolHeader, file: BinaryIO, version: tuple[int, int]) -> None:
+        # A private mapping can be written to, though nothing is: so its arrays have the type of those of an index, and
+        # one compiled core serves both. Pages that are not written to are shared all the same.
+        mapped = mmap.mmap(file.fileno(), header.file_bytes, access=mmap.ACCESS_COPY)
         sizes = np.array([LEVELS * header.slots, LEVELS * header.length, header.length])
         numbers: IntArray = np.frombuffer(mapped, np.int32, offset=_HEADER_BYTES)
         heads, links, arena = np.split(numbers, np.cumsum(sizes)[:-1])
         super().__init__(arena, heads.reshape(LEVELS, -1), links.reshape(-1, LEVELS), header.length)
         self.path = path
         self.header = header
+        self._version, self._is_intact = version, True
+        self._descriptor = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._descriptor)
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether the file is as it was opened; once it is not, there is nothing in the pool any more.
+
+        Size and time of the last change are compared, which takes about a microsecond.
+        """
+        if self._is_intact and _version_of(self._descriptor) != self._version:
+            self._is_intact = False
+            self._arena, self._links = np.full(1, SEPARATOR, np.int32), np.zeros((1, LEVELS), np.int32)
+            self._heads = np.zeros((LEVELS, 1), np.int32)
+            self._fill(1)
+            self._settle()
+        return self._is_intact
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], fingerprint: int | None = None) -> Pool:
@@ -107,16 +131,12 @@ class Pool(Chains):
         """
         path = Path(path)
         with _opened(path) as file:
+            version = _version_of(file.fileno())
             header = _read_header(path, file)
-            # A private mapping can be written to, though nothing is: so its arrays have the type of those of an
-            # index, and one compiled core serves both. Pages that are not written to are shared all the same.
-            mapped = mmap.mmap(file.fileno(), header.file_bytes, access=mmap.ACCESS_COPY)
-        with memoryview(mapped) as view:
-            checksum = xxhash.xxh3_64_intdigest(view[_HEADER_BYTES:])
-        if checksum != header.checksum:
-            raise ValueError(f"{path}: damaged: its checksum is {checksum:016x}, and should be {header.checksum:016x}")
-        pool = cls(path, header, mapped)
-        _check_numbers(path, pool)
+            _check_contents(path, file, header)
+            pool = cls(path, header, file, version)
+        if not pool.is_intact:
+            raise ValueError(f"{path}: changed while it was opened")
         if fingerprint is not None:
             pool.check_fingerprint(fingerprint)
         return pool
@@ -228,11 +248,33 @@ def _read_header(path: Path, file: BinaryIO) -> PoolHeader:
     return header
 
 
-def _check_numbers(path: Path, pool: Pool) -> None:
-    """Refuse positions outside of the arena, tokens above the largest, and an arena that nothing ends in front."""
-    arena, heads, links, length = pool.state
-    # Read as unsigned, a negative number is above every bound: one pass finds both.
-    is_inside = max(heads.view(np.uint32).max(), links.view(np.uint32).max()) < length
-    are_tokens = arena[0] == SEPARATOR and arena.min() >= SEPARATOR and arena.max() <= pool.header.largest_token
-    if not (is_inside and are_tokens):
+def _version_of(descriptor: int) -> tuple[int, int]:
+    """What changes when somebody writes to an open file: its size in bytes, and when it was last changed, in ns."""
+    status = os.fstat(descriptor)
+    return status.st_size, status.st_mtime_ns
+
+
+def _check_contents(path: Path, file: BinaryIO, header: PoolHeader) -> None:
+    """Refuse a wrong checksum, positions outside of the arena, and tokens that the header does not tell of.
+
+    The file is read and not mapped, as it may be cut short meanwhile.
+    """
+    checksum = xxhash.xxh3_64()
+    positions = LEVELS * (header.slots + header.length)  # the numbers in front of the arena
+    are_good, place = True, 0
+    while data := file.read(_READ_AT_ONCE):
+        checksum.update(data)
+        numbers = np.frombuffer(data[: len(data) & ~3], np.int32)
+        before, arena = np.split(numbers, [max(0, positions - place)])
+        # Read as unsigned, a negative number is above every bound: one pass finds both.
+        are_good &= not before.size or int(before.view(np.uint32).max()) < header.length
+        if arena.size:
+            are_good &= SEPARATOR <= int(arena.min()) and int(arena.max()) <= header.largest_token
+            are_good &= place + before.size > positions or int(arena[0]) == SEPARATOR
+        place += numbers.size
+    if checksum.intdigest() != header.checksum:
+        raise ValueError(
+            f"{path}: damaged: its checksum is {checksum.hexdigest()}, and should be {header.checksum:016x}"
+        )
+    if not are_good:
         raise ValueError(f"{path}: damaged: it holds numbers that no pool has")

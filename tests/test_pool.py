@@ -21,6 +21,7 @@ from lookahead.ngram.matches import LEVELS, find_matches
 from lookahead.ngram.pool import Pool, PoolHeader, read_header, write_pool
 from lookahead.ngram.reference import find_by_scan
 from lookahead.ngram.search import grow_trie
+from lookahead.pools.opening import open_pool
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_LIMIT = {"max_links": 1 << 16, "max_continuations": 1 << 16}
@@ -231,6 +232,49 @@ def test_what_is_no_file_is_refused_at_once(tmp_path):
             Pool.open(tmp_path / name)
     with pytest.raises(FileNotFoundError):
         Pool.open(tmp_path / "gone.lkp")
+
+
+CHANGES = {
+    "cut short": "os.truncate(path, 0)",
+    "made longer": "open(path, 'ab').write(bytes(4))",
+    "written over": "file = open(path, 'r+b'); file.seek(128); file.write(b'\\x7f' * 4096); file.close()",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_file_that_somebody_changes_while_it_is_drafted_from_is_told_and_ends_nothing(path, change):
+    script = (
+        "import os, sys, warnings\n"
+        "import numpy as np\n"
+        "from lookahead.ngram.pool import Pool\n"
+        "from lookahead.proposers.mixture import MixtureProposer\n"
+        "path = sys.argv[1]\n"
+        "proposer = MixtureProposer(('corpus',), pool=Pool.open(path))\n"
+        "proposer.start(0, np.array([1, 5, 6], np.int32))\n"
+        "assert 7 in proposer.propose(0, 4).tokens\n"
+        f"{CHANGES[change]}\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    proposer.start(1, np.array([1, 5, 6], np.int32))\n"
+        "    assert proposer.propose(0, 4) is None and proposer.propose(1, 4) is None\n"
+        "print(*[each.message for each in caught], sep='|')\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script, str(path)], cwd=ROOT, timeout=300, capture_output=True, text=True
+    )
+    assert run.returncode == 0, (run.returncode, run.stderr)
+    assert run.stdout.strip() == f"{path}: changed while it was in use; no more is drafted from it"
+
+
+def test_a_pool_that_was_changed_and_made_good_again_is_opened_anew(path):
+    data, status = path.read_bytes(), path.stat()
+    first = open_pool(str(path))
+    os.truncate(path, 200)
+    assert not first.is_intact
+    assert len(first) == 1
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert open_pool(str(path)).tokens.tolist() == [SEPARATOR, *TOKENS.tolist()]
 
 
 def hostile_numbers() -> list[tuple[str, int, int]]:

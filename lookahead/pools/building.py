@@ -99,11 +99,11 @@ def add_to_pool(
             file cannot be written; the old one is left as it was.
     """
     with pool_errors(path):
-        pool = Pool.open(path, fingerprint_of(tokenizer))
+        before = np.array(Pool.open(path, fingerprint_of(tokenizer)).tokens[1:])
     documents = _read(inputs, tokenizer, None, limit, totals, observer)
     if not documents:
         raise PoolError(f"{path}: no document to add, {totals.rejected} could not be used")
-    return _write(path, [pool.tokens[1:], *documents], tokenizer, observer)
+    return _write(path, [before, *documents], tokenizer, observer)
 
 
 def _write(

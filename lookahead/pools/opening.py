@@ -24,7 +24,11 @@ def open_pool(path: str, *, fingerprint: int | None = None, vocabulary: int | No
     """
     with pool_errors(path):
         status = os.stat(path)
-        pool = _open(path, (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size))
+        version = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
+        pool = _open(path, version)
+        if not pool.is_intact:  # and since then what it was when it was opened
+            _open.cache_clear()
+            pool = _open(path, version)
         if fingerprint is not None:
             pool.check_fingerprint(fingerprint)
     largest = pool.header.largest_token

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -132,6 +133,9 @@ class MixtureProposer:
 
     def _grow(self, state: _Row, room: int, limits: Limits = NOTHING, costs: NDArray[np.float64] = FREE) -> Grown:
         """What may follow, remembered until it is known what did."""
+        if self._pool is not None and not self._pool.is_intact:
+            warnings.warn(f"{self._pool.path}: changed while it was in use; no more is drafted from it", stacklevel=2)
+            self._pool = None
         context = None if self._from_prompt else state.text.tokens[1:][-self.max_ngram :]
         room = room if room < MAX_ROOM else MAX_ROOM
         state.grown = state.search.grow(room, self.min_probability, limits, costs, context)
