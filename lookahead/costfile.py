@@ -13,7 +13,7 @@ import torch
 from platformdirs import user_cache_path
 from torch import nn
 
-from lookahead.atomic import write_atomically
+from lookahead.atomic import read_json, write_atomically
 from lookahead.config import PASSES
 from lookahead.cost import StepCost
 from lookahead.errors import ConfigError
@@ -63,13 +63,13 @@ def read_costs(model: nn.Module, cost: StepCost, folder: Path | None = None, pas
     path = cost_path(model, folder, passes)
     known = identity(model, passes)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         if not isinstance(content, dict) or content.get("version") != _VERSION or content.get("for") != known:
             raise ConfigError("it is not of this version or for this model")
         cost.update(content["costs"])
     except FileNotFoundError:
         return False
-    except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, ConfigError) as error:
         reason = " ".join(str(error).split())
         warnings.warn(f"the step costs in {path} are ignored, they will be measured: {reason}", stacklevel=2)
         return False

@@ -136,7 +136,7 @@ def _is_whole(folder: Path) -> bool:
             (folder / name).stat().st_size == size and _hash_of(folder / name) == digest
             for name, (size, digest) in manifest["files"].items()
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
 
 

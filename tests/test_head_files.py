@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, Grani
 
 from lookahead.errors import HeadsError
 from lookahead.heads.fingerprint import fingerprint_of
+from lookahead.heads.eaglefile import fresh_fused, write_eagle
 from lookahead.heads.medusa import MedusaHeads
+from lookahead.heads.mtp import MtpHeads
+from lookahead.heads.opening import open_heads
 from lookahead.heads.trunk import hidden_states, unembed
 
 
@@ -135,6 +139,86 @@ def test_what_is_wrong_with_a_folder_is_said(folder, tiny_llama, spoil, says):
     spoil(folder)
     with pytest.raises(HeadsError, match=says):
         MedusaHeads.load(str(folder), tiny_llama)
+
+
+HOSTILE_SIZES = [
+    *({"num_heads": count} for count in (1_000_000_000, 0, -1, 2.0, True, "3", None, float("inf"))),
+    *({"num_attention_heads": heads} for heads in (0, -4, 3, "4", 10**30)),
+    *({"num_key_value_heads": heads} for heads in (0, 3, -1, [2])),
+    *({"head_dim": size} for size in (7, -8, 10**30)),
+    *({"intermediate_size": size} for size in (-1, 10**15, 10**30, {})),
+    *({"rms_norm_eps": eps} for eps in ("small", [1], {})),
+    *({"rope_parameters": rope} for rope in ("plain", {"rope_type": "none"}, {"rope_type": "yarn"}, [1])),
+    *({"low_layer": layer} for layer in (99, -1, "1", None)),
+    *({"vocab_size": size} for size in ("101", 10**30)),
+    *({"hidden_size": size} for size in (0, "32", 10**30)),
+]
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory, tiny_llama):
+    """Folders of MTP heads and of an EAGLE head that name no model, as published ones."""
+    folders = {kind: tmp_path_factory.mktemp(kind) for kind in ("mtp", "eagle")}
+    torch.manual_seed(3)
+    MtpHeads.fresh(tiny_llama, heads=3).write(folders["mtp"], tiny_llama)
+    write_eagle(fresh_fused(tiny_llama, range(20)), folders["eagle"], tiny_llama)
+    return folders
+
+
+@pytest.mark.parametrize("sizes", HOSTILE_SIZES, ids=str)
+@pytest.mark.parametrize("kind", ["mtp", "eagle"])
+def test_sizes_that_nobody_would_write_are_refused_at_once_by_one_kind_of_error(
+    others, kind, tmp_path, tiny_llama, sizes
+):
+    (tmp_path / "model.safetensors").symlink_to(others[kind] / "model.safetensors")
+    config = json.loads((others[kind] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | sizes))
+    if kind == "eagle" and sizes.keys() & {"num_heads", "low_layer"}:
+        assert open_heads(tmp_path, tiny_llama)[0] == "eagle"  # which knows no such sizes
+        return
+    with pytest.raises(HeadsError, match=str(tmp_path)):
+        open_heads(tmp_path, tiny_llama)
+
+
+def test_a_config_nested_without_end_or_a_pipe_in_its_place_is_refused(folder, tiny_llama):
+    (folder / "config.json").write_text('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(HeadsError, match="config.json: cannot be read: nested too deeply"):
+        open_heads(folder, tiny_llama)
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    with pytest.raises(HeadsError, match="config.json: cannot be read.*not a regular file"):
+        open_heads(folder, tiny_llama)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (20, 20), (19,)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["d2t", "lm_head.weight", "fc.weight", "midlayer.self_attn.k_proj.weight"])
+def test_a_tensor_of_any_other_shape_is_refused(others, tmp_path, tiny_llama, name, shape, dtype):
+    tensors = load_file(others["eagle"] / "model.safetensors")
+    save_file({**tensors, name: torch.zeros(shape, dtype=dtype)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").symlink_to(others["eagle"] / "config.json")
+    with pytest.raises(HeadsError, match=str(tmp_path)):
+        open_heads(tmp_path, tiny_llama)
+
+
+@pytest.mark.parametrize(
+    "layers", [[99, 0, 1], [-5, 0, 1], ["low", 0, 1], 7, {"low": 0}, [0, 1]], ids=str
+)
+def test_layers_that_the_model_has_not_are_refused(others, tmp_path, tiny_llama, layers):
+    (tmp_path / "model.safetensors").symlink_to(others["eagle"] / "model.safetensors")
+    config = json.loads((others["eagle"] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": layers}))
+    with pytest.raises(HeadsError, match=str(tmp_path)):
+        open_heads(tmp_path, tiny_llama)
+
+
+@pytest.mark.parametrize("number", ["999999999", "-1", "²", "x"])
+def test_medusa_heads_are_as_many_as_there_are_tensors_of(folder, tiny_llama, number):
+    tensors = load_file(folder / "medusa_lm_head.safetensors")
+    tensors[f"{number}.2.weight"] = torch.zeros(101, 32)
+    save_file(tensors, folder / "medusa_lm_head.safetensors")
+    with pytest.raises(HeadsError, match="heads"):
+        open_heads(folder, tiny_llama)
 
 
 def test_a_head_that_lacks_a_tensor_is_refused(folder, tiny_llama):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from lookahead.errors import ConfigError
 from lookahead.files.text import Document, Reject
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import Totals, run_job
+from lookahead.jobs.jobfile import read_job_file
 from lookahead.jobs.journal import Journal
 from lookahead.jobs.paths import OutputPaths
 from lookahead.jobs.results import copy_of
@@ -195,6 +197,36 @@ def test_a_manifest_tells_whether_the_job_came_to_its_end_and_how_many_lines_the
     assert {"state": "running", "documents": None}.items() <= json.loads(manifest.read_text()).items()
     run(documents("aba"), resume=True)
     assert {"state": "finished", "documents": 3}.items() <= json.loads(manifest.read_text()).items()
+
+
+DEEP = '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}\n"
+
+
+def test_a_manifest_nested_without_end_or_a_pipe_in_its_place_is_none() -> None:
+    run(documents("a"))
+    manifest = Path("out.jsonl.manifest.json")
+    manifest.write_text(DEEP)
+    with pytest.raises(ConfigError, match="no manifest of a job; pass --overwrite"):
+        run(documents("a"), resume=True)
+    manifest.unlink()
+    os.mkfifo(manifest)
+    with pytest.raises(ConfigError, match="not a regular file"):
+        run(documents("a"), resume=True)
+
+
+@pytest.mark.parametrize("file", [OUT, REJECTS])
+def test_a_line_nested_without_end_is_none_of_the_job(file: Path) -> None:
+    run([*documents("ab"), Reject("c", "no text")])
+    first, *others = file.read_text().splitlines(keepends=True)
+    file.write_text("".join((DEEP, first, *others)))
+    with pytest.raises(ConfigError, match=f"{file}:1: no line of this job"):
+        run(documents("abc"), resume=True)
+
+
+def test_a_job_file_nested_without_end_is_refused() -> None:
+    Path("job.toml").write_text("inputs = " + "[" * 100_000)
+    with pytest.raises(ConfigError, match=r"job job\.toml: not valid TOML"):
+        read_job_file(Path("job.toml"), {})
 
 
 def test_of_ids_of_several_texts_the_first_is_named() -> None:

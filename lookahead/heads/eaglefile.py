@@ -14,7 +14,7 @@ from lookahead.errors import HeadsError
 from lookahead.heads.eagle import EagleHead, FusedEagleHead
 from lookahead.heads.headfile import HeadsConfig, check_base, read_heads, write_heads
 from lookahead.heads.induction import begin_fused
-from lookahead.heads.layer import Rotation, layer_config, read_sizes, write_sizes
+from lookahead.heads.layer import Rotation, layer_config, read_sizes, try_out, write_sizes
 from lookahead.heads.trunk import lm_head
 
 KIND = "eagle"
@@ -107,7 +107,9 @@ def load_eagle(folder: str | os.PathLike[str], model: PreTrainedModel) -> EagleH
         ) from error
     weight = lm_head(model).weight
     head.rotation = Rotation(sizes)  # what it holds is no weight, and was made on meta with the rest
-    return head.to(weight.device, weight.dtype).eval().requires_grad_(False)
+    head = head.to(weight.device, weight.dtype).eval().requires_grad_(False)
+    try_out(head.layer, head.rotation)
+    return head
 
 
 def _layer_sizes(folder: Any, given: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LlamaConfig:
@@ -127,8 +129,18 @@ def _fused_layers(
     """The layers an EAGLE-3 head reads, once its own vocabulary is checked."""
     if "lm_head.weight" not in tensors or "d2t" not in tensors:
         raise HeadsError(f"{folder}: an EAGLE-3 head needs lm_head.weight and d2t")
+    if tensors["d2t"].dtype not in (torch.int64, torch.int32) or tensors["d2t"].shape != tensors["lm_head.weight"].shape[:1]:
+        raise HeadsError(
+            f"{folder}: d2t must hold a whole number for every row of lm_head.weight, got {tensors['d2t'].dtype} of shape "
+            f"{tuple(tensors['d2t'].shape)} for {tuple(tensors['lm_head.weight'].shape)}"
+        )
     tokens = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
     if int(tokens.min()) < 0 or int(tokens.max()) >= sizes.vocab_size:
         raise HeadsError(f"{folder}: d2t names tokens beyond the model's {sizes.vocab_size}")
     named = given.get(_LAYERS) or (given.get("eagle_config") or {}).get(_LAYERS)
-    return tuple(named) if named else fused_layers(model)
+    if not named:
+        return fused_layers(model)
+    most = model.config.get_text_config().num_hidden_layers
+    if not isinstance(named, list) or not all(type(layer) is int and 0 <= layer <= most for layer in named):
+        raise HeadsError(f"{folder}: {_LAYERS} must be a list of the model's layers, 0 to {most}, got {named!r}")
+    return tuple(named)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lookahead.atomic import write_atomically
+from lookahead.atomic import read_json, write_atomically
 from lookahead.errors import HeadsError
 from lookahead.heads.fingerprint import fingerprint_of
 
@@ -129,6 +130,21 @@ def check_base(
         )
 
 
+@contextmanager
+def head_errors(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn whatever goes wrong while heads are made of a folder into an error that names it.
+
+    Sizes and tensors that do not belong together come to light in many places, most of them of torch and transformers.
+    """
+    try:
+        yield
+    except HeadsError:
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise HeadsError(f"{folder}: heads that cannot be used: {type(error).__name__}: {said}") from error
+
+
 def read_config(folder: str | os.PathLike[str]) -> HeadsConfig:
     """What `config.json` says.
 
@@ -140,7 +156,7 @@ def read_config(folder: str | os.PathLike[str]) -> HeadsConfig:
         raise HeadsError(_refuse_file(place))
     path = place / CONFIG
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
     except (OSError, ValueError) as error:
         raise HeadsError(f"{path}: cannot be read: {error}") from error
     if not isinstance(values, dict):

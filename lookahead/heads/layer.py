@@ -145,6 +145,21 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     return context.view(query.shape)
 
 
+@torch.no_grad()
+def try_out(layer: DraftLayer, rotation: Rotation) -> None:
+    """Run a layer over two places, so that sizes which do not go together are told before anything is decoded.
+
+    Raises:
+        Exception: As torch does.
+    """
+    attention = layer.self_attn
+    read = attention.q_proj.weight.new_ones(1, 2, attention.q_proj.in_features)
+    turned = rotation(read, torch.arange(2, device=read.device)[None])
+    mask = torch.ones(1, 2, 2, dtype=torch.bool, device=read.device)
+    context = attend(layer.query(read, turned), *layer.keys_values(read, turned), mask)
+    layer.finish(read.new_ones(1, 2, attention.o_proj.out_features), context)
+
+
 def layer_config(model: PreTrainedModel, **others: Any) -> LlamaConfig:
     """The sizes of a new layer: those of the model's own, as far as it has such."""
     base: Any = model.config.get_text_config()

@@ -122,4 +122,10 @@ def _sizes(folder: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> tup
     places = [name.partition(".")[0] for name in tensors]
     if f"0.{blocks}.weight" not in tensors or not all(place.isdigit() for place in places):
         raise HeadsError(f"{folder}: no Medusa heads; it holds {', '.join(sorted(tensors)[:4])}")
-    return 1 + max(map(int, places)), blocks, tensors[f"0.{blocks}.weight"].shape
+    heads, shape = len(set(places)), tensors[f"0.{blocks}.weight"].shape
+    if set(map(int, places)) != set(range(heads)) or len(shape) != 2:
+        raise HeadsError(
+            f"{folder}: no Medusa heads: they are numbered from 0 on and project to [vocabulary, hidden], got "
+            f"{', '.join(sorted(set(places))[:8])} and {list(shape)}"
+        )
+    return heads, blocks, shape

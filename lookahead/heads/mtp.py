@@ -14,7 +14,7 @@ from lookahead.errors import HeadsError
 from lookahead.heads.draftcache import DraftCache, take
 from lookahead.heads.guesses import Warp
 from lookahead.heads.headfile import HeadsConfig, check_base, read_heads, write_heads
-from lookahead.heads.layer import DraftLayer, Norm, Rotation, attend, layer_config, read_sizes, write_sizes
+from lookahead.heads.layer import DraftLayer, Norm, Rotation, attend, layer_config, read_sizes, try_out, write_sizes
 from lookahead.heads.parallel import ParallelDrafter
 from lookahead.heads.rates import HeadRates
 from lookahead.heads.trunk import lm_head, unembed
@@ -96,8 +96,9 @@ class MtpHeads(nn.Module):
         sizes = read_sizes(folder, config.sizes)
         check_base(folder, config, model, hidden=sizes.hidden_size, vocab=sizes.vocab_size)
         count = config.sizes.get("num_heads")
-        if not isinstance(count, int) or count < 1:
-            raise HeadsError(f"{folder}: num_heads must be a whole number of at least 1, got {count!r}")
+        held = len({name.split(".")[1] for name in tensors if name.startswith("heads.")})
+        if type(count) is not int or not 1 <= count == held:  # before so many are made
+            raise HeadsError(f"{folder}: num_heads must be the number of heads in {WEIGHTS}, {held}, got {count!r}")
         low = config.sizes.get("low_layer")
         if not isinstance(low, int) or not 0 <= low <= model.config.get_text_config().num_hidden_layers:
             raise HeadsError(f"{folder}: low_layer must be one of the model's layers, got {low!r}")
@@ -109,7 +110,9 @@ class MtpHeads(nn.Module):
             raise HeadsError(f"{folder}: {' '.join(str(error).split())}") from error
         made.rotation = Rotation(sizes)  # what it holds is no weight, and was made on meta with the rest
         weight = lm_head(model).weight
-        return made.to(weight.device, weight.dtype).eval().requires_grad_(False)
+        made = made.to(weight.device, weight.dtype).eval().requires_grad_(False)
+        try_out(made.head(0), made.rotation)
+        return made
 
     def write(self, folder: str | os.PathLike[str], model: PreTrainedModel) -> None:
         """Write the heads in bfloat16, and what model they are of, into a folder.

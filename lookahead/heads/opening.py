@@ -13,7 +13,7 @@ from lookahead.heads import eaglefile, medusa, mtp, native
 from lookahead.heads.dynamic import DEPTH, EagleDrafter
 from lookahead.heads.eagle import EagleHead
 from lookahead.heads.guesses import Drafter, Warp
-from lookahead.heads.headfile import read_config
+from lookahead.heads.headfile import head_errors, read_config
 from lookahead.heads.medusa import MedusaHeads
 from lookahead.heads.mtp import MtpDrafter, MtpHeads
 from lookahead.heads.parallel import MedusaDrafter
@@ -45,12 +45,13 @@ def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[
     if Path(folder).name == str(folder) and not Path(folder).exists():
         raise HeadsError(f"{folder}: neither a folder of heads nor {NATIVE!r}, the model's own")
     kind = read_config(folder).kind or _published_kind(Path(folder))
-    if kind == medusa.KIND:
-        return kind, MedusaHeads.load(folder, model)
-    if kind == mtp.KIND:
-        return kind, MtpHeads.load(folder, model)
-    if kind == eaglefile.KIND:
-        return kind, eaglefile.load_eagle(folder, model)
+    with head_errors(folder):
+        if kind == medusa.KIND:
+            return kind, MedusaHeads.load(folder, model)
+        if kind == mtp.KIND:
+            return kind, MtpHeads.load(folder, model)
+        if kind == eaglefile.KIND:
+            return kind, eaglefile.load_eagle(folder, model)
     raise HeadsError(f"{folder}: heads of an unknown kind, {kind!r}")
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from lookahead.atomic import parse_json
 from lookahead.ngram.replacing import replacing
 
 Record = dict[str, Any]
@@ -23,7 +23,7 @@ def records_in(path: Path) -> Iterator[tuple[int, int, Record]]:
     offset = 0
     with open(path, "rb") as file:
         for line in file:
-            record = json.loads(line)
+            record = parse_json(line)
             if not isinstance(record, dict):
                 raise ValueError("no JSON object")
             yield offset, len(line), record

@@ -79,7 +79,7 @@ def read_job_file(path: Path, settings: Mapping[str, Setting]) -> dict[str, Any]
             table = tomllib.load(file)
     except OSError as error:
         raise ConfigError(f"job {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"job {path}: not valid TOML: {error}") from error
     values: dict[str, Any] = {}
     for name, value in table.items():

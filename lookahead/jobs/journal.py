@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
+from lookahead.atomic import parse_json
 from lookahead.errors import ConfigError
 from lookahead.files.text import Document, DocumentId, Reject
 from lookahead.jobs.arranging import Record, arrange, records_in
@@ -293,7 +294,7 @@ def _torn(tail: bytes) -> int:
         return len(tail) - whole
     last = tail[tail.rfind(b"\n", 0, max(0, whole - 1)) + 1 :]
     try:
-        return 0 if not last or isinstance(json.loads(last), dict) else len(last)
+        return 0 if not last or isinstance(parse_json(last), dict) else len(last)
     except ValueError:
         return len(last)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lookahead.atomic import write_atomically
+from lookahead.atomic import read_json, write_atomically
 from lookahead.errors import ConfigError
 from lookahead.jobs.identity import JobIdentity
 
@@ -72,9 +72,9 @@ def read_manifest(results: Path) -> Manifest | None:
     """
     path = manifest_path(results)
     try:
-        record = json.loads(path.read_text("utf-8"))
+        record = read_json(path)
         if record["version"] != VERSION:
-            raise ConfigError(f"{path}: version {record['version']}; this release goes on with version {VERSION}")
+            raise ConfigError(f"{path}: version {record['version']!r}; this release goes on with version {VERSION}")
         return Manifest(
             dict(record["job"]), str(record["fingerprint"]), record["state"] == "finished", record["documents"]
         )

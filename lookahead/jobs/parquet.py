@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from lookahead.atomic import parse_json
 from lookahead.errors import ConfigError
 from lookahead.files.tables import load_pyarrow
 from lookahead.jobs.arranging import Record, records_in
@@ -82,7 +83,7 @@ def _record(row: Record) -> Record:
     record = {name: value for name, value in row.items() if value is not None}
     for name in _AS_JSON:
         if record.get(name) is not None:
-            record[name] = json.loads(record[name])
+            record[name] = parse_json(record[name])
     return record
 
 

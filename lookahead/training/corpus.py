@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-import json
 import lzma
 import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lookahead.atomic import parse_json
 from lookahead.errors import TrainingError
 
 TEXT_FIELDS = ("document", "text")
@@ -117,8 +117,8 @@ def _read_member(raw: bytes, name: str, fields: Sequence[str]) -> Iterator[Docum
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
+            row = parse_json(line)
+        except ValueError as error:
             raise TrainingError(f"{name}, line {number} is not JSON: {error}") from error
         found = next((row[field] for field in fields if isinstance(row, dict) and field in row), None)
         if isinstance(found, str):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from lookahead.atomic import parse_json
 from lookahead.errors import DocumentError, TrainingError
 from lookahead.files.text import decode_bytes
 
@@ -141,7 +141,7 @@ def split_examples(examples: Sequence[Example], every: int) -> tuple[Examples, E
 def _record(line: str, place: str) -> Record:
     """One JSON line."""
     try:
-        values: Any = json.loads(line)
+        values: Any = parse_json(line)
     except ValueError as error:
         raise TrainingError(f"{place}: not valid JSON: {error}") from error
     if not isinstance(values, dict) or not ("prompt" in values or "text" in values):
