@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from lookahead.errors import DocumentError
 
 STDIN = "-"
 MEGABYTE = 1 << 20
+MOST_COPIED = 16 << 30  # bytes of a temporary file
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*(::[a-zA-Z0-9+.-]+)*://")
 _EXTRA = "pip install 'lookahead-decoding[remote]'"
 
@@ -54,7 +56,7 @@ def opened(path: str, *, seekable: bool = False) -> Iterator[io.BufferedReader[A
     """
     if path == STDIN:
         stdin = _peekable(sys.stdin.buffer)
-        with _seekable(stdin) if seekable else nullcontext(stdin) as stream:
+        with _seekable(stdin, path) if seekable else nullcontext(stdin) as stream:
             yield stream
     elif is_url(path):
         system, inner = file_system(path)
@@ -62,7 +64,7 @@ def opened(path: str, *, seekable: bool = False) -> Iterator[io.BufferedReader[A
             file = system.open(inner, "rb")
         with file:
             remote: io.BufferedReader[Any] = io.BufferedReader(_Remote(file, path), MEGABYTE)
-            with _seekable(remote) if seekable else nullcontext(remote) as stream:
+            with _seekable(remote, path) if seekable else nullcontext(remote) as stream:
                 yield stream
     else:
         with open(path, "rb") as file:
@@ -142,10 +144,20 @@ def _peekable(stream: BinaryIO) -> io.BufferedReader[Any]:
 
 
 @contextmanager
-def _seekable(stream: io.BufferedReader[Any]) -> Iterator[io.BufferedReader[Any]]:
-    """A temporary file with all that a stream holds, at its beginning."""
+def _seekable(stream: io.BufferedReader[Any], path: str) -> Iterator[io.BufferedReader[Any]]:
+    """A temporary file with all that a stream holds, at its beginning.
+
+    Raises:
+        DocumentError: It holds more than 16 GiB, or than half of what is free on the disk of temporary files.
+    """
     with tempfile.TemporaryFile() as copy:
+        most = min(MOST_COPIED, shutil.disk_usage(tempfile.gettempdir()).free // 2)
         while data := stream.read(MEGABYTE):
+            if copy.tell() + len(data) > most:
+                raise DocumentError(
+                    f"{path}: more than {most / (1 << 30):.3g} GiB to copy to a temporary file first; download it, and "
+                    "name the file"
+                )
             copy.write(data)
         copy.seek(0)
         yield cast("io.BufferedReader[Any]", copy)

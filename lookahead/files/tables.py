@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator
-from itertools import chain, repeat
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from lookahead.errors import DocumentError
@@ -13,7 +13,8 @@ from lookahead.files.inputs import DEFAULT_ID_FIELD, Input
 from lookahead.files.opening import bounded_lines, opened, too_long
 from lookahead.files.text import Document, DocumentId, Reject, checked, decode_bytes, encoding_of, given_id
 
-_ROWS_AT_ONCE = 64
+_UNPACKED = 64 << 20  # bytes; a group of rows that unpacks to no more is read however small its file is
+_MOST_FOLD = 100  # how many times its size in the file a larger group may unpack to
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
 _END = "\x1e"  # a row behind the last one, unless a quote swallows it
 
@@ -76,13 +77,17 @@ def read_parquet(source: Input, field: str, limit: int) -> Iterator[Document | R
             names: list[str] = table.schema_arrow.names
             text_at, id_at = _columns(source, field, names)
             _check_is_text(arrow, table.schema_arrow.field(text_at).type, source.path, field)
-            columns = [names[at] for at in (text_at, id_at) if at is not None]
-            for batch in table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns):
-                texts = _cells(batch, names[text_at])
-                ids = _cells(batch, names[id_at]) if id_at is not None else repeat(None)
-                for text, given in zip(texts, ids, strict=False):
+            id_name = None if id_at is None else names[id_at]
+            columns = [name for name in (names[text_at], id_name) if name is not None]
+            for rows, batches in row_groups(table, columns, max(limit, _UNPACKED)):
+                if batches is None:
+                    number += rows
+                    place = f"{source.path}:{number - rows + 1}-{number}"
+                    yield Reject(place, f"{place}: {UNPACKS_TOO_FAR}")
+                    continue
+                for batch in batches:
                     number += 1
-                    yield _document(f"{source.path}:{number}", source, field, text, given, limit)
+                    yield _parquet_row(source, field, batch, names[text_at], id_name, number, limit)
         except (arrow.ArrowException, OSError) as error:
             message = " ".join(str(error).split())
             raise DocumentError(f"{source.path}: cannot be read as Parquet: {message}") from error
@@ -90,13 +95,58 @@ def read_parquet(source: Input, field: str, limit: int) -> Iterator[Document | R
         raise DocumentError(f"{source.path}: no documents")
 
 
-def _cells(batch: Any, name: str) -> Iterator[object]:
-    """The values of the first column of a name; what is no text is an error in its place."""
-    for cell in batch.column(batch.schema.names.index(name)):
-        try:
-            yield cell.as_py()
-        except UnicodeDecodeError as error:
-            yield error
+def row_groups(
+    table: Any, columns: Sequence[str] | None = None, most: int = _UNPACKED, rows: int = 1
+) -> Iterator[tuple[int, Iterator[Any] | None]]:
+    """The groups of rows of an open Parquet file, by the sizes that the file declares.
+
+    A file of some kilobytes can stand for gigabytes: one value may be compressed a thousand times, and a value that
+    stands in a dictionary once may be repeated in every row. No value is larger than its group unpacked.
+
+    Args:
+        table: A `pyarrow.parquet.ParquetFile`.
+        columns: Names of those to read; all where `None`.
+        most: Bytes that a group may unpack to, however little of the file it takes.
+        rows: Most rows of a batch; it has less where they could take more than 64 MiB together, and 1 at least.
+
+    Yields:
+        The number of rows of a group and its record batches; `None` in their place where it would unpack to more than
+        `most` and 100 times what it takes of the file.
+    """
+    for number in range(table.num_row_groups):
+        group = table.metadata.row_group(number)
+        chunks = [group.column(at) for at in range(group.num_columns)]
+        read = [chunk for chunk in chunks if columns is None or _belongs(chunk.path_in_schema, columns)]
+        unpacked = sum(chunk.total_uncompressed_size for chunk in read)
+        if unpacked > max(most, _MOST_FOLD * sum(chunk.total_compressed_size for chunk in read)):
+            yield group.num_rows, None
+        else:
+            at_once = max(1, min(rows, _UNPACKED // max(1, unpacked)))
+            yield group.num_rows, table.iter_batches(batch_size=at_once, row_groups=[number], columns=columns)
+
+
+UNPACKS_TOO_FAR = f"a group of rows that unpacks to more than {_MOST_FOLD} times its size is not read"
+
+
+def _belongs(path: str, columns: Sequence[str]) -> bool:
+    """Whether the values at a path of a Parquet schema are of some columns."""
+    return any(path == name or path.startswith(f"{name}.") for name in columns)
+
+
+def _parquet_row(
+    source: Input, field: str, batch: Any, text_name: str, id_name: str | None, number: int, limit: int
+) -> Document | Reject:
+    """The document of a batch of one row."""
+    text, given = (None if name is None else _cell(batch, name) for name in (text_name, id_name))
+    return _document(f"{source.path}:{number}", source, field, text, given, limit)
+
+
+def _cell(batch: Any, name: str) -> object:
+    """The value of the first column of a name; what is no text is an error in its place."""
+    try:
+        return batch.column(batch.schema.names.index(name))[0].as_py()
+    except UnicodeDecodeError as error:
+        return error
 
 
 def load_pyarrow(path: str) -> tuple[Any, Any]:

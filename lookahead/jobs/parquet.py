@@ -10,7 +10,7 @@ from typing import Any
 
 from lookahead.atomic import parse_json
 from lookahead.errors import ConfigError
-from lookahead.files.tables import load_pyarrow
+from lookahead.files.tables import UNPACKS_TOO_FAR, load_pyarrow, row_groups
 from lookahead.jobs.arranging import Record, records_in
 from lookahead.jobs.results import encode_line
 from lookahead.ngram.replacing import replacing
@@ -64,8 +64,7 @@ def read_parquet_lines(path: Path, lines: Path, is_own: Callable[[Record], bool]
     """
     arrow, parquet = load_pyarrow(str(path))
     try:
-        batches = parquet.ParquetFile(path).iter_batches(batch_size=_ROWS_AT_ONCE)
-        records = (_record(row) for batch in batches for row in batch.to_pylist())
+        records = map(_record, _rows_of(parquet.ParquetFile(path)))
         with replacing(lines) as file:
             for number, record in enumerate(records, start=1):
                 if not is_own(record):
@@ -76,6 +75,19 @@ def read_parquet_lines(path: Path, lines: Path, is_own: Callable[[Record], bool]
             raise
         what = " ".join(str(error).split())
         raise ConfigError(f"{path} holds no results to go on with: {what}; pass --overwrite to begin anew") from error
+
+
+def _rows_of(table: Any) -> Iterator[Record]:
+    """The rows of an open Parquet file, some in memory at a time.
+
+    Raises:
+        ValueError: It would unpack to far more than it is.
+    """
+    for _, batches in row_groups(table, rows=_ROWS_AT_ONCE):
+        if batches is None:
+            raise ValueError(UNPACKS_TOO_FAR)
+        for batch in batches:
+            yield from batch.to_pylist()
 
 
 def _record(row: Record) -> Record:

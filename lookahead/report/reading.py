@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lookahead.errors import DocumentError
+from lookahead.files.tables import UNPACKS_TOO_FAR, load_pyarrow, row_groups
 
 Record = dict[str, Any]
 
@@ -149,19 +149,16 @@ def _skip_line(file: BinaryIO) -> None:
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Record]]:
     """The rows of a Parquet file, numbered from 1, without what is null."""
     open(path, "rb").close()  # a file that is not there is told as elsewhere
-    try:
-        # Not a requirement of the package, and it takes its time to load.
-        parquet: Any = importlib.import_module("pyarrow.parquet")
-        arrow_error: type[Exception] = importlib.import_module("pyarrow").ArrowException
-    except ImportError as error:
-        raise DocumentError(f"{path}: Parquet needs pyarrow: pip install 'lookahead-decoding[tables]'") from error
+    arrow, parquet = load_pyarrow(str(path))
     number = 0
     try:
-        for batch in parquet.ParquetFile(path).iter_batches(batch_size=_ROWS_AT_ONCE):
-            for row in batch.to_pylist():
+        for _, batches in row_groups(parquet.ParquetFile(path), rows=_ROWS_AT_ONCE):
+            if batches is None:
+                raise DocumentError(f"{path}: {UNPACKS_TOO_FAR}")
+            for row in (row for batch in batches for row in batch.to_pylist()):
                 number += 1
                 yield number, {name: _unpacked(name, value) for name, value in row.items() if value is not None}
-    except arrow_error as error:
+    except arrow.ArrowException as error:
         raise DocumentError(f"{path} is no Parquet file that can be read: {' '.join(str(error).split())}") from error
 
 
