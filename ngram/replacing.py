@@ -16,13 +16,17 @@ from typing import BinaryIO
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Write a file beside `path` that takes its place once it is whole and on the disk; else it is removed.
 
+    What a process that was killed left there before is removed first.
+
     Raises:
         OSError: It cannot be written.
     """
     path = Path(os.path.realpath(path))  # a link stays a link
-    written = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    with contextlib.suppress(OSError):
+        remove_leftovers(path)
+    written, file, lock = _made_beside(path)
     try:
-        with open(written, "xb") as file:
+        with file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -31,18 +35,50 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         with contextlib.suppress(OSError):
             written.unlink()
         raise
+    finally:
+        if lock is not None:
+            os.close(lock)
     sync_folder(path.parent)
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove what processes that were killed while they replaced `path` left beside it; none may be at it now.
+    """Remove what processes that were killed while they replaced `path` left beside it.
+
+    Whoever is still writing has a lock on what it writes; where there are no locks, nothing is removed.
 
     Raises:
         OSError: One cannot be removed.
     """
     path = Path(os.path.realpath(path))
     for left in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}.tmp"):
-        left.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError), open(left, "rb") as file:
+            if _is_locked(file.fileno(), waits=False):
+                left.unlink()
+
+
+def _made_beside(path: Path) -> tuple[Path, BinaryIO, int | None]:
+    """A new file beside `path`, and what keeps a lock on it until it is closed; None where there are no locks."""
+    while True:
+        written = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        file = open(written, "xb")
+        if not _is_locked(file.fileno(), waits=True):
+            return written, file, None
+        if os.fstat(file.fileno()).st_nlink:
+            return written, file, os.dup(file.fileno())
+        file.close()  # somebody took it for a leftover before it was locked
+
+
+def _is_locked(descriptor: int, *, waits: bool) -> bool:
+    """Lock an open file; False where another process has it, or locks are not known."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+    except OSError:
+        return False
+    return True
 
 
 def sync_folder(folder: Path) -> None:

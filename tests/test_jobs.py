@@ -349,7 +349,7 @@ def test_no_space_to_put_the_lines_in_order_leaves_them_as_they_are(monkeypatch)
         patch.setattr("lookahead.jobs.manifest.Manifest.write", lambda *_: None)
         with pytest.raises(OSError, match="No space left"):
             run(items, Worker(backwards=True), rows=3)
-    assert ids() == ["c", "b", "a"] and not list(Path().glob(".*"))
+    assert ids() == ["c", "b", "a"] and not list(Path().glob(".*.tmp"))
 
 
 def test_a_line_goes_on_behind_those_that_are_there():

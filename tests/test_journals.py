@@ -19,6 +19,7 @@ from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import Totals, run_job
 from lookahead.jobs.jobfile import read_job_file
 from lookahead.jobs.journal import Journal
+from lookahead.jobs.manifest import Manifest
 from lookahead.jobs.paths import OutputPaths
 from lookahead.jobs.results import copy_of
 
@@ -180,6 +181,36 @@ def test_what_a_process_is_writing_is_left_to_it(options: dict[str, bool]) -> No
         with pytest.raises(ConfigError, match=r"out\.jsonl is being written by another process"):
             run(documents("b"), **options)
         assert OUT.read_bytes() == before and Path("out.jsonl.manifest.json").exists()
+
+
+def test_a_job_is_alone_also_when_its_files_were_replaced() -> None:
+    paths = OutputPaths(OUT)
+    with Journal(paths, JOB) as journal:
+        for document in documents("ba"):
+            journal.write(document, {"summary": "S"})
+        for document in documents("ab"):
+            journal.take(document)
+        before = OUT.stat().st_ino
+        journal.finish()
+        assert OUT.stat().st_ino != before
+        with pytest.raises(ConfigError, match=r"out\.jsonl is being written by another process"):
+            Journal(paths, JOB)
+    Journal(paths, JOB).close()
+
+
+def test_of_two_jobs_begun_at_once_one_is_told_and_the_other_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths, write = OutputPaths(OUT), Manifest.write
+
+    def write_while_another_begins(manifest: Manifest, path: Path) -> None:
+        monkeypatch.setattr(Manifest, "write", write)
+        with pytest.raises(ConfigError, match=r"out\.jsonl is being written by another process"):
+            Journal(paths, JOB)
+        manifest.write(path)
+
+    monkeypatch.setattr(Manifest, "write", write_while_another_begins)
+    with Journal(paths, JOB) as journal:
+        journal.write(documents("a")[0], {"summary": "A"})
+    assert Path("out.jsonl.manifest.json").exists()
 
 
 def test_results_that_are_refused_can_be_begun_anew_by_the_same_process() -> None:

@@ -20,6 +20,7 @@ from lookahead.ngram.hits import HitRates
 from lookahead.ngram.matches import LEVELS, find_matches
 from lookahead.ngram.pool import Pool, PoolHeader, read_header, write_pool
 from lookahead.ngram.reference import find_by_scan
+from lookahead.ngram.replacing import replacing
 from lookahead.ngram.search import grow_trie
 from lookahead.pools.opening import open_pool
 
@@ -153,6 +154,12 @@ def test_a_process_that_is_killed_while_it_writes_leaves_the_old_file_whole(path
     assert run.returncode == -signal.SIGKILL
     assert path.read_bytes() == before
     assert Pool.open(path, 77).tokens.tolist() == [SEPARATOR, *TOKENS.tolist()]
+    assert len(os.listdir(path.parent)) == 2
+    with replacing(path) as file:  # a writer that lives
+        write_pool(path, TOKENS, 77)  # and the next one
+        assert sorted(os.listdir(path.parent)) == sorted([Path(file.name).name, path.name])
+        file.write(before)
+    assert os.listdir(path.parent) == [path.name]
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
+
+from filelock import FileLock, Timeout
 
 from lookahead.atomic import parse_json
 from lookahead.errors import ConfigError
@@ -54,23 +55,12 @@ class Journal:
         self._order_of_rejects: list[bytes] = []
         self._texts: dict[int, int] = {}  # what tells a text from others, by its id
         self._unread: set[int] = set()  # ids of what could not be read
-        if self._running.exists():
-            _unlock(_locked(self._running))
-        paths.clear()
-        earlier = read_manifest(self._results)
-        if earlier is not None:
-            earlier.check(identity, self._results)
-        self._begin()
-        self._file = JsonLinesFile(self._running, append=True)
-        self._lock = _locked(self._running)
+        self._lock = _locked(self._results)
         try:
-            self._recover(retry_rejects)
+            self._open(retry_rejects)
         except BaseException:
-            self._file.close()
-            _unlock(self._lock)
+            self._lock.release()
             raise
-        self._file.size = self._running.stat().st_size
-        self._reject_file = JsonLinesFile(self._rejects, lazy=True, append=True)
 
     def take(self, document: Document) -> tuple[bytes | None, str | None]:
         """Note that a document stands in the inputs.
@@ -169,7 +159,7 @@ class Journal:
         """Close the files."""
         self._file.close()
         self._reject_file.close()
-        _unlock(self._lock)
+        self._lock.release()
 
     def __enter__(self) -> Journal:
         return self
@@ -212,6 +202,22 @@ class Journal:
         arrange(self._rejects, self._order_of_rejects, is_outdated, _key_of_reject, newest_only=True)
         if self._rejects.stat().st_size == 0:
             self._rejects.unlink()
+
+    def _open(self, retry_rejects: bool) -> None:
+        """Read what earlier runs left, and open the files to go on."""
+        self._paths.clear()
+        earlier = read_manifest(self._results)
+        if earlier is not None:
+            earlier.check(self._identity, self._results)
+        self._begin()
+        self._file = JsonLinesFile(self._running, append=True)
+        try:
+            self._recover(retry_rejects)
+        except BaseException:
+            self._file.close()
+            raise
+        self._file.size = self._running.stat().st_size
+        self._reject_file = JsonLinesFile(self._rejects, lazy=True, append=True)
 
     def _begin(self) -> None:
         """Make the lines ready that an earlier run left, and write the manifest."""
@@ -311,29 +317,22 @@ def _tail(file: BinaryIO) -> bytes:
         reach *= 2
 
 
-def _unlock(descriptor: int | None) -> None:
-    """Let other processes write again."""
-    if descriptor is not None:
-        os.close(descriptor)
+def _locked(results: Path) -> FileLock:
+    """What keeps other processes from the files of a job until it is released.
 
-
-def _locked(path: Path) -> int | None:
-    """A descriptor that keeps other processes from writing a file, until it is closed.
+    The lock is on a file of its own: the results and the manifest are replaced by new files.
 
     Raises:
-        ConfigError: Another process has it.
+        ConfigError: Another process has it, or it cannot be made.
     """
-    if sys.platform == "win32":  # nobody looks there
-        return None
-    import fcntl
-
-    descriptor = os.open(path, os.O_RDONLY)
+    results = Path(os.path.realpath(results))
+    lock = FileLock(results.with_name(f".{results.name}.lock"), timeout=0)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise ConfigError(f"output {path} is being written by another process; wait for it, or stop it") from error
-    except OSError:  # a file system without locks
-        os.close(descriptor)
-        return None
-    return descriptor
+        lock.acquire()
+    except Timeout as error:
+        raise ConfigError(f"output {results} is being written by another process; wait for it, or stop it") from error
+    except NotImplementedError:  # a file system without locks
+        pass
+    except OSError as error:
+        raise ConfigError(f"output {results} cannot be written: {error.strerror}") from error
+    return lock
