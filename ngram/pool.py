@@ -269,7 +269,7 @@ def _check_contents(path: Path, file: BinaryIO, header: PoolHeader) -> None:
         # Read as unsigned, a negative number is above every bound: one pass finds both.
         are_good &= not before.size or int(before.view(np.uint32).max()) < header.length
         if arena.size:
-            are_good &= SEPARATOR <= int(arena.min()) and int(arena.max()) <= header.largest_token
+            are_good &= int(arena.min()) >= SEPARATOR and int(arena.max()) <= header.largest_token
             are_good &= place + before.size > positions or int(arena[0]) == SEPARATOR
         place += numbers.size
     if checksum.intdigest() != header.checksum:

@@ -60,7 +60,7 @@ def _made_beside(path: Path) -> tuple[Path, BinaryIO, int | None]:
     """A new file beside `path`, and what keeps a lock on it until it is closed; None where there are no locks."""
     while True:
         written = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-        file = open(written, "xb")
+        file = open(written, "xb")  # noqa: SIM115 - whoever asked closes it
         if not _is_locked(file.fileno(), waits=True):
             return written, file, None
         if os.fstat(file.fileno()).st_nlink:

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig
 
 from lookahead.errors import HeadsError
-from lookahead.heads.fingerprint import fingerprint_of
 from lookahead.heads.eaglefile import fresh_fused, write_eagle
+from lookahead.heads.fingerprint import fingerprint_of
 from lookahead.heads.medusa import MedusaHeads
 from lookahead.heads.mtp import MtpHeads
 from lookahead.heads.opening import open_heads
@@ -180,13 +180,21 @@ def test_sizes_that_nobody_would_write_are_refused_at_once_by_one_kind_of_error(
         open_heads(tmp_path, tiny_llama)
 
 
+def test_a_folder_does_not_become_native_by_its_name(folder, tiny_llama, monkeypatch):
+    folder.rename(folder.with_name("native"))
+    monkeypatch.chdir(folder.parent)
+    assert open_heads("./native", tiny_llama)[0] == "medusa"
+    with pytest.raises(HeadsError, match="has no MTP layers"):
+        open_heads("native", tiny_llama)
+
+
 def test_a_config_nested_without_end_or_a_pipe_in_its_place_is_refused(folder, tiny_llama):
     (folder / "config.json").write_text('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}")
-    with pytest.raises(HeadsError, match="config.json: cannot be read: nested too deeply"):
+    with pytest.raises(HeadsError, match=r"config\.json: cannot be read: nested too deeply"):
         open_heads(folder, tiny_llama)
     (folder / "config.json").unlink()
     os.mkfifo(folder / "config.json")
-    with pytest.raises(HeadsError, match="config.json: cannot be read.*not a regular file"):
+    with pytest.raises(HeadsError, match=r"config\.json: cannot be read.*not a regular file"):
         open_heads(folder, tiny_llama)
 
 
@@ -201,9 +209,7 @@ def test_a_tensor_of_any_other_shape_is_refused(others, tmp_path, tiny_llama, na
         open_heads(tmp_path, tiny_llama)
 
 
-@pytest.mark.parametrize(
-    "layers", [[99, 0, 1], [-5, 0, 1], ["low", 0, 1], 7, {"low": 0}, [0, 1]], ids=str
-)
+@pytest.mark.parametrize("layers", [[99, 0, 1], [-5, 0, 1], ["low", 0, 1], 7, {"low": 0}, [0, 1]], ids=str)
 def test_layers_that_the_model_has_not_are_refused(others, tmp_path, tiny_llama, layers):
     (tmp_path / "model.safetensors").symlink_to(others["eagle"] / "model.safetensors")
     config = json.loads((others["eagle"] / "config.json").read_text())

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import io
 import os
+import socket
+import threading
 
 import fsspec
 import pyarrow
@@ -24,6 +28,7 @@ BOMBS = {
         {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}},
     ),
 }
+
 
 @pytest.mark.parametrize("kind", BOMBS)
 def test_a_small_parquet_file_that_stands_for_much_takes_little_memory(tmp_path, kind):
@@ -69,3 +74,52 @@ def test_of_a_remote_parquet_file_no_more_is_copied_than_there_is_room_for(monke
     monkeypatch.setattr(opening, "MOST_COPIED", 2 << 20)
     (reject,) = read_documents(find_inputs(["memory://hostile/large.parquet"]))
     assert "more than 0.00195 GiB to copy to a temporary file first; download it" in reject.error
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    """Whoever says nothing is given up at once."""
+    monkeypatch.setattr(opening, "TIMEOUT_S", 0.2)
+
+
+@pytest.mark.parametrize("name", ["pipe.txt", "pipe.jsonl", "pipe.csv", "pipe.parquet", "pipe.html"])
+def test_a_pipe_without_a_writer_is_given_up(tmp_path, soon, name):
+    os.mkfifo(tmp_path / name)
+    (reject,) = read_documents(find_inputs([str(tmp_path / name)]))
+    assert reject.error == f"{tmp_path / name}: a pipe through which nothing came within 0.2 s"
+
+
+@pytest.mark.parametrize("name", ["pipe.txt", "pipe.parquet"])
+def test_what_comes_through_a_pipe_is_read(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    data = io.BytesIO(b"One.")
+    if name == "pipe.parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": ["One."]}), data)
+    threading.Thread(target=(tmp_path / name).write_bytes, args=[data.getvalue()], daemon=True).start()
+    assert [each.text for each in read_documents(find_inputs([str(tmp_path / name)]))] == ["One."]
+
+
+def test_a_pipe_in_a_folder_is_left_out_and_named(tmp_path):
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "a.txt").write_text("One.")
+    skipped = []
+    assert [each.path for each in find_inputs([str(tmp_path)], on_skip=skipped.append)] == [str(tmp_path / "a.txt")]
+    assert skipped == [f"{tmp_path / 'pipe.txt'}: no regular file, or a link to nothing"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.jsonl.rejects.jsonl"])
+def test_a_pipe_is_no_file_of_results(tmp_path, name):
+    (tmp_path / "a.jsonl").write_text('{"id": "a", "summary": "A."}\n')
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(DocumentError, match=f"{name}: not a regular file"):
+        write_report(tmp_path / name.replace(".rejects.jsonl", ""))
+
+
+def test_a_server_that_takes_a_connection_and_says_nothing_is_given_up(monkeypatch):
+    importlib.import_module("fsspec.implementations.http")  # what is loaded takes its time
+    monkeypatch.setattr(opening, "TIMEOUT_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/a.txt"
+        (reject,) = read_documents(find_inputs([url]))
+    assert reject.error == f"{url}: cannot be read: no answer within 1 s"

@@ -257,6 +257,17 @@ def unreachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
 
 
+def test_a_folder_does_not_become_the_default_model_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2").mkdir()
+    (tmp_path / "smollm2" / "config.json").write_text("{}")
+    monkeypatch.setattr(locating, "_default_file", lambda: Path("/the/default.gguf"))
+    assert locating.locate_model("smollm2") == ("/the/default.gguf", True)
+    assert locating.locate_model("./smollm2") == ("smollm2", True)
+
+
 def _fail(*_: Any) -> None:
     raise OSError("Name or service not known")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from lookahead.errors import DocumentError
-from lookahead.files.opening import STDIN, file_system, is_url
+from lookahead.files.opening import STDIN, file_system, in_time, is_url
 
 Format = Literal["text", "html", "pdf", "docx", "jsonl", "csv", "tsv", "parquet"]
 Skip = Callable[[str], None]
@@ -152,11 +152,12 @@ def _expand_url(url: str, on_skip: Skip) -> list[str]:
         return [url]  # a server has neither folders nor patterns, and a `?` begins its query
     try:
         if glob.has_magic(path):
-            found = [name for name in sorted(system.glob(path)) if not system.isdir(name)]
+            found = [name for name in in_time(lambda: sorted(system.glob(path))) if not system.isdir(name)]
             if not found:
                 raise DocumentError(f"{url}: no file matches this pattern")
-        elif system.isdir(path):
-            return _some(url, [system.unstrip_protocol(name) for name in sorted(system.find(path))], (), on_skip)
+        elif in_time(lambda: system.isdir(path)):
+            names = in_time(lambda: sorted(system.find(path)))
+            return _some(url, [system.unstrip_protocol(name) for name in names], (), on_skip)
         else:
             return [url]  # whether it can be read is told when it is
     except DocumentError:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import select
 import shutil
+import stat
 import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, TimeoutError
 from contextlib import contextmanager, nullcontext
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 from lookahead.errors import DocumentError
 
 STDIN = "-"
 MEGABYTE = 1 << 20
+TIMEOUT_S = 120.0  # a server, or the writer of a pipe, that says nothing for so long is given up
 MOST_COPIED = 16 << 30  # bytes of a temporary file
+Answer = TypeVar("Answer")
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*(::[a-zA-Z0-9+.-]+)*://")
 _EXTRA = "pip install 'lookahead-decoding[remote]'"
 
@@ -34,7 +41,7 @@ def file_system(url: str) -> tuple[Any, str]:
     from fsspec.core import url_to_fs
 
     try:
-        system, path = url_to_fs(url)
+        system, path = in_time(lambda: url_to_fs(url))
     except ImportError as error:
         raise DocumentError(f"{url}: {error}; for http, https and s3: {_EXTRA}") from error
     except Exception as error:  # drivers raise what they like for a wrong address or missing credentials
@@ -61,14 +68,57 @@ def opened(path: str, *, seekable: bool = False) -> Iterator[io.BufferedReader[A
     elif is_url(path):
         system, inner = file_system(path)
         with _told(path):
-            file = system.open(inner, "rb")
+            file = in_time(lambda: system.open(inner, "rb"))
         with file:
             remote: io.BufferedReader[Any] = io.BufferedReader(_Remote(file, path), MEGABYTE)
             with _seekable(remote, path) if seekable else nullcontext(remote) as stream:
                 yield stream
     else:
-        with open(path, "rb") as file:
-            yield file
+        with (
+            _opened_here(path) as file,
+            _seekable(file, path) if seekable and not file.seekable() else nullcontext(file) as stream,
+        ):
+            yield stream
+
+
+def in_time(call: Callable[[], Answer]) -> Answer:
+    """What a call to a server gives: some of them take a connection and say nothing for ever.
+
+    Raises:
+        TimeoutError: Nothing, for `TIMEOUT_S` seconds.
+    """
+    answer: Future[Answer] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, daemon=True).start()  # one that is never answered does not keep the process
+    try:
+        return answer.result(TIMEOUT_S)
+    except TimeoutError:
+        if answer.done():
+            raise  # the driver's own
+        raise TimeoutError(f"no answer within {TIMEOUT_S:g} s") from None
+
+
+def _opened_here(path: str) -> io.BufferedReader[Any]:
+    """Open a file; a pipe must have something to be read in time, since it may have no writer at all.
+
+    Raises:
+        DocumentError: Nothing came through a pipe.
+        OSError: It cannot be opened.
+    """
+    if not stat.S_ISFIFO(os.stat(path).st_mode):
+        return open(path, "rb")
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not select.select([descriptor], [], [], TIMEOUT_S)[0]:
+        os.close(descriptor)
+        raise DocumentError(f"{path}: a pipe through which nothing came within {TIMEOUT_S:g} s")
+    os.set_blocking(descriptor, True)
+    return os.fdopen(descriptor, "rb")
 
 
 def read_bounded(path: str, limit: int) -> bytes:
@@ -120,7 +170,7 @@ class _Remote(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         with _told(self._url):
-            data = self._file.read(len(buffer))
+            data: bytes = in_time(lambda: self._file.read(len(buffer)))
         buffer[: len(data)] = data
         return len(data)
 

@@ -129,10 +129,13 @@ def _fused_layers(
     """The layers an EAGLE-3 head reads, once its own vocabulary is checked."""
     if "lm_head.weight" not in tensors or "d2t" not in tensors:
         raise HeadsError(f"{folder}: an EAGLE-3 head needs lm_head.weight and d2t")
-    if tensors["d2t"].dtype not in (torch.int64, torch.int32) or tensors["d2t"].shape != tensors["lm_head.weight"].shape[:1]:
+    if (
+        tensors["d2t"].dtype not in (torch.int64, torch.int32)
+        or tensors["d2t"].shape != tensors["lm_head.weight"].shape[:1]
+    ):
         raise HeadsError(
-            f"{folder}: d2t must hold a whole number for every row of lm_head.weight, got {tensors['d2t'].dtype} of shape "
-            f"{tuple(tensors['d2t'].shape)} for {tuple(tensors['lm_head.weight'].shape)}"
+            f"{folder}: d2t must hold a whole number for every row of lm_head.weight, got {tensors['d2t'].dtype} of "
+            f"shape {tuple(tensors['d2t'].shape)} for {tuple(tensors['lm_head.weight'].shape)}"
         )
     tokens = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
     if int(tokens.min()) < 0 or int(tokens.max()) >= sizes.vocab_size:

@@ -40,7 +40,7 @@ def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[
         HeadsError: There are none, they are damaged, or they belong to another model; or the model takes none.
     """
     lm_head(model)  # refuses models that take no heads, whatever is in the folder
-    if folder == NATIVE and not Path(NATIVE).is_dir():
+    if folder == NATIVE:  # whatever folders there are
         return native.KIND, native.open_native(model)
     if Path(folder).name == str(folder) and not Path(folder).exists():
         raise HeadsError(f"{folder}: neither a folder of heads nor {NATIVE!r}, the model's own")

@@ -106,8 +106,15 @@ def _other_kind(record: Record) -> str:
     return f"has neither summary nor stats, but {', '.join(map(repr, islice(record, 4))) or 'nothing'}"
 
 
+def _check_is_file(path: Path) -> None:
+    """Refuse a pipe, which would be waited for, and a device."""
+    if path.exists() and not path.is_file():
+        raise DocumentError(f"{path}: not a regular file")
+
+
 def _json_lines(path: Path, reading: Reading) -> Iterator[tuple[int, Record]]:
     """The objects of a file of JSON lines, with the number of their line; empty lines are passed over."""
+    _check_is_file(path)
     with open(path, "rb") as file:
         number = 0
         while not reading.is_hopeless and (line := file.readline(MOST_BYTES)):
@@ -148,6 +155,7 @@ def _skip_line(file: BinaryIO) -> None:
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Record]]:
     """The rows of a Parquet file, numbered from 1, without what is null."""
+    _check_is_file(path)
     open(path, "rb").close()  # a file that is not there is told as elsewhere
     arrow, parquet = load_pyarrow(str(path))
     number = 0
