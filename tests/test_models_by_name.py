@@ -16,7 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 import lookahead
-from lookahead import gguf_files, locating
+from lookahead import gguf_files, loading, locating
 from lookahead.cli import app
 from lookahead.errors import UnsupportedModelError
 from lookahead.gguf_files import convert_once
@@ -188,6 +188,7 @@ def test_a_missing_reader_of_gguf_files_is_told_with_the_extra(
     assert "needs gguf and accelerate: pip install 'lookahead-decoding[gguf]'" in said
 
 
+@pytest.mark.filterwarnings("ignore:the tokenizer")  # its model has no embedding for a token that transformers adds
 @needs_gguf
 def test_the_command_line_takes_a_gguf_file_and_says_that_it_converts_it(tiny_gguf: Path, cache: Path) -> None:
     arguments = ["generate", "abc", "--model", str(tiny_gguf), "--max-new-tokens", "4", "--device", "cpu"]
@@ -211,6 +212,7 @@ def test_loading_a_model_from_python_draws_no_bars(summarizer_path: Path, capfd:
 
 def test_where_the_default_model_is_missing_both_ways_out_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locating, "_DEFAULT_PACKAGE", "no_such_package")
+    loading.load_default.cache_clear()
     for load in (lookahead.load, lambda: lookahead.load(DEFAULT_MODEL), lambda: lookahead.summarize("A text.")):
         with pytest.raises(UnsupportedModelError) as caught:
             load()

@@ -140,7 +140,8 @@ def test_processed_scores_leave_the_raw_logits_alone(model: PreTrainedModel) -> 
             scores.mul_(0.5)
             return scores
 
-    output = model.generate(BATCH, **GREEDY, **DICT, logits_processor=[Scaled()])
+    with pytest.warns(UserWarning, match="Scaled may keep a state"):
+        output = model.generate(BATCH, **GREEDY, **DICT, logits_processor=[Scaled()])
     plain = model.generate(BATCH, **GREEDY, **DICT)
     assert torch.equal(output.sequences, plain.sequences)
     torch.testing.assert_close(torch.stack(output.scores), 0.5 * torch.stack(plain.logits), rtol=1e-4, atol=1e-4)

@@ -104,8 +104,9 @@ class Pause:
 
 
 def copied(model: LlamaForCausalLM, attention: str = "sdpa") -> LlamaForCausalLM:
-    """The same weights, never met before."""
-    fresh = copy.deepcopy(model)
+    """The same weights, never met before, without the hooks that transformers leaves, which cannot be pickled."""
+    fresh = LlamaForCausalLM(copy.deepcopy(model.config)).eval()
+    fresh.load_state_dict(model.state_dict())
     fresh.set_attn_implementation(attention)
     return fresh
 
