@@ -330,6 +330,8 @@ def _locked(results: Path) -> FileLock:
     try:
         lock.acquire()
     except Timeout as error:
+        if not Path(lock.lock_file).exists():  # a folder in which none can be made, as far as filelock tells
+            raise ConfigError(f"output {results} cannot be written: no lock can be made beside it") from error
         raise ConfigError(f"output {results} is being written by another process; wait for it, or stop it") from error
     except NotImplementedError:  # a file system without locks
         pass
