@@ -9,7 +9,7 @@ from unittest.mock import patch
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.proposers.base import IntArray, Outcome, Proposal
+from lookahead.drafting.proposal import IntArray, Outcome, Proposal
 
 Offer = Callable[[int, list[int], int], Proposal | None]
 
@@ -44,8 +44,8 @@ class Scripted:
 def drafting_by(offer: Offer) -> Iterator[None]:
     """Let every engine made in the block draft by one scripted proposer."""
     with (
-        patch("lookahead.assembly.make_proposers", lambda *arguments: [Scripted(offer)]),
-        patch("lookahead.seq2seq.preparation.make_proposers", lambda *arguments: [Scripted(offer)]),
+        patch("lookahead.generation.build.make_proposers", lambda *arguments: [Scripted(offer)]),
+        patch("lookahead.generation.encoder_decoder_request.make_proposers", lambda *arguments: [Scripted(offer)]),
     ):
         yield
 

@@ -28,12 +28,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from bench.prompts import SUMMARIZER, continuation_prompts, summary_prompts
 from bench.report import publish
 from lookahead import LookaheadConfig
-from lookahead.experience import ModelExperience, lent_experience
-from lookahead.generation import prepare_text
-from lookahead.loading import load
-from lookahead.scores import likeliest
-from lookahead.target import Target
-from lookahead.tree import TokenTree
+from lookahead.drafting.tree import TokenTree
+from lookahead.engine.model_state import ModelExperience, lent_experience
+from lookahead.generation.api import prepare_text
+from lookahead.models.loading import load
+from lookahead.models.target import Target
+from lookahead.verification.topk import likeliest
 
 ROOT = Path(__file__).resolve().parent.parent
 WAYS = {

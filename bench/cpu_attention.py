@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.trees import random_trees, relative_error
-from lookahead.kernels import choice, reference
+from lookahead.kernels import dispatch as choice
+from lookahead.kernels import reference
 from lookahead.kernels.cpu_attention import tree_attention
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -16,10 +16,10 @@ from transformers.generation.streamers import BaseStreamer
 from bench.dictation import Trace, dictating
 from bench.gpu_steps import Replays, summary
 from lookahead import LookaheadConfig
-from lookahead.engine import Engine
-from lookahead.generation import prepare
+from lookahead.drafting.tree import IntArray
+from lookahead.engine.engine import Engine
+from lookahead.generation.api import prepare
 from lookahead.stats import total
-from lookahead.tree import IntArray
 
 EAGER = LookaheadConfig(proposers=())
 PLAIN = LookaheadConfig(proposers=(), cuda_graphs=True)

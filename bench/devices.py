@@ -31,12 +31,12 @@ from transformers import PreTrainedModel
 from bench.jacobi import OPENINGS
 from bench.prompts import SUMMARIZER, read_texts
 from lookahead import LookaheadConfig
-from lookahead.engine import Engine
-from lookahead.experience import ModelExperience, lent_experience
-from lookahead.generation import prepare
-from lookahead.loading import load
+from lookahead.engine.engine import Engine
+from lookahead.engine.model_state import ModelExperience, lent_experience
+from lookahead.generation.api import prepare
+from lookahead.models.loading import load
+from lookahead.models.target import Target
 from lookahead.stats import DecodingStats, total
-from lookahead.target import Target
 
 Cost = Callable[[int], float]
 HOST = 0.01  # plain steps that looking for drafts takes
@@ -85,7 +85,7 @@ def on_device(cost: Cost, host: float = 0.0) -> Iterator[None]:
             return now[0]
 
     with (
-        patch("lookahead.engine.time", Clock),
+        patch("lookahead.engine.engine.time", Clock),
         patch("lookahead.proposers.jacobi_auto.time", Clock),
         patch.object(Target, "score", timed_score),
         patch.object(Engine, "_draft", timed_draft),

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lookahead.engine import Engine
-from lookahead.tree import IntArray, TokenTree
+from lookahead.drafting.tree import IntArray, TokenTree
+from lookahead.engine.engine import Engine
 
 _RAISE = 1e4  # logits stay finite, in half precision too, and nothing a model says comes near it
 

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 import lookahead
 from bench.prompts import SUMMARIZER
 from bench.report import publish
-from lookahead.loading import load
+from lookahead.models.loading import load
 
 PROMPT_LENGTHS = (16, 128, 512, 1024)
 

@@ -38,7 +38,7 @@ from bench.prompts import SUMMARIZER, read_texts, summary_prompts
 from bench.report import publish
 from bench.stateful import DoneTracker, Grammar, calls_of
 from lookahead import LookaheadConfig
-from lookahead.loading import load
+from lookahead.models.loading import load
 
 NEW_TOKENS = 24
 MODES: dict[str, dict[str, Any]] = {

@@ -31,15 +31,15 @@ import transformers
 
 from bench.prompts import SUMMARIZER
 from bench.report import publish
-from lookahead.files.documents import read_documents
-from lookahead.files.inputs import find_inputs
-from lookahead.files.text import Document, Reject
+from lookahead.documents.decode_text import Document, Reject
+from lookahead.documents.inputs import find_inputs
+from lookahead.documents.readers import read_documents
 from lookahead.jobs.identity import JobIdentity
-from lookahead.jobs.job import Totals, Worker, run_job
-from lookahead.jobs.paths import OutputPaths
-from lookahead.loading import load
+from lookahead.jobs.job import JobTotals, Worker, run_job
+from lookahead.jobs.output_location import OutputPaths
+from lookahead.models.loading import load
 from lookahead.stats import DecodingStats
-from lookahead.summarize.summarizer import Summarized, Summarizer, Summary
+from lookahead.summarization.summarizer import Summarized, Summarizer, Summary
 
 WORDS = "the storm hit coast at dawn two ships were lost and a harbour of Brest stayed open while nobody slept"
 TWINS, MALFORMED = 20, 50  # after so many documents comes one with the text of another; a line that is none
@@ -111,7 +111,7 @@ class Job:
         paths = OutputPaths(output, resume=True)
         paths.check(self._inputs)
         documents = read_documents(self._inputs)
-        run_job(documents, self._worker, paths, self._identity, totals=Totals(), observer=Silent())
+        run_job(documents, self._worker, paths, self._identity, totals=JobTotals(), observer=Silent())
 
     def run_and_kill(self, output: Path, delay_s: float) -> bool:
         """Do what is missing in a child process that is killed after some time; whether it came to its end."""

@@ -29,7 +29,7 @@ from bench.families import FAMILIES, build
 from bench.report import publish
 from bench.stateful import DoneTracker, Grammar, calls_of
 from lookahead import LookaheadConfig
-from lookahead.request import vocabulary_size
+from lookahead.models.validate import vocabulary_size
 
 # A full attention, a windowed one, sinks and prepared masks: what differs in how a tree is attended to.
 MODELS = ("Llama", "Gemma2", "GptOss", "GPTJ")

@@ -42,7 +42,7 @@ from bench.goals import GPU_DECODE
 from bench.gpu_steps import measure_steps, read_bandwidth, step_bytes
 from bench.replay import load_tokenizer, read_pairs
 from bench.report import publish
-from lookahead.kernels.choice import runs_on
+from lookahead.kernels.dispatch import runs_on
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SIZES = (1, 16, 64)

@@ -14,12 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bench.compiled import random_tree
-from lookahead.graphs import Graph
-from lookahead.passes import CAPTURE_AT
-from lookahead.scores import read_scores
-from lookahead.static import Run
-from lookahead.target import Target
-from lookahead.tree import IntArray, TokenTree
+from lookahead.drafting.tree import IntArray, TokenTree
+from lookahead.models.cuda_graphs import Graph
+from lookahead.models.fixed_shape import Run
+from lookahead.models.passes import CAPTURE_AT
+from lookahead.models.target import Target
+from lookahead.verification.topk import read_scores
 
 MOST_BYTES = 4 << 30  # of the buffer that is read: far more than a GPU caches, and room for it beside a model
 BACK_TO_BACK = 8  # replays that are timed together

@@ -26,10 +26,10 @@ import torch
 import lookahead
 from bench.prompts import SUMMARIZER, passages, read_texts, summary_prompts
 from lookahead import Heads, LookaheadConfig
-from lookahead.loading import LoadedModel, load
+from lookahead.models.loading import LoadedModel, load
 from lookahead.stats import DecodingStats, total
-from lookahead.summarize.prompting import Prompting
-from lookahead.training.corpus import read_documents
+from lookahead.summarization.prompting import Prompting
+from tools.train_extractor.corpus import read_documents
 
 _PIECE = 120_000  # characters of a document that passages are cut from at a time
 _BATCH, _SAMPLE = 100, 250  # texts that are sampled together, and tokens of each

@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from bench.prompts import read_texts
 from lookahead import LookaheadConfig
-from lookahead.generation import prepare
+from lookahead.generation.api import prepare
 
 OPENINGS = Path(__file__).with_name("openings.txt")
 REPEAT = 16  # tokens

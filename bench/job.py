@@ -42,12 +42,12 @@ import lookahead
 from bench.dropin import resident_bytes
 from bench.prompts import SUMMARIZER, read_texts
 from bench.report import publish
-from lookahead.experience import ModelExperience, lent_experience
-from lookahead.files.text import Document
-from lookahead.loading import load
-from lookahead.summarize.fitting import PromptFitter
-from lookahead.summarize.sentences import split_sentences
-from lookahead.summarize.summarizer import Summarizer
+from lookahead.documents.decode_text import Document
+from lookahead.engine.model_state import ModelExperience, lent_experience
+from lookahead.models.loading import load
+from lookahead.summarization.prompt_fitter import PromptFitter
+from lookahead.summarization.sentences import split_sentences
+from lookahead.summarization.summarizer import Summarizer
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 HF_SIZES = (4, 8, 16, 32)

@@ -31,8 +31,8 @@ from bench.goals import KERNEL
 from bench.gpu_steps import ByHand, Stopwatch
 from bench.report import publish
 from bench.trees import relative_error, tree_tensors
-from lookahead.graphs import CudaGraphs, Graph
 from lookahead.kernels import reference
+from lookahead.models.cuda_graphs import CudaGraphs, Graph
 
 TOLERANCE = 1e-2
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 1 << 24}
@@ -209,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("bench.kernel needs a CUDA device, and torch finds none", file=sys.stderr)
             return 2
         device = torch.device("cuda", torch.cuda.current_device())
-        from lookahead.kernels.choice import runs_on
+        from lookahead.kernels.dispatch import runs_on
 
         if not runs_on(device):
             print("bench.kernel needs triton and an NVIDIA GPU", file=sys.stderr)

@@ -52,10 +52,10 @@ from bench.llm_figures import (
 from bench.llm_peers import peer_of, read_clocks, run_peer, timed
 from bench.report import publish
 from lookahead import LookaheadConfig
-from lookahead.experience import ModelExperience, lent_experience
-from lookahead.generation import prepare
-from lookahead.loading import load
-from lookahead.locating import DEFAULT_MODEL
+from lookahead.engine.model_state import ModelExperience, lent_experience
+from lookahead.generation.api import prepare
+from lookahead.models.loading import load
+from lookahead.models.locating import DEFAULT_MODEL
 
 CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 STORIES = "stories"

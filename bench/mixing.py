@@ -24,9 +24,9 @@ from bench.prompts import SUMMARIZER, read_texts, summary_prompts
 from bench.replay import LEARNED
 from bench.report import publish
 from lookahead import LookaheadConfig
-from lookahead.experience import ModelExperience, lent_experience
-from lookahead.generation import prepare
-from lookahead.loading import load
+from lookahead.engine.model_state import ModelExperience, lent_experience
+from lookahead.generation.api import prepare
+from lookahead.models.loading import load
 from lookahead.stats import DecodingStats
 
 SOURCES = ("prompt", "outputs", "recycled")

@@ -36,9 +36,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.prompts import SUMMARIZER, read_texts
 from lookahead import LookaheadConfig
-from lookahead.engine import Engine
-from lookahead.generation import prepare
-from lookahead.loading import load
+from lookahead.engine.engine import Engine
+from lookahead.generation.api import prepare
+from lookahead.models.loading import load
 
 TEXTS = ("shuffled", "novel")
 _RAISE = 1e4  # logits stay finite, and nothing a model says comes near it

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     command = list(arguments.command)
     if command[0] == _SHOWN:
-        command = [sys.executable, "-c", "from lookahead.cli import main; main()", *command[1:]]
+        command = [sys.executable, "-c", "from lookahead.cli.app import main; main()", *command[1:]]
     environment = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(arguments.width)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:

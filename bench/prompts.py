@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from lookahead.summarize.prompting import SUMMARIZE_TEMPLATE, Prompting
-from lookahead.summarize.sentences import split_sentences
+from lookahead.summarization.prompting import SUMMARIZE_TEMPLATE, Prompting
+from lookahead.summarization.sentences import split_sentences
 
 SUMMARIZER = "tests/models/summarizer"
 """Folder of the small extractive summarizer of the tests, from the root of the repository."""

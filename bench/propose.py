@@ -33,12 +33,12 @@ from numpy.typing import NDArray
 from bench.peers import IntArray, LongestSuffix, PromptLookup
 from bench.replay import load_tokenizer
 from lookahead.config import LookaheadConfig
+from lookahead.drafting.proposal import Outcome, Top
+from lookahead.drafting.tree import TokenTree
 from lookahead.ngram.chains import ChainIndex
-from lookahead.ngram.cut import FREE, Limits
+from lookahead.ngram.prune import FREE, Limits
 from lookahead.ngram.recycled import TOP
-from lookahead.proposers.base import Outcome, Top
-from lookahead.proposers.mixture import Memory, MixtureProposer
-from lookahead.tree import TokenTree
+from lookahead.proposers.ngram import Memory, MixtureProposer
 
 NODES = 32
 CONTEXTS = (1_024, 4_096, 16_384, 65_536, 131_072)

@@ -40,10 +40,10 @@ from bench.prompts import SUMMARIZER, read_texts, summary_prompts
 from bench.report import publish
 from bench.sheets import KINDS
 from lookahead import DraftModel, Heads, LookaheadConfig
-from lookahead.contest import Score, compare
-from lookahead.loading import load
-from lookahead.passtime import pass_seconds
-from lookahead.proposers.base import ProposerFactory
+from lookahead.drafting.proposal import ProposerFactory
+from lookahead.generation.draft_comparison import Score, compare
+from lookahead.models.loading import load
+from lookahead.models.timing import pass_seconds
 
 NAMES = ("prompt", "outputs", "recycled")
 DRAWING = ("draft_model", "specinfer")

@@ -45,7 +45,7 @@ import transformers
 from bench.ray_job import cut, local_seconds, parser_of, summaries
 from bench.ray_ways import POISON, Note, WatchedOptions, Way, noted, work
 from bench.report import publish
-from lookahead.files.text import Document
+from lookahead.documents.decode_text import Document
 
 TRIES = 3  # as many as the crew has
 ROWS = 8

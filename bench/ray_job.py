@@ -35,15 +35,15 @@ import transformers
 from bench.faults import Silent
 from bench.prompts import SUMMARIZER
 from bench.report import publish
-from lookahead.files.text import Document
+from lookahead.documents.decode_text import Document
 from lookahead.jobs.identity import JobIdentity
-from lookahead.jobs.job import Totals, Worker, run_job
-from lookahead.jobs.paths import OutputPaths
+from lookahead.jobs.job import JobTotals, Worker, run_job
+from lookahead.jobs.output_location import OutputPaths
 from lookahead.jobs.ray_cluster import Plan
-from lookahead.jobs.ray_crew import Crew
 from lookahead.jobs.ray_worker import WorkerOptions
-from lookahead.loading import load, prepare_process
-from lookahead.summarize.summarizer import Summarizer
+from lookahead.jobs.ray_workers import Crew
+from lookahead.models.loading import load, prepare_process
+from lookahead.summarization.summarizer import Summarizer
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -64,7 +64,7 @@ def written(worker: Worker, identity: JobIdentity, documents: list[Document], ou
     """Run a job."""
     paths = OutputPaths(output)
     paths.check([])
-    run_job(documents, worker, paths, identity, totals=Totals(), observer=observer)
+    run_job(documents, worker, paths, identity, totals=JobTotals(), observer=observer)
 
 
 def work_alone(share: list[Document], output: Path, model: str, new: int, gate: Any, finish: Any) -> None:
@@ -103,7 +103,7 @@ class Killer(Silent):
     def __init__(self, after: int) -> None:
         self._after = after
 
-    def summarized(self, done: Any, totals: Totals) -> None:
+    def summarized(self, done: Any, totals: JobTotals) -> None:
         """Kill it when it is time."""
         if totals.summarized == self._after:
             family = psutil.Process().children(recursive=True)

@@ -20,15 +20,15 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from bench.faults import Silent
+from lookahead.documents.decode_text import Document, Reject
 from lookahead.errors import LookaheadError
-from lookahead.files.text import Document, Reject
-from lookahead.jobs import ray_crew
+from lookahead.jobs import ray_workers as ray_crew
 from lookahead.jobs.identity import JobIdentity
-from lookahead.jobs.job import Totals, run_job
-from lookahead.jobs.paths import OutputPaths
+from lookahead.jobs.job import JobTotals, run_job
+from lookahead.jobs.output_location import OutputPaths
 from lookahead.jobs.ray_cluster import Plan, first_line
 from lookahead.jobs.ray_worker import Introduction, RayWorker, WorkerOptions
-from lookahead.summarize.summarizer import Summarized, Summary
+from lookahead.summarization.summarizer import Summarized, Summary
 
 POISON = "poison"  # the document that kills whoever begins it
 
@@ -201,14 +201,14 @@ def work(way: Way, documents: list[Document], options: WatchedOptions, output: P
                 ray_crew.Crew(ray, options, Plan(workers, 1, 0)) as crew,
             ):
                 identity = crew.introduce(workers).identity
-                run_job(read(), crew, paths, identity, totals=Totals(), observer=Silent())
+                run_job(read(), crew, paths, identity, totals=JobTotals(), observer=Silent())
         else:
             import ray.data
 
             logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # it shows a traceback of whatever dies
             new = options.identity["max_new_tokens"]
             identity = JobIdentity(model=options.name, weights="", tokenizer="", dtype="", max_new_tokens=new)
-            run_job(read(), DataCrew(ray, options, way), paths, identity, totals=Totals(), observer=Silent())
+            run_job(read(), DataCrew(ray, options, way), paths, identity, totals=JobTotals(), observer=Silent())
     except Exception as error:
         output.with_suffix(".error").write_text(first_line(error), encoding="utf-8")
     finally:

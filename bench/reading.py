@@ -25,7 +25,7 @@ from transformers import BartConfig, BartForConditionalGeneration, LogitsProcess
 import lookahead
 from bench.replay import load_tokenizer
 from lookahead import LookaheadConfig
-from lookahead.generation import prepare
+from lookahead.generation.api import prepare
 
 CONFIGS = {
     "memory of the request": LookaheadConfig(memory="request"),

@@ -30,9 +30,9 @@ from numba import njit
 from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase
 
 from bench.peers import Chain, FirstOccurrence, IntArray, LongestSuffix, PromptLookup
-from lookahead.ngram.hits import HitRates
-from lookahead.proposers.base import Outcome
-from lookahead.proposers.mixture import Memory, MixtureProposer
+from lookahead.drafting.proposal import Outcome
+from lookahead.ngram.acceptance import HitRates
+from lookahead.proposers.ngram import Memory, MixtureProposer
 
 Pair = tuple[IntArray, IntArray]
 LEARNED = 2_000  # tokens after which drafts must know what they promise

@@ -29,8 +29,8 @@ import lookahead
 from bench.dropin import resident_bytes
 from bench.prompts import SUMMARIZER, read_texts
 from bench.report import publish
-from lookahead.generation import experience_of
-from lookahead.loading import load
+from lookahead.generation.api import experience_of
+from lookahead.models.loading import load
 
 NEW_TOKENS = 16  # at most; the least is 4
 LONGEST = 400  # tokens of a prompt

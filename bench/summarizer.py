@@ -30,10 +30,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from bench.prompts import SUMMARIZER
 from lookahead.errors import TrainingError
-from lookahead.summarize.sentences import bare_sentences
-from lookahead.training.corpus import read_documents
-from lookahead.training.extractive import central_sentences
-from lookahead.training.stream import Stream, inverse_document_frequency
+from lookahead.summarization.sentences import bare_sentences
+from tools.train_extractor.corpus import read_documents
+from tools.train_extractor.extractive import central_sentences
+from tools.train_extractor.stream import Stream, inverse_document_frequency
 
 SHORTEST, LONGEST = 200, 900
 """Bounds of a passage, in tokens."""

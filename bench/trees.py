@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lookahead.tree import TokenTree
+from lookahead.drafting.tree import TokenTree
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 # nodes, query heads per KV head, head size, value head size, type, options

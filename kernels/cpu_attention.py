@@ -12,7 +12,7 @@ from numba import njit
 from torch import Tensor
 
 from lookahead.kernels.exponential import exp
-from lookahead.kernels.tiles import COLUMNS, LANES, ROWS, STRIDE, jit_part, multiply
+from lookahead.kernels.microkernel import COLUMNS, LANES, ROWS, STRIDE, jit_part, multiply
 
 BLOCK = 128  # slots worked on at once
 _SHIFTS = {torch.float32: (torch.int32, 0), torch.bfloat16: (torch.int16, 16)}  # how many bits a float32 has more

@@ -17,14 +17,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# Bound at once, or importing the package of the same name would bind the package instead.
-from lookahead.summarize import summarize
-
 if TYPE_CHECKING:
-    from lookahead.batching import Completion, stream_many
     from lookahead.config import LookaheadConfig
-    from lookahead.costs import calibrate_costs, load_costs, prepare_costs, save_costs
-    from lookahead.enabling import enable
     from lookahead.errors import (
         ClusterError,
         ConfigError,
@@ -37,11 +31,15 @@ if TYPE_CHECKING:
         TrainingError,
         UnsupportedModelError,
     )
-    from lookahead.generation import GenerationResult, decode, generate, stream
-    from lookahead.loading import LoadedModel, load
+    from lookahead.generation.api import GenerationResult, decode, generate, stream
+    from lookahead.generation.enable import enable
+    from lookahead.generation.scheduler import Completion, stream_many
+    from lookahead.generation.step_costs import calibrate_costs, load_costs, prepare_costs, save_costs
+    from lookahead.models.loading import LoadedModel, load
     from lookahead.proposers.draft_model import DraftModel
     from lookahead.proposers.heads import Heads
     from lookahead.stats import DecodingStats
+    from lookahead.summarization.summarize_text import summarize
 
 __version__ = "0.1.0.dev0"
 
@@ -79,15 +77,15 @@ __all__ = [
 # Everything else is imported on first use: torch, transformers and Numba take seconds.
 _HOME = {
     "ClusterError": "errors",
-    "Completion": "batching",
+    "Completion": "generation.scheduler",
     "ConfigError": "errors",
     "DecodingStats": "stats",
     "DocumentError": "errors",
     "DraftModel": "proposers.draft_model",
-    "GenerationResult": "generation",
+    "GenerationResult": "generation.api",
     "Heads": "proposers.heads",
     "HeadsError": "errors",
-    "LoadedModel": "loading",
+    "LoadedModel": "models.loading",
     "LookaheadConfig": "config",
     "LookaheadError": "errors",
     "PoolError": "errors",
@@ -95,16 +93,17 @@ _HOME = {
     "ProposerError": "errors",
     "TrainingError": "errors",
     "UnsupportedModelError": "errors",
-    "calibrate_costs": "costs",
-    "decode": "generation",
-    "enable": "enabling",
-    "generate": "generation",
-    "load": "loading",
-    "load_costs": "costs",
-    "prepare_costs": "costs",
-    "save_costs": "costs",
-    "stream": "generation",
-    "stream_many": "batching",
+    "calibrate_costs": "generation.step_costs",
+    "decode": "generation.api",
+    "enable": "generation.enable",
+    "generate": "generation.api",
+    "load": "models.loading",
+    "load_costs": "generation.step_costs",
+    "prepare_costs": "generation.step_costs",
+    "save_costs": "generation.step_costs",
+    "stream": "generation.api",
+    "stream_many": "generation.scheduler",
+    "summarize": "summarization.summarize_text",
 }
 
 

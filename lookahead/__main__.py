@@ -1,5 +1,5 @@
 """`python -m lookahead`: the command line."""
 
-from lookahead.cli import main
+from lookahead.cli.app import main
 
 main()

@@ -5,35 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
+from lookahead.drafting.tree import MAX_NODES_LIMIT, BranchSize
 from lookahead.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lookahead.proposers.base import ProposerFactory
+    from lookahead.drafting.proposal import ProposerFactory
 
 PROPOSERS = ("prompt", "outputs", "corpus", "recycled", "jacobi")
-MAX_NODES_LIMIT = 512
 ACCEPTANCES = ("exact", "rejection", "typical")
 PASSES = ("plain", "compiled", "graphs", "compiled graphs")
-
-
-class BranchSize(NamedTuple):
-    """Sizes of the lookahead branch: W columns, n-grams of N tokens, at most G of them guessed in a step."""
-
-    window: int
-    ngram_size: int
-    guesses: int
-
-    @property
-    def window_nodes(self) -> int:
-        """Nodes of a tree that the window takes, the root not counted."""
-        return self.window * (self.ngram_size - 1) - 1
-
-    @property
-    def nodes(self) -> int:
-        """Nodes that the window and the guesses take at most."""
-        return self.window_nodes + self.guesses * (self.ngram_size - 1)
 
 
 # What `window="auto"` chooses from: the settings published for models of 34B, 7B and 1B, and a smaller one.
@@ -52,7 +34,7 @@ class LookaheadConfig:
             `"outputs"` (n-grams of earlier requests and their outputs), `"corpus"` (n-grams of a pool), `"recycled"`
             (what the target thought likely when it last saw such a context) and `"jacobi"` (the lookahead branch).
             Beside the names stand sources of your own: anything that is called with a
-            `lookahead.proposers.base.Call` and gives a `Proposer`, such as its class. Empty means plain decoding.
+            `lookahead.drafting.proposal.Call` and gives a `Proposer`, such as its class. Empty means plain decoding.
         pool: Path of a pool file, made by `lookahead pool build`, to draft from; it adds `"corpus"` to the
             proposers where that is not named.
         draft: `"auto"` drafts as many nodes as pay for themselves, by the measured cost of a step;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lookahead.ngram.acceptance import hit_rate, risk_of
 from lookahead.ngram.features import (
     CEILING,
     COPY,
@@ -17,8 +18,7 @@ from lookahead.ngram.features import (
     standing_of,
     support_of,
 )
-from lookahead.ngram.hits import hit_rate, risk_of
-from lookahead.ngram.places import jit_inline
+from lookahead.ngram.raw_arrays import jit_inline
 from lookahead.ngram.recycled import TOP, chance_of, find_context
 
 MOST_OPTIONS = RANKS + max(TOP, FREQUENT)

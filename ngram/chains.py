@@ -12,8 +12,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from lookahead.ngram.matches import LEVELS, find_matches, hash_levels, mix
-from lookahead.ngram.places import Placed, array_at, jit_inline, places_at
+from lookahead.ngram.raw_arrays import Placed, array_at, jit_inline, places_at
+from lookahead.ngram.suffix_match import LEVELS, find_matches, hash_levels, mix
 
 IntArray = NDArray[np.int32]
 

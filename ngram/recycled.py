@@ -12,7 +12,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from lookahead.ngram.chains import IntArray
-from lookahead.ngram.places import Placed, array_at, jit_inline, places_at
+from lookahead.ngram.raw_arrays import Placed, array_at, jit_inline, places_at
 
 FloatArray = NDArray[np.float32]
 RecycledState = tuple[NDArray[np.uint64], IntArray, NDArray[np.uint16]]

@@ -8,10 +8,10 @@ from threading import local
 import numpy as np
 from numpy.typing import NDArray
 
+from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import MAX_CONTEXT, ChainIndex, Chains, IntArray, as_tokens
-from lookahead.ngram.cut import FREE, NOTHING, Limits
-from lookahead.ngram.hits import HitRates
-from lookahead.ngram.places import Placed
+from lookahead.ngram.prune import FREE, NOTHING, Limits
+from lookahead.ngram.raw_arrays import Placed
 from lookahead.ngram.recycled import RecycledTable
 from lookahead.ngram.trie import MOST_TEXTS, SEARCH_PLACES, Grown, Trie, propose, space_needed
 

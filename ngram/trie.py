@@ -8,6 +8,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from lookahead.ngram.acceptance import rates_at
 from lookahead.ngram.candidates import (
     COLUMNS,
     DEPTH,
@@ -26,12 +27,11 @@ from lookahead.ngram.candidates import (
     score,
 )
 from lookahead.ngram.chains import IntArray, chains_at
-from lookahead.ngram.cut import PLACED, cut
 from lookahead.ngram.features import RESUMED, place_of
-from lookahead.ngram.hits import rates_at
-from lookahead.ngram.matches import find_matches, last_copy
-from lookahead.ngram.places import jit_inline, places_at
+from lookahead.ngram.prune import PLACED, cut
+from lookahead.ngram.raw_arrays import jit_inline, places_at
 from lookahead.ngram.recycled import ORDERS, hash_context, table_at
+from lookahead.ngram.suffix_match import find_matches, last_copy
 
 MOST_TEXTS = 3
 SEARCH_PLACES = MOST_TEXTS + 6  # its texts, memory, rates, least and greatest length of matches, links, bit of memory
@@ -62,7 +62,7 @@ class Grown(NamedTuple):
     """A tree, and the part of it that is worth verifying.
 
     Attributes:
-        written: int32 `[11, k]`, as `lookahead.ngram.cut.cut` writes it: from row `PLACED` on, the part.
+        written: int32 `[11, k]`, as `lookahead.ngram.prune.cut` writes it: from row `PLACED` on, the part.
         reach: float64 `[m]`, the chance that a node of the part is reached; 1 for the root.
     """
 

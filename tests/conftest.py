@@ -31,7 +31,7 @@ def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
         # Nor does it tell that it compiles, which it does only where no run before has.
-        patch.setattr("lookahead.terminal._SILENT_S", math.inf)
+        patch.setattr("lookahead.cli.terminal._SILENT_S", math.inf)
         yield folder
 
 
@@ -98,7 +98,7 @@ def looping_llama() -> LlamaForCausalLM:
 @pytest.fixture
 def accepted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Draft tokens accepted, one number for every batch that our engine decodes to its end."""
-    from lookahead.engine import Engine
+    from lookahead.engine.engine import Engine
 
     counts: list[int] = []
     run = Engine.run
@@ -124,7 +124,7 @@ def foretell(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.Tensor, torch.T
             tokens = answers[row][len(text) - 1 : len(text) + 2 + len(text) % 4]
             return chain([*tokens, (tokens[-1] + 1) % 101])
 
-        monkeypatch.setattr("lookahead.assembly.make_proposers", lambda *_: [Scripted(offer)])
+        monkeypatch.setattr("lookahead.generation.build.make_proposers", lambda *_: [Scripted(offer)])
 
     return tell
 
@@ -176,8 +176,8 @@ def model_folder(
 def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Lets passes be recorded on the CPU, and lists what was."""
     from bench.recording import Recording
-    from lookahead import passes
-    from lookahead.kernels import choice
+    from lookahead.kernels import dispatch as choice
+    from lookahead.models import passes
 
     made: list[Any] = []
 
@@ -221,7 +221,7 @@ def summarize(cli_folder: Path, model_folder: Path) -> Callable[..., Any]:
 
     from typer.testing import CliRunner
 
-    from lookahead.cli import app
+    from lookahead.cli.app import app
 
     def run(*arguments: str, input: str | None = None) -> Any:
         options = [] if "--model" in arguments else ["--model", str(model_folder)]

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from bench.trees import CASES, random_trees, relative_error
-from lookahead.kernels import audition, reference
-from lookahead.kernels.audition import Part, attends_rightly, compacts_rightly
+from lookahead.kernels import reference
+from lookahead.kernels import self_test as audition
+from lookahead.kernels.self_test import KernelVariant, attends_rightly, compacts_rightly
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1 to run the kernels without a GPU", allow_module_level=True)
@@ -149,6 +150,6 @@ def test_buffers_that_compaction_cannot_move_are_refused_by_index():
 @pytest.mark.parametrize("options", [frozenset(), frozenset({"window", "softcap", "sinks"})], ids=["plain", "options"])
 def test_they_pass_the_audition_that_lets_them_serve_on_a_gpu(options, monkeypatch):
     monkeypatch.setattr(audition, "_SLOTS", (150, 600))  # as many as the interpreter has time for
-    part = Part(torch.device("cpu"), FULL, 64, 64, 2, options)
+    part = KernelVariant(torch.device("cpu"), FULL, 64, 64, 2, options)
     assert attends_rightly(part, tree_attention)
     assert compacts_rightly(part.device, compact, SlotBuffers)

@@ -15,7 +15,7 @@ from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.enabling import Enabled
+from lookahead.generation.enable import Enabled
 
 CONFIGS = st.sampled_from(
     [

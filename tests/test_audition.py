@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lookahead.kernels import audition, reference
-from lookahead.kernels.audition import Part, attends_rightly, compacts_rightly
+from lookahead.kernels import reference
+from lookahead.kernels import self_test as audition
+from lookahead.kernels.self_test import KernelVariant, attends_rightly, compacts_rightly
 
 CPU = torch.device("cpu")
 OPTIONS = [frozenset(), frozenset({"window"}), frozenset({"chunk", "sinks"}), frozenset({"softcap"})]
@@ -23,8 +24,8 @@ def nothing_heard_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def part(dtype: torch.dtype = torch.float32, options: frozenset[str] = frozenset(), groups: int = 3) -> Part:
-    return Part(CPU, dtype, 64, 48, groups, options)
+def part(dtype: torch.dtype = torch.float32, options: frozenset[str] = frozenset(), groups: int = 3) -> KernelVariant:
+    return KernelVariant(CPU, dtype, 64, 48, groups, options)
 
 
 def right(query: Tensor, keys: Tensor, values: Tensor, **arguments: Any) -> Tensor:
@@ -74,7 +75,7 @@ def that_does_not_compile(*tensors: Tensor, **arguments: Any) -> Tensor:
 def test_a_kernel_that_is_wrong_anywhere_does_not_serve_and_the_log_says_so_once(
     dtype: torch.dtype, kernel: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, logger="lookahead.kernels.audition"):
+    with caplog.at_level(logging.WARNING, logger="lookahead.kernels.self_test"):
         assert not attends_rightly(part(dtype), kernel)
         assert not attends_rightly(part(dtype), kernel)
     (record,) = caplog.records

@@ -16,17 +16,16 @@ from transformers import PreTrainedModel
 import lookahead
 from bench.devices import decode, on_device
 from lookahead import LookaheadConfig
-from lookahead.branch import Branch
-from lookahead.config import BranchSize
-from lookahead.cost import StepCost
+from lookahead.drafting.budget import MOST_SAVED, SHARE, Switch
+from lookahead.drafting.controller import Pacing
+from lookahead.drafting.cost_model import StepCost
+from lookahead.drafting.lookahead_branch import Branch
+from lookahead.drafting.proposal import Outcome
+from lookahead.drafting.tree import BranchSize, TokenTree, without_sources
+from lookahead.engine.model_state import ModelExperience, lent_experience
 from lookahead.errors import ConfigError
-from lookahead.experience import ModelExperience, lent_experience
-from lookahead.pacing import Pacing
-from lookahead.proposers.base import Outcome
 from lookahead.proposers.jacobi import JacobiProposer
 from lookahead.proposers.jacobi_auto import AutoJacobiProposer
-from lookahead.switch import MOST_SAVED, SHARE, Switch
-from lookahead.tree import TokenTree, without_sources
 
 AUTO = LookaheadConfig(window="auto")
 SIZES = AUTO.branch_sizes
@@ -320,7 +319,7 @@ def restless(monkeypatch: pytest.MonkeyPatch) -> list[BranchSize | None]:
 
     monkeypatch.setattr(Branch, "choose", choose)
     monkeypatch.setattr(Switch, "looks", lambda self, rows: True)
-    monkeypatch.setattr("lookahead.pacing._RAGGED", 0.0)  # rows in step are no exception
+    monkeypatch.setattr("lookahead.drafting.controller._RAGGED", 0.0)  # rows in step are no exception
     return chosen
 
 

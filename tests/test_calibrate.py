@@ -13,11 +13,11 @@ from transformers import MambaConfig, MambaForCausalLM
 from typer.testing import CliRunner
 
 import lookahead
-from lookahead.calibration import calibrate, calibrate_quickly
-from lookahead.cli import app
-from lookahead.cost import StepCost
-from lookahead.costfile import cache_folder, cost_path, read_costs, write_costs
+from lookahead.cli.app import app
+from lookahead.drafting.cost_model import StepCost
 from lookahead.errors import ConfigError
+from lookahead.models.calibration import calibrate, calibrate_quickly
+from lookahead.models.cost_cache import cache_folder, cost_path, read_costs, write_costs
 
 
 def learned() -> StepCost:

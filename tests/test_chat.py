@@ -9,11 +9,11 @@ import torch
 from typer.testing import CliRunner
 
 import lookahead
-from lookahead import cli_chat
-from lookahead.cli import app
-from lookahead.conversation import Conversation
+from lookahead.cli import chat as cli_chat
+from lookahead.cli.app import app
 from lookahead.errors import PromptError
-from lookahead.target import Target
+from lookahead.generation.conversation import Conversation
+from lookahead.models.target import Target
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 
@@ -203,7 +203,7 @@ def test_what_commands_a_terminal_is_taken_out_of_answers(run, monkeypatch):
         def __iter__(self):
             return iter(["a\x1b[2Jb", "\x07c\n\td"])
 
-    monkeypatch.setattr("lookahead.generation.stream", lambda *_, **__: Stream())
+    monkeypatch.setattr("lookahead.generation.api.stream", lambda *_, **__: Stream())
     assert run("generate", "abab").stdout == "a\ufffd[2Jb\ufffdc\n\td\n"
 
 

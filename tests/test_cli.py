@@ -11,10 +11,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from lookahead.cli import app
-from lookahead.jobs.results import JsonLinesFile
-from lookahead.summarize.comparison import ComparingDecoder
-from lookahead.summarize.fitting import PromptFitter
+from lookahead.cli.app import app
+from lookahead.jobs.json_results import JsonLinesFile
+from lookahead.summarization.baseline import ComparingDecoder
+from lookahead.summarization.prompt_fitter import PromptFitter
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = "The cat sat on the mat. The dog sat by the door. "

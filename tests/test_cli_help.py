@@ -16,8 +16,7 @@ from numba.core import event
 from typer.testing import CliRunner
 
 import lookahead
-from lookahead import terminal
-from lookahead.cli import app
+from lookahead.cli.app import app, terminal
 
 ROOT = Path(__file__).resolve().parent.parent
 

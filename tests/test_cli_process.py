@@ -19,7 +19,7 @@ QUIET = "import sys; sys.modules['torchao'] = None; "
 # And where nothing was compiled before, the command says that it compiles.
 QUIET += "from lookahead import terminal; terminal._SILENT_S = 1e9; "
 MODEL = str(ROOT / "tests" / "models" / "summarizer")
-COMMAND = [sys.executable, "-c", QUIET + "from lookahead.cli import main; main()"]
+COMMAND = [sys.executable, "-c", QUIET + "from lookahead.cli.app import main; main()"]
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_help_comes_at_once_without_loading_torch():
     script = (
         "import sys\n"
         "from typer.testing import CliRunner\n"
-        "from lookahead.cli import app\n"
+        "from lookahead.cli.app import app\n"
         "assert CliRunner().invoke(app, ['summarize', '--help']).exit_code == 0\n"
         "assert not {'torch', 'transformers', 'numba'} & set(sys.modules)\n"
     )

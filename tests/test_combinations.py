@@ -12,11 +12,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.families import FAMILIES, build
 from lookahead import LookaheadConfig
-from lookahead.experience import ModelExperience, lent_experience
-from lookahead.generation import prepare
+from lookahead.engine.model_state import ModelExperience, lent_experience
+from lookahead.generation.api import prepare
 from lookahead.ngram.chains import SEPARATOR
-from lookahead.ngram.pool import write_pool
-from lookahead.pools.fingerprint import fingerprint_of
+from lookahead.ngram.pool_file import write_pool
+from lookahead.pools.tokenizer_fingerprint import fingerprint_of
 from lookahead.stats import DecodingStats, total
 
 NAMES = ("prompt", "outputs", "corpus", "recycled", "jacobi")

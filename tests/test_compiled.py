@@ -16,20 +16,21 @@ from typer.testing import CliRunner
 
 import lookahead
 from bench.families import FAMILIES, build
-from lookahead import LookaheadConfig, compiled
-from lookahead.attention import Reach, TreePass
-from lookahead.cache import TreeSlots
-from lookahead.cli import app
+from lookahead import LookaheadConfig
+from lookahead.cli.app import app
 from lookahead.config import PASSES
-from lookahead.cost import StepCost, padded_nodes
+from lookahead.drafting.budget import Switch
+from lookahead.drafting.controller import Pacing
+from lookahead.drafting.cost_model import StepCost, padded_nodes
+from lookahead.drafting.tree import TokenTree
+from lookahead.engine.model_state import experience_of
 from lookahead.errors import ConfigError
-from lookahead.experience import experience_of
 from lookahead.kernels import reference
-from lookahead.pacing import Pacing
-from lookahead.static import StaticPass, padded_rows, padded_slots
-from lookahead.switch import Switch
-from lookahead.target import Target
-from lookahead.tree import TokenTree
+from lookahead.models import compiled
+from lookahead.models.attention import Reach, TreePass
+from lookahead.models.cache import TreeSlots
+from lookahead.models.fixed_shape import StaticPass, padded_rows, padded_slots
+from lookahead.models.target import Target
 
 CPU = torch.device("cpu")
 CONFIG = LookaheadConfig(compile=True, draft="fixed", max_nodes=3, min_probability=0.0, memory="request")
@@ -119,7 +120,7 @@ def test_a_text_that_outgrows_its_slots_is_compiled_for_twice_as_many() -> None:
             ids,
             max_new_tokens=30,
             do_sample=False,
-            custom_generate=lookahead.generation.prepare,
+            custom_generate=lookahead.generation.api.prepare,
             lookahead_config=config,
         )
         if length == 240:
@@ -265,7 +266,7 @@ def test_the_command_line_and_calibration_compile_where_they_are_told_to(
     compiled_too = CliRunner().invoke(app, [*command, "--compile"])
     assert (compiled_too.exit_code, compiled_too.stdout) == (0, plain.stdout)
     assert graphs() == before + 1
-    monkeypatch.setattr("lookahead.costs.PADDED_NODES", (1, 2))
+    monkeypatch.setattr("lookahead.generation.step_costs.PADDED_NODES", (1, 2))
     (sweep,) = lookahead.calibrate_costs(model, [20], compile=True).sweeps
     assert [point.nodes for point in sweep.points] == [1, 2]
     assert graphs() == before + 3

@@ -14,14 +14,14 @@ from tokenizers import AddedToken
 
 import lookahead
 from lookahead import LookaheadConfig
+from lookahead.drafting.proposal import Outcome
 from lookahead.errors import ConfigError, LookaheadError, PoolError
+from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import SEPARATOR
-from lookahead.ngram.hits import HitRates
-from lookahead.ngram.pool import Pool, write_pool
-from lookahead.pools.fingerprint import fingerprint_of
-from lookahead.pools.opening import open_pool
-from lookahead.proposers.base import Outcome
-from lookahead.proposers.mixture import MixtureProposer
+from lookahead.ngram.pool_file import Pool, write_pool
+from lookahead.pools.open_pool import open_pool
+from lookahead.pools.tokenizer_fingerprint import fingerprint_of
+from lookahead.proposers.ngram import MixtureProposer
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 60}
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.2, "top_k": 30, "max_new_tokens": 60}

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import lookahead.cost
-from lookahead.cost import StepCost
-from lookahead.drafting import merge
-from lookahead.ngram.cut import Limits
-from lookahead.progress import Endings
-from lookahead.proposers.base import Proposal
+import lookahead.drafting.cost_model
+from lookahead.drafting.batch_value import Endings
+from lookahead.drafting.cost_model import StepCost
+from lookahead.drafting.proposal import Proposal
+from lookahead.drafting.select import merge
+from lookahead.ngram.prune import Limits
 
 
 def test_the_example_of_the_docstring_holds() -> None:
-    assert doctest.testmod(lookahead.cost).failed == 0
+    assert doctest.testmod(lookahead.drafting.cost_model).failed == 0
 
 
 def test_before_any_measurement_a_node_costs_a_share_of_a_step() -> None:

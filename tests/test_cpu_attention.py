@@ -10,9 +10,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import lookahead
 from bench.trees import CASES, random_trees, relative_error
-from lookahead.kernels import choice, cpu_attention, reference
+from lookahead.kernels import cpu_attention, reference
+from lookahead.kernels import dispatch as choice
 from lookahead.kernels.cpu_attention import BLOCK, tree_attention
-from lookahead.kernels.tiles import COLUMNS
+from lookahead.kernels.microkernel import COLUMNS
 
 FULL = torch.float32
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 3e-3}

@@ -22,8 +22,8 @@ from transformers.utils import logging
 from typer.testing import CliRunner
 
 import lookahead
-from lookahead import loading
-from lookahead.cli import app
+from lookahead.cli.app import app
+from lookahead.models import loading
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
@@ -163,7 +163,7 @@ def desk(
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     command = tmp_path / "bin" / "lookahead"
     command.parent.mkdir()
-    command.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m lookahead.cli "$@"\n')
+    command.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m lookahead.cli.app "$@"\n')
     command.chmod(0o755)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(command.parent), prepend=os.pathsep)

@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
+from lookahead.documents.decode_text import Document, Reject
+from lookahead.documents.inputs import find_inputs
+from lookahead.documents.readers import count_documents, read_documents, read_prompt
 from lookahead.errors import DocumentError, PromptError
-from lookahead.files.documents import count_documents, read_documents, read_prompt
-from lookahead.files.inputs import find_inputs
-from lookahead.files.text import Document, Reject
-from lookahead.summarize.sentences import split_sentences
+from lookahead.summarization.sentences import split_sentences
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from bench.near_models import like, small
 from lookahead import DraftModel, LookaheadConfig
-from lookahead.generation import prepare
-from lookahead.ledger import Ledger
-from lookahead.proposers.base import Call, IntArray, Outcome, Proposal, Proposer
-from lookahead.proposers.custom import CustomProposer
+from lookahead.drafting.ledger import Ledger
+from lookahead.drafting.proposal import Call, IntArray, Outcome, Proposal, Proposer
+from lookahead.generation.api import prepare
+from lookahead.proposers.validated import CustomProposer
 
 
 class Clock:
@@ -151,8 +151,8 @@ def test_sources_that_are_useless_do_not_switch_off_a_draft_model_that_is_good(
     useless: Any = Misleading
     if beside == "names":  # which have no account of their own
         for method in ("start", "propose", "observe", "finish"):
-            monkeypatch.setattr(f"lookahead.proposers.mixture.MixtureProposer.{method}", getattr(Misleading, method))
-        monkeypatch.setattr("lookahead.proposers.mixture.MixtureProposer.newest", {}, raising=False)
+            monkeypatch.setattr(f"lookahead.proposers.ngram.MixtureProposer.{method}", getattr(Misleading, method))
+        monkeypatch.setattr("lookahead.proposers.ngram.MixtureProposer.newest", {}, raising=False)
         useless = "prompt"
     together = LookaheadConfig(proposers=(useless, DraftModel(draft, **shape)), memory="request")
     saved = [-lost(twin, alone, 200) for _ in range(3)]

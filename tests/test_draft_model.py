@@ -26,8 +26,8 @@ from transformers import (
 import lookahead
 from bench.near_models import like, small
 from lookahead import ConfigError, DraftModel, LookaheadConfig, ProposerError, UnsupportedModelError
-from lookahead.generation import prepare
-from lookahead.proposers.base import Call, Proposal
+from lookahead.drafting.proposal import Call, Proposal
+from lookahead.generation.api import prepare
 from lookahead.proposers.model_proposer import ModelProposer
 
 FIXED: dict[str, Any] = {"draft": "fixed", "min_probability": 0.0}
@@ -219,7 +219,7 @@ def test_a_draft_model_that_was_not_asked_for_a_while_reads_what_it_missed(tiny_
     proposer = draft.proposer
     proposer.start(0, np.array(answer[:4], np.int32))
     at = 4
-    from lookahead.proposers.base import Outcome
+    from lookahead.drafting.proposal import Outcome
 
     nothing, root = np.zeros(0, np.int32), np.zeros(1, np.int32)
     with torch.inference_mode():

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookahead.drafting import merge
-from lookahead.ngram.cut import Limits
-from lookahead.proposers.base import Proposal
-from lookahead.tree import TokenTree
+from lookahead.drafting.proposal import Proposal
+from lookahead.drafting.select import merge
+from lookahead.drafting.tree import TokenTree
+from lookahead.ngram.prune import Limits
 
 ROOT = 9
 

@@ -13,14 +13,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
 from lookahead.errors import HeadsError
-from lookahead.heads.dynamic import EagleDrafter, rerank
+from lookahead.heads.base_model import hidden_states
 from lookahead.heads.eagle import EagleHead, FusedEagleHead
-from lookahead.heads.eaglefile import fresh_eagle, fresh_fused, fused_layers, load_eagle, write_eagle
-from lookahead.heads.rates import HeadRates
-from lookahead.heads.trunk import hidden_states
-from lookahead.training.heads.eagle import EagleLearner, FusedEagleLearner, Places, unroll
-from lookahead.training.heads.examples import Example, Examples, collate
-from lookahead.training.heads.kinds import frequent_tokens
+from lookahead.heads.eagle_drafter import EagleDrafter, rerank
+from lookahead.heads.eagle_files import fresh_eagle, fresh_fused, fused_layers, load_eagle, write_eagle
+from lookahead.heads.hit_rates import HeadRates
+from lookahead.training.eagle_learner import EagleLearner, FusedEagleLearner, Places, unroll
+from lookahead.training.examples import Example, Examples, collate
+from lookahead.training.head_kinds import frequent_tokens
 
 
 @pytest.fixture(params=["eagle", "eagle3"])

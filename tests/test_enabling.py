@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, TextGenerationPipeline, TextIteratorSt
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.engine import Engine
+from lookahead.engine.engine import Engine
 
 IDS = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])
 

@@ -17,8 +17,8 @@ from bench.families import ENCODER_DECODERS, build
 from bench.llm import PassCounter
 from lookahead import LookaheadConfig
 from lookahead.errors import UnsupportedModelError
-from lookahead.seq2seq.support import decoder_support
-from lookahead.seq2seq.target import empty_cache
+from lookahead.models.encoder_decoder import empty_cache
+from lookahead.models.encoder_decoder_support import decoder_support
 
 CHAINS, PLAIN = (
     [family for family in ENCODER_DECODERS.values() if family.decoded == decoded] for decoded in ("chains", "plain")

@@ -22,12 +22,12 @@ from typer.testing import CliRunner
 import lookahead
 from bench.families import ENCODER_DECODERS, build
 from lookahead import DraftModel, LookaheadConfig
-from lookahead.cli import app
+from lookahead.cli.app import app
+from lookahead.documents.decode_text import Document
+from lookahead.drafting.proposal import IntArray
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
-from lookahead.files.text import Document
-from lookahead.proposers.base import IntArray
-from lookahead.summarize.prompting import Prompting
-from lookahead.summarize.summarizer import Summarized, Summarizer
+from lookahead.summarization.prompting import Prompting
+from lookahead.summarization.summarizer import Summarized, Summarizer
 
 DOCUMENT = "A boy met a dog. The dog met a cat. The boy, the dog and the cat went home, and the cat slept."
 FIXED = LookaheadConfig(draft="fixed", memory="request")

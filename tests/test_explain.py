@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 
 import lookahead
 from bench.adversaries import always_wrong, drafting_by, nothing, perfect
-from lookahead import loading
-from lookahead.cli import app
+from lookahead.cli.app import app
 from lookahead.config import LookaheadConfig
-from lookahead.explain.page import render_page
-from lookahead.explain.trace import Piece, Step, Trace, trace
-from lookahead.explain.words import source_rows
+from lookahead.models import loading
+from lookahead.reporting.trace import Step, Trace, TracePiece, trace
+from lookahead.reporting.trace_page import render_page
+from lookahead.reporting.trace_wording import source_rows
 from lookahead.stats import DecodingStats
 
 PROMPT = "the cat and the dog, "
@@ -129,7 +129,7 @@ HOSTILE = '<script>alert("1")</script> & <b>'
 
 
 def hostile_trace() -> Trace:
-    pieces = [Piece(HOSTILE, ("prompt",)), Piece(HOSTILE)]
+    pieces = [TracePiece(HOSTILE, ("prompt",)), TracePiece(HOSTILE)]
     return Trace(HOSTILE, ["prompt", '"><i>'], [Step(pieces, 3, 1.5, 1, 0.01)], DecodingStats(drafted_tokens=3))
 
 
@@ -142,12 +142,12 @@ def test_a_page_shows_text_as_text() -> None:
 @pytest.mark.parametrize(
     ("piece", "visible"),
     [
-        (Piece("  "), "␣␣"),
-        (Piece("\n\n"), "⏎\n⏎\n"),
-        (Piece(" \t"), "␣⇥\t"),
-        (Piece(" end.\n"), " end.⏎\n"),
-        (Piece("", (), "</s>"), "</s>"),
-        (Piece(""), ""),
+        (TracePiece("  "), "␣␣"),
+        (TracePiece("\n\n"), "⏎\n⏎\n"),
+        (TracePiece(" \t"), "␣⇥\t"),
+        (TracePiece(" end.\n"), " end.⏎\n"),
+        (TracePiece("", (), "</s>"), "</s>"),
+        (TracePiece(""), ""),
     ],
 )
 def test_a_blank_token_can_be_seen_and_its_text_stays_as_it_is(piece, visible) -> None:

@@ -17,8 +17,8 @@ from bench.adversaries import Offer, drafting_by, perfect
 from bench.families import FAMILIES, PAGE, build, page
 from bench.llm import PassCounter
 from lookahead import LookaheadConfig
+from lookahead.drafting.proposal import Proposal
 from lookahead.errors import UnsupportedModelError
-from lookahead.proposers.base import Proposal
 
 TREES, CHAINS, PLAIN = (
     [family for family in FAMILIES.values() if family.decoded == decoded] for decoded in ("trees", "chains", "plain")

@@ -19,7 +19,7 @@ from transformers import (
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.support import Support
+from lookahead.models.support import Support
 
 IDS = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])
 INPUTS: dict[str, dict[str, torch.Tensor]] = {
@@ -308,7 +308,7 @@ def test_a_result_says_why_its_output_ended(
     options = {"max_new_tokens": 9, "do_sample": False, **options}
     if is_plain:
         none = Support("none", "it is told so")
-        monkeypatch.setattr("lookahead.generation.support_of", lambda *_, **__: none)
+        monkeypatch.setattr("lookahead.generation.api.support_of", lambda *_, **__: none)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "LlamaForCausalLM cannot be decoded speculatively")
         result = lookahead.generate(looping_llama, tiny_tokenizer, "abab abab", **options)

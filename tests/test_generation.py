@@ -13,7 +13,7 @@ import lookahead
 from bench.adversaries import Offer, always_wrong, drafting_by, perfect, random_trees
 from lookahead import LookaheadConfig
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
-from lookahead.generation import prepare
+from lookahead.generation.api import prepare
 
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLING = [
@@ -328,16 +328,16 @@ def test_a_step_that_found_nothing_reads_the_likeliest_tokens_only_where_time_ca
     has_reserve: bool, tiny_llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[bool] = []
-    whole = lookahead.engine.read_scores
+    whole = lookahead.engine.engine.read_scores
 
     def listen(logits: torch.Tensor, *, with_top: bool) -> Any:
         read.append(with_top)
         return whole(logits, with_top=with_top)
 
-    monkeypatch.setattr("lookahead.engine.read_scores", listen)
-    monkeypatch.setattr("lookahead.switch.Switch.looks", lambda *_: True)
-    monkeypatch.setattr("lookahead.switch.Switch.drafts", lambda *_, **__: False)
-    monkeypatch.setattr("lookahead.switch.Switch.has_reserve", lambda *_: has_reserve)
+    monkeypatch.setattr("lookahead.engine.engine.read_scores", listen)
+    monkeypatch.setattr("lookahead.drafting.budget.Switch.looks", lambda *_: True)
+    monkeypatch.setattr("lookahead.drafting.budget.Switch.drafts", lambda *_, **__: False)
+    monkeypatch.setattr("lookahead.drafting.budget.Switch.has_reserve", lambda *_: has_reserve)
     tiny_llama.generate(
         torch.tensor([[3, 4, 5, 3, 4]]), max_new_tokens=12, do_sample=False, custom_generate=lookahead.decode
     )

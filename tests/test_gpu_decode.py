@@ -17,7 +17,7 @@ from bench.goals import GPU_DECODE
 from bench.gpu_steps import BACK_TO_BACK
 from bench.recording import Recording
 from lookahead import LookaheadConfig
-from lookahead.kernels import choice
+from lookahead.kernels import dispatch as choice
 
 SUMMARIZER = Path(__file__).resolve().parent / "models" / "summarizer"
 CPU = torch.device("cpu")

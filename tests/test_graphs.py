@@ -18,10 +18,11 @@ import lookahead
 from bench.families import FAMILIES, build
 from bench.recording import Recording
 from lookahead import LookaheadConfig
-from lookahead.generation import prepare
-from lookahead.kernels import choice, reference
-from lookahead.target import Target
-from lookahead.tree import TokenTree
+from lookahead.drafting.tree import TokenTree
+from lookahead.generation.api import prepare
+from lookahead.kernels import dispatch as choice
+from lookahead.kernels import reference
+from lookahead.models.target import Target
 
 CPU = torch.device("cpu")
 CONFIG = LookaheadConfig(cuda_graphs=True, draft="fixed", max_nodes=7, min_probability=0.0, memory="request")

@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig
 
 from lookahead.errors import HeadsError
-from lookahead.heads.eaglefile import fresh_fused, write_eagle
-from lookahead.heads.fingerprint import fingerprint_of
+from lookahead.heads.base_model import hidden_states, unembed
+from lookahead.heads.eagle_files import fresh_fused, write_eagle
+from lookahead.heads.load import open_heads
 from lookahead.heads.medusa import MedusaHeads
 from lookahead.heads.mtp import MtpHeads
-from lookahead.heads.opening import open_heads
-from lookahead.heads.trunk import hidden_states, unembed
+from lookahead.heads.weights_fingerprint import fingerprint_of
 
 
 @pytest.fixture

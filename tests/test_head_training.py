@@ -18,12 +18,12 @@ from torch.utils._pytree import tree_iter
 from lookahead.errors import TrainingError
 from lookahead.heads.medusa import MedusaHeads
 from lookahead.heads.mtp import MtpHeads
-from lookahead.loading import LoadedModel
-from lookahead.training.heads.answers import answer_prompts
-from lookahead.training.heads.examples import Example, Record, collate, make_examples, read_records, split_examples
-from lookahead.training.heads.job import Settings, train_heads
-from lookahead.training.heads.learner import targets
-from lookahead.training.heads.parallel import ParallelLearner
+from lookahead.models.loading import LoadedModel
+from lookahead.training.answers import answer_prompts
+from lookahead.training.examples import Example, Record, collate, make_examples, read_records, split_examples
+from lookahead.training.learner import targets
+from lookahead.training.parallel_learner import ParallelLearner
+from lookahead.training.train_heads import Settings, train_heads
 
 SETTINGS = Settings(kind="medusa", heads=2, steps=6, batch_size=4, learning_rate=1e-2, max_new_tokens=24)
 

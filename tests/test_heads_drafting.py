@@ -16,14 +16,14 @@ from transformers import DynamicCache, PreTrainedModel
 import lookahead
 from lookahead import Heads, LookaheadConfig
 from lookahead.errors import HeadsError
-from lookahead.heads.eaglefile import fresh_eagle, fresh_fused, write_eagle
-from lookahead.heads.guesses import GuessTree
+from lookahead.heads.eagle_files import fresh_eagle, fresh_fused, write_eagle
+from lookahead.heads.guess_tree import GuessTree
+from lookahead.heads.hit_rates import HeadRates
+from lookahead.heads.independent_heads_tree import grow_product
 from lookahead.heads.medusa import MedusaHeads
 from lookahead.heads.mtp import MtpHeads
-from lookahead.heads.product import grow_product
-from lookahead.heads.rates import HeadRates
-from lookahead.loading import LoadedModel, load
-from lookahead.training.heads.job import Settings, train_heads
+from lookahead.models.loading import LoadedModel, load
+from lookahead.training.train_heads import Settings, train_heads
 
 KINDS = ["medusa", "eagle", "eagle3", "mtp"]
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -13,12 +13,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from lookahead.documents import byte_sources as opening
+from lookahead.documents.decode_text import Reject
+from lookahead.documents.inputs import find_inputs
+from lookahead.documents.readers import read_documents
 from lookahead.errors import DocumentError
-from lookahead.files import opening
-from lookahead.files.documents import read_documents
-from lookahead.files.inputs import find_inputs
-from lookahead.files.text import Reject
-from lookahead.report.files import write_report
+from lookahead.reporting.write_page import write_report
 
 BOMBS = {
     "large values": ([20_000_000] * 16, {"use_dictionary": False}),
@@ -61,7 +61,7 @@ def test_rows_beside_a_group_that_unpacks_too_far_are_read(tmp_path):
 
 
 def test_a_large_group_that_is_no_smaller_in_the_file_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("lookahead.files.tables._UNPACKED", 1000)
+    monkeypatch.setattr("lookahead.documents.table_files._UNPACKED", 1000)
     path = tmp_path / "a.parquet"
     texts = [os.urandom(500).hex() for _ in range(30)]
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)

@@ -14,11 +14,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from lookahead.documents.byte_sources import bounded_lines, file_system
+from lookahead.documents.decode_text import Document, Reject
+from lookahead.documents.inputs import find_inputs
+from lookahead.documents.readers import check_readers, count_documents, read_documents
 from lookahead.errors import DocumentError
-from lookahead.files.documents import check_readers, count_documents, read_documents
-from lookahead.files.inputs import find_inputs
-from lookahead.files.opening import bounded_lines, file_system
-from lookahead.files.text import Document, Reject
 
 PAGE = """<html><head><title>News</title></head><body><nav><a href="/">Home</a> <a href="/b">Sport</a></nav>
 <article><h1>The storm</h1><p>The storm hit the coast at dawn, and two ships were lost before noon came.</p>

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookahead.drafting import merge
-from lookahead.ngram.cut import Limits
+from lookahead.drafting.proposal import Outcome
+from lookahead.drafting.select import merge
+from lookahead.drafting.tree import TokenTree
+from lookahead.ngram.prune import Limits
 from lookahead.ngram.trie import Trie
 from lookahead.ngram.window import UNKNOWN, JacobiWindow
-from lookahead.proposers.base import Outcome
 from lookahead.proposers.jacobi import JacobiProposer
-from lookahead.tree import TokenTree
 
 NOTHING = np.zeros(0, np.int32)
 sizes = st.tuples(st.integers(1, 20), st.integers(2, 8), st.integers(0, 20))

@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from bench.faults import Silent, StandIn
+from lookahead.documents.decode_text import Document
 from lookahead.errors import ConfigError
-from lookahead.files.text import Document
-from lookahead.jobs import stream
+from lookahead.jobs import result_stream as stream
 from lookahead.jobs.identity import JobIdentity
-from lookahead.jobs.job import Totals, run_job
+from lookahead.jobs.job import JobTotals, run_job
 from lookahead.jobs.jobfile import to_toml
-from lookahead.jobs.paths import OutputPaths
-from lookahead.jobs.results import JsonLinesFile
-from lookahead.loading import load
+from lookahead.jobs.json_results import JsonLinesFile
+from lookahead.jobs.output_location import OutputPaths
+from lookahead.models.loading import load
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -57,7 +57,7 @@ class Shown:
 def test_equal_texts_are_summarized_once_where_no_journal_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "_REMEMBERED", 2)
     items = [Document(name, f"text {name[0]}") for name in ("a", "a2", "b", "a3", "c", "d", "a4")]
-    shown, totals = Shown(), Totals()
+    shown, totals = Shown(), JobTotals()
     run_job(items, StandIn(), OutputPaths(None), JOB, totals=totals, observer=Silent(), rows=1, shown=shown)
     copies = [(line["id"], line.get("copy_of")) for line in shown.lines]
     # Only the newest two lines are remembered.
@@ -78,7 +78,7 @@ def test_what_a_kill_left_half_written_is_removed_and_nothing_else(
         paths = OutputPaths(output, **options)
         paths.check([])
         items = [Document(each, f"text {each}") for each in "ab"]
-        run_job(items, Backwards(), paths, JOB, totals=Totals(), observer=Silent(), rows=2)
+        run_job(items, Backwards(), paths, JOB, totals=JobTotals(), observer=Silent(), rows=2)
 
     for move in range(moves):
         left_to_go = [replace_file] * move
@@ -102,7 +102,7 @@ def run(output: Path, count: int, **options: bool) -> None:
     items = [Document(f"d{number}", f"text {number}") for number in range(count)]
     paths = OutputPaths(output, **options)
     paths.check([])
-    run_job(items, StandIn(), paths, JOB, totals=Totals(), observer=Silent(), rows=1)
+    run_job(items, StandIn(), paths, JOB, totals=JobTotals(), observer=Silent(), rows=1)
 
 
 def test_every_line_and_every_repair_is_on_the_disk_before_anything_else_is_written(
@@ -191,7 +191,7 @@ def test_a_manifest_of_another_release_is_refused_by_its_version(tmp_path: Path)
 def test_a_file_name_that_is_no_text_is_known_again_in_a_parquet_file(tmp_path: Path) -> None:
     items = [Document("caf\udce9.txt", "One."), Document("b.txt", "Half of a pair: \udce9.")]
     for resume in (False, True):
-        paths, totals = OutputPaths(tmp_path / "out.parquet", resume=resume), Totals()
+        paths, totals = OutputPaths(tmp_path / "out.parquet", resume=resume), JobTotals()
         run_job(items, StandIn(), paths, JOB, totals=totals, observer=Silent(), rows=1)
         assert totals.earlier == (2 if resume else 0)
         rows = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist()

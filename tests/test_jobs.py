@@ -13,16 +13,16 @@ import pyarrow.parquet
 import pytest
 
 from bench.faults import Silent
+from lookahead.documents.decode_text import Document, Reject
 from lookahead.errors import ConfigError
-from lookahead.files.text import Document, Reject
-from lookahead.jobs import report
+from lookahead.jobs import job_figures as report
 from lookahead.jobs.identity import JobIdentity
-from lookahead.jobs.job import Totals, run_job
+from lookahead.jobs.job import JobTotals, run_job
 from lookahead.jobs.journal import Journal
-from lookahead.jobs.paths import OutputPaths
-from lookahead.jobs.results import JsonLinesFile
+from lookahead.jobs.json_results import JsonLinesFile
+from lookahead.jobs.output_location import OutputPaths
 from lookahead.stats import DecodingStats
-from lookahead.summarize.summarizer import Summarized, Summary
+from lookahead.summarization.summarizer import Summarized, Summary
 
 JOB = JobIdentity(model="some-model", weights="w", tokenizer="t", dtype="float32", max_new_tokens=8)
 OUT = Path("out.jsonl")
@@ -72,7 +72,7 @@ def documents(*texts):
 
 
 def run(items, worker=None, *, resume=False, identity=JOB, output=OUT, rows=1, retry_rejects=False, **options):
-    totals = Totals()
+    totals = JobTotals()
     paths = OutputPaths(output, resume=resume, **options)
     paths.check([])
     worker = worker or Worker()
@@ -316,11 +316,11 @@ def test_no_space_for_a_line_leaves_whole_lines_and_the_job_can_be_resumed():
 import resource, signal, sys
 sys.path.insert(0, {str(Path(__file__).resolve().parent.parent)!r})
 from pathlib import Path
-from lookahead.files.text import Document
+from lookahead.documents.decode_text import Document
 from lookahead.jobs import report
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.journal import Journal
-from lookahead.jobs.paths import OutputPaths
+from lookahead.jobs.output_location import OutputPaths
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 job = JobIdentity(model="some-model", weights="w", tokenizer="t", dtype="float32", max_new_tokens=8)
 with Journal(OutputPaths(Path("out.jsonl"), resume=True), job) as journal:
@@ -389,7 +389,7 @@ def test_results_become_a_parquet_file_and_can_be_gone_on_with():
 
 
 def test_the_speed_of_a_job_is_that_of_the_clock_since_documents_are_decoded_beside_each_other():
-    totals = Totals(summarized=2)
+    totals = JobTotals(summarized=2)
     totals.stats.emitted_tokens, totals.stats.decode_s = 300, 10.0  # of two documents in the same five seconds
     assert report.speed_of(totals, 6.0) == 50.0
     assert "300 tokens at 50.0 tokens/s" in report.describe_totals(totals, 6.0)

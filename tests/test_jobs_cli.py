@@ -12,12 +12,12 @@ import pytest
 
 import lookahead
 from lookahead.config import LookaheadConfig
-from lookahead.experience import experience_of
+from lookahead.engine.model_state import experience_of
 from lookahead.jobs.estimate import MOST_PARTS
-from lookahead.jobs.memory import OutputMemory
-from lookahead.jobs.results import JsonLinesFile
+from lookahead.jobs.json_results import JsonLinesFile
+from lookahead.jobs.output_memory import OutputMemory
 from lookahead.ngram.chains import SEPARATOR
-from lookahead.summarize.prompting import INSTRUCTION, STYLES, Prompting, Request
+from lookahead.summarization.prompting import INSTRUCTION, STYLES, Prompting, SummaryRequest
 
 SUMMARIZER = str(Path(__file__).resolve().parent / "models" / "summarizer")
 CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[bot]{% endif %}"
@@ -258,12 +258,12 @@ def test_a_style_is_an_instruction_to_a_model_that_takes_some(tiny_tokenizer):
     chat = with_template(tiny_tokenizer, CHAT)
     assert Prompting(chat).render("One.") == f"[user]{INSTRUCTION.replace('{document}', 'One.')}[bot]"
     for style, instruction in STYLES.items():
-        assert Prompting(chat, Request(style=style)).render("One.") == f"[user]{instruction}\n\nOne.[bot]"
+        assert Prompting(chat, SummaryRequest(style=style)).render("One.") == f"[user]{instruction}\n\nOne.[bot]"
 
 
 def test_a_prompt_of_ones_own_goes_before_the_document_or_around_it(tiny_tokenizer):
     chat = with_template(tiny_tokenizer, CHAT)
-    before, around = Request(prompt="In French:\n"), Request(prompt="Text: {document} Who is in it?")
+    before, around = SummaryRequest(prompt="In French:\n"), SummaryRequest(prompt="Text: {document} Who is in it?")
     assert Prompting(chat, before).render("One.") == "[user]In French:\n\nOne.[bot]"
     assert Prompting(chat, around).render("One.") == "[user]Text: One. Who is in it?[bot]"
     assert Prompting(tiny_tokenizer, before).render("One.") == "In French:\n\nOne.\n\nSummary:"

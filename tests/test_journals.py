@@ -13,15 +13,15 @@ import pyarrow.parquet
 import pytest
 
 from bench.faults import Silent, StandIn
+from lookahead.documents.decode_text import Document, Reject
 from lookahead.errors import ConfigError
-from lookahead.files.text import Document, Reject
 from lookahead.jobs.identity import JobIdentity
-from lookahead.jobs.job import Totals, run_job
+from lookahead.jobs.job import JobTotals, run_job
 from lookahead.jobs.jobfile import read_job_file
 from lookahead.jobs.journal import Journal
+from lookahead.jobs.json_results import copy_of
 from lookahead.jobs.manifest import Manifest
-from lookahead.jobs.paths import OutputPaths
-from lookahead.jobs.results import copy_of
+from lookahead.jobs.output_location import OutputPaths
 
 JOB = JobIdentity(model="some-model", weights="w", tokenizer="t", dtype="float32", max_new_tokens=8)
 OUT = Path("out.jsonl")
@@ -61,8 +61,8 @@ def run(
     is_part: bool = False,
     retry_rejects: bool = False,
     **options: bool,
-) -> Totals:
-    paths, totals = OutputPaths(output, **options), Totals()
+) -> JobTotals:
+    paths, totals = OutputPaths(output, **options), JobTotals()
     paths.check([])
     how = {"is_part": is_part, "retry_rejects": retry_rejects}
     run_job(items, worker or Worker(), paths, JOB, totals=totals, observer=Silent(), rows=1, **how)

@@ -15,11 +15,12 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 import lookahead
-from lookahead.attention import Reach, TreePass
-from lookahead.cache import TreeCache, TreeSlots
-from lookahead.kernels import checks, choice, reference
-from lookahead.target import Target
-from lookahead.tree import TokenTree
+from lookahead.drafting.tree import TokenTree
+from lookahead.kernels import checks, reference
+from lookahead.kernels import dispatch as choice
+from lookahead.models.attention import Reach, TreePass
+from lookahead.models.cache import TreeCache, TreeSlots
+from lookahead.models.target import Target
 
 SIZES: dict[str, Any] = {
     "vocab_size": 101,

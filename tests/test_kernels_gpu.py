@@ -11,7 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import lookahead
 from bench.trees import random_trees, relative_error
-from lookahead.kernels import choice, reference
+from lookahead.kernels import dispatch as choice
+from lookahead.kernels import reference
 
 pytestmark = [
     pytest.mark.gpu,

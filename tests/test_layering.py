@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -16,108 +17,47 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 MAX_LINES = 400
 
-# A module imports from floors below its own, and within its own folder. A module that is not named here has
-# the floor of its folder; one with no folder has no floor yet, and the test says so.
+# The architecture, lowest floor first. A module imports from floors below its own and from its own folder.
 FLOORS = (
-    {"errors"},
-    {"ngram", "kernels", "tree"},
-    {"atomic", "locating", "gguf_files", "permodel"},
-    {"files", "loading", "heads"},
-    {"report"},
-    {"proposers.base", "pools", "scores", "progress"},
+    {"errors", "stats", "ngram", "kernels"},
+    {"utils", "documents"},
+    {"drafting"},
     {"config"},
-    {"drafting", "cost", "switch", "sampling", "stopping", "verify", "stats", "rejection", "typical"},
-    {"ledger", "costfile", "validation"},
-    {"branch"},
-    {"pacing"},
+    {"verification", "heads", "pools"},
+    {"models"},
     {"proposers"},
-    {"accounts", "emission", "ensemble"},
-    {"cache"},
-    {"attention"},
-    {"attention_scope", "levels", "static"},
-    {"compiled", "graphs"},
-    {"passes"},
-    {"target"},
-    {"support", "request", "passtime"},
-    {"calibration", "proposers.draft_model", "proposers.model_proposer"},
-    {"rows"},
     {"engine"},
-    {"plain", "handover", "experience", "prompts"},
-    {"pieces"},
-    {"assembly", "seq2seq"},
     {"generation"},
-    {"costs", "intake", "conversation"},
-    {"batching"},
-    {"explain"},
-    {"enabling", "contest"},
-    {"picking"},
-    {"summarize"},
+    {"summarization", "reporting", "training"},
     {"jobs"},
-    {"training", "terminal"},
-    {"explain.drawing"},
-    {"cli_draft", "cli_train", "cli_report"},
-    {"cli_options", "cli_jobs"},
-    {"cli_measure", "cli_summarize", "cli_chat"},
-    {"lookahead", "cli_pool"},  # lookahead/__init__.py, the public names; the commands on pools
+    {"lookahead"},  # the public names
     {"cli"},
     {"__main__"},
 )
-MODEL_BACKED_PROPOSERS = frozenset({"proposers.draft_model", "proposers.model_proposer"})
 KNOW_TRANSFORMERS = {
-    *("cache", "attention", "attention_scope", "target", "sampling", "support", "request", "handover", "pieces"),
-    *("experience", "prompts", "validation", "conversation"),
-    *(
-        "assembly",
-        "batching",
-        "intake",
-        "calibration",
-        "compiled",
-        "passes",
-        "generation",
-        "plain",
-        "enabling",
-        "costs",
-        "explain",
-        "gguf_files",
-        "loading",
-        "pools",
-        "seq2seq",
-        "summarize",
-        "jobs",
-    ),
-    *("contest", "passtime", "picking", "training", "heads"),
+    "verification",
+    "heads",
+    "pools",
+    "models",
+    "proposers",
+    "engine",
+    "generation",
+    "summarization",
+    "reporting",
+    "training",
+    "jobs",
 }
-# Training shows its progress.
-KNOW_THE_TERMINAL = {
-    *(
-        "__main__",
-        "cli",
-        "cli_pool",
-        "cli_measure",
-        "cli_draft",
-        "cli_train",
-        "cli_options",
-        "cli_summarize",
-        "cli_report",
-        "cli_jobs",
-        "cli_chat",
-    ),
-    *("explain.drawing", "terminal", "training"),
-}
-# Of an extra, imported where it is needed and missed with a word about the extra.
+KNOW_THE_TERMINAL = {"cli", "__main__"}
+# Packages of an extra, imported inside the function that needs them.
 OPTIONAL = {
-    "gguf_files": {"gguf"},
+    "models.gguf_files": {"gguf"},
     "kernels": {"triton"},
-    "files.office": {"docx", "pypdf"},
-    "files.pages": {"trafilatura"},
-    "files.tables": {"pyarrow"},
+    "documents.office": {"docx", "pypdf"},
+    "documents.html": {"trafilatura"},
+    "documents.table_files": {"pyarrow"},
     "jobs.ray_cluster": {"ray"},
 }
-BROUGHT_ALONG = {
-    "tokenizers",
-    "huggingface_hub",
-    "llvmlite",
-}  # by transformers and numba, which pin the range they work with
+BROUGHT_ALONG = {"tokenizers", "huggingface_hub", "llvmlite"}  # by transformers and numba
 
 
 @dataclass(frozen=True)
@@ -185,11 +125,10 @@ def _is_in(room: str, rooms: set[str] | frozenset[str]) -> bool:
 
 
 def _floor(room: str) -> int:
-    exact = [floor for floor, rooms in enumerate(FLOORS) if room in rooms]
-    around = [floor for floor, rooms in enumerate(FLOORS) if _is_in(room, rooms)]
-    if not around:
+    floors = [floor for floor, rooms in enumerate(FLOORS) if _is_in(room, rooms)]
+    if not floors:
         pytest.fail(f"{room} has no floor: name it in FLOORS, or put its code where it belongs")
-    return (exact or around)[0]
+    return floors[0]
 
 
 def _foreign(module: Module) -> set[str]:
@@ -197,91 +136,111 @@ def _foreign(module: Module) -> set[str]:
     return {name.partition(".")[0] for name in _imports(module)} - set(sys.stdlib_module_names)
 
 
-every_module = pytest.mark.parametrize("module", MODULES, ids=lambda module: module.name)
+def test_a_module_imports_only_from_its_own_folder_and_the_floors_below():
+    offenders = [
+        f"{module.name} must not import {name}"
+        for module in MODULES
+        for name in _imports(module)
+        if name.partition(".")[0] == "lookahead" and not _is_in(name, {module.folder})
+        if _floor(name.removeprefix("lookahead.")) >= _floor(module.room)
+    ]
+    assert not offenders
 
 
-@every_module
-def test_a_module_imports_only_from_its_own_folder_and_the_floors_below(module):
-    for name in _imports(module):
-        if name.partition(".")[0] == "lookahead" and not _is_in(name, {module.folder}):
-            imported = name.removeprefix("lookahead.")
-            assert _floor(imported) < _floor(module.room), f"{module.name} must not import {name}"
+def test_only_the_rooms_that_know_a_model_import_transformers():
+    strangers = [module for module in MODULES if not _is_in(module.room, KNOW_TRANSFORMERS)]
+    assert not [module.name for module in strangers if {"transformers", "tokenizers"} & _foreign(module)]
 
 
-@every_module
-def test_only_the_rooms_that_know_a_model_import_transformers(module):
-    if not _is_in(module.room, KNOW_TRANSFORMERS | MODEL_BACKED_PROPOSERS):
-        assert not {"transformers", "tokenizers"} & _foreign(module)
+def test_only_the_command_line_knows_the_terminal():
+    strangers = [module for module in MODULES if not _is_in(module.room, KNOW_THE_TERMINAL)]
+    assert not [module.name for module in strangers if {"typer", "click", "rich"} & _foreign(module)]
 
 
-@every_module
-def test_only_the_command_line_and_training_know_the_terminal(module):
-    if not _is_in(module.room, KNOW_THE_TERMINAL):
-        assert not {"typer", "click", "rich"} & _foreign(module)
+def test_indexes_know_tokens_only():
+    indexes = [module for module in MODULES if _is_in(module.room, {"ngram"})]
+    assert indexes
+    for module in indexes:
+        assert _foreign(module) <= {"numpy", "numba", "xxhash", "lookahead"}, module.name
+        assert all(name.startswith("lookahead.ngram") for name in _imports(module) if "lookahead" in name), module.name
 
 
-@every_module
-def test_indexes_know_tokens_only_and_kernels_tensors_only(module):
-    if _is_in(module.room, {"ngram"}):
-        assert _foreign(module) <= {"numpy", "numba", "xxhash", "lookahead"}
-        assert all(name.startswith("lookahead.ngram") for name in _imports(module) if "lookahead" in name)
-    elif _is_in(module.room, {"kernels"}):
-        assert _foreign(module) <= {"torch", "triton", "numba", "llvmlite", "numpy", "lookahead"}
+def test_kernels_know_tensors_only():
+    kernels = [module for module in MODULES if _is_in(module.room, {"kernels"})]
+    assert kernels
+    for module in kernels:
+        assert _foreign(module) <= {"torch", "triton", "numba", "llvmlite", "numpy", "lookahead"}, module.name
         assert all(name.startswith("lookahead.kernels") for name in _imports(module) if "lookahead" in name)
-    else:
-        assert "triton" not in _foreign(module)
-        assert not any(name.startswith("lookahead.kernels") for name in _imports(module, top_level_only=True))
 
 
-@every_module
-def test_every_import_is_a_declared_dependency(module):
+def test_kernels_are_imported_where_they_are_used():
+    others = [module for module in MODULES if not _is_in(module.room, {"kernels"})]
+    for module in others:
+        at_import = set(_imports(module, top_level_only=True))
+        assert "triton" not in _foreign(module), module.name
+        assert not any(name.startswith("lookahead.kernels") for name in at_import), module.name
+
+
+def test_every_import_is_a_declared_dependency():
     listed = re.search(r"^dependencies = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S)
-    declared = set(re.findall(r'"([a-z0-9_-]+)', listed.group(1)))
-    allowed = declared | BROUGHT_ALONG | {"lookahead"}
-    assert _foreign(module) <= allowed | set().union(
-        *(OPTIONAL[room] for room in OPTIONAL if _is_in(module.room, {room}))
-    )
+    declared = set(re.findall(r'"([a-z0-9_-]+)', listed.group(1))) | BROUGHT_ALONG | {"lookahead"}
+    for module in MODULES:
+        extras = set().union(*(OPTIONAL[room] for room in OPTIONAL if _is_in(module.room, {room})))
+        assert _foreign(module) <= declared | extras, module.name
 
 
-@every_module
-def test_only_jitted_functions_go_without_annotations(module):
-    for node in ast.walk(module.tree):
+def test_only_jitted_functions_go_without_annotations():
+    functions = [(module, node) for module in MODULES for node in ast.walk(module.tree)]
+    bare = []
+    for module, node in functions:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
-        jitted = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+        if any("jit" in ast.unparse(decorator) for decorator in node.decorator_list):
+            continue
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         arguments += [each for each in (node.args.vararg, node.args.kwarg) if each is not None]
-        bare = [each.arg for each in arguments if each.annotation is None and each.arg not in ("self", "cls")]
-        where = f"{module.name} line {node.lineno}: {node.name}"
-        assert jitted or (not bare and node.returns is not None), f"{where} lacks annotations"
+        untyped = [each.arg for each in arguments if each.annotation is None and each.arg not in ("self", "cls")]
+        if untyped or node.returns is None:
+            bare.append(f"{module.name} line {node.lineno}: {node.name}")
+    assert not bare
 
 
-@pytest.mark.parametrize("path", _source_files("bench"), ids=lambda path: path.name)
-def test_benchmarks_measure_the_library_not_its_command_line_or_its_tests(path):
-    names = set(_imports(Module(f"bench.{path.stem}", path)))
-    assert not any(_is_in(name, {"lookahead.cli", "tests"}) for name in names)
+def test_benchmarks_measure_the_library_not_its_command_line_or_its_tests():
+    for path in _source_files("bench"):
+        names = set(_imports(Module(f"bench.{path.stem}", path)))
+        assert not any(_is_in(name, {"lookahead.cli", "tests"}) for name in names), path.name
 
 
-@pytest.mark.parametrize(
-    "path",
-    [path for folder in ("lookahead", "ngram", "kernels", "tests", "bench") for path in _source_files(folder)],
-    ids=lambda path: str(path.relative_to(ROOT)),
-)
-def test_a_file_is_short_enough_to_read_in_one_sitting(path):
-    lines = path.read_text(encoding="utf-8").count("\n")
-    assert lines <= MAX_LINES, f"{lines} lines, at most {MAX_LINES}"
+def test_a_file_is_short_enough_to_read_in_one_sitting():
+    folders = ("lookahead", "ngram", "kernels", "tests", "bench", "tools")
+    lines = {path: path.read_text(encoding="utf-8").count("\n") for folder in folders for path in _source_files(folder)}
+    assert not {str(path.relative_to(ROOT)): count for path, count in lines.items() if count > MAX_LINES}
+
+
+def test_no_file_name_stands_for_two_things():
+    names = Counter(module.path.stem for module in MODULES if not module.path.stem.startswith("__"))
+    assert not [name for name, count in names.items() if count > 1]
+
+
+def test_no_class_name_stands_for_two_things():
+    names = Counter(node.name for module in MODULES for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef))
+    assert not [name for name, count in names.items() if count > 1]
+
+
+def test_the_package_has_at_most_24_entries():
+    entries = [path.name for path in (ROOT / "lookahead").iterdir() if not path.name.startswith("__pycache__")]
+    assert len(entries) <= 24, sorted(entries)
 
 
 def test_the_kernels_folder_is_no_package_of_its_own():
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
-@every_module
-def test_triton_is_loaded_by_nothing_but_a_kernel_that_was_chosen(module):
+def test_triton_is_loaded_by_nothing_but_a_kernel_that_was_chosen():
     heavy = {each.name for each in MODULES if "triton" in set(_imports(each, top_level_only=True))}
     assert "lookahead.kernels.tree_attention" in heavy
-    if module.name not in heavy:
-        assert not heavy & set(_imports(module, top_level_only=True))
+    light = [module for module in MODULES if module.name not in heavy]
+    assert not [module.name for module in light if heavy & set(_imports(module, top_level_only=True))]
 
 
 def test_importing_the_library_loads_neither_the_command_line_nor_what_draws_it():
@@ -296,4 +255,4 @@ def test_importing_the_library_loads_neither_the_command_line_nor_what_draws_it(
     )
     loaded = run.stdout.split()
     assert "lookahead" in loaded
-    assert not {"lookahead.cli", "lookahead.training", "typer", "rich"} & set(loaded)
+    assert not {"lookahead.cli.app", "lookahead.training", "typer", "rich"} & set(loaded)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lookahead.ledger import Ledger
+from lookahead.drafting.ledger import Ledger
 
 
 def live(ledger: Ledger, steps: int, *, spent_s: float, alone: float, others: float = 1.0) -> tuple[float, int]:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 import lookahead
-from lookahead.kernels import choice
+from lookahead.kernels import dispatch as choice
 from lookahead.kernels import linear as products
 from lookahead.kernels.linear import FEWEST, STEP, DnnLinear
 

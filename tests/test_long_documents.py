@@ -15,15 +15,15 @@ from transformers import AutoTokenizer, LlamaConfig
 
 import lookahead
 from lookahead import ConfigError
-from lookahead.files.text import Document
+from lookahead.documents.decode_text import Document
 from lookahead.stats import DecodingStats
-from lookahead.summarize.course import start_course
-from lookahead.summarize.fitting import Approach, PromptFitter
-from lookahead.summarize.measuring import MeasuredText
-from lookahead.summarize.parts import cut
-from lookahead.summarize.prompting import INSTRUCTION, Prompting
-from lookahead.summarize.sections import Break, split_pieces
-from lookahead.summarize.summarizer import Summarizer
+from lookahead.summarization.chunking import cut
+from lookahead.summarization.pipeline import start_course
+from lookahead.summarization.prompt_fitter import Approach, PromptFitter
+from lookahead.summarization.prompting import INSTRUCTION, Prompting
+from lookahead.summarization.sections import Break, split_pieces
+from lookahead.summarization.summarizer import Summarizer
+from lookahead.summarization.token_offsets import MeasuredText
 
 SENTENCE = "The cat sat on the mat. "
 CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[bot]{% endif %}"
@@ -233,8 +233,8 @@ from itertools import pairwise
 from types import SimpleNamespace
 from transformers import AutoConfig, AutoTokenizer
 from lookahead.stats import DecodingStats
-from lookahead.summarize.course import start_course
-from lookahead.summarize.fitting import Approach, PromptFitter
+from lookahead.summarization.pipeline import start_course
+from lookahead.summarization.prompt_fitter import Approach, PromptFitter
 draw, words = random.Random(0), "the old house on hill was quiet that night and nobody came to see him".split()
 def chapter(number):
     sentences = (" ".join(draw.choices(words, k=draw.randrange(4, 24))).capitalize() + "." for _ in range(80))

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookahead.drafting import merge
+from lookahead.drafting.proposal import Outcome, Proposal, Top
+from lookahead.drafting.select import merge
+from lookahead.drafting.tree import TokenTree
+from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import ChainIndex
-from lookahead.ngram.cut import FREE, Limits
-from lookahead.ngram.hits import HitRates
+from lookahead.ngram.prune import FREE, Limits
 from lookahead.ngram.search import grow_trie
-from lookahead.proposers.base import Outcome, Proposal, Top
-from lookahead.proposers.mixture import Memory, MixtureProposer
-from lookahead.tree import TokenTree
+from lookahead.proposers.ngram import Memory, MixtureProposer
 
 NOTHING = np.zeros(0, np.int32)
 

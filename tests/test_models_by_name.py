@@ -16,11 +16,11 @@ import torch
 from typer.testing import CliRunner
 
 import lookahead
-from lookahead import gguf_files, loading, locating
-from lookahead.cli import app
+from lookahead.cli.app import app
 from lookahead.errors import UnsupportedModelError
-from lookahead.gguf_files import convert_once
-from lookahead.locating import DEFAULT_MODEL, locate_model
+from lookahead.models import gguf_files, loading, locating
+from lookahead.models.gguf_files import convert_once
+from lookahead.models.locating import DEFAULT_MODEL, locate_model
 
 needs_gguf = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("gguf", "accelerate")),
@@ -315,7 +315,7 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(unreachable: None, monkeyp
 
 MISSPELT = """
 import sys
-from lookahead.cli import main
+from lookahead.cli.app import main
 try:
     main()
 finally:

@@ -15,12 +15,12 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 import lookahead
 from lookahead import Heads, LookaheadConfig
 from lookahead.errors import HeadsError
+from lookahead.heads.base_model import hidden_states
+from lookahead.heads.hit_rates import HeadRates
 from lookahead.heads.mtp import MtpDrafter, MtpHeads
-from lookahead.heads.native import NativeDrafter, open_native
-from lookahead.heads.rates import HeadRates
-from lookahead.heads.trunk import hidden_states
-from lookahead.training.heads.examples import Example, Examples
-from lookahead.training.heads.induction import begin_mtp
+from lookahead.heads.native_mtp import NativeDrafter, open_native
+from lookahead.training.examples import Example, Examples
+from lookahead.training.induction_start import begin_mtp
 
 FIXED = {"draft": "fixed", "min_probability": 0.0, "max_nodes": 20}
 
@@ -95,7 +95,7 @@ def test_heads_begin_training_by_saying_what_followed_the_next_token_before(monk
         low = sum(turned[back][ids.roll(back)] for back in range(3))
         return torch.cat((low, vectors[ids.roll(-1)]), -1)
 
-    monkeypatch.setattr("lookahead.training.heads.induction.hidden_states", states_of)
+    monkeypatch.setattr("lookahead.training.induction_start.hidden_states", states_of)
     texts = [torch.randint(4, 101, (60,)).tolist() for _ in range(200)]
     heads = MtpHeads.fresh(model, heads=2)
     begin_mtp(heads, model, Examples([Example.answered(text[:1], text[1:], 99) for text in texts]))

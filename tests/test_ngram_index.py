@@ -13,12 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookahead.ngram import chains, hits, trie, window
+from lookahead.ngram import acceptance as hits
+from lookahead.ngram import chains, trie, window
+from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import SEPARATOR, ChainIndex
 from lookahead.ngram.features import RANKS, feature_of_match
-from lookahead.ngram.hits import HitRates
-from lookahead.ngram.reference import continuation, find_by_scan, find_resumed
 from lookahead.ngram.search import grow_trie
+from tests.support.naive_index import continuation, find_by_scan, find_resumed
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_LIMIT = {"max_links": 1 << 16, "max_continuations": 1 << 16}
@@ -371,7 +372,7 @@ def test_without_compilation_the_cores_give_the_same():
     script = (
         "import numpy as np\n"
         "from lookahead.ngram.chains import ChainIndex\n"
-        "from lookahead.ngram.hits import HitRates\n"
+        "from lookahead.ngram.acceptance import HitRates\n"
         "from lookahead.ngram.search import grow_trie\n"
         "index, rates = ChainIndex(), HitRates()\n"
         "index.append([1, 2, 3, 2147483647, 1, 2, 4, 1, 2, 3, 5, 1, 2])\n"

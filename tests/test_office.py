@@ -11,10 +11,10 @@ import docx
 import pypdf
 import pytest
 
+from lookahead.documents.decode_text import Document, Reject
+from lookahead.documents.inputs import find_inputs
+from lookahead.documents.readers import check_readers, read_documents
 from lookahead.errors import DocumentError
-from lookahead.files.documents import check_readers, read_documents
-from lookahead.files.inputs import find_inputs
-from lookahead.files.text import Document, Reject
 
 MEGABYTE = 1 << 20
 

@@ -10,11 +10,11 @@ import pyarrow.parquet
 import pytest
 
 from bench.faults import Silent
-from lookahead.files.text import Document
+from lookahead.documents.decode_text import Document
 from lookahead.jobs.identity import JobIdentity
-from lookahead.jobs.job import Totals, run_job
-from lookahead.jobs.paths import OutputPaths
-from lookahead.summarize.summarizer import Summarizer
+from lookahead.jobs.job import JobTotals, run_job
+from lookahead.jobs.output_location import OutputPaths
+from lookahead.summarization.summarizer import Summarizer
 
 LONG = [Document(name, f"{name}. " + "The cat sat on the mat. " * count) for name, count in (("a", 60), ("b", 2))]
 LONG.append(Document("same as a", LONG[0].text))
@@ -34,7 +34,7 @@ class Killed(BaseException):
 
 
 def run(items, worker, *, identity=KEEPING, output, resume=False):
-    totals, paths = Totals(), OutputPaths(output, resume=resume)
+    totals, paths = JobTotals(), OutputPaths(output, resume=resume)
     paths.check([])
     run_job(items, worker, paths, identity, totals=totals, observer=Silent(), rows=1)
     return totals

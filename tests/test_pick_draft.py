@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from bench import proposers as bench
 from lookahead import DraftModel, LookaheadConfig
-from lookahead.cli import app
-from lookahead.contest import Score, compare
-from lookahead.experience import experience_of
-from lookahead.passtime import pass_seconds
-from lookahead.picking import NAMES, PLAIN, PROMPTS, pick_draft
+from lookahead.cli.app import app
+from lookahead.engine.model_state import experience_of
+from lookahead.generation.draft_comparison import Score, compare
+from lookahead.generation.draft_selection import NAMES, PLAIN, PROMPTS, pick_draft
+from lookahead.models.timing import pass_seconds
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def picked(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float], model: An
     def told(*arguments: Any, **options: Any) -> dict[str, Score]:
         return {name: Score(decoded=100, seconds=seconds[name]) for name in arguments[3]}
 
-    monkeypatch.setattr("lookahead.picking.compare", told)
+    monkeypatch.setattr("lookahead.generation.draft_selection.compare", told)
     return pick_draft(model, tokenizer, {"a": DraftModel(model), "b": DraftModel(model)})
 
 

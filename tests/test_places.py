@@ -8,9 +8,9 @@ import pickle
 import numpy as np
 import pytest
 
+from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import ChainIndex
-from lookahead.ngram.hits import HitRates
-from lookahead.ngram.places import Placed
+from lookahead.ngram.raw_arrays import Placed
 from lookahead.ngram.recycled import RecycledTable
 from lookahead.ngram.search import grow_trie
 

@@ -15,14 +15,14 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import SEPARATOR, ChainIndex
-from lookahead.ngram.hits import HitRates
-from lookahead.ngram.matches import LEVELS, find_matches
-from lookahead.ngram.pool import Pool, PoolHeader, read_header, write_pool
-from lookahead.ngram.reference import find_by_scan
+from lookahead.ngram.pool_file import Pool, PoolHeader, read_header, write_pool
 from lookahead.ngram.replacing import replacing
 from lookahead.ngram.search import grow_trie
-from lookahead.pools.opening import open_pool
+from lookahead.ngram.suffix_match import LEVELS, find_matches
+from lookahead.pools.open_pool import open_pool
+from tests.support.naive_index import find_by_scan
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_LIMIT = {"max_links": 1 << 16, "max_continuations": 1 << 16}
@@ -132,7 +132,7 @@ def interrupted(*_: object) -> None:
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_what_fails_half_way_leaves_the_old_file_and_nothing_else(path, monkeypatch, call, failure):
     before = path.read_bytes()
-    monkeypatch.setattr(f"lookahead.ngram.pool.os.{call}", failure)
+    monkeypatch.setattr(f"lookahead.ngram.pool_file.os.{call}", failure)
     with pytest.raises((OSError, KeyboardInterrupt)):
         write_pool(path, np.array([1, 2, 3], np.int32), 78)
     monkeypatch.undo()
@@ -146,7 +146,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_the_old_file_whole(path
     script = (
         "import os, signal, sys\n"
         "import numpy as np\n"
-        "from lookahead.ngram.pool import write_pool\n"
+        "from lookahead.ngram.pool_file import write_pool\n"
         f"os.{call} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "write_pool(sys.argv[1], np.array([1, 2, 3], np.int32), 78)\n"
     )
@@ -253,8 +253,8 @@ def test_a_file_that_somebody_changes_while_it_is_drafted_from_is_told_and_ends_
     script = (
         "import os, sys, warnings\n"
         "import numpy as np\n"
-        "from lookahead.ngram.pool import Pool\n"
-        "from lookahead.proposers.mixture import MixtureProposer\n"
+        "from lookahead.ngram.pool_file import Pool\n"
+        "from lookahead.proposers.ngram import MixtureProposer\n"
         "path = sys.argv[1]\n"
         "proposer = MixtureProposer(('corpus',), pool=Pool.open(path))\n"
         "proposer.start(0, np.array([1, 5, 6], np.int32))\n"

@@ -16,16 +16,16 @@ from transformers.utils import logging
 from typer.testing import CliRunner
 
 import lookahead
-from lookahead.cli import app
+from lookahead.cli.app import app
 from lookahead.config import LookaheadConfig
 from lookahead.ngram.chains import SEPARATOR
-from lookahead.ngram.pool import Pool, read_header
-from lookahead.pools.fingerprint import fingerprint_of
+from lookahead.ngram.pool_file import Pool, read_header
+from lookahead.pools.tokenizer_fingerprint import fingerprint_of
 
 ROOT = Path(__file__).resolve().parent.parent
 # Where torchao is installed transformers imports it, and it complains on stderr of what it cannot load.
 QUIET = "import sys; sys.modules['torchao'] = None; "
-COMMAND = [sys.executable, "-c", QUIET + "from lookahead.cli import main; main()"]
+COMMAND = [sys.executable, "-c", QUIET + "from lookahead.cli.app import main; main()"]
 
 
 @pytest.fixture(scope="session")
@@ -95,7 +95,7 @@ def test_every_help_shows_an_example(command):
 
 
 def test_every_option_is_read_by_its_command():
-    source = (ROOT / "lookahead" / "cli_pool.py").read_text("utf-8")
+    source = (ROOT / "lookahead" / "cli" / "pool.py").read_text("utf-8")
     commands = re.findall(r"^def ([a-z]\w+)\((.*?)(?=^def |^@)", source, re.M | re.S)
     assert [name for name, _ in commands] == ["build", "add", "info", "verify"]
     for name, body in commands:

@@ -13,13 +13,13 @@ import pytest
 
 from bench.faults import Silent
 from lookahead.config import LookaheadConfig
-from lookahead.files.text import Document
-from lookahead.jobs.job import Totals, run_job
-from lookahead.jobs.paths import OutputPaths
+from lookahead.documents.decode_text import Document
+from lookahead.drafting.proposal import Proposer
+from lookahead.jobs.job import JobTotals, run_job
+from lookahead.jobs.output_location import OutputPaths
 from lookahead.jobs.ray_cluster import Plan
-from lookahead.jobs.ray_crew import TRIES, Crew
 from lookahead.jobs.ray_worker import WorkerOptions
-from lookahead.proposers.base import Proposer
+from lookahead.jobs.ray_workers import TRIES, Crew
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'lookahead-decoding[ray]'")
 
@@ -83,7 +83,7 @@ class KillsAWorker(Silent):
 
 def run(crew, documents, output, observer=None):
     """A job with a crew, all of whose workers are ready before it begins."""
-    totals, paths = Totals(), OutputPaths(Path(output))
+    totals, paths = JobTotals(), OutputPaths(Path(output))
     paths.check([])
     with crew:
         identity = crew.introduce(2).identity

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from lookahead.documents.decode_text import Document, Reject
 from lookahead.errors import ClusterError, ConfigError
-from lookahead.files.text import Document, Reject
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.ray_cluster import OwnStdout, Plan, connect, plan_workers
-from lookahead.jobs.ray_crew import FAILED_STARTS, TRIES, Crew
 from lookahead.jobs.ray_worker import Introduction
+from lookahead.jobs.ray_workers import FAILED_STARTS, TRIES, Crew
 from lookahead.stats import DecodingStats
-from lookahead.summarize.summarizer import Summarized, Summary
+from lookahead.summarization.summarizer import Summarized, Summary
 
 JOB = JobIdentity(model="tiny", weights="w", tokenizer="t", dtype="float32", max_new_tokens=8)
 READY = Introduction(JOB, rows=1)  # has two documents in hand

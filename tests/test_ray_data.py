@@ -11,8 +11,8 @@ import pytest
 from bench.ray_data import TRIES, Course, follow, poisoned
 from bench.ray_job import summaries
 from bench.ray_ways import POISON, Note, Way, note, noted
-from lookahead.files.text import Document
-from lookahead.summarize.summarizer import Summarizer
+from lookahead.documents.decode_text import Document
+from lookahead.summarization.summarizer import Summarizer
 
 DOCUMENTS = [Document(f"d{i}", f"Text number {i}, of some words.") for i in range(6)]
 

@@ -7,11 +7,11 @@ import copy
 
 import pytest
 
+from lookahead.documents.decode_text import Document
 from lookahead.errors import UnsupportedModelError
-from lookahead.files.text import Document
 from lookahead.jobs.ray_worker import Introduction, RayWorker, WorkerOptions
 from lookahead.proposers.heads import Heads
-from lookahead.summarize.summarizer import Summarizer
+from lookahead.summarization.summarizer import Summarizer
 
 ASKED = {"max_new_tokens": 12, "request": None}
 

@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 
 from bench.families import FAMILIES, build
 from bench.recording import Recording
-from lookahead import graphs
-from lookahead.graphs import CudaGraphs, Watch, graph_shortcoming
-from lookahead.passes import CAPTURE_AT
-from lookahead.target import Target
-from lookahead.tree import TokenTree
+from lookahead.drafting.tree import TokenTree
+from lookahead.models import cuda_graphs as graphs
+from lookahead.models.cuda_graphs import CudaGraphs, Watch, graph_shortcoming
+from lookahead.models.passes import CAPTURE_AT
+from lookahead.models.target import Target
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 NUMBERS = torch.arange(6.0)

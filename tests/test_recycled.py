@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lookahead.ngram import recycled
+from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import ChainIndex
-from lookahead.ngram.hits import HitRates
 from lookahead.ngram.recycled import RecycledTable
-from lookahead.ngram.reference import RecycledByDict
 from lookahead.ngram.search import grow_trie
+from tests.support.naive_index import RecycledByDict
 
 HUGE = 2**31 - 1
 token = st.sampled_from([0, 1, 2, HUGE])

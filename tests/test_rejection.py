@@ -12,14 +12,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import lookahead
 from lookahead import ConfigError, DraftModel, LookaheadConfig
-from lookahead.drafting import merge
-from lookahead.generation import prepare
-from lookahead.ngram.cut import Limits
-from lookahead.proposers.base import Proposal
+from lookahead.drafting.proposal import Proposal
+from lookahead.drafting.select import merge
+from lookahead.generation.api import prepare
+from lookahead.ngram.prune import Limits
 from lookahead.proposers.draft_rates import DraftRates
-from lookahead.proposers.grove import Grove
-from lookahead.rejection import Trials, coin, draw, draw_several
-from lookahead.verify import verify
+from lookahead.proposers.draft_tree_batch import Grove
+from lookahead.verification.exact import verify
+from lookahead.verification.rejection import Trials, coin, draw, draw_several
 
 Prefix = tuple[int, ...]
 Law = Callable[[Prefix], torch.Tensor]  # the distribution after a prefix, float64 `[vocab]`

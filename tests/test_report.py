@@ -14,12 +14,12 @@ import pyarrow.parquet
 import pytest
 from typer.testing import CliRunner
 
-from lookahead.cli import app
-from lookahead.report import tally as tallies
-from lookahead.report.charts import bars_of
-from lookahead.report.files import write_report
-from lookahead.report.reading import PATIENCE
-from lookahead.report.scale import brief, exact, scale_of
+from lookahead.cli.app import app
+from lookahead.reporting import aggregate as tallies
+from lookahead.reporting.axes import brief, exact, scale_of
+from lookahead.reporting.charts import bars_of
+from lookahead.reporting.read_results import PATIENCE
+from lookahead.reporting.write_page import write_report
 
 HOSTILE = '<script>alert("1")</script> & <b>\x00\ud800\u202e'
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -355,7 +355,9 @@ def test_other_rejects_and_places_that_cannot_be_written_are_told(run, tmp_path,
     assert "1 document, 1 failed; written" in run("out.jsonl", "--rejects", "failed.jsonl").stderr
     assert "none.jsonl: No such file" in run("out.jsonl", "--rejects", "none.jsonl").stderr
     assert "a folder that exists, got 'none/page.html'" in run("out.jsonl", "-o", "none/page.html").stderr
-    monkeypatch.setattr("lookahead.report.files.write_atomically", Mock(side_effect=OSError(28, "No space left")))
+    monkeypatch.setattr(
+        "lookahead.reporting.write_page.write_atomically", Mock(side_effect=OSError(28, "No space left"))
+    )
     assert run(".").exit_code == 2 and "report.html cannot be written: No space" in run("out.jsonl").stderr
 
 
@@ -381,13 +383,7 @@ def test_a_browser_draws_the_page_with_no_sideways_scrolling(report, tmp_path) -
     for width in (500, 1200):
         probe = tmp_path / "probe.html"
         probe.write_text(page.read_text().replace("</body>", measure + "</body>"))
-        options = [
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--dump-dom",
-            f"--user-data-dir={tmp_path / 'browser'}",
-        ]
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"--user-data-dir={tmp_path}/browser"]
         drawn = subprocess.run(
             [browser, *options, f"--window-size={width},900", probe.as_uri()],
             capture_output=True,

@@ -9,7 +9,7 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from lookahead.cli import app
+from lookahead.cli.app import app
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import torch
 from numba import njit
 
 from lookahead.kernels.exponential import exp
-from lookahead.kernels.ranking import can_rank
-from lookahead.scores import TOP, _read_tensors, likeliest, read_scores
+from lookahead.kernels.topk_cpu import can_rank
+from lookahead.verification.topk import TOP, _read_tensors, likeliest, read_scores
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 VOCABULARIES = [1, 3, 7, 8, 9, 63, 64, 65, 129, 1000, 4096, 40_000]  # so many logits take several readings

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from bench.faults import StandIn
-from lookahead.files.documents import read_documents
-from lookahead.files.inputs import find_inputs
-from lookahead.files.text import Document
+from lookahead.documents.decode_text import Document
+from lookahead.documents.inputs import find_inputs
+from lookahead.documents.readers import read_documents
 from lookahead.jobs import estimate as estimating
+from lookahead.jobs.document_sample import select_documents
 from lookahead.jobs.estimate import MOST_PARTS, estimate_job
-from lookahead.jobs.selection import select_documents
-from lookahead.summarize.fitting import PromptFitter
+from lookahead.summarization.prompt_fitter import PromptFitter
 
 
 @pytest.fixture

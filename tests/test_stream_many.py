@@ -11,8 +11,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import lookahead
 from lookahead import ConfigError, LookaheadConfig, PromptError, UnsupportedModelError
-from lookahead.batching import Batching, cache_tokens_of
 from lookahead.errors import LogitsError
+from lookahead.generation.scheduler import Batching, cache_tokens_of
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,."
 
@@ -210,13 +210,13 @@ def test_a_long_first_prompt_takes_no_more_of_the_cache_than_it_needs(tiny_llama
 
 def test_the_cache_takes_no_more_bytes_than_the_weights(tiny_llama, monkeypatch):
     assert cache_tokens_of(tiny_llama, 16) == 16 * 2048  # little as they are
-    monkeypatch.setattr("lookahead.batching._LEAST_CACHE", 0)
+    monkeypatch.setattr("lookahead.generation.scheduler._LEAST_CACHE", 0)
     per_token = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, dimensions, bytes
     assert cache_tokens_of(tiny_llama, 16) == tiny_llama.get_memory_footprint() // per_token
 
 
 def test_reading_is_told_chunk_by_chunk(tiny_llama, tiny_tokenizer, monkeypatch):
-    monkeypatch.setattr("lookahead.assembly.PREFILL_CHUNK", 16)
+    monkeypatch.setattr("lookahead.generation.build.PREFILL_CHUNK", 16)
     prompt, told = texts(1, 100, 100)[0], []
     lookahead.generate(
         tiny_llama, tiny_tokenizer, prompt, max_new_tokens=4, on_prefill=lambda *told_now: told.append(told_now)
@@ -232,9 +232,9 @@ def test_reading_is_told_chunk_by_chunk(tiny_llama, tiny_tokenizer, monkeypatch)
 
 
 def test_a_model_that_scores_no_trees_is_served_one_prompt_after_the_other(tiny_llama, tiny_tokenizer, monkeypatch):
-    from lookahead.support import Support
+    from lookahead.models.support import Support
 
-    monkeypatch.setattr("lookahead.intake.support_of", lambda *_, **__: Support("chains", "of a test"))
+    monkeypatch.setattr("lookahead.generation.queue.support_of", lambda *_, **__: Support("chains", "of a test"))
     prompts = texts(3)
     done = many(tiny_llama, tiny_tokenizer, prompts, rows=2, max_new_tokens=9)
     assert [each.token_ids for each in done] == [

@@ -13,17 +13,18 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lookahead
-from lookahead import ConfigError, DocumentError, LookaheadConfig, UnsupportedModelError, loading, locating
-from lookahead.jobs.results import JsonLinesFile
+from lookahead import ConfigError, DocumentError, LookaheadConfig, UnsupportedModelError
+from lookahead.jobs.json_results import JsonLinesFile
+from lookahead.models import loading, locating
 from lookahead.stats import DecodingStats
-from lookahead.summarize.comparison import PlainFigures
-from lookahead.summarize.decoding import total_in_sequence
-from lookahead.summarize.fitting import PromptFitter, context_length
-from lookahead.summarize.measuring import MeasuredText
-from lookahead.summarize.parts import cut
-from lookahead.summarize.prompting import INSTRUCTION, Prompting
-from lookahead.summarize.sections import split_pieces
-from lookahead.summarize.summarizer import Summarizer
+from lookahead.summarization.baseline import PlainFigures
+from lookahead.summarization.chunking import cut
+from lookahead.summarization.greedy import total_in_sequence
+from lookahead.summarization.prompt_fitter import PromptFitter, context_length
+from lookahead.summarization.prompting import INSTRUCTION, Prompting
+from lookahead.summarization.sections import split_pieces
+from lookahead.summarization.summarizer import Summarizer
+from lookahead.summarization.token_offsets import MeasuredText
 
 # With the tokenizer of these tests a token is a character.
 SENTENCE = "The cat sat on the mat. "
@@ -264,7 +265,7 @@ def test_plain_figures_leave_the_prefill_out_of_the_rate():
 def test_a_line_that_does_not_fit_the_disk_leaves_only_whole_lines(tmp_path):
     script = f"""
 import resource, pathlib
-from lookahead.jobs.results import JsonLinesFile
+from lookahead.jobs.json_results import JsonLinesFile
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 file = JsonLinesFile(pathlib.Path({str(tmp_path / "out.jsonl")!r}))
 try:

@@ -7,10 +7,10 @@ import copy
 import pytest
 
 from lookahead import ConfigError
-from lookahead.batching import Batching
-from lookahead.files.text import Document, Reject
-from lookahead.summarize.fitting import PromptFitter
-from lookahead.summarize.summarizer import Summarizer
+from lookahead.documents.decode_text import Document, Reject
+from lookahead.generation.scheduler import Batching
+from lookahead.summarization.prompt_fitter import PromptFitter
+from lookahead.summarization.summarizer import Summarizer
 
 SENTENCE = "The cat sat on the mat. "
 LENGTHS = (2, 30, 1, 5, 100, 3, 0, 8, 2, 4)  # sentences; the second and the fifth are too long for one prompt

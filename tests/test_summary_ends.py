@@ -8,8 +8,8 @@ import pytest
 
 import lookahead
 from lookahead import DocumentError
-from lookahead.files.text import Document
-from lookahead.summarize.summarizer import Summarizer
+from lookahead.documents.decode_text import Document
+from lookahead.summarization.summarizer import Summarizer
 
 SENTENCE = "The cat sat on the mat. "  # with the tokenizer of these tests a token is a character
 
@@ -41,7 +41,7 @@ def test_a_document_of_which_the_model_says_nothing_is_not_done(tiny_llama, tiny
 
 
 def test_parts_too_long_for_the_cache_together_are_read_one_after_the_other(tiny_llama, tiny_tokenizer, monkeypatch):
-    monkeypatch.setattr("lookahead.batching.cache_tokens_of", lambda *_: 900)
+    monkeypatch.setattr("lookahead.generation.scheduler.cache_tokens_of", lambda *_: 900)
     summarizer, together = Summarizer(tiny_llama, tiny_tokenizer, max_new_tokens=16), []
     decode = summarizer._decoder.decode
 

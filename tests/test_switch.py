@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookahead.cost import StepCost
-from lookahead.drafting import Draft, fit, merge
-from lookahead.ngram.cut import Limits
-from lookahead.pacing import Pacing
-from lookahead.progress import Batch
-from lookahead.proposers.base import Proposal
-from lookahead.switch import MOST_SAVED, RESERVE, SHARE, START, Switch
+from lookahead.drafting.batch_value import Batch
+from lookahead.drafting.budget import MOST_SAVED, RESERVE, SHARE, START, Switch
+from lookahead.drafting.controller import Pacing
+from lookahead.drafting.cost_model import StepCost
+from lookahead.drafting.proposal import Proposal
+from lookahead.drafting.select import Draft, fit, merge
+from lookahead.ngram.prune import Limits
 
 BUDGET = 32
 

@@ -8,8 +8,8 @@ import torch
 from transformers import GPTJConfig, GPTJForCausalLM, PreTrainedModel
 
 from bench.families import FAMILIES, build
-from lookahead.target import Target
-from lookahead.tree import TokenTree
+from lookahead.drafting.tree import TokenTree
+from lookahead.models.target import Target
 
 PROMPTS = [np.arange(3, 3 + n, dtype=np.int32) for n in (1, 9, 23)]
 
@@ -151,7 +151,7 @@ def test_a_retired_row_leaves_its_place_to_the_last_one(model: PreTrainedModel) 
 def test_a_prompt_longer_than_a_chunk_is_prefilled_in_chunks(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lookahead.target.PREFILL_CHUNK", 5)
+    monkeypatch.setattr("lookahead.models.target.PREFILL_CHUNK", 5)
     target = Target(model, rows=3, capacity=64, device=torch.device("cpu"))
     with torch.inference_mode(), target.serving():
         target.prefill(PROMPTS)

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.ensemble import ensemble_of, refuse_in_ensemble
+from lookahead.engine.model_state import experience_of
 from lookahead.errors import UnsupportedModelError
-from lookahead.experience import experience_of
+from lookahead.models.tensor_parallel import ensemble_of, refuse_in_ensemble
 
 distributed = pytest.importorskip("torch.distributed")
 PROCESSES = 2

@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 from transformers.utils import logging
 from typer.testing import CliRunner
 
-from lookahead.cli import app
+from lookahead.cli.app import app
 from lookahead.errors import TrainingError
 
 ROOT = Path(__file__).resolve().parent.parent
 QUIET = "import sys; sys.modules['torchao'] = None; "  # it complains on stderr of what it cannot load
-COMMAND = [sys.executable, "-c", QUIET + "from lookahead.cli import main; main()"]
+COMMAND = [sys.executable, "-c", QUIET + "from lookahead.cli.app import main; main()"]
 OPTIONS = ["--heads", "2", "--batch-size", "4", "--max-new-tokens", "16", "--threads", "1"]
 
 
@@ -101,7 +101,7 @@ def test_a_run_that_fails_before_its_first_checkpoint_is_not_left_behind(
 ):
     line = {"prompt": "abc", **({"output": "def"} if has_outputs else {})}
     (folder / "data.jsonl").write_text("\n".join([json.dumps(line)] * 40))
-    monkeypatch.setattr("lookahead.training.heads.job._prepare", Mock(side_effect=error))
+    monkeypatch.setattr("lookahead.training.train_heads._prepare", Mock(side_effect=error))
     result = lookahead("train", "medusa", "--data", "data.jsonl", "-o", "heads", *OPTIONS)
     assert result.exit_code != 0
     # Answers that took their time are kept where the same run may succeed another time.
@@ -112,7 +112,7 @@ def test_a_run_that_fails_before_its_first_checkpoint_is_not_left_behind(
 def test_missing_accelerate_is_told_before_the_model_is_loaded(lookahead, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "accelerate" else find(name, *a))
-    monkeypatch.setattr("lookahead.cli_train.load", lambda *_: pytest.fail("it was loaded"))
+    monkeypatch.setattr("lookahead.cli.train.load", lambda *_: pytest.fail("it was loaded"))
     result = lookahead("train", "medusa", "--data", "data.jsonl", "-o", "heads")
     assert result.exit_code == 2
     assert "pip install 'lookahead-decoding[train]'" in result.stderr

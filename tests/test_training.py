@@ -15,18 +15,18 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lookahead.errors import TrainingError
-from lookahead.summarize.sentences import bare_sentences
-from lookahead.training import blockwise
-from lookahead.training.architecture import build, llama_config
-from lookahead.training.corpus import Document, clean, read_documents, split_held_out
-from lookahead.training.extractive import central_sentences, extract_size
-from lookahead.training.optimizer import MasterOptimizer, rate_scale
-from lookahead.training.phases import PHASES, phase_at
-from lookahead.training.rows import CHANCE, DOC_ID, EOS_ID, IGNORED, KINDS, SUM_ID, Batch, RowMaker, make_batches
-from lookahead.training.stream import Stream, inverse_document_frequency
-from lookahead.training.summarizer import main
-from lookahead.training.tokenizer import prompt, train_tokenizer
-from lookahead.training.trainer import Trainer, wanted_loss
+from lookahead.summarization.sentences import bare_sentences
+from tools.train_extractor import blockwise
+from tools.train_extractor.__main__ import main
+from tools.train_extractor.architecture import build, llama_config
+from tools.train_extractor.corpus import Document, clean, read_documents, split_held_out
+from tools.train_extractor.extractive import central_sentences, extract_size
+from tools.train_extractor.optimizer import MasterOptimizer, rate_scale
+from tools.train_extractor.phases import PHASES, phase_at
+from tools.train_extractor.rows import CHANCE, DOC_ID, EOS_ID, IGNORED, KINDS, SUM_ID, Batch, RowMaker, make_batches
+from tools.train_extractor.stream import Stream, inverse_document_frequency
+from tools.train_extractor.tokenizer import prompt, train_tokenizer
+from tools.train_extractor.trainer import Trainer, wanted_loss
 
 NOUNS = ("harbour", "lantern", "orchard", "captain", "letter", "garden", "storm", "village", "river", "bridge")
 VERBS = ("crossed", "watched", "remembered", "repaired", "painted", "followed", "measured", "promised", "lifted")
@@ -318,7 +318,7 @@ def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["--help"])
     assert stopped.value.code == 0
-    assert "python -m lookahead.training.summarizer --text corpus/" in capsys.readouterr().out
+    assert "python -m tools.train_extractor.__main__ --text corpus/" in capsys.readouterr().out
 
 
 def test_the_summarizer_of_the_tests_loads_and_is_small(summarizer_path: Path) -> None:

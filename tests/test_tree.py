@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookahead.tree import TokenTree
+from lookahead.drafting.tree import TokenTree
 
 
 @st.composite

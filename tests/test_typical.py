@@ -13,9 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 import lookahead
 from bench.adversaries import Scripted, chain
 from lookahead import ConfigError, LookaheadConfig
-from lookahead.proposers.base import Proposal
-from lookahead.tree import TokenTree
-from lookahead.typical import DELTA, EPSILON, longest_typical, threshold
+from lookahead.drafting.proposal import Proposal
+from lookahead.drafting.tree import TokenTree
+from lookahead.verification.typical import DELTA, EPSILON, longest_typical, threshold
 
 TYPICAL = LookaheadConfig(acceptance="typical", draft="fixed", memory="request")
 SAMPLED = {"do_sample": True, "temperature": 1.0, "top_k": 0, "max_new_tokens": 40}
@@ -91,7 +91,7 @@ def likeliest_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
             tokens.append(tokens[-1] + 1 - 16 * (tokens[-1] % 16 == 15))
         return chain([token % 101 for token in tokens])
 
-    monkeypatch.setattr("lookahead.assembly.make_proposers", lambda *_: [Scripted(offer)])
+    monkeypatch.setattr("lookahead.generation.build.make_proposers", lambda *_: [Scripted(offer)])
 
 
 @pytest.mark.usefixtures("likeliest_drafted")

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookahead.tree import TokenTree
-from lookahead.verify import Verdict, verify, verify_greedy
+from lookahead.drafting.tree import TokenTree
+from lookahead.verification.exact import Verdict, verify, verify_greedy
 
 NO_EOS = np.zeros(0, np.int32)
 

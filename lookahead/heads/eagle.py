@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
-from lookahead.heads.layer import DraftLayer, Norm, Rotation
-from lookahead.heads.trunk import unembed
+from lookahead.heads.base_model import unembed
+from lookahead.heads.layers import DraftLayer, Norm, Rotation
 
 
 class WideLayer(DraftLayer):

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lookahead.errors import HeadsError
-from lookahead.heads.headfile import HeadsConfig, check_base, read_heads, write_heads
-from lookahead.heads.trunk import lm_head
+from lookahead.heads.base_model import lm_head
+from lookahead.heads.head_files import HeadsConfig, check_base, read_heads, write_heads
 
 KIND = "medusa"
 WEIGHTS = "medusa_lm_head.safetensors"

@@ -11,13 +11,13 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, PreTrainedModel
 
 from lookahead.errors import HeadsError
-from lookahead.heads.draftcache import DraftCache, take
-from lookahead.heads.guesses import Warp
-from lookahead.heads.headfile import HeadsConfig, check_base, read_heads, write_heads
-from lookahead.heads.layer import DraftLayer, Norm, Rotation, attend, layer_config, read_sizes, try_out, write_sizes
-from lookahead.heads.parallel import ParallelDrafter
-from lookahead.heads.rates import HeadRates
-from lookahead.heads.trunk import lm_head, unembed
+from lookahead.heads.base_model import lm_head, unembed
+from lookahead.heads.draft_cache import DraftCache, take
+from lookahead.heads.guess_tree import Warp
+from lookahead.heads.head_files import HeadsConfig, check_base, read_heads, write_heads
+from lookahead.heads.hit_rates import HeadRates
+from lookahead.heads.layers import DraftLayer, Norm, Rotation, attend, layer_config, read_sizes, try_out, write_sizes
+from lookahead.heads.parallel_heads import ParallelDrafter
 
 KIND = "mtp"
 WEIGHTS = "model.safetensors"

@@ -8,14 +8,14 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from lookahead.documents.decode_text import Document, Reject
 from lookahead.errors import LookaheadError
-from lookahead.files.text import Document, Reject
 from lookahead.jobs.identity import text_hash
 
 if TYPE_CHECKING:
     from lookahead.jobs.job import Worker
-    from lookahead.summarize.fitting import PromptFitter
-    from lookahead.summarize.parts import Parts
+    from lookahead.summarization.chunking import Parts
+    from lookahead.summarization.prompt_fitter import PromptFitter
 
 TRIED = 3
 MOST_PARTS = 8  # of a document that are summarized to measure the time

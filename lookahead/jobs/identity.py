@@ -11,9 +11,9 @@ import xxhash
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from lookahead.files.text import DocumentId
-    from lookahead.summarize.fitting import Approach
-    from lookahead.summarize.prompting import Request
+    from lookahead.documents.decode_text import DocumentId
+    from lookahead.summarization.prompt_fitter import Approach
+    from lookahead.summarization.prompting import SummaryRequest
 
 
 _FIGURES = 4096  # of a parameter, evenly spaced
@@ -58,12 +58,12 @@ class JobIdentity:
         tokenizer: PreTrainedTokenizerBase,
         *,
         max_new_tokens: int,
-        request: Request | None = None,
+        request: SummaryRequest | None = None,
         approach: Approach | None = None,
         keep_parts: bool = False,
     ) -> JobIdentity:
         """The identity of a job with a loaded model."""
-        from lookahead.pools.fingerprint import fingerprint_of
+        from lookahead.pools.tokenizer_fingerprint import fingerprint_of
 
         return cls(
             model=name,

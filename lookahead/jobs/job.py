@@ -6,17 +6,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from lookahead.files.text import Document, DocumentId, Reject
+from lookahead.documents.decode_text import Document, DocumentId, Reject
 from lookahead.jobs.identity import JobIdentity, text_hash
 from lookahead.jobs.journal import Journal
-from lookahead.jobs.paths import OutputPaths
-from lookahead.jobs.stream import Sink, Stream
+from lookahead.jobs.output_location import OutputPaths
+from lookahead.jobs.result_stream import Sink, Stream
 from lookahead.stats import DecodingStats
-from lookahead.summarize.decoding import total_in_sequence
+from lookahead.summarization.greedy import total_in_sequence
 
 if TYPE_CHECKING:
-    from lookahead.summarize.comparison import PlainFigures
-    from lookahead.summarize.summarizer import Summarized
+    from lookahead.summarization.baseline import PlainFigures
+    from lookahead.summarization.summarizer import Summarized
 
 
 Book = Journal | Stream
@@ -29,21 +29,21 @@ class Worker(Protocol):
         """Summarize documents, up to `rows` of them together; they come as they are finished."""
 
 
-class Observer(Protocol):
+class JobObserver(Protocol):
     """Watches a job, to show how it goes; called when the line of a document is written."""
 
-    def summarized(self, done: Summarized, totals: Totals) -> None:
+    def summarized(self, done: Summarized, totals: JobTotals) -> None:
         """A document is summarized."""
 
-    def passed(self, name: DocumentId, totals: Totals) -> None:
+    def passed(self, name: DocumentId, totals: JobTotals) -> None:
         """A document needed no work: it was finished before, or has the text of another."""
 
-    def rejected(self, reject: Reject, totals: Totals) -> None:
+    def rejected(self, reject: Reject, totals: JobTotals) -> None:
         """A document could not be read or summarized."""
 
 
 @dataclass(slots=True)
-class Totals:
+class JobTotals:
     """What a job has done so far.
 
     Attributes:
@@ -96,8 +96,8 @@ def run_job(
     paths: OutputPaths,
     identity: JobIdentity,
     *,
-    totals: Totals,
-    observer: Observer,
+    totals: JobTotals,
+    observer: JobObserver,
     rows: int | None = None,
     retry_rejects: bool = False,
     is_part: bool = False,
@@ -145,7 +145,7 @@ class _Run:
         observer: Told of each document.
     """
 
-    def __init__(self, book: Book, totals: Totals, observer: Observer) -> None:
+    def __init__(self, book: Book, totals: JobTotals, observer: JobObserver) -> None:
         self._book, self._totals, self._observer = book, totals, observer
         self._twins: dict[bytes, list[DocumentId]] = {}  # of documents being summarized, by the hash of their text
 

@@ -12,15 +12,15 @@ from typing import BinaryIO
 
 from filelock import FileLock, Timeout
 
-from lookahead.atomic import parse_json
+from lookahead.documents.decode_text import Document, DocumentId, Reject
 from lookahead.errors import ConfigError
-from lookahead.files.text import Document, DocumentId, Reject
-from lookahead.jobs.arranging import Record, arrange, records_in
 from lookahead.jobs.identity import JobIdentity, id_key, key_of, text_hash
+from lookahead.jobs.json_results import JsonLinesFile, copy_of
 from lookahead.jobs.manifest import Manifest, manifest_path, read_manifest
-from lookahead.jobs.paths import OutputPaths
-from lookahead.jobs.results import JsonLinesFile, copy_of
+from lookahead.jobs.ordering import Record, arrange, records_in
+from lookahead.jobs.output_location import OutputPaths
 from lookahead.ngram.replacing import remove_leftovers
+from lookahead.utils.atomic import parse_json
 
 
 class Journal:
@@ -142,7 +142,7 @@ class Journal:
             self._arrange_rejects()
         count = sum(1 for _ in records_in(self._running))
         if self._paths.is_parquet:
-            from lookahead.jobs.parquet import write_parquet
+            from lookahead.jobs.parquet_results import write_parquet
 
             write_parquet(self._running, self._results)
         manifest = Manifest(self._identity.to_dict(), self._identity.fingerprint, True, count)
@@ -232,7 +232,7 @@ class Journal:
         for path in {self._running, self._results, self._rejects, manifest_path(self._results)}:
             remove_leftovers(path)
         if self._paths.is_parquet and self._results.is_file() and not self._running.exists():
-            from lookahead.jobs.parquet import read_parquet_lines
+            from lookahead.jobs.parquet_results import read_parquet_lines
 
             read_parquet_lines(self._results, self._running, self._is_own)
 

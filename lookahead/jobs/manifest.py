@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lookahead.atomic import read_json, write_atomically
 from lookahead.errors import ConfigError
 from lookahead.jobs.identity import JobIdentity
+from lookahead.utils.atomic import read_json, write_atomically
 
 VERSION = 1
 

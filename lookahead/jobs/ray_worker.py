@@ -1,6 +1,6 @@
 """A worker on a Ray cluster: one engine in a process of its own, which gets documents and gives summaries.
 
-Nothing here imports ray: `RayWorker` is a class like any other, and `lookahead.jobs.ray_crew` makes actors of it.
+Nothing here imports ray: `RayWorker` is a class like any other, and `lookahead.jobs.ray_workers` makes actors of it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
 
+from lookahead.documents.decode_text import Document
 from lookahead.errors import LookaheadError
-from lookahead.files.text import Document
 from lookahead.jobs.identity import JobIdentity
-from lookahead.summarize.summarizer import Summarized, Summarizer, Summary
+from lookahead.summarization.summarizer import Summarized, Summarizer, Summary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +98,8 @@ class RayWorker:
 
     def _load(self) -> tuple[Summarizer, Introduction]:
         """What summarizes, warmed up."""
-        from lookahead.costs import prepare_costs
-        from lookahead.loading import load, prepare_process
+        from lookahead.generation.step_costs import prepare_costs
+        from lookahead.models.loading import load, prepare_process
 
         options = self._options
         prepare_process(options.threads)

@@ -1,1 +1,1 @@
-"""Pool files (`lookahead.ngram.pool`) and the tokenizers they belong to: making, opening and describing them."""
+"""Pool files (`lookahead.ngram.pool_file`) and the tokenizers they belong to: making, opening and describing them."""

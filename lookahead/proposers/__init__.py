@@ -1,4 +1,4 @@
-"""Sources of drafts, one file each, behind the interface of `lookahead.proposers.base`."""
+"""Sources of drafts, one file each, behind the interface of `lookahead.drafting.proposal`."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from lookahead.branch import Branch
 from lookahead.config import LookaheadConfig
+from lookahead.drafting.ledger import Ledger
+from lookahead.drafting.lookahead_branch import Branch
+from lookahead.drafting.proposal import Call, Proposer, ProposerFactory
 from lookahead.errors import ProposerError
-from lookahead.ledger import Ledger
-from lookahead.ngram.hits import HitRates
-from lookahead.ngram.pool import Pool
-from lookahead.proposers.base import Call, Proposer, ProposerFactory
-from lookahead.proposers.custom import CustomProposer
+from lookahead.ngram.acceptance import HitRates
+from lookahead.ngram.pool_file import Pool
 from lookahead.proposers.jacobi import JacobiProposer
 from lookahead.proposers.jacobi_auto import AutoJacobiProposer
-from lookahead.proposers.mixture import SOURCES, Memory, MixtureProposer
+from lookahead.proposers.ngram import SOURCES, Memory, MixtureProposer
+from lookahead.proposers.validated import CustomProposer
 
 _MOST_SOURCES = 31  # bits of a node that tell who offered it
 
 
 @dataclass(slots=True)
-class Experience:
+class ProposerState:
     """What proposers learn of a model and its requests, for those that come later.
 
     Attributes:
@@ -39,7 +39,7 @@ class Experience:
 
 
 def make_proposers(
-    config: LookaheadConfig, experience: Experience, pool: Pool | None, call: Call, branch: Branch
+    config: LookaheadConfig, experience: ProposerState, pool: Pool | None, call: Call, branch: Branch
 ) -> list[Proposer]:
     """The proposers a configuration names, with what was learned before, and its pool, then those it brings along.
 
@@ -80,7 +80,7 @@ def make_proposers(
     return made
 
 
-def _ledger_of(factory: ProposerFactory, experience: Experience) -> Ledger:
+def _ledger_of(factory: ProposerFactory, experience: ProposerState) -> Ledger:
     """What a proposer was worth so far; of one that cannot be told from others nothing is kept."""
     try:
         return experience.ledgers.setdefault(factory, Ledger())

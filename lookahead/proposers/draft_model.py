@@ -7,14 +7,14 @@ import warnings
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lookahead.drafting.proposal import Call, Proposer
 from lookahead.errors import ConfigError, ProposerError
-from lookahead.passtime import pass_seconds
-from lookahead.permodel import PerModel
-from lookahead.pools.fingerprint import fingerprint_of
-from lookahead.proposers.base import Call, Proposer
-from lookahead.proposers.model_proposer import Experience, ModelProposer
-from lookahead.request import refuse_encoder_decoder, refuse_model, vocabulary_size
-from lookahead.support import support_of
+from lookahead.models.per_model import PerModel
+from lookahead.models.support import support_of
+from lookahead.models.timing import pass_seconds
+from lookahead.models.validate import refuse_encoder_decoder, refuse_model, vocabulary_size
+from lookahead.pools.tokenizer_fingerprint import fingerprint_of
+from lookahead.proposers.model_proposer import DraftModelState, ModelProposer
 
 _SHAPE = 8, 4  # children of a node, nodes that a pass extends
 _DRAWN_SHAPE = 3, 2
@@ -93,7 +93,7 @@ class DraftModel:
         self.depth = depth
         self.children = children
         self.width = width
-        self._experience: PerModel[Experience] = PerModel()
+        self._experience: PerModel[DraftModelState] = PerModel()
 
     def __call__(self, call: Call) -> Proposer:
         """Make the proposer of one call.
@@ -113,7 +113,7 @@ class DraftModel:
             raise ProposerError(f"{name} cannot draft for {call.rows} prompts at once: {support.reason}")
         experience = self._experience.get(call.model)
         if experience is None:
-            experience = self._experience.set(call.model, Experience())
+            experience = self._experience.set(call.model, DraftModelState())
             _warn_of_cost(self.model, call.model)
         children, width = _DRAWN_SHAPE if call.by_rejection else _SHAPE
         return ModelProposer(

@@ -6,7 +6,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from lookahead.proposers.base import IntArray
+from lookahead.drafting.proposal import IntArray
 
 FloatArray = NDArray[np.float64]
 

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lookahead.heads.guesses import Drafter, GuessTree
-from lookahead.heads.opening import Network, fresh_rates, open_heads, put_to_work
-from lookahead.heads.rates import HeadRates
-from lookahead.heads.trunk import lm_head
-from lookahead.permodel import PerModel
-from lookahead.proposers.base import Call, IntArray, Outcome, Proposal, Proposer
+from lookahead.drafting.proposal import Call, IntArray, Outcome, Proposal, Proposer
+from lookahead.heads.base_model import lm_head
+from lookahead.heads.guess_tree import GuessTree, HeadDrafter
+from lookahead.heads.hit_rates import HeadRates
+from lookahead.heads.load import Network, fresh_rates, open_heads, put_to_work
+from lookahead.models.per_model import PerModel
 
 
 class Heads:
@@ -58,7 +58,7 @@ class Heads:
 
 
 @dataclass(slots=True)
-class _Row:
+class _HeadsRow:
     """One row: its newest token, what its heads have not read yet, and what was offered last."""
 
     root: int
@@ -78,17 +78,17 @@ class HeadsProposer(Proposer):
         device: Where the heads are; layers of a model spread over several devices are elsewhere.
     """
 
-    def __init__(self, drafter: Drafter, rates: HeadRates, name: str, device: torch.device) -> None:
+    def __init__(self, drafter: HeadDrafter, rates: HeadRates, name: str, device: torch.device) -> None:
         self.sources = (name,)
         self.hidden_layers = drafter.hidden_layers
         self._drafter = drafter
         self._rates = rates
         self._device = device
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _HeadsRow] = {}
 
     def start(self, row: int, prompt: IntArray) -> None:
         """Meet a new row."""
-        self._rows[row] = _Row(int(prompt[-1]), prompt=prompt)
+        self._rows[row] = _HeadsRow(int(prompt[-1]), prompt=prompt)
 
     def propose(self, row: int, room: int) -> Proposal | None:
         """Offer the guesses for one row."""

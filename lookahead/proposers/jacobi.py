@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lookahead.drafting.proposal import IntArray, Outcome, Proposal
+from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import ChainIndex
-from lookahead.ngram.hits import HitRates
 from lookahead.ngram.search import grow_trie
 from lookahead.ngram.trie import Trie
 from lookahead.ngram.window import UNKNOWN, JacobiWindow, PlantedWindow, ngrams_of_step
-from lookahead.proposers.base import IntArray, Outcome, Proposal
 
 _TAIL = 256  # newest tokens kept of a row: what is looked up, and what new cells are drawn from
 _POOL_TOKENS = 1 << 17  # of a row's pool; the oldest half is forgotten when it is full
@@ -20,7 +20,7 @@ _LINKS = 64  # the same n-gram comes back often, so more are walked than in a te
 
 
 @dataclass(slots=True)
-class _Row:
+class _JacobiRow:
     """One row's window and pool, and what it proposed last."""
 
     window: JacobiWindow
@@ -77,7 +77,7 @@ class JacobiProposer:
         self.guesses = guesses
         self.pool_from_prompt = pool_from_prompt
         self._rates = rates if rates is not None else HitRates()
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _JacobiRow] = {}
 
     def start(self, row: int, prompt: IntArray) -> None:
         """Draw a first window from the prompt of a new row."""
@@ -86,7 +86,7 @@ class JacobiProposer:
         if self.pool_from_prompt:
             pool.append(prompt)
         taught = tail.size if self.pool_from_prompt else 1
-        self._rows[row] = _Row(JacobiWindow(self.window, self.ngram_size, tail), pool, tail, taught)
+        self._rows[row] = _JacobiRow(JacobiWindow(self.window, self.ngram_size, tail), pool, tail, taught)
 
     def propose(self, row: int, room: int) -> Proposal | None:
         """Offer the window, and beside it guesses from the pool, at most `room` nodes besides the root."""

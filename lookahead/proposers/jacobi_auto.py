@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lookahead.branch import Branch
-from lookahead.config import BranchSize
-from lookahead.ngram.hits import HitRates
-from lookahead.proposers.base import IntArray, Outcome, Proposal
+from lookahead.drafting.lookahead_branch import Branch
+from lookahead.drafting.proposal import IntArray, Outcome, Proposal
+from lookahead.drafting.tree import BranchSize
+from lookahead.ngram.acceptance import HitRates
 from lookahead.proposers.jacobi import JacobiProposer
 
 _ROOT = np.zeros(1, np.int32)
@@ -18,7 +18,7 @@ _NOTHING = np.zeros(0, np.int32)
 
 
 @dataclass(slots=True)
-class _Row:
+class _AutoJacobiRow:
     """One row: what it emitted, how much of that is known to what serves it, and who does, at what size."""
 
     prompt: IntArray
@@ -50,11 +50,11 @@ class AutoJacobiProposer:
         self._branch = branch
         self._pool_from_prompt = pool_from_prompt
         self._rates = rates if rates is not None else HitRates()
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _AutoJacobiRow] = {}
 
     def start(self, row: int, prompt: IntArray) -> None:
         """Meet a new row; nothing is made of it yet."""
-        self._rows[row] = _Row(prompt)
+        self._rows[row] = _AutoJacobiRow(prompt)
 
     def propose(self, row: int, room: int) -> Proposal | None:
         """Offer the window and guesses where the branch is on; it has room of its own."""

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.proposers.base import Call, IntArray, Outcome, Proposal, Proposer
+from lookahead.drafting.proposal import Call, IntArray, Outcome, Proposal, Proposer
+from lookahead.models.support import prefills_at_once
+from lookahead.models.target import PREFILL_CHUNK, Shape, Target, input_device
 from lookahead.proposers.draft_rates import DraftRates
-from lookahead.proposers.grove import Grove
-from lookahead.proposers.growth import Growth
-from lookahead.support import prefills_at_once
-from lookahead.target import PREFILL_CHUNK, Shape, Target, input_device
+from lookahead.proposers.draft_tree import Growth
+from lookahead.proposers.draft_tree_batch import Grove
 
 _FOLLOW = 0.2  # share of a new measurement that is believed
 
@@ -54,7 +54,7 @@ class Pace:
 
 
 @dataclass(slots=True)
-class Experience:
+class DraftModelState:
     """What a draft model learned of one target: how far it is to be trusted, and what passes take.
 
     Attributes:
@@ -67,7 +67,7 @@ class Experience:
 
 
 @dataclass(slots=True)
-class _Row:
+class _DraftRow:
     """One row's text, and the tree that was grown for it last."""
 
     ids: IntArray
@@ -94,7 +94,7 @@ class ModelProposer(Proposer):
         self,
         model: PreTrainedModel,
         call: Call,
-        experience: Experience,
+        experience: DraftModelState,
         *,
         name: str,
         vocabulary: int,
@@ -114,7 +114,7 @@ class ModelProposer(Proposer):
         mode = "drawn" if call.by_rejection else "greedy" if call.warp is None else "sampled"
         self._rates = experience.rates.setdefault(mode, DraftRates(of_draws=call.by_rejection))
         self._paces = experience.paces
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _DraftRow] = {}
         self._places: list[int] = []  # the rows in the order of the model's passes
         self._target: Target | None = None  # the draft model behind its cache
         self._done: float | None = None  # when the drafts of this step were done
@@ -123,7 +123,7 @@ class ModelProposer(Proposer):
         """Meet a new row; it is read when a draft is asked for."""
         ids = np.empty(max(self._call.max_length, len(prompt) + 1), np.int32)
         ids[: len(prompt)] = prompt
-        self._rows[row] = _Row(ids, len(prompt))
+        self._rows[row] = _DraftRow(ids, len(prompt))
         self._target = None
 
     def propose(self, row: int, room: int) -> Proposal | None:

@@ -1,1 +1,1 @@
-"""Training of the small extractive summarizer that ships with lookahead."""
+"""Training of draft heads."""

@@ -1,0 +1,86 @@
+"""Whether a kernel can serve: the one place the engine asks. Importing it needs no triton."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from importlib.util import find_spec
+from math import gcd
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lookahead.kernels.checks import shortcoming, slot_shortcoming
+from lookahead.kernels.self_test import KernelVariant, attends_rightly, compacts_rightly
+
+if TYPE_CHECKING:
+    from lookahead.kernels.linear import DnnLinear
+
+NO_OPTIONS: Mapping[str, Any] = {}
+
+
+@cache
+def runs_on(device: torch.device) -> bool:
+    """Whether `device` is an NVIDIA GPU with triton at hand."""
+    return device.type == "cuda" and torch.version.cuda is not None and find_spec("triton") is not None
+
+
+def attention_for(
+    query: Tensor, keys: Tensor, values: Tensor, options: Mapping[str, Any] = NO_OPTIONS
+) -> Callable[..., Tensor] | None:
+    """The tree attention kernel for these tensors, or None where torch's own attention serves them better.
+
+    On a GPU a kernel serves once it was seen to be right there, for such heads, types and options
+    (`lookahead.kernels.self_test`); the first call that needs one waits for that.
+
+    Args:
+        query: `[rows, heads, width, dim]`.
+        keys: `[rows, slots, kv_heads, dim]`.
+        values: `[rows, slots, kv_heads, value_dim]`.
+        options: "window", "chunk", "softcap" and "sinks" as they will be given, None or left out where they will not.
+    """
+    if query.device.type == "cpu":
+        from lookahead.kernels import cpu_attention
+
+        return cpu_attention.tree_attention if cpu_attention.pays(query, keys, values) else None
+    if not runs_on(query.device) or shortcoming(query, keys, values) is not None:
+        return None
+    from lookahead.kernels.tree_attention import tree_attention
+
+    groups = query.shape[1] // keys.shape[2]
+    given = frozenset(name for name, option in options.items() if option is not None)
+    part = KernelVariant(query.device, query.dtype, keys.shape[3], values.shape[3], groups, given)
+    return tree_attention if attends_rightly(part, tree_attention) else None
+
+
+def compactor_for(buffers: Sequence[Tensor]) -> Callable[..., None] | None:
+    """The compaction kernel bound to these KV buffers `[rows, capacity, …]`, or None where it cannot serve them.
+
+    What is returned takes rows, starts, counts and paths, as `lookahead.kernels.compaction.compact` does.
+    """
+    if not buffers or not runs_on(buffers[0].device) or slot_shortcoming(buffers) is not None:
+        return None
+    from lookahead.kernels.compaction import SlotBuffers, compact
+
+    right = compacts_rightly(buffers[0].device, compact, SlotBuffers)
+    return partial(compact, SlotBuffers(buffers)) if right else None
+
+
+def padded_width(rows: int, width: int, device: torch.device, dtype: torch.dtype) -> int:
+    """Tokens a row of a long pass of so many rows that is no shorter than it, so that no product of it is padded."""
+    if device.type != "cpu":
+        return width
+    from lookahead.kernels.linear import STEP, pays
+
+    step = STEP // gcd(STEP, rows)
+    return width + -width % step if pays(rows * width, dtype) else width
+
+
+def products_for(tokens: int, device: torch.device, dtype: torch.dtype) -> DnnLinear | None:
+    """A block within which products of so many tokens and weights take less time than by torch; None without one."""
+    if device.type != "cpu":
+        return None
+    from lookahead.kernels.linear import DnnLinear, pays
+
+    return DnnLinear() if pays(tokens, dtype) else None

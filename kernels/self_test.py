@@ -1,0 +1,142 @@
+"""Before a kernel serves on a GPU it is heard there: beside the reference, on random trees, in every type and size."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lookahead.kernels import reference
+
+_log = logging.getLogger(__name__)
+# Of the norm of what a head gives one node. A slot too many or too few changes it by several times that.
+_TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+_SLOTS = (150, 9000)  # one split of the slots, and more than are merged at once
+_WIDTH = 70  # nodes: two words of ancestors
+_ROWS = 2
+_outcomes: dict[tuple[Any, Any], bool] = {}
+_LIMITS: dict[str, Any] = {"window": 40, "chunk": 90, "softcap": 3.0}
+
+
+class KernelVariant(NamedTuple):
+    """What a kernel is compiled for.
+
+    Attributes:
+        device: The GPU.
+        dtype: Of query, keys and values.
+        dim: Head size of query and keys.
+        value_dim: Head size of values.
+        groups: Query heads per KV head.
+        options: Which of "window", "chunk", "softcap" and "sinks" are in use.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    dim: int
+    value_dim: int
+    groups: int
+    options: frozenset[str]
+
+
+def attends_rightly(part: KernelVariant, attend: Callable[..., Tensor]) -> bool:
+    """Whether a tree attention kernel agrees with `reference.tree_attention`, slots that hold NaN beside the trees.
+
+    One that does not, or does not run, is named in the log and not called again for this part. It is heard once;
+    while a graph is recorded, which must not wait, it is not heard at all, and does not serve if it was not before.
+    """
+    if (part, attend) not in _outcomes and not _is_recording(part.device):
+        error = partial(_attention_error, part, attend)
+        _outcomes[part, attend] = _is_right(f"tree attention of {_name(part)}", error, _TOLERANCE[part.dtype])
+    return _outcomes.get((part, attend), False)
+
+
+def compacts_rightly(device: torch.device, compact: Callable[..., None], bind: Callable[..., Any]) -> bool:
+    """Whether a compaction kernel leaves the bytes that `reference.compact` leaves; heard as above."""
+    if (device, compact) not in _outcomes and not _is_recording(device):
+        error = partial(_compaction_error, device, compact, bind)
+        _outcomes[device, compact] = _is_right(f"compaction on {device}", error, 0.0)
+    return _outcomes.get((device, compact), False)
+
+
+def _is_recording(device: torch.device) -> bool:
+    """Whether a CUDA graph is being recorded."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _is_right(what: str, error_of: Callable[[], float], most: float) -> bool:
+    """Whether a kernel runs and errs by no more than that; a line in the log where not."""
+    try:
+        error = error_of()
+    except Exception as problem:  # whatever keeps it from running, torch's own attention serves
+        _log.warning("the kernel for %s is not used: %s: %s", what, type(problem).__name__, problem)
+        return False
+    if not error <= most:  # NaN is an error too
+        _log.warning("the kernel for %s is not used: it differs by %.2g from what is right", what, error)
+        return False
+    return True
+
+
+def _attention_error(part: KernelVariant, attend: Callable[..., Tensor]) -> float:
+    """The largest error of a node in a head, relative to the norm of what is right."""
+    options = {name: value for name, value in _LIMITS.items() if name in part.options}
+    if "sinks" in part.options:
+        options["sinks"] = torch.linspace(-1, 1, 2 * part.groups, device=part.device).to(part.dtype)
+    errors = []
+    for slots in _SLOTS:
+        inputs = _random_trees(part, slots)
+        got, want = attend(**inputs, **options).double(), reference.tree_attention(**inputs, **options)
+        errors.append(((got - want).norm(dim=-1) / want.norm(dim=-1).clamp_min(1e-3)).flatten())
+    return float(torch.cat(errors).max())  # NaN where one is
+
+
+def _random_trees(part: KernelVariant, slots: int) -> dict[str, Any]:
+    """Arguments of `tree_attention`: a row that ends with the last slot, and a shorter one that NaN follows."""
+    rng = np.random.default_rng(0)
+    heads = 2 * part.groups
+    nodes = np.array([_WIDTH, 9], np.int32)
+    lengths = np.array([slots - _WIDTH, slots // 3], np.int32)
+    depths, sees = np.zeros((_ROWS, _WIDTH), np.int32), np.zeros((_ROWS, _WIDTH, 128), np.uint8)
+    for row, count in enumerate(nodes):
+        sees[row, 0, 0] = 1
+        for node in range(1, count):
+            parent = int(rng.integers(max(0, node - 4), node))
+            depths[row, node], sees[row, node] = depths[row, parent] + 1, sees[row, parent]
+            sees[row, node, node] = 1
+    words = np.packbits(sees, axis=-1, bitorder="little").view(np.int64)
+    shapes = {"query": (heads, _WIDTH, part.dim), "keys": (slots, 2, part.dim), "values": (slots, 2, part.value_dim)}
+    drawn = {name: rng.standard_normal((_ROWS, *shape), np.float32) for name, shape in shapes.items()}
+    for row, end in enumerate(lengths + nodes):
+        drawn["keys"][row, end:] = drawn["values"][row, end:] = np.nan
+    states = {name: torch.from_numpy(each).to(part.device, part.dtype) for name, each in drawn.items()}
+    tree = {"lengths": lengths, "nodes": nodes, "depths": depths, "words": np.ascontiguousarray(words)}
+    return states | {name: torch.from_numpy(each).to(part.device) for name, each in tree.items()}
+
+
+def _compaction_error(device: torch.device, compact: Callable[..., None], bind: Callable[..., Any]) -> float:
+    """How many elements of two buffers are not what they should be, after short paths and after long ones."""
+    rng = np.random.default_rng(0)
+    buffers = [torch.from_numpy(rng.standard_normal((3, 200, size), np.float32)).to(device) for size in (64, 256)]
+    wanted = [buffer.clone() for buffer in buffers]
+    bound = bind(buffers)
+    for counts in ((3, 12, 1), (1, 90, 40)):
+        paths = np.zeros((3, max(counts)), np.int32)
+        for row, count in enumerate(counts):
+            paths[row, :count] = np.append(0, 1 + np.sort(rng.permutation(150)[: count - 1]))
+        plan = {"rows": (2, 0, 1), "starts": (5, 30, 49), "counts": counts, "paths": paths}
+        arguments = {name: torch.from_numpy(np.array(each, np.int32)).to(device) for name, each in plan.items()}
+        for buffer in wanted:
+            reference.compact(buffer, **arguments)
+        compact(bound, **arguments)
+    return float(sum((got != want).sum().item() for got, want in zip(buffers, wanted, strict=True)))
+
+
+def _name(part: KernelVariant) -> str:
+    """A part in words."""
+    sizes = f"{part.dim}" if part.dim == part.value_dim else f"{part.dim} and {part.value_dim}"
+    options = f" with {', '.join(sorted(part.options))}" if part.options else ""
+    return f"{part.dtype}, head size {sizes}, {part.groups} heads a KV head{options} on {part.device}"

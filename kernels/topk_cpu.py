@@ -1,0 +1,120 @@
+"""The likeliest tokens of logits on a CPU, in one pass over them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import njit
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lookahead.kernels.exponential import exp
+from lookahead.kernels.microkernel import jit_part
+
+IntArray = NDArray[np.int32]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_BLOCK = 64  # logits of which the highest is kept, so that most are looked at once
+_AT_ONCE = 1 << 18  # logits made float32 at a time, so that the copy stays in the cache of a core
+_LOWEST = np.iinfo(np.int32).min
+_INFINITY = np.int32(0x7F800000)  # the bits of the float32
+
+
+def can_rank(logits: Tensor) -> bool:
+    """Whether `rank` takes these logits."""
+    return logits.device.type == "cpu" and logits.dtype in _DTYPES
+
+
+def rank(logits: Tensor, count: int) -> tuple[IntArray, IntArray, NDArray[np.float32]]:
+    """Find the likeliest tokens; of equal ones the lower comes first.
+
+    Args:
+        logits: float32, bfloat16 or float16 `[rows, nodes, vocab]` on a CPU.
+        count: How many are wanted beside the likeliest, 0 or more.
+
+    Returns:
+        The likeliest token, int32 `[rows, nodes]`, -1 where a logit is not a number; the `count` likeliest, int32
+        `[rows, nodes, count]`, -1 where there are no more; and their probabilities, float32 likewise, 0 where they
+        are not defined.
+    """
+    rows, nodes, vocabulary = logits.shape
+    argmax = np.empty(rows * nodes, np.int32)
+    top, chances = np.full((rows * nodes, count), -1, np.int32), np.zeros((rows * nodes, count), np.float32)
+    flat = logits.reshape(-1, vocabulary)
+    step = max(1, _AT_ONCE // vocabulary)
+    for begin in range(0, rows * nodes, step):
+        part = slice(begin, begin + step)
+        values = flat[part].float().numpy()
+        _rank(values, values.view(np.int32), argmax[part], top[part], chances[part])
+    return argmax.reshape(rows, nodes), top.reshape(rows, nodes, count), chances.reshape(rows, nodes, count)
+
+
+@jit_part
+def _key(bits):
+    """An integer that is ordered as the float32 of these bits is, where that is a number; both zeros are 0."""
+    return bits if bits >= 0 else np.int32(_LOWEST - bits)
+
+
+@jit_part
+def _highest(bits):
+    """The highest key of a block, and the highest bits of its magnitudes, above those of infinity where one is NaN."""
+    key, magnitude = np.int32(_LOWEST), np.int32(0)
+    for i in range(bits.size):
+        key = max(key, _key(bits[i]))
+        magnitude = max(magnitude, np.int32(bits[i] & 0x7FFFFFFF))
+    return key, magnitude
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _rank(values, bits, argmax, top, chances):
+    """The core of `rank`, on rows of logits and of their bits."""
+    vocabulary, count = values.shape[1], top.shape[1]
+    blocks = np.empty((vocabulary + _BLOCK - 1) // _BLOCK, np.int32)
+    best = np.empty(count, np.int32)
+    for row in range(values.shape[0]):
+        magnitude = np.int32(0)
+        for block in range(blocks.size):
+            blocks[block], largest = _highest(bits[row, block * _BLOCK : (block + 1) * _BLOCK])
+            magnitude = max(magnitude, largest)
+        if magnitude > _INFINITY:
+            argmax[row] = -1
+            continue
+        highest = blocks.argmax()
+        token = highest * _BLOCK
+        while _key(bits[row, token]) != blocks[highest]:
+            token += 1
+        argmax[row] = token
+        if count > 0:
+            _insert_best(bits[row], blocks, best, top[row])
+            _weigh(values[row], values[row, token], top[row], chances[row])
+
+
+@jit_part
+def _insert_best(bits, blocks, best, top):
+    """Fill `top` with the tokens of the highest keys, by insertion; a block below the worst of them is passed by."""
+    count, last = 0, best.size - 1
+    best[:] = _LOWEST
+    for block in range(blocks.size):
+        if count > last and blocks[block] <= best[last]:
+            continue
+        for token in range(block * _BLOCK, min(bits.size, (block + 1) * _BLOCK)):
+            key = _key(bits[token])
+            if count > last and key <= best[last]:
+                continue
+            at = min(count, last)
+            while at > 0 and best[at - 1] < key:
+                best[at], top[at] = best[at - 1], top[at - 1]
+                at -= 1
+            best[at], top[at] = key, token
+            count += 1
+
+
+@njit(cache=True, fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
+def _weigh(values, peak, top, chances):
+    """Fill in the probabilities of the tokens in `top`; `peak` is the highest of the logits."""
+    total = np.float32(0.0)
+    for token in range(values.size):
+        total += exp(values[token] - peak)
+    if total > 0.0:  # else the highest is infinite
+        for i in range(min(top.size, values.size)):
+            chances[i] = exp(values[top[i]] - peak) / total

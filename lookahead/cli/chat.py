@@ -1,0 +1,150 @@
+"""The command that chats: lines in, answers out as they come. The work is done by `conversation`."""
+
+from __future__ import annotations
+
+import io
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.text import Text
+
+from lookahead.cli.options import (
+    Device,
+    Dtype,
+    Model,
+    Proposers,
+    Seed,
+    System,
+    Temperature,
+    Threads,
+    TopK,
+    TopP,
+    drafting_config,
+    sampling_options,
+)
+from lookahead.cli.terminal import console, harmless, load, say, usage_errors
+from lookahead.errors import PromptError
+from lookahead.models.locating import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from lookahead.generation.conversation import Conversation
+
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "--max-tokens", help="Most tokens of an answer.")]
+_HELP = "/reset forgets what was said, /quit or Ctrl-D ends, Ctrl-C stops an answer, /help shows this"
+
+
+def chat(
+    model: Model = DEFAULT_MODEL,
+    system: System = None,
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    seed: Seed = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    threads: Threads = None,
+    proposers: Proposers = "prompt,outputs,recycled",
+) -> None:
+    """Chat with a model; answers come as they are generated, token for token those of transformers.
+
+    Each answer is followed by its speed, on stderr. When the model's context is
+    full, the oldest turns are left out. Without a terminal every line of stdin is
+    a message.
+
+    For example:
+
+      lookahead chat --model ./my-model
+      lookahead chat --system "Answer in one sentence." --temperature 0.7
+      printf 'Hello!\\nAnd in French?\\n' | lookahead chat > answers.txt
+    """
+    from lookahead.summarization.prompt_fitter import check_max_new_tokens
+
+    with usage_errors():
+        check_max_new_tokens(max_new_tokens)
+        config = drafting_config(proposers, None, None, None, None, None, None, False, False)
+        loaded = load(model, dtype, device, threads)
+        import torch
+
+        from lookahead.generation.conversation import Conversation
+
+        sampling = sampling_options(temperature, top_k, top_p)
+        conversation = Conversation(*loaded, system=system, config=config, max_new_tokens=max_new_tokens, **sampling)
+        if seed is not None:
+            torch.manual_seed(seed)
+        if not _talk(conversation, max_new_tokens):
+            raise typer.Exit(1)
+
+
+def _talk(conversation: Conversation, max_new_tokens: int) -> bool:
+    """Answer line after line until they end; whether every message of a pipe was answered."""
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        with suppress(ImportError):
+            import readline  # noqa: F401  # gives input() a history and editing
+        console(sys.stderr).print(_HELP, style="dim", soft_wrap=True)
+    elif isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    are_answered = True
+    while True:
+        try:
+            line = _read(is_terminal).strip()
+            if line in ("/quit", "/exit"):
+                return are_answered
+            are_answered = _take(conversation, line, max_new_tokens, is_terminal) and are_answered
+        except EOFError:
+            return are_answered
+        except KeyboardInterrupt:
+            if not is_terminal:
+                raise
+            console(sys.stderr).print(f"\n{_HELP}", style="dim", soft_wrap=True)
+
+
+def _take(conversation: Conversation, line: str, max_new_tokens: int, is_terminal: bool) -> bool:
+    """Do what a line says; False for a message of a pipe that cannot be answered."""
+    if line == "/reset":
+        conversation.reset()
+    elif line.startswith("/") and line[1:].isalpha():
+        console(sys.stderr).print(_HELP if line == "/help" else f"no command {line}: {_HELP}", soft_wrap=True)
+    elif line:
+        try:
+            _answer(conversation, line, max_new_tokens, stops_alone=is_terminal)
+        except PromptError as error:
+            say("error", str(error))
+            return is_terminal
+    return True
+
+
+def _read(is_terminal: bool) -> str:
+    """The next line; on a terminal after a sign that one is waited for."""
+    if is_terminal and not sys.stdout.isatty():
+        console(sys.stderr).print("> ", end="")
+    return input("> " if is_terminal and sys.stdout.isatty() else "")
+
+
+def _answer(conversation: Conversation, line: str, max_new_tokens: int, *, stops_alone: bool) -> None:
+    """Write the answer to a message to stdout as it comes, and its speed to stderr."""
+    pieces = conversation.ask(line)
+    if conversation.dropped:
+        say("note", f"the context is full: {conversation.dropped} of the oldest messages were left out")
+    ending = ""
+    try:
+        for piece in pieces:
+            print(harmless(piece), end="", flush=True)
+    except KeyboardInterrupt:
+        if not stops_alone:
+            raise
+        ending = ", stopped"
+    print(flush=True)
+    assert conversation.stream is not None
+    stats = conversation.stream.stats
+    if conversation.stream.finish_reason == "length" and not ending:
+        is_limit = stats.emitted_tokens >= max_new_tokens
+        ending = ", cut at --max-new-tokens" if is_limit else ", cut as the context is full"
+    status = (
+        f"{stats.emitted_tokens} tokens, the first after {stats.ttft_s:.1f} s, {stats.tokens_per_s:.1f} tokens/s, "
+        f"{stats.mean_acceptance_length:.2f} tokens a pass{ending}"
+    )
+    console(sys.stderr).print(Text(status, "dim"), soft_wrap=True)

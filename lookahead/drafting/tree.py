@@ -1,0 +1,197 @@
+"""The token tree: what one step verifies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int32]
+
+MAX_NODES_LIMIT = 512
+
+
+class BranchSize(NamedTuple):
+    """Sizes of the lookahead branch: W columns, n-grams of N tokens, at most G of them guessed in a step."""
+
+    window: int
+    ngram_size: int
+    guesses: int
+
+    @property
+    def window_nodes(self) -> int:
+        """Nodes of a tree that the window takes, the root not counted."""
+        return self.window * (self.ngram_size - 1) - 1
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that the window and the guesses take at most."""
+        return self.window_nodes + self.guesses * (self.ngram_size - 1)
+
+
+@dataclass(slots=True, eq=False)  # not frozen: that would take twice as long to make, and one is made at every step
+class TokenTree:
+    """A rooted tree of tokens; the root is the newest committed token, whose KV is not in the cache yet.
+
+    Attributes:
+        tokens: int32 `[n]`, n at least 1.
+        parents: int32 `[n]`; `parents[i] < i`, and `parents[0]` is 0. Identical (parent, token) pairs are
+            one node.
+        depths: int32 `[n]`; edges between the root and the node, also the node's position offset.
+        sources: int32 `[n]`; bit s is set where proposer s offered the node; 0 for the root.
+
+    Source: Miao et al. 2024, "SpecInfer", §4 (verifying a token tree in one pass).
+    """
+
+    tokens: IntArray
+    parents: IntArray
+    depths: IntArray
+    sources: IntArray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @classmethod
+    def root(cls, token: int) -> TokenTree:
+        """The tree of plain decoding: `token` alone."""
+        zero = np.zeros(1, np.int32)
+        return cls(np.array([token], np.int32), zero, zero, zero)
+
+    @classmethod
+    def from_parents(
+        cls,
+        tokens: Sequence[int] | IntArray,
+        parents: Sequence[int] | IntArray,
+        sources: IntArray | None = None,
+    ) -> TokenTree:
+        """Build a tree from tokens and parents, both `[n]`, checking that they are one.
+
+        Raises:
+            ValueError: The shapes differ or are empty, a parent does not come before its child, or two
+                children of one node hold the same token.
+        """
+        token_array, parent_array = np.asarray(tokens, np.int32), np.asarray(parents, np.int32)
+        if token_array.ndim != 1 or token_array.shape != parent_array.shape or len(token_array) == 0:
+            raise ValueError(
+                f"tokens and parents must be equal, non-empty 1-D shapes, "
+                f"got {token_array.shape} and {parent_array.shape}"
+            )
+        if (
+            parent_array[0] != 0
+            or (parent_array < 0).any()
+            or (parent_array[1:] >= np.arange(1, len(parent_array))).any()
+        ):
+            raise ValueError(f"parents must start with 0 and come before their children, got {parent_array.tolist()}")
+        edges = set(zip(parent_array[1:].tolist(), token_array[1:].tolist(), strict=True))
+        if len(edges) != len(token_array) - 1:
+            raise ValueError("two children of one node hold the same token: merge them into one node")
+        if sources is None:
+            sources = np.zeros(len(token_array), np.int32)
+        return cls(token_array, parent_array, node_depths(parent_array), sources)
+
+    def ancestor_mask(self) -> NDArray[np.bool_]:
+        """bool `[n, n]`: whether node i may attend to node j, that is, j lies on the path from the root to i."""
+        mask: NDArray[np.bool_] = _ancestor_mask(self.parents)
+        return mask
+
+    def ancestor_words(self) -> NDArray[np.int64]:
+        """int64 `[n, ceil(n / 64)]`: `ancestor_mask` packed, node j at bit `j % 64` of word `j // 64`."""
+        words: NDArray[np.int64] = _ancestor_words(self.parents)
+        return words
+
+
+def sum_by_source(tree: TokenTree, reach: NDArray[np.float64], path: IntArray, sources: int) -> NDArray[np.float64]:
+    """What each of the first `sources` sources did: float64 `[sources, 3]`, a node of two counting for both.
+
+    Args:
+        tree: A draft.
+        reach: float64 `[n]`, the chance of every node to be accepted.
+        path: int32 `[a]`, the nodes accepted, the root first.
+        sources: How many bits of `tree.sources` are in use.
+
+    Returns:
+        Nodes drafted, nodes accepted, and nodes expected to be accepted, the root left out.
+    """
+    sums: NDArray[np.float64] = _sum_bits(tree.sources, reach, path, sources)
+    return sums
+
+
+def count_within(tree: TokenTree, path: IntArray, bits: int) -> int:
+    """Nodes of a path, int32 `[a]`, the root left out, that no other source offered than those of some bits."""
+    return int(np.count_nonzero(tree.sources[path[1:]] & ~bits == 0))
+
+
+def without_sources(
+    verified: Sequence[tuple[TokenTree, IntArray]], tokens: Sequence[int], bits: int
+) -> tuple[int, list[int]]:
+    """What a step of several rows would have been, had some sources offered nothing.
+
+    Args:
+        verified: Of every row the tree, and int32 `[a]` the nodes that were accepted, the root first.
+        tokens: Tokens that each row emitted.
+        bits: Those of the sources in the trees' sources.
+
+    Returns:
+        Nodes of the largest tree, its root counted, and tokens of each row.
+    """
+    nodes = max(1 + int(np.count_nonzero(tree.sources & ~bits)) for tree, _ in verified)
+    lost = [count_within(tree, path, bits) for tree, path in verified]
+    return nodes, [emitted - n for emitted, n in zip(tokens, lost, strict=True)]
+
+
+@njit(cache=True)
+def _sum_bits(words, reach, path, bits):
+    """For every bit, over the words where it is set: their number, how many are on the path, and their reach."""
+    sums = np.zeros((bits, 3))
+    for bit in range(bits):
+        for node in range(1, len(words)):
+            if (words[node] >> bit) & 1:
+                sums[bit, 0] += 1.0
+                sums[bit, 2] += reach[node]
+        for node in path:
+            sums[bit, 1] += (words[node] >> bit) & 1
+    return sums
+
+
+@njit(cache=True)
+def node_depths(parents):
+    """int32 `[n]`: edges between the root and each node."""
+    depths = np.zeros(len(parents), np.int32)
+    for node in range(1, len(parents)):
+        depths[node] = depths[parents[node]] + 1
+    return depths
+
+
+@njit(cache=True)
+def _ancestor_mask(parents):
+    """A node sees what its parent sees, and itself."""
+    n = len(parents)
+    mask = np.zeros((n, n), np.bool_)
+    mask[0, 0] = True
+    for node in range(1, n):
+        mask[node, :node] = mask[parents[node], :node]
+        mask[node, node] = True
+    return mask
+
+
+@njit(cache=True)
+def _ancestor_words(parents):
+    """`ancestor_mask` packed."""
+    nodes = len(parents)
+    words = np.zeros((nodes, (nodes + 63) // 64), np.int64)
+    fill_ancestor_words(parents, words)
+    return words
+
+
+@njit(cache=True)
+def fill_ancestor_words(parents, words):
+    """Write `ancestor_mask`, one bit a node, into int64 `[at least n, at least ceil(n / 64)]` zeros."""
+    words[0, 0] = 1
+    for node in range(1, len(parents)):
+        for word in range(words.shape[1]):
+            words[node, word] = words[parents[node], word]
+        words[node, node // 64] |= np.int64(1) << np.int64(node % 64)

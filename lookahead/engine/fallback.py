@@ -1,0 +1,111 @@
+"""Plain decoding by transformers itself, for what cannot be decoded speculatively."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import StoppingCriteriaList
+
+from lookahead.engine.outputs import Carrying, Emission
+from lookahead.models.target import OnPrefill
+from lookahead.stats import DecodingStats
+from lookahead.verification.stopping import FinishReason, StoppingRule
+
+
+class PlainLoop:
+    """Stands in for an `Engine`: one call of transformers' own loop, and the same report of what it emitted.
+
+    Args:
+        sample: Runs the loop by `stopping_criteria`; returns ids, int64 `[batch, tokens + new]`.
+        input_ids: int64 `[batch, tokens]`.
+        lengths: int64 `[batch]`, tokens of each prompt without its padding.
+        criteria: When a row ends.
+        rule: The same, as it is told token by token.
+        context: Tokens of a row that the model may read; None for no limit.
+
+    Attributes:
+        sample: As given, by these criteria.
+        stats: One per row.
+    """
+
+    def __init__(
+        self,
+        sample: Callable[..., Any],
+        input_ids: Tensor,
+        lengths: NDArray[np.int64],
+        criteria: StoppingCriteriaList,
+        rule: StoppingRule,
+        context: int | None = None,
+    ) -> None:
+        self._criteria = _Heard(criteria, rule)
+        self.sample = partial(sample, stopping_criteria=self._criteria)
+        self._width = input_ids.shape[1]
+        self._context = context
+        self.stats = [DecodingStats(prompt_tokens=int(length)) for length in lengths]
+
+    def serving(self) -> AbstractContextManager[None]:
+        """Nothing to prepare: the model runs as it is."""
+        return nullcontext()
+
+    def report_prefill(self, on_prefill: OnPrefill | None) -> None:
+        """Transformers' loop reads the prompt in one pass and tells nothing of it."""
+
+    def run(self) -> Iterator[list[Emission]]:
+        """Decode every row to its end and yield all of it at once."""
+        start = time.perf_counter()
+        with Carrying():
+            output = self.sample()
+        sequences: Tensor = getattr(output, "sequences", output)
+        seconds = time.perf_counter() - start
+        emissions = []
+        for row, ids in enumerate(sequences[:, self._width :].cpu().numpy().astype(np.int32)):
+            stats, limit = self.stats[row], self._width + len(ids)
+            if self._context is not None:
+                limit = min(limit, self._width - stats.prompt_tokens + self._context + 1)
+            end, reason = self._criteria.ends.get(row, (limit, "criteria"))
+            tokens = ids[: (min(end, limit) if self._criteria.pads else limit) - self._width]
+            stats.emitted_tokens = len(tokens)
+            stats.target_forwards = stats.acceptance_histogram[1] = len(tokens) - 1
+            # The loop is not watched: its prefill cannot be told from its steps.
+            stats.decode_s = stats.ttft_s = seconds
+            emissions.append(Emission(row, tokens, reason if end <= limit else "length"))
+        yield emissions
+
+
+class _Heard(StoppingCriteriaList):
+    """Criteria that are asked as ever; what they say of every row is kept.
+
+    Args:
+        criteria: When a row ends.
+        rule: The same, as it is told token by token.
+
+    Attributes:
+        ends: How many ids a row had when it was done, and what ended it, by its place.
+        pads: Whether a row is padded from there on. Without an end-of-sequence token transformers pads nothing: a row
+            goes on until all have ended.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, rule: StoppingRule) -> None:
+        super().__init__(criteria)
+        # What a user's criteria say is heard once; stop strings only read.
+        strings = tuple((reason, criterion) for reason, criterion in rule.custom if reason == "stop")
+        self._rule = replace(rule, custom=strings)
+        self.ends: dict[int, tuple[int, FinishReason]] = {}
+        self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        """Ask all of them, once."""
+        done = super().__call__(input_ids, scores, **kwargs)
+        for row in done.nonzero().flatten().tolist():
+            if row not in self.ends:
+                reason = self._rule.finish_reason(input_ids[row : row + 1]) or "criteria"
+                self.ends[row] = input_ids.shape[1], reason
+        return done

@@ -1,0 +1,197 @@
+"""One output in the making: its ids, how its tokens are chosen, when it ends, and what was counted of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lookahead.drafting.proposal import IntArray
+from lookahead.drafting.select import Draft
+from lookahead.drafting.tree import TokenTree, sum_by_source
+from lookahead.errors import PromptError
+from lookahead.stats import DecodingStats
+from lookahead.verification.exact import Verdict, verify, verify_greedy
+from lookahead.verification.sampling import TokenChooser, not_a_number
+from lookahead.verification.stopping import FinishReason, StoppingRule
+from lookahead.verification.typical import Walk, longest_typical
+
+Pick = Callable[[int, Tensor], int]
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A row of an engine; `ids[:length]` is what `model.generate` would hold, padding included.
+
+    Attributes:
+        index: What emissions call it: its place in the batch, or the number of its prompt.
+        ids: int64, with room for all that it may still emit.
+        length: Ids so far.
+        padding: How many of them, the first ones, are padding.
+        chooser: How its tokens are chosen.
+        stopping: When it ends.
+        place: Its place in the batch that those two were made for.
+        device: Where logits processors and stopping criteria expect ids.
+        seat: Its number among the rows of its engine; another row has it once this one has ended.
+        emitted: Tokens it emitted.
+        untold: Those that the proposers do not know of yet.
+        stats: What was counted.
+        prefilled: When its prompt was read, by `time.perf_counter`.
+        finish_reason: Why it ended; None while it runs.
+    """
+
+    index: int
+    ids: NDArray[np.int64]
+    length: int
+    padding: int
+    chooser: TokenChooser
+    stopping: StoppingRule
+    place: int
+    device: torch.device
+    stats: DecodingStats
+    seat: int = 0
+    emitted: int = 0
+    untold: list[IntArray] = field(default_factory=list)
+    prefilled: float = 0.0
+    finish_reason: FinishReason | None = None
+
+    @classmethod
+    def begin(
+        cls,
+        index: int,
+        ids: Sequence[int] | NDArray[np.int64],
+        chooser: TokenChooser,
+        stopping: StoppingRule,
+        *,
+        padding: int = 0,
+        place: int = 0,
+        device: torch.device,
+    ) -> Row:
+        """A row that holds its prompt, int64 `[tokens]`, and nothing else yet."""
+        room = np.empty(max(stopping.max_length, len(ids) + 1), np.int64)
+        room[: len(ids)] = ids
+        stats = DecodingStats(prompt_tokens=len(ids) - padding)
+        return cls(index, room, len(ids), padding, chooser, stopping, place, device, stats)
+
+    @property
+    def text(self) -> IntArray:
+        """Its ids without padding, int32 `[tokens]`."""
+        return np.ascontiguousarray(self.ids[self.padding : self.length], np.int32)
+
+    @property
+    def newest(self) -> int:
+        """Its newest token."""
+        return int(self.ids[self.length - 1])
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens it holds, padding left out."""
+        return self.length - self.padding
+
+    @property
+    def left(self) -> int:
+        """Tokens it may still emit."""
+        return self.stopping.max_length - self.length
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether its tokens are the argmax of the raw logits until one of them or a length ends it."""
+        return self.chooser.is_plain_greedy and not self.stopping.custom
+
+    def positions_left(self, positions: int | None) -> int:
+        """Positions a model of so many (None for no end to them) has behind the newest token.
+
+        Raises:
+            PromptError: It has none for that token; on a GPU the model would bring the process down.
+        """
+        if positions is None:
+            return self.ids.size
+        if self.tokens > positions:
+            raise PromptError(
+                f"row {self.index} has {self.tokens} tokens and the model positions for {positions}; "
+                "lower max_new_tokens or max_length"
+            )
+        return positions - self.tokens
+
+    def verify(
+        self, draft: Draft, logits: Tensor, argmax: IntArray, pick: Pick | None = None, *, is_typical: bool = False
+    ) -> Verdict:
+        """Walk a tree; the ids grow by the tokens emitted.
+
+        Args:
+            draft: What was scored.
+            logits: `[nodes or more, vocab]`.
+            argmax: int32 `[nodes or more]`; read where the row is simple.
+            pick: Chooses the token after a node by the chances of all tokens, `[vocab]`; None for the choice of
+                `model.generate`.
+            is_typical: Whether what the target finds likely enough is accepted, which is lossy.
+        """
+        if self.is_simple:
+            verdict = verify_greedy(draft.tree, argmax, self.stopping.eos_tokens, self.left)
+            if verdict.tokens[-1] < 0:
+                raise not_a_number(self.index, self.emitted + len(verdict.tokens) - 1)
+            self.ids[self.length : self.length + len(verdict.tokens)] = verdict.tokens
+            self.length += len(verdict.tokens)
+            self.emitted += len(verdict.tokens)
+            if verdict.finished:
+                self.finish_reason = "stop" if int(verdict.tokens[-1]) in self.stopping.eos_tokens else "length"
+            return verdict
+
+        typical: Walk = {}
+        if is_typical and len(draft.tree) > 1:
+            typical = longest_typical(draft.tree, partial(self._chances_after, draft.tree, logits))
+
+        def choose(node: int) -> int:
+            if pick is None and node not in typical:
+                return self.chooser.choose(self._seen(), logits[node], row=self.place, step=self.emitted)
+            chances = self.chooser.chances(self._seen(), logits[node], row=self.place, step=self.emitted)
+            if node in typical:
+                token, chance = typical[node]
+                self.stats.total_variation += 1.0 - chance
+                return token
+            assert pick is not None
+            return pick(node, chances)
+
+        def is_finished(token: int) -> bool:
+            self.ids[self.length] = token
+            self.length += 1
+            self.emitted += 1
+            self.finish_reason = self.stopping.finish_reason(self._seen(), self.chooser.scores[self.place])
+            return self.finish_reason is not None
+
+        return verify(draft.tree, choose, is_finished)
+
+    def _chances_after(self, tree: TokenTree, logits: Tensor, path: list[int]) -> Tensor:
+        """What the target would draw from after a path of nodes, of `[nodes, vocab]` logits."""
+        behind = len(path) - 1
+        self.ids[self.length : self.length + behind] = tree.tokens[path[1:]]
+        place = {"row": self.place, "step": self.emitted + behind}
+        return self.chooser.chances(self._seen(behind), logits[path[-1]], **place, is_tentative=True)
+
+    def _seen(self, more: int = 0) -> Tensor:
+        """The ids so far, and some more, as processors and criteria see them, int64 `[1, tokens]`."""
+        return torch.from_numpy(self.ids[: self.length + more])[None].to(self.device)
+
+    def count(self, draft: Draft, verdict: Verdict, sources: Sequence[str]) -> None:
+        """Count a verified draft; the first token of a row comes from the prefill, not from a draft's pass."""
+        stats = self.stats
+        if stats.emitted_tokens:
+            stats.target_forwards += 1
+            stats.acceptance_histogram[len(verdict.tokens)] += 1
+        stats.emitted_tokens += len(verdict.tokens)
+        if len(draft.tree) == 1:
+            return
+        stats.drafted_tokens += len(draft.tree) - 1
+        stats.accepted_tokens += len(verdict.path) - 1
+        stats.expected_tokens += float(draft.reach.sum()) - 1.0
+        sums = sum_by_source(draft.tree, draft.reach, verdict.path, len(sources))
+        for name, (drafted, accepted, expected) in zip(sources, sums.tolist(), strict=True):
+            stats.forwards_by_source[name] += drafted > 0
+            stats.drafted_by_source[name] += int(drafted)
+            stats.accepted_by_source[name] += int(accepted)
+            stats.expected_by_source[name] += expected

@@ -1,1 +1,0 @@
-"""Why decoding was as fast as it was, step by step."""

@@ -1,0 +1,1 @@
+"""The Python API and the drop-in for `model.generate`."""

@@ -1,0 +1,116 @@
+"""A conversation with a chat model: its history, cut where the context is full, and its KV cache, kept meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from lookahead.config import LookaheadConfig
+from lookahead.errors import PromptError
+from lookahead.generation.api import stream
+from lookahead.generation.prompts import Message, PromptReader, has_chat_template
+from lookahead.generation.streaming import TextStream
+from lookahead.generation.validation import check_pair, context_limit
+
+
+class Conversation:
+    """Asks a model one message after the other.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer, with a chat template.
+        system: What the system's message says; None for no such message.
+        config: How to draft; the defaults when None.
+        max_new_tokens: Most tokens of an answer.
+        chat_template_kwargs: Further arguments of the chat template.
+        **options: Options of `model.generate`.
+
+    Attributes:
+        messages: The history, the system's message included.
+        dropped: Messages that the last question left out of the history, as the context was full.
+        stream: The last answer's, for its stats and finish reason; None before the first.
+
+    Raises:
+        PromptError: The tokenizer has no chat template.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        system: str | None = None,
+        config: LookaheadConfig | None = None,
+        max_new_tokens: int = 512,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        check_pair(model, tokenizer)
+        if not has_chat_template(tokenizer):
+            raise PromptError(
+                f"the tokenizer of {model.config.name_or_path or type(model).__name__!r} has no chat template; chat "
+                "with an instruction model"
+            )
+        context = context_limit(model)
+        reserved = max_new_tokens if context is None else min(max_new_tokens, context // 4)
+        self._model, self._tokenizer = model, tokenizer
+        self._reader = PromptReader(
+            model, tokenizer, chat_template_kwargs=chat_template_kwargs, truncate="left", reserved=reserved
+        )
+        self._options: dict[str, Any] = {"config": config, "max_new_tokens": max_new_tokens, **options}
+        self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self.stream: TextStream | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything that was said."""
+        self.messages: list[Message] = list(self._system)
+        self.dropped = 0
+        self._cache = DynamicCache(config=self._model.config)
+        self._held: list[int] = []  # the tokens whose keys and values the cache holds
+
+    def ask(self, question: str) -> Iterator[str]:
+        """The answer to a message, piece by piece; what was said of it stays in the history when it is closed early.
+
+        Raises:
+            PromptError: The message is longer than the model's context; it is forgotten.
+        """
+        messages = [*self.messages, {"role": "user", "content": question}]
+        fitting = self._reader.fit_chat(messages)
+        ids = self._reader.render(fitting)
+        if self._reader.room is not None and len(ids) > self._reader.room:
+            raise PromptError(f"the message makes {len(ids)} tokens, and there is room for {self._reader.room}")
+        self.dropped = len(messages) - len(fitting)
+        self._continue_from(ids)
+        self.stream = stream(self._model, self._tokenizer, ids, past_key_values=self._cache, **self._options)
+        return self._answer(self.stream, fitting, ids)
+
+    def _answer(self, pieces: TextStream, messages: list[Message], ids: list[int]) -> Iterator[str]:
+        """Pass the pieces on, and keep what they add up to."""
+        said = []
+        self.messages = messages
+        try:
+            for piece in pieces:
+                said.append(piece)
+                yield piece
+            self._held = [*ids, *pieces.token_ids[:-1]]
+        finally:
+            pieces.close()
+            self.messages.append({"role": "assistant", "content": "".join(said)})
+
+    def _continue_from(self, ids: list[int]) -> None:
+        """Cut the cache to what it shares with a prompt, or take an empty one where it cannot be cut."""
+        layers: Any = self._cache.layers
+        is_whole = self._cache.get_seq_length() == len(self._held)
+        if not is_whole or any(getattr(layer, "is_sliding", False) for layer in layers):
+            self._cache, self._held = DynamicCache(config=self._model.config), []
+            return
+        pairs = enumerate(zip(self._held, ids[:-1], strict=False))
+        shared = next((i for i, (held, wanted) in pairs if held != wanted), min(len(self._held), len(ids) - 1))
+        if not shared:
+            self._cache = DynamicCache(config=self._model.config)
+        elif shared < len(self._held):
+            self._cache.crop(shared - len(self._held))
+        self._held = self._held[:shared]

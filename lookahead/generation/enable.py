@@ -1,0 +1,177 @@
+"""A switch on one model: while it is on, every `model.generate` of anyone's is decoded speculatively."""
+
+from __future__ import annotations
+
+import warnings
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GENERATION_MODES_MAPPING
+
+from lookahead.config import LookaheadConfig
+from lookahead.errors import UnsupportedModelError
+from lookahead.generation.api import decode
+from lookahead.generation.request import serve_stop_strings
+from lookahead.models.validate import refuse_model
+
+
+def enable(model: PreTrainedModel, config: LookaheadConfig | None = None) -> Enabled:
+    """Decode every `generate` of this model speculatively, `pipeline` and third-party code included.
+
+    The outputs stay those of `model.generate`. A streamer and stop strings are served too; a call that has no
+    exact speculative form, such as beam search, goes to transformers as before, with one warning.
+
+    Example:
+        >>> with lookahead.enable(model):  # doctest: +SKIP
+        ...     pipeline("text-generation", model=model, tokenizer=tokenizer)("Once upon a time")
+
+    Args:
+        model: One model; others of its class are not touched.
+        config: How to draft; the defaults when None. Of several that are on, the newest counts.
+
+    Returns:
+        The switch, already on: a context manager, with `disable()` for use without one.
+
+    Raises:
+        UnsupportedModelError: It is no causal LM, or has no weights.
+    """
+    # What torch.compile wraps around a model hands every attribute on to it, but does not hold it.
+    model = getattr(model, "_orig_mod", model)
+    refuse_model(model)
+    return Enabled(model, config)
+
+
+class Enabled:
+    """A switch that is on until `disable` is called or the `with` block ends; see `enable`."""
+
+    def __init__(self, model: PreTrainedModel, config: LookaheadConfig | None) -> None:
+        self._model: Any = model
+        self._config = config
+        serving: Any = model.__dict__.get("generate")
+        if not isinstance(serving, _Generate):
+            serving = _Generate(self._model)
+            self._model.generate = serving
+        self._serving: _Generate = serving
+        serving.switches.append(self)
+
+    @property
+    def config(self) -> LookaheadConfig | None:
+        """How to draft while this is the newest switch."""
+        return self._config
+
+    def disable(self) -> None:
+        """Turn the switch off; with the last one the model is as it was. A second call does nothing."""
+        if self in self._serving.switches:
+            self._serving.switches.remove(self)
+            if not self._serving.switches:
+                self._serving.restore()
+
+    def __enter__(self) -> Enabled:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.disable()
+
+
+class _Generate:
+    """Stands before the `generate` of one model while a switch is on."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._had_its_own = "generate" in model.__dict__
+        self._original = model.generate
+        self.switches: list[Enabled] = []
+
+    def restore(self) -> None:
+        """Put back what stood there."""
+        del self._model.generate
+        if self._had_its_own:
+            self._model.generate = self._original
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the model is a model of its own, for which nothing was turned on.
+        return _itself, (self._original,)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as `model.generate` does."""
+        if not self.switches or kwargs.get("custom_generate") is not None or kwargs.get("assistant_model") is not None:
+            return self._original(*args, **kwargs)
+        if kwargs.get("adapter_names") is not None:
+            # PEFT's hooks stay behind when an error passes through them, so it must not get that far.
+            warnings.warn("decoded by transformers alone: adapter_names gives every row its own", stacklevel=2)
+            return self._original(*args, **kwargs)
+        served = dict(kwargs)
+        streamer = served.pop("streamer", None)
+        # The inputs and the configuration may come by position.
+        given_config = args[1] if len(args) == 2 else served.pop("generation_config", None)
+        if len(args) > 2 or getattr(given_config, "is_assistant", False):  # an assistant's drafts need its own loop
+            return self._original(*args, **kwargs)
+        tokenizer = served.pop("tokenizer", None)
+        generation_config, served = serve_stop_strings(self._model, tokenizer, given_config, served)
+        try:
+            return self._original(
+                *args[:1],
+                **served,
+                generation_config=generation_config,
+                custom_generate=_decode_or_hand_over,
+                lookahead_config=self.switches[-1].config,
+                lookahead_streamer=streamer,
+                lookahead_tokenizer=tokenizer,
+            )
+        except UnsupportedModelError as error:
+            warnings.warn(f"decoded by transformers alone: {error}", stacklevel=2)
+            return self._original(*args, **kwargs)
+
+
+def _itself(original: Any) -> Any:
+    """What a copy of a model generates by."""
+    return original
+
+
+def _decode_or_hand_over(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    lookahead_config: LookaheadConfig | None = None,
+    lookahead_streamer: BaseStreamer | None = None,
+    lookahead_tokenizer: PreTrainedTokenizerBase | None = None,
+    inputs_tensor: Tensor | None = None,
+    **model_kwargs: Any,
+) -> Any:
+    """`decode`, but what it refuses goes to the loop of transformers, with a warning.
+
+    That loop gets what `generate` has prepared, so that no encoder reads its input twice.
+
+    Raises:
+        UnsupportedModelError: Only `generate` itself can serve the call.
+    """
+    arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config)
+    ours = (lookahead_config, lookahead_streamer, lookahead_tokenizer, inputs_tensor)
+    try:
+        return decode(*arguments, *ours, **model_kwargs)
+    except UnsupportedModelError as error:
+        name = GENERATION_MODES_MAPPING[generation_config.get_generation_mode()]
+        loop: Any = getattr(type(model), name, None)  # some are on the Hub
+        if loop is None or (lookahead_streamer is not None and name != "_sample"):
+            raise
+        warnings.warn(f"decoded by transformers alone: {error}", stacklevel=2)
+    if lookahead_streamer is not None:
+        lookahead_streamer.put(input_ids.cpu())
+    if name == "_sample":
+        model_kwargs["streamer"] = lookahead_streamer
+    elif name == "_assisted_decoding":
+        model_kwargs["inputs_tensor"] = inputs_tensor
+    return loop(*arguments, **model_kwargs)

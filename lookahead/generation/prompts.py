@@ -1,0 +1,364 @@
+"""Prompts as users give them, made into token ids: text, chat messages, ids, tensors, or what a tokenizer returned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from lookahead.errors import ConfigError, PromptError, PromptTooLongError
+from lookahead.generation.validation import context_limit
+from lookahead.models.target import position_limit
+
+Message: TypeAlias = Mapping[str, Any]
+"""`{"role": ..., "content": ...}`."""
+
+Prompt: TypeAlias = "str | Sequence[Message] | Sequence[int] | Tensor | NDArray[np.integer[Any]] | Mapping[str, Any]"
+"""Text, chat messages, token ids `[tokens]`, or what a tokenizer returned for one text."""
+
+Prompts: TypeAlias = "Prompt | Iterable[Prompt]"
+"""One prompt or several; ids, tensors and what a tokenizer returned may be `[batch, tokens]`."""
+
+Truncation: TypeAlias = Literal["left", "right"]
+_KINDS = "a string, chat messages or token ids"
+
+
+def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a tokenizer renders chats; one with named templates alone does not."""
+    template: Any = tokenizer.chat_template
+    return bool(template) and (isinstance(template, str) or "default" in template)
+
+
+def is_chat(prompt: object) -> bool:
+    """Whether a prompt is chat messages."""
+    return isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping) and "role" in prompt[0]
+
+
+def as_chat(tokenizer: PreTrainedTokenizerBase, text: str, system: str | None = None) -> str | list[Message]:
+    """A text as a user's message where the tokenizer has a chat template, else as it is.
+
+    Raises:
+        PromptError: There is a system's message and no template for it.
+    """
+    if has_chat_template(tokenizer):
+        messages: list[Message] = [{"role": "user", "content": text}]
+        return messages if system is None else [{"role": "system", "content": system}, *messages]
+    if system is not None:
+        raise PromptError("the tokenizer has no chat template, so that a system's message means nothing to the model")
+    return text
+
+
+def pad_token_of(tokenizer: PreTrainedTokenizerBase) -> int:
+    """A token to fill rows with; masks hide it, so that any will do."""
+    pad: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
+    return pad
+
+
+class PromptReader:
+    """Reads the prompts of one call.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        add_special_tokens: Whether the tokenizer adds its special tokens to text.
+        chat_template_kwargs: Further arguments of the chat template.
+        truncate: What a prompt that is too long loses: its beginning (`"left"`) or its end (`"right"`). A chat loses
+            its oldest turns first, but for system messages. None refuses it.
+        reserved: Tokens that a truncated prompt leaves room for.
+
+    Attributes:
+        limit: Most tokens of a prompt that can be decoded; None for no limit.
+        room: Most tokens of a prompt that leaves room for its output; likewise.
+
+    Raises:
+        ConfigError: `truncate` is something else, or nothing would be left of a prompt.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        add_special_tokens: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        truncate: Truncation | None = None,
+        reserved: int = 1,
+    ) -> None:
+        if truncate not in (None, "left", "right"):
+            raise ConfigError(f"truncate must be 'left', 'right' or None, got {truncate!r}")
+        self._tokenizer = tokenizer
+        self._special = add_special_tokens
+        self._chat_kwargs = dict(chat_template_kwargs or {})
+        self._truncate = truncate
+        self._names = ("input", "encoder") if model.config.is_encoder_decoder else ("prompt", "model")
+        self.limit = _prompt_limit(model)
+        self.room = self.limit
+        if self.limit is not None and not model.config.is_encoder_decoder:
+            self.room = self.limit - reserved
+        if truncate is not None and self.room is not None and self.room < 1:
+            raise ConfigError(
+                f"max_new_tokens must be less than the model's context of {self.limit} tokens to truncate a prompt, "
+                f"got {reserved}"
+            )
+
+    def separate(self, prompts: object) -> Iterable[Any]:
+        """One prompt or several, each of them to be read; several may come from a stream.
+
+        Raises:
+            PromptError: It is neither.
+        """
+        if isinstance(prompts, str) or is_chat(prompts) or _are_ids(prompts):
+            return [prompts]
+        if isinstance(prompts, Mapping):
+            if "input_ids" not in prompts:
+                hint = "; a chat is a list of messages" if "role" in prompts else ""
+                raise PromptError(f"prompts must be {_KINDS}, got a dict of {', '.join(map(str, prompts))}{hint}")
+            return self._rows(prompts["input_ids"], prompts.get("attention_mask"))
+        if isinstance(prompts, Tensor | np.ndarray):
+            return self._rows(prompts, None)
+        if isinstance(prompts, bytes | PathLike) or not isinstance(prompts, Iterable):
+            raise PromptError(f"prompts must be {_KINDS}, or several of them, got {_got(prompts)}")
+        return prompts
+
+    def _rows(self, ids: Any, mask: Any) -> list[list[int]]:
+        """Ids `[tokens]` or `[batch, tokens]` without what a mask of that shape hides."""
+        rows, hidden = _nested(ids), _nested(mask) if mask is not None else None
+        if hidden is not None:
+            if [len(row) for row in hidden] != [len(row) for row in rows]:
+                raise PromptError("attention_mask must have the shape of input_ids")
+            return [
+                [token for token, is_seen in zip(row, seen, strict=True) if is_seen]
+                for row, seen in zip(rows, hidden, strict=True)
+            ]
+        pad = self._tokenizer.pad_token_id
+        if len(rows) < 2 or pad is None or pad == self._tokenizer.eos_token_id:
+            return rows
+        return [_without_padding(row, pad) for row in rows]  # as `model.generate` takes it where there is no mask
+
+    def read(self, prompt: Any, index: int) -> list[int]:
+        """The token ids of one prompt.
+
+        Args:
+            prompt: Text, chat messages, or ids.
+            index: Its number, for the message.
+
+        Raises:
+            PromptError: It is none, has no tokens, or has too many.
+        """
+        if isinstance(prompt, str):
+            ids, is_chat_prompt = self._encode(prompt), False
+        elif is_chat(prompt):
+            ids, is_chat_prompt = self.render(prompt, index), True
+        else:
+            ids, is_chat_prompt = self._ids(prompt, index), False
+        if not ids:
+            shown = f": {prompt!r}" if isinstance(prompt, str) else ""
+            raise PromptError(f"prompt {index} has no tokens{shown}; a prompt needs at least one")
+        if self._truncate is not None and self.room is not None and len(ids) > self.room:
+            return self._shorten_chat(prompt, index) if is_chat_prompt else self._shorten(prompt, ids)
+        if self.limit is not None and len(ids) > self.limit:
+            raise PromptTooLongError(
+                f"{self._names[0]} {index} has {len(ids)} tokens and the {self._names[1]} positions for {self.limit}"
+            )
+        return ids
+
+    def _encode(self, text: str, *, special: bool | None = None) -> list[int]:
+        """Tokens of a text."""
+        with_special = self._special if special is None else special
+        ids: list[int] = self._tokenizer(text, add_special_tokens=with_special, verbose=False)["input_ids"]
+        return ids
+
+    def _ids(self, prompt: Any, index: int) -> list[int]:
+        """The ids of a prompt that is no text."""
+        is_array = isinstance(prompt, Tensor | np.ndarray)
+        if is_array or _are_ids(prompt) or (isinstance(prompt, Mapping) and "input_ids" in prompt):
+            rows = list(self.separate(prompt))
+            if len(rows) != 1:
+                raise PromptError(f"prompt {index} must be one prompt, got {len(rows)}")
+            return [int(token) for token in rows[0]]
+        if isinstance(prompt, list | tuple) and not prompt:
+            return []
+        raise PromptError(f"prompt {index} must be {_KINDS}, got {_got(prompt)}")
+
+    def render(self, messages: Sequence[Message], index: int = 0) -> list[int]:
+        """The token ids of chat messages by the tokenizer's template.
+
+        What an assistant's message at the end says is continued.
+
+        Raises:
+            PromptError: The tokenizer has no template, or the template does not take the messages.
+        """
+        if not has_chat_template(self._tokenizer) and "chat_template" not in self._chat_kwargs:
+            raise PromptError(
+                f"prompt {index} is chat messages, and the tokenizer has no chat template; pass a string, or set "
+                "tokenizer.chat_template"
+            )
+        for number, message in enumerate(messages):
+            _check_message(message, f"message {number} of prompt {index}")
+        continues = messages[-1]["role"] == "assistant"
+        try:
+            encoded: Any = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                add_generation_prompt=not continues,
+                continue_final_message=continues,
+                return_dict=True,
+                **self._chat_kwargs,
+            )
+        except Exception as error:  # a template may raise anything
+            raise PromptError(f"the chat template does not take prompt {index}: {error}") from error
+        ids: list[int] = encoded["input_ids"]
+        return ids
+
+    def fit_chat(self, messages: Sequence[Message], index: int = 0) -> list[Message]:
+        """Messages without the oldest turns that there is no room for; system messages and the last one stay."""
+        kept = list(messages)
+        while self.room is not None and len(self.render(kept, index)) > self.room:
+            turn = next((i for i, message in enumerate(kept[:-1]) if message["role"] != "system"), None)
+            if turn is None:
+                break
+            del kept[turn]
+            while turn < len(kept) - 1 and kept[turn]["role"] not in ("user", "system"):
+                del kept[turn]  # the answer goes with its question
+        return kept
+
+    def _shorten_chat(self, messages: Sequence[Message], index: int) -> list[int]:
+        """Leave out the oldest turns of a chat, then the beginning or the end of its last message."""
+        assert self.room is not None
+        *before, last = self.fit_chat(messages, index)
+        content = last.get("content")
+        ids = self.render([*before, last], index)
+        tokens = self._encode(content, special=False) if isinstance(content, str) else []
+        keep = len(tokens)
+        while len(ids) > self.room and keep:
+            keep = max(0, keep - (len(ids) - self.room))
+            content = str(self._tokenizer.decode(self._cut(tokens, keep)))
+            ids = self.render([*before, {**last, "content": content}], index)
+        if len(ids) > self.room:
+            raise PromptError(
+                f"prompt {index} has {len(ids)} tokens without its older turns and the text of its last message, and "
+                f"there is room for {self.room}"
+            )
+        return ids
+
+    def _shorten(self, prompt: object, ids: list[int]) -> list[int]:
+        """Leave out the beginning or the end of a prompt, special tokens around a text excepted."""
+        assert self.room is not None
+        bare = self._encode(prompt, special=False) if isinstance(prompt, str) else ids
+        begin = next((i for i in range(len(ids) - len(bare) + 1) if ids[i : i + len(bare)] == bare), None)
+        if begin is None:
+            return self._cut(ids, self.room)
+        end = begin + len(bare)
+        room = max(0, self.room - (len(ids) - len(bare)))
+        return [*ids[:begin], *self._cut(bare, room), *ids[end:]][: self.room]
+
+    def _cut(self, ids: list[int], keep: int) -> list[int]:
+        """So many ids, the last ones where the beginning is left out."""
+        return ids[len(ids) - keep :] if self._truncate == "left" else ids[:keep]
+
+
+def reader_of(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    generation_config: GenerationConfig | None,
+    add_special_tokens: bool,
+    truncate: Truncation | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+) -> PromptReader:
+    """A reader for a call of `lookahead.generate` with these arguments."""
+    new, _ = _limits(model, generation_config, options)
+    return PromptReader(
+        model,
+        tokenizer,
+        add_special_tokens=add_special_tokens,
+        chat_template_kwargs=chat_template_kwargs,
+        truncate=truncate,
+        reserved=1 if new is None else new,
+    )
+
+
+def _limits(
+    model: PreTrainedModel, generation_config: GenerationConfig | None, options: Mapping[str, Any]
+) -> tuple[int | None, int | None]:
+    """`max_new_tokens` and `max_length` of a call, as far as they are given."""
+    defaults = generation_config if generation_config is not None else model.generation_config
+    new = options.get("max_new_tokens")
+    total = options.get("max_length")
+    if new is None and total is None:
+        new, total = defaults.max_new_tokens, defaults.max_length
+    return new, total
+
+
+def within(
+    room: int,
+    longest: int,
+    model: PreTrainedModel,
+    generation_config: GenerationConfig | None,
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """Options that ask for no more new tokens than there is room for, behind prompts padded to so many tokens."""
+    new, total = _limits(model, generation_config, options)
+    if new is not None:
+        return {**options, "max_new_tokens": room} if new > room else options
+    return {**options, "max_length": longest + room} if total is not None and total > longest + room else options
+
+
+def _prompt_limit(model: PreTrainedModel) -> int | None:
+    """Most tokens of a prompt, of an encoder's input where there is one."""
+    if model.config.is_encoder_decoder:
+        limit: int | None = getattr(model.config, "max_encoder_position_embeddings", None) or position_limit(model)
+        return limit
+    return context_limit(model)
+
+
+def _check_message(message: object, where: str) -> None:
+    """Refuse what is no message of a chat."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        got = ", ".join(map(str, message)) if isinstance(message, Mapping) else type(message).__name__
+        raise PromptError(f"{where} must be a dict with 'role' and 'content', got {got}")
+    if "content" not in message and "tool_calls" not in message:
+        raise PromptError(f"{where}, role {message['role']!r}, has no 'content'")
+
+
+def _are_ids(prompt: object) -> bool:
+    """Whether a prompt is a sequence of whole numbers."""
+    if not isinstance(prompt, list | tuple | range) or not prompt:
+        return False
+    return all(isinstance(token, int | np.integer) and not isinstance(token, bool) for token in prompt)
+
+
+def _nested(values: Any) -> list[list[int]]:
+    """Whole numbers `[n]` or `[rows, n]` as lists of rows."""
+    array = values
+    if isinstance(array, Tensor):
+        array = array.detach().cpu().numpy()
+    if isinstance(array, np.ndarray):
+        if array.dtype.kind not in "iub" or array.ndim not in (1, 2):
+            shape = "x".join(map(str, array.shape))
+            raise PromptError(f"token ids must be whole numbers [tokens] or [batch, tokens], got {array.dtype} {shape}")
+        array = array.tolist()
+    if _are_ids(array):
+        return [list(array)]
+    rows = [row.tolist() if isinstance(row, Tensor | np.ndarray) else list(row) for row in array]
+    if not all(_are_ids(row) or not row for row in rows):
+        raise PromptError("token ids must be whole numbers")
+    return rows
+
+
+def _without_padding(ids: list[int], pad: int) -> list[int]:
+    """Ids without the padding at either end."""
+    kept = [i for i, token in enumerate(ids) if token != pad]
+    return ids[kept[0] : kept[-1] + 1] if kept else []
+
+
+def _got(value: object) -> str:
+    """What was passed in place of a prompt, and what to do about it."""
+    if value is None:
+        return "None"
+    hint = "; decode it first" if isinstance(value, bytes) else "; read the file" if isinstance(value, PathLike) else ""
+    return f"{type(value).__name__}{hint}"

@@ -1,0 +1,220 @@
+"""Prompts that come one by one: read, checked, and made into rows where they can be decoded beside others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
+
+from lookahead.config import LookaheadConfig
+from lookahead.engine.row import Row
+from lookahead.errors import PromptError, UnsupportedModelError
+from lookahead.generation.api import GenerationResult, generate
+from lookahead.generation.prompts import Prompt, Truncation, pad_token_of, reader_of
+from lookahead.generation.request import (
+    foreigner,
+    refuse_strangers,
+    refuse_unsupported,
+    serve_stop_strings,
+    stopping_rule,
+)
+from lookahead.generation.validation import check_options, check_pair, context_limit
+from lookahead.models.support import prefills_at_once, support_of
+from lookahead.models.target import input_device
+from lookahead.models.validate import refuse_model, vocabulary_size
+from lookahead.pools.open_pool import open_pool
+from lookahead.pools.tokenizer_fingerprint import fingerprint_of
+from lookahead.verification.sampling import TokenChooser
+from lookahead.verification.stopping import StoppingRule
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt and what is asked for it.
+
+    Attributes:
+        index: What it is called.
+        ids: Its token ids.
+        max_new_tokens: Most tokens to continue it by, where that was asked for it alone.
+        row: Its row; None where it is to be decoded alone.
+        slots: Slots of the cache that the row may come to need.
+    """
+
+    index: int
+    ids: list[int]
+    max_new_tokens: int | None
+    row: Row | None = None
+    slots: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """What `model.generate` makes of the options for a prompt."""
+
+    processors: LogitsProcessorList
+    stopping: StoppingRule
+    do_sample: bool
+
+
+class Intake:
+    """Takes prompts in for one model under the same options.
+
+    Decoded alone are prompts for which nothing else is exact: where tokens are sampled, with processors or criteria
+    that a user gives, or sources of drafts of the user's own, and with models that score no trees.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        config: How to draft.
+        generation_config: As for `model.generate`.
+        add_special_tokens: Whether the tokenizer adds its special tokens to text.
+        options: Those of `model.generate`.
+        truncate: What a prompt loses that is too long.
+        chat_template_kwargs: Further arguments of the chat template.
+
+    Attributes:
+        reader: Reads the prompts.
+
+    Raises:
+        ConfigError: An option is out of its range.
+        PoolError: The pool was made with another tokenizer.
+        UnsupportedModelError: The model cannot be served, or a processor or criterion may keep a state.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        config: LookaheadConfig,
+        generation_config: GenerationConfig | None,
+        add_special_tokens: bool,
+        options: dict[str, Any],
+        truncate: Truncation | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_pair(model, tokenizer, stacklevel=6)
+        refuse_model(model)
+        check_options(model, config, generation_config, options)
+        _refuse_foreigners(options)
+        if config.pool is not None:
+            open_pool(os.fspath(config.pool), fingerprint=fingerprint_of(tokenizer))
+        self._model, self._tokenizer, self._config = model, tokenizer, config
+        self._context = context_limit(model)
+        self.reader = reader_of(
+            model, tokenizer, generation_config, add_special_tokens, truncate, chat_template_kwargs, options
+        )
+        self._given = generation_config, options
+        own = any(options.get(name) for name in ("logits_processor", "stopping_criteria"))
+        own = own or not all(isinstance(each, str) for each in config.proposers)
+        # What a user gives has its own limits for the rows of one call; and to ask what is served would let an encoder
+        # read the prompt for nothing.
+        self._alone = own or prefills_at_once(model) or model.config.is_encoder_decoder
+        if "pad_token_id" not in options and model.generation_config.pad_token_id is None:
+            options = {**options, "pad_token_id": pad_token_of(tokenizer)}
+        self._settings = serve_stop_strings(model, tokenizer, generation_config, options)
+        self._simple: dict[int, NDArray[np.int32]] = {}  # end-of-sequence tokens, where all else is the argmax
+
+    def take(self, index: int, prompt: Prompt, max_new_tokens: int | None) -> Request:
+        """Read a prompt.
+
+        Raises:
+            PromptError: It cannot be continued.
+            UnsupportedModelError: What is asked for cannot be served, whatever the prompt.
+        """
+        ids = self.reader.read(prompt, index)
+        refuse_strangers(np.array(ids), index, vocabulary_size(self._model))
+        options = self._with_limit(self._settings[1], max_new_tokens)
+        self._refuse_limit(index, len(ids), options)
+        if not self._alone:
+            terms = self._terms(ids, options)
+            if self._context is not None:
+                terms = replace(terms, stopping=terms.stopping.within(self._context))
+            most = terms.stopping.max_length
+            if not terms.do_sample and support_of(self._model, shortest=len(ids), max_length=most).shape == "trees":
+                chooser = TokenChooser(terms.processors, do_sample=False, batch_size=1)
+                row = Row.begin(index, ids, chooser, terms.stopping, device=input_device(self._model))
+                return Request(index, ids, max_new_tokens, row, most + self._config.node_budget + 1)
+        return Request(index, ids, max_new_tokens)
+
+    def decode_alone(self, request: Request) -> GenerationResult:
+        """Decode one prompt by itself."""
+        generation_config, options = self._given
+        return generate(
+            self._model,
+            self._tokenizer,
+            request.ids,
+            config=self._config,
+            generation_config=generation_config,
+            **self._with_limit(options, request.max_new_tokens),
+        )
+
+    def _with_limit(self, options: dict[str, Any], max_new_tokens: int | None) -> dict[str, Any]:
+        """The options with the limit of one prompt."""
+        return options if max_new_tokens is None else {**options, "max_new_tokens": max_new_tokens}
+
+    def _refuse_limit(self, index: int, tokens: int, options: dict[str, Any]) -> None:
+        """Refuse a prompt that is as long as it may become."""
+        config = self._settings[0]
+        if options.get("max_new_tokens") is not None or (config is not None and config.max_new_tokens is not None):
+            return
+        limit = options.get("max_length") or (config.max_length if config is not None else None)
+        if limit is not None and limit <= tokens:
+            raise PromptError(f"max_length must be more than the {tokens} tokens of prompt {index}, got {limit}")
+
+    def _terms(self, ids: Sequence[int], options: dict[str, Any]) -> _Terms:
+        """What `model.generate` makes of options; it is asked once where the answer depends on lengths alone."""
+        new: int | None = options.get("max_new_tokens")
+        if new is not None and new in self._simple:
+            rule = StoppingRule(max_length=len(ids) + new, eos_tokens=self._simple[new])
+            return _Terms(LogitsProcessorList(), rule, do_sample=False)
+        causal_lm: Any = self._model
+        prompt = torch.tensor([ids], device=input_device(self._model))
+        terms: _Terms = causal_lm.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            generation_config=self._settings[0],
+            custom_generate=_terms_of,
+            **options,
+        )
+        if new is not None and not (terms.do_sample or terms.processors or terms.stopping.custom):
+            self._simple[new] = terms.stopping.eos_tokens
+        return terms
+
+
+def _refuse_foreigners(options: dict[str, Any]) -> None:
+    """Refuse what may carry a state from one prompt to another."""
+    given = LogitsProcessorList(options.get("logits_processor") or ())
+    name = foreigner(given, StoppingCriteriaList(options.get("stopping_criteria") or ()), GenerationConfig())
+    name = name or ("prefix_allowed_tokens_fn" if options.get("prefix_allowed_tokens_fn") is not None else "")
+    if name:
+        raise UnsupportedModelError(
+            f"{name} may keep a state, which would go from one prompt to another; call lookahead.generate for one "
+            "prompt at a time, each with an object of its own"
+        )
+
+
+def _terms_of(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    **model_kwargs: Any,
+) -> _Terms:
+    """Stands where `model.generate` would decode, and tells what it would decode by."""
+    refuse_unsupported(model, generation_config, model_kwargs)
+    rule = stopping_rule(stopping_criteria, generation_config)
+    return _Terms(logits_processor, rule, bool(generation_config.do_sample))

@@ -1,0 +1,324 @@
+"""Many prompts in a fixed number of rows: as soon as one has ended, the next takes its place."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from lookahead.config import LookaheadConfig
+from lookahead.engine.engine import Engine
+from lookahead.engine.outputs import Emission
+from lookahead.engine.row import Row
+from lookahead.errors import ConfigError, PromptError
+from lookahead.generation.build import assemble
+from lookahead.generation.prompts import Prompt, Prompts, Truncation
+from lookahead.generation.queue import Intake, Request
+from lookahead.generation.request import call_of
+from lookahead.models.target import OnPrefill, input_device
+from lookahead.models.validate import vocabulary_size
+from lookahead.pools.open_pool import open_pool
+from lookahead.stats import DecodingStats
+from lookahead.verification.stopping import FinishReason
+
+MOST_ROWS = 1024
+_ROWS = {"cpu": 16, "cuda": 32}
+_SLOTS = {"cpu": 2048, "cuda": 4096}  # of the cache for every row, where nothing else is said
+_PASS = {"cpu": 64, "cuda": 512}  # tokens of padding that cost no more than a pass of its own
+_LEAST_CACHE = 256 << 20  # bytes that a cache may have, however small the model
+
+
+def cache_tokens_of(model: PreTrainedModel, rows: int) -> int:
+    """Tokens that a cache of so many rows has room for, all rows together, where nothing else is said.
+
+    It is 2048 a row on a CPU and 4096 on a GPU, and no more than take the bytes of the model's weights, or 256 MiB.
+    """
+    kind = input_device(model).type
+    tokens = rows * _SLOTS.get(kind, _SLOTS["cuda"])
+    config: Any = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    layers, size = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
+    if not (isinstance(heads, int) and isinstance(layers, int) and isinstance(size, int)):
+        return tokens  # a configuration of its own kind does not tell what a token takes
+    head_size = getattr(config, "head_dim", None) or size // (getattr(config, "num_attention_heads", None) or heads)
+    most_bytes = max(_LEAST_CACHE, int(model.get_memory_footprint()))
+    token_bytes: int = 2 * layers * heads * head_size * model.dtype.itemsize  # keys and values
+    return max(1, min(tokens, most_bytes // token_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What came of one prompt.
+
+    Attributes:
+        index: Which prompt it was, counted from 0.
+        text: Its new text, special tokens left out.
+        token_ids: Its new tokens, an end-of-sequence token included.
+        stats: What decoding it did; its seconds are those that passed meanwhile, spent on other rows too.
+        error: Why there is no text, where the prompt could not be served; the others are not touched by that.
+        finish_reason: Why the output ended, `"stop"`, `"length"` or `"criteria"` as in `GenerationResult`; None where
+            there is an error.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    stats: DecodingStats = field(default_factory=DecodingStats)
+    error: Exception | None = None
+    finish_reason: FinishReason | None = None
+
+
+def stream_many(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Prompts,
+    *,
+    rows: int | None = None,
+    config: LookaheadConfig | None = None,
+    generation_config: GenerationConfig | None = None,
+    add_special_tokens: bool = True,
+    truncate: Truncation | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    cache_tokens: int | None = None,
+    **generate_kwargs: Any,
+) -> Iterator[Completion]:
+    """Continue any number of prompts, several at a time; each is yielded as soon as it is done.
+
+    A prompt is taken from `prompts` only when a row is free for it, so that they may come from a stream without an end.
+    The tokens are those that `generate` gives for every prompt alone. A prompt that cannot be served is yielded with
+    its `error`. Where `prompts` itself raises, what is being decoded is finished and yielded first.
+
+    Example:
+        >>> for done in lookahead.stream_many(model, tokenizer, prompts, max_new_tokens=128):  # doctest: +SKIP
+        ...     print(done.index, done.text)
+
+    Args:
+        model: Any HuggingFace causal LM.
+        tokenizer: Its tokenizer.
+        prompts: The prompts, each as `generate` takes it: text, chat messages, token ids.
+        rows: How many are decoded together, 1 to 1024; None decides: 16 on a CPU, 32 on a GPU. One after the other
+            where nothing else is exact: where tokens are sampled, with processors or criteria that you give, or sources
+            of drafts of your own, and with models that score no trees.
+        config: How to draft; the defaults when None.
+        generation_config: As for `model.generate`.
+        add_special_tokens: Whether the tokenizer adds its special tokens to text; False for text that holds them.
+        truncate: What a prompt loses that leaves no room for its output, as for `generate`.
+        chat_template_kwargs: Further arguments of the chat template.
+        cache_tokens: Tokens that the cache has room for, all rows together; when None 2048 a row on a CPU and 4096 on
+            a GPU, as far as they take no more bytes than the model's weights, or 256 MiB. A prompt waits until there
+            is room for it and its output, and one that needs more than all of it is decoded alone.
+        **generate_kwargs: Options of `model.generate`, such as `max_new_tokens`; processors and criteria must be of
+            transformers' own kinds that keep no state.
+
+    Raises:
+        ConfigError: An option is out of its range.
+        PoolError: The pool of the configuration cannot be opened, or was made with another tokenizer.
+        UnsupportedModelError: The model or the generation mode cannot be served, or a processor, criterion or
+            `prefix_allowed_tokens_fn` may keep a state from one prompt to the next.
+    """
+    batching = Batching(
+        model,
+        tokenizer,
+        rows=rows,
+        config=config,
+        generation_config=generation_config,
+        add_special_tokens=add_special_tokens,
+        truncate=truncate,
+        chat_template_kwargs=chat_template_kwargs,
+        cache_tokens=cache_tokens,
+        **generate_kwargs,
+    )
+    return _stream(batching, iter(batching.separate(prompts)))
+
+
+def _stream(batching: Batching, prompts: Iterator[Prompt]) -> Iterator[Completion]:
+    """Fill free rows and step until all is done."""
+    numbered: Iterator[tuple[int, Prompt]] = enumerate(prompts)
+    error: Exception | None = None
+    is_open = True
+    while True:
+        while is_open and batching.is_free:
+            try:
+                batching.put(*next(numbered))
+            except StopIteration:
+                is_open = False
+            except Exception as raised:
+                error, is_open = raised, False
+        if batching.is_idle:
+            if error is not None:
+                raise error
+            return
+        yield from batching.step()
+
+
+class Batching:
+    """Decodes prompts that are put in one after the other, and may be put in while others are being decoded.
+
+    The arguments are those of `stream_many`.
+
+    Attributes:
+        rows: How many prompts are decoded together.
+        on_prefill: Told how many tokens of a prompt are read, and of how many, where it is set.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        rows: int | None = None,
+        config: LookaheadConfig | None = None,
+        generation_config: GenerationConfig | None = None,
+        add_special_tokens: bool = True,
+        truncate: Truncation | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        cache_tokens: int | None = None,
+        **generate_kwargs: Any,
+    ) -> None:
+        self._config = config if config is not None else LookaheadConfig()
+        self._intake = Intake(
+            model,
+            tokenizer,
+            self._config,
+            generation_config,
+            add_special_tokens,
+            generate_kwargs,
+            truncate,
+            chat_template_kwargs,
+        )
+        self.separate = self._intake.reader.separate
+        kind = input_device(model).type
+        self.rows = _checked("rows", rows, MOST_ROWS) or _ROWS.get(kind, _ROWS["cuda"])
+        self._cache_tokens = _checked("cache_tokens", cache_tokens) or cache_tokens_of(model, self.rows)
+        self._pass_tokens = _PASS.get(kind, _PASS["cuda"])
+        self._model = model
+        self._tokenizer = tokenizer
+        self._engine: Engine | None = None
+        self.on_prefill: OnPrefill | None = None
+        self._waiting: deque[Request] = deque()
+        self._running: dict[int, Request] = {}
+        self._failed: list[Completion] = []
+
+    @property
+    def is_free(self) -> bool:
+        """Whether there is a row for another prompt."""
+        return not self._failed and len(self._waiting) + len(self._running) < self.rows
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is left to do."""
+        return not (self._failed or self._waiting or self._running)
+
+    def put(self, index: int, prompt: Prompt, max_new_tokens: int | None = None) -> None:
+        """Take a prompt, to be decoded by the next steps.
+
+        Args:
+            index: What its completion will call it; no other prompt that is not done yet may be called so.
+            prompt: As `generate` takes one.
+            max_new_tokens: In place of the option of that name.
+        """
+        try:
+            self._waiting.append(self._intake.take(index, prompt, max_new_tokens))
+        except PromptError as error:
+            self._failed.append(Completion(index, error=error))
+
+    def step(self) -> list[Completion]:
+        """Let prompts join that there is room for, or else advance those that are being decoded by one pass."""
+        if self._failed:
+            failed, self._failed = self._failed, []
+            return failed
+        if self._waiting and self._waiting[0].row is None:
+            return [self._decode_alone(self._waiting.popleft())]
+        joining = self._joining()
+        engine = self._engine
+        if engine is None:
+            return []
+        emissions: list[Emission] = []
+        engine.report_prefill(self.on_prefill)
+        with engine.serving():
+            for rows in self._in_passes(joining):
+                emissions += engine.admit(rows)
+            if not joining:
+                emissions = engine.step(is_refilled=bool(self._waiting) or len(self._running) == self.rows)
+        return [self._complete(emission) for emission in emissions if emission.finished]
+
+    def _decode_alone(self, request: Request) -> Completion:
+        """Decode one prompt by itself."""
+        try:
+            result = self._intake.decode_alone(request)
+        except PromptError as error:
+            return Completion(request.index, error=error)
+        reason = result.finish_reasons[0]
+        return Completion(request.index, result.texts[0], result.token_ids[0], result.stats, finish_reason=reason)
+
+    def _joining(self) -> list[Row]:
+        """The next prompts, in the order they came, as far as there are rows and slots for them."""
+        joining: list[Row] = []
+        longest = max((request.slots for request in self._running.values()), default=0)
+        while self._waiting and len(self._running) < self.rows:
+            request = self._waiting[0]
+            needed = max(longest, request.slots)
+            rows = len(self._running) + 1
+            if request.row is None or (rows > 1 and rows * needed > self._cache_tokens):
+                break
+            longest = needed
+            self._running[request.index] = self._waiting.popleft()
+            joining.append(request.row)
+        if joining:
+            self._make_room(joining[0], len(self._running), longest)
+        return joining
+
+    def _make_room(self, first: Row, rows: int, longest: int) -> None:
+        """See to it that the cache has so many rows at least, of so many slots."""
+        too_large = False
+        if self._engine is None:
+            self._engine = self._open(first, longest)
+            too_large = self.rows * longest > self._cache_tokens
+        slots = self._engine.cache.slots
+        if too_large or longest > slots.capacity or rows > slots.rows:
+            most = max(rows, min(self.rows, self._cache_tokens // longest))
+            capacity = max(longest, min(slots.capacity, self._cache_tokens // most))
+            self._engine.cache.resize(rows=most, capacity=capacity)
+
+    def _open(self, row: Row, capacity: int) -> Engine:
+        """The engine for rows like one."""
+        config, stopping = self._config, row.stopping
+        pool = None
+        if config.pool is not None:
+            pool = open_pool(os.fspath(config.pool), vocabulary=vocabulary_size(self._model))
+        call = call_of(self._model, self._tokenizer, self.rows, stopping, config, is_chain=False, warp=None)
+        is_limited = stopping.is_only_length
+        return assemble(self._model, config, call, pool, capacity=capacity, runs_to_limit=is_limited, isolates=True)
+
+    def _in_passes(self, rows: Sequence[Row]) -> list[list[Row]]:
+        """Rows whose prompts are read together: those that need little padding to be as long as the longest."""
+        passes: list[list[Row]] = []
+        for row in sorted(rows, key=lambda each: each.tokens):
+            if passes and len(passes[-1]) * (row.tokens - passes[-1][-1].tokens) <= self._pass_tokens:
+                passes[-1].append(row)
+            else:
+                passes.append([row])
+        return passes
+
+    def _complete(self, emission: Emission) -> Completion:
+        """What came of a row that ended."""
+        row = self._running.pop(emission.row).row
+        assert row is not None
+        if emission.error is not None:
+            return Completion(row.index, stats=row.stats, error=emission.error)
+        tokens = row.ids[row.length - row.emitted : row.length].tolist()
+        text = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+        return Completion(row.index, text, tokens, row.stats, finish_reason=emission.finish_reason)
+
+
+def _checked(name: str, value: int | None, most: int | None = None) -> int | None:
+    """A whole number of at least 1, or None."""
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if value is not None and not (is_number and 1 <= value <= (most or value)):
+        span = f"from 1 to {most}" if most else "of at least 1"
+        raise ConfigError(f"{name} must be a whole number {span}, got {value!r}")
+    return value

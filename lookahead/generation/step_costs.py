@@ -1,0 +1,102 @@
+"""What the steps of a model cost, kept from one process to the next.
+
+The library learns costs from the steps it takes anyway and writes no file unasked: a program that wants the first
+call to know them prepares or loads them, and one that has learned them saves them. The command line prepares them, and
+`lookahead calibrate` measures them with more care.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from lookahead.config import PASSES
+from lookahead.engine.model_state import experience_of
+from lookahead.models.calibration import CONTEXTS, NODES, PADDED_NODES, Calibration, calibrate, calibrate_quickly
+from lookahead.models.cost_cache import read_costs, write_costs
+from lookahead.models.validate import refuse_encoder_decoder
+
+
+def load_costs(model: PreTrainedModel, folder: Path | str | None = None) -> bool:
+    """Let a model's drafts be sized by the costs a file holds, from the first step on.
+
+    The first step that is taken tells how fast the machine is now, and what steps take from then on goes on refining
+    them; so costs that were measured on a busy machine are soon put right.
+
+    Costs belong to a model of one shape, dtype, device and number of threads, under one version of PyTorch; those
+    of another are never used. Steps of compiled and recorded passes have files of their own. A file that cannot be
+    read is ignored with a warning.
+
+    Args:
+        model: The model; costs go on being refined by its steps.
+        folder: Where the file is; the platform's cache folder when None.
+
+    Returns:
+        Whether there was a file.
+    """
+    costs = experience_of(model).costs
+    found = [read_costs(model, costs[passes], _as_path(folder), passes) for passes in PASSES]
+    return any(found)
+
+
+def prepare_costs(model: PreTrainedModel, folder: Path | str | None = None) -> bool:
+    """`load_costs`, and where there is no file a quick sweep of about 3 seconds or 30 plain steps, which is then saved.
+
+    Args:
+        model: A causal language model; one that would take over 30 seconds, or that cannot verify drafts, is not
+            measured.
+        folder: Where the file is or will be; the platform's cache folder when None.
+
+    Returns:
+        Whether costs are known now.
+
+    Raises:
+        OSError: The file cannot be written; the costs are known all the same.
+    """
+    if load_costs(model, folder):
+        return True
+    if not calibrate_quickly(model, experience_of(model).costs[PASSES[0]]):
+        return False
+    save_costs(model, folder)
+    return True
+
+
+def save_costs(model: PreTrainedModel, folder: Path | str | None = None, *, compile: bool = False) -> Path:
+    """Write what the steps of a model were measured to cost, over a file that is there; returns its path.
+
+    Args:
+        model: The model.
+        folder: Where to write; the platform's cache folder when None.
+        compile: Whether its compiled steps are meant.
+
+    Raises:
+        OSError: It cannot be written; an older file is still whole then.
+    """
+    passes = PASSES[compile]
+    return write_costs(model, experience_of(model).costs[passes], _as_path(folder), passes)
+
+
+def calibrate_costs(
+    model: PreTrainedModel, contexts: Sequence[int] = CONTEXTS, *, compile: bool = False
+) -> Calibration:
+    """Measure what steps of every size cost, at some lengths of context, instead of learning it bit by bit.
+
+    Args:
+        model: A causal language model.
+        contexts: Tokens in the cache.
+        compile: Whether to measure compiled steps, of every size they are padded to; that compiles them.
+
+    Raises:
+        ConfigError: A context is out of its range.
+        UnsupportedModelError: The model cannot verify drafts.
+    """
+    refuse_encoder_decoder(model, "be calibrated; it learns its costs while it decodes")
+    cost = experience_of(model).costs[PASSES[compile]]
+    return calibrate(model, cost, contexts=contexts, nodes=PADDED_NODES if compile else NODES, compiles=compile)
+
+
+def _as_path(folder: Path | str | None) -> Path | None:
+    """A folder by its path."""
+    return None if folder is None else Path(folder)

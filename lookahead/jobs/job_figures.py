@@ -1,0 +1,161 @@
+"""What a job has to say at its end, as words and rows; drawing them is left to the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lookahead.jobs.estimate import Estimate
+    from lookahead.jobs.job import JobTotals
+    from lookahead.stats import DecodingStats
+    from lookahead.summarization.baseline import PlainFigures
+    from lookahead.summarization.summarizer import Summary
+
+COMPARISON_HEADINGS = (
+    "document",
+    "new\ntokens",
+    "plain\ntokens/s",
+    "lookahead\ntokens/s",
+    "speedup",
+    "tokens\nper pass",
+    "identical",
+)
+
+_RAISE = "--max-new-tokens raises it"
+
+
+def describe_speed(stats: DecodingStats) -> str:
+    """Speed in words."""
+    return f"{stats.tokens_per_s:.1f} tokens/s, {stats.mean_acceptance_length:.2f} tokens per pass"
+
+
+def describe_summary(summary: Summary) -> str:
+    """The figures of one summary, in a line."""
+    parts = f" in {summary.parts} parts" if summary.parts > 1 else ""
+    cut = f"; cut at {summary.summary_tokens} tokens; {_RAISE}" if summary.finish_reason == "length" else ""
+    return (
+        f"{summary.document_tokens} tokens{parts} summarized in {summary.summary_tokens}, "
+        f"{describe_speed(summary.stats)}{cut}"
+    )
+
+
+def speed_of(totals: JobTotals, seconds: float) -> float:
+    """Tokens a second of a job that took so long in all: by the clock, since documents are decoded beside each other.
+
+    Of a single one, and where each was decoded plainly too, what lookahead took of the time is known.
+    """
+    if totals.plain is not None or totals.summarized <= 1 or not seconds:
+        return totals.stats.tokens_per_s
+    return totals.stats.emitted_tokens / seconds
+
+
+def describe_totals(totals: JobTotals, seconds: float) -> str:
+    """What a job did, in a line; `seconds` is how long it took in all."""
+    copied = f", {totals.copied} with the text of another" if totals.copied else ""
+    earlier = f", {totals.earlier} finished before" if totals.earlier else ""
+    failed = f", {totals.rejected} failed" if totals.rejected else ""
+    skipped = f", {count(totals.skipped, 'file')} skipped" if totals.skipped else ""
+    cut = f"; {totals.cut} cut at the token limit, {_RAISE}" if totals.cut else ""
+    speed = f"{speed_of(totals, seconds):.1f} tokens/s, {totals.stats.mean_acceptance_length:.2f} tokens per pass"
+    emitted = f"; {totals.stats.emitted_tokens} tokens at {speed}" if totals.summarized else ""
+    return f"{count(totals.summarized, 'document')} summarized{copied}{earlier}{failed}{skipped}{emitted}{cut}"
+
+
+def describe_stop(totals: JobTotals, output: Path | None) -> str:
+    """What there is of a job that was stopped early."""
+    finished = count(totals.written + totals.earlier, "finished summary", "finished summaries")
+    if output is None or not output.exists() or output.is_file():
+        how = "; a job with --output can be resumed" if output is None else "; --resume goes on"
+        return f"{finished} in {output or 'stdout'}{how}"
+    return f"{finished} in {output}"
+
+
+def totals_rows(totals: JobTotals, seconds: float) -> list[tuple[str, str]]:
+    """Every figure of a job with its name; `seconds` is how long it took in all."""
+    stats = totals.stats
+    sources = sorted(stats.accepted_by_source.items(), key=lambda item: -item[1])
+    rows = [
+        ("documents summarized", f"{totals.summarized:,}"),
+        ("copied from equal texts", f"{totals.copied:,}"),
+        ("finished before", f"{totals.earlier:,}"),
+        ("failed", f"{totals.rejected:,}"),
+        ("files skipped", f"{totals.skipped:,}"),
+        ("cut at the token limit", f"{totals.cut:,}"),
+        ("tokens read", f"{stats.prompt_tokens:,}"),
+        ("tokens written", f"{stats.emitted_tokens:,}"),
+        ("tokens per pass", f"{stats.mean_acceptance_length:.2f}"),
+        ("drafted tokens accepted", f"{stats.draft_acceptance_rate:.1%}"),
+        ("accepted by source", ", ".join(f"{name} {number:,}" for name, number in sources) or "-"),
+        ("seconds", f"{seconds:,.1f}"),
+        ("documents per second", f"{totals.written / seconds:.2f}" if seconds else "-"),
+    ]
+    return [(name, figure) for name, figure in rows if figure != "0"]
+
+
+def describe_memory(path: str, loaded: int, known: int, totals: JobTotals) -> str:
+    """What a memory of earlier outputs was worth to a job, in a line."""
+    accepted = totals.stats.accepted_by_source["outputs"]
+    share = f" ({accepted / totals.stats.emitted_tokens:.0%})" if totals.stats.emitted_tokens else ""
+    return (
+        f"{path}: {loaded:,} tokens of earlier outputs were known, {known:,} are now; {accepted:,} of "
+        f"{totals.stats.emitted_tokens:,} tokens written{share} were drafted from earlier outputs"
+    )
+
+
+def estimate_rows(estimate: Estimate) -> list[tuple[str, str]]:
+    """Every figure of an estimate with its name."""
+    time = "-" if estimate.seconds is None else f"{estimate.seconds:,.1f} s ({estimate.seconds / 3600:,.2f} h)"
+    measured = count(estimate.tried, "document")
+    if estimate.timed_parts < estimate.tried_parts:
+        measured = f"{estimate.timed_parts:,} of {estimate.tried_parts:,} parts of {measured}"
+    rows = [
+        ("documents", f"{estimate.documents:,}"),
+        ("of them with the text of another", f"{estimate.copies:,}"),
+        ("failed", f"{estimate.failed:,}"),
+        ("document tokens", f"{estimate.document_tokens:,}"),
+        ("parts", f"{estimate.parts:,}"),
+        ("most new tokens", f"{estimate.most_new_tokens:,}"),
+        (f"time, from {measured}", time),
+    ]
+    return rows if estimate.cost is None else [*rows, ("cost", f"{estimate.cost:,.2f}")]
+
+
+def describe_difference(totals: JobTotals, *, exact: bool) -> str:
+    """Which documents plain decoding summarized differently, and what to make of it."""
+    names = ", ".join(map(str, totals.different))
+    why = (
+        "in fp32 that is a bug, please report it"
+        if exact
+        else "half precision rounds by the shape of a batch; --dtype fp32 is exact"
+    )
+    return f"plain decoding wrote other tokens for {names}; {why}"
+
+
+def comparison_row(name: str, stats: DecodingStats, plain: PlainFigures) -> tuple[str, ...]:
+    """One row under `COMPARISON_HEADINGS`."""
+    speedup = plain.speedup(stats)
+    return (
+        name,
+        str(stats.emitted_tokens),
+        f"{plain.tokens_per_s:.1f}",
+        f"{stats.tokens_per_s:.1f}",
+        "-" if speedup is None else f"{speedup:.2f}x",
+        f"{stats.mean_acceptance_length:.2f}",
+        "yes" if plain.identical else "NO",
+    )
+
+
+def stats_rows(stats: DecodingStats) -> list[tuple[str, str]]:
+    """Every figure of decoding with its name."""
+    rows = []
+    for name, value in stats.to_dict().items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{key}: {number}" for key, number in value.items()) or "-"
+        rows.append((name, str(value)))
+    return rows
+
+
+def count(number: int, one: str, many: str | None = None) -> str:
+    """`1 document`, `2 documents`."""
+    return f"{number} {one if number == 1 else many or one + 's'}"

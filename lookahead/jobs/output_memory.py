@@ -1,0 +1,126 @@
+"""The memory of earlier outputs, kept in a file from one job to the next."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lookahead.engine.model_state import experience_of
+from lookahead.errors import PoolError
+from lookahead.ngram.chains import ChainIndex
+from lookahead.ngram.pool_file import write_pool
+from lookahead.pools.open_pool import open_pool, pool_errors, read_pool_header
+from lookahead.pools.tokenizer_fingerprint import fingerprint_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from lookahead.documents.decode_text import DocumentId, Reject
+    from lookahead.jobs.job import JobObserver, JobTotals
+    from lookahead.summarization.summarizer import Summarized
+
+SAVE_EVERY_S = 300.0
+
+
+def is_memory(path: str | os.PathLike[str]) -> bool:
+    """Whether a pool file is one that jobs add to: their own, or one that is not there yet.
+
+    Raises:
+        PoolError: There is a file, and it is no pool.
+    """
+    return not os.path.lexists(path) or read_pool_header(os.fspath(path)).learned == 1
+
+
+def check_memory(path: Path) -> None:
+    """Refuse a path that no pool can be written to, before any work is done.
+
+    Raises:
+        PoolError: With what is wrong about it.
+    """
+    if not path.parent.is_dir():
+        raise PoolError(f"{path}: cannot be written: there is no directory {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise PoolError(f"{path}: cannot be written: permission denied")
+
+
+class OutputMemory:
+    """What a model drafts from of earlier outputs, loaded from a pool file and saved to it.
+
+    Args:
+        path: The file; where there is none the memory begins empty.
+        model: The model whose memory is filled.
+        tokenizer: Its tokenizer.
+
+    Attributes:
+        loaded: Tokens that came from the file.
+
+    Raises:
+        PoolError: The file is damaged, or was made with another tokenizer.
+    """
+
+    def __init__(self, path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.path = path
+        self.loaded = 0
+        self._outputs: ChainIndex = experience_of(model).proposers.memory.outputs
+        self._fingerprint = fingerprint_of(tokenizer)
+        self._saved_at = time.monotonic()
+        if path.exists():
+            embedding: Any = model.get_input_embeddings()
+            pool = open_pool(str(path), fingerprint=self._fingerprint, vocabulary=int(embedding.weight.shape[0]))
+            self._outputs.append_documents(np.array(pool.tokens[1:]))
+            self.loaded = pool.header.tokens
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in memory now; when it is full the oldest half is forgotten."""
+        return int(np.count_nonzero(self._outputs.tokens >= 0))
+
+    def save(self) -> None:
+        """Write the memory to its file, whole or not at all.
+
+        Raises:
+            PoolError: It cannot be written; the file is left as it was.
+        """
+        tokens = np.array(self._outputs.tokens[1:])
+        if np.any(tokens >= 0):
+            with pool_errors(str(self.path)):
+                write_pool(self.path, tokens, self._fingerprint, is_learned=True)
+        self._saved_at = time.monotonic()
+
+    def save_if_due(self) -> None:
+        """Write it if that is some minutes ago, so that a killed job loses little.
+
+        Raises:
+            PoolError: As `save`.
+        """
+        if time.monotonic() - self._saved_at >= SAVE_EVERY_S:
+            self.save()
+
+
+class Remembering:
+    """Saves the memory from time to time while a job goes on.
+
+    Args:
+        memory: What is saved.
+        observer: Told of each document first.
+    """
+
+    def __init__(self, memory: OutputMemory, observer: JobObserver) -> None:
+        self._memory, self._observer = memory, observer
+
+    def summarized(self, done: Summarized, totals: JobTotals) -> None:
+        """A document is summarized."""
+        self._observer.summarized(done, totals)
+        self._memory.save_if_due()
+
+    def passed(self, name: DocumentId, totals: JobTotals) -> None:
+        """A document needed no work."""
+        self._observer.passed(name, totals)
+
+    def rejected(self, reject: Reject, totals: JobTotals) -> None:
+        """A document could not be read or summarized."""
+        self._observer.rejected(reject, totals)

@@ -1,0 +1,1 @@
+"""HuggingFace models as verification targets: loading, KV cache, tree attention, fixed-shape passes, step costs."""

@@ -1,0 +1,393 @@
+"""The tree cache: KV of committed tokens at slots 0..len-1 of each row, of tree nodes right behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numba import njit
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+_GROWTH = 1.5
+_FEW = 32  # tokens of a pass up to which a loop writes them sooner than a call of torch begins to
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # Numba knows no bfloat16
+
+RowStates = tuple[Tensor, Tensor]
+
+
+class TreeSlots:
+    """Where the rows of a batch stand in the slots of every layer; one object shared by all layers.
+
+    Attributes:
+        lengths: int64 `[rows]`; committed tokens of each row from `first` on, whose KV stands at slots 0..length-1.
+        first: The first row that takes part in a pass; 0 but within `since`.
+        active: Rows that take part in a pass; they are the rows first..first+active-1.
+        width: Nodes the running pass writes per row, at slots length..length+width-1.
+        kv_length: Slots a row's queries may look at during the running pass.
+        is_even: Whether all active rows hold equally many committed tokens.
+        is_plain: Whether the model makes its own masks and calls its own attention in the running pass.
+        begun_at: Committed tokens of the first active row when the running pass began.
+        rows: Rows there are slots for.
+        capacity: Slots a row has.
+        allocations: How often a layer has allocated its slots, so that addresses can be known to be old.
+        index: int64 `[active * width]`; the slots a pass of fixed shape writes, rows laid end to end; None in others.
+    """
+
+    def __init__(self, rows: int, capacity: int) -> None:
+        self.lengths: NDArray[np.int64] = np.zeros(rows, np.int64)
+        self.rows = rows
+        self.first = 0
+        self.active = rows
+        self.width = 0
+        self.kv_length = 0
+        self.capacity = capacity
+        self.allocations = 0
+        self.is_even = True
+        self.is_plain = False
+        self.index: Tensor | None = None
+        self.begun_at = 0
+        self._flat: dict[torch.device, Tensor] = {}
+
+    def begin(self, width: int, *, is_plain: bool = False) -> None:
+        """Open a pass that writes `width` nodes per active row; a plain one is as the model itself would take it."""
+        lengths = self.lengths[: self.active].tolist()
+        self.begun_at = lengths[0]
+        self.is_even = all(length == self.begun_at for length in lengths)
+        self.is_plain = is_plain
+        self._flat = {}
+        self.index = None
+        self.width = width
+        self.kv_length = max(lengths) + width
+        self.hold(self.kv_length)
+
+    def hold(self, slots: int) -> None:
+        """Let every row have so many slots, and some more where that takes an allocation."""
+        if slots > self.capacity:
+            self.capacity = max(slots, int(self.capacity * _GROWTH))
+
+    @contextmanager
+    def since(self, first: int) -> Iterator[None]:
+        """Leave the rows before `first` out of the passes of a block, which numbers the others from 0."""
+        lengths, active = self.lengths, self.active
+        self.first, self.lengths, self.active = first, lengths[first:], active - first
+        try:
+            yield
+        finally:
+            self.first, self.lengths, self.active = 0, lengths, active
+
+    @contextmanager
+    def fixed(self, rows: int, width: int, index: Tensor) -> Iterator[None]:
+        """Hold a pass of fixed shape: all that Python sees of it is the same at every step, slots come as a tensor.
+
+        Args:
+            rows: Rows of the pass, the active ones first; the others' slots hold nothing that is needed.
+            width: Nodes it writes per row.
+            index: int64 `[rows * width]`; as the attribute.
+        """
+        active, self.active = self.active, rows
+        self.is_even, self.is_plain, self.index = False, False, index
+        self.width, self.kv_length = width, self.capacity
+        try:
+            yield
+        finally:
+            self.active, self.index = active, None
+
+    def write(self, buffers: Sequence[Tensor], states: Sequence[Tensor]) -> None:
+        """Put keys and values `[active, heads, width, dim]` into their buffers `[rows, capacity, heads, dim]`."""
+        if self.index is not None:
+            for buffer, new in zip(buffers, states, strict=True):
+                buffer.flatten(0, 1).index_copy_(0, self.index, new.transpose(1, 2).flatten(0, 1))
+            return
+        end = self.first + self.active
+        is_small = self.active * self.width <= _FEW
+        if buffers[0].device.type == "cpu" and (is_small or not self.is_even):
+            own = [buffer[self.first : end] for buffer in buffers]
+            keys, values, new_keys, new_values = (_bits(each) for each in (*own, *states))
+            _write(keys, values, new_keys, new_values, self.lengths)
+            return
+        for buffer, new in zip(buffers, states, strict=True):
+            if self.is_even:
+                buffer[self.first : end, self.begun_at : self.begun_at + self.width] = new.transpose(1, 2)
+            else:
+                index = self._index(buffer.device)
+                buffer.flatten(0, 1).index_copy_(0, index, new.transpose(1, 2).flatten(0, 1))
+
+    def _index(self, device: torch.device) -> Tensor:
+        """Where the pass's nodes go, int64 `[active * width]`, counted over the slots of all rows."""
+        if device not in self._flat:
+            starts = self.lengths[: self.active] + (self.first + np.arange(self.active)) * self.capacity
+            slots = (starts[:, None] + np.arange(self.width)).reshape(-1)
+            self._flat[device] = torch.from_numpy(slots).to(device)
+        return self._flat[device]
+
+
+class TreeLayer(CacheLayerMixin):
+    """KV of one layer, `[rows, capacity, heads, dim]`, allocated when the first pass shows heads and dim.
+
+    In a plain pass it shows what the layer of a `DynamicCache` would, so that the model does the same to the last bit.
+
+    Args:
+        slots: Where the rows stand.
+        window: Positions that such a layer keeps for a query, itself included; None for all.
+    """
+
+    def __init__(self, slots: TreeSlots, window: int | None = None) -> None:
+        base: Any = super()
+        base.__init__()  # untyped in transformers
+        self._slots = slots
+        self._window = window
+        self._buffers: list[Tensor] = []
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate the slots; zeros, because a masked slot still takes part in 0 · value."""
+        shape = (self._slots.rows, self._slots.capacity)
+        self._buffers = [new.new_zeros(*shape, new.shape[1], new.shape[3]) for new in (key_states, value_states)]
+        self.keys, self.values = self._buffers
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+        self._slots.allocations += 1
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the pass's nodes and return the keys and values its queries may see, `[active, heads, kv, dim]`."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        elif self._buffers[0].shape[1] < self._slots.capacity:
+            self.grow()
+        keys, values = self._buffers
+        self._slots.write(self._buffers, (key_states, value_states))
+        first, kv_length = self._slots.first, self._slots.kv_length
+        rows, seen = slice(first, first + self._slots.active), slice(self._offset, kv_length)
+        return keys[rows, seen].transpose(1, 2), values[rows, seen].transpose(1, 2)
+
+    @property
+    def is_sliding(self) -> bool:
+        """Whether the running pass sees a window only."""
+        return self._slots.is_plain and self._window is not None
+
+    @property
+    def _offset(self) -> int:
+        """The first slot that the running pass sees."""
+        if self._window is None or not self._slots.is_plain:
+            return 0
+        return max(0, self._slots.begun_at - self._window + 1)
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Keys and values, `[rows, capacity, heads, dim]`."""
+        return self._buffers
+
+    def move(self, row: int, start: int, nodes: Tensor) -> None:
+        """Move tree nodes to the slots from `start` on; reads end before writes begin, so ranges may overlap."""
+        for buffer in self._buffers:
+            kept = buffer[row].index_select(0, nodes.to(buffer.device))
+            buffer[row, start : start + len(nodes)] = kept
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` slots of one row over another's."""
+        for buffer in self._buffers:
+            buffer[target, :length] = buffer[source, :length]
+
+    def take(self, row: int, length: int) -> RowStates:
+        """Copy the first `length` slots of a row: keys and values, `[heads, length, dim]`."""
+        keys, values = (buffer[row, :length].transpose(0, 1).clone() for buffer in self._buffers)
+        return keys, values
+
+    def fill(self, row: int, length: int, keys: Tensor, values: Tensor) -> None:
+        """Put keys and values `[heads, n, dim]` into the n slots before `length`."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys[None], values[None])
+        for buffer, states in zip(self._buffers, (keys, values), strict=True):
+            buffer[row, length - states.shape[1] : length] = states.transpose(0, 1)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys the running pass sees, and their offset."""
+        return self._slots.kv_length - self._offset, self._offset
+
+    def get_seq_length(self) -> int:
+        """Committed tokens of the longest active row; of a pass of fixed shape only that there are some."""
+        if self._slots.index is not None:
+            return 1
+        return self._slots.kv_length - self._slots.width
+
+    def get_max_length(self) -> int:
+        """No maximum: the slots grow."""
+        return -1
+
+    def wipe(self, row: int, start: int) -> None:
+        """Write zeros into the slots of a row from `start` on."""
+        for buffer in self._buffers:
+            buffer[row, start:] = 0
+
+    def grow(self) -> None:
+        """Reallocate for the shared rows and capacity, keeping what is there as far as there is room."""
+        for i, old in enumerate(self._buffers):
+            new = old.new_zeros(self._slots.rows, self._slots.capacity, *old.shape[2:])
+            rows, capacity = (min(sizes) for sizes in zip(old.shape[:2], new.shape[:2], strict=True))
+            new[:rows, :capacity] = old[:rows, :capacity]
+            self._buffers[i] = new
+        self.keys, self.values = self._buffers
+        self._slots.allocations += 1
+
+
+class TreeCache(Cache):
+    """The cache a target pass over token trees reads and writes.
+
+    Layers appear when the first pass reaches them, so no model needs to say how many it has.
+
+    Args:
+        rows: Rows of the batch.
+        capacity: Slots per row to begin with; they grow when a row needs more.
+        windows: Positions a layer keeps for a query in a `DynamicCache`, by layer; None for all.
+    """
+
+    def __init__(self, *, rows: int, capacity: int, windows: Sequence[int | None] = ()) -> None:
+        self.slots = TreeSlots(rows, capacity)
+        self._windows = windows
+        self._bound: Callable[..., None] | None = None
+        self._bound_at = 0
+        # The base class only ever calls it, so a partial does as well as a class.
+        super().__init__(layer_class_to_replicate=cast(type[CacheLayerMixin], self._next_layer))
+
+    def _next_layer(self) -> TreeLayer:
+        """The layer behind those there are."""
+        at = len(self.layers)
+        return TreeLayer(self.slots, self._windows[at] if at < len(self._windows) else None)
+
+    def reserve(self, capacity: int) -> None:
+        """Give every row so many slots now, before a pass during which nothing may be allocated."""
+        self.slots.hold(capacity)
+        for layer in self._written_layers():
+            if layer.buffers[0].shape[1] < self.slots.capacity:
+                layer.grow()
+
+    def vacate(self) -> None:
+        """Let no row take part in passes until it joins; what rows hold stays theirs."""
+        self.slots.active = 0
+
+    def join(self, rows: int) -> int:
+        """Let so many rows more take part, behind those that do. Returns the first of them."""
+        first = self.slots.active
+        self.slots.active += rows
+        return first
+
+    def resize(self, *, rows: int, capacity: int) -> None:
+        """Reallocate for so many rows, no fewer than take part, with so many slots each, no fewer than those hold."""
+        slots = self.slots
+        lengths = np.zeros(rows, np.int64)
+        lengths[: slots.active] = slots.lengths[: slots.active]
+        slots.lengths, slots.rows, slots.capacity = lengths, rows, capacity
+        for layer in self._written_layers():
+            layer.grow()
+
+    def wipe(self, row: int, start: int = 0) -> None:
+        """Forget what a row holds behind its first `start` tokens to the last bit.
+
+        A masked slot still takes part in 0 · value, and NaN would stay.
+        """
+        for layer in self._written_layers():
+            layer.wipe(row, start)
+        self.slots.lengths[row] = start
+
+    def commit(self, row: int, path: NDArray[np.int32]) -> None:
+        """Keep the KV of the nodes of `path` (int32 `[a]`, ascending from 0) and forget the tree's other nodes."""
+        if len(path) and path[-1] >= len(path):  # else it stands where it belongs
+            self._gather(row, int(self.slots.lengths[row]), path)
+        self.slots.lengths[row] += len(path)
+
+    def _gather(self, row: int, start: int, path: NDArray[np.int32]) -> None:
+        """Bring the KV of the nodes of `path`, which stand behind `start`, together in the slots from there on."""
+        layers = self._written_layers()
+        compact = self._compactor(layers, len(path))
+        if compact is None:
+            in_place = int(np.argmax(path != np.arange(len(path))))
+            nodes = torch.from_numpy(path[in_place:].astype(np.int64) + start)
+            for layer in layers:
+                layer.move(row, start + in_place, nodes)
+            return
+        packed = torch.from_numpy(np.array([row, start, len(path), *path], np.int32))
+        packed = packed.to(layers[0].device, non_blocking=True)
+        compact(rows=packed[:1], starts=packed[1:2], counts=packed[2:3], paths=packed[3:][None])
+
+    def _compactor(self, layers: Sequence[TreeLayer], nodes: int) -> Callable[..., None] | None:
+        """The kernel that moves so many nodes in all layers at once, or None where each layer moves its own."""
+        from lookahead.kernels.checks import MAX_NODES
+        from lookahead.kernels.dispatch import compactor_for
+
+        if self._bound_at != self.slots.allocations:
+            self._bound = compactor_for([buffer for layer in layers for buffer in layer.buffers])
+            self._bound_at = self.slots.allocations
+        return self._bound if nodes <= MAX_NODES else None
+
+    def take(self, row: int) -> list[RowStates]:
+        """Copy the committed KV of a row: for every layer keys and values, `[heads, length, dim]`."""
+        length = int(self.slots.lengths[row])
+        return [layer.take(row, length) for layer in self._written_layers()]
+
+    def adopt(self, row: int, states: Sequence[RowStates], length: int) -> None:
+        """Fill an empty row with the KV of its first `length` tokens.
+
+        A layer that holds fewer, the last of a sliding window, fills the slots before `length`; its window never
+        reaches back to the others.
+        """
+        while len(self.layers) < len(states):
+            self.layers.append(self._next_layer())
+        for layer, (keys, values) in zip(self._tree_layers(), states, strict=True):
+            layer.fill(row, length, keys, values)
+        self.slots.lengths[row] = length
+
+    def retire(self, row: int) -> int:
+        """Free an active row: the last active row takes its place. Returns the row that moved to `row`."""
+        last = self.slots.active - 1
+        if row != last:
+            length = int(self.slots.lengths[last])
+            for layer in self._written_layers():
+                layer.copy_row(last, row, length)
+            self.slots.lengths[row] = length
+        self.slots.lengths[last] = 0
+        self.slots.active = last
+        return last
+
+    def _written_layers(self) -> list[TreeLayer]:
+        """The layers that hold KV of their own; a layer that shares another's never writes."""
+        return [layer for layer in self._tree_layers() if layer.is_initialized]
+
+    def _tree_layers(self) -> list[TreeLayer]:
+        """All layers, by their type."""
+        return cast(list[TreeLayer], self.layers)
+
+
+def windows_of(model: PreTrainedModel) -> list[int | None]:
+    """Positions that the layers of the cache that `model.generate` makes keep for a query; None for all."""
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    return [getattr(layer, "sliding_window", None) for layer in layers]
+
+
+def _bits(tensor: Tensor) -> NDArray[Any]:
+    """A tensor of the CPU as an array of integers of its size."""
+    view: NDArray[Any] = tensor.view(_BITS[tensor.element_size()]).numpy()
+    return view
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _write(key_buffer, value_buffer, keys, values, lengths):
+    """Write every row's keys and values `[active, heads, width, dim]` behind its committed slots."""
+    rows, heads, width, _ = keys.shape
+    for row in range(rows):
+        for node in range(width):
+            slot = lengths[row] + node
+            for head in range(heads):
+                _copy(key_buffer[row, slot, head], keys[row, head, node])
+                _copy(value_buffer[row, slot, head], values[row, head, node])
+
+
+@njit(cache=True, error_model="numpy")
+def _copy(to, source):
+    """Copy one vector."""
+    for i in range(to.size):
+        to[i] = source[i]

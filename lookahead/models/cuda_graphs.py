@@ -1,0 +1,150 @@
+"""CUDA graphs: the kernels of a pass, recorded once and launched together at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
+from threading import Lock
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lookahead.models.fixed_shape import Run
+
+_aten = torch.ops.aten
+# What gives the host a number, takes the device some of Python's, or makes a tensor of a size only the device knows.
+_WAITING = {
+    _aten._local_scalar_dense, _aten.lift_fresh, _aten.equal, _aten.nonzero, _aten.masked_select, _aten._unique2,
+    _aten.unique_dim, _aten.unique_consecutive,
+}  # fmt: skip
+_COPYING = {_aten._to_copy, _aten.copy_}  # from the host or to it, that is
+_INDEXING = {_aten.index, _aten.index_put, _aten.index_put_}  # with a mask, or with numbers of the host
+_MASKS = (torch.bool, torch.uint8)
+_recording = Lock()  # torch records one graph at a time in a process
+
+
+class Graph(Protocol):
+    """A recorded pass."""
+
+    def replay(self) -> tuple[Tensor, ...]:
+        """Do on what the static buffers hold now what was recorded; the next replay overwrites what is returned."""
+        ...
+
+
+Capture = Callable[[Run], Graph]
+
+
+def graph_shortcoming(model: torch.nn.Module, device: torch.device) -> str | None:
+    """Why passes of a model cannot be recorded, in words, or None where that is to be seen.
+
+    Args:
+        model: The model.
+        device: Where it takes its tokens.
+    """
+    if device.type != "cuda":
+        return f"it is on {device}"
+    devices = {str(each.device) for each in model.parameters()}
+    if devices != {str(device)}:
+        return f"its weights are on {', '.join(sorted(devices))}, and a recording is of one GPU"
+    return None
+
+
+class Watch(TorchDispatchMode):
+    """Refuses operations that wait for a device, while it is entered, in this thread.
+
+    A recording that meets one fails, and leaves torch's allocator believing that it still goes on. So a pass is watched
+    before anything of it is recorded.
+
+    Args:
+        device: The kind of device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        base: Any = super()
+        base.__init__()  # untyped in torch
+        self._kind = device.type
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Do an operation, unless it waits.
+
+        Raises:
+            RuntimeError: It does.
+        """
+        made = func(*args, **(kwargs or {}))
+        packet = getattr(func, "overloadpacket", func)
+        met = [each for each in tree_leaves((args, made)) if isinstance(each, Tensor)]
+        kinds = {each.device.type for each in met}
+        indices = args[1] if packet in _INDEXING else ()
+        is_copied = packet in _COPYING | _INDEXING and len(kinds) > 1
+        is_counted = any(isinstance(each, Tensor) and each.dtype in _MASKS for each in indices)
+        if self._kind in kinds and (packet in _WAITING or is_copied or is_counted):
+            raise RuntimeError(f"{packet} waits for the device")
+        return made
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Where passes are recorded: one stream of a device, since cuBLAS keeps memory of its own for each it meets."""
+    return torch.cuda.Stream(device)
+
+
+class CudaGraphs:
+    """Records passes as CUDA graphs that share one pool of memory.
+
+    They may, in whatever order they are replayed: nothing in the pool is needed from one replay to the next.
+
+    Args:
+        device: The GPU.
+        is_watched: Whether a pass is watched for what cannot be recorded; compiled code holds nothing of the kind, and
+            Dynamo compiles nothing that is watched.
+    """
+
+    def __init__(self, device: torch.device, *, is_watched: bool = True) -> None:
+        self._device = device
+        self._watch = Watch(device) if is_watched else nullcontext()
+        self._pool: Any = None
+        self._living: WeakSet[_CudaGraph] = WeakSet()
+
+    def __call__(self, run: Run) -> Graph:
+        """Run a pass, so that all it compiles and allocates once is there, and record it.
+
+        Raises:
+            RuntimeError: The pass waits for the device, or does something else that cannot be recorded.
+        """
+        side = _side_stream(self._device)
+        with torch.cuda.device(self._device), _recording:
+            current = torch.cuda.current_stream()
+            side.wait_stream(current)
+            with torch.cuda.stream(side), self._watch:
+                run()
+            current.wait_stream(side)
+            if not self._living:
+                self._pool = torch.cuda.graph_pool_handle()  # one that all graphs have left takes no more
+            graph = torch.cuda.CUDAGraph()
+            # What other threads do on the device is no business of this pass.
+            mode = "thread_local"
+            # A recording that fails leaves its stream the current one: the outer block brings back the other.
+            recording = torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode=mode)
+            with torch.cuda.stream(current), recording:
+                outputs = run()
+            recorded = _CudaGraph(graph, outputs)
+            self._living.add(recorded)
+        return recorded
+
+
+class _CudaGraph:
+    """One recorded pass; its outputs live as long as it does."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: tuple[Tensor, ...]) -> None:
+        self._graph = graph
+        self._outputs = outputs
+
+    def replay(self) -> tuple[Tensor, ...]:
+        """Launch what was recorded on the current stream."""
+        self._graph.replay()
+        return self._outputs

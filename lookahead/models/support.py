@@ -1,0 +1,191 @@
+"""How a model can be drafted for, found out from the model rather than from a list of names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Dropout
+from transformers import PreTrainedModel
+
+from lookahead.drafting.tree import MAX_NODES_LIMIT, TokenTree
+from lookahead.models.per_model import PerModel, probed_once
+from lookahead.models.target import Shape, Target, input_device
+
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+_TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.02}  # of the logits' norm: what rounding may come to
+_FINE_TOLERANCE = 1e-3
+# Routing to experts may flip with the rounding of half precision: one of several probes must come out right.
+PROBES = ((1, 2, 3, 4, 5, 6), (7, 3, 1, 6, 2, 5), (4, 8, 5, 1, 7, 2))
+
+_TREE = (0, 0, 1, 2, 0)
+_CHAIN = (0, 0, 1, 2, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """What a model can verify in one pass.
+
+    Attributes:
+        shape: Token trees, chains only, or nothing but its next token.
+        reason: Why it is not trees, in words; empty where it is.
+    """
+
+    shape: Shape | Literal["none"]
+    reason: str = ""
+
+
+_verdicts: PerModel[Support] = PerModel(heeds_weights=True)
+
+
+def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Support:
+    """What can be drafted for a model; it is probed with a few tokens when it is met for the first time.
+
+    Args:
+        model: A causal language model.
+        shortest: Tokens of the shortest prompt of the batch.
+        max_length: Tokens the longest row may reach; some position embeddings change their rule on the way.
+    """
+    if model.config.is_encoder_decoder:
+        return Support("none", "it has an encoder, and its decoder is served by itself")
+    config: Any = model.config.get_text_config()
+    others = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS
+    if getattr(model, "_is_stateful", False):
+        return Support("none", "its state is sequential, so a rejected draft could not be taken back")
+    if others:
+        return Support("none", f"its {' and '.join(sorted(others))} layers see more than positions and masks")
+    windows = [getattr(config, "keep_window_size", None)]
+    if not model._can_set_attn_implementation():
+        windows.append(getattr(config, "sliding_window", None))
+    for window in windows:
+        if window is not None and max_length > window:
+            return Support("none", f"its attention drops tokens beyond {window} in a way of its own")
+    reason = own_ways(model)
+    if reason:
+        return Support("none", reason)
+    for rope in rope_parameters_of(config):
+        kind = rope.get("rope_type")
+        if kind not in ("dynamic", "longrope"):
+            continue
+        limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        # A dynamic base depends on the longest position of each pass; a long one only on which side it lies.
+        if max_length > limit and (kind == "dynamic" or shortest <= limit):
+            return Support("none", f"its {kind} position embeddings change beyond {limit} tokens")
+    verdict = probed_once(model, _verdicts, partial(_probe, model, config))
+    scale = getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", False) else None
+    if scale is not None and max_length + MAX_NODES_LIMIT >= scale and verdict.shape == "trees":
+        return Support("chains", f"its attention temperature counts slots of the cache from {scale} tokens on")
+    return verdict
+
+
+def own_ways(model: PreTrainedModel) -> str:
+    """What makes a pass depend on more than its tokens, or an empty string; PEFT adds most of it."""
+    model_class: Any = type(model)
+    prepare = vars(model).get("prepare_inputs_for_generation")
+    if getattr(prepare, "__func__", prepare) not in (None, model_class.prepare_inputs_for_generation):
+        return "its inputs are prepared by another object, as prompt tuning does"
+    for module in model.modules():
+        if type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
+            return "its activations are quantized by one scale for all tokens of a pass, so drafts would change it"
+        # An adapter put onto a model in evaluation mode is in training mode itself until told otherwise.
+        if module.training and (module is model or (isinstance(module, Dropout) and module.p)):
+            return "it is in training mode; call its eval() first"
+        for hook in module._forward_pre_hooks.values():
+            # One adapter per row, or one that begins at a token: rows of drafts stand at other places.
+            for name in ("adapter_names", "alora_offsets"):
+                if name in getattr(hook, "keywords", ()):
+                    return f"its adapters take {name}, which are places in the batch"
+    return ""
+
+
+def prefills_at_once(model: PreTrainedModel) -> bool:
+    """Whether a prompt must be read in one pass, because position embeddings depend on the longest position in it."""
+    return any(rope.get("rope_type") == "longrope" for rope in rope_parameters_of(model.config.get_text_config()))
+
+
+def rope_parameters_of(config: Any) -> Iterator[dict[str, Any]]:
+    """The rotary embeddings of a model: one for all layers, or one per type of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = [each for each in rope.values() if isinstance(each, dict)]
+    yield from nested or [rope]
+
+
+def _probe(model: PreTrainedModel, config: Any) -> Support:
+    """Try trees, then chains."""
+    # A probe is too short to show what a window or a slope over cache slots does to a long text.
+    if "local" in getattr(config, "attention_layers", ()):
+        reason = "its attention windows count slots of the cache"
+    elif getattr(config, "alibi", False) or getattr(getattr(config, "attn_config", None), "alibi", False):
+        reason = "its attention slopes with the slots of the cache (ALiBi)"
+    else:
+        reason = _complaint(model, "trees")
+    if not reason:
+        return Support("trees")
+    return Support("none" if _complaint(model, "chains") else "chains", reason)
+
+
+def _complaint(model: PreTrainedModel, shape: Shape) -> str:
+    """What is wrong with the logits of a drafted pass, or an empty string."""
+    complaint = ""
+    for tokens in PROBES:
+        try:
+            if _scores_like_the_model(model, shape, tokens):
+                return ""
+            complaint = "its attention does not heed prepared masks and positions"
+        except Exception as error:
+            # A model that takes no prepared mask fails in a way of its own.
+            return f"its attention takes no prepared masks ({type(error).__name__})"
+    return complaint
+
+
+@torch.inference_mode()
+def _scores_like_the_model(model: PreTrainedModel, shape: Shape, tokens: Sequence[int]) -> bool:
+    """Whether two drafted passes, with a commit between them, give the logits of the model's own passes."""
+    tree = TokenTree.from_parents([tokens[2], *tokens[2:]], _TREE if shape == "trees" else _CHAIN)
+    path = np.array([0, 4] if shape == "trees" else [0, 1], np.int32)
+    texts = [list(tokens[:2]), list(tokens[1:2])][: 2 if shape == "trees" else 1]
+    target = Target(model, rows=len(texts), capacity=16, device=input_device(model), shape=shape)
+    with target.serving():
+        target.prefill([np.array([*text, tokens[2]], np.int32) for text in texts])
+        first = target.score([tree] * len(texts))
+        for row in range(len(texts)):
+            target.commit(row, path)
+        second = target.score([TokenTree.root(tokens[0])] * len(texts))
+        target.commit(0, path[:1])
+        if len(texts) > 1:
+            target.retire(1)
+        third = target.score([TokenTree.root(tokens[3])])  # as the model itself would take it, in half precision
+    checks = [
+        (text + tail, logits)
+        for row, text in enumerate(texts)
+        for tail, logits in (
+            (_path(tree, len(tree) - 1), first[row, -1]),
+            (_path(tree, len(tree) - 2), first[row, -2]),
+            ([*tree.tokens[path].tolist(), tokens[0]], second[row, 0]),
+        )
+    ]
+    checks.append(([*texts[0], *tree.tokens[path].tolist(), tokens[0], tokens[3]], third[0, 0]))
+    return all(agree(model, logits, _own_logits(model, ids, logits)) for ids, logits in checks)
+
+
+def agree(model: PreTrainedModel, logits: Tensor, expected: Tensor) -> bool:
+    """Whether logits, `[vocab]`, are those expected but for rounding."""
+    tolerance = max(_TOLERANCE.get(dtype, _FINE_TOLERANCE) for dtype in (model.dtype, logits.dtype))
+    return bool((logits - expected).norm() <= tolerance * expected.norm())
+
+
+def _path(tree: TokenTree, node: int) -> list[int]:
+    """Tokens from the root to a node."""
+    return [*(_path(tree, int(tree.parents[node])) if node else []), int(tree.tokens[node])]
+
+
+def _own_logits(model: PreTrainedModel, ids: list[int], like: Tensor) -> Tensor:
+    """The model's logits after a text that is read in one plain pass."""
+    causal_lm: Any = model
+    logits: Tensor = causal_lm(input_ids=torch.tensor([ids], device=like.device)).logits[0, -1]
+    return logits

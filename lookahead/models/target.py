@@ -1,0 +1,342 @@
+"""The target model: prefill prompts, score trees, commit what was accepted."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lookahead.drafting.tree import IntArray, TokenTree
+from lookahead.errors import UnsupportedModelError
+from lookahead.models.attention import Reach, TreePass
+from lookahead.models.attention_scope import AttentionScope
+from lookahead.models.cache import TreeCache, windows_of
+from lookahead.models.fixed_shape import padded_slots
+from lookahead.models.incremental_pass import LevelPass
+from lookahead.models.passes import FastPasses
+
+Shape = Literal["trees", "chains"]
+OnPrefill = Callable[[int, int], None]
+"""Takes how many tokens of the longest prompt are read, and how many it has."""
+PREFILL_CHUNK = 1024
+_MOST_WHOLE = 8192  # tokens of a prompt that is read at once without fused attention
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where a model takes its tokens; `meta` for one that has no weights."""
+    embedding: Any = model.get_input_embeddings()
+    device: torch.device = embedding.weight.device
+    if device.type == "meta" and hasattr(embedding, "_hf_hook"):
+        # Offloaded weights stand on meta between passes; accelerate's hook brings them to where they are used.
+        return torch.device(getattr(embedding._hf_hook, "execution_device", "cpu"))
+    return device
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """Positions a model has a table for; None where they are computed, so that there is no end to them."""
+    config: Any = model.config.get_text_config()
+    if getattr(config, "rope_parameters", None) or getattr(config, "alibi", False):
+        return None
+    return getattr(config, "max_position_embeddings", None)
+
+
+@cache
+def _parameters_of(kind: Any) -> frozenset[str]:
+    """What the forward of a class of models takes by name."""
+    return frozenset(inspect.signature(kind.forward).parameters)
+
+
+class Target:
+    """A HuggingFace causal LM that scores one token tree per row in one forward pass.
+
+    Models that call registered attention functions are given tree attention, older architectures prepared masks.
+    Where only chains are verified, a single row's, the model makes its own masks.
+
+    Args:
+        model: The model; nothing in it is changed but, within `serving`, its attention implementation.
+        rows: Rows of the batch; one where only chains are verified.
+        capacity: Slots per row to begin with.
+        device: Where the model takes its tokens.
+        shape: What is to be scored.
+        prefill_chunk: Most prompt tokens read in one pass.
+        hidden_layers: Which hidden states to keep of every pass, numbered as by `output_hidden_states`.
+        compiles: Whether `score` compiles the model, trees being padded to few sizes.
+        captures: Whether `score` records CUDA graphs, likewise.
+        most_nodes: Nodes of the largest tree that `score` is to expect, its root counted.
+
+    Attributes:
+        positions: Positions the model has a table for, None where there is no end to them.
+        on_prefill: Called before the first pass of a prefill and behind every one, where it is set.
+        keeps_hidden: Whether they are kept of the passes to come.
+        hidden: Those hidden states of the newest pass, `[active, nodes of the largest tree, size]`; of a prefill those
+            of the last token of every prompt, `[prompts, 1, size]`.
+        prompt_hidden: The same for every prompt at the tokens the newest prefill read, `[tokens, size]`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        rows: int,
+        capacity: int,
+        device: torch.device,
+        shape: Shape = "trees",
+        prefill_chunk: int = PREFILL_CHUNK,
+        hidden_layers: Sequence[int] = (),
+        compiles: bool = False,
+        captures: bool = False,
+        most_nodes: int = 64,
+    ) -> None:
+        self._model = model
+        self._device = device
+        kind: Any = type(model)
+        takes = _parameters_of(kind)
+        self._keeps_logits = "logits_to_keep" in takes
+        self._takes_positions = "position_ids" in takes
+        self._takes_masks = shape == "trees"
+        self._scope = None
+        if self._takes_masks and model._can_set_attn_implementation():
+            self._scope = AttentionScope(model)
+        self._prefill_chunk = prefill_chunk
+        is_fixed = (compiles or captures) and self._takes_masks and self._takes_positions
+        slots = padded_slots(capacity) if is_fixed and compiles else capacity
+        self._windows = windows_of(model)
+        self.cache = TreeCache(rows=rows, capacity=slots, windows=self._windows)
+        self.positions = position_limit(model)
+        self._hidden_layers = tuple(hidden_layers)
+        self.on_prefill: OnPrefill | None = None
+        self.keeps_hidden = True
+        self.hidden: dict[int, Tensor] = {}
+        self.prompt_hidden: list[dict[int, Tensor]] = []
+        self._is_served = False
+        self._has_softcap = model.config.get_text_config()._attn_implementation != "sdpa"
+        # In float32 tokens do not hang on the last bits, and packed heads are faster.
+        self._is_bitwise = model.dtype in (torch.bfloat16, torch.float16)
+        self._made_code = False  # for products of the newest pass
+        self._fast = None
+        if is_fixed:
+            self._fast = FastPasses(
+                model, self.cache, device, most_nodes=most_nodes, hidden_layers=self._hidden_layers,
+                scope=self._scope, compiles=compiles, captures=captures,
+            )  # fmt: skip
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether the newest pass did work that later ones of its shape need not do again, such as compiling."""
+        return self._made_code or (self._fast is not None and self._fast.is_cold)
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Let the model use tree attention in passes of this target until the block ends; every pass must run inside.
+
+        Blocks may be nested. Whoever else calls the model meanwhile, on this thread or another, finds it as it was.
+        """
+        with torch.inference_mode():
+            if self._scope is None or self._is_served:
+                yield
+                return
+            self._is_served = True
+            try:
+                with self._scope.serving():
+                    yield
+            finally:
+                self._is_served = False
+
+    def prefill(self, prompts: Sequence[IntArray], first: int = 0) -> Tensor:
+        """Put the KV of every prompt into the cache; its last token, the first root, is not committed yet.
+
+        Args:
+            prompts: int32 `[tokens]` per active row from `first` on, at least one token more than the row's cache holds
+                already; rows may differ in length.
+            first: The rows before it stay as they are.
+
+        Returns:
+            Logits after the last token of every prompt, `[prompts, 1, vocab]`.
+        """
+        with self.cache.slots.since(first):
+            return self._prefill(prompts)
+
+    def _prefill(self, prompts: Sequence[IntArray]) -> Tensor:
+        """`prefill` of all rows that take part."""
+        from lookahead.kernels.dispatch import padded_width
+
+        slots = self.cache.slots
+        committed = slots.lengths[: slots.active]
+        cached = committed.copy()
+        lengths = np.array([len(prompt) for prompt in prompts])
+        new = lengths - cached
+        width = longest = int(new.max())
+        if self.positions is None:  # else padding might have none
+            width = padded_width(len(prompts), width, self._device, self._model.dtype)
+        padded = np.zeros((len(prompts), width), np.int64)
+        for row, prompt in enumerate(prompts):
+            padded[row, : new[row]] = prompt[cached[row] :]
+        last: dict[int, Tensor] = {}
+        hidden: list[dict[int, Tensor]] = []
+        is_whole = bool((new == width).all()) and not np.ptp(cached)
+        size = width if is_whole and self._reads_whole(width, is_continued=bool(cached.any())) else self._prefill_chunk
+        self._tell(0, longest)
+        for start in range(0, width, size):
+            chunk = np.ascontiguousarray(padded[:, start : start + size])
+            # A row whose prompt has ended writes padding behind its end, where its trees will stand.
+            committed[:] = cached + start
+            ends = new - 1 - start
+            ending = np.flatnonzero((ends >= 0) & (ends < chunk.shape[1]))
+            keep, place = np.unique(ends[ending], return_inverse=True)
+            positions = committed[:, None] + np.arange(chunk.shape[1])
+            logits = self._forward(chunk, positions, None, keep=keep if len(keep) else np.zeros(1, np.int64))
+            last.update({int(row): logits[row, column] for row, column in zip(ending, place, strict=True)})
+            hidden.append(self.hidden)
+            self._tell(min(start + size, longest), longest)
+        committed[:] = lengths - 1
+        whole = {layer: torch.cat([chunk[layer] for chunk in hidden], 1) for layer in self.hidden}
+        self.prompt_hidden = [{layer: each[row, :n] for layer, each in whole.items()} for row, n in enumerate(new)]
+        self.hidden = {layer: each[range(len(new)), new - 1][:, None] for layer, each in whole.items()}
+        return torch.stack([last[row] for row in range(len(prompts))])[:, None]
+
+    def _reads_whole(self, width: int, *, is_continued: bool) -> bool:
+        """Whether prompts of one length are read in one pass, as by `model.generate`, to its last bit."""
+        # Without fused causal attention the memory of a pass grows with the square of its tokens.
+        is_fused = not (self._has_softcap or is_continued or any(self._windows))
+        return self._is_bitwise and (is_fused or width <= _MOST_WHOLE)
+
+    def _tell(self, done: int, tokens: int) -> None:
+        """Tell how far the longest prompt is read, where that is wanted."""
+        if self.on_prefill is not None:
+            self.on_prefill(done, tokens)
+
+    def score(self, trees: Sequence[TokenTree]) -> Tensor:
+        """Logits after every node, `[active, nodes of the largest tree, vocab]`, in one forward pass.
+
+        Args:
+            trees: One tree per active row, in the order of the rows.
+        """
+        outputs = None
+        self._made_code = False
+        if self._fast is not None:
+            outputs = self._fast.score(trees, has_softcap=self._has_softcap)
+        if outputs is None:
+            return self._score(trees, np.zeros(len(trees), np.int64))
+        self.hidden = dict(zip(self._hidden_layers, outputs[1:], strict=True)) if self.keeps_hidden else {}
+        return outputs[0]
+
+    def extend(self, trees: Sequence[TokenTree], scored: NDArray[np.int64]) -> Tensor:
+        """Logits after the nodes that trees gained, `[active, most nodes gained, vocab]`, in one forward pass.
+
+        Args:
+            trees: One tree per active row.
+            scored: int64 `[active]`; how many of its first nodes were scored since the last commit, one at least:
+                their KV stands in its slots. A prefill has scored the root.
+        """
+        committed = self.cache.slots.lengths[: len(trees)]
+        committed += scored
+        try:
+            return self._score(trees, scored)
+        finally:
+            committed -= scored
+
+    def _score(self, trees: Sequence[TokenTree], scored: NDArray[np.int64]) -> Tensor:
+        """One pass over all but the first nodes of trees."""
+        starts = self.cache.slots.lengths[: len(trees)] - scored
+        if not scored.any() and all(len(tree) == 1 for tree in trees):
+            return self._forward(np.array([tree.tokens for tree in trees], np.int64), starts[:, None], trees)
+        width = max(len(tree) - first for tree, first in zip(trees, scored, strict=True))
+        tokens = np.zeros((len(trees), width), np.int64)
+        positions = np.empty((len(trees), width), np.int64)
+        for row, (tree, first) in enumerate(zip(trees, scored, strict=True)):
+            tokens[row, : len(tree) - first] = tree.tokens[first:]
+            positions[row] = starts[row]
+            positions[row, : len(tree) - first] += tree.depths[first:]
+        return self._forward(tokens, positions, trees, scored=scored if scored.any() else None)
+
+    def commit(self, row: int, path: IntArray) -> None:
+        """Keep the KV of an accepted path (int32 `[a]`, from node 0) of a row's tree."""
+        self.cache.commit(row, path)
+
+    def retire(self, row: int) -> int:
+        """Take a finished row out of the passes; returns the row that took its place."""
+        return self.cache.retire(row)
+
+    def _forward(
+        self,
+        tokens: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        trees: Sequence[TokenTree] | None,
+        keep: NDArray[np.int64] | None = None,
+        scored: NDArray[np.int64] | None = None,
+    ) -> Tensor:
+        """One pass of the model over `[active, width]` tokens; returns the logits of all columns, or of `keep`."""
+        from lookahead.kernels.dispatch import products_for
+
+        is_plain = self._is_bitwise and self._is_plain(tokens, trees, keep, scored)
+        self.cache.slots.begin(tokens.shape[1], is_plain=is_plain)
+        options: dict[str, object] = {}
+        columns = None if keep is None else torch.from_numpy(keep).to(self._device)
+        if self._keeps_logits and columns is not None:
+            options["logits_to_keep"] = 1 if is_plain else columns
+        scope: AbstractContextManager[None] = nullcontext()
+        if self._takes_positions:
+            options["position_ids"] = torch.from_numpy(positions).to(self._device)
+        if self._takes_masks and not is_plain:
+            tree_pass = self._pass_over(trees, scored)
+            if self._scope is not None:
+                scope = self._scope.running(tree_pass)
+            else:
+                options["attention_mask"] = tree_pass.mask(1, Reach(), self._model.dtype, self._device)
+        keeps_hidden = self.keeps_hidden and bool(self._hidden_layers)
+        if keeps_hidden:
+            options["output_hidden_states"] = True
+        products = products_for(tokens.size, self._device, self._model.dtype)
+        with products or nullcontext(), scope:
+            output = self._model(
+                input_ids=torch.from_numpy(tokens).to(self._device),
+                past_key_values=self.cache,
+                use_cache=True,
+                **options,
+            )
+        self._made_code = products is not None and products.is_cold
+        self.hidden = _choose_layers(output, self._hidden_layers) if keeps_hidden else {}
+        logits: Tensor = output.logits
+        return logits if columns is None or self._keeps_logits else logits[:, columns]
+
+    def _is_plain(
+        self,
+        tokens: NDArray[np.int64],
+        trees: Sequence[TokenTree] | None,
+        keep: NDArray[np.int64] | None,
+        scored: NDArray[np.int64] | None,
+    ) -> bool:
+        """Whether a pass is one that `model.generate` would take: whole prompts of one length, or a token a row."""
+        lengths = self.cache.slots.lengths[: len(tokens)]
+        if scored is not None or np.ptp(lengths):
+            return False
+        if trees is not None:
+            return bool(tokens.shape[1] == 1)
+        return keep is not None and list(keep) == [tokens.shape[1] - 1]
+
+    def _pass_over(self, trees: Sequence[TokenTree] | None, scored: NDArray[np.int64] | None) -> TreePass:
+        """What attention needs to know of the pass that has begun."""
+        if trees is not None and scored is not None:
+            return LevelPass(self.cache.slots, trees, scored, has_softcap=self._has_softcap)
+        return TreePass(self.cache.slots, trees, has_softcap=self._has_softcap)
+
+
+def _choose_layers(output: Any, layers: Sequence[int]) -> dict[int, Tensor]:
+    """Some of the hidden states of a pass.
+
+    Raises:
+        UnsupportedModelError: The model has none, or not so many.
+    """
+    states: Sequence[Tensor] = getattr(output, "hidden_states", None) or ()
+    for layer in layers:
+        if not -len(states) <= layer < len(states):
+            raise UnsupportedModelError(f"a proposer asks for hidden states {layer}, and the model has {len(states)}")
+    return {layer: states[layer] for layer in layers}

@@ -1,0 +1,97 @@
+"""Processes that hold a share each of one model: the first one drafts, and the others verify the same trees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lookahead.drafting.select import Draft
+from lookahead.drafting.tree import IntArray, TokenTree
+from lookahead.errors import UnsupportedModelError
+
+
+class Ensemble:
+    """The processes of a model under tensor parallelism, each of which takes every pass with the others.
+
+    What a draft holds depends on measured seconds too, which no two processes agree on; passes over different trees
+    would wait for each other forever. Everything behind the draft follows from the logits, which are the same.
+
+    Args:
+        group: The process group of the model's shares.
+        device: Where the model is, so that its group can send tensors from there.
+
+    Attributes:
+        leads: Whether this process drafts.
+    """
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+        self._leader = torch.distributed.get_global_rank(group, 0)
+        self.leads = torch.distributed.get_rank(group) == 0
+
+    def agree(self, drafts: Sequence[Draft]) -> list[Draft]:
+        """The drafts of the leader, which are its own there: the sizes of all trees are sent, then the trees.
+
+        Args:
+            drafts: One per row; those of the others do not count.
+        """
+        sizes = self._send(np.array([len(draft.tree) for draft in drafts], np.int32))
+        nodes = np.zeros((5, int(sizes.sum())), np.int32)
+        if self.leads:
+            np.concatenate([_packed(draft) for draft in drafts], 1, out=nodes)
+        nodes = self._send(nodes)
+        if self.leads:
+            return list(drafts)
+        return [_followed(*part) for part in np.split(nodes, np.cumsum(sizes)[:-1], 1)]
+
+    def _send(self, numbers: IntArray) -> IntArray:
+        """What the leader gives; the others give an array of its shape."""
+        sent = torch.from_numpy(np.ascontiguousarray(numbers)).to(self._device)
+        torch.distributed.broadcast(sent, src=self._leader, group=self._group)
+        received: IntArray = sent.cpu().numpy()
+        return received
+
+
+def _packed(draft: Draft) -> IntArray:
+    """What is sent of a draft, int32 `[5, nodes]`: tokens, parents, depths, and the halves of every reach."""
+    halves = np.ascontiguousarray(draft.reach, np.float64).view(np.int32).reshape(-1, 2)
+    return np.concatenate(([draft.tree.tokens, draft.tree.parents, draft.tree.depths], halves.T))
+
+
+def _followed(tokens: IntArray, parents: IntArray, depths: IntArray, *halves: IntArray) -> Draft:
+    """The draft of another process; where its nodes come from is known there."""
+    reach = np.stack(halves, 1).view(np.float64)[:, 0]
+    return Draft(TokenTree(tokens, parents, depths, np.zeros(len(tokens), np.int32)), (), reach)
+
+
+def ensemble_of(model: nn.Module) -> Ensemble | None:
+    """The processes that a model is spread over; None where this one holds all of it."""
+    if (getattr(model, "_tp_size", None) or 1) == 1 or not torch.distributed.is_initialized():
+        return None
+    meshes = (getattr(parameter, "device_mesh", None) for parameter in model.parameters())
+    mesh: Any = next((mesh for mesh in meshes if mesh is not None), None)
+    device = next(model.parameters()).device
+    if mesh is None:
+        return Ensemble(torch.distributed.group.WORLD, device)
+    return Ensemble((mesh["tp"] if mesh.ndim > 1 else mesh).get_group(), device)
+
+
+def refuse_in_ensemble(model: nn.Module, *, reads_hidden: bool, by_rejection: bool) -> None:
+    """Refuse what one process of several cannot draft or verify by itself.
+
+    Args:
+        model: The model.
+        reads_hidden: Whether a source of drafts reads hidden states, as trained heads do, which then run layers of it.
+        by_rejection: Whether drafts are drawn, and accepted by rejection sampling.
+
+    Raises:
+        UnsupportedModelError: With what it is.
+    """
+    what = "heads that read its hidden states" if reads_hidden else "acceptance='rejection'" if by_rejection else ""
+    if what:
+        raise UnsupportedModelError(f"{type(model).__name__} is spread over several processes, and cannot use {what}")

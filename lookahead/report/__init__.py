@@ -1,1 +1,0 @@
-"""What a file of results tells about its job, as one HTML page."""

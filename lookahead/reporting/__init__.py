@@ -1,0 +1,1 @@
+"""HTML reports about results files and decoding traces."""

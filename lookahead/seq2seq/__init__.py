@@ -1,1 +1,0 @@
-"""Encoder-decoder models: what the encoder reads is drafted from, and the decoder verifies chains."""

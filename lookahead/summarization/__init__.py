@@ -1,0 +1,1 @@
+"""Summaries of documents of any length."""

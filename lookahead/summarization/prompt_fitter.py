@@ -1,0 +1,234 @@
+"""Documents of any length to prompts that fit the model's context."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from lookahead.errors import ConfigError, DocumentError
+from lookahead.summarization.chunking import Parts, cut
+from lookahead.summarization.prompting import Prompting, SummaryRequest
+from lookahead.summarization.sections import Break, Section, split_pieces
+from lookahead.summarization.token_offsets import MeasuredText, truncate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+MIN_DOCUMENT_TOKENS = 16
+_NO_LIMIT = 10**9  # tokenizers that know no limit say 10**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Approach:
+    """How a document longer than a prompt is read.
+
+    Attributes:
+        overlap: Tokens that a part repeats of the end of the part before, at least 0.
+        refine: Whether one part is read after the other, each with the summary so far, by a model that follows
+            instructions; else all are summarized, and then their summaries together.
+
+    Raises:
+        ConfigError: The overlap is out of its range.
+    """
+
+    overlap: int = 0
+    refine: bool = False
+
+    def __post_init__(self) -> None:
+        if self.overlap < 0:
+            raise ConfigError(f"overlap must be at least 0 tokens, got {self.overlap}")
+
+
+@dataclass(frozen=True, slots=True)
+class FittedDocument:
+    """A document as prompts.
+
+    Attributes:
+        parts: How it was cut.
+        prompts: One rendered prompt per part.
+    """
+
+    parts: Parts
+    prompts: list[str]
+
+    @property
+    def first(self) -> FittedDocument:
+        """Its first part alone."""
+        return FittedDocument(replace(self.parts, parts=self.parts.parts[:1]), self.prompts[:1])
+
+
+class PromptFitter:
+    """Renders documents to prompts that leave room for a summary.
+
+    Args:
+        model: Its configuration tells the context length.
+        tokenizer: Counts tokens and renders templates; its `model_max_length` limits the context too.
+        max_new_tokens: Tokens to leave room for.
+        request: What the model is asked for; `None` for a summary in two sentences.
+        approach: How a document longer than a prompt is read; `None` for its parts side by side, without overlap.
+
+    Attributes:
+        max_new_tokens: As given.
+        approach: As given.
+
+    Raises:
+        ConfigError: No document would fit, or the model does not understand the request, or cannot refine.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        max_new_tokens: int,
+        request: SummaryRequest | None = None,
+        approach: Approach | None = None,
+    ) -> None:
+        check_max_new_tokens(max_new_tokens)
+        self.max_new_tokens, self.approach = max_new_tokens, approach or Approach()
+        self._tokenizer = tokenizer
+        self._prompting = Prompting(tokenizer, request, model)
+        if self.approach.refine:
+            self._prompting.check_refining()
+        self._prompt_limit: int | None = None
+        self._document_limit: int | None = None
+        self._part_limit: int | None = None  # of a document that does not fit as a whole
+        context = context_length(model, tokenizer)
+        if context is not None:
+            template_tokens = self._prompting.count_tokens(self._prompting.render(""))
+            # An encoder's context holds the document alone; the summary has the decoder's.
+            self._prompt_limit = context - (0 if model.config.is_encoder_decoder else max_new_tokens)
+            self._document_limit = self._part_limit = self._prompt_limit - template_tokens
+            self._check_room(context, template_tokens, has_encoder=model.config.is_encoder_decoder)
+
+    def _check_room(self, context: int, template_tokens: int, *, has_encoder: bool) -> None:
+        """Refuse options that leave no room for a document, or for what is new in a part of it."""
+        if self._document_limit is None:
+            return
+        if self._document_limit < MIN_DOCUMENT_TOKENS and has_encoder:
+            least = template_tokens + MIN_DOCUMENT_TOKENS
+            raise ConfigError(f"the model's encoder must read at least {least} tokens, and it reads {context}")
+        if self._document_limit < MIN_DOCUMENT_TOKENS:
+            most = context - template_tokens - MIN_DOCUMENT_TOKENS
+            raise ConfigError(
+                f"max_new_tokens must be at most {most} to leave room for a document in the model's context of "
+                f"{context} tokens, got {self.max_new_tokens}"
+            )
+        if self.approach.refine:
+            template_tokens = self._prompting.count_tokens(self._prompting.render("", ""))
+            self._part_limit = context - template_tokens - 2 * self.max_new_tokens
+            if self._part_limit < MIN_DOCUMENT_TOKENS:
+                most = (context - template_tokens - MIN_DOCUMENT_TOKENS) // 2
+                raise ConfigError(
+                    f"max_new_tokens must be at most {most} to leave room for the summary so far and a part beside it "
+                    f"in the model's context of {context} tokens, got {self.max_new_tokens}"
+                )
+        most = (self._part_limit or self._document_limit) // 2
+        if self.approach.overlap > most:
+            raise ConfigError(
+                f"overlap must be at most {most} tokens, half of what a prompt holds of a document, got "
+                f"{self.approach.overlap}"
+            )
+
+    @property
+    def add_special_tokens(self) -> bool:
+        """Whether the tokenizer adds its special tokens to the prompts: not where a template wrote them."""
+        return self._prompting.add_special_tokens
+
+    def count_tokens(self, prompt: str) -> int:
+        """Tokens of a rendered prompt, special ones included."""
+        return self._prompting.count_tokens(prompt)
+
+    @property
+    def partial_summary_limit(self) -> int | None:
+        """Most tokens of the summary of a part, `None` for no limit.
+
+        With a quarter of what a prompt holds, the summaries of the parts together are always shorter than the
+        document, so that summarizing them in turn comes to an end.
+        """
+        return None if self._document_limit is None else self._document_limit // 4
+
+    def fit(self, document: str) -> FittedDocument:
+        """Cut a document into parts whose prompts all fit.
+
+        Args:
+            document: Any text that is not blank.
+
+        Raises:
+            DocumentError: No part of it fits a prompt.
+        """
+        text = document.strip()
+        before = len(document) - len(document.lstrip())
+        measured = MeasuredText(split_pieces(text), self._tokenizer, self._prompting.clean, before)
+        return self._fit(measured, self.approach)
+
+    def fit_summaries(self, summaries: list[str]) -> FittedDocument:
+        """Cut the summaries of parts, each kept to `partial_summary_limit`, into as many as fit a prompt together.
+
+        Text can have more tokens than it was generated with, so they are counted again. None is cut, but for one that
+        a prompt cannot hold.
+
+        Args:
+            summaries: At least one, and none of them blank.
+        """
+        limit = self.partial_summary_limit
+        if limit is not None:
+            summaries = [truncate(summary, self._tokenizer, limit).strip() for summary in summaries]
+        pieces = [Section(f"{summary}\n\n", Break.PARAGRAPH) for summary in summaries[:-1]]
+        pieces.append(Section(summaries[-1], Break.PARAGRAPH))
+        return self._fit(MeasuredText(pieces, self._tokenizer, self._prompting.clean), Approach())
+
+    def refining_prompt(self, fitted: FittedDocument, number: int, summary: str) -> str:
+        """The prompt for a part of a document and the summary of those before it.
+
+        Args:
+            fitted: The document.
+            number: Of the part, counted from 0.
+            summary: The summary; its end is left out where it has more tokens than it was generated with.
+        """
+        if not summary:
+            return fitted.prompts[number]
+        text, keep = self._prompting.clean(summary), self.max_new_tokens
+        while True:
+            prompt = self._prompting.render(fitted.parts.texts[number], truncate(text, self._tokenizer, keep))
+            excess = 0 if self._prompt_limit is None else self._prompting.count_tokens(prompt) - self._prompt_limit
+            if excess <= 0 or keep == 0:
+                return prompt
+            keep = max(0, keep - excess)
+
+    def _fit(self, measured: MeasuredText, approach: Approach) -> FittedDocument:
+        """Cut a text into parts whose prompts all fit."""
+        limit, room = self._document_limit, self._prompt_limit
+        so_far: str | None = None
+        while True:
+            is_long = limit is not None and measured.tokens > limit
+            if is_long and approach.refine and so_far is None and room is not None:
+                limit, room, so_far = self._part_limit, room - self.max_new_tokens, ""
+            parts = cut(measured, limit, approach.overlap)
+            fitted = FittedDocument(parts, [self._prompting.render(part) for part in parts.texts])
+            if limit is None or room is None:
+                return fitted
+            # On its own a part can have a few tokens more than it had within the whole.
+            longest = fitted.prompts if so_far is None else [self._prompting.render(part, "") for part in parts.texts]
+            excess = max(map(self._prompting.count_tokens, longest)) - room
+            if excess <= 0:
+                return fitted
+            limit -= excess
+            if limit <= approach.overlap:
+                raise DocumentError(f"no part of the document fits a prompt of {self._prompt_limit} tokens")
+
+
+def check_max_new_tokens(max_new_tokens: int) -> None:
+    """Raise ConfigError unless a summary may have a token."""
+    if max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+
+
+def context_length(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Most tokens of a prompt and its output together, as the model or its tokenizer states; `None` if neither.
+
+    Of an encoder-decoder model: most tokens its encoder reads.
+    """
+    text_config = model.config.get_text_config()
+    names = ("max_encoder_position_embeddings", "max_position_embeddings")
+    stated = (tokenizer.model_max_length, *(getattr(text_config, name, None) for name in names))
+    return min((length for length in stated if isinstance(length, int) and 0 < length < _NO_LIMIT), default=None)

@@ -1,0 +1,147 @@
+"""Summaries of documents of any length, decoded speculatively.
+
+The modules: `sentences` and `sections` find where a document may be cut, `measuring` counts its tokens, `parts` cuts
+it, `prompting` renders prompts, `fitting` fits them to a model, `course` leads from parts to one summary, `decoding`
+and `comparison` generate, `summarizer` turns one document into a `summary`, `together` several at a time.
+`lookahead.jobs` runs many of them.
+
+Importing this package imports none of them, nor torch, so that `import lookahead` stays quick.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lookahead.errors import ConfigError, DocumentError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from lookahead.config import LookaheadConfig
+    from lookahead.summarization.summarizer import Summary
+
+__all__ = ["summarize"]
+
+_LONGEST_PATH = 1024  # characters; what is longer is a text
+
+
+def summarize(
+    text: str | os.PathLike[str],
+    model: PreTrainedModel | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    max_new_tokens: int = 200,
+    config: LookaheadConfig | None = None,
+    overlap: int = 0,
+    refine: bool = False,
+    keep_parts: bool = False,
+) -> Summary:
+    """Summarize a text of any length.
+
+    A text longer than the model's context is cut between sections or sentences, its parts are summarized, then
+    the summaries of the parts together. Decoding is greedy, so the same text gives the same summary.
+
+    Args:
+        text: The document, or the `pathlib.Path` of a file that holds it: text, HTML, PDF or Word. A string is always
+            the text itself.
+        model: Any causal language model; the default one of `lookahead.load` where neither it nor a tokenizer is given.
+            That one is loaded once per process.
+        tokenizer: The tokenizer of `model`.
+        max_new_tokens: Most tokens of the summary.
+        config: How drafts are made; it changes the speed, never the summary.
+        overlap: Tokens that a part repeats of the end of the part before.
+        refine: Whether one part is read after the other, each with the summary so far; takes a model that follows
+            instructions.
+        keep_parts: Whether the summary's `tree` tells the summaries of the parts, level by level.
+
+    Returns:
+        The summary; `str()` of it is its text.
+
+    Raises:
+        ConfigError: `max_new_tokens` or `overlap` is out of range, the model cannot refine, only one of `model` and
+            `tokenizer` was given, or an argument is of another type.
+        DocumentError: The text holds no letter or digit, or is the name of a file; the file cannot be read; or the
+            model wrote nothing about it.
+        UnsupportedModelError: The model cannot be served, or the default one is not installed.
+    """
+    from lookahead.models.loading import load_default
+    from lookahead.summarization.prompt_fitter import Approach
+    from lookahead.summarization.summarizer import Summarizer
+
+    approach = Approach(overlap=overlap, refine=refine)
+    document = _read(text)
+    _check_types(model, tokenizer, config)
+    if (model is None) != (tokenizer is None):
+        given, missing = ("tokenizer", "model") if model is None else ("model", "tokenizer")
+        raise ConfigError(f"model and tokenizer must be given together, got a {given} but no {missing}")
+    if model is None or tokenizer is None:
+        model, tokenizer = load_default()
+    summarizer = Summarizer(
+        model, tokenizer, max_new_tokens=max_new_tokens, config=config, approach=approach, keep_parts=keep_parts
+    )
+    return summarizer.summarize(document)
+
+
+def _read(text: Any) -> str:
+    """The text of a document that was given as such, or as the path of its file."""
+    if isinstance(text, os.PathLike):
+        return _read_file(Path(text))
+    if isinstance(text, list | tuple):
+        raise ConfigError(
+            f"text must be one document, got a {type(text).__name__} of {len(text)}; call summarize for each, or give "
+            "them to lookahead.summarization.summarizer.Summarizer(model, tokenizer).summarize_all, several at a time"
+        )
+    if not isinstance(text, str):
+        raise ConfigError(f"text must be a string or a pathlib.Path, got {type(text).__name__}")
+    name = text.strip()
+    if len(name) <= _LONGEST_PATH and name.isprintable() and _is_file(name):
+        raise DocumentError(f"{name!r} is the name of a file, not its text; pathlib.Path({name!r}) has it read")
+    return text
+
+
+def _is_file(name: str) -> bool:
+    """Whether a file has this name."""
+    try:
+        return os.path.isfile(name)
+    except ValueError:  # a zero byte in it
+        return False
+
+
+def _read_file(path: Path) -> str:
+    """The text of the one document in a file."""
+    from lookahead.documents.decode_text import Reject
+    from lookahead.documents.inputs import find_inputs
+    from lookahead.documents.readers import check_readers, read_documents
+
+    if not path.is_file():
+        raise DocumentError(f"{path} is no file; text must be a string or the pathlib.Path of a file")
+    sources = find_inputs([str(path)])
+    check_readers(sources)
+    if sources[0].field is not None:
+        raise DocumentError(f"{path} holds a document a line or row: 'lookahead summarize' reads those")
+    (document,) = read_documents(sources)
+    if isinstance(document, Reject):
+        raise DocumentError(document.error)
+    return document.text
+
+
+def _check_types(model: Any, tokenizer: Any, config: Any) -> None:
+    """Refuse a model or tokenizer that is a name, or the two in each other's place, and what is no configuration."""
+    from lookahead.config import LookaheadConfig
+
+    for what, value in (("model", model), ("tokenizer", tokenizer)):
+        if isinstance(value, str | os.PathLike):
+            name = os.fspath(value)
+            raise ConfigError(
+                f"{what} must be a loaded {what}, got the name {name!r}; load both first: "
+                f"model, tokenizer = lookahead.load({name!r})"
+            )
+    if model is not None and not hasattr(model, "generate"):
+        swapped = "; it stands in the tokenizer's place" if hasattr(tokenizer, "generate") else ""
+        raise ConfigError(f"model must be a language model, got {type(model).__name__}{swapped}")
+    if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
+        raise ConfigError(f"tokenizer must be a tokenizer, got {type(tokenizer).__name__}")
+    if config is not None and not isinstance(config, LookaheadConfig):
+        raise ConfigError(f"config must be a LookaheadConfig, got {type(config).__name__}")

@@ -1,1 +1,0 @@
-"""Training of heads that guess several tokens at once, for any causal language model."""

@@ -1,0 +1,202 @@
+"""The training loop of heads: transformers' Trainer, with the model beside what it trains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import Dataset
+from transformers import (
+    PreTrainedModel,
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+)
+
+from lookahead.heads.base_model import hidden_states
+from lookahead.training.examples import collate
+from lookahead.training.learner import Learner
+
+HEADS_RATE = 4.0
+"""The learning rate of heads over that of a model trained with them."""
+
+HEAD_START = 0.25
+"""Share of the steps that heads train alone before the model is trained with them."""
+
+
+class TrainingReport(TrainerCallback):
+    """Tells what the Trainer logs, a line each; its own callbacks write to stdout, where results go.
+
+    Args:
+        say: Receives the lines.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+
+    def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Tell the step, and the loss or what was measured."""
+        numbers = kwargs["logs"]
+        shown = [f"{name.removeprefix('eval_')} {numbers[name]:.4g}" for name in numbers if name.startswith("eval_")]
+        if shown or "loss" in numbers:
+            figures = ", ".join(shown) or f"loss {numbers['loss']:.4g}"
+            self._say(f"step {state.global_step:,} of {state.max_steps:,}: {figures}")
+
+
+class JointModel(nn.Module):
+    """Heads and their model, trained together."""
+
+    def __init__(self, learner: Learner, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.learner = learner
+        self.model = model
+        hooks: Any = self  # untyped in torch
+        hooks.register_state_dict_post_hook(_leave_out_twins)
+        hooks.register_load_state_dict_post_hook(_miss_no_twins)
+
+
+class HeadTrainer(Trainer):
+    """Trains heads, and where asked the model with them.
+
+    A frozen model stays outside of what is trained, so that checkpoints hold the heads alone. A model that is trained
+    too joins after `HEAD_START` of the steps, when the heads no longer guess at random, and at a lower rate.
+
+    Args:
+        model: The model the heads are of, on the device of training.
+        learner: The heads.
+        args: As for `Trainer`; its learning rate is that of the heads.
+        train: What to train on.
+        held_out: What `evaluate` measures.
+        say: Receives a line about each thing logged.
+        is_joint: Whether the model is trained as well.
+
+    Source: Cai et al. 2024, "Medusa", §2.2.2 (differential learning rates and heads warm-up).
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        learner: Learner,
+        args: TrainingArguments,
+        train: Dataset[dict[str, Tensor]],
+        held_out: Dataset[dict[str, Tensor]],
+        say: Callable[[str], None],
+        *,
+        is_joint: bool = False,
+    ) -> None:
+        self._base = model
+        self._learner = learner
+        self._is_joint = is_joint
+        super().__init__(
+            model=JointModel(learner, model) if is_joint else learner,
+            args=args,
+            data_collator=collate,
+            train_dataset=train,
+            eval_dataset=held_out,
+            callbacks=[TrainingReport(say)],
+        )
+        for own in (PrinterCallback, ProgressCallback):
+            self.remove_callback(own)
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """One pass of the model, then every loss forward and backward in turn, then the model backward if it learns."""
+        model.train()
+        batch = self._prepare_inputs(inputs)
+        states = self._states(batch, torch.enable_grad() if self._is_joint else torch.no_grad())
+        leaf = states.detach().requires_grad_(self._is_joint)
+        losses = self._learner.losses(self._base, leaf, batch)
+        total = torch.zeros((), device=states.device)
+        while (loss := self._next(losses)) is not None:
+            self.accelerator.backward(loss)
+            total += loss.detach()
+        if leaf.grad is not None:
+            states.backward(leaf.grad)
+        return total
+
+    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
+        """Measure how often the guess of each place, and one of its first five, is right on held-out examples."""
+        self._learner.eval()
+        counts = torch.zeros(self._learner.depth, 3, dtype=torch.int64)
+        for inputs in self.get_eval_dataloader(eval_dataset):
+            batch = self._prepare_inputs(inputs)
+            states = self._states(batch, torch.inference_mode())
+            with torch.inference_mode():
+                counts += self._learner.hits(self._base, states, batch).cpu()
+        metrics = {}
+        for place, (first, five, trials) in enumerate(counts.tolist(), start=1):
+            metrics[f"{metric_key_prefix}_accuracy_{place}"] = round(first / max(1, trials), 4)
+            metrics[f"{metric_key_prefix}_top_5_{place}"] = round(five / max(1, trials), 4)
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Adam for the heads, and for a model that is trained with them a lower rate."""
+        if self.optimizer is None:
+            rate = self.args.learning_rate
+            groups: list[dict[str, Any]] = [{"params": list(self._learner.parameters()), "lr": rate}]
+            if self._is_joint:
+                groups.append({"params": list(self._base.parameters()), "lr": rate / HEADS_RATE})
+            betas = (self.args.adam_beta1, self.args.adam_beta2)
+            self.optimizer = torch.optim.AdamW(groups, betas=betas, weight_decay=self.args.weight_decay)
+        return self.optimizer
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> torch.optim.lr_scheduler.LRScheduler:
+        """As `rate_scale` has it; a model that is trained too starts late."""
+        if self.lr_scheduler is None:
+            warm_up = max(1, int(self.args.get_warmup_steps(num_training_steps)))
+            starts = (0, int(HEAD_START * num_training_steps)) if self._is_joint else (0,)
+            scales: list[Callable[[int], float]] = [
+                partial(rate_scale, start=start, warm_up=warm_up, end=num_training_steps) for start in starts
+            ]
+            self.lr_scheduler = LambdaLR(optimizer or self.create_optimizer(), scales)
+        return self.lr_scheduler
+
+    def _states(self, batch: dict[str, Tensor], gradients: AbstractContextManager[Any]) -> Tensor:
+        """The model's hidden states, in the heads' precision."""
+        with gradients, self.compute_loss_context_manager():
+            return hidden_states(self._base, batch["input_ids"], self._learner.layers).float()
+
+    def _next(self, losses: Iterator[Tensor]) -> Tensor | None:
+        """The next loss, computed in the precision of training; what it leaves behind is gone when it was sent back."""
+        with self.compute_loss_context_manager():
+            return next(losses, None)
+
+
+def rate_scale(step: int, *, start: int, warm_up: int, end: int) -> float:
+    """What the learning rate is multiplied by: nothing before `start`, up in `warm_up` steps, down in half a cosine."""
+    if step < start:
+        return 0.0
+    done = (step - start) / max(1, end - start)
+    return min(1.0, (step - start + 1) / warm_up) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
+
+
+def _twins(state: Mapping[str, Tensor]) -> set[str]:
+    """The further names of tensors that have several, such as tied embeddings: safetensors takes one of each."""
+    first: dict[tuple[int, torch.Size], str] = {}
+    return {name for name, t in state.items() if first.setdefault((t.data_ptr(), t.shape), name) != name}
+
+
+def _leave_out_twins(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: object) -> None:
+    """Keep one name of every tensor that is written."""
+    for name in _twins(state):
+        del state[name]
+
+
+def _miss_no_twins(module: nn.Module, keys: Any) -> None:
+    """Count no tensor as missing that was read by another name."""
+    twins = _twins(dict(module.named_parameters(remove_duplicate=False)))
+    keys.missing_keys[:] = [name for name in keys.missing_keys if name not in twins]

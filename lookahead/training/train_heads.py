@@ -1,0 +1,284 @@
+"""A training run of heads, from a file of examples to a folder of heads."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+from transformers import PreTrainedModel
+
+from lookahead.errors import LookaheadError, TrainingError
+from lookahead.heads.base_model import lm_head
+from lookahead.heads.weights_fingerprint import fingerprint_of
+from lookahead.models.loading import LoadedModel
+from lookahead.training.answers import answer_prompts
+from lookahead.training.examples import (
+    Example,
+    Examples,
+    Record,
+    encode_prompt,
+    make_examples,
+    read_records,
+    split_examples,
+)
+from lookahead.utils.atomic import write_atomically
+
+if TYPE_CHECKING:
+    from lookahead.training.heads_trainer import HeadTrainer
+
+KINDS = ("medusa", "eagle", "eagle3", "mtp")
+_JOINT = ("medusa", "mtp")
+_SETTINGS = "run.json"
+_ANSWERS = "answers.jsonl"  # what the model answered to the prompts of the data
+_DONE = "trainer_state.json"  # what the Trainer writes last into a checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What defines a run; one that goes on must have the same.
+
+    Attributes:
+        kind: `"medusa"`, `"mtp"`, `"eagle"` or `"eagle3"`.
+        heads: How many tokens are guessed, by Medusa and MTP each with a head of its own.
+        is_joint: Whether the model is trained as well, which changes what it writes; not for EAGLE.
+        draft_vocab: Tokens an EAGLE-3 head can propose, the most frequent ones of the data.
+        steps: Batches trained on; None for one pass over the data.
+        batch_size: Examples of a batch.
+        learning_rate: Of the heads, at its highest.
+        max_length: Most tokens of an example.
+        max_new_tokens: Most tokens the model answers with, where a prompt has no output.
+        hold_out_every: One example in so many is kept for measuring.
+        seed: Of the first weights and of the order of the examples.
+
+    Raises:
+        TrainingError: A value is out of its range.
+    """
+
+    kind: str
+    heads: int = 4
+    is_joint: bool = False
+    draft_vocab: int = 32_000
+    steps: int | None = None
+    batch_size: int = 8
+    learning_rate: float = 1e-3
+    max_length: int = 1024
+    max_new_tokens: int = 256
+    hold_out_every: int = 20
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise TrainingError(f"the kind of heads must be {', '.join(KINDS)}, got {self.kind!r}")
+        if self.is_joint and self.kind not in _JOINT:
+            raise TrainingError(f"only heads of {' and '.join(_JOINT)} are trained with their model, not {self.kind!r}")
+        for name in ("heads", "draft_vocab", "steps", "batch_size", "max_new_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise TrainingError(f"{name} must be at least 1, got {value}")
+        for name in ("max_length", "hold_out_every"):
+            if getattr(self, name) < 2:
+                raise TrainingError(f"{name} must be at least 2, got {getattr(self, name)}")
+        if not self.learning_rate > 0:
+            raise TrainingError(f"learning_rate must be more than 0, got {self.learning_rate}")
+
+
+def check_trainer() -> None:
+    """Make sure that transformers' Trainer can be used.
+
+    Raises:
+        TrainingError: accelerate, which it needs, is not installed.
+    """
+    if importlib.util.find_spec("accelerate") is None:
+        raise TrainingError(
+            "training needs accelerate, which is not installed; pip install 'lookahead-decoding[train]'"
+        )
+
+
+def train_heads(
+    loaded: LoadedModel,
+    data: Path,
+    output: Path,
+    settings: Settings,
+    *,
+    resume: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, float]:
+    """Train heads for a model and write them.
+
+    Args:
+        loaded: The model and its tokenizer; the model stays as it is unless it is trained as well.
+        data: What to train on, see `lookahead.training.examples.read_records`.
+        output: The folder for the heads; what a run needs to go on is kept there too, and a model that was trained
+            with them in `model`.
+        settings: How.
+        resume: Whether to go on from what an earlier start left in the folder.
+        say: Receives a line about each thing done.
+
+    Returns:
+        For every place the share of held-out guesses that are right, `eval_accuracy_1` and so on, and of those where
+        one of five is, `eval_top_5_1`.
+
+    Raises:
+        TrainingError: accelerate is missing, the data is unusable, or the folder belongs to another run.
+        HeadsError: The model takes no heads.
+    """
+    check_trainer()
+    records = read_records(data)
+    lm_head(loaded.model)
+    _enter(output, settings, fingerprint_of(loaded.model), records, resume=resume)
+    with _leaving_nothing(output), _as_it_was(loaded.model):
+        train, held_out = split_examples(_examples(loaded, records, output, settings, say), settings.hold_out_every)
+        say(f"{len(train):,} examples to train on, {len(held_out):,} held out")
+        trainer, write = _prepare(loaded, train, held_out, output, settings, say)
+        last = last_checkpoint(output / "checkpoints")
+        trainer.train(resume_from_checkpoint=None if last is None else str(last))
+        metrics: dict[str, float] = trainer.evaluate()
+        write(output)
+    if settings.is_joint:
+        loaded.model.save_pretrained(output / "model")
+        loaded.tokenizer.save_pretrained(output / "model")
+    return metrics
+
+
+@contextmanager
+def _leaving_nothing(output: Path) -> Iterator[None]:
+    """Where a block fails and there is no going on from it, let no run stand in its folder.
+
+    What is refused has to be asked for otherwise, which the answers to this run's prompts are not kept for.
+    """
+    try:
+        yield
+    except Exception as error:
+        is_refused = isinstance(error, LookaheadError) or not (output / _ANSWERS).exists()
+        if is_refused and last_checkpoint(output / "checkpoints") is None:
+            for name in (_SETTINGS, _ANSWERS):
+                (output / name).unlink(missing_ok=True)
+            with suppress(OSError):  # other files stand there
+                output.rmdir()
+        raise
+
+
+@contextmanager
+def _as_it_was(model: PreTrainedModel) -> Iterator[None]:
+    """Let a block freeze or train a model, which after it takes gradients where it did before, in the same mode."""
+    took = [parameter.requires_grad for parameter in model.parameters()]
+    was_training = model.training
+    try:
+        yield
+    finally:
+        model.train(was_training)
+        for parameter, takes in zip(model.parameters(), took, strict=True):
+            parameter.requires_grad_(takes)
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint that was written to its end."""
+    whole = [path for path in folder.glob("checkpoint-*") if (path / _DONE).is_file()]
+    return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+
+
+def _enter(output: Path, settings: Settings, model: str, records: list[Record], *, resume: bool) -> None:
+    """Make the folder, or check that it holds the same run."""
+    read = json.dumps([(record.prompt, record.output) for record in records])
+    run = {**asdict(settings), "model": model, "data": xxhash.xxh3_64_hexdigest(read.encode())}
+    path = output / _SETTINGS
+    if not path.exists():
+        output.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(run, indent=2) + "\n")
+        return
+    if not resume:
+        raise TrainingError(f"{output} already holds a run: pass --resume, or choose another --output")
+    before = json.loads(path.read_text(encoding="utf-8"))
+    for name, value in run.items():
+        if before.get(name) != value:
+            raise TrainingError(
+                f"{output} holds a run with {name} = {before.get(name)}, not {value}: repeat its options, its model "
+                "and its data, or choose another --output"
+            )
+
+
+def _examples(
+    loaded: LoadedModel, records: list[Record], output: Path, settings: Settings, say: Callable[[str], None]
+) -> list[Example]:
+    """The examples of all records; the model answers those that have no output."""
+    examples = list(make_examples(records, loaded.tokenizer, settings.max_length))
+    prompts = [record.prompt for record in records if record.output is None and record.prompt is not None]
+    if prompts:
+        say(f"{len(prompts):,} prompts without an output: the model answers them first")
+
+        def told(answered: int) -> None:
+            if answered % 100 == 0 or answered == len(prompts):
+                say(f"{answered:,} of {len(prompts):,} answered")
+
+        answers = answer_prompts(
+            loaded.model,
+            loaded.tokenizer,
+            prompts,
+            output / _ANSWERS,
+            max_new_tokens=settings.max_new_tokens,
+            on_answer=told,
+        )
+        encoded = [encode_prompt(loaded.tokenizer, prompt) for prompt in prompts]
+        examples += [Example.answered(*each, settings.max_length) for each in zip(encoded, answers, strict=True)]
+    return examples
+
+
+def _prepare(
+    loaded: LoadedModel,
+    train: Examples,
+    held_out: Examples,
+    output: Path,
+    settings: Settings,
+    say: Callable[[str], None],
+) -> tuple[HeadTrainer, Callable[[Path], None]]:
+    """The Trainer of a run, and what writes its heads into a folder."""
+    from transformers import TrainingArguments
+
+    from lookahead.training.head_kinds import begin
+    from lookahead.training.heads_trainer import HeadTrainer
+
+    model = loaded.model.requires_grad_(settings.is_joint)
+    with torch.random.fork_rng():
+        torch.manual_seed(settings.seed)  # a run that goes on begins with the same weights
+        learner, write = begin(
+            settings.kind,
+            model,
+            train,
+            heads=settings.heads,
+            is_joint=settings.is_joint,
+            draft_vocab=settings.draft_vocab,
+        )
+    on_cpu = model.device.type == "cpu"
+    arguments: dict[str, Any] = {
+        "output_dir": str(output / "checkpoints"),
+        "per_device_train_batch_size": settings.batch_size,
+        "per_device_eval_batch_size": settings.batch_size,
+        "max_steps": settings.steps or -1,
+        "num_train_epochs": 1,
+        "learning_rate": settings.learning_rate,
+        "warmup_steps": 0.03,
+        "max_grad_norm": 1.0,
+        "save_steps": 0.05,
+        "save_total_limit": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 0.25,
+        "logging_steps": 0.01,
+        # On a CPU only where the model is, since one without instructions for it would be slower.
+        "bf16": model.dtype == torch.bfloat16 if on_cpu else torch.cuda.is_bf16_supported(),
+        "use_cpu": on_cpu,
+        "report_to": [],
+        "remove_unused_columns": False,
+        "train_sampling_strategy": "group_by_length",
+        "seed": settings.seed,
+    }
+    trainer = HeadTrainer(
+        model, learner, TrainingArguments(**arguments), train, held_out, say, is_joint=settings.is_joint
+    )
+    return trainer, write

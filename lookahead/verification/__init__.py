@@ -1,0 +1,1 @@
+"""Exact verification of token trees, sampling, and stopping."""

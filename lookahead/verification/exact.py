@@ -1,0 +1,91 @@
+"""Walk a verified tree: the one place where output tokens are chosen and where an output ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+
+from lookahead.drafting.tree import IntArray, TokenTree
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the target chose along one row's tree.
+
+    Attributes:
+        path: int32 `[a]`; the accepted nodes from the root, `path[0] == 0`. Each one's KV is to be kept.
+        tokens: int32 `[a]`; the token the target chose after each node of the path: the tokens of
+            `path[1:]`, then the bonus token.
+        finished: The output ends with the last of `tokens`.
+    """
+
+    path: IntArray
+    tokens: IntArray
+    finished: bool
+
+
+def verify(tree: TokenTree, choose: Callable[[int], int], is_finished: Callable[[int], bool]) -> Verdict:
+    """Walk from the root: choose a token, emit it, and descend if a child of the node holds it.
+
+    `choose` and `is_finished` are called alternately, once per emitted token and in order, so that random
+    numbers, logits processors and stopping criteria see exactly what a token-by-token loop would show them.
+
+    Args:
+        tree: The draft.
+        choose: The target's choice after a node, given the node.
+        is_finished: Takes the emitted token and says whether the output ends there.
+
+    Source: the sampling loop of transformers, replayed along the tree; lossless for any tree.
+    """
+    path, tokens = [0], []
+    while True:
+        node = path[-1]
+        token = choose(node)
+        tokens.append(token)
+        finished = is_finished(token)
+        child = 0 if finished else _child(tree.tokens, tree.parents, node, token)
+        if child == 0:
+            return Verdict(np.array(path, np.int32), np.array(tokens, np.int32), finished)
+        path.append(child)
+
+
+def verify_greedy(tree: TokenTree, argmax: IntArray, eos_tokens: IntArray, limit: int) -> Verdict:
+    """`verify` for the plain argmax that ends at an end-of-sequence token or after `limit` tokens, in one call.
+
+    Args:
+        tree: The draft.
+        argmax: int32 `[n]`; the target's choice after every node.
+        eos_tokens: int32 `[k]`; tokens that end the output.
+        limit: Tokens the row may still emit, at least 1.
+    """
+    path, tokens, finished = _walk(tree.tokens, tree.parents, argmax, eos_tokens, limit)
+    return Verdict(path, tokens, finished)
+
+
+@njit(cache=True)
+def _child(tokens, parents, node, token):
+    """The child of `node` that holds `token`, or 0."""
+    for child in range(node + 1, len(tokens)):
+        if parents[child] == node and tokens[child] == token:
+            return child
+    return 0
+
+
+@njit(cache=True)
+def _walk(tree_tokens, parents, argmax, eos_tokens, limit):
+    """Follow the argmax from the root; returns (path, tokens, finished)."""
+    path, tokens = np.empty(len(tree_tokens), np.int32), np.empty(len(tree_tokens), np.int32)
+    node, count = 0, 0
+    while True:
+        token = argmax[node]
+        path[count], tokens[count] = node, token
+        count += 1
+        finished = count >= limit
+        for eos in eos_tokens:
+            finished = finished or token == eos
+        node = 0 if finished else _child(tree_tokens, parents, node, token)
+        if node == 0:
+            return path[:count], tokens[:count], finished

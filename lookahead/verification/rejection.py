@@ -1,0 +1,87 @@
+"""Speculative sampling: accept what was drawn from a draft's distribution so that the target's is kept.
+
+Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding", §2.3 (one draw: accept with
+    min(1, p/q), else draw from norm(max(0, p - q))); Chen et al. 2023, "Accelerating Large Language Model Decoding with
+    Speculative Sampling"; Miao et al. 2024, "SpecInfer", §4.3 (several draws, one round after the other); Jeon et al.
+    2024, "Recursive Speculative Decoding", §3.2 (draws without replacement).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lookahead.drafting.proposal import IntArray, Proposal
+
+
+def coin(chance: float) -> bool:
+    """Heads with a chance from 0 to 1."""
+    return float(torch.rand(())) < chance
+
+
+def draw(weights: Tensor) -> int:
+    """One index of `[vocab]` weights, drawn by them."""
+    return int(torch.multinomial(weights, 1))
+
+
+def draw_several(weights: Tensor, count: int) -> Tensor:
+    """Up to `count` indices of every row of `[n, vocab]` weights, drawn by them without replacement.
+
+    Returns:
+        int64 `[n, count]`, in the order they were drawn; -1 where no weight was left.
+    """
+    # The race of exponential clocks: the order of arrival is that of draws one after the other.
+    times = weights / torch.empty_like(weights).exponential_()
+    arrived, order = times.topk(min(count, weights.shape[-1]), sorted=True)
+    order = torch.where(arrived > 0, order, -1)
+    return torch.nn.functional.pad(order, (0, count - order.shape[-1]), value=-1)
+
+
+class Trials:
+    """What proposers drew at the nodes of one row's draft, to be tried in that order.
+
+    Args:
+        offers: What each proposer offered, None for nothing; every proposal tells its draws.
+        placed: For each of them int32 `[k]`, the node of the draft that each of its nodes became.
+    """
+
+    def __init__(self, offers: Sequence[Proposal | None], placed: Sequence[IntArray]) -> None:
+        self._rounds: dict[int, list[tuple[Tensor, list[int]]]] = {}
+        for offer, where in zip(offers, placed, strict=True):
+            if offer is None or offer.draws is None:
+                continue
+            families: dict[int, tuple[Tensor, list[int]]] = {}
+            parents, origins = offer.parents.tolist(), offer.draws.origins.tolist()
+            for node, (parent, token) in enumerate(zip(parents, offer.tokens.tolist(), strict=True)):
+                if node == 0 or where[node] == 0:  # beyond where the output ends, as are its siblings
+                    continue
+                if parent not in families:
+                    families[parent] = (offer.draws.distributions[origins[node]], [])
+                    self._rounds.setdefault(int(where[parent]), []).append(families[parent])
+                families[parent][1].append(token)
+
+    def choose(self, node: int, chances: Tensor) -> int:
+        """The token after a node of the draft, distributed as `chances`, float `[vocab]`, those of the target.
+
+        It is one of the node's children where one of them is accepted, else what was left to chance.
+        """
+        p = chances.cpu().double()  # a few small steps, each of which would wait for the device
+        for distribution, tokens in self._rounds.get(node, ()):
+            q = torch.zeros_like(p)
+            q[: len(distribution)] = distribution.cpu()
+            q /= q.sum()
+            for token in tokens:
+                if coin(min(1.0, float(p[token] / q[token]))):
+                    return token
+                p = _normalized((p - q).clamp_(min=0.0), p)
+                q[token] = 0.0
+                q = _normalized(q, q)
+        return draw(p)
+
+
+def _normalized(weights: Tensor, otherwise: Tensor) -> Tensor:
+    """Weights that add up to 1; those of before where rounding left none."""
+    total = weights.sum()
+    return weights / total if float(total) > 0.0 else otherwise

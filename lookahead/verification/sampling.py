@@ -1,0 +1,229 @@
+"""Logits to token, exactly as transformers' own sampling loop does it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from copy import copy
+from typing import Any, cast
+
+import torch
+from torch import FloatTensor, LongTensor, Tensor
+from transformers import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    GenerationConfig,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopHLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+    WatermarkLogitsProcessor,
+)
+
+from lookahead.errors import LogitsError
+from lookahead.verification.topk import likeliest
+
+
+class TokenChooser:
+    """Chooses one token per row and HuggingFace step from raw logits.
+
+    Greedy decoding takes the argmax of the processed logits. Sampling takes the very draw that
+    `torch.multinomial(probs, 1)` makes: it is `argmax(probs / noise)` with exponential noise of the shape of
+    `probs`. The noise of HuggingFace step t is drawn once, for the whole batch, when the first row reaches t,
+    so rows that advance at different rates still see the numbers `model.generate` would have shown them.
+
+    Args:
+        processors: The logits processors that `model.generate` prepared.
+        do_sample: Whether to sample rather than to take the argmax.
+        batch_size: Rows of the batch, finished ones included.
+        keep: Whether to keep the logits and scores of every choice.
+
+    Attributes:
+        logits: For every row float32 `[vocab]` per emitted token, before any processor; empty unless kept.
+        scores: The same after the processors.
+    """
+
+    def __init__(
+        self, processors: LogitsProcessorList, *, do_sample: bool, batch_size: int, keep: bool = False
+    ) -> None:
+        self._processors = [_for_row(processors, row, batch_size) for row in range(batch_size)]
+        self._do_sample = do_sample
+        self._keep = keep
+        self.logits: list[list[Tensor]] = [[] for _ in range(batch_size)]
+        self.scores: list[list[Tensor]] = [[] for _ in range(batch_size)]
+        self._batch_size = batch_size
+        self._noise: deque[Tensor] = deque()
+        self._first_step = 0
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether the choice is just the argmax of the raw logits, and nobody asks for more."""
+        return not self._do_sample and not self._keep and not any(self._processors)
+
+    def choose(self, prefix: Tensor, logits: Tensor, *, row: int, step: int) -> int:
+        """Choose the token that follows `prefix`; call it once per emitted token, in order.
+
+        Args:
+            prefix: int64 `[1, tokens]`, the row's ids as `model.generate` would hold them, padding included.
+            logits: `[vocab]`, the target's raw logits after `prefix`.
+            row: Index of the row in the batch.
+            step: How many tokens the row had emitted before this one.
+
+        Raises:
+            LogitsError: The scores name no token.
+        """
+        scores = self._process(prefix, logits, row)
+        if self._do_sample:
+            probs = torch.softmax(scores, -1)
+            scores = probs / self._noise_of(step, probs)[row]
+        token = int(likeliest(scores))
+        if token < 0:
+            raise not_a_number(row, step)
+        return token
+
+    def chances(self, prefix: Tensor, logits: Tensor, *, row: int, step: int, is_tentative: bool = False) -> Tensor:
+        """What `choose` would draw from, `[vocab]`, for one who draws differently; the arguments are the same.
+
+        Of what is tentative, because the prefix may not be emitted, nothing is kept.
+        """
+        kept, self._keep = self._keep, self._keep and not is_tentative
+        chances = torch.softmax(self._process(prefix, logits, row)[0], -1)
+        self._keep = kept
+        if int(likeliest(chances)) < 0:
+            raise not_a_number(row, step)
+        return chances
+
+    def _process(self, prefix: Tensor, logits: Tensor, row: int) -> Tensor:
+        """Scores after the row's processors, `[1, vocab]`, kept where they are asked for."""
+        ids, raw = cast(LongTensor, prefix), cast(FloatTensor, logits[None].to(torch.float32, copy=True))
+        scores: Tensor = self._processors[row](ids, raw)
+        if self._keep:
+            self.logits[row].append(logits.to(torch.float32, copy=True))
+            self.scores[row].append(scores[0])
+        return scores
+
+    def forget_before(self, step: int) -> None:
+        """Drop noise that no row needs any more: every running row has emitted at least `step` tokens."""
+        while self._noise and self._first_step < step:
+            self._noise.popleft()
+            self._first_step += 1
+
+    def _noise_of(self, step: int, probs: Tensor) -> Tensor:
+        """Noise `[batch, vocab]` of a HuggingFace step, drawn in step order."""
+        while self._first_step + len(self._noise) <= step:
+            shape = (self._batch_size, probs.shape[-1])
+            self._noise.append(torch.empty(shape, dtype=probs.dtype, device=probs.device).exponential_())
+        return self._noise[step - self._first_step]
+
+
+# What looks at scores alone, so that drafts can be put through it wherever they stand.
+_WARPERS = (
+    *(TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper),
+    *(TypicalLogitsWarper, EpsilonLogitsWarper, EtaLogitsWarper),
+)
+
+
+def warp_of(processors: LogitsProcessorList) -> Callable[[Tensor], Tensor]:
+    """The processors that look at nothing but scores, `[n, vocab]`, as one function; the others are left out."""
+    warpers = [processor for processor in processors if type(processor) in _WARPERS]  # a subclass may keep a state
+
+    def warp(scores: Tensor) -> Tensor:
+        nothing = cast(LongTensor, torch.zeros(len(scores), 0, dtype=torch.long))
+        for warper in warpers:
+            scores = warper(nothing, cast(FloatTensor, scores))
+        return scores
+
+    return warp
+
+
+def not_a_number(row: int, step: int) -> LogitsError:
+    """The error for scores that name no token."""
+    return LogitsError(f"the scores of new token {step + 1} of row {row} are not a number; no token can be chosen")
+
+
+# What treats every row by itself and keeps nothing from step to step. A subclass may do otherwise.
+_ROW_WISE = frozenset(
+    {
+        *_WARPERS,
+        *(TopHLogitsWarper, LogitNormalization, InfNanRemoveLogitsProcessor, ExponentialDecayLengthPenalty),
+        *(MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor, NoRepeatNGramLogitsProcessor),
+        *(RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor, NoBadWordsLogitsProcessor),
+        *(EncoderRepetitionPenaltyLogitsProcessor, EncoderNoRepeatNGramLogitsProcessor, WatermarkLogitsProcessor),
+        *(ForcedBOSTokenLogitsProcessor, ForcedEOSTokenLogitsProcessor),
+        *(SuppressTokensLogitsProcessor, SuppressTokensAtBeginLogitsProcessor),
+    }
+)
+
+
+def foreign_processor(processors: LogitsProcessorList, config: GenerationConfig) -> str:
+    """The name of the first processor that may keep a state or look across rows, or an empty string.
+
+    Such a one must see what `model.generate` would show it: the whole batch, once a step.
+    """
+    for place, processor in enumerate(processors):
+        kind = type(processor)
+        is_last = not any(type(each) is kind for each in processors[place + 1 :])
+        if kind is SynthIDTextWatermarkLogitsProcessor and config.watermarking_config is not None and is_last:
+            continue  # it keeps a state row by row, but is of this call alone, and every row gets one of its own
+        if kind is PrefixConstrainedLogitsProcessor:
+            return "prefix_allowed_tokens_fn"
+        if kind not in _ROW_WISE:
+            return str(getattr(processor, "__qualname__", kind.__qualname__))  # it may be a function
+    return ""
+
+
+class _WholeBatch(LogitsProcessor):
+    """Shows a processor a batch, every row of it the row in question, and takes that row's answer."""
+
+    def __init__(self, processor: LogitsProcessor, row: int, batch_size: int) -> None:
+        self._processor = processor
+        self._row = row
+        self._batch_size = batch_size
+
+    def __call__(self, input_ids: LongTensor, scores: FloatTensor) -> FloatTensor:
+        """Process `[1, vocab]` scores of the row as the batch's row would be processed."""
+        batch = [cast(Any, x.expand(self._batch_size, -1).clone()) for x in (input_ids, scores)]
+        return cast(FloatTensor, self._processor(*batch)[self._row : self._row + 1])
+
+
+def _for_row(processors: LogitsProcessorList, row: int, batch_size: int) -> LogitsProcessorList:
+    """Processors for one row of a batch, called with that row alone; none of them is foreign.
+
+    Rows advance at different rates, so a batch of equal lengths is never at hand. Processors treat rows alike, but for
+    three that know which row they are at.
+    """
+    if batch_size == 1:
+        return processors
+    mine = LogitsProcessorList()
+    for processor in processors:
+        if isinstance(processor, RepetitionPenaltyLogitsProcessor):
+            own = copy(processor)
+            if isinstance(own.prompt_ignore_length, Tensor):
+                own.prompt_ignore_length = own.prompt_ignore_length[row : row + 1]
+            mine.append(own)
+        elif isinstance(processor, EncoderRepetitionPenaltyLogitsProcessor | EncoderNoRepeatNGramLogitsProcessor):
+            mine.append(_WholeBatch(processor, row, batch_size))  # it holds the prompts of the whole batch
+        else:
+            mine.append(copy(processor))  # a watermark's keeps a state
+    return mine

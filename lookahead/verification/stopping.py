@@ -1,0 +1,49 @@
+"""When an output ends, told token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import Tensor
+
+from lookahead.drafting.tree import IntArray
+
+FinishReason = Literal["stop", "length", "criteria"]
+"""Why an output ended: an end-of-sequence token or a stop string, a limit on its length, or another criterion."""
+
+Criterion = Callable[[Tensor, Sequence[Tensor]], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class StoppingRule:
+    """When the output of a row ends.
+
+    Attributes:
+        max_length: Ids at which a row ends, prompt and padding included, as `model.generate` counts them.
+        eos_tokens: int32 `[k]`; tokens that end an output.
+        custom: Every other criterion, with the reason it stands for: takes a row's ids, int64 `[1, tokens]`, and its
+            scores so far, each `[vocab]`.
+    """
+
+    max_length: int
+    eos_tokens: IntArray
+    custom: tuple[tuple[FinishReason, Criterion], ...] = ()
+
+    @property
+    def is_only_length(self) -> bool:
+        """Whether nothing ends a row before `max_length`."""
+        return not self.custom and not self.eos_tokens.size
+
+    def within(self, context: int) -> StoppingRule:
+        """The rule with an end where a model has read as many ids as its context holds; one more follows from them."""
+        return replace(self, max_length=min(self.max_length, context + 1))
+
+    def finish_reason(self, ids: Tensor, scores: Sequence[Tensor] = ()) -> FinishReason | None:
+        """Why a row whose ids, int64 `[1, tokens]`, end with its newest token ends there; None if it does not."""
+        # Every criterion is asked, as `model.generate` does: one that counts its calls must see them all.
+        fired = [reason for reason, criterion in self.custom if criterion(ids, scores)]
+        if "stop" in fired or int(ids[0, -1]) in self.eos_tokens:
+            return "stop"
+        return fired[0] if fired else "length" if ids.shape[1] >= self.max_length else None

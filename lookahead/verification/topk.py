@@ -1,0 +1,68 @@
+"""What of a step's logits leaves the device: the likeliest tokens, in one read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lookahead.drafting.tree import IntArray
+from lookahead.ngram.recycled import TOP
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The likeliest tokens after every node, before any logits processor.
+
+    Attributes:
+        argmax: int32 `[rows, nodes]`, negative where logits are not a number; empty where it was not asked for.
+        top: int32 `[rows, nodes, 8]`, the likeliest first, -1 beyond the vocabulary; None where not asked for.
+        probabilities: float32 `[rows, nodes, 8]`, 0 where logits are not finite numbers; None likewise.
+    """
+
+    argmax: IntArray
+    top: IntArray | None = None
+    probabilities: NDArray[np.float32] | None = None
+
+
+def likeliest(scores: Tensor) -> Tensor:
+    """The index of the highest of `[..., vocab]` scores, int32 `[...]`; negative where one is not a number."""
+    values, indices = scores.max(-1)
+    return torch.where(values.isnan(), -1, indices).to(torch.int32)
+
+
+def read_scores(logits: Tensor, *, with_top: bool) -> Scores:
+    """Find the likeliest tokens where the logits are, and bring them over in a single copy where that is no CPU.
+
+    Args:
+        logits: `[rows, nodes, vocab]`.
+        with_top: Whether the top 8 are wanted beside the argmax.
+    """
+    from lookahead.kernels.topk_cpu import can_rank, rank
+
+    if can_rank(logits):
+        argmax, tokens, probabilities = rank(logits, TOP if with_top else 0)
+        return Scores(argmax, tokens, probabilities) if with_top else Scores(argmax)
+    return _read_tensors(logits, with_top=with_top)
+
+
+def _read_tensors(logits: Tensor, *, with_top: bool) -> Scores:
+    """`read_scores` in torch alone."""
+    argmax = likeliest(logits)
+    if not with_top:
+        return Scores(argmax.cpu().numpy())
+    chances, top = logits.softmax(-1, dtype=torch.float32).topk(min(TOP, logits.shape[-1]))
+    chances = chances.nan_to_num(0.0)
+    if top.shape[-1] < TOP:
+        missing = (0, TOP - top.shape[-1])
+        chances, top = torch.nn.functional.pad(chances, missing), torch.nn.functional.pad(top, missing, value=-1)
+    # The first of the top is no argmax: where two logits are equal, greedy decoding takes the lower token.
+    packed = torch.cat((argmax[..., None], top.int(), chances.view(torch.int32)), -1).cpu().numpy()
+    return Scores(
+        np.ascontiguousarray(packed[..., 0]),
+        np.ascontiguousarray(packed[..., 1 : TOP + 1]),
+        np.ascontiguousarray(packed[..., TOP + 1 :]).view(np.float32),
+    )

@@ -1,0 +1,280 @@
+"""A corpus as hash chains in a file: built once, mapped into memory by every process that drafts from it.
+
+A pool file is a header of 128 bytes and three sections, the heads, the links and the arena of `Chains`, int32 in the
+byte order of the machine that wrote them. Each begins where the one before it ends, so the header tells the size.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import xxhash
+
+from lookahead.ngram.chains import SEPARATOR, ChainIndex, Chains, IntArray
+from lookahead.ngram.replacing import replacing
+from lookahead.ngram.suffix_match import LEVELS
+
+VERSION = 1
+MAX_PLACES = (1 << 31) - 1  # of an arena: a position is an int32
+_MAGIC = b"LKPOOL\r\n"  # its line break does not survive a transfer as text
+_BYTE_ORDER = 0x01020304
+_FIELDS = struct.Struct("=8sII8Q")
+_HEADER_BYTES = 128
+_CHECKSUM_BYTES = 8
+_READ_AT_ONCE = 1 << 22  # bytes, a multiple of 4
+
+
+@dataclass(frozen=True, slots=True)
+class PoolHeader:
+    """What a pool file says of itself.
+
+    Attributes:
+        fingerprint: 64 bits that tell the tokenizer of the token ids from others.
+        length: Places of the arena: the tokens, and a separator before each document.
+        slots: Chains of each level, a power of two.
+        tokens: Tokens of all documents, at least 1.
+        documents: How many documents.
+        largest_token: The largest token id.
+        checksum: XXH3 of all bytes behind the header, 64 bits.
+        learned: 1 where the documents are earlier outputs, which a job adds to; 0 where they are a corpus.
+    """
+
+    fingerprint: int
+    length: int
+    slots: int
+    tokens: int
+    documents: int
+    largest_token: int
+    checksum: int
+    learned: int = 0
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the file, in bytes."""
+        return _HEADER_BYTES + 4 * (LEVELS * self.slots + LEVELS * self.length + self.length)
+
+    def to_bytes(self) -> bytes:
+        """The header as it stands in the file; a checksum of its own comes last."""
+        counts = (self.length, self.slots, self.tokens, self.documents, self.largest_token)
+        fields = _FIELDS.pack(_MAGIC, _BYTE_ORDER, VERSION, self.fingerprint, *counts, self.checksum, self.learned)
+        fields = fields.ljust(_HEADER_BYTES - _CHECKSUM_BYTES, b"\0")
+        return fields + xxhash.xxh3_64_digest(fields)
+
+
+class Pool(Chains):
+    """The chains of a pool file, in the memory the file is mapped to; searched as a `ChainIndex` is, never grown.
+
+    Processes share the pages of the file. `write_pool` never writes to a file that is mapped: it puts a new one in the
+    place of the old one, which stays as it was for those who have it open. A program that writes to the file itself
+    could end this process (a page behind the end of a file is a bus error) or lead a search out of its memory, so
+    `is_intact` is asked before each use.
+
+    Attributes:
+        path: The file.
+        header: What it says of itself.
+    """
+
+    __slots__ = ("__weakref__", "_descriptor", "_is_intact", "_version", "header", "path")
+
+    def __init__(self, path: Path, header: PoolHeader, file: BinaryIO, version: tuple[int, int]) -> None:
+        # A private mapping can be written to, though nothing is: so its arrays have the type of those of an index, and
+        # one compiled core serves both. Pages that are not written to are shared all the same.
+        mapped = mmap.mmap(file.fileno(), header.file_bytes, access=mmap.ACCESS_COPY)
+        sizes = np.array([LEVELS * header.slots, LEVELS * header.length, header.length])
+        numbers: IntArray = np.frombuffer(mapped, np.int32, offset=_HEADER_BYTES)
+        heads, links, arena = np.split(numbers, np.cumsum(sizes)[:-1])
+        super().__init__(arena, heads.reshape(LEVELS, -1), links.reshape(-1, LEVELS), header.length)
+        self.path = path
+        self.header = header
+        self._version, self._is_intact = version, True
+        self._descriptor = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._descriptor)
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether the file is as it was opened; once it is not, there is nothing in the pool any more.
+
+        Size and time of the last change are compared, which takes about a microsecond.
+        """
+        if self._is_intact and _version_of(self._descriptor) != self._version:
+            self._is_intact = False
+            self._arena, self._links = np.full(1, SEPARATOR, np.int32), np.zeros((1, LEVELS), np.int32)
+            self._heads = np.zeros((LEVELS, 1), np.int32)
+            self._fill(1)
+            self._settle()
+        return self._is_intact
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], fingerprint: int | None = None) -> Pool:
+        """Open a pool file, once it is clear that it is whole.
+
+        Every byte is checked. The checksum finds what happened to the file by accident. Whoever makes a file on
+        purpose can make its checksum too, so every position is also compared with the length, and every token with
+        the largest: no file leads a search out of its memory, or to a token the header does not tell of.
+
+        Args:
+            path: The file.
+            fingerprint: Of the tokenizer whose ids are looked up; `None` where there is none to compare.
+
+        Raises:
+            OSError: The file cannot be read.
+            ValueError: It is no pool, it is damaged, or it was made with another tokenizer.
+        """
+        path = Path(path)
+        with _opened(path) as file:
+            version = _version_of(file.fileno())
+            header = _read_header(path, file)
+            _check_contents(path, file, header)
+            pool = cls(path, header, file, version)
+        if not pool.is_intact:
+            raise ValueError(f"{path}: changed while it was opened")
+        if fingerprint is not None:
+            pool.check_fingerprint(fingerprint)
+        return pool
+
+    def check_fingerprint(self, fingerprint: int) -> None:
+        """Raise ValueError unless the pool was made with the tokenizer of this fingerprint."""
+        if fingerprint != self.header.fingerprint:
+            raise ValueError(
+                f"{self.path}: made with another tokenizer: the fingerprint of that was "
+                f"{self.header.fingerprint:016x}, of this one it is {fingerprint:016x}"
+            )
+
+
+def read_header(path: str | os.PathLike[str]) -> PoolHeader:
+    """What a pool file says of itself; of all that follows only the size is checked.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is no pool of this version and byte order, or its header is damaged, or its size is wrong.
+    """
+    with _opened(Path(path)) as file:
+        return _read_header(Path(path), file)
+
+
+def write_pool(
+    path: str | os.PathLike[str], tokens: IntArray, fingerprint: int, *, is_learned: bool = False
+) -> PoolHeader:
+    """Index documents and write them to a pool file, which is there whole or not at all.
+
+    The new file takes the place of one at `path` only when all of it is on the disk; what stops it before, a
+    crash included, leaves the old file as it was.
+
+    Args:
+        path: The file.
+        tokens: int32 `[n]`, documents one after the other, `SEPARATOR` between them.
+        fingerprint: 64 bits that tell their tokenizer from others.
+        is_learned: Whether they are earlier outputs, and no corpus.
+
+    Returns:
+        What the file says of itself.
+
+    Raises:
+        OSError: The file cannot be written.
+        TypeError: `tokens` is not an int32 array.
+        ValueError: `tokens` is not flat, holds no token or too many, or a number below `SEPARATOR`.
+    """
+    if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32:
+        raise TypeError(f"tokens must be an int32 array, got {getattr(tokens, 'dtype', type(tokens).__name__)}")
+    if tokens.ndim != 1 or not 1 <= tokens.size < MAX_PLACES:
+        raise ValueError(f"tokens must be flat, with 1 to {MAX_PLACES - 1} of them, got shape {tokens.shape}")
+    if tokens.min() < SEPARATOR or tokens.max() < 0:
+        raise ValueError(f"tokens must hold ids and {SEPARATOR} between documents, got {tokens.min()}..{tokens.max()}")
+    index = ChainIndex()
+    index.append_documents(np.ascontiguousarray(tokens))
+    arena, heads, links, length = index.state
+    arena, links = arena[:length], links[:length]
+    checksum = xxhash.xxh3_64()
+    for section in (heads, links, arena):
+        checksum.update(section.data)
+    is_token = arena >= 0
+    header = PoolHeader(
+        fingerprint=fingerprint,
+        length=length,
+        slots=heads.shape[1],
+        tokens=int(np.count_nonzero(is_token)),
+        documents=int(np.count_nonzero(is_token[1:] & ~is_token[:-1])),
+        largest_token=int(tokens.max()),
+        checksum=checksum.intdigest(),
+        learned=int(is_learned),
+    )
+    with replacing(Path(path)) as file:
+        file.write(header.to_bytes())
+        for section in (heads, links, arena):
+            file.write(section.data)
+    return header
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a file to read; what is there but no file is refused, since a pipe would wait for a writer."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path}: not a file")
+    with open(path, "rb") as file:
+        yield file
+
+
+def _read_header(path: Path, file: BinaryIO) -> PoolHeader:
+    """Read the header of an open file and compare it with the file's size."""
+    data = file.read(_HEADER_BYTES)
+    if not data.startswith(_MAGIC):
+        raise ValueError(f"{path}: not a pool file")
+    if len(data) < _HEADER_BYTES:
+        raise ValueError(f"{path}: cut short: {len(data)} bytes, less than a header")
+    _, byte_order, version, *fields = _FIELDS.unpack_from(data)
+    if byte_order != _BYTE_ORDER:
+        raise ValueError(f"{path}: made on a machine of another byte order; build it again here")
+    if version != VERSION:
+        raise ValueError(f"{path}: version {version} of the format; this release reads version {VERSION}")
+    header = PoolHeader(*fields)
+    if data != header.to_bytes():
+        raise ValueError(f"{path}: damaged: its header does not have the checksum it tells")
+    is_possible = 1 <= header.tokens < header.length <= MAX_PLACES and header.slots.bit_count() == 1
+    if not is_possible or header.largest_token >= 1 << 31 or header.learned > 1:
+        raise ValueError(f"{path}: damaged: its header holds sizes that no pool has")
+    size = os.fstat(file.fileno()).st_size
+    if size != header.file_bytes:
+        what = "cut short" if size < header.file_bytes else "longer than it should be"
+        raise ValueError(f"{path}: {what}: {size:,} bytes of {header.file_bytes:,}")
+    return header
+
+
+def _version_of(descriptor: int) -> tuple[int, int]:
+    """What changes when somebody writes to an open file: its size in bytes, and when it was last changed, in ns."""
+    status = os.fstat(descriptor)
+    return status.st_size, status.st_mtime_ns
+
+
+def _check_contents(path: Path, file: BinaryIO, header: PoolHeader) -> None:
+    """Refuse a wrong checksum, positions outside of the arena, and tokens that the header does not tell of.
+
+    The file is read and not mapped, as it may be cut short meanwhile.
+    """
+    checksum = xxhash.xxh3_64()
+    positions = LEVELS * (header.slots + header.length)  # the numbers in front of the arena
+    are_good, place = True, 0
+    while data := file.read(_READ_AT_ONCE):
+        checksum.update(data)
+        numbers = np.frombuffer(data[: len(data) & ~3], np.int32)
+        before, arena = np.split(numbers, [max(0, positions - place)])
+        # Read as unsigned, a negative number is above every bound: one pass finds both.
+        are_good &= not before.size or int(before.view(np.uint32).max()) < header.length
+        if arena.size:
+            are_good &= int(arena.min()) >= SEPARATOR and int(arena.max()) <= header.largest_token
+            are_good &= place + before.size > positions or int(arena[0]) == SEPARATOR
+        place += numbers.size
+    if checksum.intdigest() != header.checksum:
+        raise ValueError(
+            f"{path}: damaged: its checksum is {checksum.hexdigest()}, and should be {header.checksum:016x}"
+        )
+    if not are_good:
+        raise ValueError(f"{path}: damaged: it holds numbers that no pool has")

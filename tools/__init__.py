@@ -1,0 +1,1 @@
+"""Tools for the people who work on this repository. Not part of the installed package."""
