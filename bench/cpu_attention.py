@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.trees import random_trees, relative_error
 from lookahead.kernels import dispatch as choice
 from lookahead.kernels import reference
 from lookahead.kernels.cpu_attention import tree_attention
+from tests.support.random_trees import random_trees, relative_error
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PRODUCTS = 2e10  # multiplications timed for every figure, about

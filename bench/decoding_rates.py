@@ -13,8 +13,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from bench.dictation import Trace, dictating
 from bench.gpu_steps import Replays, summary
+from bench.replay_target import Trace, dictating
 from lookahead import LookaheadConfig
 from lookahead.drafting.tree import IntArray
 from lookahead.engine.engine import Engine

@@ -28,8 +28,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from bench.jacobi import OPENINGS
-from bench.prompts import SUMMARIZER, read_texts
+from bench.prompts import OPENINGS, SUMMARIZER, read_texts
 from lookahead import LookaheadConfig
 from lookahead.engine.engine import Engine
 from lookahead.engine.model_state import ModelExperience, lent_experience

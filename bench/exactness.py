@@ -32,13 +32,13 @@ import transformers
 from transformers import PreTrainedModel
 
 import lookahead
-from bench.adversaries import always_wrong, drafting_by, nothing, perfect
-from bench.families import ENCODER_DECODERS, FAMILIES, Family, build
 from bench.prompts import SUMMARIZER, read_texts, summary_prompts
 from bench.report import publish
-from bench.stateful import DoneTracker, Grammar, calls_of
 from lookahead import LookaheadConfig
 from lookahead.models.loading import load
+from tests.support.adversarial_proposers import always_wrong, drafting_by, nothing, perfect
+from tests.support.families import ENCODER_DECODERS, FAMILIES, Family, build
+from tests.support.stateful import DoneTracker, Grammar, calls_of
 
 NEW_TOKENS = 24
 MODES: dict[str, dict[str, Any]] = {

@@ -24,12 +24,12 @@ import transformers
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 import lookahead
-from bench.adversaries import drafting_by, random_trees
-from bench.families import FAMILIES, build
 from bench.report import publish
-from bench.stateful import DoneTracker, Grammar, calls_of
 from lookahead import LookaheadConfig
 from lookahead.models.validate import vocabulary_size
+from tests.support.adversarial_proposers import drafting_by, random_trees
+from tests.support.families import FAMILIES, build
+from tests.support.stateful import DoneTracker, Grammar, calls_of
 
 # A full attention, a windowed one, sinks and prepared masks: what differs in how a tree is attended to.
 MODELS = ("Llama", "Gemma2", "GptOss", "GPTJ")

@@ -37,11 +37,11 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from bench.decoding_rates import check_lossless, compare_dictated, compare_plain
-from bench.dictation import Trace
-from bench.goals import GPU_DECODE
 from bench.gpu_steps import measure_steps, read_bandwidth, step_bytes
 from bench.replay import load_tokenizer, read_pairs
+from bench.replay_target import Trace
 from bench.report import publish
+from bench.targets import GPU_DECODE
 from lookahead.kernels.dispatch import runs_on
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

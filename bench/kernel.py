@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 
 from bench.attention_methods import Layer, Step, methods
-from bench.goals import KERNEL
 from bench.gpu_steps import ByHand, Stopwatch
 from bench.report import publish
-from bench.trees import relative_error, tree_tensors
+from bench.targets import KERNEL
 from lookahead.kernels import reference
 from lookahead.models.cuda_graphs import CudaGraphs, Graph
+from tests.support.random_trees import relative_error, tree_tensors
 
 TOLERANCE = 1e-2
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 1 << 24}

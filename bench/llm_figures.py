@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bench.jacobi import loop_start
+from bench.prompts import loop_start
 
 GREEDY, OURS = "greedy", "lookahead"
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -126,5 +126,5 @@ def _save(figure: Figure, path: Path) -> None:
     figure.savefig(path, **fixed)
 
 
-PLOTS = {"kernel.json": draw_kernel, "gpu_decode.json": draw_steps}
+PLOTS = {"kernel": draw_kernel, "gpu_decode": draw_steps}
 """Of files that may not be there yet."""

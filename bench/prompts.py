@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from lookahead.summarization.prompting import SUMMARIZE_TEMPLATE, Prompting
 from lookahead.summarization.sentences import split_sentences
 
+OPENINGS = Path(__file__).with_name("openings.txt")
+"""Story openings, one a line."""
+REPEAT = 16
+"""Tokens of an output that stood earlier in it, from which on it loops."""
 SUMMARIZER = "tests/models/summarizer"
 """Folder of the small extractive summarizer of the tests, from the root of the repository."""
 
@@ -81,3 +85,14 @@ def continuation_prompts(
         if ends:
             prompts.append(text.strip()[: ends[min(longest, len(ends)) - 1][1]])
     return prompts
+
+
+def loop_start(tokens: Sequence[int]) -> int:
+    """Where the next `REPEAT` tokens first repeat earlier ones; the end where none do."""
+    seen: set[tuple[int, ...]] = set()
+    for begin in range(len(tokens) - REPEAT + 1):
+        run = tuple(tokens[begin : begin + REPEAT])
+        if run in seen:
+            return begin
+        seen.add(run)
+    return len(tokens)

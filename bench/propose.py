@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bench.peers import IntArray, LongestSuffix, PromptLookup
+from bench.baselines import IntArray, LongestSuffix, PromptLookup
 from bench.replay import load_tokenizer
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.proposal import Outcome, Top

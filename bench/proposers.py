@@ -33,12 +33,11 @@ from typing import Any
 
 import torch
 import transformers
+from bench.sheets import KINDS
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from bench.jacobi import OPENINGS
-from bench.prompts import SUMMARIZER, read_texts, summary_prompts
+from bench.prompts import OPENINGS, SUMMARIZER, read_texts, summary_prompts
 from bench.report import publish
-from bench.sheets import KINDS
 from lookahead import DraftModel, Heads, LookaheadConfig
 from lookahead.drafting.proposal import ProposerFactory
 from lookahead.generation.draft_comparison import Score, compare

@@ -29,7 +29,7 @@ import numpy as np
 from numba import njit
 from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase
 
-from bench.peers import Chain, FirstOccurrence, IntArray, LongestSuffix, PromptLookup
+from bench.baselines import Chain, FirstOccurrence, IntArray, LongestSuffix, PromptLookup
 from lookahead.drafting.proposal import Outcome
 from lookahead.ngram.acceptance import HitRates
 from lookahead.proposers.ngram import Memory, MixtureProposer

@@ -2,10 +2,9 @@
 
     python -m bench.tables
 
-Every result file is a table, with the command that made it, what it was measured on, what was to be reached where that
-was set, and the figures as they stand in the file. What no file holds was not measured yet, and the table says so. The
-same files give the same page. With matplotlib (the extra `plot`) the plot is drawn too; without it the page refers to
-the one that is there.
+Every result file is a section: the command that made it, what it was measured on, and its figures as they stand in the
+file. The same files give the same page. With matplotlib (the extra `plot`) the plots are drawn too; without it the page
+refers to those that are there.
 """
 
 from __future__ import annotations
@@ -15,37 +14,85 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from bench.sheet import Row, Sheet
-from bench.sheets import SHEETS
+from bench.targets import GPU_DECODE, KERNEL
 
 BENCH = Path(__file__).resolve().parent
 PLOTS = Path("results/plots")
 PLOT = PLOTS / "replay.svg"
 LLM_PLOT = PLOTS / "llm.svg"
 BEGIN, END = "<!-- figures: python -m bench.tables -->\n", "<!-- end of figures -->\n"
-MISSING = "not measured yet"
 UNKNOWN = "not recorded"
 _VERSIONS = ("python", "torch", "cuda", "transformers", "numba", "numpy")
+_SETTING = {"model", "shape", "dtype", "device", "versions", *_VERSIONS}
+_LONGEST = 8  # values of a list that is shown
 
 
-def value_at(result: Any, path: str) -> Any:
-    """What stands at `a/b/c` of a result, a number being a place in a list; None where nothing does."""
-    for key in path.split("/"):
-        if isinstance(result, Mapping):
-            result = result.get(key)
-        elif isinstance(result, list) and key.isdecimal() and int(key) < len(result):
-            result = result[int(key)]
-        else:
-            return None
-    return result
+class Caption(NamedTuple):
+    """What a result file does not say of itself: its title, the command behind `python -m bench.`, and a note."""
+
+    title: str
+    command: str = ""
+    note: str = ""
+
+
+_LLM = "llm --prompts spec_bench.jsonl --stories squality_dev.jsonl --offset 16 --dtype"
+_JOB = "job --text squality_dev.jsonl --dtype"
+_REPLAY = "replay --tokenizer DIR --pairs FILE"
+CAPTIONS = {
+    "llm_fp32": Caption("A real model, fp32", f"{_LLM} fp32", "CPU seconds of one thread, wall seconds beside them."),
+    "llm_bf16": Caption("A real model, bf16", f"{_LLM} bf16", "CPU seconds of one thread, wall seconds beside them."),
+    "gpu_decode": Caption(
+        "Decoding on a GPU",
+        "gpu_decode --tokenizer DIR --pairs FILE",
+        "Targets are for the shape of Llama-3-8B with random weights, batch 1, 2,048 tokens of context, bf16. With "
+        "drafts a recorded text dictates what the model says.",
+    ),
+    "kernel": Caption("Tree attention on a GPU", "kernel", "Targets are for an H200 and the heads of Llama-3-8B."),
+    "job_fp32": Caption("Many documents in refilled rows, fp32", f"{_JOB} fp32"),
+    "job_bf16": Caption("Many documents in refilled rows, bf16", f"{_JOB} bf16"),
+    "job_fp32_short": Caption(
+        "Many short documents in refilled rows, fp32",
+        f"{_JOB} fp32 --documents 160 --longest 300 --streamed 0 --trials 2",
+    ),
+    "never_slower": Caption(
+        "Never slower than plain decoding",
+        "never_slower --model tests/models/summarizer --prompts squality_dev.jsonl --field document --pairs 3",
+        "Text with nothing to copy. Speedups are over the engine's own decoding without drafts.",
+    ),
+    "exactness": Caption("Tokens of `model.generate`", "exactness --prompts squality_dev.jsonl"),
+    "fuzz": Caption("Random settings", "fuzz --runs 10000"),
+    "compiled_fp32": Caption("Compiled passes, fp32", "compiled --dtype fp32"),
+    "compiled_bf16": Caption("Compiled passes, bf16", "compiled --dtype bf16"),
+    "replay_spec_bench_summaries": Caption("Recorded outputs: Spec-Bench summaries", _REPLAY, "No model runs."),
+    "replay_vicuna": Caption("Recorded outputs: chat, Vicuna 7B", _REPLAY, "No model runs."),
+    "replay_llama3": Caption("Recorded outputs: chat, Llama-3-8B-Instruct", _REPLAY, "No model runs."),
+    "ablation": Caption(
+        "Each source of drafts alone, and several together, on a real model",
+        "ablation --model DIR --prompts spec_bench.jsonl --stories squality_dev.jsonl",
+    ),
+    "proposers": Caption(
+        "Draft models and trained heads",
+        "proposers --model DIR --draft DIR --pair-heads DIR --heads DIR --documents squality_dev.jsonl",
+        "stories260K with llama2xs-279K, and the summarizer of the tests. Outputs sampled by rejection or typical "
+        "acceptance differ from those of the same seed; divergence is total variation per token, 0 to 1.",
+    ),
+    "propose": Caption("What a proposal costs the host", "propose --tokenizer DIR --text FILE", "No model runs."),
+    "dropin": Caption("What it costs to be a drop-in", "dropin"),
+    "soak": Caption("Memory over many requests", "soak --model DIR --prompts squality_dev.jsonl --field document"),
+    "faults": Caption("Jobs killed at random moments and resumed", "faults --documents 1000 --kills 200 --model none"),
+    "faults_summarizer": Caption("The same with the summarizer of the tests", "faults --documents 1000 --kills 200"),
+    "ray_job": Caption("A job on Ray against local processes", "ray_job --documents 200 --workers 4"),
+    "summarizer": Caption("The summarizer of the tests", "", "`python -m tools.train_extractor.measure` makes it."),
+}
+_TARGETS = {"gpu_decode": GPU_DECODE, "kernel": KERNEL}
 
 
 def in_words(value: Any) -> str:
     """A figure as the file holds it, to four digits behind the point."""
     if value is None:
-        return UNKNOWN
+        return "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):
@@ -63,69 +110,91 @@ def versions_of(result: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {known[name]}" for name in _VERSIONS if known.get(name)) or UNKNOWN
 
 
-def setting(sheet: Sheet, result: Mapping[str, Any]) -> list[str]:
-    """What a result was measured on: as it says itself, and else what its command always uses."""
-    model = result.get("shape", result.get("model", sheet.model))
-    return [
-        f"- model: {model or UNKNOWN}{', random weights' if 'shape' in result else ''}",
-        f"- dtype: {result.get('dtype', sheet.dtype) or UNKNOWN}",
-        f"- device: {result.get('device', sheet.device) or UNKNOWN}",
-        f"- versions: {versions_of(result)}",
-    ]
+def _setting(result: Mapping[str, Any]) -> str:
+    """What a result was measured on, as far as it says."""
+    model = f"{result['shape']}, random weights" if "shape" in result else result.get("model", UNKNOWN)
+    dtype, device = result.get("dtype", UNKNOWN), result.get("device", UNKNOWN)
+    return f"model: {model}; dtype: {dtype}; device: {device}; versions: {versions_of(result)}"
 
 
-def plot_of(file: str) -> Path:
-    """Where the plot of a result file is, seen from the page."""
-    return PLOTS / Path(file).with_suffix(".svg")
+def _is_figure(value: Any) -> bool:
+    if isinstance(value, list):
+        return len(value) <= _LONGEST and not any(isinstance(each, list | dict) for each in value)
+    return not isinstance(value, Mapping)
 
 
-def own_rows(result: Mapping[str, Any]) -> list[Row]:
-    """The figures of a result that no sheet describes: those at the top."""
-    return [Row(key, key) for key, value in result.items() if isinstance(value, int | float | str)]
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures, and those one level below as `a/b`; what lies deeper is left to the file."""
+    flat = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{key}/{name}": each for name, each in value.items() if _is_figure(each)}
+        elif _is_figure(value):
+            flat[key] = value
+    return flat
 
 
-def expand(rows: Sequence[Row], result: Mapping[str, Any] | None) -> Iterator[Row]:
-    """The rows, those of a list once for every place of it."""
-    for row in rows:
-        if result is None or "*" not in row.path:
-            yield row
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)] + [""]
+
+
+def _grids(result: Mapping[str, Any]) -> Iterator[list[str]]:
+    """A table for every list or mapping of mappings in a result: a line for each of them."""
+    for key, value in result.items():
+        if isinstance(value, Mapping) and key not in _SETTING:
+            lines = {name: _flat(each) for name, each in value.items() if isinstance(each, Mapping)}
+        elif isinstance(value, list):
+            lines = {str(i): _flat(each) for i, each in enumerate(value) if isinstance(each, Mapping)}
+        else:
             continue
-        places = value_at(result, row.path.split("/*")[0]) or []
-        for i, place in enumerate(places):
-            yield Row(f"{row.each.format(**place)}: {row.what}", row.path.replace("*", str(i)), row.target)
+        if not lines:
+            continue
+        columns = list(dict.fromkeys(column for line in lines.values() for column in line))
+        cells = [[name, *(in_words(line.get(column, "")) for column in columns)] for name, line in lines.items()]
+        yield _table([key.replace("_", " "), *columns], cells)
 
 
-def section(sheet: Sheet, result: Mapping[str, Any] | None) -> list[str]:
-    """One table."""
-    lines = [f"## {sheet.title}", "", f"`{sheet.command}`", ""]
-    if result is not None:
-        lines += [*setting(sheet, result), ""]
-        if sheet.plot:
-            lines += [f"![{sheet.plot}]({plot_of(sheet.file).as_posix()})", ""]
-    lines += ["| figure | target | measured |", "|---|---|---|"]
-    for row in expand(sheet.rows or own_rows(result or {}), result):
-        value = None if result is None else value_at(result, row.path)
-        is_missing = result is None or (row.is_optional and value is None)
-        lines.append(f"| {row.what} | {row.target} | {MISSING if is_missing else in_words(value)} |")
-    return [*lines, *(["", sheet.note] if sheet.note else []), ""]
+def section(name: str, result: Mapping[str, Any] | None, folder: Path) -> list[str]:
+    """One result file of a folder; None where it was not measured yet."""
+    title, command, note = CAPTIONS.get(name, Caption(name))
+    lines = [f"## {title}", ""]
+    if command:
+        lines += [f"`python -m bench.{command} --output bench/results/{name}.json`", ""]
+    if note:
+        lines += [note, ""]
+    targets = _TARGETS.get(name, ())
+    measured = {} if result is None else result.get("figures", {})
+    if targets:
+        rows = [[each.what, each.target, in_words(measured.get(each.key, "not measured yet"))] for each in targets]
+        lines += _table(("figure", "target", "measured"), rows)
+    if result is None:
+        return lines if targets else [*lines, "Not measured yet.", ""]
+    lines += [f"- {_setting(result)}", ""]
+    if (folder / "plots" / f"{name}.svg").exists():
+        lines += [f"![{title}]({(PLOTS / name).as_posix()}.svg)", ""]
+    figures = {
+        key: value for key, value in result.items() if key not in _SETTING and not (targets and key == "figures")
+    }
+    lines += _table(("figure", "measured"), [[key, in_words(value)] for key, value in _flat(figures).items()])
+    for grid in _grids(figures):
+        lines += grid
+    return lines
 
 
 def page(folder: Path) -> str:
     """The whole page of the results in a folder."""
-    results = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
-    described = {sheet.file for sheet in SHEETS}
-    others = [Sheet(name, name, UNKNOWN) for name in results if name not in described]
+    results = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
     lines = [
         "# Results",
         "",
         "`python -m bench.tables` writes this page from the files in `bench/results`; nothing here is written by hand.",
-        f"`{UNKNOWN}`: the file does not say. Models and files of prompts that commands name do not all come along.",
+        "Models and files of prompts that commands name do not all come along.",
         "",
         f"![Tokens a step on recorded outputs, by draft nodes]({PLOT.as_posix()})",
         "",
     ]
-    for sheet in [*SHEETS, *others]:
-        lines += section(sheet, results.get(sheet.file))
+    for name in [*CAPTIONS, *(name for name in results if name not in CAPTIONS)]:
+        lines += section(name, results.get(name), folder)
     return "\n".join(lines)
 
 
@@ -196,7 +265,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     (folder / PLOTS).mkdir(parents=True, exist_ok=True)
     drawn = {PLOT: plots.draw_replay}
-    drawn |= {plot_of(file): draw for file, draw in plots.PLOTS.items() if (folder / "results" / file).exists()}
+    drawn |= {
+        PLOTS / f"{name}.svg": draw for name, draw in plots.PLOTS.items() if (folder / f"results/{name}.json").exists()
+    }
     for path, draw in drawn.items():
         draw(folder / "results", folder / path)
         print(f"wrote {folder / path}")

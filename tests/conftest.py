@@ -114,7 +114,7 @@ def accepted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture
 def foretell(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.Tensor, torch.Tensor | None], None]:
     """Lets our engine draft the answer it is told, row by row: right tokens first, then a wrong one."""
-    from bench.adversaries import Scripted, chain
+    from tests.support.adversarial_proposers import Scripted, chain
 
     def tell(answer: torch.Tensor, mask: torch.Tensor | None) -> None:
         padding = [0] * len(answer) if mask is None else (mask == 0).sum(1).tolist()
@@ -175,9 +175,9 @@ def model_folder(
 @pytest.fixture
 def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Lets passes be recorded on the CPU, and lists what was."""
-    from bench.recording import Recording
     from lookahead.kernels import dispatch as choice
     from lookahead.models import passes
+    from tests.support.pass_recorder import Recording
 
     made: list[Any] = []
 

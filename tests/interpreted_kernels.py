@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from bench.trees import CASES, random_trees, relative_error
 from lookahead.kernels import reference
 from lookahead.kernels import self_test as audition
 from lookahead.kernels.self_test import KernelVariant, attends_rightly, compacts_rightly
+from tests.support.random_trees import CASES, random_trees, relative_error
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1 to run the kernels without a GPU", allow_module_level=True)

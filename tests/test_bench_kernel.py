@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from bench.sheets import SHEETS
 from torch import Tensor
 
 from bench import attention_methods, kernel, tables
-from bench.goals import KERNEL
-from bench.sheets import SHEETS
+from bench.targets import KERNEL
 
 TINY = ["--device", "cpu", "--rows", "1", "--contexts", "150", "--widths", "5", "--heads", "4", "--kv-heads", "2"]
 TINY += ["--dim", "16", "--layers", "2", "--replays", "2"]

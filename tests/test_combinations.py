@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from bench.families import FAMILIES, build
 from lookahead import LookaheadConfig
 from lookahead.engine.model_state import ModelExperience, lent_experience
 from lookahead.generation.api import prepare
@@ -18,6 +17,7 @@ from lookahead.ngram.chains import SEPARATOR
 from lookahead.ngram.pool_file import write_pool
 from lookahead.pools.tokenizer_fingerprint import fingerprint_of
 from lookahead.stats import DecodingStats, total
+from tests.support.families import FAMILIES, build
 
 NAMES = ("prompt", "outputs", "corpus", "recycled", "jacobi")
 COMBINATIONS = [names for count in range(1, 6) for names in combinations(NAMES, count)]

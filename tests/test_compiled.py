@@ -15,7 +15,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
 import lookahead
-from bench.families import FAMILIES, build
 from lookahead import LookaheadConfig
 from lookahead.cli.app import app
 from lookahead.config import PASSES
@@ -31,6 +30,7 @@ from lookahead.models.attention import Reach, TreePass
 from lookahead.models.cache import TreeSlots
 from lookahead.models.fixed_shape import StaticPass, padded_rows, padded_slots
 from lookahead.models.target import Target
+from tests.support.families import FAMILIES, build
 
 CPU = torch.device("cpu")
 CONFIG = LookaheadConfig(compile=True, draft="fixed", max_nodes=3, min_probability=0.0, memory="request")

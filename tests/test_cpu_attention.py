@@ -9,11 +9,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import lookahead
-from bench.trees import CASES, random_trees, relative_error
 from lookahead.kernels import cpu_attention, reference
 from lookahead.kernels import dispatch as choice
 from lookahead.kernels.cpu_attention import BLOCK, tree_attention
 from lookahead.kernels.microkernel import COLUMNS
+from tests.support.random_trees import CASES, random_trees, relative_error
 
 FULL = torch.float32
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 3e-3}

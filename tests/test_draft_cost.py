@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from bench.near_models import like, small
 from lookahead import DraftModel, LookaheadConfig
 from lookahead.drafting.ledger import Ledger
 from lookahead.drafting.proposal import Call, IntArray, Outcome, Proposal, Proposer
 from lookahead.generation.api import prepare
 from lookahead.proposers.validated import CustomProposer
+from tests.support.near_models import like, small
 
 
 class Clock:

@@ -24,11 +24,11 @@ from transformers import (
 )
 
 import lookahead
-from bench.near_models import like, small
 from lookahead import ConfigError, DraftModel, LookaheadConfig, ProposerError, UnsupportedModelError
 from lookahead.drafting.proposal import Call, Proposal
 from lookahead.generation.api import prepare
 from lookahead.proposers.model_proposer import ModelProposer
+from tests.support.near_models import like, small
 
 FIXED: dict[str, Any] = {"draft": "fixed", "min_probability": 0.0}
 SHAPES: dict[str, dict[str, int]] = {

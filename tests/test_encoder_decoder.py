@@ -12,13 +12,13 @@ import torch
 from transformers import BertConfig, EncoderDecoderConfig, EncoderDecoderModel, PreTrainedModel
 
 import lookahead
-from bench.adversaries import Offer, always_wrong, drafting_by, nothing, perfect
-from bench.families import ENCODER_DECODERS, build
 from bench.llm import PassCounter
 from lookahead import LookaheadConfig
 from lookahead.errors import UnsupportedModelError
 from lookahead.models.encoder_decoder import empty_cache
 from lookahead.models.encoder_decoder_support import decoder_support
+from tests.support.adversarial_proposers import Offer, always_wrong, drafting_by, nothing, perfect
+from tests.support.families import ENCODER_DECODERS, build
 
 CHAINS, PLAIN = (
     [family for family in ENCODER_DECODERS.values() if family.decoded == decoded] for decoded in ("chains", "plain")

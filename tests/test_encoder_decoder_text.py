@@ -20,7 +20,6 @@ from transformers import (
 from typer.testing import CliRunner
 
 import lookahead
-from bench.families import ENCODER_DECODERS, build
 from lookahead import DraftModel, LookaheadConfig
 from lookahead.cli.app import app
 from lookahead.documents.decode_text import Document
@@ -28,6 +27,7 @@ from lookahead.drafting.proposal import IntArray
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
 from lookahead.summarization.prompting import Prompting
 from lookahead.summarization.summarizer import Summarized, Summarizer
+from tests.support.families import ENCODER_DECODERS, build
 
 DOCUMENT = "A boy met a dog. The dog met a cat. The boy, the dog and the cat went home, and the cat slept."
 FIXED = LookaheadConfig(draft="fixed", memory="request")

@@ -12,7 +12,6 @@ import pytest
 from typer.testing import CliRunner
 
 import lookahead
-from bench.adversaries import always_wrong, drafting_by, nothing, perfect
 from lookahead.cli.app import app
 from lookahead.config import LookaheadConfig
 from lookahead.models import loading
@@ -20,6 +19,7 @@ from lookahead.reporting.trace import Step, Trace, TracePiece, trace
 from lookahead.reporting.trace_page import render_page
 from lookahead.reporting.trace_wording import source_rows
 from lookahead.stats import DecodingStats
+from tests.support.adversarial_proposers import always_wrong, drafting_by, nothing, perfect
 
 PROMPT = "the cat and the dog, "
 NEW = 24

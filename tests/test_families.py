@@ -13,12 +13,12 @@ import torch
 from transformers import PreTrainedModel
 
 import lookahead
-from bench.adversaries import Offer, drafting_by, perfect
-from bench.families import FAMILIES, PAGE, build, page
 from bench.llm import PassCounter
 from lookahead import LookaheadConfig
 from lookahead.drafting.proposal import Proposal
 from lookahead.errors import UnsupportedModelError
+from tests.support.adversarial_proposers import Offer, drafting_by, perfect
+from tests.support.families import FAMILIES, PAGE, build, page
 
 TREES, CHAINS, PLAIN = (
     [family for family in FAMILIES.values() if family.decoded == decoded] for decoded in ("trees", "chains", "plain")

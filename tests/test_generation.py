@@ -10,10 +10,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 import lookahead
-from bench.adversaries import Offer, always_wrong, drafting_by, perfect, random_trees
 from lookahead import LookaheadConfig
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
 from lookahead.generation.api import prepare
+from tests.support.adversarial_proposers import Offer, always_wrong, drafting_by, perfect, random_trees
 
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLING = [

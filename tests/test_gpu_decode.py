@@ -12,12 +12,12 @@ import torch
 
 from bench import gpu_decode
 from bench.decoding_rates import PLAIN, Output, make_engine, run
-from bench.dictation import Trace, dictating
-from bench.goals import GPU_DECODE
 from bench.gpu_steps import BACK_TO_BACK
-from bench.recording import Recording
+from bench.replay_target import Trace, dictating
+from bench.targets import GPU_DECODE
 from lookahead import LookaheadConfig
 from lookahead.kernels import dispatch as choice
+from tests.support.pass_recorder import Recording
 
 SUMMARIZER = Path(__file__).resolve().parent / "models" / "summarizer"
 CPU = torch.device("cpu")

@@ -15,14 +15,14 @@ import torch
 from transformers import PreTrainedModel
 
 import lookahead
-from bench.families import FAMILIES, build
-from bench.recording import Recording
 from lookahead import LookaheadConfig
 from lookahead.drafting.tree import TokenTree
 from lookahead.generation.api import prepare
 from lookahead.kernels import dispatch as choice
 from lookahead.kernels import reference
 from lookahead.models.target import Target
+from tests.support.families import FAMILIES, build
+from tests.support.pass_recorder import Recording
 
 CPU = torch.device("cpu")
 CONFIG = LookaheadConfig(cuda_graphs=True, draft="fixed", max_nodes=7, min_probability=0.0, memory="request")

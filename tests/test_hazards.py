@@ -20,13 +20,13 @@ from transformers import (
 )
 
 import lookahead
-from bench.families import FAMILIES, build
 from lookahead import LookaheadConfig
 from lookahead.drafting.proposal import Call, IntArray, Outcome, Proposal, Proposer
 from lookahead.engine.credit import Accounts
 from lookahead.errors import LogitsError, PromptError, UnsupportedModelError
 from lookahead.models import support
 from lookahead.models.support import support_of
+from tests.support.families import FAMILIES, build
 
 IDS = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 20}

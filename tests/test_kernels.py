@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.trees import random_trees
+from tests.support.random_trees import random_trees
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_MEMORY = {90: 232_448, 80: 166_912}  # bytes a program may have

@@ -10,9 +10,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lookahead
-from bench.trees import random_trees, relative_error
 from lookahead.kernels import dispatch as choice
 from lookahead.kernels import reference
+from tests.support.random_trees import random_trees, relative_error
 
 pytestmark = [
     pytest.mark.gpu,

@@ -22,8 +22,8 @@ from transformers import (
 )
 
 import lookahead
-from bench.vision import gemma3, llava
 from lookahead import LookaheadConfig, UnsupportedModelError
+from tests.support.vision_models import gemma3, llava
 
 IDS = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])
 RAGGED = {

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 import lookahead
-from bench.families import ENCODER_DECODERS, FAMILIES, build
-from bench.stateful import DoneTracker, Grammar
-from bench.vision import gemma3, llava
+from tests.support.families import ENCODER_DECODERS, FAMILIES, build
+from tests.support.stateful import DoneTracker, Grammar
+from tests.support.vision_models import gemma3, llava
 
 Options = dict[str, Any]
 IDS = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31], [0, 0, 0, 41, 42, 41, 42, 41, 42, 41, 42, 41]])

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.peers import LongestSuffix
+from bench.baselines import LongestSuffix
 
 
 @given(

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bench.families import FAMILIES, build
-from bench.recording import Recording
 from lookahead.drafting.tree import TokenTree
 from lookahead.models import cuda_graphs as graphs
 from lookahead.models.cuda_graphs import CudaGraphs, Watch, graph_shortcoming
 from lookahead.models.passes import CAPTURE_AT
 from lookahead.models.target import Target
+from tests.support.families import FAMILIES, build
+from tests.support.pass_recorder import Recording
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 NUMBERS = torch.arange(6.0)

@@ -20,8 +20,8 @@ from transformers import (
 from transformers.generation.stopping_criteria import ConfidenceCriteria
 
 import lookahead
-from bench.stateful import DoneTracker, Grammar, calls_of
 from lookahead import LookaheadConfig, UnsupportedModelError
+from tests.support.stateful import DoneTracker, Grammar, calls_of
 
 IDS = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])
 RAGGED: dict[str, Any] = {

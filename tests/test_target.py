@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import GPTJConfig, GPTJForCausalLM, PreTrainedModel
 
-from bench.families import FAMILIES, build
 from lookahead.drafting.tree import TokenTree
 from lookahead.models.target import Target
+from tests.support.families import FAMILIES, build
 
 PROMPTS = [np.arange(3, 3 + n, dtype=np.int32) for n in (1, 9, 23)]
 

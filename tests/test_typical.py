@@ -11,11 +11,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import lookahead
-from bench.adversaries import Scripted, chain
 from lookahead import ConfigError, LookaheadConfig
 from lookahead.drafting.proposal import Proposal
 from lookahead.drafting.tree import TokenTree
 from lookahead.verification.typical import DELTA, EPSILON, longest_typical, threshold
+from tests.support.adversarial_proposers import Scripted, chain
 
 TYPICAL = LookaheadConfig(acceptance="typical", draft="fixed", memory="request")
 SAMPLED = {"do_sample": True, "temperature": 1.0, "top_k": 0, "max_new_tokens": 40}

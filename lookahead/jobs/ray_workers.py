@@ -1,8 +1,7 @@
 """A crew of workers on a Ray cluster, which does what one summarizer does here.
 
 These are actors of Ray, and not a pool of its `map_batches`. That does the same job as well while nothing dies: with a
-document a batch, and several side by side in an actor, each result comes as soon as it is done. What it does otherwise
-is measured by `python -m bench.ray_data`:
+document a batch, and several side by side in an actor, each result comes as soon as it is done. Otherwise:
 
 - `from_items` has read all documents before the first result. The journal, which passes over what is finished and what
   has an equal before it, goes on in this process, from document to document, and what there is no room for yet waits.

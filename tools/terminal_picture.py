@@ -1,7 +1,7 @@
 """A terminal picture of a command, as an SVG file: what it prints, colours included.
 
-    python -m bench.pictures docs/compare.svg -- lookahead summarize article.txt --compare --format text
-    python -m bench.pictures docs/explain.svg --lines 40 -- lookahead explain prompt.txt
+    python -m tools.terminal_picture docs/compare.svg -- lookahead summarize article.txt --compare --format text
+    python -m tools.terminal_picture docs/explain.svg --lines 40 -- lookahead explain prompt.txt
 
 The picture shows what the command wrote to the standard output; progress goes to the standard error, which is shown
 where the command fails.

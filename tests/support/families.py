@@ -1,7 +1,7 @@
 """The architecture families that are tested: one tiny random model of each, and how it is decoded.
 
-    python -m bench.families
-    python -m bench.families --write
+    python -m tests.support.families
+    python -m tests.support.families --write
 
 prints docs/families.md, or writes it. `tests/test_families.py` compares every row with `model.generate`, and so
 does `bench.exactness`, with more drafts.
@@ -20,8 +20,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from bench.architectures import CHAINS, CLASSES, OWN_SIZES, PLAIN, SIZES, TREES, Options, Rows
-from bench.encoder_decoders import (
+from tests.support.architectures import CHAINS, CLASSES, OWN_SIZES, PLAIN, SIZES, TREES, Options, Rows
+from tests.support.encoder_decoders import (
     BART_SIZES,
     DECODER_CHAINS,
     DECODER_PLAIN,
@@ -29,7 +29,7 @@ from bench.encoder_decoders import (
     ENCODER_DECODER_SIZES,
 )
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "families.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
 SEED = 2
 INTRODUCTION = """\
 # Architecture families
@@ -40,7 +40,7 @@ without branches, for one prompt at a time, and a batch is decoded plainly; **pl
 transformers itself, after a warning that says why. Every row is a test: a tiny random model of the class is compared
 with `model.generate`, and a model that is not listed is probed with a few tokens when it is met for the first time.
 
-`python -m bench.families --write` writes this page."""
+`python -m tests.support.families --write` writes this page."""
 ENCODER_DECODERS_TOO = """\
 ## Encoder-decoder models
 

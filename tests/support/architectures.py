@@ -1,4 +1,4 @@
-"""The rows of `bench.families`: architectures in the configurations that are tested, and what each can verify."""
+"""The architectures of `tests.support.families`, in the configurations that are tested, and what each can verify."""
 
 from __future__ import annotations
 

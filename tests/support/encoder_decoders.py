@@ -1,8 +1,8 @@
-"""The encoder-decoder rows of `bench.families`: tiny configurations, and what their decoders can verify."""
+"""The encoder-decoder rows of `tests.support.families`: tiny configurations, and what their decoders can verify."""
 
 from __future__ import annotations
 
-from bench.architectures import Options, Rows
+from tests.support.architectures import Options, Rows
 
 TOKENS: Options = {"vocab_size": 101, "pad_token_id": 0, "bos_token_id": 1, "tie_word_embeddings": False}
 # Of BART and what came of it.

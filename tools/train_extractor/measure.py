@@ -1,4 +1,6 @@
-"""How the summarizer of the tests does: `python -m bench.summarizer --model tests/models/summarizer --text FILE`.
+"""Quality of the tests' summarizer.
+
+    python -m tools.train_extractor.measure --model tests/models/summarizer --text FILE
 
 Passages of 200-900 tokens are cut from the documents of FILE, one after the other, and summarized
 one at a time by plain greedy `model.generate`. Reported are the share of emitted sentences that stand
@@ -208,9 +210,9 @@ def evaluate(
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     options = argparse.ArgumentParser(
-        prog="python -m bench.summarizer",
+        prog="python -m tools.train_extractor.measure",
         description=(__doc__ or "").split("\n\n", 1)[1],
-        epilog="example:\n  python -m bench.summarizer --text stories.jsonl --limit 100",
+        epilog="example:\n  python -m tools.train_extractor.measure --text stories.jsonl --limit 100",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     options.add_argument("--model", default=SUMMARIZER, help="folder of a model")

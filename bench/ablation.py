@@ -1,0 +1,164 @@
+"""What each source of drafts is worth on a real model: tokens per pass of each alone, and of several together.
+
+    python -m bench.ablation --model DIR --prompts spec_bench.jsonl --stories squality_dev.jsonl --nodes 31
+    python -m bench.ablation --model DIR --prompts spec_bench.jsonl --memory shared --sources "prompt,prompt+recycled"
+
+Every prompt is decoded greedily with at most `--nodes` draft nodes a step and no cost model, so that a figure does not
+depend on the machine. `window W N G` is the lookahead branch with these sizes. With `--memory shared` each combination
+remembers the prompts before; with `request` every prompt starts anew. "Before loops" counts, of each output, the
+tokens up to the place where 16 tokens repeat, as small models loop and that flatters n-grams. In fp32 a token that is
+not that of `model.generate` ends the run. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from bench.llm import read_prompts
+from bench.prompts import loop_start
+from bench.report import publish
+from lookahead import LookaheadConfig
+from lookahead.engine.model_state import ModelExperience, lent_experience
+from lookahead.generation.api import prepare
+from lookahead.models.loading import load
+
+SOURCES = (
+    "prompt",
+    "recycled",
+    "prompt+outputs+recycled",
+    "prompt+outputs+recycled+window 5 3 5",
+    "window 7 5 7",
+    "window 15 5 15",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """One output.
+
+    Attributes:
+        category: Of its prompt.
+        tokens: The output.
+        steps: How many tokens each pass gave; the first is the prefill.
+        drafted: Draft nodes of all passes.
+    """
+
+    category: str
+    tokens: list[int]
+    steps: list[int]
+    drafted: int
+
+    def rate(self, end: int | None = None) -> tuple[int, int]:
+        """Tokens up to `end` and the passes that began before it, the prefill left out."""
+        limit = len(self.tokens) if end is None else end
+        begin, passes = self.steps[0], 0
+        for step in self.steps[1:]:
+            if begin >= limit:
+                break
+            begin += step
+            passes += 1
+        return max(0, min(limit, begin) - self.steps[0]), passes
+
+
+def config_of(name: str, nodes: int, memory: Any) -> LookaheadConfig:
+    """The configuration of sources joined by `+`."""
+    sources = name.split("+")
+    windows = [each for each in sources if each.startswith("window")]
+    options: dict[str, Any] = {"proposers": tuple(each for each in sources if each not in windows)}
+    for window in windows:
+        sizes = dict(zip(("window", "ngram_size", "guesses"), map(int, window.split()[1:]), strict=True))
+        options = {"proposers": (*options["proposers"], "jacobi"), **sizes}
+    return LookaheadConfig(draft="fixed", max_nodes=nodes, min_probability=0.0, memory=memory, **options)
+
+
+def decode(model: PreTrainedModel, category: str, ids: torch.Tensor, tokens: int, config: LookaheadConfig) -> Decoded:
+    """Decode one prompt greedily, noting what each pass gave."""
+    engine = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=tokens,
+        do_sample=False,
+        custom_generate=prepare,
+        lookahead_config=config,
+    )
+    emitted = [output.tokens.tolist() for step in engine.run() for output in step]
+    flat = [token for each in emitted for token in each]
+    return Decoded(category, flat, [len(each) for each in emitted], engine.stats[0].drafted_tokens)
+
+
+def figures(outputs: Sequence[Decoded]) -> dict[str, Any]:
+    """Tokens per pass in all, before the loops and by category, and draft nodes per pass."""
+
+    def rate(counts: Sequence[tuple[int, int]]) -> float:
+        return round(sum(tokens for tokens, _ in counts) / max(1, sum(passes for _, passes in counts)), 3)
+
+    categories = dict.fromkeys(output.category for output in outputs)
+    passes = sum(output.rate()[1] for output in outputs)
+    return {
+        "tokens_per_pass": rate([output.rate() for output in outputs]),
+        "before_loops": rate([output.rate(loop_start(output.tokens)) for output in outputs]),
+        "drafted_per_pass": round(sum(output.drafted for output in outputs) / max(1, passes), 2),
+        **{name: rate([each.rate() for each in outputs if each.category == name]) for name in categories},
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check, measure, print; 1 where a token differs in fp32."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="a folder, or a name on the Hub")
+    parser.add_argument("--prompts", type=Path, required=True, help="JSON lines with a category and a text")
+    parser.add_argument("--field", default="turns", help="the field of the text (default turns)")
+    parser.add_argument("--stories", type=Path, help="JSON lines with documents to summarize")
+    parser.add_argument("--longest", type=int, default=1000, help="tokens of a story (default 1000)")
+    parser.add_argument("--offset", type=int, default=0, help="prompts of a category that are passed over")
+    parser.add_argument("--per-category", type=int, default=1, help="prompts of a category (default 1)")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--nodes", type=int, default=31, help="most draft nodes a step (default 31)")
+    parser.add_argument("--memory", choices=("request", "shared"), default="request")
+    parser.add_argument("--sources", default=",".join(SOURCES), help=f"combinations (default {','.join(SOURCES)})")
+    parser.add_argument("--output", type=Path, help="a file for the figures")
+    options = parser.parse_args(argv)
+    options.warmup = 0
+    torch.set_num_threads(1)
+    model, tokenizer = load(options.model, dtype=options.dtype, device="cpu")
+    prompts, _ = read_prompts(tokenizer, options)
+    plain = LookaheadConfig(proposers=())
+    expected = [decode(model, each.category, each.ids, options.max_new_tokens, plain).tokens for each in prompts]
+    results: dict[str, Any] = {}
+    for name in options.sources.split(","):
+        config = config_of(name, options.nodes, options.memory)
+        with lent_experience(model, ModelExperience()):
+            outputs = [decode(model, each.category, each.ids, options.max_new_tokens, config) for each in prompts]
+        differing = [i for i, output in enumerate(outputs) if output.tokens != expected[i]]
+        if differing and options.dtype == "fp32":
+            print(f"outputs of {name} differ from those without drafts: {differing}")
+            return 1
+        results[name] = figures(outputs) | {"identical": len(prompts) - len(differing)}
+        print(name, results[name], flush=True)
+    report = {
+        "model": Path(options.model).name,
+        "dtype": options.dtype,
+        "device": "cpu",
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "prompts": len(prompts),
+        "max_new_tokens": options.max_new_tokens,
+        "nodes": options.nodes,
+        "memory": options.memory,
+        "sources": results,
+    }
+    publish(report, options.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
