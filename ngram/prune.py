@@ -1,15 +1,16 @@
-"""The part of a grown tree that is worth verifying, and its layout."""
+"""Token trees as arrays: several merged to one, the nodes worth verifying selected, and laid out depth first."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
-from lookahead.ngram.candidates import DEPTH, FEATURE, FIRST, PARENT, SOURCES, STOP, TOKEN
 from lookahead.ngram.raw_arrays import jit_inline
 
+IntArray = NDArray[np.int32]
 FREE: NDArray[np.float64] = np.zeros(0)  # costs where there are none
 
 
@@ -17,13 +18,13 @@ class Limits(NamedTuple):
     """What part of a tree may be verified.
 
     Attributes:
-        budget: Most nodes besides the root.
+        max_nodes: Most nodes besides the root.
         max_depth: Deepest node.
         min_probability: Nodes less likely to be reached than this are left out.
         is_chain: Whether only the likeliest child of a node is kept.
     """
 
-    budget: int
+    max_nodes: int
     max_depth: int
     min_probability: float = 0.0
     is_chain: bool = False
@@ -31,83 +32,165 @@ class Limits(NamedTuple):
 
 NOTHING = Limits(0, 0)
 
-# Rows of what is written: five of the whole tree as it grew, where its nodes went, and five of the part.
-PLACED, PART = 5, 6
-_ROWS = 11
+# Rows of the scratch memory of `select`. One array with rows needs one allocation, and no references are counted.
+_RANKED, _KEPT, _FIRST_CHILD, _NEXT_SIBLING, _ORDER = range(5)
+
+
+def best_nodes(parents: IntArray, probabilities: NDArray[np.floating], max_nodes: int) -> tuple[IntArray, IntArray]:
+    """Select the nodes of a tree that are likeliest to be reached, by the product of probabilities along their path.
+
+    Args:
+        parents: int32 `[k]`; the root is node 0, and a parent comes before its children.
+        probabilities: float `[k]`; of each node once its parent was chosen; 1 for the root.
+        max_nodes: Most nodes besides the root.
+
+    Returns:
+        The nodes kept, int32 `[n]`, depth first, the likelier child first; and their parents among these, int32 `[n]`.
+
+    Source: Li et al. 2024, "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", §4.2 (reranking).
+    """
+    nodes, kept_parents = _best_nodes(parents, probabilities.astype(np.float64), max_nodes)
+    return nodes, kept_parents
+
+
+@njit(cache=True, error_model="numpy")
+def _best_nodes(parents, probabilities, max_nodes):
+    """The core of `best_nodes`."""
+    path_probs, zeros = probabilities.copy(), np.zeros(len(parents), np.int32)
+    for node in range(1, len(parents)):
+        path_probs[node] *= path_probs[parents[node]]
+    scratch, size = select(parents, zeros, path_probs, zeros, (max_nodes, 0, 0.0, False), path_probs[:0])
+    nodes, kept_parents, places = np.empty(size, np.int32), np.empty(size, np.int32), np.zeros(len(parents), np.int32)
+    for place in range(size):
+        nodes[place] = scratch[_ORDER, place]
+        places[nodes[place]] = place
+        kept_parents[place] = places[parents[nodes[place]]]
+    return nodes, kept_parents
 
 
 @jit_inline
-def cut(nodes, chances, reaches, count, limits, costs):
-    """Write down the whole tree and the part of it that is worth verifying.
+def node_at(scratch, place):
+    """The node that `select` laid out at a place."""
+    return scratch[_ORDER, place]
 
-    Returns int32 `[11, count]`: tokens, parents, features, sources and chances (the bits of float32) of the whole,
-    the node of the part that each became, then tokens, parents, depths and sources of the part, as far as it goes,
-    and zeros; and the reach of the part's nodes, float64.
+
+@jit_inline
+def select(parents, depths, path_probs, required, limits, costs):
+    """Select the nodes that give the most expected tokens per cost, and lay them out depth first.
+
+    The root comes first, then required nodes, then those with the highest path probability. Expected tokens are the sum
+    of the path probabilities, that of the root, 1, included. The likelier child comes first, so that the likeliest path
+    is 0, 1, 2, ….
+
+    Args:
+        parents: Integers `[k]`; a parent comes before its children.
+        depths: Integers `[k]`.
+        path_probs: float64 `[k]`; the probability to be reached, never above that of the parent.
+        required: Numbers `[k]`; not 0 where a node must stand in the tree, and so its parent. The root's is 0, and in a
+            chain all are.
+        limits: A `Limits`, as a tuple.
+        costs: float64 `[max_nodes + 2]` or longer; the cost of a step with so many nodes, the root counted; empty where
+            nodes are free.
+
+    Returns:
+        Memory from which `node_at` reads the layout, and the number of nodes in it.
     """
-    kept = _keep(nodes, reaches, count, limits, costs)
-    written, reach = np.empty((_ROWS, count), np.int32), np.empty(kept)
-    bits = written[4].view(np.float32)
+    max_nodes, max_depth, min_probability, is_chain = limits
+    count = len(path_probs)
+    scratch = np.empty((5, count), np.int64)
+    rank(path_probs, scratch[_RANKED])
+    size, expected, end = 1, 1.0, 0
     for node in range(count):
-        written[0, node], written[1, node] = nodes[node, TOKEN], nodes[node, PARENT]
-        written[2, node], written[3, node] = nodes[node, FEATURE], nodes[node, SOURCES]
-        bits[node] = chances[node]
-        written[5, node] = written[10, node] = 0
-    _lay_out(nodes, reaches, count, written, reach)
-    return written, reach
-
-
-@jit_inline
-def _keep(nodes, reaches, count, limits, costs):
-    """Mark in the column `STOP` the nodes that give the most expected tokens per cost; returns how many.
-
-    Nodes were grown in the order of their reach, so the best part is the beginning of what may be kept.
-    """
-    budget, max_depth, min_probability, is_chain = limits
-    kept, best, last, end = 1, 1, 0, 0
-    expected, best_rate = 1.0, 0.0
+        scratch[_FIRST_CHILD, node] = scratch[_KEPT, node] = 0
+        if required[node] and depths[node] <= max_depth and size <= max_nodes:
+            scratch[_KEPT, node] = 1
+            size += 1
+            expected += path_probs[node]
+    best_size, last, best_rate = size, 0, 0.0
     if costs.size > 0:
-        best_rate = 1.0 / costs[1]
-    nodes[0, STOP] = 1
-    for node in range(1, count):
-        nodes[node, STOP] = 0
-        if kept > budget or reaches[node] < min_probability:
+        best_rate = expected / costs[size]
+    for at in range(1, count):
+        node = scratch[_RANKED, at]
+        if size > max_nodes or path_probs[node] < min_probability or path_probs[node] == 0.0:
+            break
+        if scratch[_KEPT, node] or depths[node] > max_depth or (is_chain and parents[node] != end):
             continue
-        if nodes[node, DEPTH] > max_depth or (is_chain and nodes[node, PARENT] != end):
-            continue
-        nodes[node, STOP] = 1
-        kept, end = kept + 1, node
-        expected += reaches[node]
-        if costs.size == 0 or expected / costs[kept] > best_rate:
-            best, last = kept, node
-            best_rate = expected / costs[kept] if costs.size > 0 else 0.0
-    for node in range(last + 1, count):
-        nodes[node, STOP] = 0
-    return best
+        scratch[_KEPT, node] = 1
+        size, end = size + 1, node
+        expected += path_probs[node]
+        if costs.size == 0 or expected / costs[size] > best_rate:
+            best_size, last = size, at
+            best_rate = expected / costs[size] if costs.size > 0 else 0.0
+    _lay_out(parents, required, scratch, last, best_size)
+    return scratch, best_size
 
 
 @jit_inline
-def _lay_out(nodes, reaches, count, written, reach):
-    """Write the kept nodes as a walk from the root meets them, the likelier child first."""
-    # What led to a node is of no use any more: its columns serve to lay the nodes out.
-    for node in range(count):
-        nodes[node, FIRST] = 0
-    for node in range(count - 1, 0, -1):
-        if nodes[node, STOP]:
-            nodes[node, STOP] = nodes[nodes[node, PARENT], FIRST]
-            nodes[nodes[node, PARENT], FIRST] = node
-    node, new = 0, 0
-    while True:
-        parent = written[5, nodes[node, PARENT]]
-        written[5, node] = new
-        written[6, new], written[7, new] = nodes[node, TOKEN], parent
-        written[8, new], written[9, new] = nodes[node, DEPTH], nodes[node, SOURCES]
-        reach[new] = reaches[node]
-        new += 1
-        if new == reach.size:
-            return
-        if nodes[node, FIRST] > 0:
-            node = nodes[node, FIRST]
-        else:
-            while nodes[node, STOP] == 0:
-                node = nodes[node, PARENT]
-            node = nodes[node, STOP]
+def rank(values, ranked):
+    """Fill `ranked` with indices by falling value, ties in order. Insertion sort: values come nearly sorted."""
+    for i in range(len(values)):
+        at = i
+        while at > 0 and values[ranked[at - 1]] < values[i]:
+            ranked[at] = ranked[at - 1]
+            at -= 1
+        ranked[at] = i
+
+
+@jit_inline
+def _lay_out(parents, required, scratch, last, size):
+    """Write the kept nodes, those that are not required up to a rank, as a walk from the root meets them."""
+    # The least likely first, each at the head of its list: so the likeliest stands there at last.
+    for at in range(scratch.shape[1] - 1, 0, -1):
+        node = scratch[_RANKED, at]
+        if scratch[_KEPT, node] and (at <= last or required[node]):
+            scratch[_NEXT_SIBLING, node] = scratch[_FIRST_CHILD, parents[node]]
+            scratch[_FIRST_CHILD, parents[node]] = node
+    node = 0
+    for place in range(size):
+        scratch[_ORDER, place] = node
+        if scratch[_FIRST_CHILD, node] > 0:
+            node = scratch[_FIRST_CHILD, node]
+            continue
+        while node > 0 and scratch[_NEXT_SIBLING, node] == 0:
+            node = parents[node]
+        node = scratch[_NEXT_SIBLING, node]
+
+
+@jit_inline
+def union(root, offered, offers):
+    """Merge trees by prefix: a node that several offer is one node.
+
+    Args:
+        root: The token of their root.
+        offered: Tokens, parents, probabilities and sources of the trees' nodes, one tree after the other.
+        offers: Integers `[trees, 3]`: the nodes of each tree, how many of its first are required, and the bit of its
+            first source.
+
+    Returns:
+        Of the merged tree: tokens, parents, depths, sources and, 1 or 0, what is required, int32 `[5, nodes]`;
+        probabilities, float64, each the highest that was offered; and where every node offered went, int32.
+    """
+    tokens, parents, probabilities, sources = offered
+    most = len(tokens) + 1
+    merged, probs = np.zeros((5, most), np.int32), np.zeros(most)
+    first_child, next_sibling = np.zeros(most, np.int32), np.zeros(most, np.int32)
+    placed = np.zeros(len(tokens), np.int32)
+    merged[0, 0], probs[0] = root, 1.0
+    count, start = 1, 0
+    for size, required, first_source in offers:
+        for i in range(1, size):
+            parent, token = placed[start + parents[start + i]], tokens[start + i]
+            node = first_child[parent]
+            while node != 0 and merged[0, node] != token:
+                node = next_sibling[node]
+            if node == 0:
+                node = count
+                count += 1
+                merged[0, node], merged[1, node], merged[2, node] = token, parent, merged[2, parent] + 1
+                next_sibling[node], first_child[parent] = first_child[parent], node
+            probs[node] = max(probs[node], min(1.0, probabilities[start + i]))
+            merged[3, node] |= sources[start + i] << first_source
+            merged[4, node] |= i < required
+            placed[start + i] = node
+        start += size
+    return merged[:, :count], probs[:count], placed

@@ -12,6 +12,7 @@ from lookahead.ngram.acceptance import rates_at
 from lookahead.ngram.candidates import (
     COLUMNS,
     DEPTH,
+    FEATURE,
     FIRST,
     LENGTH,
     MOST_OPTIONS,
@@ -19,6 +20,7 @@ from lookahead.ngram.candidates import (
     PLACE,
     POSITION,
     READ,
+    SOURCES,
     STOP,
     TEXT,
     TOKEN,
@@ -28,13 +30,15 @@ from lookahead.ngram.candidates import (
 )
 from lookahead.ngram.chains import IntArray, chains_at
 from lookahead.ngram.features import RESUMED, place_of
-from lookahead.ngram.prune import PLACED, cut
+from lookahead.ngram.prune import node_at, select
 from lookahead.ngram.raw_arrays import jit_inline, places_at
 from lookahead.ngram.recycled import ORDERS, hash_context, table_at
 from lookahead.ngram.suffix_match import find_matches, last_copy
 
 MOST_TEXTS = 3
 SEARCH_PLACES = MOST_TEXTS + 6  # its texts, memory, rates, least and greatest length of matches, links, bit of memory
+# Rows of what is written: five of the whole tree as it grew, where its nodes went, and five of the part.
+PLACED, PART, _ROWS = 5, 6, 11
 _VARIETY = 16
 _MOST_CHANGED = 3  # tokens in the place of as many of a copy's source, behind which it goes on
 
@@ -62,7 +66,7 @@ class Grown(NamedTuple):
     """A tree, and the part of it that is worth verifying.
 
     Attributes:
-        written: int32 `[11, k]`, as `lookahead.ngram.prune.cut` writes it: from row `PLACED` on, the part.
+        written: int32 `[11, k]`, as `_write` leaves it: from row `PLACED` on, the part.
         reach: float64 `[m]`, the chance that a node of the part is reached; 1 for the root.
     """
 
@@ -128,7 +132,33 @@ def propose(search_at, space_at, room, context, own, floor, budget, max_depth, m
         known = (memory, hashes[0].view(np.uint64), table, frequent, source)
         space_of_options = (options, likely[0].view(np.float64))
         count = _grow((first, second, third), own, places, known, tail, floor, nodes, tips, chances, space_of_options)
-    return cut(nodes, chances[0], chances[3], count, limits, costs)
+    return _write(nodes, chances[0], chances[3], count, limits, costs)
+
+
+@jit_inline
+def _write(nodes, probs, path_probs, count, limits, costs):
+    """Write down the whole tree and the part of it that is worth verifying.
+
+    Returns int32 `[11, count]`: tokens, parents, features, sources and probabilities (the bits of float32) of the
+    whole, the node of the part that each became, then tokens, parents, depths and sources of the part, as far as it
+    goes, and zeros; and the path probabilities of the part's nodes, float64.
+    """
+    written = np.zeros((_ROWS, count), np.int32)
+    bits = written[4].view(np.float32)
+    for node in range(count):
+        written[0, node], written[1, node] = nodes[node, TOKEN], nodes[node, PARENT]
+        written[2, node], written[3, node] = nodes[node, FEATURE], nodes[node, SOURCES]
+        bits[node] = probs[node]
+    required, parents = written[10], nodes[:, PARENT]  # none is required
+    scratch, size = select(parents, nodes[:, DEPTH], path_probs[:count], required, limits, costs)
+    kept_probs = np.empty(size)
+    for place in range(size):
+        node = node_at(scratch, place)
+        written[5, node] = place
+        written[6, place], written[7, place] = nodes[node, TOKEN], written[5, nodes[node, PARENT]]
+        written[8, place], written[9, place] = nodes[node, DEPTH], nodes[node, SOURCES]
+        kept_probs[place] = path_probs[node]
+    return written, kept_probs
 
 
 @jit_inline

@@ -209,7 +209,7 @@ def test_each_node_tells_which_sources_offered_it():
     st.one_of(st.just(0.0), st.floats(0.01, 0.5)),
 )
 def test_the_draft_it_makes_by_itself_is_that_merged_from_its_proposal(text, room, limits, node_cost):
-    costs = np.append(0.0, 1.0 + node_cost * np.arange(limits.budget + 1)) if node_cost else FREE
+    costs = np.append(0.0, 1.0 + node_cost * np.arange(limits.max_nodes + 1)) if node_cost else FREE
     proposer = MixtureProposer(["prompt"])
     proposer.start(0, ids(*text))
     proposal = proposer.propose(0, room)

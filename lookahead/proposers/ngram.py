@@ -15,10 +15,10 @@ from lookahead.drafting.tree import TokenTree
 from lookahead.ngram.acceptance import HitRates, copied
 from lookahead.ngram.chains import MAX_CONTEXT, ChainIndex, Chains
 from lookahead.ngram.pool_file import Pool
-from lookahead.ngram.prune import FREE, NOTHING, PART, PLACED, Limits
+from lookahead.ngram.prune import FREE, NOTHING, Limits
 from lookahead.ngram.recycled import ORDERS, RecycledTable
 from lookahead.ngram.search import MAX_ROOM, Search
-from lookahead.ngram.trie import Grown
+from lookahead.ngram.trie import PART, PLACED, Grown
 
 SOURCES = ("prompt", "outputs", "corpus", "recycled")
 _MAX_LINKS = 32  # walked in each text
