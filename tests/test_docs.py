@@ -52,7 +52,6 @@ NOT_RUN = {
     ("docs/ray.md", "pip install 'lookahead-decoding[ray]'"),
     ("docs/ray.md", "ray start --head"),
     ("docs/ray.md", "python -m bench.ray_job"),
-    ("docs/ray.md", "pip install 'ray[data]'"),
 }
 
 

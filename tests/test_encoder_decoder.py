@@ -18,7 +18,7 @@ from lookahead.errors import UnsupportedModelError
 from lookahead.models.encoder_decoder import empty_cache
 from lookahead.models.encoder_decoder_support import decoder_support
 from tests.support.adversarial_proposers import Offer, always_wrong, drafting_by, nothing, perfect
-from tests.support.families import ENCODER_DECODERS, build
+from tests.support.families import ENCODER_DECODERS, build, cases
 
 CHAINS, PLAIN = (
     [family for family in ENCODER_DECODERS.values() if family.decoded == decoded] for decoded in ("chains", "plain")
@@ -93,7 +93,7 @@ def compare(
     return counter.passes
 
 
-@pytest.mark.parametrize("family", CHAINS, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", cases(CHAINS))
 def test_a_decoder_that_verifies_chains_gives_the_tokens_of_generate(family: Any) -> None:
     model = model_of(family.name)
     with warnings.catch_warnings():
@@ -106,7 +106,7 @@ def test_a_decoder_that_verifies_chains_gives_the_tokens_of_generate(family: Any
         compare(model, ONE, "real", do_sample=False)
 
 
-@pytest.mark.parametrize("family", CHAINS, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", cases(CHAINS))
 def test_several_inputs_at_once_are_decoded_plainly_and_say_so(family: Any) -> None:
     model = model_of(family.name)
     with pytest.warns(UserWarning, match="for 2 inputs at once.*decoded plainly"):
@@ -115,7 +115,7 @@ def test_several_inputs_at_once_are_decoded_plainly_and_say_so(family: Any) -> N
         generate(model, BATCH, custom_generate=lookahead.decode, lookahead_config=FIXED)
 
 
-@pytest.mark.parametrize("family", PLAIN, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", cases(PLAIN))
 def test_a_decoder_that_cannot_verify_chains_is_decoded_plainly_and_says_so(family: Any) -> None:
     model = model_of(family.name)
     with pytest.warns(UserWarning, match="cannot be decoded speculatively.*decoded plainly"):

@@ -18,7 +18,7 @@ from lookahead import LookaheadConfig
 from lookahead.drafting.proposal import Proposal
 from lookahead.errors import UnsupportedModelError
 from tests.support.adversarial_proposers import Offer, drafting_by, perfect
-from tests.support.families import FAMILIES, PAGE, build, page
+from tests.support.families import FAMILIES, PAGE, build, cases, page
 
 TREES, CHAINS, PLAIN = (
     [family for family in FAMILIES.values() if family.decoded == decoded] for decoded in ("trees", "chains", "plain")
@@ -88,7 +88,7 @@ def compare(
     return counter.passes
 
 
-@pytest.mark.parametrize("family", TREES, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", cases(TREES))
 def test_a_family_decoded_with_trees_gives_the_tokens_of_generate(family: Any) -> None:
     model = build(family)
     with warnings.catch_warnings():
@@ -99,7 +99,7 @@ def test_a_family_decoded_with_trees_gives_the_tokens_of_generate(family: Any) -
             assert passes == 1 + (NEW_TOKENS - 1) // 6  # the prompt, then steps that accept five of their drafts
 
 
-@pytest.mark.parametrize("family", CHAINS, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", cases(CHAINS))
 def test_a_family_decoded_with_chains_gives_the_tokens_of_generate(family: Any) -> None:
     model = build(family)
     with warnings.catch_warnings():
@@ -111,7 +111,7 @@ def test_a_family_decoded_with_chains_gives_the_tokens_of_generate(family: Any) 
         compare(model, RAGGED, do_sample=True)
 
 
-@pytest.mark.parametrize("family", CHAINS, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", cases(CHAINS))
 def test_demanding_trees_of_a_family_that_verifies_chains_is_refused(family: Any) -> None:
     model = build(family)
     with pytest.raises(UnsupportedModelError, match="for 2 prompts at once"):
@@ -120,7 +120,7 @@ def test_demanding_trees_of_a_family_that_verifies_chains_is_refused(family: Any
         generate(model, ONE, custom_generate=lookahead.decode, lookahead_config=BRANCHING)
 
 
-@pytest.mark.parametrize("family", PLAIN, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", cases(PLAIN))
 def test_a_family_that_cannot_take_a_draft_back_is_decoded_plainly_and_says_so(family: Any) -> None:
     model = build(family)
     for inputs in (ONE, RAGGED):

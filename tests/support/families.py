@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
 import torch
 import transformers
 from transformers import PreTrainedModel
@@ -97,6 +98,29 @@ ENCODER_DECODERS: dict[str, Family] = {
     family.name: family
     for family in (*_encoder_decoders("chains", DECODER_CHAINS), *_encoder_decoders("plain", DECODER_PLAIN))
 }
+
+
+# Features that do not change which keys a node attends to, or where.
+_OTHER_FEATURES = {
+    *("MHA", "GQA", "MQA", "MoE", "QK norm", "biases", "tied embeddings", "parallel residual", "gated"),
+    *("norm behind attention", "clipped QKV"),
+}
+# Run by default although another family stands for their kind of attention.
+_WELL_KNOWN = {
+    *("Llama-MQA", "Qwen2", "Qwen3", "Phi3", "Gemma", "Mixtral", "GPTNeoX", "OPT", "Falcon-new", "DeepseekV3", "Bloom"),
+    *("Gemma3", "Qwen3Moe", "Mamba", "T5", "MBart"),
+}
+
+
+def cases(families: Iterable[Family]) -> list[Any]:
+    """Test parameters: one family for every kind of attention, and the others under the marker `exhaustive`."""
+    seen, made = set(), []
+    for family in families:
+        kind = frozenset(family.features.split(", ")) - _OTHER_FEATURES
+        runs = kind not in seen or family.name in _WELL_KNOWN
+        seen.add(kind)
+        made.append(pytest.param(family, id=family.name, marks=() if runs else pytest.mark.exhaustive))
+    return made
 
 
 def build(family: Family) -> PreTrainedModel:
