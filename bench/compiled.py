@@ -135,9 +135,9 @@ def _decode(
     tokens: list[int] = []
     begin = 0.0
     with engine.serving():
-        for emissions in engine.run():
+        for step_outputs in engine.run():
             begin = begin or time.thread_time()
-            tokens += emissions[0].tokens.tolist()
+            tokens += step_outputs[0].tokens.tolist()
     return tokens, time.thread_time() - begin
 
 

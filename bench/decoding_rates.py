@@ -95,11 +95,11 @@ def run(engine: Engine, device: torch.device, *, by_hand: bool = False) -> Outpu
         while True:
             before = replays.count if replays else 0
             begin = time.perf_counter()
-            emissions = next(loop, None)
+            step_outputs = next(loop, None)
             seconds = time.perf_counter() - begin
-            if emissions is None:
+            if step_outputs is None:
                 return Output(tokens, steps, replays.alone_s() if replays and replays.count else None)
-            new = emissions[0].tokens.tolist()
+            new = step_outputs[0].tokens.tolist()
             steps.append(Step(seconds, len(new), replays is not None and replays.count > before, target.is_cold))
             tokens += new
 

@@ -99,7 +99,7 @@ def decode(
     engine: Engine = model.generate(
         ids, max_new_tokens=tokens, do_sample=False, custom_generate=prepare, lookahead_config=config
     )
-    output = [token for step in engine.run() for emission in step for token in emission.tokens.tolist()]
+    output = [token for step in engine.run() for step_output in step for token in step_output.tokens.tolist()]
     return output, engine.stats[0]
 
 

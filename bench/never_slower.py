@@ -122,13 +122,13 @@ def run_in_turn(model: PreTrainedModel, case: Case, *configs: LookaheadConfig | 
             for i in list(running):
                 now[0] = i
                 start, cpu_start = time.perf_counter(), time.process_time()
-                emissions = next(loops[i], None)
+                step_outputs = next(loops[i], None)
                 cpu_seconds[i] += time.process_time() - cpu_start
                 seconds[i] += time.perf_counter() - start
-                if emissions is None:
+                if step_outputs is None:
                     running.remove(i)
-                for emission in emissions or ():
-                    outputs[i][emission.row].extend(emission.tokens.tolist())
+                for step_output in step_outputs or ():
+                    outputs[i][step_output.row].extend(step_output.tokens.tolist())
     written = case.script[:, case.prompt :].tolist()
     if any(output != written for output in outputs):
         sys.exit("not lossless: the given text was not written; nothing is reported")

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from bench.baselines import IntArray, LongestSuffix, PromptLookup
 from bench.replay import load_tokenizer
 from lookahead.config import LookaheadConfig
-from lookahead.drafting.proposal import Outcome, Top
+from lookahead.drafting.proposal import Feedback, Top
 from lookahead.drafting.tree import TokenTree
 from lookahead.ngram.chains import ChainIndex
 from lookahead.ngram.prune import FREE, Limits
@@ -76,7 +76,7 @@ def time_proposals(
         assert len(words) == len(positions) == len(draft.tree)
         nodes.append(len(draft.tree) - 1)
         top = successors.after(draft.tree, int(text[at])) if successors is not None else None
-        proposer.observe(0, Outcome(text[at : at + 1], _ROOT, _NOTHING, top), draft.placed[0])
+        proposer.observe(0, Feedback(text[at : at + 1], _ROOT, _NOTHING, top), draft.placed[0])
     proposer.finish(0)
     return took, nodes
 

@@ -30,7 +30,7 @@ from numba import njit
 from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase
 
 from bench.baselines import Chain, FirstOccurrence, IntArray, LongestSuffix, PromptLookup
-from lookahead.drafting.proposal import Outcome
+from lookahead.drafting.proposal import Feedback
 from lookahead.ngram.acceptance import HitRates
 from lookahead.proposers.ngram import Memory, MixtureProposer
 
@@ -103,7 +103,7 @@ def replay_ours(sources: Sequence[str], budget: int, pairs: Sequence[Pair], *, s
                     proposal.tokens, proposal.parents, proposal.probabilities, output[at:]
                 )
             tally.count(emitted, drafted, promised)
-            proposer.observe(0, Outcome(output[at : at + emitted], _NOTHING, _NOTHING), _NOTHING)
+            proposer.observe(0, Feedback(output[at : at + emitted], _NOTHING, _NOTHING), _NOTHING)
             at += emitted
         proposer.finish(0)
     return tally

@@ -20,7 +20,7 @@ from lookahead.drafting.budget import MOST_SAVED, SHARE, Switch
 from lookahead.drafting.controller import Pacing
 from lookahead.drafting.cost_model import StepCost
 from lookahead.drafting.lookahead_branch import Branch
-from lookahead.drafting.proposal import Outcome
+from lookahead.drafting.proposal import Feedback
 from lookahead.drafting.tree import BranchSize, TokenTree, without_sources
 from lookahead.engine.model_state import ModelExperience, lent_experience
 from lookahead.errors import ConfigError
@@ -220,7 +220,7 @@ def test_while_it_is_off_nothing_is_made_or_drafted() -> None:
     proposer = AutoJacobiProposer(Branch(SIZES))
     proposer.start(0, ids(1, 2, 1))
     assert proposer.propose(0, 100) is None
-    proposer.observe(0, Outcome(ids(2), ids(0), NOTHING), NOTHING)
+    proposer.observe(0, Feedback(ids(2), ids(0), NOTHING), NOTHING)
     assert proposer._rows[0].server is None
     proposer.finish(0)
 
@@ -246,7 +246,7 @@ def test_a_row_goes_on_as_if_it_had_been_told_all_the_while(from_prompt: bool) -
             assert np.array_equal(ours, theirs)
         argmax = np.arange(len(proposals[0].tokens), dtype=np.int32)
         for each in (auto, fixed):
-            each.observe(0, Outcome(emitted, ids(0), argmax), np.arange(len(argmax), dtype=np.int32))
+            each.observe(0, Feedback(emitted, ids(0), argmax), np.arange(len(argmax), dtype=np.int32))
 
     for each in (auto, fixed):
         each.start(0, ids(1, 2, 3, 1, 2))
@@ -256,9 +256,9 @@ def test_a_row_goes_on_as_if_it_had_been_told_all_the_while(from_prompt: bool) -
             step(ids(i, i + 1))
         else:
             assert auto.propose(0, 90) is None
-            auto.observe(0, Outcome(ids(7, i), ids(0), NOTHING), NOTHING)
+            auto.observe(0, Feedback(ids(7, i), ids(0), NOTHING), NOTHING)
             if i % 6 == 5:  # told all at once, as rows are told that were not asked
-                fixed.observe(0, Outcome(ids(7, i - 2, 7, i - 1, 7, i), ids(0), NOTHING), NOTHING)
+                fixed.observe(0, Feedback(ids(7, i - 2, 7, i - 1, 7, i), ids(0), NOTHING), NOTHING)
 
 
 def test_a_row_served_at_another_size_begins_anew() -> None:
@@ -269,7 +269,7 @@ def test_a_row_served_at_another_size_begins_anew() -> None:
         branch.size = size
         proposal = auto.propose(0, 400)
         assert proposal.required == size.window, "its first level alone"
-        auto.observe(0, Outcome(ids(2), ids(0), np.zeros(len(proposal.tokens), np.int32)), NOTHING)
+        auto.observe(0, Feedback(ids(2), ids(0), np.zeros(len(proposal.tokens), np.int32)), NOTHING)
 
 
 # The option

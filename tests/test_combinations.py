@@ -47,9 +47,9 @@ def run(model: PreTrainedModel, inputs: dict[str, Any], config: LookaheadConfig)
     torch.manual_seed(3)
     engine: Any = model.generate(**inputs, custom_generate=prepare, lookahead_config=config)
     outputs: list[list[int]] = [[] for _ in engine.stats]
-    for emissions in engine.run():
-        for emission in emissions:
-            outputs[emission.row].extend(emission.tokens.tolist())
+    for step_outputs in engine.run():
+        for step_output in step_outputs:
+            outputs[step_output.row].extend(step_output.tokens.tolist())
     return outputs, engine.stats
 
 

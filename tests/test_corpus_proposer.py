@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.drafting.proposal import Outcome
+from lookahead.drafting.proposal import Feedback
 from lookahead.errors import ConfigError, LookaheadError, PoolError
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import SEPARATOR
@@ -74,9 +74,9 @@ def test_what_was_emitted_is_looked_up_with_what_stood_before_it(small_pool):
     proposer = corpus_proposer(small_pool, min_ngram=2)
     proposer.start(0, ids(3))
     assert proposer.propose(0, 4) is None
-    proposer.observe(0, Outcome(ids(4), ids(0), NOTHING), NOTHING)
+    proposer.observe(0, Feedback(ids(4), ids(0), NOTHING), NOTHING)
     assert 5 in proposer.propose(0, 4).tokens
-    proposer.observe(0, Outcome(ids(100), ids(0), NOTHING), NOTHING)
+    proposer.observe(0, Feedback(ids(100), ids(0), NOTHING), NOTHING)
     # Nothing in the pool follows 100; what was emitted before is offered as a frequent token may be.
     assert not {5, 6, 7, 8} & set(proposer.propose(0, 4).tokens.tolist())
 
@@ -98,7 +98,7 @@ def test_offers_that_never_come_true_become_unlikely(small_pool):
     proposer.start(0, ids(3, 4, 5))
     before = proposer.propose(0, 4).probabilities[1]
     for _ in range(100):
-        proposer.observe(0, Outcome(ids(99, 3, 4, 5), ids(0), NOTHING), NOTHING)
+        proposer.observe(0, Feedback(ids(99, 3, 4, 5), ids(0), NOTHING), NOTHING)
         offer = proposer.propose(0, 40)
     after = offer.probabilities[(offer.tokens == 6) & (offer.parents == 0)]
     assert after.max(initial=0.0) < 0.5 * before

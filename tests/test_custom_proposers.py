@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import lookahead
 from lookahead import ConfigError, LookaheadConfig, ProposerError, UnsupportedModelError
-from lookahead.drafting.proposal import Call, Draws, IntArray, Outcome, Proposal, Proposer
+from lookahead.drafting.proposal import Call, Draws, Feedback, IntArray, Proposal, Proposer
 
 GUIDE = Path(__file__).resolve().parent.parent / "docs" / "proposers.md"
 FIXED: dict[str, Any] = {"draft": "fixed", "min_probability": 0.0}
@@ -30,18 +30,18 @@ class Recorder(Proposer):
         self.call = call
         self.offer = offer
         self.texts: dict[int, list[int]] = {}
-        self.outcomes: dict[int, list[Outcome]] = {}
+        self.feedbacks: dict[int, list[Feedback]] = {}
         self.finished: list[int] = []
 
     def start(self, row: int, prompt: IntArray) -> None:
-        self.texts[row], self.outcomes[row] = prompt.tolist(), []
+        self.texts[row], self.feedbacks[row] = prompt.tolist(), []
 
     def propose(self, row: int, room: int) -> Proposal | None:
         return None if self.offer is None else self.offer(row, self.texts[row], room)
 
-    def observe(self, row: int, outcome: Outcome, placed: IntArray) -> None:
-        self.texts[row] += outcome.tokens.tolist()
-        self.outcomes[row].append(outcome)
+    def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
+        self.texts[row] += feedback.tokens.tolist()
+        self.feedbacks[row].append(feedback)
 
     def finish(self, row: int) -> None:
         self.finished.append(row)
@@ -196,19 +196,19 @@ def test_hidden_states_are_those_of_the_model_at_every_node(
         ids = torch.tensor([answer])
         with torch.inference_mode():
             states = tiny_llama(ids, output_hidden_states=True).hidden_states
-        outcomes = maker.made[0].outcomes[row]
+        feedbacks = maker.made[0].feedbacks[row]
         prompt = int(ragged["attention_mask"][row].sum())
         at = prompt - 1
-        for i, outcome in enumerate(outcomes):
+        for i, feedback in enumerate(feedbacks):
             for layer in layers:
-                got = outcome.hidden[layer][outcome.path]
-                torch.testing.assert_close(got, states[layer][0, at : at + len(outcome.path)], atol=2e-4, rtol=2e-4)
-                assert (layer in outcome.prompt_hidden) == (i == 0)
-            at += len(outcome.path)
+                got = feedback.hidden[layer][feedback.path]
+                torch.testing.assert_close(got, states[layer][0, at : at + len(feedback.path)], atol=2e-4, rtol=2e-4)
+                assert (layer in feedback.prompt_hidden) == (i == 0)
+            at += len(feedback.path)
         for layer in layers:
-            read = outcomes[0].prompt_hidden[layer]
+            read = feedbacks[0].prompt_hidden[layer]
             torch.testing.assert_close(read, states[layer][0, :prompt], atol=2e-4, rtol=2e-4)
-        assert at == prompt - 1 + sum(len(outcome.tokens) for outcome in outcomes)
+        assert at == prompt - 1 + sum(len(feedback.tokens) for feedback in feedbacks)
 
 
 def test_hidden_states_of_a_prompt_read_in_chunks_are_whole(tiny_llama: PreTrainedModel) -> None:
@@ -242,7 +242,7 @@ def test_hidden_states_are_collected_only_when_asked_for(
     maker = Maker(Recorder)
     decode(tiny_llama, LookaheadConfig(proposers=("prompt", maker), **FIXED), input_ids=ids)
     assert not any(asked)
-    assert all(not outcome.hidden for outcome in maker.made[0].outcomes[0])
+    assert all(not feedback.hidden for feedback in maker.made[0].feedbacks[0])
 
 
 def test_a_layer_the_model_does_not_have_is_refused(tiny_llama: PreTrainedModel, ids: torch.Tensor) -> None:
@@ -346,8 +346,8 @@ class Drawing(Proposer):
         chances = np.array([1.0, 0.5, 0.5], np.float32)
         return self.change(Proposal(tokens, np.zeros(3, np.int32), chances, required=3, draws=draws))
 
-    def observe(self, row: int, outcome: Outcome, placed: IntArray) -> None:
-        self.newest = int(outcome.tokens[-1])
+    def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
+        self.newest = int(feedback.tokens[-1])
 
     def finish(self, row: int) -> None:
         pass

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from lookahead import DraftModel, LookaheadConfig
 from lookahead.drafting.ledger import Ledger
-from lookahead.drafting.proposal import Call, IntArray, Outcome, Proposal, Proposer
+from lookahead.drafting.proposal import Call, Feedback, IntArray, Proposal, Proposer
 from lookahead.generation.api import prepare
 from lookahead.proposers.validated import CustomProposer
 from tests.support.near_models import like, small
@@ -130,8 +130,8 @@ class Misleading(Proposer):
         tokens = np.array([self.newest[row], 100, 100], np.int32)[: room + 1]
         return Proposal(tokens, np.arange(-1, 2, dtype=np.int32).clip(0)[: room + 1], _CHANCES[: room + 1])
 
-    def observe(self, row: int, outcome: Outcome, placed: IntArray) -> None:
-        self.newest[row] = int(outcome.tokens[-1])
+    def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
+        self.newest[row] = int(feedback.tokens[-1])
 
     def finish(self, row: int) -> None:
         del self.newest[row]
@@ -178,10 +178,10 @@ class Reader(Misleading):
             self.clock.now += self.takes_s
         return super().propose(row, room)
 
-    def observe(self, row: int, outcome: Outcome, placed: IntArray) -> None:
-        assert outcome.hidden[1].shape[0] >= len(outcome.path)
+    def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
+        assert feedback.hidden[1].shape[0] >= len(feedback.path)
         self.told += 1
-        super().observe(row, outcome, placed)
+        super().observe(row, feedback, placed)
 
 
 @pytest.mark.parametrize("takes_s", [0.004, 0.02])
@@ -245,7 +245,7 @@ def test_hidden_states_are_kept_no_longer_once_drafting_rests(is_timed: bool) ->
     call = call_of(is_timed)
     reader = CustomProposer(lambda _: Reader(), call, Ledger())
     root, states = np.zeros(1, np.int32), {1: torch.zeros(1, 4)}
-    outcome = Outcome(np.array([7], np.int32), root, root, hidden=states)
+    feedback = Feedback(np.array([7], np.int32), root, root, hidden=states)
     for row in range(2):
         reader.start(row, np.array([5, 9], np.int32))
     for step in range(40):
@@ -253,7 +253,7 @@ def test_hidden_states_are_kept_no_longer_once_drafting_rests(is_timed: bool) ->
         if step < 20:
             assert all(offer is not None for offer in reader.propose_batch([0, 1], 2))
         for row in range(2):
-            reader.observe(row, outcome, root)
+            reader.observe(row, feedback, root)
         reader.settle(alone=0.0, tokens=1.0, step_s=0.01)
     assert reader.reads_hidden != is_timed
     assert reader.propose(0, 2) is None or not is_timed

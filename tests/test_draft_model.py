@@ -219,16 +219,16 @@ def test_a_draft_model_that_was_not_asked_for_a_while_reads_what_it_missed(tiny_
     proposer = draft.proposer
     proposer.start(0, np.array(answer[:4], np.int32))
     at = 4
-    from lookahead.drafting.proposal import Outcome
+    from lookahead.drafting.proposal import Feedback
 
     nothing, root = np.zeros(0, np.int32), np.zeros(1, np.int32)
     with torch.inference_mode():
         for many in (1, 7, 20):
-            proposer.observe(0, Outcome(np.array(answer[at : at + many], np.int32), root, nothing), nothing)
+            proposer.observe(0, Feedback(np.array(answer[at : at + many], np.int32), root, nothing), nothing)
             at += many
             offer = proposer.propose(0, 3)
             assert offer.tokens.tolist() == answer[at - 1 : at + 3]
-            proposer.observe(0, Outcome(np.array(answer[at : at + 1], np.int32), root, nothing), np.zeros(4, np.int32))
+            proposer.observe(0, Feedback(np.array(answer[at : at + 1], np.int32), root, nothing), np.zeros(4, np.int32))
             at += 1
 
 

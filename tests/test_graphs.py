@@ -87,11 +87,11 @@ def test_two_models_that_take_turns_do_not_meet(
     running = {i: engine.run() for i, engine in enumerate(engines)}
     while running:
         for i, steps in list(running.items()):
-            emissions = next(steps, None)
-            if emissions is None:
+            step_outputs = next(steps, None)
+            if step_outputs is None:
                 del running[i]
             else:
-                outputs[i] += emissions[0].tokens.tolist()
+                outputs[i] += step_outputs[0].tokens.tolist()
     assert outputs == expected
     assert len(recordings) >= 3
 

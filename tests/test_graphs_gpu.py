@@ -147,8 +147,8 @@ def test_graphs_of_two_models_and_of_several_sizes_share_no_memory_they_need(cap
     outputs: list[list[int]] = [[], []]
     for _ in range(80):
         for output, engine in zip(outputs, engines, strict=True):
-            for emission in next(engine, []):
-                output += emission.tokens.tolist()
+            for step_output in next(engine, []):
+                output += step_output.tokens.tolist()
     assert outputs == expected
     assert len(captured) >= 2
 

@@ -21,7 +21,7 @@ from transformers import (
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.drafting.proposal import Call, IntArray, Outcome, Proposal, Proposer
+from lookahead.drafting.proposal import Call, Feedback, IntArray, Proposal, Proposer
 from lookahead.engine.credit import Accounts
 from lookahead.errors import LogitsError, PromptError, UnsupportedModelError
 from lookahead.models import support
@@ -198,8 +198,8 @@ class Poisoner(Proposer):
         self.offers.append(row)
         return Proposal(tokens, parents, np.full(len(tokens), 0.5, np.float32))
 
-    def observe(self, row: int, outcome: Outcome, placed: IntArray) -> None:
-        self.told[row] += outcome.tokens.tolist()
+    def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
+        self.told[row] += feedback.tokens.tolist()
 
     def finish(self, row: int) -> None:
         del self.told[row]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookahead.drafting.proposal import Outcome
+from lookahead.drafting.proposal import Feedback
 from lookahead.drafting.select import merge
 from lookahead.drafting.tree import TokenTree
 from lookahead.ngram.prune import Limits
@@ -170,7 +170,7 @@ def decode(proposer, prompt, target, count, room=1000, budget=1000):
         while [*paths[path[-1]], emitted[-1]] in paths:
             path.append(paths.index([*paths[path[-1]], emitted[-1]]))
             emitted.append(int(argmax[path[-1]]))
-        proposer.observe(0, Outcome(np.array(emitted, np.int32), np.array(path, np.int32), argmax), draft.placed[0])
+        proposer.observe(0, Feedback(np.array(emitted, np.int32), np.array(path, np.int32), argmax), draft.placed[0])
         proposals.append((proposal.tokens.tolist(), proposal.parents.tolist(), proposal.required))
         sizes.append(len(emitted))
         text += emitted
@@ -232,13 +232,13 @@ def test_an_ngram_closed_by_the_window_is_guessed_when_its_first_token_comes():
     proposer.start(0, ids(5, 5))
     first = proposer.propose(0, 50)  # the root 5, and 5 behind it
     assert first.tokens.tolist() == [5, 5]
-    proposer.observe(0, Outcome(ids(8), ids(0), ids(8, 6)), ids(0, 1))
+    proposer.observe(0, Feedback(ids(8), ids(0), ids(8, 6)), ids(0, 1))
     second = proposer.propose(0, 50)
     cells = second.tokens[: second.required].tolist()
     assert cells[0] == 8
     assert 6 in cells  # said after the second 5, now above the newest token
     proposer.observe(
-        0, Outcome(ids(5), ids(0), np.full(len(second.tokens), 77, np.int32)), np.arange(len(second.tokens))
+        0, Feedback(ids(5), ids(0), np.full(len(second.tokens), 77, np.int32)), np.arange(len(second.tokens))
     )
     third = proposer.propose(0, 50)
     offered = third.tokens[1:][third.parents[1:] == 0].tolist()
@@ -262,7 +262,7 @@ def emit(proposer, *tokens, argmax=None):
     """One step that accepts nothing; the target's favourite everywhere is `argmax`, 99 unless given."""
     proposal = proposer.propose(0, 100)
     answers = np.full(len(proposal.tokens), 99 if argmax is None else argmax, np.int32)
-    proposer.observe(0, Outcome(ids(*tokens), ids(0), answers), np.arange(len(proposal.tokens)))
+    proposer.observe(0, Feedback(ids(*tokens), ids(0), answers), np.arange(len(proposal.tokens)))
 
 
 def test_the_output_is_remembered_by_more_than_its_last_token():
@@ -297,7 +297,7 @@ def test_the_window_slides_by_all_that_was_emitted_bonus_included():
     proposer.start(0, ids(1, 2, 3, 4))
     first = proposer.propose(0, 50)
     answers = np.arange(100, 100 + len(first.tokens), dtype=np.int32)
-    proposer.observe(0, Outcome(ids(31, 32), ids(0), answers), np.arange(len(first.tokens)))
+    proposer.observe(0, Feedback(ids(31, 32), ids(0), answers), np.arange(len(first.tokens)))
     cells = proposer._rows[0].window.cells
     assert cells[0, 0] == 32
     assert cells[1, :2].tolist() == [102, 103]  # said after columns 2 and 3, which are now 0 and 1
@@ -343,8 +343,8 @@ def test_sizes_out_of_range_are_refused(size):
 def test_tokens_emitted_before_the_first_offer_are_known_and_the_window_follows():
     proposer = JacobiProposer(3, 4, 6, pool_from_prompt=False)
     proposer.start(0, ids(9))
-    proposer.observe(0, Outcome(ids(4), ids(0), ids(4)), NOTHING)  # the prefill gives a token with no draft
-    proposer.observe(0, Outcome(ids(7, 4), ids(0), NOTHING), NOTHING)
+    proposer.observe(0, Feedback(ids(4), ids(0), ids(4)), NOTHING)  # the prefill gives a token with no draft
+    proposer.observe(0, Feedback(ids(7, 4), ids(0), NOTHING), NOTHING)
     proposal = proposer.propose(0, 100)
     assert proposal.tokens[0] == 4
     assert 7 in proposal.tokens[1:][proposal.parents[1:] == 0]

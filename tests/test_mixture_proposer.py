@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookahead.drafting.proposal import Outcome, Proposal, Top
+from lookahead.drafting.proposal import Feedback, Proposal, Top
 from lookahead.drafting.select import merge
 from lookahead.drafting.tree import TokenTree
 from lookahead.ngram.acceptance import HitRates
@@ -47,7 +47,7 @@ def replay(proposer: MixtureProposer, prompt: np.ndarray, output: np.ndarray, ro
         path = [0] if proposal is None else accepted_path(proposal, output[at:-1])
         tokens = output[at : at + len(path)]
         placed = NOTHING if proposal is None else np.arange(len(proposal.tokens), dtype=np.int32)
-        proposer.observe(row, Outcome(tokens, np.array(path, np.int32), NOTHING), placed)
+        proposer.observe(row, Feedback(tokens, np.array(path, np.int32), NOTHING), placed)
         emitted.append(len(tokens))
         at += len(tokens)
     proposer.finish(row)
@@ -76,7 +76,7 @@ def test_tokens_just_emitted_are_found_in_the_next_step():
     proposer = MixtureProposer(["prompt"])
     proposer.start(0, ids(1))
     assert proposer.propose(0, 4) is None
-    proposer.observe(0, Outcome(ids(2, 3, 1), ids(0), NOTHING), NOTHING)
+    proposer.observe(0, Feedback(ids(2, 3, 1), ids(0), NOTHING), NOTHING)
     assert proposer.propose(0, 2).tokens.tolist() == [1, 2, 3]
 
 
@@ -150,7 +150,7 @@ def test_every_offer_is_a_tree_within_its_room_and_the_output_is_the_targets(pro
             assert ((proposal.probabilities > 0) & (proposal.probabilities <= 1)).all()
             path = accepted_path(proposal, np.array(rest[:-1], np.int32))
         tokens = np.array(rest[: len(path)], np.int32)
-        proposer.observe(0, Outcome(tokens, np.array(path, np.int32), NOTHING), NOTHING)
+        proposer.observe(0, Feedback(tokens, np.array(path, np.int32), NOTHING), NOTHING)
         root, rest = rest[len(path) - 1], rest[len(path) :]
 
 
@@ -172,7 +172,7 @@ def test_what_a_finished_row_wrote_serves_the_next_where_memory_is_shared():
     memory = Memory()
     first = MixtureProposer(["outputs"], memory)
     first.start(0, ids(1, 2))
-    first.observe(0, Outcome(ids(3, 4, 5), ids(0), NOTHING), NOTHING)
+    first.observe(0, Feedback(ids(3, 4, 5), ids(0), NOTHING), NOTHING)
     first.finish(0)
     for later, expected in [(MixtureProposer(["outputs"], memory), [3, 4, 5]), (MixtureProposer(["outputs"]), None)]:
         later.start(0, ids(9, 3))
@@ -187,7 +187,7 @@ def test_what_the_target_thought_along_the_draft_is_offered():
     chances = np.tile(np.array([0.9, 0.05, 0.01, 0.01, 0.01, 0.01, 0.005, 0.005], np.float32), (3, 1))
     top = np.array([[8, *range(20, 27)], [7, *range(20, 27)], [8, *range(20, 27)]], np.int32)
     draft = TokenTree.from_parents([7, 8, 7], [0, 0, 1])
-    proposer.observe(0, Outcome(ids(8, 7, 8), ids(0, 1, 2), NOTHING, Top(draft, top, chances)), NOTHING)
+    proposer.observe(0, Feedback(ids(8, 7, 8), ids(0, 1, 2), NOTHING, Top(draft, top, chances)), NOTHING)
     assert proposer.propose(0, 3).tokens.tolist() == [8, 7, 8, 7]
 
 
@@ -302,7 +302,7 @@ def test_what_the_target_copies_from_the_rows_own_text_is_not_kept_for_other_tex
     top = np.tile(np.arange(50, 58, dtype=np.int32), (5, 1))
     top[:, 0] = [20, 21, 60, 23, 24]
     chances = np.full((5, 8), 0.1, np.float32)
-    outcome = Outcome(ids(20, 21, 60), np.arange(3, dtype=np.int32), NOTHING, Top(tree, top, chances))
-    proposer.observe(0, outcome, np.arange(5, dtype=np.int32))
+    feedback = Feedback(ids(20, 21, 60), np.arange(3, dtype=np.int32), NOTHING, Top(tree, top, chances))
+    proposer.observe(0, feedback, np.arange(5, dtype=np.int32))
     known = [memory.recycled.find(tree.tokens[: node + 1])[0] for node in range(5)]
     assert [order > 0 for order in known] == [node == departs for node in range(5)]

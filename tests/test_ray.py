@@ -139,7 +139,7 @@ class Deadly(Proposer):
     def propose(self, row, room):
         return None
 
-    def observe(self, row, outcome, placed):
+    def observe(self, row, feedback, placed):
         pass
 
     def finish(self, row):

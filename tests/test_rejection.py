@@ -19,7 +19,7 @@ from lookahead.ngram.prune import Limits
 from lookahead.proposers.draft_rates import DraftRates
 from lookahead.proposers.draft_tree_batch import Grove
 from lookahead.verification.exact import verify
-from lookahead.verification.rejection import Trials, coin, draw, draw_several
+from lookahead.verification.rejection import RejectionRounds, coin, draw, draw_several
 
 Prefix = tuple[int, ...]
 Law = Callable[[Prefix], torch.Tensor]  # the distribution after a prefix, float64 `[vocab]`
@@ -63,8 +63,10 @@ def every_fall(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Prefix]) -> It
     while scripts:
         script = scripts.pop()
         dice = Dice(script)
-        for place in ("rejection.coin", "rejection.draw", "engine.draw", "proposers.grove.draw_several"):
-            monkeypatch.setattr(f"lookahead.{place}", getattr(dice, place.rpartition(".")[2]))
+        rejection = "verification.rejection"
+        for module, name in ((rejection, "coin"), (rejection, "draw"), ("engine.engine", "draw")):
+            monkeypatch.setattr(f"lookahead.{module}.{name}", getattr(dice, name))
+        monkeypatch.setattr("lookahead.proposers.draft_tree_batch.draw_several", dice.draw_several)
         outcome = run()
         yield dice.weight, outcome
         for at in range(len(script), len(dice.thrown)):
@@ -137,7 +139,7 @@ def step(target: Law, drafts: Sequence[Law], max_depth: int = 9, **shape: int) -
     """What one step emits after nothing, its draft drawn by several models."""
     offers = [grow(draft, **shape) for draft in drafts]
     draft = merge(0, offers, Limits(256, max_depth), sources=[1] * len(offers))
-    trials = Trials(offers, draft.placed)
+    trials = RejectionRounds(offers, draft.placed)
     emitted: list[int] = []
 
     def choose(node: int) -> int:
@@ -280,7 +282,7 @@ def test_models_in_the_engine_keep_the_distribution_of_generate(
         engine = target.generate(
             prompt, **options, custom_generate=prepare, lookahead_config=config, pad_token_id=0, eos_token_id=None
         )
-        tokens = [token for emissions in engine.run() for token in emissions[0].tokens.tolist()]
+        tokens = [token for step_outputs in engine.run() for token in step_outputs[0].tokens.tolist()]
         accepted += engine.stats[0].accepted_tokens
         return tuple(tokens)
 

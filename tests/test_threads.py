@@ -242,7 +242,7 @@ class Watched:
         self.entered[own].clear()
         return None
 
-    def observe(self, row: int, outcome: Any, placed: Any) -> None:
+    def observe(self, row: int, feedback: Any, placed: Any) -> None:
         pass
 
     def finish(self, row: int) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lookahead.drafting.tree import TokenTree
-from lookahead.verification.exact import Verdict, verify, verify_greedy
+from lookahead.verification.exact import VerifyResult, verify, verify_greedy
 
 NO_EOS = np.zeros(0, np.int32)
 
@@ -38,7 +38,7 @@ def drafts(draw: st.DrawFn) -> TokenTree:
     return TokenTree.from_parents(tokens, parents)
 
 
-def walk(tree: TokenTree, eos: int | None, limit: int) -> Verdict:
+def walk(tree: TokenTree, eos: int | None, limit: int) -> VerifyResult:
     chosen, count = choices(tree), 0
 
     def is_finished(token: int) -> bool:
@@ -51,14 +51,14 @@ def walk(tree: TokenTree, eos: int | None, limit: int) -> Verdict:
 
 @given(drafts(), st.sampled_from([None, 0, 1, 2, 3]), st.integers(1, 8))
 def test_any_draft_emits_what_token_by_token_decoding_emits(tree: TokenTree, eos: int | None, limit: int) -> None:
-    verdict = walk(tree, eos, limit)
+    result = walk(tree, eos, limit)
     prefix = (int(tree.tokens[0]),)
-    for i, token in enumerate(verdict.tokens):
+    for i, token in enumerate(result.tokens):
         assert token == target_choice(prefix)
         prefix += (int(token),)
-        assert (token == eos or i + 1 == limit) == (verdict.finished and i + 1 == len(verdict.tokens))
-    assert len(verdict.tokens) == len(verdict.path)
-    assert tree.tokens[verdict.path[1:]].tolist() == verdict.tokens[:-1].tolist()
+        assert (token == eos or i + 1 == limit) == (result.finished and i + 1 == len(result.tokens))
+    assert len(result.tokens) == len(result.path)
+    assert tree.tokens[result.path[1:]].tolist() == result.tokens[:-1].tolist()
 
 
 @given(drafts(), st.sampled_from([None, 0, 1, 2, 3]), st.integers(1, 8))
@@ -76,30 +76,30 @@ def chain(*tokens: int) -> TokenTree:
 
 
 def test_an_empty_draft_emits_the_bonus_token_alone() -> None:
-    verdict = verify_greedy(chain(5), np.array([8], np.int32), NO_EOS, 100)
-    assert (verdict.path.tolist(), verdict.tokens.tolist(), verdict.finished) == ([0], [8], False)
+    result = verify_greedy(chain(5), np.array([8], np.int32), NO_EOS, 100)
+    assert (result.path.tolist(), result.tokens.tolist(), result.finished) == ([0], [8], False)
 
 
 def test_a_perfect_draft_emits_itself_and_the_bonus_token() -> None:
-    verdict = verify_greedy(chain(5, 6, 7), np.array([6, 7, 8], np.int32), NO_EOS, 100)
-    assert (verdict.path.tolist(), verdict.tokens.tolist()) == ([0, 1, 2], [6, 7, 8])
+    result = verify_greedy(chain(5, 6, 7), np.array([6, 7, 8], np.int32), NO_EOS, 100)
+    assert (result.path.tolist(), result.tokens.tolist()) == ([0, 1, 2], [6, 7, 8])
 
 
 def test_an_always_wrong_draft_costs_nothing_but_its_nodes() -> None:
-    verdict = verify_greedy(chain(5, 1, 1), np.array([6, 7, 8], np.int32), NO_EOS, 100)
-    assert (verdict.path.tolist(), verdict.tokens.tolist()) == ([0], [6])
+    result = verify_greedy(chain(5, 1, 1), np.array([6, 7, 8], np.int32), NO_EOS, 100)
+    assert (result.path.tolist(), result.tokens.tolist()) == ([0], [6])
 
 
 @pytest.mark.parametrize("stop", [6, 7])
 def test_an_end_of_sequence_inside_an_accepted_draft_ends_the_output_there(stop: int) -> None:
-    verdict = verify_greedy(chain(5, 6, 7), np.array([6, 7, 8], np.int32), np.array([1, stop], np.int32), 100)
-    assert verdict.tokens.tolist() == ([6] if stop == 6 else [6, 7])
-    assert verdict.finished
+    result = verify_greedy(chain(5, 6, 7), np.array([6, 7, 8], np.int32), np.array([1, stop], np.int32), 100)
+    assert result.tokens.tolist() == ([6] if stop == 6 else [6, 7])
+    assert result.finished
 
 
 def test_a_length_limit_inside_an_accepted_draft_ends_the_output_there() -> None:
-    verdict = verify_greedy(chain(5, 6, 7), np.array([6, 7, 8], np.int32), NO_EOS, 2)
-    assert (verdict.tokens.tolist(), verdict.finished) == ([6, 7], True)
+    result = verify_greedy(chain(5, 6, 7), np.array([6, 7, 8], np.int32), NO_EOS, 2)
+    assert (result.tokens.tolist(), result.finished) == ([6, 7], True)
 
 
 def test_the_target_chooses_once_per_emitted_token_and_never_past_the_end() -> None:

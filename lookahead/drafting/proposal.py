@@ -71,7 +71,7 @@ class Top:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Feedback:
     """What became of one row's draft in one step.
 
     Attributes:
@@ -84,7 +84,7 @@ class Outcome:
         hidden: For every layer a proposer of the engine asked for (`hidden_layers`) the target's hidden states at
             every node of the draft, `[nodes, size]`, where the target computed them.
         prompt_hidden: The same at the tokens of the prompt that the prefill read, `[tokens, size]`: all of them, or
-            the last ones where the call went on from a filled cache. Empty but in a row's first outcome.
+            the last ones where the call went on from a filled cache. Empty but in a row's first feedback.
     """
 
     tokens: IntArray
@@ -136,9 +136,9 @@ class Proposer(Protocol):
 
     Attributes:
         sources: What its sources are called in the stats; one or more, and no other proposer's.
-        needs_argmax: Whether `observe` reads `Outcome.argmax`.
-        needs_top: Whether `observe` reads `Outcome.top`.
-        hidden_layers: The hidden states that `observe` reads from `Outcome.hidden`, numbered as by
+        needs_argmax: Whether `observe` reads `Feedback.argmax`.
+        needs_top: Whether `observe` reads `Feedback.top`.
+        hidden_layers: The hidden states that `observe` reads from `Feedback.hidden`, numbered as by
             `output_hidden_states` of transformers: 0 is the embeddings, 1 what the first layer gives, and -1 the
             last, which the head reads.
     """
@@ -154,12 +154,12 @@ class Proposer(Protocol):
     def propose(self, row: int, room: int) -> Proposal | None:
         """Offer continuations of the row's newest token, at most `room` nodes besides the root."""
 
-    def observe(self, row: int, outcome: Outcome, placed: IntArray) -> None:
+    def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
         """Learn what the target chose.
 
         Args:
             row: The row that `propose` was called for.
-            outcome: What the step did; `outcome.tokens[-1]` is the next root.
+            feedback: What the step did; `feedback.tokens[-1]` is the next root.
             placed: int32 `[k]`; for each node of this proposer's proposal the node of the draft it became,
                 0 where it was left out (and for the root). Empty when nothing was proposed.
         """

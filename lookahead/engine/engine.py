@@ -11,11 +11,11 @@ from torch import Tensor
 
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.controller import Pacing
-from lookahead.drafting.proposal import IntArray, Outcome, Proposal, Proposer, Top, question_of
+from lookahead.drafting.proposal import Feedback, IntArray, Proposal, Proposer, Top, question_of
 from lookahead.drafting.select import Draft, FloatArray, drafter_of, fit, merge
 from lookahead.drafting.tree import TokenTree
 from lookahead.engine.credit import Accounts
-from lookahead.engine.outputs import ROOT, Carrying, Emission
+from lookahead.engine.outputs import ROOT, Carrying, StepOutput
 from lookahead.engine.row import Pick, Row
 from lookahead.errors import PromptError
 from lookahead.models.cache import RowStates
@@ -23,8 +23,8 @@ from lookahead.models.target import OnPrefill, Target
 from lookahead.models.tensor_parallel import Ensemble
 from lookahead.ngram.prune import FREE, Limits
 from lookahead.proposers.validated import CustomProposer
-from lookahead.verification.exact import Verdict
-from lookahead.verification.rejection import Trials, draw
+from lookahead.verification.exact import VerifyResult
+from lookahead.verification.rejection import RejectionRounds, draw
 from lookahead.verification.topk import Scores, read_scores
 
 _NO_ARGMAX = np.zeros(0, np.int32)
@@ -42,7 +42,7 @@ class Engine:
         keep_cache: Whether to keep the KV of rows that end.
         is_chain: Whether the target verifies chains only.
         by_rejection: Whether what was drawn is accepted by rejection sampling; proposals then tell their draws.
-        isolates: Whether an error that concerns one row ends that row alone, which its emission then tells.
+        isolates: Whether an error that concerns one row ends that row alone, which its `StepOutput` then tells.
         by_typicality: Whether what the target finds likely enough is accepted, which is lossy.
         ensemble: The processes that take every pass together; only the one that leads has proposers and pacing.
         learning: Held while proposers and pacing work, which learn together with those of other engines, on any
@@ -81,7 +81,7 @@ class Engine:
         self._by_rejection = by_rejection
         self._by_typicality = by_typicality
         self._ensemble = ensemble
-        self._trials: list[Trials] = []
+        self._trials: list[RejectionRounds] = []
         self.sources = [name for proposer in proposers for name in proposer.sources]
         self._needs_argmax = self._always_needs_argmax = any(proposer.needs_argmax for proposer in proposers)
         self._needs_top = any(proposer.needs_top for proposer in proposers)
@@ -111,20 +111,20 @@ class Engine:
         """Let it be called as prompts are read."""
         self._target.on_prefill = on_prefill
 
-    def run(self) -> Iterator[list[Emission]]:
+    def run(self) -> Iterator[list[StepOutput]]:
         """Decode every row of the batch to its end, yielding what each step emitted.
 
         Between steps the model is as it was, unless the loop runs inside `serving`.
         """
         with Carrying(), self._target.serving():
-            emissions = self.admit(self.batch)
-        yield emissions
+            step_outputs = self.admit(self.batch)
+        yield step_outputs
         while self._rows:
             with Carrying(), self._target.serving():
-                emissions = self.step()
-            yield emissions
+                step_outputs = self.step()
+            yield step_outputs
 
-    def admit(self, rows: Sequence[Row]) -> list[Emission]:
+    def admit(self, rows: Sequence[Row]) -> list[StepOutput]:
         """Let rows join those that are running; the model must be in service, and the cache have room for them.
 
         Their prompts are read together in a pass of their own, and the logits of their ends already give every row its
@@ -144,14 +144,14 @@ class Engine:
         self._rows += rows
         self._target.keeps_hidden = self._reads_hidden
         logits = self._target.prefill([row.text for row in rows], first)
-        emissions = self._emit(self._bare(rows), logits, self._read(logits, self._needs_top), first)
+        step_outputs = self._emit(self._bare(rows), logits, self._read(logits, self._needs_top), first)
         now = time.perf_counter()
         for row in rows:
             row.prefilled = now
             row.stats.prefill_s = row.stats.ttft_s = now - started
-        return emissions
+        return step_outputs
 
-    def step(self, *, is_refilled: bool = False) -> list[Emission]:
+    def step(self, *, is_refilled: bool = False) -> list[StepOutput]:
         """Advance every running row by one target pass; the model must be in service.
 
         Args:
@@ -179,17 +179,17 @@ class Engine:
             drafts = self._bare(rows)
             logits = self._score_without_drafts(drafts)
             scores = self._read(logits, with_top=False)
-        emissions = self._emit(drafts, logits, scores)
+        step_outputs = self._emit(drafts, logits, scores)
         now = time.perf_counter()
         for row in rows:
             row.stats.decode_s = now - row.prefilled
         if self._accounts is not None and not rests:
-            verified = [(draft.tree, emission.path) for draft, emission in zip(drafts, emissions, strict=True)]
-            tokens = [len(emission.tokens) for emission in emissions]
+            verified = [(draft.tree, step_output.path) for draft, step_output in zip(drafts, step_outputs, strict=True)]
+            tokens = [len(step_output.tokens) for step_output in step_outputs]
             times = {"host_s": drafted - begin + self._observing_s, "step_s": now - begin}
             with self._learning:
                 self._accounts.settle(verified, tokens, nodes=nodes, is_cold=self._target.is_cold, **times)
-        return outgrown + emissions
+        return outgrown + step_outputs
 
     def _score_without_drafts(self, drafts: Sequence[Draft]) -> Tensor:
         """Score the newest tokens alone, where a drafted one overflowed, or was none the model can read.
@@ -205,36 +205,36 @@ class Engine:
         """Whether a proposer wants the hidden states of the next pass."""
         return any(reader.reads_hidden for reader in self._readers)
 
-    def _emit(self, drafts: Sequence[Draft], logits: Tensor, scores: Scores, first: int = 0) -> list[Emission]:
+    def _emit(self, drafts: Sequence[Draft], logits: Tensor, scores: Scores, first: int = 0) -> list[StepOutput]:
         """Verify a tree of every row from `first` on, then let all else follow from what was chosen."""
         rows = self._rows[first:]
-        verdicts = [self._verify(i, row, drafts[i], logits, scores.argmax) for i, row in enumerate(rows)]
-        emissions = []
-        for i, (row, draft, verdict) in enumerate(zip(rows, drafts, verdicts, strict=True)):
-            if isinstance(verdict, Exception):
+        results = [self._verify(i, row, drafts[i], logits, scores.argmax) for i, row in enumerate(rows)]
+        step_outputs = []
+        for i, (row, draft, result) in enumerate(zip(rows, drafts, results, strict=True)):
+            if isinstance(result, Exception):
                 self.cache.wipe(first + i)
-                emissions.append(Emission(row.index, _NO_ARGMAX, None, draft, error=verdict))
+                step_outputs.append(StepOutput(row.index, _NO_ARGMAX, None, draft, error=result))
                 continue
-            self._target.commit(first + i, verdict.path)
-            row.count(draft, verdict, self.sources)
-            emissions.append(Emission(row.index, verdict.tokens, row.finish_reason, draft, verdict.path))
+            self._target.commit(first + i, result.path)
+            row.count(draft, result, self.sources)
+            step_outputs.append(StepOutput(row.index, result.tokens, row.finish_reason, draft, result.path))
         begin = time.perf_counter()
         with self._learning:
-            for i, (row, draft, verdict) in enumerate(zip(rows, drafts, verdicts, strict=True)):
-                if not isinstance(verdict, Exception):
-                    self._observe(row, draft, self._outcome(i, draft, verdict, scores))
+            for i, (row, draft, result) in enumerate(zip(rows, drafts, results, strict=True)):
+                if not isinstance(result, Exception):
+                    self._observe(row, draft, self._outcome(i, draft, result, scores))
             self._target.prompt_hidden.clear()
             self._observing_s = time.perf_counter() - begin
-            self._retire([first + i for i, emission in enumerate(emissions) if emission.finished])
-        return emissions
+            self._retire([first + i for i, step_output in enumerate(step_outputs) if step_output.finished])
+        return step_outputs
 
-    def _outcome(self, i: int, draft: Draft, verdict: Verdict, scores: Scores) -> Outcome:
+    def _outcome(self, i: int, draft: Draft, result: VerifyResult, scores: Scores) -> Feedback:
         """What the proposers are told of row i of a pass."""
         nodes = len(draft.tree)
         heard = scores.argmax[i, :nodes] if self._needs_argmax else _NO_ARGMAX
         hidden = {layer: states[i, :nodes] for layer, states in self._target.hidden.items()}
         read = self._target.prompt_hidden[i] if self._target.prompt_hidden else {}
-        return Outcome(verdict.tokens, verdict.path, heard, _top_of(draft.tree, scores, i), hidden, read)
+        return Feedback(result.tokens, result.path, heard, _top_of(draft.tree, scores, i), hidden, read)
 
     def _draft_all(self, is_refilled: bool) -> list[Draft]:
         """Every row's tree: plain decoding, or as large as makes a step worth while."""
@@ -262,7 +262,7 @@ class Engine:
         """Every row's tree of all that was drawn: to leave a node out for what it is would change the distribution."""
         offers = [] if self._pacing is not None and self._pacing.pauses else self._ask()
         drafts = [self._draft(row, offer, FREE) for row, offer in zip(self._rows, offers, strict=False)]
-        self._trials = [Trials(offer, draft.placed) for offer, draft in zip(offers, drafts, strict=True)]
+        self._trials = [RejectionRounds(offer, draft.placed) for offer, draft in zip(offers, drafts, strict=True)]
         return drafts or self._bare(self._rows)
 
     def _propose(self, costs: FloatArray) -> list[Draft]:
@@ -305,7 +305,7 @@ class Engine:
             return Scores(_NO_ARGMAX)  # elsewhere reading is also what waits for the pass, so that its time is known
         return read_scores(logits, with_top=with_top)
 
-    def _verify(self, i: int, row: Row, draft: Draft, logits: Tensor, argmax: IntArray) -> Verdict | Exception:
+    def _verify(self, i: int, row: Row, draft: Draft, logits: Tensor, argmax: IntArray) -> VerifyResult | Exception:
         """Walk the tree of row i of a pass; what goes wrong there, where that is its own affair."""
         pick: Pick | None = None
         if self._by_rejection:
@@ -318,28 +318,28 @@ class Engine:
                 raise
             return error
 
-    def _observe(self, row: Row, draft: Draft, outcome: Outcome) -> None:
+    def _observe(self, row: Row, draft: Draft, feedback: Feedback) -> None:
         """Let the proposers learn from what happened to their offers.
 
         After a plain step they are told only once they are asked again, unless they learn from more than tokens:
         many tokens at once cost little more than one.
         """
-        is_plain = draft.placed is self._nothing and not outcome.hidden
-        if is_plain and not self._needs_argmax and outcome.top is None:
-            row.untold.append(outcome.tokens)
+        is_plain = draft.placed is self._nothing and not feedback.hidden
+        if is_plain and not self._needs_argmax and feedback.top is None:
+            row.untold.append(feedback.tokens)
             return
         for proposer, placed in zip(self._proposers, draft.placed, strict=True):
-            proposer.observe(row.seat, outcome, placed)
+            proposer.observe(row.seat, feedback, placed)
 
     def _tell(self, row: Row) -> None:
         """Let the proposers see what was emitted while they were not asked."""
         if row.untold:
-            outcome = Outcome(np.concatenate(row.untold), ROOT, _NO_ARGMAX)
+            feedback = Feedback(np.concatenate(row.untold), ROOT, _NO_ARGMAX)
             row.untold.clear()
             for proposer in self._proposers:
-                proposer.observe(row.seat, outcome, _NO_ARGMAX)
+                proposer.observe(row.seat, feedback, _NO_ARGMAX)
 
-    def _retire_outgrown(self) -> list[Emission]:
+    def _retire_outgrown(self) -> list[StepOutput]:
         """Take out rows that the model has no more positions for, where one row's error ends that row alone."""
         if self._target.positions is None:
             return []
@@ -351,9 +351,9 @@ class Engine:
                 if not self._isolates:
                     raise
                 errors[i] = error
-        emissions = [Emission(self._rows[i].index, _NO_ARGMAX, None, error=errors[i]) for i in errors]
+        step_outputs = [StepOutput(self._rows[i].index, _NO_ARGMAX, None, error=errors[i]) for i in errors]
         self._retire(list(errors))
-        return emissions
+        return step_outputs
 
     def _retire(self, finished: Sequence[int]) -> None:
         """Take finished rows out, the last active row filling each gap, in the target as in the engine."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
-from lookahead.engine.outputs import Carrying, Emission
+from lookahead.engine.outputs import Carrying, StepOutput
 from lookahead.models.target import OnPrefill
 from lookahead.stats import DecodingStats
 from lookahead.verification.stopping import FinishReason, StoppingRule
@@ -58,14 +58,14 @@ class PlainLoop:
     def report_prefill(self, on_prefill: OnPrefill | None) -> None:
         """Transformers' loop reads the prompt in one pass and tells nothing of it."""
 
-    def run(self) -> Iterator[list[Emission]]:
+    def run(self) -> Iterator[list[StepOutput]]:
         """Decode every row to its end and yield all of it at once."""
         start = time.perf_counter()
         with Carrying():
             output = self.sample()
         sequences: Tensor = getattr(output, "sequences", output)
         seconds = time.perf_counter() - start
-        emissions = []
+        step_outputs = []
         for row, ids in enumerate(sequences[:, self._width :].cpu().numpy().astype(np.int32)):
             stats, limit = self.stats[row], self._width + len(ids)
             if self._context is not None:
@@ -76,8 +76,8 @@ class PlainLoop:
             stats.target_forwards = stats.acceptance_histogram[1] = len(tokens) - 1
             # The loop is not watched: its prefill cannot be told from its steps.
             stats.decode_s = stats.ttft_s = seconds
-            emissions.append(Emission(row, tokens, reason if end <= limit else "length"))
-        yield emissions
+            step_outputs.append(StepOutput(row, tokens, reason if end <= limit else "length"))
+        yield step_outputs
 
 
 class _Heard(StoppingCriteriaList):

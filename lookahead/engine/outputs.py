@@ -16,7 +16,7 @@ ROOT = np.zeros(1, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
-class Emission:
+class StepOutput:
     """Tokens one row emitted in one step.
 
     Attributes:

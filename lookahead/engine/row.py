@@ -16,7 +16,7 @@ from lookahead.drafting.select import Draft
 from lookahead.drafting.tree import TokenTree, sum_by_source
 from lookahead.errors import PromptError
 from lookahead.stats import DecodingStats
-from lookahead.verification.exact import Verdict, verify, verify_greedy
+from lookahead.verification.exact import VerifyResult, verify, verify_greedy
 from lookahead.verification.sampling import TokenChooser, not_a_number
 from lookahead.verification.stopping import FinishReason, StoppingRule
 from lookahead.verification.typical import Walk, longest_typical
@@ -29,7 +29,7 @@ class Row:
     """A row of an engine; `ids[:length]` is what `model.generate` would hold, padding included.
 
     Attributes:
-        index: What emissions call it: its place in the batch, or the number of its prompt.
+        index: What a `StepOutput` calls it: its place in the batch, or the number of its prompt.
         ids: int64, with room for all that it may still emit.
         length: Ids so far.
         padding: How many of them, the first ones, are padding.
@@ -120,7 +120,7 @@ class Row:
 
     def verify(
         self, draft: Draft, logits: Tensor, argmax: IntArray, pick: Pick | None = None, *, is_typical: bool = False
-    ) -> Verdict:
+    ) -> VerifyResult:
         """Walk a tree; the ids grow by the tokens emitted.
 
         Args:
@@ -132,15 +132,15 @@ class Row:
             is_typical: Whether what the target finds likely enough is accepted, which is lossy.
         """
         if self.is_simple:
-            verdict = verify_greedy(draft.tree, argmax, self.stopping.eos_tokens, self.left)
-            if verdict.tokens[-1] < 0:
-                raise not_a_number(self.index, self.emitted + len(verdict.tokens) - 1)
-            self.ids[self.length : self.length + len(verdict.tokens)] = verdict.tokens
-            self.length += len(verdict.tokens)
-            self.emitted += len(verdict.tokens)
-            if verdict.finished:
-                self.finish_reason = "stop" if int(verdict.tokens[-1]) in self.stopping.eos_tokens else "length"
-            return verdict
+            result = verify_greedy(draft.tree, argmax, self.stopping.eos_tokens, self.left)
+            if result.tokens[-1] < 0:
+                raise not_a_number(self.index, self.emitted + len(result.tokens) - 1)
+            self.ids[self.length : self.length + len(result.tokens)] = result.tokens
+            self.length += len(result.tokens)
+            self.emitted += len(result.tokens)
+            if result.finished:
+                self.finish_reason = "stop" if int(result.tokens[-1]) in self.stopping.eos_tokens else "length"
+            return result
 
         typical: Walk = {}
         if is_typical and len(draft.tree) > 1:
@@ -177,19 +177,19 @@ class Row:
         """The ids so far, and some more, as processors and criteria see them, int64 `[1, tokens]`."""
         return torch.from_numpy(self.ids[: self.length + more])[None].to(self.device)
 
-    def count(self, draft: Draft, verdict: Verdict, sources: Sequence[str]) -> None:
+    def count(self, draft: Draft, result: VerifyResult, sources: Sequence[str]) -> None:
         """Count a verified draft; the first token of a row comes from the prefill, not from a draft's pass."""
         stats = self.stats
         if stats.emitted_tokens:
             stats.target_forwards += 1
-            stats.acceptance_histogram[len(verdict.tokens)] += 1
-        stats.emitted_tokens += len(verdict.tokens)
+            stats.acceptance_histogram[len(result.tokens)] += 1
+        stats.emitted_tokens += len(result.tokens)
         if len(draft.tree) == 1:
             return
         stats.drafted_tokens += len(draft.tree) - 1
-        stats.accepted_tokens += len(verdict.path) - 1
+        stats.accepted_tokens += len(result.path) - 1
         stats.expected_tokens += float(draft.reach.sum()) - 1.0
-        sums = sum_by_source(draft.tree, draft.reach, verdict.path, len(sources))
+        sums = sum_by_source(draft.tree, draft.reach, result.path, len(sources))
         for name, (drafted, accepted, expected) in zip(sources, sums.tolist(), strict=True):
             stats.forwards_by_source[name] += drafted > 0
             stats.drafted_by_source[name] += int(drafted)

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from lookahead.config import LookaheadConfig
 from lookahead.engine.engine import Engine
-from lookahead.engine.outputs import Emission
+from lookahead.engine.outputs import StepOutput
 from lookahead.engine.row import Row
 from lookahead.errors import ConfigError, PromptError
 from lookahead.generation.build import assemble
@@ -237,14 +237,14 @@ class Batching:
         engine = self._engine
         if engine is None:
             return []
-        emissions: list[Emission] = []
+        step_outputs: list[StepOutput] = []
         engine.report_prefill(self.on_prefill)
         with engine.serving():
             for rows in self._in_passes(joining):
-                emissions += engine.admit(rows)
+                step_outputs += engine.admit(rows)
             if not joining:
-                emissions = engine.step(is_refilled=bool(self._waiting) or len(self._running) == self.rows)
-        return [self._complete(emission) for emission in emissions if emission.finished]
+                step_outputs = engine.step(is_refilled=bool(self._waiting) or len(self._running) == self.rows)
+        return [self._complete(step_output) for step_output in step_outputs if step_output.finished]
 
     def _decode_alone(self, request: Request) -> Completion:
         """Decode one prompt by itself."""
@@ -304,15 +304,15 @@ class Batching:
                 passes.append([row])
         return passes
 
-    def _complete(self, emission: Emission) -> Completion:
+    def _complete(self, step_output: StepOutput) -> Completion:
         """What came of a row that ended."""
-        row = self._running.pop(emission.row).row
+        row = self._running.pop(step_output.row).row
         assert row is not None
-        if emission.error is not None:
-            return Completion(row.index, stats=row.stats, error=emission.error)
+        if step_output.error is not None:
+            return Completion(row.index, stats=row.stats, error=step_output.error)
         tokens = row.ids[row.length - row.emitted : row.length].tolist()
         text = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
-        return Completion(row.index, text, tokens, row.stats, finish_reason=emission.finish_reason)
+        return Completion(row.index, text, tokens, row.stats, finish_reason=step_output.finish_reason)
 
 
 def _checked(name: str, value: int | None, most: int | None = None) -> int | None:

@@ -73,13 +73,13 @@ class TextStream(Iterator[str]):
         return self._engine.stats[0]
 
     def _run(self, tokenizer: PreTrainedTokenizerBase) -> Generator[str, None, None]:
-        """Turn the emissions into text, whole words at a time."""
+        """Turn the tokens of every step into text, whole words at a time."""
         streamer: Any = PieceStreamer(tokenizer, skip_special_tokens=True)
-        for emissions in self._engine.run():
-            for emission in emissions:
-                self.token_ids += emission.tokens.tolist()
-                self.finish_reason = emission.finish_reason
-                streamer.put(torch.from_numpy(emission.tokens))
+        for step_outputs in self._engine.run():
+            for step_output in step_outputs:
+                self.token_ids += step_output.tokens.tolist()
+                self.finish_reason = step_output.finish_reason
+                streamer.put(torch.from_numpy(step_output.tokens))
                 yield from streamer.take()
         self._finish()
         streamer.end()
@@ -99,12 +99,12 @@ def collect(
     shown = 0
     try:
         with engine.serving():
-            for emissions in engine.run():
-                for emission in emissions:
-                    outputs[emission.row].extend(emission.tokens.tolist())
-                    if emission.finish_reason is not None:
-                        reasons[emission.row] = emission.finish_reason
-                        running.discard(emission.row)
+            for step_outputs in engine.run():
+                for step_output in step_outputs:
+                    outputs[step_output.row].extend(step_output.tokens.tolist())
+                    if step_output.finish_reason is not None:
+                        reasons[step_output.row] = step_output.finish_reason
+                        running.discard(step_output.row)
                 whole = min(map(len, (outputs[row] for row in running))) if running else max(map(len, outputs))
                 for step in range(shown, whole if streamer is not None else shown):
                     streamer.put(torch.tensor([row[step] if step < len(row) else int(pad or 0) for row in outputs]))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lookahead.drafting.proposal import IntArray, Outcome, Proposal, Proposer, question_of
+from lookahead.drafting.proposal import Feedback, IntArray, Proposal, Proposer, question_of
 from lookahead.proposers.validated import CustomProposer
 
 
@@ -41,9 +41,9 @@ class Informed:
         """What it offers for some rows."""
         return self._question(rows, room)
 
-    def observe(self, row: int, outcome: Outcome, placed: IntArray) -> None:
+    def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
         """Let it learn."""
-        self._proposer.observe(row, outcome, placed)
+        self._proposer.observe(row, feedback, placed)
 
     def finish(self, row: int) -> None:
         """Let it forget the row."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lookahead.drafting.proposal import Call, IntArray, Outcome, Proposal, Proposer
+from lookahead.drafting.proposal import Call, Feedback, IntArray, Proposal, Proposer
 from lookahead.heads.base_model import lm_head
 from lookahead.heads.guess_tree import GuessTree, HeadDrafter
 from lookahead.heads.hit_rates import HeadRates
@@ -103,20 +103,21 @@ class HeadsProposer(Proposer):
             self._rows[row].tree = tree
         return [Proposal(tree.tokens, tree.parents, tree.chances) if len(tree.tokens) > 1 else None for tree in trees]
 
-    def observe(self, row: int, outcome: Outcome, placed: IntArray) -> None:
+    def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
         """Learn which guesses were right, and keep for later what the heads are to read."""
         state = self._rows[row]
         if state.tree is not None:
-            self._rates.learn(state.tree, outcome.tokens)
+            self._rates.learn(state.tree, feedback.tokens)
             state.tree = None
-        tokens, states = outcome.tokens, [_along(outcome.hidden[layer], outcome.path) for layer in self.hidden_layers]
+        tokens = feedback.tokens
+        states = [_along(feedback.hidden[layer], feedback.path) for layer in self.hidden_layers]
         if not self._drafter.reads_all:
             tokens, states = tokens[-1:], [each[-1:] for each in states]
             state.tokens.clear()
             state.states.clear()
         elif state.prompt is not None:
             # Behind every token of the prompt stands the next one, and behind its last the first that was emitted.
-            states = [outcome.prompt_hidden[layer] for layer in self.hidden_layers]
+            states = [feedback.prompt_hidden[layer] for layer in self.hidden_layers]
             tokens = np.concatenate((state.prompt[len(state.prompt) + 1 - len(states[0]) :], tokens))
         state.tokens.append(tokens)
         state.states.append(states)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lookahead.drafting.proposal import IntArray, Outcome, Proposal
+from lookahead.drafting.proposal import Feedback, IntArray, Proposal
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import ChainIndex
 from lookahead.ngram.search import grow_trie
@@ -104,15 +104,15 @@ class JacobiProposer:
         state.planted = planted
         return Proposal(planted.tokens, planted.parents, planted.probabilities, required=planted.required)
 
-    def observe(self, row: int, outcome: Outcome, placed: IntArray) -> None:
+    def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
         """Learn which guesses were right, pool what the target said, and slide the window."""
         state = self._rows[row]
-        emitted = outcome.tokens
+        emitted = feedback.tokens
         before = state.tail[-state.taught :]
         state.tail = np.concatenate((state.tail, emitted))[-_TAIL:]
         state.taught = min(state.taught + emitted.size, state.tail.size)
         planted = state.planted if state.planted is not None else state.window.plant(room=0)
-        heard = _heard(outcome.argmax, placed, planted.tokens.size)
+        heard = _heard(feedback.argmax, placed, planted.tokens.size)
         answers = np.full(state.window.cells.shape, UNKNOWN, dtype=np.int32)
         levels, width = planted.cells.shape
         answers[:levels, :width] = heard[planted.cells]

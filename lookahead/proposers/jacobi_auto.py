@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lookahead.drafting.lookahead_branch import Branch
-from lookahead.drafting.proposal import IntArray, Outcome, Proposal
+from lookahead.drafting.proposal import Feedback, IntArray, Proposal
 from lookahead.drafting.tree import BranchSize
 from lookahead.ngram.acceptance import HitRates
 from lookahead.proposers.jacobi import JacobiProposer
@@ -68,18 +68,18 @@ class AutoJacobiProposer:
             state.size, state.told = size, 0
         if state.told < len(state.emitted):
             missed = np.concatenate(state.emitted[state.told :])
-            state.server.observe(row, Outcome(missed, _ROOT, _NOTHING), _NOTHING)
+            state.server.observe(row, Feedback(missed, _ROOT, _NOTHING), _NOTHING)
         state.told = len(state.emitted) + 1  # it is told of the coming step itself
         proposal = state.server.propose(row, size.nodes)
         self._branch.host_s += time.perf_counter() - begin
         return proposal
 
-    def observe(self, row: int, outcome: Outcome, placed: IntArray) -> None:
+    def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
         """Learn as a `JacobiProposer` does where it proposed, else remember what was emitted."""
         begin, state = time.perf_counter(), self._rows[row]
-        state.emitted.append(outcome.tokens)
+        state.emitted.append(feedback.tokens)
         if state.server is not None and state.told == len(state.emitted):
-            state.server.observe(row, outcome, placed)
+            state.server.observe(row, feedback, placed)
         self._branch.host_s += time.perf_counter() - begin
 
     def finish(self, row: int) -> None:

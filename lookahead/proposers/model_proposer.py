@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.drafting.proposal import Call, IntArray, Outcome, Proposal, Proposer
+from lookahead.drafting.proposal import Call, Feedback, IntArray, Proposal, Proposer
 from lookahead.models.support import prefills_at_once
 from lookahead.models.target import PREFILL_CHUNK, Shape, Target, input_device
 from lookahead.proposers.draft_rates import DraftRates
@@ -147,7 +147,7 @@ class ModelProposer(Proposer):
         self._done = time.perf_counter()
         return [offers.get(row) for row in rows]
 
-    def observe(self, row: int, outcome: Outcome, placed: IntArray) -> None:
+    def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
         """Keep of the cache what was accepted, and learn which candidates were right."""
         if self._done is not None:
             self._pace().learn_step(time.perf_counter() - self._done)
@@ -157,10 +157,10 @@ class ModelProposer(Proposer):
         if growth is not None and self._target is not None:
             with torch.inference_mode():
                 # The newest token is read again, for what comes after it.
-                self._target.commit(self._places.index(row), growth.path_of(outcome.tokens[:-1]))
-            self._rates.learn(growth.parents, growth.tokens, growth.features, outcome.tokens)
-        state.ids[state.length : state.length + len(outcome.tokens)] = outcome.tokens
-        state.length += len(outcome.tokens)
+                self._target.commit(self._places.index(row), growth.path_of(feedback.tokens[:-1]))
+            self._rates.learn(growth.parents, growth.tokens, growth.features, feedback.tokens)
+        state.ids[state.length : state.length + len(feedback.tokens)] = feedback.tokens
+        state.length += len(feedback.tokens)
 
     def finish(self, row: int) -> None:
         """Forget the row."""

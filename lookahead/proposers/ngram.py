@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.drafting.proposal import IntArray, Outcome, Proposal
+from lookahead.drafting.proposal import Feedback, IntArray, Proposal
 from lookahead.drafting.select import Draft
 from lookahead.drafting.tree import TokenTree
 from lookahead.ngram.acceptance import HitRates, copied
@@ -141,22 +141,22 @@ class MixtureProposer:
         state.grown = state.search.grow(room, self.min_probability, limits, costs, context)
         return state.grown
 
-    def observe(self, row: int, outcome: Outcome, placed: IntArray) -> None:
+    def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
         """Learn which candidates were right and what the target thinks now, and index the emitted tokens."""
         state = self._rows[row]
         trie = state.grown.trie if state.grown is not None else None
         if trie is not None:
-            self._rates.learn(trie.parents, trie.tokens, trie.features, outcome.tokens)
-        if self._recycled is not None and outcome.top is not None:
-            tree, top, skipped = outcome.top.tree, outcome.top, None
+            self._rates.learn(trie.parents, trie.tokens, trie.features, feedback.tokens)
+        if self._recycled is not None and feedback.top is not None:
+            tree, top, skipped = feedback.top.tree, feedback.top, None
             if trie is not None and placed.size:
                 # What is copied from this text is found in it, and in another text it would mislead.
                 skipped = copied(trie.parents, trie.tokens, trie.features, placed, top.tokens[:, 0])
             before = state.text.tokens[-ORDERS:]
             self._recycled.store(before, tree.parents, tree.tokens, top.tokens, top.probabilities, skipped)
         state.grown = None
-        self._rates.count(outcome.tokens)
-        state.text.append(outcome.tokens)
+        self._rates.count(feedback.tokens)
+        state.text.append(feedback.tokens)
 
     def finish(self, row: int) -> None:
         """Forget the row; what was learned stays, and so does its text where earlier outputs are a source."""

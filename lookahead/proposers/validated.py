@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lookahead.drafting.ledger import Ledger
-from lookahead.drafting.proposal import Call, IntArray, Outcome, Proposal, Proposer, ProposerFactory, question_of
+from lookahead.drafting.proposal import Call, Feedback, IntArray, Proposal, Proposer, ProposerFactory, question_of
 from lookahead.errors import ProposerError
 
 _METHODS = ("start", "propose", "observe", "finish")
@@ -112,13 +112,13 @@ class CustomProposer:
                 raise ProposerError(f"the proposer {self._name} gave a proposal for row {row} {fault}")
         return offers
 
-    def observe(self, row: int, outcome: Outcome, placed: IntArray) -> None:
+    def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
         """Let it learn."""
         if row not in self._roots:
             return
-        self._roots[row] = int(outcome.tokens[-1])
+        self._roots[row] = int(feedback.tokens[-1])
         begin = time.perf_counter()
-        self._proposer.observe(row, outcome, placed)
+        self._proposer.observe(row, feedback, placed)
         if self._spent_s is not None:
             self._spent_s += time.perf_counter() - begin
             return

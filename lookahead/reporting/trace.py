@@ -11,7 +11,7 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.config import LookaheadConfig
-from lookahead.engine.outputs import Emission
+from lookahead.engine.outputs import StepOutput
 from lookahead.generation.api import prepare_ids
 from lookahead.generation.prompts import Prompt, Truncation, reader_of
 from lookahead.generation.validation import check_options
@@ -110,27 +110,27 @@ def trace(
     steps = []
     with engine.serving():
         begin = clock()
-        for emissions in engine.run():
+        for step_outputs in engine.run():
             seconds = clock() - begin
-            steps.append(_step(emissions[0], names, texts, seconds))
+            steps.append(_step(step_outputs[0], names, texts, seconds))
             begin = clock()
     read = prompt if isinstance(prompt, str) else str(tokenizer.decode(ids))
     return Trace(read, names, steps, engine.stats[0])
 
 
-def _step(emission: Emission, names: list[str], texts: _Texts, seconds: float) -> Step:
-    """What one emission tells."""
-    tokens = emission.tokens.tolist()
-    if emission.draft is None:
+def _step(step_output: StepOutput, names: list[str], texts: _Texts, seconds: float) -> Step:
+    """One row's part of a step."""
+    tokens = step_output.tokens.tolist()
+    if step_output.draft is None:
         return Step([texts.add(token) for token in tokens], 0, 0.0, 0, seconds)
-    origins = emission.draft.tree.sources[emission.path[1:]].tolist()
+    origins = step_output.draft.tree.sources[step_output.path[1:]].tolist()
     # The last token is no draft's, and a stop leaves out what was behind it.
     pieces = [
         texts.add(token, tuple(name for bit, name in enumerate(names) if origin >> bit & 1))
         for token, origin in zip(tokens, [*origins, 0], strict=False)
     ]
-    expected = float(np.sum(emission.draft.reach)) - 1.0
-    return Step(pieces, len(emission.draft.tree) - 1, expected, len(emission.path) - 1, seconds)
+    expected = float(np.sum(step_output.draft.reach)) - 1.0
+    return Step(pieces, len(step_output.draft.tree) - 1, expected, len(step_output.path) - 1, seconds)
 
 
 class _Texts:

@@ -12,7 +12,7 @@ from lookahead.drafting.tree import IntArray, TokenTree
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class VerifyResult:
     """What the target chose along one row's tree.
 
     Attributes:
@@ -27,7 +27,7 @@ class Verdict:
     finished: bool
 
 
-def verify(tree: TokenTree, choose: Callable[[int], int], is_finished: Callable[[int], bool]) -> Verdict:
+def verify(tree: TokenTree, choose: Callable[[int], int], is_finished: Callable[[int], bool]) -> VerifyResult:
     """Walk from the root: choose a token, emit it, and descend if a child of the node holds it.
 
     `choose` and `is_finished` are called alternately, once per emitted token and in order, so that random
@@ -48,11 +48,11 @@ def verify(tree: TokenTree, choose: Callable[[int], int], is_finished: Callable[
         finished = is_finished(token)
         child = 0 if finished else _child(tree.tokens, tree.parents, node, token)
         if child == 0:
-            return Verdict(np.array(path, np.int32), np.array(tokens, np.int32), finished)
+            return VerifyResult(np.array(path, np.int32), np.array(tokens, np.int32), finished)
         path.append(child)
 
 
-def verify_greedy(tree: TokenTree, argmax: IntArray, eos_tokens: IntArray, limit: int) -> Verdict:
+def verify_greedy(tree: TokenTree, argmax: IntArray, eos_tokens: IntArray, limit: int) -> VerifyResult:
     """`verify` for the plain argmax that ends at an end-of-sequence token or after `limit` tokens, in one call.
 
     Args:
@@ -62,7 +62,7 @@ def verify_greedy(tree: TokenTree, argmax: IntArray, eos_tokens: IntArray, limit
         limit: Tokens the row may still emit, at least 1.
     """
     path, tokens, finished = _walk(tree.tokens, tree.parents, argmax, eos_tokens, limit)
-    return Verdict(path, tokens, finished)
+    return VerifyResult(path, tokens, finished)
 
 
 @njit(cache=True)

@@ -39,7 +39,7 @@ def draw_several(weights: Tensor, count: int) -> Tensor:
     return torch.nn.functional.pad(order, (0, count - order.shape[-1]), value=-1)
 
 
-class Trials:
+class RejectionRounds:
     """What proposers drew at the nodes of one row's draft, to be tried in that order.
 
     Args:

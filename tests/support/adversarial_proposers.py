@@ -9,7 +9,7 @@ from unittest.mock import patch
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.drafting.proposal import IntArray, Outcome, Proposal
+from lookahead.drafting.proposal import Feedback, IntArray, Proposal
 
 Offer = Callable[[int, list[int], int], Proposal | None]
 
@@ -33,8 +33,8 @@ class Scripted:
     def propose(self, row: int, room: int) -> Proposal | None:
         return self._offer(row, self._ids[row], room)
 
-    def observe(self, row: int, outcome: Outcome, placed: IntArray) -> None:
-        self._ids[row] += outcome.tokens.tolist()
+    def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
+        self._ids[row] += feedback.tokens.tolist()
 
     def finish(self, row: int) -> None:
         del self._ids[row]
