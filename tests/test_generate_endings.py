@@ -292,6 +292,12 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
     "end-token-at-the-limit": ({"eos_token_id": list(range(101)), "max_new_tokens": 1}, "stop"),
     "stop-string": ({"stop_strings": list("abcdefghijklmnopqrstuvwxyz0123456789"), "max_new_tokens": 40}, "stop"),
     "criterion": ({"stopping_criteria": [RowsEndAt(14)]}, "criteria"),
+    "criterion-at-the-limit": ({"stopping_criteria": [RowsEndAt(13)], "max_new_tokens": 4}, "criteria"),
+    "criterion-at-the-only-token": ({"stopping_criteria": [RowsEndAt(10)], "max_new_tokens": 1}, "criteria"),
+    "criterion-at-an-end-token": (
+        {"stopping_criteria": [RowsEndAt(11)], "eos_token_id": list(range(101)), "min_new_tokens": 2},
+        "stop",
+    ),
 }
 
 
@@ -313,7 +319,7 @@ def test_a_result_says_why_its_output_ended(
         warnings.filterwarnings("ignore", "LlamaForCausalLM cannot be decoded speculatively")
         result = lookahead.generate(looping_llama, tiny_tokenizer, "abab abab", **options)
     assert result.finish_reasons == [reason]
-    if not is_plain and reason != "criteria":  # a criterion of one's own is refused where prompts share it
+    if not is_plain and "stopping_criteria" not in options:  # which is refused there
         (done,) = lookahead.stream_many(looping_llama, tiny_tokenizer, ["abab abab"], **options)
         assert (done.finish_reason, done.token_ids) == (reason, result.token_ids[0])
 
@@ -330,9 +336,10 @@ def test_every_row_of_a_batch_has_its_own_reason(looping_llama: PreTrainedModel,
 def test_every_row_of_a_batch_that_is_decoded_plainly_has_its_own_reason(
     looping_llama: PreTrainedModel, tiny_tokenizer: Any
 ) -> None:
-    prompts, options = ["abab abab", "0123", "xyxyx"], {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    prompts = ["abab abab", "0123", "xyxyx", "zz"]
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     free = lookahead.generate(looping_llama, tiny_tokenizer, prompts, **options).token_ids
-    end = next(token for token in free[1] if token not in free[0] + free[2])
+    end = next(token for token in free[1] if token not in free[0] + free[2] + free[3])
     begin = max(len(tiny_tokenizer(prompt)["input_ids"]) for prompt in prompts)
     with pytest.warns(UserWarning, match="RowsEndAt may keep a state"):
         result = lookahead.generate(
@@ -340,8 +347,8 @@ def test_every_row_of_a_batch_that_is_decoded_plainly_has_its_own_reason(
             tiny_tokenizer,
             prompts,
             eos_token_id=end,
-            stopping_criteria=[RowsEndAt(begin + 4, 99, 99)],
+            stopping_criteria=[RowsEndAt(begin + 4, 99, 99, begin + 6)],
             **options,
         )
-    assert result.finish_reasons == ["criteria", "stop", "length"]
-    assert result.token_ids == [free[0][:4], free[1][: free[1].index(end) + 1], free[2]]
+    assert result.finish_reasons == ["criteria", "stop", "length", "criteria"]
+    assert result.token_ids == [free[0][:4], free[1][: free[1].index(end) + 1], free[2], free[3]]

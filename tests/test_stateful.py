@@ -184,3 +184,39 @@ def test_rows_that_are_refilled_refuse_what_may_keep_a_state_by_name(
         lookahead.stream_many(looping_llama, tiny_tokenizer, ["ab", "cd"], max_new_tokens=4, **make(1))
     options = {"logits_processor": [TemperatureLogitsWarper(2.0)], "repetition_penalty": 1.2, "max_new_tokens": 4}
     assert len(list(lookahead.stream_many(looping_llama, tiny_tokenizer, ["ab", "cd"], **options))) == 2
+
+
+def test_typical_acceptance_asks_nothing_that_keeps_a_state_about_tokens_that_are_not_emitted(
+    looping_llama: PreTrainedModel,
+) -> None:
+    typical = LookaheadConfig(acceptance="typical", draft="fixed", memory="request")
+    extra = {"custom_generate": lookahead.decode, "lookahead_config": typical}
+    sampled = {**OPTIONS, "input_ids": IDS, "do_sample": True, "temperature": 2.0, "max_new_tokens": 40}
+    watermark = SynthIDTextWatermarkingConfig(keys=[30, 31, 32], ngram_len=3)
+    for make, name in (
+        (lambda: {"logits_processor": [Grammar()]}, "Grammar"),
+        (lambda: {"logits_processor": [Cooling(1.0)]}, "Cooling"),
+        (lambda: {"prefix_allowed_tokens_fn": allowing()}, "prefix_allowed_tokens_fn"),
+        (lambda: {"watermarking_config": watermark}, "SynthIDTextWatermarkLogitsProcessor"),
+    ):
+        expected = outcome(looping_llama, {**sampled, **make()})
+        with pytest.warns(UserWarning, match=f"{name} may keep a state, and acceptance='typical'") as said:
+            assert outcome(looping_llama, {**sampled, **make()}, **extra) == expected
+        assert len(said) == 1
+        with warnings.catch_warnings():  # where nothing is sampled, nothing is typical
+            warnings.simplefilter("error")
+            outcome(looping_llama, {**sampled, **make(), "do_sample": False}, **extra)
+
+
+def test_typical_acceptance_drafts_beside_processors_that_keep_no_state_and_any_criterion(
+    looping_llama: PreTrainedModel, accepted: list[int]
+) -> None:
+    typical = LookaheadConfig(acceptance="typical", draft="fixed", memory="request")
+    options = {**OPTIONS, "input_ids": IDS, "do_sample": True, "repetition_penalty": 1.1, "max_new_tokens": 40}
+    tracker = DoneTracker([-1], 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        extra = {"custom_generate": lookahead.decode, "lookahead_config": typical}
+        tokens, _ = outcome(looping_llama, {**options, "stopping_criteria": [tracker], "eos_token_id": None}, **extra)
+    assert len(accepted) == 1
+    assert [ids[0] for ids, _ in tracker.calls] == [tokens[0][: len(IDS[0]) + n] for n in range(1, 41)]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import StoppingCriteriaList
@@ -17,7 +17,10 @@ from transformers import StoppingCriteriaList
 from lookahead.engine.outputs import Carrying, StepOutput
 from lookahead.models.target import OnPrefill
 from lookahead.stats import DecodingStats
-from lookahead.verification.stopping import FinishReason, StoppingRule
+from lookahead.verification.stopping import FinishReason, reason_of
+
+# Of several that end a row at one token the first counts, as in `StoppingRule.finish_reason`.
+_STRONGEST_FIRST: tuple[FinishReason, ...] = ("stop", "criteria", "length")
 
 
 class PlainLoop:
@@ -28,7 +31,6 @@ class PlainLoop:
         input_ids: int64 `[batch, tokens]`.
         lengths: int64 `[batch]`, tokens of each prompt without its padding.
         criteria: When a row ends.
-        rule: The same, as it is told token by token.
         context: Tokens of a row that the model may read; None for no limit.
 
     Attributes:
@@ -42,10 +44,9 @@ class PlainLoop:
         input_ids: Tensor,
         lengths: NDArray[np.int64],
         criteria: StoppingCriteriaList,
-        rule: StoppingRule,
         context: int | None = None,
     ) -> None:
-        self._criteria = _Heard(criteria, rule)
+        self._criteria = _Heard(criteria)
         self.sample = partial(sample, stopping_criteria=self._criteria)
         self._width = input_ids.shape[1]
         self._context = context
@@ -85,7 +86,6 @@ class _Heard(StoppingCriteriaList):
 
     Args:
         criteria: When a row ends.
-        rule: The same, as it is told token by token.
 
     Attributes:
         ends: How many ids a row had when it was done, and what ended it, by its place.
@@ -93,19 +93,20 @@ class _Heard(StoppingCriteriaList):
             goes on until all have ended.
     """
 
-    def __init__(self, criteria: StoppingCriteriaList, rule: StoppingRule) -> None:
+    def __init__(self, criteria: StoppingCriteriaList) -> None:
         super().__init__(criteria)
-        # What a user's criteria say is heard once; stop strings only read.
-        strings = tuple((reason, criterion) for reason, criterion in rule.custom if reason == "stop")
-        self._rule = replace(rule, custom=strings)
         self.ends: dict[int, tuple[int, FinishReason]] = {}
         self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        """Ask all of them, once."""
-        done = super().__call__(input_ids, scores, **kwargs)
+        """Ask all of them, once and in order, as transformers' own list does."""
+        done = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        fired = dict.fromkeys(_STRONGEST_FIRST, done)
+        for criterion in self:
+            reason = reason_of(criterion)
+            fired[reason] = fired[reason] | criterion(input_ids, scores, **kwargs)
+            done = done | fired[reason]
         for row in done.nonzero().flatten().tolist():
-            if row not in self.ends:
-                reason = self._rule.finish_reason(input_ids[row : row + 1]) or "criteria"
-                self.ends[row] = input_ids.shape[1], reason
+            reason = next(reason for reason in _STRONGEST_FIRST if fired[reason][row])
+            self.ends.setdefault(row, (input_ids.shape[1], reason))
         return done

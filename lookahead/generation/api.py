@@ -171,10 +171,10 @@ def prepare(
     stopping = stopping_rule(stopping_criteria, generation_config)
     lm: Any = model
     sample = partial(lm._sample, input_ids, logits_processor, generation_config=generation_config, **model_kwargs)
-    plain = PlainLoop(sample, input_ids, lengths, stopping_criteria, stopping, lookahead_context)
+    plain = PlainLoop(sample, input_ids, lengths, stopping_criteria, lookahead_context)
     if stopping.max_length <= longest + 1:
         return plain  # a single token: there is nothing to draft
-    if batch_size > 1 and warns_of_foreigner(logits_processor, stopping_criteria, generation_config, batch_size):
+    if warns_of_foreigner(logits_processor, stopping_criteria, generation_config, batch_size, config.acceptance):
         return plain
     support = support_of(model, shortest=int(lengths.min()), max_length=stopping.max_length)
     complaint = _complaint(model, support, batch_size, config)

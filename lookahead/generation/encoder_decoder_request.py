@@ -30,7 +30,13 @@ from lookahead.engine.fallback import PlainLoop
 from lookahead.engine.model_state import experience_of
 from lookahead.engine.row import Row
 from lookahead.errors import PromptError, UnsupportedModelError
-from lookahead.generation.request import call_of, prompt_lengths, refuse_unsupported, stopping_rule
+from lookahead.generation.request import (
+    call_of,
+    prompt_lengths,
+    refuse_unsupported,
+    stopping_rule,
+    warns_of_foreigner,
+)
 from lookahead.models.encoder_decoder import DecoderTarget, Encoded, decoder_positions, empty_cache
 from lookahead.models.encoder_decoder_support import decoder_support
 from lookahead.models.tensor_parallel import ensemble_of, refuse_in_ensemble
@@ -72,7 +78,7 @@ def prepare_encoder_decoder(
     stopping = stopping_rule(stopping_criteria, generation_config)
     seq2seq: Any = model
     sample = partial(seq2seq._sample, input_ids, logits_processor, generation_config=generation_config, **model_kwargs)
-    plain = PlainLoop(sample, input_ids, lengths, stopping_criteria, stopping)
+    plain = PlainLoop(sample, input_ids, lengths, stopping_criteria)
     if stopping.max_length <= longest + 1:
         return plain  # a single token: there is nothing to draft
     complaint = _complaint(model, rows, lengths.min() < longest, stopping.max_length, config)
@@ -80,6 +86,8 @@ def prepare_encoder_decoder(
         raise UnsupportedModelError(f"{complaint}; leave out the configuration to decode it plainly")
     if complaint:
         warnings.warn(f"{complaint}; it is decoded plainly", stacklevel=3)
+        return plain
+    if warns_of_foreigner(logits_processor, stopping_criteria, generation_config, rows, config.acceptance):
         return plain
     read = _read(model, inputs_tensor, model_kwargs.get("attention_mask"))
     experience = experience_of(model)

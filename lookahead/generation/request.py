@@ -33,7 +33,7 @@ from lookahead.models.per_model import PerModel, probed_once
 from lookahead.models.target import input_device, position_limit
 from lookahead.models.validate import refuse_model, vocabulary_size
 from lookahead.verification.sampling import foreign_processor
-from lookahead.verification.stopping import FinishReason, StoppingRule
+from lookahead.verification.stopping import StoppingRule, reason_of
 
 # What `model.generate` passes along that an engine with its own cache and positions has no use for.
 _IGNORED = frozenset(
@@ -207,16 +207,30 @@ def foreigner(processors: LogitsProcessorList, criteria: StoppingCriteriaList, c
 
 
 def warns_of_foreigner(
-    processors: LogitsProcessorList, criteria: StoppingCriteriaList, config: GenerationConfig, rows: int
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    rows: int,
+    acceptance: str,
 ) -> bool:
-    """Whether there is such a one, so that a batch is decoded plainly; a warning then names it."""
-    name = foreigner(processors, criteria, config)
-    if name:
-        warnings.warn(
-            f"{name} may keep a state, or look at other rows, so it must see every step of the whole batch: "
-            f"the {rows} rows are decoded plainly; a prompt by itself is drafted for",
-            stacklevel=3,
+    """Whether one would see other calls than those of `model.generate`; a warning then names it.
+
+    Such a call is decoded plainly. Rows of a batch advance at different rates, and where tokens are sampled, typical
+    acceptance asks processors about tokens that may not be emitted.
+    """
+    name = foreigner(processors, criteria, config) if rows > 1 else ""
+    why = (
+        f"or look at other rows, so it must see every step of the whole batch: the {rows} rows are decoded plainly; "
+        "a prompt by itself is drafted for"
+    )
+    if not name and acceptance == "typical" and config.do_sample:
+        name = foreign_processor(processors, config, is_tentative=True)
+        why = (
+            "and acceptance='typical' would ask it about tokens that are not emitted: the call is decoded plainly; "
+            "with acceptance='exact' a prompt by itself is drafted for"
         )
+    if name:
+        warnings.warn(f"{name} may keep a state, {why}", stacklevel=3)
     return bool(name)
 
 
@@ -231,13 +245,8 @@ def stopping_rule(criteria: StoppingCriteriaList, config: GenerationConfig) -> S
         steps = tuple(cast(Any, step[None]) for step in scores) if shows_scores else None
         return bool(criterion(cast(torch.LongTensor, ids), steps))
 
-    custom = tuple((_reason_of(c), partial(ask, StoppingCriteriaList([c]))) for c in others)
+    custom = tuple((reason_of(c), partial(ask, StoppingCriteriaList([c]))) for c in others)
     return StoppingRule(max_length=min(limits), eos_tokens=np.array(eos, np.int32), custom=custom)
-
-
-def _reason_of(criterion: Any) -> FinishReason:
-    """What an output ends for that a criterion ends."""
-    return "stop" if type(criterion) is StopStringCriteria else "criteria"
 
 
 def refuse_long_prompts(model: PreTrainedModel, lengths: NDArray[np.int64]) -> None:

@@ -176,15 +176,17 @@ _ROW_WISE = frozenset(
 )
 
 
-def foreign_processor(processors: LogitsProcessorList, config: GenerationConfig) -> str:
+def foreign_processor(processors: LogitsProcessorList, config: GenerationConfig, *, is_tentative: bool = False) -> str:
     """The name of the first processor that may keep a state or look across rows, or an empty string.
 
-    Such a one must see what `model.generate` would show it: the whole batch, once a step.
+    Such a one must see what `model.generate` would show it: the whole batch, once a step. Where processors are asked
+    about tokens that may not be emitted (`is_tentative`), one that keeps a state for each row is foreign too.
     """
     for place, processor in enumerate(processors):
         kind = type(processor)
         is_last = not any(type(each) is kind for each in processors[place + 1 :])
-        if kind is SynthIDTextWatermarkLogitsProcessor and config.watermarking_config is not None and is_last:
+        is_ours = kind is SynthIDTextWatermarkLogitsProcessor and config.watermarking_config is not None and is_last
+        if is_ours and not is_tentative:
             continue  # it keeps a state row by row, but is of this call alone, and every row gets one of its own
         if kind is PrefixConstrainedLogitsProcessor:
             return "prefix_allowed_tokens_fn"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
+from transformers import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
 from lookahead.drafting.tree import IntArray
 
@@ -14,6 +15,17 @@ FinishReason = Literal["stop", "length", "criteria"]
 """Why an output ended: an end-of-sequence token or a stop string, a limit on its length, or another criterion."""
 
 Criterion = Callable[[Tensor, Sequence[Tensor]], bool]
+
+_REASONS: dict[type, FinishReason] = {
+    EosTokenCriteria: "stop",
+    StopStringCriteria: "stop",
+    MaxLengthCriteria: "length",
+}
+
+
+def reason_of(criterion: object) -> FinishReason:
+    """What an output ends for that a criterion ends; a subclass is a user's own."""
+    return _REASONS.get(type(criterion), "criteria")
 
 
 @dataclass(frozen=True, slots=True)
