@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -47,6 +49,36 @@ def test_heads_read_back_guess_what_they_guessed(folder, heads, tiny_llama):
     read = MedusaHeads.load(str(folder), tiny_llama)
     assert torch.equal(read(hidden), heads.bfloat16().float()(hidden))
     assert (len(read), read.blocks) == (3, 2)
+
+
+def test_heads_that_could_not_be_written_leave_those_before_and_nothing_beside(folder, heads, tiny_llama, monkeypatch):
+    before = (folder / "medusa_lm_head.safetensors").read_bytes()
+
+    def fail(*_):
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("lookahead.ngram.replacing.os.fsync", fail)
+        with pytest.raises(OSError, match="no space left"):
+            heads.write(str(folder), tiny_llama)
+    assert (folder / "medusa_lm_head.safetensors").read_bytes() == before
+    assert sorted(os.listdir(folder)) == ["config.json", "medusa_lm_head.safetensors"]
+
+
+def test_what_a_killed_process_left_of_heads_is_removed_when_they_are_written_again(tmp_path, tiny_llama):
+    killed = (
+        "import os, sys, torch\n"
+        "from lookahead.heads.head_files import HeadsConfig, write_heads\n"
+        "os.replace = lambda *_: os._exit(9)\n"
+        "config = HeadsConfig('medusa', 'base', None, {})\n"
+        "write_heads(sys.argv[1], config, 'medusa_lm_head.safetensors', {'a': torch.ones(3)})\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", killed, str(tmp_path / "heads")], capture_output=True, check=False)
+    assert ended.returncode == 9
+    (left,) = os.listdir(tmp_path / "heads")
+    MedusaHeads.fresh(tiny_llama, heads=1).write(str(tmp_path / "heads"), tiny_llama)
+    assert sorted(os.listdir(tmp_path / "heads")) == ["config.json", "medusa_lm_head.safetensors"]
+    assert left.startswith(".medusa_lm_head.safetensors.")
 
 
 def test_fresh_heads_say_what_the_lm_head_says(tiny_llama):

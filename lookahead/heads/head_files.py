@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from lookahead.errors import HeadsError
 from lookahead.heads.weights_fingerprint import fingerprint_of
+from lookahead.ngram.replacing import replacing
 from lookahead.utils.atomic import read_json, write_atomically
 
 CONFIG = "config.json"
@@ -59,12 +60,8 @@ def write_heads(folder: str | os.PathLike[str], config: HeadsConfig, name: str, 
     """
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
-    beside = place / f".{name}.{os.getpid()}"
-    try:
-        save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, beside)
-        os.replace(beside, place / name)
-    finally:
-        beside.unlink(missing_ok=True)
+    with replacing(place / name) as file:
+        file.write(save({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}))
     write_atomically(place / CONFIG, config.to_json())
 
 
