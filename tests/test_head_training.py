@@ -6,6 +6,9 @@ import copy
 import gc
 import importlib.util
 import json
+import os
+import re
+import threading
 import weakref
 from dataclasses import replace
 
@@ -140,6 +143,78 @@ def test_an_answer_is_what_the_model_generates_and_a_second_start_goes_on(tmp_pa
     assert told == [1, 2, 3]
     with pytest.raises(TrainingError, match="answers of another run"):
         answer_prompts(*loaded, ["other"], file, max_new_tokens=9)
+
+
+BAD_LINES = {
+    "nested": (b"[" * 100_000, "not valid JSON: nested too deeply"),
+    "cut": (b"[1, 2", "not valid JSON"),
+    "no UTF-8": (b'"\xff"', "not valid JSON: 'utf-8' codec can't decode byte 0xff"),
+    "no list": (b'{"a": 1}', "must be a list of token ids from 0 to 100"),
+    "no numbers": (b"[1, true]", "must be a list of token ids from 0 to 100"),
+    "strangers": (b"[1, 101]", "must be a list of token ids from 0 to 100"),
+}
+
+
+@pytest.mark.parametrize(("line", "says"), BAD_LINES.values(), ids=BAD_LINES.keys())
+def test_a_damaged_file_of_answers_is_refused_with_its_line(tmp_path, loaded, line, says):
+    file = tmp_path / "answers.jsonl"
+    answer_prompts(*loaded, ["ab", "c"], file, max_new_tokens=3)
+    whole = file.read_bytes().splitlines()
+    file.write_bytes(b"\n".join([*whole[:2], line, b""]))
+    with pytest.raises(TrainingError, match=rf"answers\.jsonl:3: {re.escape(says)}"):
+        answer_prompts(*loaded, ["ab", "c"], file, max_new_tokens=3)
+    file.write_bytes(b"\n".join([line, b""]))
+    with pytest.raises(TrainingError, match=r"answers\.jsonl:( holds answers of another run|1: not valid JSON)"):
+        answer_prompts(*loaded, ["ab", "c"], file, max_new_tokens=3)
+
+
+def test_more_answers_than_prompts_are_those_of_another_run_and_a_pipe_is_none(tmp_path, loaded):
+    file = tmp_path / "answers.jsonl"
+    answer_prompts(*loaded, ["ab"], file, max_new_tokens=3)
+    file.write_bytes(file.read_bytes() + b"[1]\n")
+    with pytest.raises(TrainingError, match="answers of another run"):
+        answer_prompts(*loaded, ["ab"], file, max_new_tokens=3)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(TrainingError, match=r"answers\.jsonl: cannot be read: not a regular file"):
+        answer_prompts(*loaded, ["ab"], file, max_new_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b'{"a": ' + b"[" * 100_000, "cannot be read: nested too deeply"),
+        (b"\xff{}", "cannot be read: 'utf-8' codec"),
+        (b"", "cannot be read"),
+        (b"[]", "must hold a JSON object, got list"),
+        (None, "cannot be read: .*not a regular file"),
+    ],
+    ids=["nested", "no UTF-8", "empty", "no object", "a pipe"],
+)
+def test_a_damaged_file_of_settings_is_refused_by_name(tmp_path, loaded, data, content, says):
+    (tmp_path / "heads").mkdir()
+    if content is None:
+        os.mkfifo(tmp_path / "heads" / "run.json")
+    else:
+        (tmp_path / "heads" / "run.json").write_bytes(content)
+    with pytest.raises(TrainingError, match=rf"run\.json: {says}"):
+        train_heads(loaded, data, tmp_path / "heads", SETTINGS, resume=True)
+
+
+def test_data_through_a_pipe_is_read_and_given_up_where_nothing_comes(tmp_path, monkeypatch):
+    path = tmp_path / "data.jsonl"
+    os.mkfifo(path)
+    threading.Thread(target=path.write_bytes, args=[b'{"text": "ab"}\n'], daemon=True).start()
+    assert read_records(path) == [Record(None, "ab")]
+    monkeypatch.setattr("lookahead.documents.byte_sources.TIMEOUT_S", 0.2)
+    with pytest.raises(TrainingError, match="a pipe through which nothing came"):
+        read_records(path)
+
+
+def test_a_line_of_data_ends_at_its_line_break_and_not_within_its_text(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes('{"text": "a\u2028b\x85c"}\r\n{"text": "d"}\n'.encode())
+    assert read_records(path) == [Record(None, "a\u2028b\x85c"), Record(None, "d")]
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle", "eagle3", "mtp"])

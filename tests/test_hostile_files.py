@@ -17,7 +17,11 @@ from lookahead.documents import byte_sources as opening
 from lookahead.documents.decode_text import Reject
 from lookahead.documents.inputs import find_inputs
 from lookahead.documents.readers import read_documents
-from lookahead.errors import DocumentError
+from lookahead.drafting.cost_model import StepCost
+from lookahead.errors import ConfigError, DocumentError
+from lookahead.jobs.jobfile import read_job_file
+from lookahead.models.cost_cache import cost_path, read_costs
+from lookahead.reporting.trace_file import read_prompt_file
 from lookahead.reporting.write_page import write_report
 
 BOMBS = {
@@ -114,6 +118,28 @@ def test_a_pipe_is_no_file_of_results(tmp_path, name):
     os.mkfifo(tmp_path / name)
     with pytest.raises(DocumentError, match=f"{name}: not a regular file"):
         write_report(tmp_path / name.replace(".rejects.jsonl", ""))
+
+
+def test_a_pipe_is_no_job_file(tmp_path):
+    os.mkfifo(tmp_path / "job.toml")
+    with pytest.raises(ConfigError, match=r"job .*job\.toml: not a regular file"):
+        read_job_file(tmp_path / "job.toml", {})
+
+
+def test_a_pipe_is_no_file_of_costs(tmp_path, tiny_llama):
+    os.mkfifo(cost_path(tiny_llama, tmp_path))
+    with pytest.warns(UserWarning, match=r"are ignored, they will be measured: .*not a regular file"):
+        assert not read_costs(tiny_llama, StepCost(), tmp_path)
+
+
+def test_a_prompt_may_come_through_a_pipe_and_is_not_waited_for_without_end(tmp_path, monkeypatch):
+    path = tmp_path / "prompt.txt"
+    os.mkfifo(path)
+    threading.Thread(target=path.write_text, args=["Once."], daemon=True).start()
+    assert read_prompt_file(str(path)) == "Once."
+    monkeypatch.setattr(opening, "TIMEOUT_S", 0.2)
+    with pytest.raises(DocumentError, match="a pipe through which nothing came"):
+        read_prompt_file(str(path))
 
 
 def test_a_server_that_takes_a_connection_and_says_nothing_is_given_up(monkeypatch):

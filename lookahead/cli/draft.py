@@ -93,9 +93,12 @@ def _read_prompts(path: Path | None) -> list[str]:
     """The lines of a file; none where there is no file."""
     if path is None:
         return []
+    from lookahead.documents.byte_sources import opened
     from lookahead.documents.decode_text import decode_bytes
 
-    lines = [line.strip() for line in decode_bytes(path.read_bytes(), str(path)).splitlines() if line.strip()]
+    with opened(str(path)) as file:
+        text = decode_bytes(file.read(), str(path))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         raise ConfigError(f"{path} holds no prompt: it is empty")
     return lines

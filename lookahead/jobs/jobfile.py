@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lookahead.errors import ConfigError
+from lookahead.utils.atomic import read_regular
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -75,8 +76,7 @@ def read_job_file(path: Path, settings: Mapping[str, Setting]) -> dict[str, Any]
         ConfigError: The file cannot be read, is no TOML, or holds an option there is not or a wrong value.
     """
     try:
-        with open(path, "rb") as file:
-            table = tomllib.load(file)
+        table = tomllib.loads(read_regular(path).decode("utf-8"))
     except OSError as error:
         raise ConfigError(f"job {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:

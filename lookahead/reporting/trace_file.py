@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+from lookahead.documents.byte_sources import opened
 from lookahead.errors import ConfigError, PromptError
 from lookahead.reporting.trace import Trace
 from lookahead.reporting.trace_page import render_page
@@ -15,10 +15,12 @@ def read_prompt_file(name: str) -> str:
     """The prompt a file holds, or standard input where the name is `-`.
 
     Raises:
+        DocumentError: Nothing comes through a pipe, or a URL cannot be read.
         PromptError: It is empty or no UTF-8.
         OSError: The file cannot be read.
     """
-    content = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    with opened(name) as file:
+        content = file.read()
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from lookahead.documents.byte_sources import opened
 from lookahead.documents.decode_text import decode_bytes
 from lookahead.errors import DocumentError, TrainingError
 from lookahead.utils.atomic import parse_json
@@ -83,7 +84,8 @@ def read_records(path: Path) -> list[Record]:
         TrainingError: It cannot be read, or a line is none of these; the message names the line.
     """
     try:
-        text = decode_bytes(path.read_bytes(), str(path))
+        with opened(str(path)) as file:  # a pipe that nothing comes through is given up
+            text = decode_bytes(file.read(), str(path))
     except OSError as error:
         raise TrainingError(f"{path}: {error.strerror or error}") from error
     except DocumentError as error:
@@ -91,7 +93,7 @@ def read_records(path: Path) -> list[Record]:
     if path.suffix.lower() not in _JSON:
         records = [Record(None, text)] if text.strip() else []
     else:
-        lines = enumerate(text.splitlines(), start=1)
+        lines = enumerate(text.split("\n"), start=1)  # splitlines would part a line at U+2028, which JSON allows
         records = [_record(line, f"{path}:{number}") for number, line in lines if line.strip()]
     if not records:
         raise TrainingError(f"{path}: nothing to train on")

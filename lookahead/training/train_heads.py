@@ -28,7 +28,7 @@ from lookahead.training.examples import (
     read_records,
     split_examples,
 )
-from lookahead.utils.atomic import write_atomically
+from lookahead.utils.atomic import read_json, write_atomically
 
 if TYPE_CHECKING:
     from lookahead.training.heads_trainer import HeadTrainer
@@ -195,7 +195,12 @@ def _enter(output: Path, settings: Settings, model: str, records: list[Record], 
         return
     if not resume:
         raise TrainingError(f"{output} already holds a run: pass --resume, or choose another --output")
-    before = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        before = read_json(path)
+    except (OSError, ValueError) as error:
+        raise TrainingError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(before, dict):
+        raise TrainingError(f"{path}: must hold a JSON object, got {type(before).__name__}")
     for name, value in run.items():
         if before.get(name) != value:
             raise TrainingError(

@@ -32,13 +32,22 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("nested too deeply") from error
 
 
+def read_regular(path: Path) -> bytes:
+    """All bytes of a regular file.
+
+    Raises:
+        OSError: It cannot be read, or is a pipe, which would be waited for, a device or a folder.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return path.read_bytes()
+
+
 def read_json(path: Path) -> Any:
     """The value that a file of JSON holds.
 
     Raises:
-        OSError: It cannot be read, or is a pipe, which would be waited for, or a device.
+        OSError: It cannot be read, or is no regular file.
         ValueError: It is no JSON.
     """
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return parse_json(path.read_text(encoding="utf-8"))
+    return parse_json(read_regular(path).decode("utf-8"))
