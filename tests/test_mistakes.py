@@ -121,6 +121,13 @@ def test_what_is_no_prompt_is_refused_by_what_it_is(call, tiny_llama, tiny_token
         call(tiny_llama, tiny_tokenizer, prompts)
 
 
+def test_ids_without_a_token_are_no_prompt_for_the_drop_in_either(tiny_llama):
+    nothing = torch.zeros(1, 0, dtype=torch.long)
+    for mask in ({}, {"attention_mask": nothing}):
+        with pytest.raises(PromptError, match="prompt 0 has no tokens"):
+            tiny_llama.generate(nothing, **mask, max_new_tokens=4, custom_generate=lookahead.decode)
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [

@@ -178,6 +178,8 @@ def refuse_strangers(ids: NDArray[np.int64], prompt: int, vocab_size: int) -> No
 def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> NDArray[np.int64]:
     """Tokens of each prompt by its mask."""
     batch_size, longest = input_ids.shape
+    if not longest:
+        raise PromptError("prompt 0 has no tokens: a prompt needs at least one")
     if attention_mask is None:
         return np.full(batch_size, longest)
     mask = attention_mask.cpu().numpy().astype(bool)
