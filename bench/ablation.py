@@ -27,7 +27,7 @@ from bench.llm import read_prompts
 from bench.prompts import loop_start
 from bench.report import publish
 from lookahead import LookaheadConfig
-from lookahead.engine.model_state import ModelExperience, lent_experience
+from lookahead.models.model_state import LearnedState, use_learned
 from lookahead.generation.api import prepare
 from lookahead.models.loading import load
 
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results: dict[str, Any] = {}
     for name in options.sources.split(","):
         config = config_of(name, options.nodes, options.memory)
-        with lent_experience(model, ModelExperience()):
+        with use_learned(model, LearnedState()):
             outputs = [decode(model, each.category, each.ids, options.max_new_tokens, config) for each in prompts]
         differing = [i for i, output in enumerate(outputs) if output.tokens != expected[i]]
         if differing and options.dtype == "fp32":

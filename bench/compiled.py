@@ -29,9 +29,9 @@ from bench.prompts import SUMMARIZER, continuation_prompts, summary_prompts
 from bench.report import publish
 from lookahead import LookaheadConfig
 from lookahead.drafting.tree import TokenTree
-from lookahead.engine.model_state import ModelExperience, lent_experience
 from lookahead.generation.api import prepare_text
 from lookahead.models.loading import load
+from lookahead.models.model_state import LearnedState, use_learned
 from lookahead.models.target import Target
 from lookahead.verification.topk import likeliest
 
@@ -94,14 +94,14 @@ def compare_outputs(
 ) -> dict[str, Any]:
     """Tokens per second of decoding, prefill excluded, of every way, in turn on every prompt."""
     expected = [_generate(model, tokenizer, prompt, max_new_tokens) for prompt in prompts]
-    experiences = {name: ModelExperience() for name in WAYS}
+    states = {name: LearnedState() for name in WAYS}
     figures: dict[str, Any] = {name: {"tokens_per_s": []} for name in WAYS}
     for number in range(rounds + 1):
         decoded, spent, same, whole = (dict.fromkeys(WAYS, 0.0) for _ in range(4))
         for prompt, answer in zip(prompts, expected, strict=True):
             for name, config in WAYS.items():
                 begin = time.perf_counter()
-                with lent_experience(model, experiences[name]):
+                with use_learned(model, states[name]):
                     tokens, seconds = _decode(model, tokenizer, prompt, config, max_new_tokens)
                 whole[name] += time.perf_counter() - begin
                 decoded[name] += len(tokens) - 1

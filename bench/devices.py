@@ -31,9 +31,9 @@ from transformers import PreTrainedModel
 from bench.prompts import OPENINGS, SUMMARIZER, read_texts
 from lookahead import LookaheadConfig
 from lookahead.engine.engine import Engine
-from lookahead.engine.model_state import ModelExperience, lent_experience
 from lookahead.generation.api import prepare
 from lookahead.models.loading import load
+from lookahead.models.model_state import LearnedState, use_learned
 from lookahead.models.target import Target
 from lookahead.stats import DecodingStats, total
 
@@ -111,9 +111,9 @@ def compare(
     plain_s, report = 0.0, {}
     for name, sources in CONFIGS.items():
         config = LookaheadConfig(memory="request", **sources, **options)
-        experience = ModelExperience()
-        experience.cost.warms_up(2)
-        with on_device(cost, HOST), lent_experience(model, experience):
+        learned = LearnedState()
+        learned.cost.warms_up(2)
+        with on_device(cost, HOST), use_learned(model, learned):
             runs = [decode(model, ids, tokens, config) for ids in prompts]
         outputs = [output for output, _ in runs]
         expected = expected or outputs

@@ -43,8 +43,8 @@ from bench.dropin import resident_bytes
 from bench.prompts import SUMMARIZER, read_texts
 from bench.report import publish
 from lookahead.documents.decode_text import Document
-from lookahead.engine.model_state import ModelExperience, lent_experience
 from lookahead.models.loading import load
+from lookahead.models.model_state import LearnedState, use_learned
 from lookahead.summarization.prompt_fitter import PromptFitter
 from lookahead.summarization.sentences import split_sentences
 from lookahead.summarization.summarizer import Summarizer
@@ -122,7 +122,7 @@ def timed(
     way: Callable[[Sequence[str]], Texts], documents: Sequence[str], model: PreTrainedModel
 ) -> tuple[Texts, float, float]:
     """The summaries, seconds of CPU time and those of the wall clock; nothing is known of other documents."""
-    with lent_experience(model, ModelExperience()):
+    with use_learned(model, LearnedState()):
         cpu, wall = time.process_time(), time.perf_counter()
         texts = way(documents)
         return texts, time.process_time() - cpu, time.perf_counter() - wall

@@ -52,10 +52,10 @@ from bench.llm_figures import (
 from bench.llm_peers import peer_of, read_clocks, run_peer, timed
 from bench.report import publish
 from lookahead import LookaheadConfig
-from lookahead.engine.model_state import ModelExperience, lent_experience
 from lookahead.generation.api import prepare
 from lookahead.models.loading import load
 from lookahead.models.locating import DEFAULT_MODEL
+from lookahead.models.model_state import LearnedState, use_learned
 
 CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 STORIES = "stories"
@@ -134,11 +134,11 @@ def of_transformers(model: PreTrainedModel, arguments: argparse.Namespace, **opt
 
 def of_ours(model: PreTrainedModel, arguments: argparse.Namespace, config: LookaheadConfig) -> Method:
     """Decoding with lookahead, with a memory of its own."""
-    experience = ModelExperience()
+    learned = LearnedState()
 
     def blocks(ids: torch.Tensor) -> Iterator[list[int]]:
         shared = sampling(arguments)
-        with lent_experience(model, experience):
+        with use_learned(model, learned):
             engine = model.generate(
                 ids, attention_mask=torch.ones_like(ids), custom_generate=prepare, lookahead_config=config, **shared
             )

@@ -29,8 +29,9 @@ import lookahead
 from bench.dropin import resident_bytes
 from bench.prompts import SUMMARIZER, read_texts
 from bench.report import publish
-from lookahead.generation.api import experience_of
 from lookahead.models.loading import load
+from lookahead.models.model_state import state_of
+from lookahead.proposers import ProposerState
 
 NEW_TOKENS = 16  # at most; the least is 4
 LONGEST = 400  # tokens of a prompt
@@ -74,7 +75,7 @@ class Requests:
     def sizes(self) -> dict[str, Any]:
         """Resident memory of the process, and what is in the stores the requests share."""
         gc.collect()
-        memory = experience_of(self._model).proposers.memory
+        memory = state_of(self._model).learned.of(ProposerState, ProposerState).memory
         return {
             "requests": self.served,
             "rss_mb": round(resident_bytes() / 2**20, 1),
@@ -85,7 +86,7 @@ class Requests:
 
     def warm_up(self) -> None:
         """Serve until the earlier outputs were halved for the first time."""
-        outputs, before = experience_of(self._model).proposers.memory.outputs, 0
+        outputs, before = state_of(self._model).learned.of(ProposerState, ProposerState).memory.outputs, 0
         while len(outputs) >= before:
             before = len(outputs)
             self.serve()

@@ -177,9 +177,11 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Lets passes be recorded on the CPU, and lists what was."""
     from lookahead.kernels import dispatch as choice
     from lookahead.models import passes
+    from lookahead.models.model_state import ModelState
     from tests.support.pass_recorder import Recording
 
     made: list[Any] = []
+    states: dict[Any, ModelState] = {}
 
     def capture(run: Any) -> Recording:
         run()  # as CUDA's capture does
@@ -192,7 +194,7 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         plain(self, *args, **options, capture=capture if options["captures"] else None)
 
     monkeypatch.setattr(passes.FastPasses, "__init__", with_recordings)
-    monkeypatch.setattr(passes, "_failed", type(passes._failed)())
+    monkeypatch.setattr(passes, "state_of", lambda model: states.setdefault(model, ModelState()))
     # The attention of the CPU's own kernel is no operation of torch, so that no recording would hold it.
     monkeypatch.setattr(choice, "attention_for", lambda *_: None)
     return made

@@ -22,8 +22,8 @@ from lookahead.drafting.cost_model import StepCost
 from lookahead.drafting.lookahead_branch import Branch
 from lookahead.drafting.proposal import Feedback
 from lookahead.drafting.tree import BranchSize, TokenTree, without_sources
-from lookahead.engine.model_state import ModelExperience, lent_experience
 from lookahead.errors import ConfigError
+from lookahead.models.model_state import LearnedState, use_learned
 from lookahead.proposers.jacobi import JacobiProposer
 from lookahead.proposers.jacobi_auto import AutoJacobiProposer
 
@@ -345,7 +345,7 @@ def test_on_a_device_of_free_nodes_the_engine_runs_it_and_on_a_dear_one_it_does_
 ) -> None:
     drafted = {}
     for name, cost in (("free", flat_to(512)), ("dear", rising(0.5))):
-        with on_device(cost), lent_experience(looping_llama, ModelExperience()):
+        with on_device(cost), use_learned(looping_llama, LearnedState()):
             config = LookaheadConfig(proposers=("jacobi",))
             _, drafted[name] = decode(looping_llama, torch.tensor([[5, 9, 31]]), 400, config)
     assert drafted["free"].mean_acceptance_length > 1.5

@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead import LookaheadConfig
-from lookahead.engine.model_state import ModelExperience, lent_experience
 from lookahead.generation.api import prepare
+from lookahead.models.model_state import LearnedState, use_learned
 from lookahead.ngram.chains import SEPARATOR
 from lookahead.ngram.pool_file import write_pool
 from lookahead.pools.tokenizer_fingerprint import fingerprint_of
@@ -96,7 +96,7 @@ def test_every_source_is_heard_in_a_draft_of_all(looping_llama: PreTrainedModel,
     config = LookaheadConfig(proposers=NAMES, pool=pool, draft="fixed", min_probability=0.0)
     inputs = {"input_ids": ROWS[1:, 5:], "max_new_tokens": 40, "do_sample": False}  # what the pool does not know
     drafted: set[str] = set()
-    with lent_experience(looping_llama, ModelExperience()):
+    with use_learned(looping_llama, LearnedState()):
         for _ in range(2):  # the second call finds what the first one left
             _, stats = run(looping_llama, inputs, config)
             drafted |= {name for name, nodes in stats[0].drafted_by_source.items() if nodes}

@@ -22,13 +22,13 @@ from lookahead.drafting.budget import Switch
 from lookahead.drafting.controller import Pacing
 from lookahead.drafting.cost_model import StepCost, padded_nodes
 from lookahead.drafting.tree import TokenTree
-from lookahead.engine.model_state import experience_of
 from lookahead.errors import ConfigError
 from lookahead.kernels import reference
 from lookahead.models import compiled
 from lookahead.models.attention import Reach, TreePass
 from lookahead.models.cache import TreeSlots
 from lookahead.models.fixed_shape import StaticPass, padded_rows, padded_slots
+from lookahead.models.model_state import state_of
 from lookahead.models.target import Target
 from tests.support.families import FAMILIES, build
 
@@ -242,7 +242,7 @@ def test_the_cost_of_padded_steps_is_a_staircase_and_compiling_is_no_part_of_it(
 def test_costs_of_compiled_steps_are_kept_apart(tmp_path: Any) -> None:
     model = fresh()
     decode(model, LookaheadConfig(compile=True, max_nodes=1), input_ids=text(0, 20), **GREEDY)
-    costs = experience_of(model).costs
+    costs = state_of(model).learned.costs
     assert costs["compiled"].knows(1, 30)
     assert not costs["plain"].knows(1, 30)
     path = lookahead.save_costs(model, tmp_path, compile=True)
@@ -270,7 +270,7 @@ def test_the_command_line_and_calibration_compile_where_they_are_told_to(
     (sweep,) = lookahead.calibrate_costs(model, [20], compile=True).sweeps
     assert [point.nodes for point in sweep.points] == [1, 2]
     assert graphs() == before + 3
-    assert experience_of(model).costs["compiled"].knows(1, 20)
+    assert state_of(model).learned.costs["compiled"].knows(1, 20)
 
 
 @pytest.mark.parametrize("name", ["compile", "cuda_graphs"])

@@ -12,11 +12,12 @@ import pytest
 
 import lookahead
 from lookahead.config import LookaheadConfig
-from lookahead.engine.model_state import experience_of
 from lookahead.jobs.estimate import MOST_PARTS
 from lookahead.jobs.json_results import JsonLinesFile
 from lookahead.jobs.output_memory import OutputMemory
+from lookahead.models.model_state import state_of
 from lookahead.ngram.chains import SEPARATOR
+from lookahead.proposers import ProposerState
 from lookahead.summarization.prompting import INSTRUCTION, STYLES, Prompting, SummaryRequest
 
 SUMMARIZER = str(Path(__file__).resolve().parent / "models" / "summarizer")
@@ -306,9 +307,9 @@ def test_what_a_memory_holds_is_drafted_from(summarize, docs, cli_folder, tiny_l
 def test_no_match_spans_what_was_known_and_what_a_memory_holds(cli_folder, tiny_llama, tiny_tokenizer):
     known, loaded = (copy.deepcopy(tiny_llama) for _ in range(2))
     earlier, later = ([20 + i for i in range(12)], [50 + i for i in range(12)])
-    experience_of(known).proposers.memory.outputs.append(later)
+    state_of(known).learned.of(ProposerState, ProposerState).memory.outputs.append(later)
     OutputMemory(cli_folder / "memory.lkp", known, tiny_tokenizer).save()
-    outputs = experience_of(loaded).proposers.memory.outputs
+    outputs = state_of(loaded).learned.of(ProposerState, ProposerState).memory.outputs
     outputs.append(earlier)
     OutputMemory(cli_folder / "memory.lkp", loaded, tiny_tokenizer)
     assert [*outputs.tokens[1:]] == [*earlier, SEPARATOR, *later]

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from bench import proposers as bench
 from lookahead import DraftModel, LookaheadConfig
 from lookahead.cli.app import app
-from lookahead.engine.model_state import experience_of
 from lookahead.generation.draft_comparison import Score, compare
 from lookahead.generation.draft_selection import NAMES, PLAIN, PROMPTS, pick_draft
+from lookahead.models.model_state import state_of
 from lookahead.models.timing import pass_seconds
 
 
@@ -45,7 +45,7 @@ def folders(
 def test_every_way_decodes_every_prompt_and_learns_for_itself_alone(
     looping_llama: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    before = experience_of(looping_llama)
+    before = state_of(looping_llama).learned
     told = []
     configs = {
         "plain": LookaheadConfig(proposers=()),
@@ -61,7 +61,7 @@ def test_every_way_decodes_every_prompt_and_learns_for_itself_alone(
         max_new_tokens=20,
         do_sample=True,
     )
-    assert len(told) == 3 and experience_of(looping_llama) is before
+    assert len(told) == 3 and state_of(looping_llama).learned is before
     assert {(score.prompts, score.identical) for score in scores.values()} == {(2, 2)}
     assert scores["plain"].mean_acceptance_length == 1.0
     assert scores["first"].drafted == scores["second"].drafted > 0

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.engine.model_state import experience_of
 from lookahead.errors import UnsupportedModelError
+from lookahead.models.model_state import state_of
 from lookahead.models.tensor_parallel import ensemble_of, refuse_in_ensemble
 
 distributed = pytest.importorskip("torch.distributed")
@@ -46,7 +46,7 @@ def compare(model: Any, tokenizer: Any, rank: int) -> None:
             torch.manual_seed(1)
             expected = model.generate(**arguments)
             for trial in range(3):
-                experience_of(model).costs["plain"].calibrate(
+                state_of(model).learned.costs["plain"].calibrate(
                     [1, 8, 32], [1.0, 1.0 + (rank + trial) % 2 * 5, 9.0], rows=len(expected), context=10
                 )
                 torch.manual_seed(1)

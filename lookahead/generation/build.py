@@ -12,13 +12,13 @@ from lookahead.drafting.lookahead_branch import Branch
 from lookahead.drafting.proposal import Call
 from lookahead.drafting.tree import MAX_NODES_LIMIT
 from lookahead.engine.engine import Engine
-from lookahead.engine.model_state import ModelExperience, experience_of
 from lookahead.engine.row import Row
+from lookahead.models.model_state import LearnedState, state_of
 from lookahead.models.support import prefills_at_once
 from lookahead.models.target import PREFILL_CHUNK, Shape, Target, input_device
 from lookahead.models.tensor_parallel import ensemble_of, refuse_in_ensemble
 from lookahead.ngram.pool_file import Pool
-from lookahead.proposers import make_proposers
+from lookahead.proposers import ProposerState, make_proposers
 
 
 def assemble(
@@ -52,11 +52,11 @@ def assemble(
         ProposerError: A source of drafts is none.
         UnsupportedModelError: It is spread over several processes, and one of them alone cannot draft so.
     """
-    experience = experience_of(model)
-    with experience.lock:
-        branch = _branch_of(config, experience, is_chain=call.is_chain)
-        proposers = make_proposers(config, experience.proposers, pool, call, branch)
-        cost, switch = experience.costs[config.passes], experience.switches[config.passes]
+    learned = state_of(model).learned
+    with learned.lock:
+        branch = _branch_of(config, learned, is_chain=call.is_chain)
+        proposers = make_proposers(config, learned.of(ProposerState, ProposerState), pool, call, branch)
+        cost, switch = learned.costs[config.passes], learned.switches[config.passes]
     ensemble = ensemble_of(model)
     if ensemble is not None:
         reads_hidden = any(proposer.hidden_layers for proposer in proposers)
@@ -90,15 +90,15 @@ def assemble(
         by_typicality=config.acceptance == "typical" and call.warp is not None,
         isolates=isolates,
         ensemble=ensemble,
-        learning=experience.lock,
+        learning=learned.lock,
     )
 
 
-def _branch_of(config: LookaheadConfig, experience: ModelExperience, *, is_chain: bool) -> Branch:
+def _branch_of(config: LookaheadConfig, learned: LearnedState, *, is_chain: bool) -> Branch:
     """Whether the lookahead branch runs, where costs decide that; elsewhere it is always off for them."""
     return Branch(
         config.branch_sizes if config.decides_branch and not is_chain else (),
-        experience.branch[tuple(name for name in config.proposers if isinstance(name, str))],
+        learned.branch[tuple(name for name in config.proposers if isinstance(name, str))],
         max_nodes=config.max_nodes or MAX_NODES_LIMIT,
         teaches="recycled" in config.proposers,
     )

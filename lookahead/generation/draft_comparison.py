@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.config import LookaheadConfig
-from lookahead.engine.model_state import ModelExperience, lent_experience
 from lookahead.generation.api import generate
+from lookahead.models.model_state import LearnedState, use_learned
 from lookahead.models.target import input_device
 from lookahead.stats import DecodingStats
 
@@ -88,7 +88,7 @@ class _Way:
     """One way of drafting, with what it learned and what it did."""
 
     config: LookaheadConfig
-    experience: ModelExperience = field(default_factory=ModelExperience)
+    learned: LearnedState = field(default_factory=LearnedState)
     score: Score = field(default_factory=Score)
 
 
@@ -119,7 +119,7 @@ def compare(
         names = list(ways)
         for name in names[number % len(names) :] + names[: number % len(names)]:
             way = ways[name]
-            with lent_experience(model, way.experience):
+            with use_learned(model, way.learned):
                 result = generate(model, tokenizer, prompt, config=way.config, seed=number, **generate_kwargs)
             if number >= warm_up:
                 way.score.add(result.stats, result.token_ids[0] == expected)

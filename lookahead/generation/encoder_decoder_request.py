@@ -27,7 +27,6 @@ from lookahead.drafting.lookahead_branch import Branch
 from lookahead.drafting.proposal import IntArray, Proposer
 from lookahead.engine.engine import Engine
 from lookahead.engine.fallback import PlainLoop
-from lookahead.engine.model_state import experience_of
 from lookahead.engine.row import Row
 from lookahead.errors import PromptError, UnsupportedModelError
 from lookahead.generation.request import (
@@ -39,10 +38,11 @@ from lookahead.generation.request import (
 )
 from lookahead.models.encoder_decoder import DecoderTarget, Encoded, decoder_positions, empty_cache
 from lookahead.models.encoder_decoder_support import decoder_support
+from lookahead.models.model_state import state_of
 from lookahead.models.tensor_parallel import ensemble_of, refuse_in_ensemble
 from lookahead.models.validate import vocabulary_size
 from lookahead.pools.open_pool import open_pool
-from lookahead.proposers import make_proposers
+from lookahead.proposers import ProposerState, make_proposers
 from lookahead.proposers.encoder_input import Informed, informed
 from lookahead.verification.sampling import TokenChooser, warp_of
 
@@ -90,14 +90,16 @@ def prepare_encoder_decoder(
     if warns_of_foreigner(logits_processor, stopping_criteria, generation_config, rows, config.acceptance):
         return plain
     read = _read(model, inputs_tensor, model_kwargs.get("attention_mask"))
-    experience = experience_of(model)
+    learned = state_of(model).learned
     warp = warp_of(logits_processor) if generation_config.do_sample else None
     call = call_of(model, lookahead_tokenizer, rows, stopping, config, is_chain=True, warp=warp)
     call = replace(call, vocab_size=vocabulary, max_length=call.max_length + len(read))
     branch = Branch((), {}, max_nodes=1, teaches=False)  # the lookahead branch is a tree
-    with experience.lock:
-        proposers = _proposers(make_proposers(config, experience.proposers, pool, call, branch), read, model)
-        cost, switch = experience.costs[config.passes], experience.switches[config.passes]
+    with learned.lock:
+        proposers = _proposers(
+            make_proposers(config, learned.of(ProposerState, ProposerState), pool, call, branch), read, model
+        )
+        cost, switch = learned.costs[config.passes], learned.switches[config.passes]
     ensemble = ensemble_of(model)
     if ensemble is not None:
         refuse_in_ensemble(model, reads_hidden=False, by_rejection=call.by_rejection)
@@ -119,7 +121,7 @@ def prepare_encoder_decoder(
         by_rejection=call.by_rejection,
         by_typicality=config.acceptance == "typical" and call.warp is not None,
         ensemble=ensemble,
-        learning=experience.lock,
+        learning=learned.lock,
     )
 
 

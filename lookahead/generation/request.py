@@ -29,7 +29,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.proposal import Call
 from lookahead.errors import PromptError, UnsupportedModelError
-from lookahead.models.per_model import PerModel, probed_once
+from lookahead.models.model_state import state_of
 from lookahead.models.target import input_device, position_limit
 from lookahead.models.validate import refuse_model, vocabulary_size
 from lookahead.verification.sampling import foreign_processor
@@ -48,9 +48,6 @@ _IGNORED = frozenset(
 )
 # What transformers extends by its newest column, so that zeros stay zeros.
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
-
-_heeded: dict[str, PerModel[bool]] = {name: PerModel(heeds_weights=True) for name in _TOKEN_TYPES}
-
 
 # What asks for another mode than greedy search or sampling.
 _MODE_OPTIONS = (
@@ -116,7 +113,7 @@ def _heeds(model: PreTrainedModel, name: str) -> bool:
         except Exception:
             return True  # it takes more than text, and is left to transformers
 
-    return probed_once(model, _heeded[name], probe)
+    return state_of(model).probed(name, model, probe)
 
 
 def refuse_past(past: Any, input_ids: Tensor, config: GenerationConfig, attention_mask: Tensor | None) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from lookahead.config import PASSES
-from lookahead.engine.model_state import experience_of
 from lookahead.models.calibration import CONTEXTS, NODES, PADDED_NODES, Calibration, calibrate, calibrate_quickly
 from lookahead.models.cost_cache import read_costs, write_costs
+from lookahead.models.model_state import state_of
 from lookahead.models.validate import refuse_encoder_decoder
 
 
@@ -36,7 +36,7 @@ def load_costs(model: PreTrainedModel, folder: Path | str | None = None) -> bool
     Returns:
         Whether there was a file.
     """
-    costs = experience_of(model).costs
+    costs = state_of(model).learned.costs
     found = [read_costs(model, costs[passes], _as_path(folder), passes) for passes in PASSES]
     return any(found)
 
@@ -57,7 +57,7 @@ def prepare_costs(model: PreTrainedModel, folder: Path | str | None = None) -> b
     """
     if load_costs(model, folder):
         return True
-    if not calibrate_quickly(model, experience_of(model).costs[PASSES[0]]):
+    if not calibrate_quickly(model, state_of(model).learned.costs[PASSES[0]]):
         return False
     save_costs(model, folder)
     return True
@@ -75,7 +75,7 @@ def save_costs(model: PreTrainedModel, folder: Path | str | None = None, *, comp
         OSError: It cannot be written; an older file is still whole then.
     """
     passes = PASSES[compile]
-    return write_costs(model, experience_of(model).costs[passes], _as_path(folder), passes)
+    return write_costs(model, state_of(model).learned.costs[passes], _as_path(folder), passes)
 
 
 def calibrate_costs(
@@ -93,7 +93,7 @@ def calibrate_costs(
         UnsupportedModelError: The model cannot verify drafts.
     """
     refuse_encoder_decoder(model, "be calibrated; it learns its costs while it decodes")
-    cost = experience_of(model).costs[PASSES[compile]]
+    cost = state_of(model).learned.costs[PASSES[compile]]
     return calibrate(model, cost, contexts=contexts, nodes=PADDED_NODES if compile else NODES, compiles=compile)
 
 

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from functools import cache
 from numbers import Integral, Real
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError
+from lookahead.models.model_state import state_of
 from lookahead.models.validate import check_model, described
 
 # The least value of options that are whole numbers, and the range of those that are any number.
@@ -23,8 +23,6 @@ _NUMBERS = {"temperature": None, "top_p": 1.0, "min_p": 1.0, "typical_p": 1.0, "
 _PROMPTS = ("input_ids", "attention_mask", "inputs", "inputs_embeds", "messages")
 _ALIASES = {"max_tokens": "max_new_tokens", "stop": "stop_strings", "lookahead_config": "config"}
 _LEAST_SHARE = 0.8  # of the rows of an embedding that a tokenizer names; the rest is padding of the table
-
-_compared: WeakKeyDictionary[PreTrainedModel, WeakSet[PreTrainedTokenizerBase]] = WeakKeyDictionary()
 
 
 def check_pair(model: object, tokenizer: object, *, stacklevel: int = 4) -> None:
@@ -47,7 +45,7 @@ def check_pair(model: object, tokenizer: object, *, stacklevel: int = 4) -> None
 
 def _warn_of_a_foreign_tokenizer(model: Any, tokenizer: PreTrainedTokenizerBase, stacklevel: int) -> None:
     """Compare sizes of vocabularies and special tokens, once for every pair."""
-    seen = _compared.setdefault(model, WeakSet())
+    seen = state_of(model).tokenizers
     if tokenizer in seen or not model.can_generate():
         return
     seen.add(tokenizer)

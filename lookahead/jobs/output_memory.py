@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lookahead.engine.model_state import experience_of
 from lookahead.errors import PoolError
+from lookahead.models.model_state import state_of
 from lookahead.ngram.chains import ChainIndex
 from lookahead.ngram.pool_file import write_pool
 from lookahead.pools.open_pool import open_pool, pool_errors, read_pool_header
 from lookahead.pools.tokenizer_fingerprint import fingerprint_of
+from lookahead.proposers import ProposerState
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -65,7 +66,7 @@ class OutputMemory:
     def __init__(self, path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self.path = path
         self.loaded = 0
-        self._outputs: ChainIndex = experience_of(model).proposers.memory.outputs
+        self._outputs: ChainIndex = state_of(model).learned.of(ProposerState, ProposerState).memory.outputs
         self._fingerprint = fingerprint_of(tokenizer)
         self._saved_at = time.monotonic()
         if path.exists():

@@ -8,17 +8,17 @@ from contextlib import contextmanager
 from functools import cache
 from threading import Lock, local
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lookahead.models.attention import ATTENTION_NAME, TreePass, running
+from lookahead.models.model_state import state_of
 
 _guard = Lock()
 _uses: dict[int, int] = {}  # blocks in which a module serves, by its id; their scopes keep it alive
 _views: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by the id of their configuration, which they keep alive
-_kept: WeakKeyDictionary[PreTrainedModel, tuple[Any, ...]] = WeakKeyDictionary()  # compiled code is for certain views
 _thread = local()
 
 
@@ -40,7 +40,7 @@ class AttentionScope:
             configs = [_real(_config_of(module)) for module in modules]
             self._modules = [(*each, _view_of(each[1])) for each in zip(modules, configs, strict=True)]
             self._own_views = tuple({id(view): view for _, _, view in self._modules}.values())
-            _kept[model] = self._own_views
+        state_of(model).views = self._own_views  # compiled code is for certain views
 
     @contextmanager
     def serving(self) -> Iterator[None]:

@@ -7,7 +7,6 @@ from functools import partial
 from threading import RLock
 from types import FunctionType
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from transformers import PreTrainedModel
 from lookahead.models.attention import Reach
 from lookahead.models.cache import TreeCache
 from lookahead.models.fixed_shape import Run, StaticPass
+from lookahead.models.model_state import state_of
 
 _BACKEND = "inductor"
 
@@ -126,12 +126,9 @@ class CompiledForward:
         return call
 
 
-_compiled: WeakKeyDictionary[PreTrainedModel, dict[Shape, CompiledForward]] = WeakKeyDictionary()
-
-
 def compiled_forward(model: PreTrainedModel, shape: Shape) -> tuple[CompiledForward, bool]:
     """The forward of a model for one shape, common to all calls, and whether it is still to be compiled."""
-    known = _compiled.setdefault(model, {})
+    known: dict[Shape, CompiledForward] = state_of(model).compiled
     is_new = shape not in known
     if is_new:
         known[shape] = CompiledForward(shape)

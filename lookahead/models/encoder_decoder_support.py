@@ -13,14 +13,12 @@ from transformers import PreTrainedModel
 
 from lookahead.drafting.tree import MAX_NODES_LIMIT, TokenTree
 from lookahead.models.encoder_decoder import DecoderTarget, Encoded, empty_cache
-from lookahead.models.per_model import PerModel, probed_once
+from lookahead.models.model_state import state_of
 from lookahead.models.support import ATTENTION_LAYERS, PROBES, Support, agree, own_ways, rope_parameters_of
 from lookahead.models.target import input_device
 
 _CHAINS = Support("chains", "the decoder of an encoder-decoder model verifies chains, a row at a time")
 _CHAIN = (0, 0, 1, 2, 3)
-
-_verdicts: PerModel[Support] = PerModel(heeds_weights=True)
 
 
 def decoder_support(model: PreTrainedModel, *, max_length: int) -> Support:
@@ -44,7 +42,7 @@ def decoder_support(model: PreTrainedModel, *, max_length: int) -> Support:
     reason = own_ways(model)
     if reason:
         return Support("none", reason)
-    return probed_once(model, _verdicts, partial(_probe, model))
+    return state_of(model).probed("decoder support", model, partial(_probe, model))
 
 
 def _probe(model: PreTrainedModel) -> Support:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from lookahead.models.cache import TreeCache
 from lookahead.models.compiled import CompiledForward, Shape, compiled_forward, forward
 from lookahead.models.cuda_graphs import Capture, CudaGraphs, Graph, graph_shortcoming
 from lookahead.models.fixed_shape import Run, StaticPass, padded_rows, padded_slots
+from lookahead.models.model_state import state_of
 
 CAPTURE_AT = 3  # the use of a shape at which it is recorded: one that is used once is not worth it
 # Of the norm of what a pass gives one node. The same kernels on the same numbers give the same bits but where they add
@@ -28,7 +28,6 @@ _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 3e-2}
 _FINE_TOLERANCE = 1e-4
 
 _log = logging.getLogger(__name__)
-_failed: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
 
 
 class _PassTimes:
@@ -96,7 +95,7 @@ class FastPasses:
         self._lanes: dict[tuple[int, int], _PassTimes] = {}
         self._made_at = -1  # allocations of the cache when the lanes were made
         self.is_cold = False
-        failed = _failed.setdefault(model, set())
+        failed = state_of(model).failed
         self._compiles = compiles and "compile" not in failed
         self._capture = capture
         if captures and capture is None and "capture" not in failed:
@@ -200,7 +199,7 @@ class FastPasses:
 
     def _give_up(self, what: str, reason: str) -> None:
         """Say once for a model why it is not compiled or recorded."""
-        failed = _failed.setdefault(self._model, set())
+        failed = state_of(self._model).failed
         if what not in failed:
             way = {"compile": "torch.compile", "capture": "CUDA graphs"}[what]
             _log.warning("%s is decoded without %s: %s", type(self._model).__name__, way, reason)

@@ -14,7 +14,7 @@ from torch.nn import Dropout
 from transformers import PreTrainedModel
 
 from lookahead.drafting.tree import MAX_NODES_LIMIT, TokenTree
-from lookahead.models.per_model import PerModel, probed_once
+from lookahead.models.model_state import state_of
 from lookahead.models.target import Shape, Target, input_device
 
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -38,9 +38,6 @@ class Support:
 
     shape: Shape | Literal["none"]
     reason: str = ""
-
-
-_verdicts: PerModel[Support] = PerModel(heeds_weights=True)
 
 
 def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Support:
@@ -76,7 +73,7 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
         # A dynamic base depends on the longest position of each pass; a long one only on which side it lies.
         if max_length > limit and (kind == "dynamic" or shortest <= limit):
             return Support("none", f"its {kind} position embeddings change beyond {limit} tokens")
-    verdict = probed_once(model, _verdicts, partial(_probe, model, config))
+    verdict = state_of(model).probed("support", model, partial(_probe, model, config))
     scale = getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", False) else None
     if scale is not None and max_length + MAX_NODES_LIMIT >= scale and verdict.shape == "trees":
         return Support("chains", f"its attention temperature counts slots of the cache from {scale} tokens on")

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from os import PathLike, fspath
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from lookahead.errors import ConfigError, UnsupportedModelError
+from lookahead.models.model_state import state_of
 from lookahead.models.target import input_device
-
-_encoders: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
 def check_model(model: object) -> None:
@@ -44,11 +42,13 @@ def refuse_model(model: PreTrainedModel) -> None:
         )
     if config.is_encoder_decoder and model.main_input_name != "input_ids":
         raise UnsupportedModelError(f"{name} reads {model.main_input_name}; lookahead serves models that read text")
-    if model not in _encoders and not config.is_encoder_decoder:
+    state = state_of(model)
+    if state.is_encoder is None:
         # GPT-NeoX is no decoder either by its configuration, but its attention layers are causal.
         looks_ahead = not all(getattr(module, "is_causal", True) for module in model.modules())
-        _encoders[model] = getattr(config, "is_decoder", True) is False and looks_ahead
-    if _encoders.get(model):
+        is_decoder = config.is_encoder_decoder or getattr(config, "is_decoder", True) is not False
+        state.is_encoder = looks_ahead and not is_decoder
+    if state.is_encoder:
         raise UnsupportedModelError(f"{name} is an encoder: config.is_decoder is False; lookahead serves causal LMs")
     if input_device(model).type == "meta":
         raise UnsupportedModelError(f"{name} is on the meta device: it has no weights to run with")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.drafting.proposal import Call, Proposer
 from lookahead.errors import ConfigError, ProposerError
-from lookahead.models.per_model import PerModel
+from lookahead.models.model_state import state_of
 from lookahead.models.support import support_of
 from lookahead.models.timing import pass_seconds
 from lookahead.models.validate import refuse_encoder_decoder, refuse_model, vocabulary_size
@@ -93,7 +94,6 @@ class DraftModel:
         self.depth = depth
         self.children = children
         self.width = width
-        self._experience: PerModel[DraftModelState] = PerModel()
 
     def __call__(self, call: Call) -> Proposer:
         """Make the proposer of one call.
@@ -111,15 +111,11 @@ class DraftModel:
             raise ProposerError(f"{name} cannot draft: {support.reason}; choose another draft model")
         if support.shape == "chains" and call.rows > 1:
             raise ProposerError(f"{name} cannot draft for {call.rows} prompts at once: {support.reason}")
-        experience = self._experience.get(call.model)
-        if experience is None:
-            experience = self._experience.set(call.model, DraftModelState())
-            _warn_of_cost(self.model, call.model)
         children, width = _DRAWN_SHAPE if call.by_rejection else _SHAPE
         return ModelProposer(
             self.model,
             call,
-            experience,
+            state_of(call.model).learned.of(self, partial(self._begin, call.model)),
             name=self.name,
             vocabulary=vocabulary,
             shape=support.shape,
@@ -127,6 +123,10 @@ class DraftModel:
             children=self.children if self.children is not None else children,
             width=self.width if self.width is not None else width,
         )
+
+    def _begin(self, target: PreTrainedModel) -> DraftModelState:
+        _warn_of_cost(self.model, target)
+        return DraftModelState()
 
     def _shared_vocabulary(self, call: Call) -> int:
         """How many token ids, from 0 on, both models know."""

@@ -6,18 +6,18 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from lookahead.drafting.proposal import Call, Feedback, IntArray, Proposal, Proposer
 from lookahead.heads.base_model import lm_head
 from lookahead.heads.guess_tree import GuessTree, HeadDrafter
 from lookahead.heads.hit_rates import HeadRates
 from lookahead.heads.load import Network, fresh_rates, open_heads, put_to_work
-from lookahead.models.per_model import PerModel
+from lookahead.models.model_state import state_of
 
 
 class Heads:
@@ -40,21 +40,16 @@ class Heads:
     def __init__(self, folder: str | os.PathLike[str], *, name: str | None = None) -> None:
         self._folder = os.fspath(folder)
         self._name = name
-        self._opened: PerModel[tuple[str, Network, HeadRates]] = PerModel()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Another process, which gets a copy of a configuration, reads the heads itself.
-        return partial(Heads, name=self._name), (self._folder,)
 
     def __call__(self, call: Call) -> Proposer:
         """The proposer of one call."""
-        opened = self._opened.get(call.model)
-        if opened is None:
-            kind, network = open_heads(self._folder, call.model)
-            opened = self._opened.set(call.model, (kind, network, fresh_rates(network)))
-        kind, network, rates = opened
+        kind, network, rates = state_of(call.model).learned.of(self, partial(self._open, call.model))
         drafter = put_to_work(network, call.model, rates, call.rows, call.warp)
         return HeadsProposer(drafter, rates, self._name or kind, lm_head(call.model).weight.device)
+
+    def _open(self, model: PreTrainedModel) -> tuple[str, Network, HeadRates]:
+        kind, network = open_heads(self._folder, model)
+        return kind, network, fresh_rates(network)
 
 
 @dataclass(slots=True)

@@ -1,0 +1,110 @@
+"""Everything that is remembered of a model from one call to the next: one `ModelState` for each."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from threading import Lock, RLock
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, WeakSet
+
+from lookahead.drafting.budget import Switch
+from lookahead.drafting.cost_model import StepCost
+from lookahead.drafting.lookahead_branch import Lane
+
+T = TypeVar("T")
+
+
+class LearnedState:
+    """What decoding with a model teaches. It outlives a change of weights, as training makes them.
+
+    Attributes:
+        costs: Of steps, by how the model is run (`lookahead.config.PASSES`).
+        switches: What drafting was measured to save, likewise.
+        branch: What the lookahead branch was measured to save, by the sources beside it.
+        lock: Held by whoever learns or drafts by any of it.
+    """
+
+    def __init__(self) -> None:
+        self.lock = RLock()
+        self.costs: defaultdict[str, StepCost] = defaultdict(StepCost)
+        self.switches: defaultdict[str, Switch] = defaultdict(Switch)
+        self.branch: defaultdict[tuple[str, ...], dict[int, Lane]] = defaultdict(dict)
+        self._owned: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+    def of(self, owner: object, make: Callable[[], T]) -> T:
+        """What a source of drafts keeps of the model: made at its first call, dropped with the source itself."""
+        with self.lock:
+            value: T | None = self._owned.get(owner)
+            if value is None:
+                value = self._owned[owner] = make()
+            return value
+
+
+class ModelState:
+    """All that is remembered of one model. It dies with the model, and a copy of the model begins with a new one.
+
+    Attributes:
+        learned: What decoding teaches.
+        compiled: Compiled passes by their shapes.
+        failed: What of `compile` and `capture` failed, and is not tried again.
+        views: The attention views that compiled passes hold.
+        tokenizers: Those that were compared with the model.
+        is_encoder: Whether it is an encoder; None until that was asked.
+    """
+
+    def __init__(self, structure: Hashable = None) -> None:
+        self.structure = structure
+        self.learned = LearnedState()
+        self.compiled: dict[Any, Any] = {}
+        self.failed: set[str] = set()
+        self.views: tuple[Any, ...] = ()
+        self.tokenizers: WeakSet[Any] = WeakSet()
+        self.is_encoder: bool | None = None
+        self._probed: dict[str, tuple[Hashable, Any]] = {}
+        self._probing = Lock()
+
+    def probed(self, name: str, model: Any, probe: Callable[[], T]) -> T:
+        """What a probe of the model finds, until a weight changes; threads that ask meanwhile wait for the answer."""
+        with self._probing:
+            version, known = _version_of(model), self._probed.get(name)
+            if known is not None and known[0] == version:
+                value: T = known[1]
+                return value
+            value = probe()
+            self._probed[name] = _version_of(model), value
+            return value
+
+
+_guard = Lock()
+_states: WeakKeyDictionary[Any, ModelState] = WeakKeyDictionary()
+
+
+def state_of(model: Any) -> ModelState:
+    """The state of a model; a new one once its vocabulary, its dtype or the class of one of its modules changed."""
+    modules = [(type(module), getattr(module, "num_embeddings", None)) for module in model.modules()]
+    structure = getattr(model, "dtype", None), hash(tuple(modules))
+    with _guard:
+        state = _states.get(model)
+        if state is None or state.structure != structure:
+            state = _states[model] = ModelState(structure)
+        return state
+
+
+@contextmanager
+def use_learned(model: Any, learned: LearnedState) -> Iterator[None]:
+    """Let a model draft by what was learned elsewhere until the block ends, so that measurements stay apart."""
+    state = state_of(model)
+    own, state.learned = state.learned, learned
+    try:
+        yield
+    finally:
+        state.learned = own
+
+
+def _version_of(model: Any) -> Hashable:
+    """What changes with the weights. Every operation in place counts the version of a tensor up."""
+    weights = (each for module in model.modules() for each in module._parameters.values() if each is not None)
+    # Offloaded weights are other objects after every pass, and inference tensors have no version.
+    return hash(tuple((id(each), each._version) for each in weights if not each.is_meta and not each.is_inference()))

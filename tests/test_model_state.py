@@ -1,0 +1,76 @@
+"""What is remembered of a model belongs to its weights and its vocabulary."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from threading import Barrier, Thread
+
+import torch
+from transformers import PreTrainedModel
+
+from lookahead.models.model_state import LearnedState, state_of, use_learned
+
+
+class Source:
+    """Owns what it keeps of a model."""
+
+
+def test_a_model_has_one_state_and_a_copy_of_it_another(tiny_llama: PreTrainedModel) -> None:
+    state = state_of(tiny_llama)
+    assert state_of(tiny_llama) is state
+    assert state_of(copy.deepcopy(tiny_llama)) is not state
+
+
+def test_another_vocabulary_begins_a_new_state(tiny_llama: PreTrainedModel) -> None:
+    model = copy.deepcopy(tiny_llama)
+    before = state_of(model)
+    model.resize_token_embeddings(model.config.vocab_size + 8, mean_resizing=False)
+    assert state_of(model) is not before
+
+
+def test_a_probe_is_asked_again_once_a_weight_changed_and_what_was_learned_stays(tiny_llama: PreTrainedModel) -> None:
+    model, answers = copy.deepcopy(tiny_llama), iter("ab")
+    learned = state_of(model).learned
+    found = [state_of(model).probed("letter", model, lambda: next(answers)) for _ in range(2)]
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0, 0] += 1
+    found.append(state_of(model).probed("letter", model, lambda: next(answers)))
+    assert found == ["a", "a", "b"]
+    assert state_of(model).learned is learned
+
+
+def test_threads_that_ask_at_once_probe_a_model_once(tiny_llama: PreTrainedModel) -> None:
+    model, begin, asked = copy.deepcopy(tiny_llama), Barrier(4), []
+
+    def ask() -> None:
+        begin.wait()
+        state_of(model).probed("once", model, lambda: asked.append(1) or "known")
+
+    threads = [Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert asked == [1]
+
+
+def test_what_a_source_keeps_of_a_model_goes_with_either(tiny_llama: PreTrainedModel) -> None:
+    model, source = copy.deepcopy(tiny_llama), Source()
+    kept = [weakref.ref(state_of(model).learned.of(source, Source)) for _ in range(2)]
+    assert kept[0]() is kept[1]() is not None
+    del source
+    gc.collect()
+    assert kept[0]() is None
+    state = weakref.ref(state_of(model))
+    del model
+    gc.collect()
+    assert state() is None
+
+
+def test_measurements_learn_apart(tiny_llama: PreTrainedModel) -> None:
+    own, other = state_of(tiny_llama).learned, LearnedState()
+    with use_learned(tiny_llama, other):
+        assert state_of(tiny_llama).learned is other
+    assert state_of(tiny_llama).learned is own
