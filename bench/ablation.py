@@ -27,9 +27,9 @@ from bench.llm import read_prompts
 from bench.prompts import loop_start
 from bench.report import publish
 from lookahead import LookaheadConfig
-from lookahead.models.model_state import LearnedState, use_learned
 from lookahead.generation.api import prepare
 from lookahead.models.loading import load
+from lookahead.models.model_state import LearnedState, use_learned
 
 SOURCES = (
     "prompt",

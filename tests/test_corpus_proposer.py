@@ -20,8 +20,8 @@ from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import SEPARATOR
 from lookahead.ngram.pool_file import Pool, write_pool
 from lookahead.pools.open_pool import open_pool
-from lookahead.pools.tokenizer_fingerprint import fingerprint_of
 from lookahead.proposers.ngram import MixtureProposer
+from lookahead.utils.fingerprints import tokenizer_fingerprint
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 60}
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.2, "top_k": 30, "max_new_tokens": 60}
@@ -48,7 +48,7 @@ def pool_of_outputs(tmp_path, tiny_llama, tiny_tokenizer, prompt) -> str:
     output = tiny_llama.generate(prompt, **GREEDY)[0].numpy().astype(np.int32)
     strangers = np.random.default_rng(0).integers(6, 101, 500).astype(np.int32)
     tokens = np.concatenate((strangers, ids(SEPARATOR), output, ids(SEPARATOR), strangers[::-1]))
-    write_pool(tmp_path / "pool.lkp", tokens, fingerprint_of(tiny_tokenizer))
+    write_pool(tmp_path / "pool.lkp", tokens, tokenizer_fingerprint(tiny_tokenizer))
     return str(tmp_path / "pool.lkp")
 
 
@@ -192,19 +192,21 @@ def test_a_pool_is_opened_once_and_again_only_when_its_file_was_replaced(tmp_pat
 
 
 def test_a_fingerprint_follows_the_ids_of_a_text_and_nothing_else(tiny_tokenizer):
-    expected = fingerprint_of(tiny_tokenizer)
+    expected = tokenizer_fingerprint(tiny_tokenizer)
     other = copy.deepcopy(tiny_tokenizer)
     other(["a", "longer"], padding=True, truncation=True, max_length=3)
     other.padding_side = "left"
     other.chat_template = "{{ messages }}"
-    assert fingerprint_of(other) == expected
+    assert tokenizer_fingerprint(other) == expected
     other.add_tokens([AddedToken("hello")])
-    assert fingerprint_of(other) != expected
+    assert tokenizer_fingerprint(other) != expected
 
 
 def test_a_tokenizer_that_was_saved_keeps_its_fingerprint(tmp_path, tiny_tokenizer):
     tiny_tokenizer.save_pretrained(tmp_path)
-    assert fingerprint_of(type(tiny_tokenizer).from_pretrained(tmp_path)) == fingerprint_of(tiny_tokenizer)
+    assert tokenizer_fingerprint(type(tiny_tokenizer).from_pretrained(tmp_path)) == tokenizer_fingerprint(
+        tiny_tokenizer
+    )
 
 
 # Options

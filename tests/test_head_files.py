@@ -13,12 +13,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig
 
 from lookahead.errors import HeadsError
-from lookahead.heads.base_model import hidden_states, unembed
+from lookahead.heads.base_model import body_of, hidden_states, unembed
 from lookahead.heads.eagle_files import fresh_fused, write_eagle
 from lookahead.heads.load import open_heads
 from lookahead.heads.medusa import MedusaHeads
 from lookahead.heads.mtp import MtpHeads
-from lookahead.heads.weights_fingerprint import fingerprint_of
+from lookahead.utils.fingerprints import model_fingerprint
+
+
+def fingerprint(model):
+    return model_fingerprint(model, body_of(model))
 
 
 @pytest.fixture
@@ -110,7 +114,7 @@ def test_heads_are_found_in_a_checkpoint_that_holds_the_model_too(tmp_path, fold
 
 
 def test_heads_of_another_model_are_refused_by_its_fingerprint(folder, looping_llama, tiny_llama):
-    with pytest.raises(HeadsError, match=rf"heads of another model .*{fingerprint_of(tiny_llama)}.*this model"):
+    with pytest.raises(HeadsError, match=rf"heads of another model .*{fingerprint(tiny_llama)}.*this model"):
         MedusaHeads.load(str(folder), looping_llama)
 
 
@@ -270,11 +274,11 @@ def test_a_head_that_lacks_a_tensor_is_refused(folder, tiny_llama):
 def test_a_copy_in_another_precision_has_the_same_fingerprint_and_a_trained_one_has_not(tiny_llama, looping_llama):
     import copy
 
-    assert fingerprint_of(copy.deepcopy(tiny_llama).bfloat16()) == fingerprint_of(tiny_llama)
+    assert fingerprint(copy.deepcopy(tiny_llama).bfloat16()) == fingerprint(tiny_llama)
     trained = copy.deepcopy(tiny_llama)
     with torch.no_grad():
         trained.model.layers[1].post_attention_layernorm.weight[3] += 0.1
-    assert len({fingerprint_of(model) for model in (tiny_llama, looping_llama, trained)}) == 3
+    assert len({fingerprint(model) for model in (tiny_llama, looping_llama, trained)}) == 3
 
 
 @pytest.mark.parametrize(

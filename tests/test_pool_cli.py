@@ -20,7 +20,7 @@ from lookahead.cli.app import app
 from lookahead.config import LookaheadConfig
 from lookahead.ngram.chains import SEPARATOR
 from lookahead.ngram.pool_file import Pool, read_header
-from lookahead.pools.tokenizer_fingerprint import fingerprint_of
+from lookahead.utils.fingerprints import tokenizer_fingerprint
 
 ROOT = Path(__file__).resolve().parent.parent
 # Where torchao is installed transformers imports it, and it complains on stderr of what it cannot load.
@@ -113,7 +113,7 @@ def test_build_makes_a_pool_of_files_patterns_and_json_lines(pool, tiny_tokenize
     assert (result.exit_code, result.stdout) == (0, "")
     assert result.stderr == "30 tokens of 4 documents taken\npool.lkp: 30 tokens in 4 documents\n"
     assert texts_of("pool.lkp", tiny_tokenizer) == ["One.", "Two.", "The cat sat.", "A dog ran."]
-    assert read_header("pool.lkp").fingerprint == fingerprint_of(tiny_tokenizer)
+    assert read_header("pool.lkp").fingerprint == tokenizer_fingerprint(tiny_tokenizer)
 
 
 def test_build_reads_a_chosen_field_and_standard_input(pool, tiny_tokenizer):
@@ -125,7 +125,7 @@ def test_build_reads_a_chosen_field_and_standard_input(pool, tiny_tokenizer):
 def test_a_folder_with_a_tokenizer_alone_is_enough(pool, folder, tiny_tokenizer):
     tiny_tokenizer.save_pretrained(folder / "tokenizer")
     assert pool("build", "a.txt", "-o", "pool.lkp", "--model", "tokenizer").exit_code == 0
-    assert read_header("pool.lkp").fingerprint == fingerprint_of(tiny_tokenizer)
+    assert read_header("pool.lkp").fingerprint == tokenizer_fingerprint(tiny_tokenizer)
 
 
 def test_documents_that_cannot_be_used_are_told_counted_and_left_out(pool, folder, tiny_tokenizer):
@@ -272,7 +272,7 @@ def test_info_shows_what_the_header_says(pool, tiny_tokenizer):
     figures = dict(re.split(r"\s{2,}", line.strip()) for line in result.stdout.splitlines() if line.strip())
     assert (figures["pool"], figures["documents"], figures["tokens"]) == ("pool.lkp", "2", "22")
     assert figures["bytes"] == f"{os.path.getsize('pool.lkp'):,}"
-    assert figures["tokenizer"] == f"{fingerprint_of(tiny_tokenizer):016x}"
+    assert figures["tokenizer"] == f"{tokenizer_fingerprint(tiny_tokenizer):016x}"
 
 
 def test_verify_tells_a_whole_pool_and_whose_it_is(pool, model_folder, summarizer_path):

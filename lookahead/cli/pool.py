@@ -163,9 +163,9 @@ def verify(pool: PoolFile, model: CheckedModel = None) -> None:
         fingerprint = None
         if model is not None:
             tokenizer = _load_tokenizer(model)
-            from lookahead.pools.tokenizer_fingerprint import fingerprint_of
+            from lookahead.utils.fingerprints import tokenizer_fingerprint
 
-            fingerprint = fingerprint_of(tokenizer)
+            fingerprint = tokenizer_fingerprint(tokenizer)
         header = open_pool(pool, fingerprint=fingerprint).header
         fits = "" if model is None else f", made for {model}"
         console(sys.stdout).print(f"{report.describe_pool(pool, header)}: whole{fits}")

@@ -52,8 +52,8 @@ from lookahead.models.support import Support, support_of
 from lookahead.models.target import OnPrefill, input_device
 from lookahead.models.validate import refuse_model, vocabulary_size
 from lookahead.pools.open_pool import open_pool
-from lookahead.pools.tokenizer_fingerprint import fingerprint_of
 from lookahead.stats import DecodingStats, total
+from lookahead.utils.fingerprints import tokenizer_fingerprint
 from lookahead.verification.sampling import TokenChooser, warp_of
 from lookahead.verification.stopping import FinishReason
 
@@ -367,7 +367,7 @@ def prepare_ids(
 ) -> Engine | PlainLoop:
     """Pad prompts, and let `model.generate` resolve its options into an engine."""
     if config is not None and config.pool is not None:
-        open_pool(os.fspath(config.pool), fingerprint=fingerprint_of(tokenizer))
+        open_pool(os.fspath(config.pool), fingerprint=tokenizer_fingerprint(tokenizer))
     refuse_inputs(model, encoded)
     pad = pad_token_of(tokenizer)
     padded, mask = pad_prompts(encoded, pad, on_the_right=model.config.is_encoder_decoder)

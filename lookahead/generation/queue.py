@@ -36,7 +36,7 @@ from lookahead.models.support import prefills_at_once, support_of
 from lookahead.models.target import input_device
 from lookahead.models.validate import refuse_model, vocabulary_size
 from lookahead.pools.open_pool import open_pool
-from lookahead.pools.tokenizer_fingerprint import fingerprint_of
+from lookahead.utils.fingerprints import tokenizer_fingerprint
 from lookahead.verification.sampling import TokenChooser
 from lookahead.verification.stopping import StoppingRule
 
@@ -110,7 +110,7 @@ class Intake:
         check_options(model, config, generation_config, options)
         _refuse_foreigners(options)
         if config.pool is not None:
-            open_pool(os.fspath(config.pool), fingerprint=fingerprint_of(tokenizer))
+            open_pool(os.fspath(config.pool), fingerprint=tokenizer_fingerprint(tokenizer))
         self._model, self._tokenizer, self._config = model, tokenizer, config
         self._context = context_limit(model)
         self.reader = reader_of(

@@ -16,9 +16,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lookahead.errors import HeadsError
-from lookahead.heads.weights_fingerprint import fingerprint_of
+from lookahead.heads.base_model import body_of
 from lookahead.ngram.replacing import replacing
 from lookahead.utils.atomic import read_json, write_atomically
+from lookahead.utils.fingerprints import model_fingerprint
 
 CONFIG = "config.json"
 _PICKLES = (".pt", ".bin", ".pth", ".pkl")
@@ -44,7 +45,7 @@ class HeadsConfig:
     def of(cls, kind: str, model: PreTrainedModel, sizes: Mapping[str, Any]) -> HeadsConfig:
         """The configuration of heads trained for a model."""
         base = Path(model.config.name_or_path).name if model.config.name_or_path else type(model).__name__
-        return cls(kind, base, fingerprint_of(model), dict(sizes))
+        return cls(kind, base, model_fingerprint(model, body_of(model)), dict(sizes))
 
     def to_json(self) -> str:
         """As it stands in the file."""
@@ -120,7 +121,7 @@ def check_base(
         raise HeadsError(
             f"{folder}: heads of another model ({config.base}): they know {vocab} tokens, and this model {known}"
         )
-    if config.fingerprint is not None and config.fingerprint != (own := fingerprint_of(model)):
+    if config.fingerprint is not None and config.fingerprint != (own := model_fingerprint(model, body_of(model))):
         raise HeadsError(
             f"{folder}: heads of another model ({config.base}): its fingerprint is {config.fingerprint}, "
             f"and that of this model {own}"

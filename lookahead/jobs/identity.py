@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from lookahead.summarization.prompting import SummaryRequest
 
 
-_FIGURES = 4096  # of a parameter, evenly spaced
 _MOST_TOLD = 80  # characters of a value
 
 
@@ -63,12 +62,12 @@ class JobIdentity:
         keep_parts: bool = False,
     ) -> JobIdentity:
         """The identity of a job with a loaded model."""
-        from lookahead.pools.tokenizer_fingerprint import fingerprint_of
+        from lookahead.utils.fingerprints import tokenizer_fingerprint, weights_fingerprint
 
         return cls(
             model=name,
-            weights=_weights_of(model),
-            tokenizer=f"{fingerprint_of(tokenizer):016x}",
+            weights=weights_fingerprint(model),
+            tokenizer=f"{tokenizer_fingerprint(tokenizer):016x}",
             manners=_manners_of(model, tokenizer),
             dtype=str(model.dtype).removeprefix("torch."),
             max_new_tokens=max_new_tokens,
@@ -104,24 +103,6 @@ def _brief(value: object) -> str:
     """A value, cut where it is long."""
     words = repr(value)
     return words if len(words) <= _MOST_TOLD else f"{words[:_MOST_TOLD]}..."
-
-
-def _weights_of(model: PreTrainedModel) -> str:
-    """What tells the weights of a model from others: its sizes, and some figures of every parameter.
-
-    Of every one, since training may change some matrices and nothing else, as it does where a LoRA is merged. Those
-    that are quantised in a way of their own, or offloaded, count with their sizes.
-    """
-    import torch
-
-    digest = xxhash.xxh3_64()
-    for name, parameter in model.named_parameters():
-        digest.update(f"{name} {tuple(parameter.shape)}".encode())
-        if type(parameter) is torch.nn.Parameter and not parameter.is_meta and parameter.numel():
-            values = parameter.detach().flatten()
-            places = torch.linspace(0, len(values) - 1, min(len(values), _FIGURES), dtype=torch.float64).long()
-            digest.update(values[places.to(values.device)].cpu().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _manners_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -14,8 +14,8 @@ from lookahead.models.model_state import state_of
 from lookahead.ngram.chains import ChainIndex
 from lookahead.ngram.pool_file import write_pool
 from lookahead.pools.open_pool import open_pool, pool_errors, read_pool_header
-from lookahead.pools.tokenizer_fingerprint import fingerprint_of
 from lookahead.proposers import ProposerState
+from lookahead.utils.fingerprints import tokenizer_fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -67,7 +67,7 @@ class OutputMemory:
         self.path = path
         self.loaded = 0
         self._outputs: ChainIndex = state_of(model).learned.of(ProposerState, ProposerState).memory.outputs
-        self._fingerprint = fingerprint_of(tokenizer)
+        self._fingerprint = tokenizer_fingerprint(tokenizer)
         self._saved_at = time.monotonic()
         if path.exists():
             embedding: Any = model.get_input_embeddings()

@@ -15,7 +15,7 @@ from lookahead.errors import PoolError
 from lookahead.ngram.chains import SEPARATOR, IntArray
 from lookahead.ngram.pool_file import Pool, PoolHeader, write_pool
 from lookahead.pools.open_pool import pool_errors
-from lookahead.pools.tokenizer_fingerprint import fingerprint_of
+from lookahead.utils.fingerprints import tokenizer_fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -99,7 +99,7 @@ def add_to_pool(
             file cannot be written; the old one is left as it was.
     """
     with pool_errors(path):
-        before = np.array(Pool.open(path, fingerprint_of(tokenizer)).tokens[1:])
+        before = np.array(Pool.open(path, tokenizer_fingerprint(tokenizer)).tokens[1:])
     documents = _read(inputs, tokenizer, None, limit, totals, observer)
     if not documents:
         raise PoolError(f"{path}: no document to add, {totals.rejected} could not be used")
@@ -114,7 +114,7 @@ def _write(
     separator = np.array([SEPARATOR], np.int32)
     parted = [part for document in documents for part in (document, separator)][:-1]
     with pool_errors(path):
-        return write_pool(path, np.concatenate(parted), fingerprint_of(tokenizer))
+        return write_pool(path, np.concatenate(parted), tokenizer_fingerprint(tokenizer))
 
 
 def _read(

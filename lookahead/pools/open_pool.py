@@ -16,7 +16,7 @@ def open_pool(path: str, *, fingerprint: int | None = None, vocabulary: int | No
 
     Args:
         path: The file.
-        fingerprint: Of the tokenizer whose ids are looked up, see `fingerprint_of`; `None` where there is none.
+        fingerprint: Of the tokenizer whose ids are looked up, see `tokenizer_fingerprint`; `None` where there is none.
         vocabulary: How many token ids the model knows, where no tokenizer tells more.
 
     Raises:

@@ -14,8 +14,8 @@ from lookahead.models.model_state import state_of
 from lookahead.models.support import support_of
 from lookahead.models.timing import pass_seconds
 from lookahead.models.validate import refuse_encoder_decoder, refuse_model, vocabulary_size
-from lookahead.pools.tokenizer_fingerprint import fingerprint_of
 from lookahead.proposers.model_proposer import DraftModelState, ModelProposer
+from lookahead.utils.fingerprints import tokenizer_fingerprint
 
 _SHAPE = 8, 4  # children of a node, nodes that a pass extends
 _DRAWN_SHAPE = 3, 2
@@ -132,7 +132,7 @@ class DraftModel:
         """How many token ids, from 0 on, both models know."""
         own = vocabulary_size(self.model)
         if self.tokenizer is not None and call.tokenizer is not None:
-            if fingerprint_of(self.tokenizer) != fingerprint_of(call.tokenizer):
+            if tokenizer_fingerprint(self.tokenizer) != tokenizer_fingerprint(call.tokenizer):
                 raise ProposerError(
                     f"the tokenizer of the draft model {self.name!r} gives other ids than the target's: choose a draft "
                     "model of the target's family, or train one with its tokenizer"

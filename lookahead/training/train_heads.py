@@ -15,8 +15,7 @@ import xxhash
 from transformers import PreTrainedModel
 
 from lookahead.errors import LookaheadError, TrainingError
-from lookahead.heads.base_model import lm_head
-from lookahead.heads.weights_fingerprint import fingerprint_of
+from lookahead.heads.base_model import body_of, lm_head
 from lookahead.models.loading import LoadedModel
 from lookahead.training.answers import answer_prompts
 from lookahead.training.examples import (
@@ -29,6 +28,7 @@ from lookahead.training.examples import (
     split_examples,
 )
 from lookahead.utils.atomic import read_json, write_atomically
+from lookahead.utils.fingerprints import model_fingerprint
 
 if TYPE_CHECKING:
     from lookahead.training.heads_trainer import HeadTrainer
@@ -132,7 +132,7 @@ def train_heads(
     check_trainer()
     records = read_records(data)
     lm_head(loaded.model)
-    _enter(output, settings, fingerprint_of(loaded.model), records, resume=resume)
+    _enter(output, settings, model_fingerprint(loaded.model, body_of(loaded.model)), records, resume=resume)
     with _leaving_nothing(output), _as_it_was(loaded.model):
         train, held_out = split_examples(_examples(loaded, records, output, settings, say), settings.hold_out_every)
         say(f"{len(train):,} examples to train on, {len(held_out):,} held out")
