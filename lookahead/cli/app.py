@@ -16,6 +16,7 @@ from lookahead.cli import chat as cli_chat
 from lookahead.cli import draft as cli_draft
 from lookahead.cli import measure as cli_measure
 from lookahead.cli import report as cli_report
+from lookahead.cli import serve as cli_serve
 from lookahead.cli import summarize as cli_summarize
 from lookahead.cli import train as cli_train
 from lookahead.cli.options import (
@@ -61,6 +62,7 @@ app.add_typer(pool_app, name="pool")
 
 app.command()(cli_summarize.summarize)
 app.command()(cli_chat.chat)
+app.command()(cli_serve.serve)
 app.command()(cli_measure.calibrate)
 app.command()(cli_measure.explain)
 app.command()(cli_draft.pick_draft)

@@ -100,7 +100,7 @@ def usage_errors() -> Iterator[None]:
 
 
 @functools.cache
-def _compilation() -> Any:
+def watch_compilation() -> Any:
     """Say in one line that code is being compiled, once that has taken a second; later processes load it from disk.
 
     It lasts as long as the command (`usage_errors`).
@@ -136,11 +136,11 @@ def _compilation() -> Any:
 
 def _end_compilation() -> None:
     """Take the listener away, where a command has one: the next command in this process gets its own."""
-    if _compilation.cache_info().currsize:
+    if watch_compilation.cache_info().currsize:
         from numba.core import event
 
-        event.unregister("numba:compile", _compilation())
-        _compilation.cache_clear()
+        event.unregister("numba:compile", watch_compilation())
+        watch_compilation.cache_clear()
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]], total: Sequence[str] | None = None) -> Table:
@@ -189,7 +189,7 @@ def load(
     from lookahead.generation.step_costs import load_costs, prepare_costs
     from lookahead.models import loading
 
-    compilation = _compilation()
+    compilation = watch_compilation()
     out = console(sys.stderr)
     with out.status("loading the model") as status:
         loading.prepare_process(threads)

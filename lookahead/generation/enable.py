@@ -57,10 +57,10 @@ class Enabled:
         self._model: Any = model
         self._config = config
         serving: Any = model.__dict__.get("generate")
-        if not isinstance(serving, _Generate):
-            serving = _Generate(self._model)
+        if not isinstance(serving, Generate):
+            serving = Generate(self._model)
             self._model.generate = serving
-        self._serving: _Generate = serving
+        self._serving: Generate = serving
         serving.switches.append(self)
 
     @property
@@ -84,7 +84,7 @@ class Enabled:
         self.disable()
 
 
-class _Generate:
+class Generate:
     """Stands before the `generate` of one model while a switch is on."""
 
     def __init__(self, model: Any) -> None:

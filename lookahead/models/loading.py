@@ -50,17 +50,13 @@ def load(model: str | os.PathLike[str] | None = None, *, dtype: str = "auto", de
         UnsupportedModelError: There is no such model, or it is not a language model that can be loaded.
         OSError: The cache folder cannot be written.
     """
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype must be {', '.join(DTYPES)}, got {dtype!r}")
     name = DEFAULT_MODEL if model is None else os.fspath(model)
     location, is_local = locate_model(name)
-    target = _device(device)
-    location = _converted(location)
-    import torch
+    target = resolve_device(device)
+    chosen = resolve_dtype(dtype, target)
+    location = to_safetensors(location)
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    chosen = dtypes.get(dtype, "auto" if target.type != "cpu" else torch.float32)
     options = {"local_files_only": is_local, "trust_remote_code": False}
     try:
         with _no_bars():
@@ -71,7 +67,7 @@ def load(model: str | os.PathLike[str] | None = None, *, dtype: str = "auto", de
             loaded.to(target)  # type: ignore[arg-type]  # transformers wraps `to` without its self
     except Exception as error:
         # transformers, safetensors, tokenizers and the Hub client raise dozens of unrelated types here.
-        raise UnsupportedModelError(f"model {name!r} cannot be loaded: {_first_line(error)}") from error
+        raise UnsupportedModelError(f"model {name!r} cannot be loaded: {first_line(error)}") from error
     return LoadedModel(loaded.eval(), tokenizer)
 
 
@@ -95,7 +91,7 @@ def load_tokenizer(model: str = DEFAULT_MODEL) -> PreTrainedTokenizerBase:
         UnsupportedModelError: There is no such tokenizer, or it cannot be loaded.
     """
     location, is_local = locate_model(model, TOKENIZER_FILES)
-    location = _converted(location)
+    location = to_safetensors(location)
     from transformers import AutoTokenizer
 
     try:
@@ -103,7 +99,7 @@ def load_tokenizer(model: str = DEFAULT_MODEL) -> PreTrainedTokenizerBase:
             location, local_files_only=is_local, trust_remote_code=False
         )
     except Exception as error:  # as unrelated as those of a model
-        raise UnsupportedModelError(f"the tokenizer of {model!r} cannot be loaded: {_first_line(error)}") from error
+        raise UnsupportedModelError(f"the tokenizer of {model!r} cannot be loaded: {first_line(error)}") from error
     return tokenizer
 
 
@@ -118,7 +114,7 @@ def prepare_process(threads: int | None) -> None:
     logging.disable_progress_bar()
 
 
-def _converted(location: str) -> str:
+def to_safetensors(location: str) -> str:
     """The folder that a GGUF file is converted to; other places as they are."""
     if not is_gguf(location):
         return location
@@ -140,8 +136,12 @@ def _no_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _device(name: str | None) -> torch.device:
-    """The device to load to, checked to exist."""
+def resolve_device(name: str | None) -> torch.device:
+    """The device to load to, a GPU if there is one where none is named.
+
+    Raises:
+        ConfigError: It does not exist.
+    """
     import torch
 
     if name is None:
@@ -151,10 +151,24 @@ def _device(name: str | None) -> torch.device:
         # Allocating is the only check that also notices "cuda:7" on a machine with one GPU.
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device {name!r} is not available: {_first_line(error)}") from error
+        raise ConfigError(f"device {name!r} is not available: {first_line(error)}") from error
     return device
 
 
-def _first_line(error: Exception) -> str:
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype | str:
+    """The dtype that `load` gives a model on a device; `"auto"` is that of the checkpoint.
+
+    Raises:
+        ConfigError: It is none of `DTYPES`.
+    """
+    if name not in DTYPES:
+        raise ConfigError(f"dtype must be {', '.join(DTYPES)}, got {name!r}")
+    import torch
+
+    dtypes: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    return dtypes.get(name, torch.float32 if device.type == "cpu" else "auto")
+
+
+def first_line(error: Exception) -> str:
     """The first line of an error's message, or its type where it has none."""
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,201 @@
+"""The OpenAI-compatible server of transformers, with every model that it loads decoded speculatively."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.utils import GenerationState
+
+from lookahead.config import LookaheadConfig
+from lookahead.errors import ConfigError, UnsupportedModelError
+from lookahead.generation.enable import Generate, enable
+from lookahead.generation.step_costs import prepare_costs
+from lookahead.models.loading import first_line, resolve_device, resolve_dtype, to_safetensors
+from lookahead.models.locating import locate_model
+
+if TYPE_CHECKING:
+    import uvicorn
+
+_PACKAGES = ("accelerate", "fastapi", "openai", "pydantic", "uvicorn")
+
+
+class EnabledModels(ModelManager):
+    """Loads models for the server by the names that `lookahead.load` takes, and enables each of them.
+
+    Args:
+        preload: The model that is loaded at once, and listed first.
+        only: Whether it is the only one that is served, and stays in memory.
+        config: How to draft; the defaults when None.
+        dtype: As `lookahead.load` takes it.
+        device: Likewise.
+        timeout_s: Seconds after which a model that nobody asks is unloaded.
+
+    Raises:
+        ConfigError: The dtype is unknown, or the device does not exist.
+        UnsupportedModelError: There is no such model, or it cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        preload: str,
+        *,
+        only: bool = False,
+        config: LookaheadConfig | None = None,
+        dtype: str = "auto",
+        device: str | None = None,
+        timeout_s: int = 300,
+    ) -> None:
+        self._preload, self._config = preload, config
+        target = resolve_device(device)
+        super().__init__(
+            device=str(target),
+            dtype=str(resolve_dtype(dtype, target)).removeprefix("torch."),
+            model_timeout=timeout_s,
+            force_model=preload if only else None,
+        )
+        model, _ = self.load_model_and_processor(preload)
+        if isinstance(model.generate, Generate):
+            # The first request need not wait until what drafts and attends is compiled.
+            model.generate(torch.arange(1, 9, device=model.device).repeat(1, 4), max_new_tokens=16, do_sample=False)
+
+    @staticmethod
+    def process_model_name(model_id: str) -> str:
+        """The name as the client wrote it: responses repeat it."""
+        return model_id
+
+    def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The models that can be asked for: those loaded, and the Hub's cache unless one model is served alone."""
+        from huggingface_hub.errors import CacheNotFound
+
+        names = dict.fromkeys([self._preload, *self.loaded_models])
+        listed = [{"id": name, "object": "model", "created": 0, "owned_by": ""} for name in names]
+        if self.force_model is None:
+            with suppress(CacheNotFound):
+                listed += ModelManager.get_gen_models(cache_dir)
+        return listed
+
+    def _load_processor(self, model_id_and_revision: str, gguf_file: str | None = None) -> Any:
+        return self._load(super()._load_processor, model_id_and_revision, gguf_file)
+
+    def _load_model(
+        self,
+        model_id_and_revision: str,
+        tqdm_class: type | None = None,
+        progress_callback: Callable[..., Any] | None = None,
+        gguf_file: str | None = None,
+    ) -> PreTrainedModel:
+        options = {"tqdm_class": tqdm_class, "progress_callback": progress_callback}
+        model: PreTrainedModel = self._load(super()._load_model, model_id_and_revision, gguf_file, **options)
+        try:
+            enable(model, self._config)
+            prepare_costs(model)
+        except UnsupportedModelError as error:
+            warnings.warn(f"{model_id_and_revision} is decoded by transformers alone: {error}", stacklevel=2)
+        except OSError as error:
+            warnings.warn(f"what steps cost is not kept for the next time: {error}", stacklevel=2)
+        return model
+
+    @staticmethod
+    def _load(load: Callable[..., Any], model_id: str, gguf_file: str | None, **options: Any) -> Any:
+        """Load a model or a tokenizer, named as for `lookahead.load`, or `NAME@REVISION` on the Hub."""
+        name, _, revision = model_id.partition("@")
+        if gguf_file is None:
+            name = to_safetensors(locate_model(name)[0])
+        try:
+            return load(f"{name}@{revision or 'main'}", gguf_file=gguf_file, **options)
+        except Exception as error:  # dozens of unrelated types, as in `lookahead.load`
+            raise UnsupportedModelError(f"model {model_id!r} cannot be loaded: {first_line(error)}") from error
+
+
+def check_packages() -> None:
+    """Refuse to serve without the packages of the extra.
+
+    Raises:
+        ConfigError: It names those that are missing, and how to install them.
+    """
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"serving needs {', '.join(missing)}: pip install 'lookahead-decoding[serve]'")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that takes connections, which wait until the server runs; port 0 is a free one.
+
+    Raises:
+        ConfigError: The address cannot be taken.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        # An address that cannot be resolved has a number below 0, which is none of the system's.
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+        raise ConfigError(f"cannot listen on port {port} of {host}: {reason}; --port names another") from error
+
+
+def make_server(
+    models: EnabledModels,
+    *,
+    continuous_batching: bool = False,
+    enable_cors: bool = False,
+    log_level: str = "warning",
+) -> uvicorn.Server:
+    """The server of `transformers serve`, whose handlers call the `generate` of these models.
+
+    Args:
+        models: They are unloaded when the server ends.
+        continuous_batching: Whether requests are batched by transformers' own loop, which drafts nothing.
+        enable_cors: Whether pages of other origins may call the server.
+        log_level: Of uvicorn.
+
+    Returns:
+        Run it with `server.run(sockets=[listen(host, port)])`.
+    """
+    import uvicorn
+    from fastapi import HTTPException
+    from jinja2 import TemplateError
+    from transformers.cli.serving.chat_completion import ChatCompletionHandler
+    from transformers.cli.serving.completion import CompletionHandler
+    from transformers.cli.serving.response import ResponseHandler
+    from transformers.cli.serving.server import build_server
+    from transformers.cli.serving.systemone import SystemOneHandler
+    from transformers.cli.serving.transcription import TranscriptionHandler
+
+    state = GenerationState(continuous_batching=continuous_batching)
+    app = build_server(
+        models,
+        ChatCompletionHandler(models, state),
+        completion_handler=CompletionHandler(models, state),
+        response_handler=ResponseHandler(models, state),
+        transcription_handler=TranscriptionHandler(models, state),
+        systemone_handler=SystemOneHandler(models, state),
+        generation_state=state,
+        enable_cors=enable_cors,
+    )
+    # The server of transformers answers most of these with "Internal Server Error" and nothing else.
+    app.add_exception_handler(HTTPException, _answer(None, "invalid_request"))
+    app.add_exception_handler(UnsupportedModelError, _answer(404, "model_not_found"))
+    app.add_exception_handler(ValueError, _answer(400, "invalid_request"))
+    app.add_exception_handler(TemplateError, _answer(400, "invalid_request"))
+    return uvicorn.Server(uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=3))
+
+
+def _answer(status: int | None, code: str) -> Callable[[Any, Exception], Any]:
+    """What a client is told of an error, in the form of the OpenAI API; None is the status that the error has."""
+    from fastapi.responses import JSONResponse
+
+    def answer(request: Any, error: Any) -> Any:
+        message = first_line(error) if status is not None else str(error.detail)
+        told = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+        return JSONResponse({"error": told}, status_code=status or error.status_code)
+
+    return answer
