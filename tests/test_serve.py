@@ -120,9 +120,7 @@ def test_a_text_is_continued_and_a_response_is_answered(server, folder, tiny_lla
     new = tiny_llama.generate(ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :]
     assert got.choices[0].text == tiny_tokenizer.decode(new, skip_special_tokens=True)
     options = {"max_output_tokens": 40, "temperature": 0, "stream": False}
-    answered = server.client.responses.create(
-        model=folder, input=QUESTIONS[1], max_output_tokens=40, temperature=0, stream=False
-    )
+    answered = server.client.responses.create(model=folder, input=QUESTIONS[1], **options)
     assert answered.output_text == plain(QUESTIONS[1])[0]
 
 
