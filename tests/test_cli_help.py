@@ -16,7 +16,8 @@ from numba.core import event
 from typer.testing import CliRunner
 
 import lookahead
-from lookahead.cli.app import app, terminal
+from lookahead.cli import terminal
+from lookahead.cli.app import app
 
 ROOT = Path(__file__).resolve().parent.parent
 
