@@ -27,7 +27,7 @@ import lookahead
 from lookahead import ConfigError, DraftModel, LookaheadConfig, ProposerError, UnsupportedModelError
 from lookahead.drafting.proposal import Call, Proposal
 from lookahead.generation.api import prepare
-from lookahead.proposers.model_proposer import ModelProposer
+from lookahead.proposers.draft_model import ModelProposer
 from tests.support.near_models import like, small
 
 FIXED: dict[str, Any] = {"draft": "fixed", "min_probability": 0.0}
@@ -372,7 +372,7 @@ def test_a_draft_model_out_of_positions_drafts_no_more(tiny_llama: PreTrainedMod
     options = {"input_ids": rows, "attention_mask": (rows != 0).long(), "do_sample": False}
     expected, got = both(tiny_llama, config, **options)
     assert torch.equal(got, expected)
-    assert draft.proposer._places == []
+    assert draft.proposer._slots == []
     long = torch.tensor([[3] * 60])
     expected, got = both(tiny_llama, config, input_ids=long, do_sample=False)
     assert torch.equal(got, expected)

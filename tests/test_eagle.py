@@ -14,20 +14,21 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 
 from lookahead.errors import HeadsError
 from lookahead.heads.base_model import hidden_states
-from lookahead.heads.eagle import EagleHead, FusedEagleHead
-from lookahead.heads.eagle_drafter import EagleDrafter, rerank
-from lookahead.heads.eagle_files import fresh_eagle, fresh_fused, fused_layers, load_eagle, write_eagle
+from lookahead.heads.eagle import EagleDrafter, EagleHead, FusedEagleHead, fused_layers
+from lookahead.heads.guess_tree import guess_tree
+from lookahead.heads.head_files import open_heads, write_heads
 from lookahead.heads.hit_rates import HeadRates
+from lookahead.heads.induction_init import fresh_fused
 from lookahead.training.eagle_learner import EagleLearner, FusedEagleLearner, Places, unroll
-from lookahead.training.examples import Example, Examples, collate
-from lookahead.training.head_kinds import frequent_tokens
+from lookahead.training.examples import collate, make_example
+from lookahead.training.train_heads import frequent_tokens
 
 
 @pytest.fixture(params=["eagle", "eagle3"])
 def head(request, tiny_llama) -> EagleHead:
     """A head with random weights, some of them wide, so that nothing is nearly zero."""
     torch.manual_seed(5)
-    made = fresh_eagle(tiny_llama) if request.param == "eagle" else fresh_fused(tiny_llama, range(1, 101, 2))
+    made = EagleHead.fresh(tiny_llama) if request.param == "eagle" else fresh_fused(tiny_llama, range(1, 101, 2))
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.normal_(std=0.25) if parameter.ndim > 1 else parameter.uniform_(0.5, 1.5)
@@ -43,7 +44,7 @@ def naive(head: EagleHead, model, tokens: list[int], features: torch.Tensor) -> 
     embedded = model.get_input_embeddings()(torch.tensor([tokens]))
     n = len(tokens)
     mask = torch.full((n, n), float("-inf")).triu(1)[None, None]
-    rotation = head.rotation._rotary(features, torch.arange(n)[None])
+    rotation = head.rotation(features, torch.arange(n)[None])
     if isinstance(head, FusedEagleHead):
         own, layer = LlamaAttention(config, 0), head.midlayer
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
@@ -68,7 +69,7 @@ def _features(head: EagleHead, model, ids: list[int]) -> tuple[torch.Tensor, tor
 @torch.no_grad()
 def test_what_a_tree_promises_is_what_the_head_says_when_given_the_whole_path_anew(head, tiny_llama):
     texts = {0: [5, 9, 31, 77, 5, 9, 2, 8, 60], 2: [7, 8, 9]}
-    drafter = EagleDrafter(head, tiny_llama, HeadRates(6), 3, None)
+    drafter = EagleDrafter(head, tiny_llama, HeadRates(6), None, 3)
     pairs = {row: (text[1:], *(each[:-1] for each in _features(head, tiny_llama, text))) for row, text in texts.items()}
     ids, states = ([torch.tensor(each[0]) for each in pairs.values()], [each[1] for each in pairs.values()])
     drafter.read([0], [ids[0][:3]], [states[0][:3]])  # rows begin apart, and grow by different lengths
@@ -91,7 +92,7 @@ def test_what_a_tree_promises_is_what_the_head_says_when_given_the_whole_path_an
                     )
             chances = head.logits(tiny_llama, says[int(tree.parents[node])]).softmax(-1)
             place = int((head.token_ids(torch.arange(len(chances))) == int(tree.tokens[node])).nonzero())
-            assert tree.promised[node] == pytest.approx(float(chances[place]), rel=1e-3)
+            assert tree.draft_probs[node] == pytest.approx(float(chances[place]), rel=1e-3)
         assert tree.kinds[1:, 0].max() >= 2
         assert len(tree.tokens) == 31 and len(says) > 3
 
@@ -99,7 +100,7 @@ def test_what_a_tree_promises_is_what_the_head_says_when_given_the_whole_path_an
 @torch.no_grad()
 def test_the_steps_of_training_are_those_of_drafting(head, tiny_llama):
     texts = [[5, 9, 31, 77, 5, 9, 2, 8], [7, 8, 9, 40, 41]]
-    batch = collate([Examples([Example.answered(text[:3], text[3:], 99)])[0] for text in texts])
+    batch = collate([make_example(text[:3], text[3:], 99) for text in texts])
     features = torch.nn.utils.rnn.pad_sequence([_features(head, tiny_llama, t)[1] for t in texts], batch_first=True)
     places = Places.of(batch)
     assert places.at.tolist() == [[2, 3, 4, 5, 6], [2, 3, 0, 0, 0]]
@@ -114,10 +115,10 @@ def test_the_steps_of_training_are_those_of_drafting(head, tiny_llama):
 
 
 def test_untrained_steps_have_losses_with_gradients_for_every_weight(tiny_llama):
-    examples = Examples([Example.answered([4, 5], range(10, 22), 99), Example.answered([3], range(30, 37), 99)])
-    batch = collate([examples[0], examples[1]])
+    examples = [make_example([4, 5], range(10, 22), 99), make_example([3], range(30, 37), 99)]
+    batch = collate(examples)
     fused = fresh_fused(tiny_llama, frequent_tokens(examples, tiny_llama, 40))
-    for learner in (EagleLearner(fresh_eagle(tiny_llama), 2), FusedEagleLearner(fused, 3)):
+    for learner in (EagleLearner(EagleHead.fresh(tiny_llama), 2), FusedEagleLearner(fused, 3)):
         with torch.no_grad():
             states = hidden_states(tiny_llama, batch["input_ids"], learner.layers)
         for loss in learner.losses(tiny_llama, states, batch):
@@ -159,7 +160,7 @@ def test_the_last_hidden_states_are_the_same_by_either_name(tiny_llama):
 
 
 def test_a_reduced_vocabulary_holds_the_tokens_written_most(tiny_llama):
-    examples = Examples([Example.answered([9] * 20, [4, 4, 4, 7, 7, 5], 99)])
+    examples = [make_example([9] * 20, [4, 4, 4, 7, 7, 5], 99)]
     assert frequent_tokens(examples, tiny_llama, 2) == [4, 7]
     head = fresh_fused(tiny_llama, [4, 7])
     assert head.token_ids(torch.tensor([0, 1])).tolist() == [4, 7]
@@ -172,9 +173,10 @@ def test_reranking_keeps_the_nodes_likeliest_to_be_reached_with_their_parents(se
     rng = np.random.default_rng(seed)
     n = 60
     parents = np.array([rng.integers(0, i + 1) for i in range(n)], np.int32)
-    chances, tokens = rng.random(n).astype(np.float32), np.arange(n, dtype=np.int32) + 100
+    chances, tokens = rng.uniform(0.0, 0.98, n).astype(np.float32), np.arange(n, dtype=np.int32) + 100
     kinds = np.zeros((n, 2), np.int32)
-    out_tokens, out_parents, out_chances, _, _ = rerank(7, tokens, parents, chances, kinds, chances, 20)
+    tree = guess_tree(7, tokens, parents, kinds, chances, HeadRates(1), 20)
+    out_tokens, out_parents, out_chances = tree.tokens, tree.parents, tree.probabilities
     reach = np.ones(n + 1)
     for i in range(n):
         reach[i + 1] = reach[parents[i]] * chances[i]
@@ -187,8 +189,8 @@ def test_reranking_keeps_the_nodes_likeliest_to_be_reached_with_their_parents(se
 
 
 def test_a_head_reads_back_as_it_was_written(head, tiny_llama, tmp_path):
-    write_eagle(head, tmp_path, tiny_llama)
-    read = load_eagle(tmp_path, tiny_llama)
+    write_heads(head, tmp_path, tiny_llama)
+    _, read = open_heads(tmp_path, tiny_llama)
     assert type(read) is type(head) and read.hidden_layers == head.hidden_layers
     expected = {n: t.bfloat16().float() if t.is_floating_point() else t for n, t in head.state_dict().items()}
     assert read.state_dict().keys() == expected.keys()
@@ -197,9 +199,9 @@ def test_a_head_reads_back_as_it_was_written(head, tiny_llama, tmp_path):
 
 
 def test_reading_a_head_draws_no_random_numbers(head, tiny_llama, tmp_path):
-    write_eagle(head, tmp_path, tiny_llama)
+    write_heads(head, tmp_path, tiny_llama)
     before = torch.get_rng_state()
-    load_eagle(tmp_path, tiny_llama)
+    open_heads(tmp_path, tiny_llama)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -220,7 +222,7 @@ def _publish(folder, head, **changes):
 def test_a_published_checkpoint_is_read_with_its_scaled_positions(head, tiny_llama, tmp_path):
     changes = {"draft_vocab_size": 50} if isinstance(head, FusedEagleHead) else {}
     _publish(tmp_path, head, **changes)
-    read = load_eagle(tmp_path, tiny_llama)
+    _, read = open_heads(tmp_path, tiny_llama)
     assert read.config.rope_parameters["rope_type"] == "llama3" and read.config.rope_parameters["rope_theta"] == 5e5
     assert torch.equal(read.fc.weight, head.fc.weight.half().float())
     assert read.hidden_layers == ((-1,) if not changes else fused_layers(tiny_llama))
@@ -229,7 +231,7 @@ def test_a_published_checkpoint_is_read_with_its_scaled_positions(head, tiny_lla
 def test_a_published_head_may_name_its_layers(tiny_llama, tmp_path):
     head = fresh_fused(tiny_llama, range(20))
     _publish(tmp_path, head, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 1]})
-    assert load_eagle(tmp_path, tiny_llama).hidden_layers == (0, 1, 1)
+    assert open_heads(tmp_path, tiny_llama)[1].hidden_layers == (0, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -240,26 +242,26 @@ def test_a_published_head_may_name_its_layers(tiny_llama, tmp_path):
         ({"target_hidden_size": 64}, "as wide as their model"),
         ({"hidden_size": 64}, "they read hidden states of 64"),
         ({"vocab_size": 99}, "they know 99 tokens, and this model 101"),
-        ({"num_attention_heads": 8, "head_dim": 8}, "no EAGLE head of an architecture that is served.*q_proj"),
+        ({"num_attention_heads": 8, "head_dim": 8}, "no eagle heads of an architecture that is served.*q_proj"),
         ({"hidden_size": "wide"}, "names no sizes of a layer|heads of another model"),
     ],
 )
 def test_an_architecture_that_is_not_served_is_refused(tiny_llama, tmp_path, changes, says):
-    _publish(tmp_path, fresh_eagle(tiny_llama), **changes)
+    _publish(tmp_path, EagleHead.fresh(tiny_llama), **changes)
     with pytest.raises(HeadsError, match=says):
-        load_eagle(tmp_path, tiny_llama)
+        open_heads(tmp_path, tiny_llama)
 
 
 def test_a_vocabulary_beyond_the_models_is_refused(tiny_llama, tmp_path):
-    write_eagle(fresh_fused(tiny_llama, range(20)), tmp_path, tiny_llama)
+    write_heads(fresh_fused(tiny_llama, range(20)), tmp_path, tiny_llama)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({**tensors, "d2t": tensors["d2t"] + 90}, tmp_path / "model.safetensors")
     with pytest.raises(HeadsError, match="d2t names tokens beyond the model's 101"):
-        load_eagle(tmp_path, tiny_llama)
+        open_heads(tmp_path, tiny_llama)
 
 
 def test_a_pickle_is_refused(tiny_llama, tmp_path):
     torch.save({}, tmp_path / "pytorch_model.bin")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(HeadsError, match=r"a pickle.*pytorch_model.safetensors"):
-        load_eagle(tmp_path, tiny_llama)
+        open_heads(tmp_path, tiny_llama)

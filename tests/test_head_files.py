@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, Grani
 
 from lookahead.errors import HeadsError
 from lookahead.heads.base_model import body_of, hidden_states, unembed
-from lookahead.heads.eagle_files import fresh_fused, write_eagle
-from lookahead.heads.load import open_heads
+from lookahead.heads.head_files import open_heads, write_heads
+from lookahead.heads.induction_init import fresh_fused
 from lookahead.heads.medusa import MedusaHeads
 from lookahead.heads.mtp import MtpHeads
 from lookahead.utils.fingerprints import model_fingerprint
@@ -39,7 +39,7 @@ def heads(tiny_llama):
 @pytest.fixture
 def folder(tmp_path, heads, tiny_llama):
     """The same in a folder."""
-    heads.write(str(tmp_path / "heads"), tiny_llama)
+    write_heads(heads, str(tmp_path / "heads"), tiny_llama)
     return tmp_path / "heads"
 
 
@@ -50,7 +50,7 @@ def _rewrite_config(folder, **changes):
 
 def test_heads_read_back_guess_what_they_guessed(folder, heads, tiny_llama):
     hidden = torch.randn(5, 32)
-    read = MedusaHeads.load(str(folder), tiny_llama)
+    _, read = open_heads(str(folder), tiny_llama)
     assert torch.equal(read(hidden), heads.bfloat16().float()(hidden))
     assert (len(read), read.blocks) == (3, 2)
 
@@ -64,23 +64,27 @@ def test_heads_that_could_not_be_written_leave_those_before_and_nothing_beside(f
     with monkeypatch.context() as patched:
         patched.setattr("lookahead.ngram.replacing.os.fsync", fail)
         with pytest.raises(OSError, match="no space left"):
-            heads.write(str(folder), tiny_llama)
+            write_heads(heads, str(folder), tiny_llama)
     assert (folder / "medusa_lm_head.safetensors").read_bytes() == before
     assert sorted(os.listdir(folder)) == ["config.json", "medusa_lm_head.safetensors"]
 
 
 def test_what_a_killed_process_left_of_heads_is_removed_when_they_are_written_again(tmp_path, tiny_llama):
     killed = (
-        "import os, sys, torch\n"
-        "from lookahead.heads.head_files import HeadsConfig, write_heads\n"
+        "import os, sys\n"
+        "from transformers import AutoModelForCausalLM\n"
+        "from lookahead.heads.head_files import write_heads\n"
+        "from lookahead.heads.medusa import MedusaHeads\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[2])\n"
         "os.replace = lambda *_: os._exit(9)\n"
-        "config = HeadsConfig('medusa', 'base', None, {})\n"
-        "write_heads(sys.argv[1], config, 'medusa_lm_head.safetensors', {'a': torch.ones(3)})\n"
+        "write_heads(MedusaHeads.fresh(model, heads=1), sys.argv[1], model)\n"
     )
-    ended = subprocess.run([sys.executable, "-c", killed, str(tmp_path / "heads")], capture_output=True, check=False)
+    tiny_llama.save_pretrained(tmp_path / "model")
+    command = [sys.executable, "-c", killed, str(tmp_path / "heads"), str(tmp_path / "model")]
+    ended = subprocess.run(command, capture_output=True, check=False)
     assert ended.returncode == 9
     (left,) = os.listdir(tmp_path / "heads")
-    MedusaHeads.fresh(tiny_llama, heads=1).write(str(tmp_path / "heads"), tiny_llama)
+    write_heads(MedusaHeads.fresh(tiny_llama, heads=1), tmp_path / "heads", tiny_llama)
     assert sorted(os.listdir(tmp_path / "heads")) == ["config.json", "medusa_lm_head.safetensors"]
     assert left.startswith(".medusa_lm_head.safetensors.")
 
@@ -101,7 +105,7 @@ def test_a_published_checkpoint_without_a_fingerprint_is_read_whatever_its_confi
     save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
     published = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
     (tmp_path / "config.json").write_text(json.dumps(published))
-    assert len(MedusaHeads.load(str(tmp_path), tiny_llama)) == 5
+    assert len(open_heads(str(tmp_path), tiny_llama)[1]) == 5
 
 
 def test_heads_are_found_in_a_checkpoint_that_holds_the_model_too(tmp_path, folder, heads, tiny_llama):
@@ -110,12 +114,12 @@ def test_heads_are_found_in_a_checkpoint_that_holds_the_model_too(tmp_path, fold
     save_file(whole, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"medusa_num_heads": 3}')
     hidden = torch.randn(2, 32)
-    assert torch.equal(MedusaHeads.load(str(tmp_path), tiny_llama)(hidden), heads.bfloat16().float()(hidden))
+    assert torch.equal(open_heads(str(tmp_path), tiny_llama)[1](hidden), heads.bfloat16().float()(hidden))
 
 
 def test_heads_of_another_model_are_refused_by_its_fingerprint(folder, looping_llama, tiny_llama):
     with pytest.raises(HeadsError, match=rf"heads of another model .*{fingerprint(tiny_llama)}.*this model"):
-        MedusaHeads.load(str(folder), looping_llama)
+        open_heads(str(folder), looping_llama)
 
 
 @pytest.mark.parametrize(("hidden", "vocab"), [(16, 101), (32, 99)])
@@ -128,7 +132,7 @@ def test_heads_of_another_size_are_refused_even_without_a_fingerprint(tmp_path, 
     save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(HeadsError, match=r"heads of another model .unnamed.*(16.*32|99.*101)"):
-        MedusaHeads.load(str(tmp_path), tiny_llama)
+        open_heads(str(tmp_path), tiny_llama)
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -138,7 +142,7 @@ def test_a_pickle_is_not_opened_and_the_message_says_how_to_convert_it(tmp_path,
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was opened"))
     with pytest.raises(HeadsError, match=r"a pickle.*safetensors.torch import save_file.*medusa_lm_head.safetensors"):
-        MedusaHeads.load(str(path if direct else tmp_path), tiny_llama)
+        open_heads(str(path if direct else tmp_path), tiny_llama)
 
 
 def test_the_conversion_that_the_message_names_works(tmp_path, heads, tiny_llama, folder, monkeypatch):
@@ -149,11 +153,11 @@ def test_the_conversion_that_the_message_names_works(tmp_path, heads, tiny_llama
     torch.save(dict(load_file(folder / "medusa_lm_head.safetensors")), tmp_path / "medusa_lm_head.pt")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(HeadsError) as caught:
-        MedusaHeads.load(str(tmp_path), tiny_llama)
+        open_heads(str(tmp_path), tiny_llama)
     script = re.search(r'python -c "(.*)"', str(caught.value)).group(1)
     subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, timeout=300)
     hidden = torch.randn(2, 32)
-    assert torch.equal(MedusaHeads.load(str(tmp_path), tiny_llama)(hidden), heads.bfloat16().float()(hidden))
+    assert torch.equal(open_heads(str(tmp_path), tiny_llama)[1](hidden), heads.bfloat16().float()(hidden))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +167,7 @@ def test_the_conversion_that_the_message_names_works(tmp_path, heads, tiny_llama
         (lambda folder: (folder / "config.json").write_text("[1]"), "must hold a JSON object, got list"),
         (lambda folder: (folder / "medusa_lm_head.safetensors").write_bytes(b"\0" * 20), "cannot be read"),
         (lambda folder: (folder / "medusa_lm_head.safetensors").unlink(), "no medusa heads: looked for"),
-        (lambda folder: _rewrite_config(folder, lookahead_heads="eagle"), "eagle heads, not medusa heads"),
+        (lambda folder: _rewrite_config(folder, lookahead_heads="eagle"), "no eagle heads: looked for"),
         (
             lambda folder: save_file({"fc.weight": torch.zeros(1)}, folder / "medusa_lm_head.safetensors"),
             "no Medusa heads; it holds fc.weight",
@@ -174,7 +178,7 @@ def test_the_conversion_that_the_message_names_works(tmp_path, heads, tiny_llama
 def test_what_is_wrong_with_a_folder_is_said(folder, tiny_llama, spoil, says):
     spoil(folder)
     with pytest.raises(HeadsError, match=says):
-        MedusaHeads.load(str(folder), tiny_llama)
+        open_heads(str(folder), tiny_llama)
 
 
 HOSTILE_SIZES = [
@@ -196,8 +200,8 @@ def others(tmp_path_factory, tiny_llama):
     """Folders of MTP heads and of an EAGLE head that name no model, as published ones."""
     folders = {kind: tmp_path_factory.mktemp(kind) for kind in ("mtp", "eagle")}
     torch.manual_seed(3)
-    MtpHeads.fresh(tiny_llama, heads=3).write(folders["mtp"], tiny_llama)
-    write_eagle(fresh_fused(tiny_llama, range(20)), folders["eagle"], tiny_llama)
+    write_heads(MtpHeads.fresh(tiny_llama, heads=3), folders["mtp"], tiny_llama)
+    write_heads(fresh_fused(tiny_llama, range(20)), folders["eagle"], tiny_llama)
     return folders
 
 
@@ -268,7 +272,7 @@ def test_a_head_that_lacks_a_tensor_is_refused(folder, tiny_llama):
     del tensors["1.1.linear.bias"]
     save_file(tensors, folder / "medusa_lm_head.safetensors")
     with pytest.raises(HeadsError, match=r"1\.1\.linear\.bias"):
-        MedusaHeads.load(str(folder), tiny_llama)
+        open_heads(str(folder), tiny_llama)
 
 
 def test_a_copy_in_another_precision_has_the_same_fingerprint_and_a_trained_one_has_not(tiny_llama, looping_llama):

@@ -19,13 +19,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from lookahead.errors import TrainingError
+from lookahead.heads.head_files import open_heads
 from lookahead.heads.medusa import MedusaHeads
 from lookahead.heads.mtp import MtpHeads
 from lookahead.models.loading import LoadedModel
-from lookahead.training.answers import answer_prompts
-from lookahead.training.examples import Example, Record, collate, make_examples, read_records, split_examples
-from lookahead.training.learner import targets
-from lookahead.training.parallel_learner import ParallelLearner
+from lookahead.training import examples as training_examples
+from lookahead.training.examples import (
+    Record,
+    answer_prompts,
+    collate,
+    make_example,
+    make_examples,
+    read_records,
+    split_examples,
+)
+from lookahead.training.learner import IndependentHeadsLearner, targets
 from lookahead.training.train_heads import Settings, train_heads
 
 SETTINGS = Settings(kind="medusa", heads=2, steps=6, batch_size=4, learning_rate=1e-2, max_new_tokens=24)
@@ -106,18 +114,20 @@ def test_a_line_that_is_none_of_these_is_named(tmp_path, content, says):
 
 
 def test_only_what_the_model_would_write_is_wanted(tiny_tokenizer):
-    (answered,) = make_examples([Record("ab", "cd")], tiny_tokenizer, max_length=100)
-    assert tiny_tokenizer.decode(answered.ids) == "abcd<eos>"
-    assert answered.wanted.tolist() == [False, False, True, True, True]
-    pieces = list(make_examples([Record(None, "abcde")], tiny_tokenizer, max_length=2))
-    assert [tiny_tokenizer.decode(piece.ids) for piece in pieces] == ["ab", "cd", "e"]
-    assert [piece.wanted.tolist() for piece in pieces] == [[False, True], [False, True], [False]]
+    records = [Record("e", None), Record("ab", "cd")]
+    given, answered = make_examples(records, tiny_tokenizer, [[7, 8]], max_length=100)
+    assert tiny_tokenizer.decode(given["input_ids"]) == "abcd<eos>"
+    assert given["wanted"].tolist() == [False, False, True, True, True]
+    assert answered["input_ids"].tolist()[1:] == [7, 8] and answered["wanted"].tolist() == [False, True, True]
+    pieces = make_examples([Record(None, "abcde")], tiny_tokenizer, [], max_length=2)
+    assert [tiny_tokenizer.decode(piece["input_ids"]) for piece in pieces] == ["ab", "cd", "e"]
+    assert [piece["wanted"].tolist() for piece in pieces] == [[False, True], [False, True], [False]]
 
 
 def test_a_head_is_asked_only_where_drafting_can_begin_and_only_for_what_is_wanted():
-    short, long = Example.answered([1, 2], [3, 4], 9), Example.answered([5], [6, 7, 8], 9)
+    short, long = make_example([1, 2], [3, 4], 9), make_example([5], [6, 7, 8], 9)
     train, _ = split_examples([short, long, long, long], 4)
-    batch = collate([train[0], train[1]])
+    batch = collate(train[:2])
     ids = batch["input_ids"].flatten()
     asked = {
         ahead: [(ids[p].item(), label.item()) for p, label in zip(*targets(batch, ahead), strict=True)]
@@ -129,20 +139,23 @@ def test_a_head_is_asked_only_where_drafting_can_begin_and_only_for_what_is_want
     assert asked[4] == []
 
 
-def test_an_answer_is_what_the_model_generates_and_a_second_start_goes_on(tmp_path, loaded):
+def test_an_answer_is_what_the_model_generates_and_a_second_start_goes_on(tmp_path, loaded, monkeypatch):
     prompts, file = ["ab", "c", "dd"], tmp_path / "answers.jsonl"
-    answers = answer_prompts(*loaded, prompts, file, max_new_tokens=9)
+    answers = answer_prompts(loaded, prompts, file, max_new_tokens=9)
     for prompt, answer in zip(prompts, answers, strict=True):
         ids = loaded.tokenizer(prompt, return_tensors="pt").input_ids
         expected = loaded.model.generate(ids, max_new_tokens=9, do_sample=False)
         assert answer == expected[0, ids.shape[1] :].tolist()
     lines = file.read_text().splitlines()
     file.write_text("\n".join([*lines[:2], lines[2][:3]]))  # killed in the middle of a line
-    told = []
-    assert answer_prompts(*loaded, prompts, file, max_new_tokens=9, on_answer=told.append) == answers
-    assert told == [1, 2, 3]
+    asked, generate = [], training_examples.generate
+    monkeypatch.setattr(
+        training_examples, "generate", lambda *args, **options: asked.append(args[2]) or generate(*args, **options)
+    )
+    assert answer_prompts(loaded, prompts, file, max_new_tokens=9) == answers
+    assert asked == prompts[1:]
     with pytest.raises(TrainingError, match="answers of another run"):
-        answer_prompts(*loaded, ["other"], file, max_new_tokens=9)
+        answer_prompts(loaded, ["other"], file, max_new_tokens=9)
 
 
 BAD_LINES = {
@@ -158,26 +171,26 @@ BAD_LINES = {
 @pytest.mark.parametrize(("line", "says"), BAD_LINES.values(), ids=BAD_LINES.keys())
 def test_a_damaged_file_of_answers_is_refused_with_its_line(tmp_path, loaded, line, says):
     file = tmp_path / "answers.jsonl"
-    answer_prompts(*loaded, ["ab", "c"], file, max_new_tokens=3)
+    answer_prompts(loaded, ["ab", "c"], file, max_new_tokens=3)
     whole = file.read_bytes().splitlines()
     file.write_bytes(b"\n".join([*whole[:2], line, b""]))
     with pytest.raises(TrainingError, match=rf"answers\.jsonl:3: {re.escape(says)}"):
-        answer_prompts(*loaded, ["ab", "c"], file, max_new_tokens=3)
+        answer_prompts(loaded, ["ab", "c"], file, max_new_tokens=3)
     file.write_bytes(b"\n".join([line, b""]))
     with pytest.raises(TrainingError, match=r"answers\.jsonl:( holds answers of another run|1: not valid JSON)"):
-        answer_prompts(*loaded, ["ab", "c"], file, max_new_tokens=3)
+        answer_prompts(loaded, ["ab", "c"], file, max_new_tokens=3)
 
 
 def test_more_answers_than_prompts_are_those_of_another_run_and_a_pipe_is_none(tmp_path, loaded):
     file = tmp_path / "answers.jsonl"
-    answer_prompts(*loaded, ["ab"], file, max_new_tokens=3)
+    answer_prompts(loaded, ["ab"], file, max_new_tokens=3)
     file.write_bytes(file.read_bytes() + b"[1]\n")
     with pytest.raises(TrainingError, match="answers of another run"):
-        answer_prompts(*loaded, ["ab"], file, max_new_tokens=3)
+        answer_prompts(loaded, ["ab"], file, max_new_tokens=3)
     file.unlink()
     os.mkfifo(file)
     with pytest.raises(TrainingError, match=r"answers\.jsonl: cannot be read: not a regular file"):
-        answer_prompts(*loaded, ["ab"], file, max_new_tokens=3)
+        answer_prompts(loaded, ["ab"], file, max_new_tokens=3)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +294,7 @@ def test_a_model_trained_with_its_heads_is_written_beside_them_and_they_belong_t
     settings = Settings(kind="medusa", heads=2, is_joint=True, steps=12, batch_size=4, learning_rate=4e-3)
     train_heads(loaded, data, tmp_path / "heads", settings)
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "heads" / "model")
-    MedusaHeads.load(str(tmp_path / "heads"), trained)
+    open_heads(tmp_path / "heads", trained)
     changed = [
         name for name, tensor in trained.state_dict().items() if not torch.equal(tensor, before.state_dict()[name])
     ]
@@ -318,7 +331,7 @@ def test_one_head_at_a_time_needs_the_memory_of_one_head_whatever_their_number(t
 
     def peak(heads, in_turn):
         made = (MedusaHeads if kind == "medusa" else MtpHeads).fresh(model, heads=heads)
-        learner = ParallelLearner(made, heads)
+        learner = IndependentHeadsLearner(made)
         for parameter in learner.parameters():
             parameter.grad = torch.zeros_like(parameter)
         gc.collect()
@@ -343,7 +356,7 @@ def test_losses_sent_back_in_turn_give_the_gradients_of_their_sum(tiny_llama):
     gradients = []
     for in_turn in (True, False):
         torch.manual_seed(0)
-        learner = ParallelLearner(MedusaHeads(32, 101, heads=3), 3)
+        learner = IndependentHeadsLearner(MedusaHeads(32, 101, heads=3))
         losses = learner.losses(tiny_llama, states, batch)
         if in_turn:
             for loss in losses:

@@ -16,10 +16,11 @@ from transformers import DynamicCache, PreTrainedModel
 import lookahead
 from lookahead import Heads, LookaheadConfig
 from lookahead.errors import HeadsError
-from lookahead.heads.eagle_files import fresh_eagle, fresh_fused, write_eagle
-from lookahead.heads.guess_tree import GuessTree
+from lookahead.heads.eagle import EagleHead
+from lookahead.heads.guess_tree import GuessTree, independent_heads_tree
+from lookahead.heads.head_files import write_heads
 from lookahead.heads.hit_rates import HeadRates
-from lookahead.heads.independent_heads_tree import grow_product
+from lookahead.heads.induction_init import fresh_fused
 from lookahead.heads.medusa import MedusaHeads
 from lookahead.heads.mtp import MtpHeads
 from lookahead.models.loading import LoadedModel, load
@@ -142,10 +143,10 @@ def test_heads_that_know_nothing_change_no_token(looping_llama, trained, ragged,
 
 
 def test_untrained_heads_change_no_token(looping_llama, ragged, tmp_path):
-    MedusaHeads.fresh(looping_llama, heads=5).write(tmp_path / "medusa", looping_llama)
-    MtpHeads.fresh(looping_llama, heads=2).write(tmp_path / "mtp", looping_llama)
-    write_eagle(fresh_eagle(looping_llama), tmp_path / "eagle", looping_llama)
-    write_eagle(fresh_fused(looping_llama, range(0, 101, 3)), tmp_path / "eagle3", looping_llama)
+    write_heads(MedusaHeads.fresh(looping_llama, heads=5), tmp_path / "medusa", looping_llama)
+    write_heads(MtpHeads.fresh(looping_llama, heads=2), tmp_path / "mtp", looping_llama)
+    write_heads(EagleHead.fresh(looping_llama), tmp_path / "eagle", looping_llama)
+    write_heads(fresh_fused(looping_llama, range(0, 101, 3)), tmp_path / "eagle3", looping_llama)
     for folder in tmp_path.iterdir():
         expected, got = both(looping_llama, drafting(Heads(folder)), **ragged, do_sample=False)
         assert torch.equal(got, expected)
@@ -154,7 +155,7 @@ def test_untrained_heads_change_no_token(looping_llama, ragged, tmp_path):
 def test_medusa_heads_run_once_a_step_on_one_hidden_state_however_long_the_text_is(
     looping_llama, tmp_path, monkeypatch
 ):
-    MedusaHeads.fresh(looping_llama, heads=2).write(tmp_path, looping_llama)
+    write_heads(MedusaHeads.fresh(looping_llama, heads=2), tmp_path, looping_llama)
     shapes = []
     forward = MedusaHeads.forward
     monkeypatch.setattr(
@@ -192,23 +193,22 @@ def test_a_tree_of_guesses_promises_as_much_as_any_of_its_size(seed, room):
     rng = np.random.default_rng(seed)
     promised = _falling(rng.random((3, 5)) ** rng.integers(1, 6))
     tokens = np.stack([rng.permutation(50)[:5] for _ in range(3)]).astype(np.int32)
-    tree = grow_product(7, tokens, promised, HeadRates(3), room)
+    tree = independent_heads_tree(7, tokens, promised, HeadRates(3), room)
     reach = np.ones(len(tree.tokens))
     for node in range(1, len(reach)):
         head, rank = tree.kinds[node]
         assert tree.tokens[node] == tokens[head, rank]
-        assert tree.promised[node] == promised[head, rank] == pytest.approx(tree.chances[node], abs=0.011)
+        assert tree.draft_probs[node] == promised[head, rank] == pytest.approx(tree.probabilities[node], abs=0.011)
         assert tree.parents[node] < node and (head == 0) == (tree.parents[node] == 0)
-        reach[node] = reach[tree.parents[node]] * tree.chances[node]
+        reach[node] = reach[tree.parents[node]] * tree.probabilities[node]
     assert len(tree.tokens) == 1 + room and tree.tokens[0] == 7
     assert reach[1:].sum() == pytest.approx(_best(promised.clip(max=0.99), room), rel=1e-5)
-    assert (np.diff(reach) <= 1e-9).all()
 
 
 def _chain(*promised: float) -> GuessTree:
     """One guess of each head, tokens 3, 4, ..."""
     tokens = np.arange(3, 3 + len(promised), dtype=np.int32)[:, None]
-    return grow_product(0, tokens, _falling([[p] for p in promised]), HeadRates(len(promised)), len(promised))
+    return independent_heads_tree(0, tokens, _falling([[p] for p in promised]), HeadRates(len(promised)), len(promised))
 
 
 def _says(rates: HeadRates, *promised: float) -> list[float]:
@@ -218,7 +218,7 @@ def _says(rates: HeadRates, *promised: float) -> list[float]:
 
 
 def test_guesses_without_a_chance_are_no_nodes():
-    tree = grow_product(1, np.array([[4, 5]], np.int32), _falling([[0.5, 0.0]]), HeadRates(1), 10)
+    tree = independent_heads_tree(1, np.array([[4, 5]], np.int32), _falling([[0.5, 0.0]]), HeadRates(1), 10)
     assert tree.tokens.tolist() == [1, 4]
 
 

@@ -16,11 +16,12 @@ import lookahead
 from lookahead import Heads, LookaheadConfig
 from lookahead.errors import HeadsError
 from lookahead.heads.base_model import hidden_states
+from lookahead.heads.head_files import open_heads, write_heads
 from lookahead.heads.hit_rates import HeadRates
+from lookahead.heads.induction_init import begin_mtp
 from lookahead.heads.mtp import MtpDrafter, MtpHeads
 from lookahead.heads.native_mtp import NativeDrafter, open_native
-from lookahead.training.examples import Example, Examples
-from lookahead.training.induction_start import begin_mtp
+from lookahead.training.examples import make_example
 
 FIXED = {"draft": "fixed", "min_probability": 0.0, "max_nodes": 20}
 
@@ -40,7 +41,7 @@ def naive(heads: MtpHeads, model, states: torch.Tensor) -> torch.Tensor:
     """What every head says after each of `[tokens, 2 · hidden]`, `[heads, tokens, vocab]`, by parts of transformers."""
     n, (low, last) = len(states), states.chunk(2, -1)
     mask = torch.full((n, n), float("-inf")).triu(1)[None, None]
-    rotation = heads.rotation._rotary(states, torch.arange(n)[None])
+    rotation = heads.rotation(states, torch.arange(n)[None])
     config, logits = type(heads.config).from_dict(heads.config.to_dict()), []
     config._attn_implementation = "eager"
     for head in heads.heads:
@@ -64,7 +65,7 @@ def test_training_and_drafting_say_what_attention_of_transformers_says(heads, ti
         says = heads.guess(tiny_llama, head, padded, places)
         right = torch.cat((expected[0][head][[0, 3, 8]], expected[1][head][[1, 3]]))
         assert torch.allclose(says, right, atol=1e-3, rtol=1e-3)
-    drafter = MtpDrafter(heads, tiny_llama, HeadRates(3), 2, None)
+    drafter = MtpDrafter(heads, tiny_llama, HeadRates(3), None, 2)
     nothing = [torch.zeros(0), torch.zeros(0)]
     drafter.read([1], nothing[:1], [states[0][:2]])
     drafter.read([0, 1], nothing, [states[1], states[0][2:]])
@@ -95,10 +96,10 @@ def test_heads_begin_training_by_saying_what_followed_the_next_token_before(monk
         low = sum(turned[back][ids.roll(back)] for back in range(3))
         return torch.cat((low, vectors[ids.roll(-1)]), -1)
 
-    monkeypatch.setattr("lookahead.training.induction_start.hidden_states", states_of)
+    monkeypatch.setattr("lookahead.heads.induction_init.hidden_states", states_of)
     texts = [torch.randint(4, 101, (60,)).tolist() for _ in range(200)]
     heads = MtpHeads.fresh(model, heads=2)
-    begin_mtp(heads, model, Examples([Example.answered(text[:1], text[1:], 99) for text in texts]))
+    begin_mtp(heads, model, [make_example(text[:1], text[1:], 99) for text in texts])
     right = [0, 0]
     for seed in range(20):
         text = torch.randperm(100, generator=torch.Generator().manual_seed(seed))[:40].tolist()
@@ -110,23 +111,23 @@ def test_heads_begin_training_by_saying_what_followed_the_next_token_before(monk
 
 
 def test_heads_read_back_as_they_were_written_without_a_random_number(heads, tiny_llama, looping_llama, tmp_path):
-    heads.write(tmp_path, tiny_llama)
+    write_heads(heads, tmp_path, tiny_llama)
     before = torch.get_rng_state()
-    read = MtpHeads.load(tmp_path, tiny_llama)
+    _, read = open_heads(tmp_path, tiny_llama)
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(t, heads.state_dict()[n].bfloat16().float()) for n, t in read.state_dict().items())
     with pytest.raises(HeadsError, match="heads of another model"):
-        MtpHeads.load(tmp_path, looping_llama)
+        open_heads(tmp_path, looping_llama)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_heads": 4}))
     with pytest.raises(HeadsError, match=r"num_heads must be the number of heads in model.safetensors, 3, got 4"):
-        MtpHeads.load(tmp_path, tiny_llama)
+        open_heads(tmp_path, tiny_llama)
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_heads": None}))
     with pytest.raises(HeadsError, match=r"num_heads must be the number of heads in model.safetensors, 3, got None"):
-        MtpHeads.load(tmp_path, tiny_llama)
+        open_heads(tmp_path, tiny_llama)
     (tmp_path / "config.json").write_text(json.dumps({**config, "low_layer": 99}))
     with pytest.raises(HeadsError, match="low_layer must be one of the model's layers, got 99"):
-        MtpHeads.load(tmp_path, tiny_llama)
+        open_heads(tmp_path, tiny_llama)
 
 
 @pytest.fixture(scope="module")
@@ -209,8 +210,8 @@ def test_what_the_layer_promises_is_what_transformers_computes_for_the_whole_tex
         chances = deepseek_model.lm_head(said[0, -1]).softmax(-1)
         children = [i for i in range(1, len(tree.tokens)) if tree.parents[i] == node]
         for i in children:
-            assert tree.promised[i] == pytest.approx(float(chances[tree.tokens[i]]), rel=1e-4)
-        node = max(children, key=lambda i: tree.promised[i])
+            assert tree.draft_probs[i] == pytest.approx(float(chances[tree.tokens[i]]), rel=1e-4)
+        node = max(children, key=lambda i: tree.draft_probs[i])
         grown.append(int(tree.tokens[node]))
         out = torch.cat((out, said[:, -1:]), 1)
         assert depth < 4

@@ -17,7 +17,7 @@ from lookahead.drafting.select import merge
 from lookahead.generation.api import prepare
 from lookahead.ngram.prune import Limits
 from lookahead.proposers.draft_rates import DraftRates
-from lookahead.proposers.draft_tree_batch import Grove
+from lookahead.proposers.draft_tree import DraftTreeBatch
 from lookahead.verification.exact import verify
 from lookahead.verification.rejection import RejectionRounds, coin, draw, draw_several
 
@@ -66,7 +66,7 @@ def every_fall(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Prefix]) -> It
         rejection = "verification.rejection"
         for module, name in ((rejection, "coin"), (rejection, "draw"), ("engine.engine", "draw")):
             monkeypatch.setattr(f"lookahead.{module}.{name}", getattr(dice, name))
-        monkeypatch.setattr("lookahead.proposers.draft_tree_batch.draw_several", dice.draw_several)
+        monkeypatch.setattr("lookahead.proposers.draft_tree.draw_several", dice.draw_several)
         outcome = run()
         yield dice.weight, outcome
         for at in range(len(script), len(dice.thrown)):
@@ -112,27 +112,26 @@ def of_target(target: Law, count: int) -> dict[Prefix, float]:
 
 def grow(law: Law, *, passes: int, width: int, children: int, room: int = 64) -> Proposal:
     """What a draft model with such distributions draws after nothing; its root holds token 0."""
-    grove = Grove(
+    batch = DraftTreeBatch(
         [0],
         DraftRates(of_draws=True),
-        room=room,
-        passes=passes,
+        max_nodes=room,
         width=width,
         children=children,
         vocabulary=len(law(())),
         warp=None,
         by_rejection=True,
     )
-    grove.add(law(()).log()[None, None])
+    batch.add(law(()).log()[None, None])
     for _ in range(passes - 1):
-        before = int(grove.choose()[0])
-        if not grove.is_chosen:
+        before = int(batch.choose()[0])
+        if not batch.is_chosen:
             break
-        tree, prefixes = grove.trees()[0], [()]
+        tree, prefixes = batch.trees[0].scored_tree(), [()]
         for node in range(1, len(tree)):
             prefixes.append((*prefixes[tree.parents[node]], int(tree.tokens[node])))
-        grove.add(torch.stack([law(prefix).log() for prefix in prefixes[before:]])[None])
-    return grove.proposals()[0]
+        batch.add(torch.stack([law(prefix).log() for prefix in prefixes[before:]])[None])
+    return batch.proposals()[0]
 
 
 def step(target: Law, drafts: Sequence[Law], max_depth: int = 9, **shape: int) -> Prefix:

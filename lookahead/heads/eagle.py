@@ -1,13 +1,32 @@
-"""EAGLE heads: one decoder layer that goes on from the model's hidden states, token by token."""
+"""EAGLE heads: one decoder layer that predicts the model's hidden states token by token, and drafting with it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, PreTrainedModel
 
 from lookahead.heads.base_model import unembed
-from lookahead.heads.layers import DraftLayer, Norm, Rotation
+from lookahead.heads.guess_tree import GuessTree, HeadDrafter, Warp, guess_tree
+from lookahead.heads.hit_rates import HeadRates
+from lookahead.heads.layers import DraftCache, DraftLayer, Norm, Rotation, attend, layer_config, take
+
+DEPTH = 6
+"""Levels of a tree: maximum number of tokens guessed."""
+
+WIDTH = 8
+"""Nodes of a level that the head goes on from, and guesses after each."""
+
+ROOT_WIDTH = 32
+"""Guesses after the root: where the head is unsure, these are the tokens that are likely at all."""
+
+MIN_PATH_PROB = 0.03
+"""Probability of reaching the likeliest node of a level, below which no further level is worth a pass."""
 
 
 class WideLayer(DraftLayer):
@@ -20,10 +39,10 @@ class WideLayer(DraftLayer):
 
 
 class EagleHead(nn.Module):
-    """Predicts the next feature, that is, what the LM head will read, from the last one and the token that followed.
+    """Predicts the next feature, which is what the LM head reads, from the last one and the token sampled from it.
 
-    It sees the token that was sampled from a feature, which the feature alone does not say, and attends to all pairs
-    before. The LM head and the embedding are the model's. The names of the weights are those of published checkpoints.
+    It attends to all earlier pairs of feature and token. The LM head and the embedding are the model's. The names of
+    the weights are those of published checkpoints.
 
     Args:
         config: Sizes of the layer, as of a Llama.
@@ -35,6 +54,7 @@ class EagleHead(nn.Module):
     Source: Li et al. 2024, "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty", §3.1.
     """
 
+    kind = "eagle"
     hidden_layers: tuple[int, ...] = (-1,)
 
     def __init__(self, config: LlamaConfig, *, bias: bool = True) -> None:
@@ -44,6 +64,11 @@ class EagleHead(nn.Module):
         self.fc = nn.Linear(2 * hidden, hidden, bias=bias)
         self.layers = nn.ModuleList([DraftLayer(config, hidden)])
         self.rotation = Rotation(config)
+
+    @classmethod
+    def fresh(cls, model: PreTrainedModel) -> EagleHead:
+        """An untrained head with a layer like those of the model."""
+        return cls(layer_config(model))
 
     @property
     def layer(self) -> DraftLayer:
@@ -66,20 +91,19 @@ class EagleHead(nn.Module):
         return unembed(model, features)
 
     def token_ids(self, guesses: Tensor) -> Tensor:
-        """The model's token ids of places in the logits."""
+        """The model's token ids of indices into the logits."""
         return guesses
 
 
 class FusedEagleHead(EagleHead):
-    """Predicts the next token, from hidden states of several layers and its own output where those are not there yet.
+    """Predicts the next token from hidden states of several layers, or from its own output where there are none yet.
 
-    The head no longer has to imitate the model's features, and was trained on its own. Its vocabulary is a part of the
-    model's: the most frequent tokens.
+    Its features need not be those of the model. Its vocabulary is a part of the model's: the most frequent tokens.
 
     Args:
         config: Sizes of the layer, as of a Llama.
         hidden_layers: The hidden states of the model it reads.
-        draft_vocab: Tokens it can propose.
+        draft_vocab: Number of tokens it can propose.
 
     Source: Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time
         Test", §3.
@@ -119,5 +143,128 @@ class FusedEagleHead(EagleHead):
         return out
 
     def token_ids(self, guesses: Tensor) -> Tensor:
-        """The model's token ids of places in the logits."""
+        """The model's token ids of indices into the logits."""
         return guesses + self.d2t[guesses]
+
+
+def fused_layers(model: PreTrainedModel) -> tuple[int, int, int]:
+    """The layers that an EAGLE-3 head reads: a low, a middle and a high one, as published.
+
+    Of a small model they are its embeddings, its first layer and its last, since its later layers keep little of the
+    tokens themselves, which a head looks up.
+    """
+    layers: int = model.config.get_text_config().num_hidden_layers
+    return (2, layers // 2, layers - 3) if layers >= 8 else (0, 1, layers)
+
+
+class EagleDrafter(HeadDrafter):
+    """Drafts with an EAGLE head: a tree grown level by level from its likeliest nodes, and the best of all of them.
+
+    Args:
+        head: The head.
+        model: The model, for its embedding and its LM head.
+        rates: Calibrates the guesses, by depth.
+        warp: What sampling does to logits; None for greedy decoding.
+        rows: Maximum number of rows.
+
+    Source: Li et al. 2024, "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", §4.1 (expansion),
+        here by probabilities that are calibrated while decoding.
+    """
+
+    def __init__(self, head: EagleHead, model: PreTrainedModel, rates: HeadRates, warp: Warp | None, rows: int) -> None:
+        super().__init__(model, rates, warp)
+        self.hidden_layers = head.hidden_layers
+        self._head = head
+        self._cache = DraftCache(rows)
+
+    def read(self, rows: Sequence[int], tokens: Sequence[Tensor], states: Sequence[Tensor]) -> None:
+        """Add the pairs of new tokens and the hidden states they were chosen from to the cache."""
+        features = self._head.enter(pad_sequence(list(states), batch_first=True))
+        read, add = self._head.pair(features, self._embed(pad_sequence(list(tokens), batch_first=True)))
+        new = [len(each) for each in tokens]
+        out = self._cache.extend(self._head.layer, self._head.rotation, rows, new, read, add)
+        self._last.update(zip(rows, out[:, None], strict=True))
+
+    def draft(self, rows: Sequence[int], roots: Sequence[int], max_nodes: int) -> list[GuessTree]:
+        """Draft after the last token of each of some rows."""
+        levels = self._expand(rows)
+        # One copy from the device: [rows, nodes], each a token, a parent and the bits of a probability.
+        packed = torch.cat([torch.stack(level, -1).flatten(1, 2) for level in levels], 1).cpu().numpy()
+        ranks = [np.arange(level[0][0].numel(), dtype=np.int32) % level[0].shape[-1] for level in levels]
+        depths = np.repeat(np.arange(len(levels), dtype=np.int32), [len(each) for each in ranks])
+        kinds = np.stack((depths, np.concatenate(ranks)), -1)
+        trees = []
+        for row, root in zip(packed, roots, strict=True):
+            tokens, parents, bits = np.ascontiguousarray(row.T)
+            trees.append(guess_tree(root, tokens, parents, kinds, bits.view(np.float32), self._rates, max_nodes))
+        return trees
+
+    def forget(self, row: int) -> None:
+        """Forget a row."""
+        super().forget(row)
+        self._cache.lengths[row] = 0
+
+    def _expand(self, rows: Sequence[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Guesses of every level: tokens, parents and the bits of probabilities, int32 `[rows, nodes, guesses]`.
+
+        Node 0 is the root, and the guesses of a level are numbered on in the order of its nodes.
+        """
+        out = torch.stack([self._last[row] for row in rows])
+        path_probs = out.new_ones(len(rows), 1, 1, dtype=torch.float32)
+        nodes = tokens = torch.zeros(len(rows), 1, dtype=torch.int32, device=out.device)
+        parents = nodes.long()
+        seen = torch.zeros(len(rows), 1, 0, dtype=torch.bool, device=out.device)
+        levels, count = [], 1
+        for level in range(DEPTH):
+            if level > 0:
+                out, seen = self._step(rows, level, tokens, out, seen, parents)
+            probs, indices = self._guess(self._head.logits(self._model, out), WIDTH if level else ROOT_WIDTH)
+            guesses, width = self._head.token_ids(indices).int(), probs.shape[-1]
+            levels.append((guesses, nodes[..., None].expand(guesses.shape), probs.view(torch.int32)))
+            best = (path_probs * probs).flatten(1).topk(min(WIDTH, probs[0].numel()))
+            if float(best.values.max()) < MIN_PATH_PROB:
+                break
+            path_probs, parents = best.values[..., None], best.indices // width
+            tokens = guesses.flatten(1).gather(1, best.indices)
+            nodes = best.indices.int() + count
+            count += probs[0].numel()
+        return levels
+
+    def _step(
+        self, rows: Sequence[int], level: int, tokens: Tensor, out: Tensor, seen: Tensor, parents: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Run the head at the chosen guesses of the level before.
+
+        Args:
+            rows: The rows.
+            level: At least 1.
+            tokens: int32 `[rows, n]`, the guesses.
+            out: `[rows, nodes, hidden]`, the output of the head at the nodes they follow.
+            seen: bool `[rows, nodes, slots]`, the slots of the tree that these nodes attend to.
+            parents: int64 `[rows, n]`, which of these nodes each guess follows.
+
+        Returns:
+            The output at each guess, `[rows, n, hidden]`, and the slots it attends to, bool `[rows, n, slots + n]`.
+        """
+        head, n = self._head, tokens.shape[1]
+        lengths = [self._cache.lengths[row] for row in rows]
+        own = torch.eye(n, dtype=torch.bool, device=out.device).expand(len(rows), -1, -1)
+        seen = torch.cat((seen.gather(1, parents[..., None].expand(-1, -1, seen.shape[-1])), own), -1)
+        positions = torch.tensor(lengths, device=out.device)[:, None] + (level - 1)
+        features = take(out, parents)
+        rotation = head.rotation(features, positions.expand(-1, n))
+        read, residual = head.pair(features, self._embed(tokens))
+        before = seen.shape[-1] - n
+        self._cache.write(rows, [length + before for length in lengths], *head.layer.keys_values(read, rotation))
+        mask = torch.zeros(len(rows), n, max(lengths) + seen.shape[-1], dtype=torch.bool, device=out.device)
+        for i, length in enumerate(lengths):
+            mask[i, :, :length] = True
+            mask[i, :, length : length + seen.shape[-1]] = seen[i]
+        keys, values = self._cache.read(rows, mask.shape[-1])
+        return head.layer.finish(residual, attend(head.layer.query(read, rotation), keys, values, mask)), seen
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """The model's embeddings, `[..., hidden]`."""
+        table: Any = self._model.get_input_embeddings()
+        embedded: Tensor = table(tokens.to(table.weight.device)).to(tokens.device)
+        return embedded

@@ -1,172 +1,305 @@
-"""Files of heads: a folder with weights in safetensors and a `config.json` that says what model they are of."""
+"""Folders of heads: weights in safetensors, and a `config.json` that names the model they were trained for."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 
 from lookahead.errors import HeadsError
-from lookahead.heads.base_model import body_of
+from lookahead.heads.base_model import body_of, lm_head
+from lookahead.heads.eagle import DEPTH, EagleDrafter, EagleHead, FusedEagleHead, fused_layers
+from lookahead.heads.guess_tree import HeadDrafter, Warp
+from lookahead.heads.hit_rates import HeadRates
+from lookahead.heads.layers import DraftLayer, Rotation, attend
+from lookahead.heads.medusa import MedusaDrafter, MedusaHeads
+from lookahead.heads.mtp import MtpDrafter, MtpHeads
+from lookahead.heads.native_mtp import NATIVE_DEPTH, NativeDrafter, open_native
 from lookahead.ngram.replacing import replacing
 from lookahead.utils.atomic import read_json, write_atomically
 from lookahead.utils.fingerprints import model_fingerprint
 
-CONFIG = "config.json"
+NATIVE = "native"
+"""In place of a folder: the MTP layer of the model's own checkpoint."""
+
+TrainedHeads = MedusaHeads | MtpHeads | EagleHead
+Network = TrainedHeads | PreTrainedModel
+Maker = Callable[[], TrainedHeads]
+
+_FILES = {
+    MedusaHeads.kind: ("medusa_lm_head.safetensors", "model.safetensors"),
+    MtpHeads.kind: ("model.safetensors",),
+    EagleHead.kind: ("model.safetensors", "pytorch_model.safetensors"),
+}
+"""Files that may hold the weights; the first one is written."""
+
+_MEDUSA_PREFIX = "medusa_head."  # of names in checkpoints that hold the model too
+_AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 _PICKLES = (".pt", ".bin", ".pth", ".pkl")
+_LAYER_SIZES = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps"),
+    *("rope_parameters", "rope_scaling", "rope_theta", "vocab_size", "max_position_embeddings", "attention_bias"),
+)
 
 
-@dataclass(frozen=True, slots=True)
-class HeadsConfig:
-    """What `config.json` says of heads.
+def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[str, Network]:
+    """Read heads for a model, with its dtype and on its device, ready to draft.
 
-    Attributes:
-        kind: `"medusa"`, `"eagle"` or `"mtp"`; None in a published checkpoint, which does not say.
-        base: Where the model was loaded from when they were trained; for people to read.
-        fingerprint: Of that model; None in a published checkpoint.
-        sizes: Everything else.
+    Args:
+        folder: As `write_heads` left it; a published checkpoint of Medusa, EAGLE-1, 2 or 3 in safetensors; or `NATIVE`.
+        model: The model they were trained for.
+
+    Returns:
+        Their kind, and the heads.
+
+    Raises:
+        HeadsError: There are none, they are damaged, a pickle, of an architecture that is not served, or of another
+            model; or the model takes none.
     """
+    weight = lm_head(model).weight  # refuses models that take no heads, whatever is in the folder
+    if folder == NATIVE:  # whatever folders there are
+        return MtpHeads.kind, open_native(model)
+    if Path(folder).name == str(folder) and not Path(folder).exists():
+        raise HeadsError(f"{folder}: neither a folder of heads nor {NATIVE!r}, the model's own")
+    place = Path(folder).expanduser()
+    if not place.is_dir():
+        raise HeadsError(_not_a_folder(place))
+    config = _read_config(place)
+    kind = config.get("lookahead_heads") or _published_kind(place, config)
+    if kind not in list(_FILES):  # it may be any JSON
+        raise HeadsError(f"{place}: heads of an unknown kind, {kind!r}")
+    tensors = _read_weights(place, kind)
+    with _errors_naming(place):
+        make = _READERS[kind](config, tensors, model)
+        with torch.device("meta"):  # weights made at random would draw from the seed of whoever is decoding
+            heads = make()
+        try:
+            heads.load_state_dict(tensors, assign=True)
+        except RuntimeError as error:
+            raise HeadsError(f"no {kind} heads of an architecture that is served: {error}") from error
+        if not isinstance(heads, MedusaHeads):
+            heads.rotation = Rotation(heads.config)  # its buffers are no weights, and were made on meta with the rest
+        heads = heads.to(weight.device, weight.dtype).eval().requires_grad_(False)
+        if not isinstance(heads, MedusaHeads):
+            _try_out(heads.layer if isinstance(heads, EagleHead) else heads.head(0), heads.rotation)
+    return kind, heads
 
-    kind: str | None
-    base: str
-    fingerprint: str | None
-    sizes: dict[str, Any] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, kind: str, model: PreTrainedModel, sizes: Mapping[str, Any]) -> HeadsConfig:
-        """The configuration of heads trained for a model."""
-        base = Path(model.config.name_or_path).name if model.config.name_or_path else type(model).__name__
-        return cls(kind, base, model_fingerprint(model, body_of(model)), dict(sizes))
-
-    def to_json(self) -> str:
-        """As it stands in the file."""
-        own = {"lookahead_heads": self.kind, "base_model_name_or_path": self.base, "fingerprint": self.fingerprint}
-        return json.dumps({**own, **self.sizes}, indent=2) + "\n"
-
-
-def write_heads(folder: str | os.PathLike[str], config: HeadsConfig, name: str, tensors: Mapping[str, Tensor]) -> None:
-    """Write heads into a folder, which is made; the configuration comes last, so that half of them is none.
+def write_heads(heads: TrainedHeads, folder: str | os.PathLike[str], model: PreTrainedModel) -> None:
+    """Write heads in bfloat16 into a folder, which is made; the configuration comes last, so that half of them is none.
 
     Raises:
         OSError: They cannot be written.
     """
+    base = Path(model.config.name_or_path).name if model.config.name_or_path else type(model).__name__
+    own = {
+        "lookahead_heads": heads.kind,
+        "base_model_name_or_path": base,
+        "fingerprint": model_fingerprint(model, body_of(model)),
+        **_sizes_of(heads),
+    }
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
-    with replacing(place / name) as file:
-        file.write(save({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}))
-    write_atomically(place / CONFIG, config.to_json())
+    tensors = {
+        key: (tensor.bfloat16() if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
+        for key, tensor in heads.state_dict().items()
+    }
+    with replacing(place / _FILES[heads.kind][0]) as file:
+        file.write(save(tensors))
+    write_atomically(place / "config.json", json.dumps(own, indent=2) + "\n")
 
 
-def read_heads(
-    folder: str | os.PathLike[str], kind: str, names: Sequence[str]
-) -> tuple[HeadsConfig, dict[str, Tensor]]:
-    """Read the configuration and the weights of heads; a pickle is never opened.
-
-    Args:
-        folder: Where they are.
-        kind: What they must be, where the configuration says.
-        names: Files that may hold the weights; the first one that is there is read.
-
-    Raises:
-        HeadsError: They are missing, damaged, of another kind, or a pickle.
-    """
-    place = Path(folder).expanduser()
-    config = read_config(place)
-    file = next((place / name for name in names if (place / name).is_file()), None)
-    if file is None:
-        pickled = sorted(each for each in place.iterdir() if each.suffix in _PICKLES)
-        raise HeadsError(
-            _refuse_file(pickled[0]) if pickled else f"{place}: no {kind} heads: looked for {' and '.join(names)}"
-        )
-    if config.kind not in (kind, None):
-        raise HeadsError(f"{place}: {config.kind} heads, not {kind} heads")
-    try:
-        return config, load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise HeadsError(f"{file}: cannot be read: {error}") from error
+def fresh_rates(heads: Network) -> HeadRates:
+    """Hit rates of guesses before any was counted."""
+    if isinstance(heads, PreTrainedModel):
+        return HeadRates(NATIVE_DEPTH)
+    return HeadRates(DEPTH if isinstance(heads, EagleHead) else len(heads))
 
 
-def check_base(
-    folder: str | os.PathLike[str], config: HeadsConfig, model: PreTrainedModel, *, hidden: int, vocab: int
-) -> None:
-    """Refuse heads of another model.
-
-    Args:
-        folder: Where they are.
-        config: What it says of them.
-        model: The model they are to guess for.
-        hidden: Size of the hidden states they read.
-        vocab: Tokens they know.
-
-    Raises:
-        HeadsError: They do not fit the model, or fit it and were trained for another.
-    """
-    sizes: Any = model.config.get_text_config()
-    if hidden != sizes.hidden_size:
-        raise HeadsError(
-            f"{folder}: heads of another model ({config.base}): they read hidden states of {hidden}, "
-            f"and those of this model have {sizes.hidden_size}"
-        )
-    known = model.get_output_embeddings().weight.shape[0]
-    if vocab != known:
-        raise HeadsError(
-            f"{folder}: heads of another model ({config.base}): they know {vocab} tokens, and this model {known}"
-        )
-    if config.fingerprint is not None and config.fingerprint != (own := model_fingerprint(model, body_of(model))):
-        raise HeadsError(
-            f"{folder}: heads of another model ({config.base}): its fingerprint is {config.fingerprint}, "
-            f"and that of this model {own}"
-        )
+def make_drafter(heads: Network, model: PreTrainedModel, rates: HeadRates, warp: Warp | None, rows: int) -> HeadDrafter:
+    """What drafts with heads for at most `rows` rows of one call; `warp` as of a `HeadDrafter`."""
+    if isinstance(heads, MedusaHeads):
+        return MedusaDrafter(heads, model, rates, warp)
+    if isinstance(heads, MtpHeads):
+        return MtpDrafter(heads, model, rates, warp, rows)
+    if isinstance(heads, EagleHead):
+        return EagleDrafter(heads, model, rates, warp, rows)
+    return NativeDrafter(cast(Any, heads), model, rates, warp)
 
 
-@contextmanager
-def head_errors(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn whatever goes wrong while heads are made of a folder into an error that names it.
-
-    Sizes and tensors that do not belong together come to light in many places, most of them of torch and transformers.
-    """
-    try:
-        yield
-    except HeadsError:
-        raise
-    except Exception as error:
-        said = " ".join(str(error).split())
-        raise HeadsError(f"{folder}: heads that cannot be used: {type(error).__name__}: {said}") from error
+def _sizes_of(heads: TrainedHeads) -> dict[str, Any]:
+    """What `config.json` says of an architecture."""
+    if isinstance(heads, MedusaHeads):
+        return {"medusa_num_heads": len(heads), "medusa_num_layers": heads.blocks}
+    own: dict[str, Any] = heads.config.to_dict()
+    sizes = {name: own[name] for name in _LAYER_SIZES if own.get(name) is not None}
+    if isinstance(heads, MtpHeads):
+        return sizes | {"num_heads": len(heads), "low_layer": heads.hidden_layers[0]}
+    if isinstance(heads, FusedEagleHead):
+        return sizes | {"draft_vocab_size": len(heads.d2t), _AUX_LAYERS: list(heads.hidden_layers)}
+    return sizes
 
 
-def read_config(folder: str | os.PathLike[str]) -> HeadsConfig:
-    """What `config.json` says.
-
-    Raises:
-        HeadsError: There is no such folder, or no such file in it, or it is damaged.
-    """
-    place = Path(folder).expanduser()
-    if not place.is_dir():
-        raise HeadsError(_refuse_file(place))
-    path = place / CONFIG
+def _read_config(place: Path) -> dict[str, Any]:
+    path = place / "config.json"
     try:
         values = read_json(path)
     except (OSError, ValueError) as error:
         raise HeadsError(f"{path}: cannot be read: {error}") from error
     if not isinstance(values, dict):
         raise HeadsError(f"{path}: must hold a JSON object, got {type(values).__name__}")
-    kind, base = values.pop("lookahead_heads", None), values.pop("base_model_name_or_path", None)
-    return HeadsConfig(kind, str(base or "unnamed"), values.pop("fingerprint", None), values)
+    return values
 
 
-def _refuse_file(path: Path) -> str:
+def _published_kind(place: Path, config: Mapping[str, Any]) -> str:
+    """The kind of a checkpoint whose configuration does not say: only Medusa's have a name or a size of their own."""
+    is_medusa = "medusa_num_heads" in config or any(place.glob("medusa_lm_head.*"))
+    return MedusaHeads.kind if is_medusa else EagleHead.kind
+
+
+def _read_weights(place: Path, kind: str) -> dict[str, Tensor]:
+    """Read the weights of a folder; a pickle is never opened."""
+    names = _FILES[kind]
+    file = next((place / name for name in names if (place / name).is_file()), None)
+    if file is None:
+        pickled = sorted(each for each in place.iterdir() if each.suffix in _PICKLES)
+        missing = f"{place}: no {kind} heads: looked for {' and '.join(names)}"
+        raise HeadsError(_not_a_folder(pickled[0]) if pickled else missing)
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise HeadsError(f"{file}: cannot be read: {error}") from error
+
+
+def _read_medusa(config: Mapping[str, Any], tensors: dict[str, Tensor], model: PreTrainedModel) -> Maker:
+    """Heads of the sizes of their weights, from which a published configuration may differ."""
+    if any(name.startswith(_MEDUSA_PREFIX) for name in tensors):
+        own = {name.removeprefix(_MEDUSA_PREFIX): t for name, t in tensors.items() if name.startswith(_MEDUSA_PREFIX)}
+        tensors.clear()
+        tensors.update(own)
+    blocks = sum(name.startswith("0.") and name.endswith(".linear.weight") for name in tensors)
+    numbers = {name.partition(".")[0] for name in tensors}
+    if f"0.{blocks}.weight" not in tensors or not all(number.isdigit() for number in numbers):
+        raise HeadsError(f"no Medusa heads; it holds {', '.join(sorted(tensors)[:4])}")
+    heads, shape = len(numbers), tensors[f"0.{blocks}.weight"].shape
+    if set(map(int, numbers)) != set(range(heads)) or len(shape) != 2:
+        raise HeadsError(
+            "no Medusa heads: they are numbered from 0 on and project to [vocabulary, hidden], got "
+            f"{', '.join(sorted(numbers)[:8])} and {list(shape)}"
+        )
+    vocab, hidden = shape
+    _check_base(config, model, hidden, vocab)
+    return partial(MedusaHeads, hidden, vocab, heads=heads, blocks=blocks)
+
+
+def _read_mtp(config: Mapping[str, Any], tensors: dict[str, Tensor], model: PreTrainedModel) -> Maker:
+    sizes = _layer_sizes(config)
+    _check_base(config, model, sizes.hidden_size, sizes.vocab_size)
+    count, held = config.get("num_heads"), len({name.split(".")[1] for name in tensors if name.startswith("heads.")})
+    if type(count) is not int or not 1 <= count == held:  # before so many are made
+        raise HeadsError(f"num_heads must be the number of heads in model.safetensors, {held}, got {count!r}")
+    low = config.get("low_layer")
+    if not isinstance(low, int) or not 0 <= low <= model.config.get_text_config().num_hidden_layers:
+        raise HeadsError(f"low_layer must be one of the model's layers, got {low!r}")
+    return partial(MtpHeads, sizes, heads=count, low_layer=low)
+
+
+def _read_eagle(config: Mapping[str, Any], tensors: dict[str, Tensor], model: PreTrainedModel) -> Maker:
+    """A head of EAGLE-1 or 2 (`fc` and `layers.0`) or 3 (`midlayer`), once its architecture is one that is served."""
+    for shared in ("embed_tokens.weight", "t2d"):  # the model's own, and the inverse of d2t
+        tensors.pop(shared, None)
+    if config.get("hidden_act", "silu") != "silu":
+        raise HeadsError(f"hidden_act must be silu, got {config['hidden_act']!r}")
+    if config.get("num_hidden_layers", 1) != 1:
+        raise HeadsError(f"EAGLE heads of one layer are served, this one has {config['num_hidden_layers']}")
+    if config.get("target_hidden_size", config.get("hidden_size")) != config.get("hidden_size"):
+        raise HeadsError("EAGLE heads as wide as their model are served, this one differs from it")
+    sizes = _layer_sizes({**config, "attention_bias": any(name.endswith("q_proj.bias") for name in tensors)})
+    vocab = config.get("vocab_size", model.config.get_text_config().vocab_size)
+    _check_base(config, model, sizes.hidden_size, vocab)
+    if "midlayer.hidden_norm.weight" not in tensors:
+        return partial(EagleHead, sizes, bias="fc.bias" in tensors)
+    if "lm_head.weight" not in tensors or "d2t" not in tensors:
+        raise HeadsError("an EAGLE-3 head needs lm_head.weight and d2t")
+    d2t, shape = tensors["d2t"], tensors["lm_head.weight"].shape
+    if d2t.dtype not in (torch.int64, torch.int32) or d2t.shape != shape[:1]:
+        raise HeadsError(
+            f"d2t must hold a whole number for every row of lm_head.weight, got {d2t.dtype} of shape "
+            f"{tuple(d2t.shape)} for {tuple(shape)}"
+        )
+    tokens = d2t + torch.arange(len(d2t))
+    if int(tokens.min()) < 0 or int(tokens.max()) >= sizes.vocab_size:
+        raise HeadsError(f"d2t names tokens beyond the model's {sizes.vocab_size}")
+    named = config.get(_AUX_LAYERS) or (config.get("eagle_config") or {}).get(_AUX_LAYERS)
+    most = model.config.get_text_config().num_hidden_layers
+    if named and not (isinstance(named, list) and all(type(layer) is int and 0 <= layer <= most for layer in named)):
+        raise HeadsError(f"{_AUX_LAYERS} must be a list of the model's layers, 0 to {most}, got {named!r}")
+    layers = tuple(named or fused_layers(model))
+    return partial(FusedEagleHead, sizes, hidden_layers=layers, draft_vocab=len(d2t))
+
+
+_READERS = {MedusaHeads.kind: _read_medusa, MtpHeads.kind: _read_mtp, EagleHead.kind: _read_eagle}
+
+
+def _layer_sizes(config: Mapping[str, Any]) -> LlamaConfig:
+    """The sizes of a layer from `config.json`, which may hold more."""
+    try:
+        given = {name: config[name] for name in _LAYER_SIZES if config.get(name) is not None}
+        return LlamaConfig(**given, num_hidden_layers=1)
+    except Exception as error:  # of unrelated types, from transformers and what it checks with
+        raise HeadsError(f"config.json names no sizes of a layer: {error}") from error
+
+
+def _check_base(config: Mapping[str, Any], model: PreTrainedModel, hidden: int, vocab: int) -> None:
+    """Refuse heads that do not fit the model, or fit it and were trained for another."""
+    whose = f"heads of another model ({config.get('base_model_name_or_path') or 'unnamed'}):"
+    if hidden != (size := model.config.get_text_config().hidden_size):
+        raise HeadsError(f"{whose} they read hidden states of {hidden}, and those of this model have {size}")
+    if vocab != (known := len(lm_head(model).weight)):
+        raise HeadsError(f"{whose} they know {vocab} tokens, and this model {known}")
+    fingerprint = config.get("fingerprint")  # published checkpoints have none
+    if fingerprint is not None and fingerprint != (own := model_fingerprint(model, body_of(model))):
+        raise HeadsError(f"{whose} its fingerprint is {fingerprint}, and that of this model {own}")
+
+
+@torch.no_grad()
+def _try_out(layer: DraftLayer, rotation: Rotation) -> None:
+    """Run a layer once, so that sizes that do not belong together are found before decoding."""
+    attention = layer.self_attn
+    read = attention.q_proj.weight.new_ones(1, 2, attention.q_proj.in_features)
+    turned = rotation(read, torch.arange(2, device=read.device)[None])
+    mask = torch.ones(1, 2, 2, dtype=torch.bool, device=read.device)
+    context = attend(layer.query(read, turned), *layer.keys_values(read, turned), mask)
+    layer.finish(read.new_ones(1, 2, attention.o_proj.out_features), context)
+
+
+@contextmanager
+def _errors_naming(folder: Path) -> Iterator[None]:
+    """Turn whatever goes wrong while heads are made of a folder into an error that names it.
+
+    Sizes and tensors that do not belong together come to light in many places, most of them of torch and transformers.
+    """
+    try:
+        yield
+    except Exception as error:
+        what = "" if isinstance(error, HeadsError) else f"heads that cannot be used: {type(error).__name__}: "
+        raise HeadsError(f"{folder}: {what}{' '.join(str(error).split())}") from error
+
+
+def _not_a_folder(path: Path) -> str:
     """Why a path that is no folder of heads is not opened, and what to do."""
     if path.suffix not in _PICKLES:
-        return f"{path}: no folder; name the folder that holds {CONFIG} and the weights"
+        return f"{path}: no folder; name the folder that holds config.json and the weights"
     target = path.with_suffix(".safetensors").name
     return (
         f"{path}: a pickle, which could run any code and is not opened. If you trust where it is from, convert it once "

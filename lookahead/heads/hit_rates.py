@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numba import njit
 
-from lookahead.heads.guess_tree import FloatArray, GuessTree, IntArray
+if TYPE_CHECKING:
+    from lookahead.heads.guess_tree import FloatArray, GuessTree, IntArray
 
 _RANKS = 5  # the likeliest guess, the second, the third, the fourth, all later ones
 _EDGES = np.array([0.01, 0.03, 0.1, 0.3, 0.6, 0.85], np.float32)
@@ -51,7 +54,7 @@ class HeadRates:
             tree: What was guessed.
             right: int32 `[n]`, the tokens that follow the root.
         """
-        _learn(self._counts, tree.tokens, tree.parents, tree.kinds, tree.promised, right)
+        _learn(self._counts, tree.tokens, tree.parents, tree.kinds, tree.draft_probs, right)
 
 
 @njit(cache=True)

@@ -1,26 +1,24 @@
-"""One decoder layer as Llama has it, with its own keys and values, for heads that look back."""
+"""One Llama decoder layer in parts, and its KV cache, for heads that attend to earlier positions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 
-from lookahead.errors import HeadsError
+_GROWTH = 1.5  # spare capacity of a cache that is made anew
 
-_SIZES = (
-    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps"),
-    *("rope_parameters", "rope_scaling", "rope_theta", "vocab_size", "max_position_embeddings", "attention_bias"),
-)
+Rotation = LlamaRotaryEmbedding
+"""Cosines and sines `[batch, tokens, dim]` at int64 positions `[batch, tokens]`, in the dtype of its first argument."""
 
 
 class Norm(nn.Module):
-    """Root mean square norm, computed in fp32."""
+    """Root mean square norm, computed in fp32 by one fused operation."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -33,11 +31,11 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """The projections of an attention layer; those of queries, keys and values may read something wider.
+    """The projections of an attention layer.
 
     Args:
         config: Sizes, as of a Llama.
-        reads: Size of what is read.
+        reads: Size of the input of queries, keys and values, which may be wider than the hidden states.
     """
 
     def __init__(self, config: LlamaConfig, reads: int) -> None:
@@ -55,33 +53,18 @@ class Attention(nn.Module):
         return heads.transpose(1, 2)
 
 
-class Mlp(nn.Module):
-    """down(silu(gate(x)) · up(x))."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., hidden]` to the same."""
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
-
-
 class DraftLayer(nn.Module):
-    """Attention and an MLP, in parts: what stands at other places is attended to by whoever keeps it.
+    """Attention and an MLP, in parts: the caller keeps the keys and values.
 
     Args:
         config: Sizes, as of a Llama.
-        reads: Size of what queries, keys and values are made of.
+        reads: Size of the input of queries, keys and values.
     """
 
     def __init__(self, config: LlamaConfig, reads: int) -> None:
         super().__init__()
         self.self_attn = Attention(config, reads)
-        self.mlp = Mlp(config)
+        self.mlp = LlamaMLP(config)
         self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
 
     def query(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
@@ -94,47 +77,34 @@ class DraftLayer(nn.Module):
         return rotate(attention.heads_of(attention.k_proj(x)), rotation), attention.heads_of(attention.v_proj(x))
 
     def finish(self, residual: Tensor, context: Tensor) -> Tensor:
-        """What the layer makes of what was attended to.
+        """The output of the layer, `[batch, tokens, hidden]`.
 
         Args:
             residual: `[batch, tokens, hidden]`, what attention is added to.
-            context: `[batch, heads, tokens, dim]`.
+            context: `[batch, heads, tokens, dim]`, what attention gives.
         """
         hidden: Tensor = residual + self.self_attn.o_proj(context.transpose(1, 2).flatten(2))
         added: Tensor = self.mlp(self.post_attention_layernorm(hidden))
         return hidden + added
 
 
-class Rotation(nn.Module):
-    """Rotary positions of a configuration, scaled ones included."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self._rotary = LlamaRotaryEmbedding(config)
-
-    def forward(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines `[batch, 1, tokens, dim]` at positions, int64 `[batch, tokens]`, in the dtype of `like`."""
-        cosine, sine = self._rotary(like, positions)
-        return cosine[:, None], sine[:, None]
-
-
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn pairs of dimensions of `[batch, heads, tokens, dim]` by the angles of their positions."""
-    first, second = x.chunk(2, dim=-1)
-    return x * rotation[0] + torch.cat((-second, first), dim=-1) * rotation[1]
+    """Rotate pairs of dimensions of `[batch, heads, tokens, dim]` by cosines and sines `[batch, tokens, dim]`."""
+    (first, second), (cosine, sine) = x.chunk(2, dim=-1), (each[:, None] for each in rotation)
+    return x * cosine + torch.cat((-second, first), dim=-1) * sine
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     """Attention of few queries to keys of fewer heads.
 
-    The heads that share keys stand below each other as queries, so that nothing is copied: on a CPU that is several
-    times as fast as letting torch share them.
+    Query heads that share keys are stacked as further queries, so that no key is copied. On a CPU that is several
+    times as fast as `enable_gqa`.
 
     Args:
         query: `[batch, heads, tokens, dim]`.
         keys: `[batch, kv heads, keys, dim]`.
         values: As the keys.
-        mask: bool `[batch, tokens, keys]`, what may be seen.
+        mask: bool `[batch, tokens, keys]`, the visible keys.
 
     Returns:
         `[batch, heads, tokens, dim]`.
@@ -145,28 +115,90 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     return context.view(query.shape)
 
 
-@torch.no_grad()
-def try_out(layer: DraftLayer, rotation: Rotation) -> None:
-    """Run a layer over two places, so that sizes which do not go together are told before anything is decoded.
+def take(states: Tensor, index: Tensor) -> Tensor:
+    """States `[rows, n, size]` at int64 positions `[rows, n]` of `[rows, tokens, size]`."""
+    return states.gather(1, index[..., None].expand(-1, -1, states.shape[-1]))
 
-    Raises:
-        Exception: As torch does.
+
+class DraftCache:
+    """Keys and values of one layer: those of committed tokens first, those of a draft tree behind them.
+
+    Args:
+        rows: Maximum number of rows.
+
+    Attributes:
+        lengths: Committed tokens of each row.
     """
-    attention = layer.self_attn
-    read = attention.q_proj.weight.new_ones(1, 2, attention.q_proj.in_features)
-    turned = rotation(read, torch.arange(2, device=read.device)[None])
-    mask = torch.ones(1, 2, 2, dtype=torch.bool, device=read.device)
-    context = attend(layer.query(read, turned), *layer.keys_values(read, turned), mask)
-    layer.finish(read.new_ones(1, 2, attention.o_proj.out_features), context)
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._states: tuple[Tensor, Tensor] | None = None
+        self.lengths = [0] * rows
+
+    def write(self, rows: Sequence[int], first: Sequence[int], keys: Tensor, values: Tensor) -> None:
+        """Write keys and values `[rows, kv heads, n, dim]` into the n slots from `first` on of each row."""
+        end = max(first) + keys.shape[2]
+        if self._states is None or self._states[0].shape[1] < end:
+            self._grow(end, keys)
+        assert self._states is not None
+        for held, new in zip(self._states, (keys, values), strict=True):
+            for i, (row, slot) in enumerate(zip(rows, first, strict=True)):
+                held[row, slot : slot + new.shape[2]] = new[i].transpose(0, 1)
+
+    def read(self, rows: Sequence[int], end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of some rows, `[rows, kv heads, end, dim]` each; adjacent rows are not copied."""
+        assert self._states is not None
+        is_adjacent = list(rows) == list(range(rows[0], rows[0] + len(rows)))
+        index = slice(rows[0], rows[0] + len(rows)) if is_adjacent else list(rows)
+        keys, values = (held[index][:, :end].transpose(1, 2) for held in self._states)
+        return keys, values
+
+    def extend(
+        self, layer: DraftLayer, rotation: Rotation, rows: Sequence[int], new: Sequence[int], read: Tensor, add: Tensor
+    ) -> Tensor:
+        """Commit the new tokens of some rows, and run the layer at the last one of each row.
+
+        Args:
+            layer: The layer.
+            rotation: Its rotary embedding.
+            rows: The rows.
+            new: Number of new tokens of each.
+            read: `[rows, most, reads]`, the input of attention; shorter rows are padded on the right.
+            add: `[rows, most, hidden]`, what attention is added to.
+
+        Returns:
+            `[rows, hidden]`.
+        """
+        first = [self.lengths[row] for row in rows]
+        positions = torch.tensor(first, device=read.device)[:, None] + torch.arange(max(new), device=read.device)
+        self.write(rows, first, *layer.keys_values(read, rotation(read, positions)))
+        for row, n in zip(rows, new, strict=True):
+            self.lengths[row] += n
+        last = torch.tensor(new, device=read.device)[:, None] - 1
+        end = max(self.lengths[row] for row in rows)
+        at = positions.gather(1, last)
+        query = layer.query(take(read, last), rotation(read, at))
+        mask = torch.arange(end, device=read.device) <= at[..., None]
+        return layer.finish(take(add, last), attend(query, *self.read(rows, end), mask))[:, 0]
+
+    def _grow(self, end: int, like: Tensor) -> None:
+        """Allocate at least `end` slots a row, keeping what is there."""
+        old = self._states
+        # Zeros, because a masked slot still takes part in 0 · value.
+        shape = self._rows, int(end * _GROWTH), like.shape[1], like.shape[3]
+        keys, values = like.new_zeros(shape), like.new_zeros(shape)
+        if old is not None:
+            keys[:, : old[0].shape[1]], values[:, : old[1].shape[1]] = old
+        self._states = keys, values
 
 
-def layer_config(model: PreTrainedModel, **others: Any) -> LlamaConfig:
-    """The sizes of a new layer: those of the model's own, as far as it has such."""
+def layer_config(model: PreTrainedModel) -> LlamaConfig:
+    """The sizes of a new layer: those of the model's own layers, as far as it has them."""
     base: Any = model.config.get_text_config()
     heads: int = base.num_attention_heads
     hidden: int = base.hidden_size
-    own = getattr(base, "rope_parameters", None) or {}
-    theta = own.get("rope_theta") if own.get("rope_type") == "default" else None
+    rope = getattr(base, "rope_parameters", None) or {}
+    theta = rope.get("rope_theta") if rope.get("rope_type") == "default" else None
     return LlamaConfig(
         hidden_size=hidden,
         intermediate_size=getattr(base, "intermediate_size", None) or 4 * hidden,
@@ -177,23 +209,4 @@ def layer_config(model: PreTrainedModel, **others: Any) -> LlamaConfig:
         rope_parameters={"rope_type": "default", "rope_theta": theta or 10_000.0},
         vocab_size=base.vocab_size,
         num_hidden_layers=1,
-        **others,
     )
-
-
-def write_sizes(config: LlamaConfig) -> dict[str, Any]:
-    """The sizes of a layer for `config.json`."""
-    own: dict[str, Any] = config.to_dict()
-    return {name: own[name] for name in _SIZES if own.get(name) is not None}
-
-
-def read_sizes(folder: Any, given: Mapping[str, Any]) -> LlamaConfig:
-    """The sizes of a layer from `config.json`, which may hold more.
-
-    Raises:
-        HeadsError: They make no layer.
-    """
-    try:
-        return LlamaConfig(**{name: given[name] for name in _SIZES if given.get(name) is not None}, num_hidden_layers=1)
-    except Exception as error:  # of unrelated types, from transformers and what it checks with
-        raise HeadsError(f"{folder}: config.json names no sizes of a layer: {' '.join(str(error).split())}") from error

@@ -1,4 +1,4 @@
-"""The MTP layer that a checkpoint brings along, as DeepSeek-V3 and GLM-4.5 do, loaded and run by transformers."""
+"""The MTP layer of a model's own checkpoint, as of DeepSeek-V3 and GLM-4.5, loaded and run by transformers."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from transformers import PreTrainedModel
 
 from lookahead.errors import HeadsError
 from lookahead.heads.base_model import unembed
-from lookahead.heads.eagle_drafter import LEAST, WIDTH, rerank
-from lookahead.heads.guess_tree import GuessTree, HeadDrafter, Warp
+from lookahead.heads.eagle import MIN_PATH_PROB, WIDTH
+from lookahead.heads.guess_tree import GuessTree, HeadDrafter, Warp, guess_tree
 from lookahead.heads.hit_rates import HeadRates
 
 if TYPE_CHECKING:
     from transformers.cache_utils import MtpCache
     from transformers.modeling_layers import MtpModel
 
-KIND = "mtp"
-DEPTH = 4
-"""Tokens guessed at most. The layer was trained for one, and goes on from its own output as EAGLE does."""
+NATIVE_DEPTH = 4
+"""Maximum number of tokens guessed. The layer was trained for one, and goes on from its own output as EAGLE does."""
 
 
 def open_native(model: PreTrainedModel) -> MtpModel:
@@ -58,29 +57,17 @@ def open_native(model: PreTrainedModel) -> MtpModel:
 
 
 class NativeDrafter(HeadDrafter):
-    """Lets the layer read what the model said, then guess on along the likeliest chain, the next best beside it.
+    """Drafts with the MTP layer: a chain of its likeliest guesses, the other guesses beside it.
 
     Rows run one after the other, as transformers' masks for such layers have no padding.
-
-    Args:
-        network: The layer.
-        model: Its model, for the LM head.
-        rates: How far guesses can be trusted, by depth.
-        warp: What sampling does to logits; None where the likeliest token is taken.
 
     Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", §2.2.
     """
 
-    hidden_layers = (-1,)
-    reads_all = True
-
     def __init__(self, network: MtpModel, model: PreTrainedModel, rates: HeadRates, warp: Warp | None) -> None:
+        super().__init__(model, rates, warp)
         self._network = network
-        self._model = model
-        self._rates = rates
-        self._warp = warp
         self._caches: dict[int, MtpCache] = {}
-        self._newest: dict[int, Tensor] = {}
 
     def read(self, rows: Sequence[int], tokens: Sequence[Tensor], states: Sequence[Tensor]) -> None:
         """Run the layer over the pairs of new tokens and the hidden states they were chosen from."""
@@ -90,50 +77,40 @@ class NativeDrafter(HeadDrafter):
             if row not in self._caches:
                 cache = self._caches[row] = MtpCache(config=self._network.config)
                 cache.activate_past_recording()
-            self._newest[row] = self._run(row, new[None], state[None])[:, -1:]
+            self._last[row] = self._run(row, new[None], state[None])[:, -1:]
 
-    def draft(self, rows: Sequence[int], roots: Sequence[int], room: int) -> list[GuessTree]:
-        """What may follow the newest token of each of some rows."""
-        return [self._grow(row, root, room) for row, root in zip(rows, roots, strict=True)]
+    def draft(self, rows: Sequence[int], roots: Sequence[int], max_nodes: int) -> list[GuessTree]:
+        """Draft after the last token of each of some rows."""
+        return [self._grow(row, root, max_nodes) for row, root in zip(rows, roots, strict=True)]
 
     def forget(self, row: int) -> None:
         """Forget a row."""
+        super().forget(row)
         self._caches.pop(row, None)
-        self._newest.pop(row, None)
 
-    def _grow(self, row: int, root: int, room: int) -> GuessTree:
-        """A chain of first guesses with the others as leaves."""
-        out, reach = self._newest[row], 1.0
+    def _grow(self, row: int, root: int, max_nodes: int) -> GuessTree:
+        out, path_prob = self._last[row], 1.0
         tokens: list[Tensor] = []
-        promised: list[Tensor] = []
-        for depth in range(DEPTH):
+        probs: list[Tensor] = []
+        for depth in range(NATIVE_DEPTH):
             if depth > 0:
                 out = self._run(row, tokens[-1][None, :1], out)
-            chances, guesses = self._guess(out[0, 0])
-            tokens.append(guesses)
-            promised.append(chances)
-            reach *= float(chances[0])
-            if reach < LEAST:
+            level = self._guess(unembed(self._model, out[0]), WIDTH)
+            probs.append(level[0][0])
+            tokens.append(level[1][0])
+            path_prob *= float(probs[-1][0])
+            if path_prob < MIN_PATH_PROB:
                 break
         self._caches[row].crop(1 - len(tokens))
         width = len(tokens[0])
         kinds = np.indices((len(tokens), width), np.int32).reshape(2, -1).T.copy()
         # Node 0 is the root; the first guess of each level is what the next level follows.
         parents = np.repeat(np.array([0, *range(1, width * (len(tokens) - 1), width)], np.int32), width)
-        said = torch.cat(promised).cpu().numpy()
-        written = torch.cat(tokens).int().cpu().numpy()
-        return rerank(root, written, parents, self._rates.calibrate(kinds, said), kinds, said, room)
-
-    def _guess(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities and tokens of the likeliest guesses, `[guesses]` each, of a hidden state `[hidden]`."""
-        logits = unembed(self._model, hidden[None])
-        if self._warp is not None:
-            logits = self._warp(logits.float())
-        best = logits[0].softmax(-1, dtype=torch.float32).topk(min(WIDTH, logits.shape[-1]))
-        return best.values, best.indices
+        written, draft_probs = torch.cat(tokens).int().cpu().numpy(), torch.cat(probs).cpu().numpy()
+        return guess_tree(root, written, parents, kinds, draft_probs, self._rates, max_nodes)
 
     def _run(self, row: int, tokens: Tensor, states: Tensor) -> Tensor:
-        """One pass over pairs of tokens `[1, n]` and states `[1, n, hidden]` behind those that are there."""
+        """Run the layer over pairs of tokens `[1, n]` and states `[1, n, hidden]` after those in the cache."""
         cache = self._caches[row]
         begin = 1 + cache.get_seq_length()
         positions = torch.arange(begin, begin + tokens.shape[1], device=states.device)[None]

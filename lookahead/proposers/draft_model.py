@@ -2,47 +2,86 @@
 
 from __future__ import annotations
 
+import time
 import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lookahead.drafting.proposal import Call, Proposer
+from lookahead.drafting.proposal import Call, Feedback, IntArray, Proposal, Proposer
 from lookahead.errors import ConfigError, ProposerError
 from lookahead.models.model_state import state_of
-from lookahead.models.support import support_of
+from lookahead.models.support import prefills_at_once, support_of
+from lookahead.models.target import PREFILL_CHUNK, Shape, Target, input_device
 from lookahead.models.timing import pass_seconds
 from lookahead.models.validate import refuse_encoder_decoder, refuse_model, vocabulary_size
-from lookahead.proposers.model_proposer import DraftModelState, ModelProposer
+from lookahead.proposers.draft_rates import DraftRates
+from lookahead.proposers.draft_tree import DraftTree, DraftTreeBatch
 from lookahead.utils.fingerprints import tokenizer_fingerprint
 
-_SHAPE = 8, 4  # children of a node, nodes that a pass extends
+_SHAPE = 8, 4  # children of a node, nodes that a pass scores
 _DRAWN_SHAPE = 3, 2
 _COST_ROUNDS = 5  # passes timed of a draft model that is larger than its target
+_EMA_RATE = 0.2  # weight of a new measurement of time
 
 
-def _warn_of_cost(draft: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Say what passes of a draft model take that is larger than its target."""
-    own, others = (sum(parameter.numel() for parameter in model.parameters()) for model in (draft, target))
-    if own <= others:
-        return
-    with torch.inference_mode():
-        pass_s, target_s = (pass_seconds(model, _COST_ROUNDS) for model in (draft, target))
-    warnings.warn(
-        f"the draft model has {own:,} parameters and the target {others:,}: a pass of it takes {1e3 * pass_s:.2f} ms, "
-        f"{pass_s / target_s:.1f} times one of the target, so that drafting with it will hardly pay",
-        stacklevel=3,
-    )
+@dataclass(slots=True)
+class PassTimes:
+    """Seconds measured for one number of rows; 0 where nothing was measured yet.
+
+    Attributes:
+        draft: One pass of the draft model over new nodes, and what is made of it.
+        target: From the end of drafting to the target's answer.
+    """
+
+    draft: float = 0.0
+    target: float = 0.0
+
+    def pays(self, tokens: float, gain: float, spent: float) -> bool:
+        """Whether a further pass of the draft model raises the tokens per second.
+
+        Nothing is known of the target's steps when the first draft is made, so that one stays small.
+
+        Args:
+            tokens: Expected of the draft as it is.
+            gain: Expected of a further pass besides.
+            spent: Seconds of drafting so far.
+        """
+        return self.target > 0.0 and gain * (self.target + spent) > tokens * self.draft
+
+    def add_draft(self, seconds: float) -> None:
+        """Count a pass of the draft model."""
+        self.draft += (_EMA_RATE if self.draft else 1.0) * (seconds - self.draft)
+
+    def add_target(self, seconds: float) -> None:
+        """Count a step of the target."""
+        self.target += (_EMA_RATE if self.target else 1.0) * (seconds - self.target)
+
+
+@dataclass(slots=True)
+class DraftModelState:
+    """What is known of a draft model and one target.
+
+    Attributes:
+        rates: Its hit rates, for every way tokens are chosen.
+        times: By the number of rows, in powers of two.
+    """
+
+    rates: dict[str, DraftRates] = field(default_factory=dict)
+    times: dict[int, PassTimes] = field(default_factory=dict)
 
 
 class DraftModel:
     """A smaller causal LM that drafts for a target, to stand in `LookaheadConfig.proposers`.
 
-    It continues the text with its own KV cache. From the likeliest tokens after the newest one it grows a tree, best
-    first: every pass extends the candidates that are likeliest to be reached. Under `draft="auto"` it stops where a
-    further pass was measured to take longer than the tokens it would gain. How far its probabilities can be trusted
-    is learned online. Several of them in one configuration draft one tree together, as in SpecInfer.
+    It continues the text with its own KV cache, and grows a tree, best first: every pass scores the candidates that
+    are likeliest to be reached. Under `draft="auto"` it stops where a further pass takes longer than the tokens it
+    gains save. Its probabilities are calibrated while decoding. Several of them in one configuration draft one tree
+    together, as in SpecInfer.
 
     Example:
         >>> config = LookaheadConfig(proposers=("prompt", DraftModel(small)))  # doctest: +SKIP
@@ -52,11 +91,11 @@ class DraftModel:
         model: Any HuggingFace causal LM with the tokenizer of the target, on any device and in any dtype.
         tokenizer: Its tokenizer. Where the target's is known too, the two are compared; where both are the same,
             the models' tables of tokens may differ in size.
-        name: What it is called in the stats.
-        depth: Most passes of the draft model a step, and so the deepest node, 1 to 64.
+        name: Its name in the stats.
+        depth: Maximum number of passes of the draft model a step, which is the depth of the tree, 1 to 64.
         children: Candidates after every node, 1 to 16; 1 drafts chains. None decides: 8, and 3 under
-            `acceptance="rejection"`, where all that is drawn takes room.
-        width: Candidates that one pass extends, 1 to 64. None decides: 4, and 2.
+            `acceptance="rejection"`, where every draw is a node of the draft.
+        width: Candidates that one pass scores, 1 to 64. None decides: 4, and 2.
 
     Raises:
         ConfigError: An option is out of its range.
@@ -144,3 +183,184 @@ class DraftModel:
                 "DraftModel(model, tokenizer=...), and lookahead.generate, or lookahead_tokenizer=... in model.generate"
             )
         return min(own, call.vocab_size)
+
+
+def _warn_of_cost(draft: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Warn of a draft model that is larger than its target, with the time of their passes."""
+    own, others = (sum(parameter.numel() for parameter in model.parameters()) for model in (draft, target))
+    if own <= others:
+        return
+    with torch.inference_mode():
+        pass_s, target_s = (pass_seconds(model, _COST_ROUNDS) for model in (draft, target))
+    warnings.warn(
+        f"the draft model has {own:,} parameters and the target {others:,}: a pass of it takes {1e3 * pass_s:.2f} ms, "
+        f"{pass_s / target_s:.1f} times one of the target, so that drafting with it will hardly pay",
+        stacklevel=3,
+    )
+
+
+@dataclass(slots=True)
+class _DraftRow:
+    """The text of one row, and its last draft tree."""
+
+    ids: IntArray
+    length: int
+    tree: DraftTree | None = None
+
+
+class ModelProposer(Proposer):
+    """The drafts of one call. Rows share the passes of the draft model, whose cache keeps what was accepted.
+
+    Args:
+        model: The draft model.
+        call: The call.
+        state: What is known of the draft model, and where more is learned.
+        name: Its name in the stats.
+        vocabulary: Token ids that both models know are those below.
+        shape: What the draft model can score: trees, or a chain.
+        depth: Maximum number of passes a step.
+        children: Candidates after every node.
+        width: Candidates that one pass scores.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        call: Call,
+        state: DraftModelState,
+        *,
+        name: str,
+        vocabulary: int,
+        shape: Shape,
+        depth: int,
+        children: int,
+        width: int,
+    ) -> None:
+        self.sources = (name,)
+        self._model = model
+        self._call = call
+        self._vocabulary = vocabulary
+        self._shape = shape
+        self._depth = depth
+        is_chain = shape == "chains" or call.is_chain
+        self._children, self._width = (1, 1) if is_chain else (children, width)
+        mode = "drawn" if call.by_rejection else "greedy" if call.warp is None else "sampled"
+        self._rates = state.rates.setdefault(mode, DraftRates(of_draws=call.by_rejection))
+        self._times = state.times
+        self._rows: dict[int, _DraftRow] = {}
+        self._slots: list[int] = []  # the rows in the order of the model's passes
+        self._target: Target | None = None  # the draft model behind its cache
+        self._done: float | None = None  # when the drafts of this step were done
+
+    def start(self, row: int, prompt: IntArray) -> None:
+        """Add a row; the draft model reads it when a draft is asked for."""
+        ids = np.empty(max(self._call.max_length, len(prompt) + 1), np.int32)
+        ids[: len(prompt)] = prompt
+        self._rows[row] = _DraftRow(ids, len(prompt))
+        self._target = None
+
+    def propose(self, row: int, room: int) -> Proposal | None:
+        """Draft for one row."""
+        return self.propose_batch([row], room)[0]
+
+    def propose_batch(self, rows: Sequence[int], room: int) -> list[Proposal | None]:
+        """Draft for rows together; those of the call that are not asked for are drafted for as well."""
+        target = self._target if self._target is not None else self._open()
+        for row in list(self._slots):
+            if not self._can_read(row, target):
+                self._leave(row)
+        offers: dict[int, Proposal] = {}
+        # The target gives the last token in any case: nothing is drafted beyond the one before it.
+        shortest = min((self._rows[row].length for row in self._slots), default=0)
+        passes = min(self._depth, self._call.max_length - shortest - 1)
+        if self._slots and passes > 0:
+            with target.serving():
+                proposals = self._grow(target, room, passes)
+            offers = dict(zip(self._slots, proposals, strict=True))
+        self._done = time.perf_counter()
+        return [offers.get(row) for row in rows]
+
+    def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
+        """Keep in the cache what was accepted, and count which candidates were right."""
+        if self._done is not None:
+            self._pass_times().add_target(time.perf_counter() - self._done)
+            self._done = None
+        state = self._rows[row]
+        tree, state.tree = state.tree, None
+        if tree is not None and self._target is not None:
+            with torch.inference_mode():
+                # The last token is read again, for what comes after it.
+                self._target.commit(self._slots.index(row), tree.path_of(feedback.tokens[:-1]))
+            self._rates.learn(tree.parents, tree.tokens, tree.features, feedback.tokens)
+        state.ids[state.length : state.length + len(feedback.tokens)] = feedback.tokens
+        state.length += len(feedback.tokens)
+
+    def finish(self, row: int) -> None:
+        """Forget the row."""
+        self._leave(row)
+        del self._rows[row]
+
+    def _open(self) -> Target:
+        """Make a cache for all rows there are; what was read of them before is read again."""
+        self._slots = list(self._rows)
+        longest = max(state.length for state in self._rows.values())
+        self._target = Target(
+            self._model,
+            rows=len(self._slots),
+            capacity=longest + 256,
+            device=input_device(self._model),
+            shape=self._shape,
+            prefill_chunk=longest if prefills_at_once(self._model) else PREFILL_CHUNK,
+        )
+        return self._target
+
+    def _can_read(self, row: int, target: Target) -> bool:
+        """Whether the draft model knows all tokens of a row, and has positions for it and a draft."""
+        state = self._rows[row]
+        if target.positions is not None and state.length + self._depth > target.positions:
+            return False
+        return self._vocabulary == self._call.vocab_size or int(state.ids[: state.length].max()) < self._vocabulary
+
+    def _leave(self, row: int) -> None:
+        """Take a row out of the passes."""
+        if row not in self._slots:
+            return
+        slot, last = self._slots.index(row), self._slots.pop()
+        if last != row:
+            self._slots[slot] = last
+        if self._target is not None:
+            with torch.inference_mode():
+                self._target.retire(slot)
+
+    def _grow(self, target: Target, max_nodes: int, passes: int) -> list[Proposal]:
+        """Read what is new of every row, which is the first pass, then grow their trees pass by pass."""
+        begin = time.perf_counter()
+        states = [self._rows[row] for row in self._slots]
+        batch = DraftTreeBatch(
+            [int(state.ids[state.length - 1]) for state in states],
+            self._rates,
+            max_nodes=max_nodes,
+            width=self._width,
+            children=self._children,
+            vocabulary=self._vocabulary,
+            warp=self._call.warp,
+            by_rejection=self._call.by_rejection,
+        )
+        batch.add(target.prefill([state.ids[: state.length] for state in states]))
+        times, now = self._pass_times(), time.perf_counter()
+        for _ in range(passes - 1):
+            if self._call.is_timed and not times.pays(*batch.outlook(), now - begin):
+                break
+            before = batch.choose()
+            if not batch.is_chosen:
+                break
+            batch.add(target.extend([tree.scored_tree() for tree in batch.trees], before))
+            then, now = now, time.perf_counter()
+            times.add_draft(now - then)
+        for state, tree in zip(states, batch.trees, strict=True):
+            state.tree = tree
+        return batch.proposals()
+
+    def _pass_times(self) -> PassTimes:
+        """What passes take with so many rows."""
+        return self._times.setdefault((len(self._rows) - 1).bit_length(), PassTimes())

@@ -1,159 +1,194 @@
-"""A tree that a model grows: its candidates, and which of them are worth asking the model about next."""
+"""The trees that a draft model grows, one per row: their candidates, and which of them it scores next."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
-from numba import njit
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from lookahead.drafting.proposal import IntArray
+from lookahead.drafting.proposal import Draws, IntArray, Proposal
 from lookahead.drafting.tree import TokenTree
+from lookahead.proposers.draft_rates import DraftRates, FloatArray
+from lookahead.verification.rejection import draw_several
 
-FloatArray = NDArray[np.float64]
+_MIN_PATH_PROB = 0.02  # a candidate that is less likely to be reached is not scored
 
 
-class Growth:
-    """The candidates of one row, node 0 the root; some are scored, so that they have candidates of their own.
+class DraftTree:
+    """The candidates of one row, node 0 the root; scored nodes have candidates of their own.
 
     Args:
-        root: The row's newest token, scored already.
-        capacity: Most candidates, the root counted.
+        root: The row's last token, scored already.
 
     Attributes:
-        scored: How many nodes are scored.
-        spread: Sum of the reach of the scored nodes: how many tokens their children were to foretell.
+        tokens: int32 `[nodes]`.
+        parents: int32 `[nodes]`; a parent comes before its children.
+        features: int32 `[nodes]`, as they were given.
+        probabilities: float64 `[nodes]`, of each once its parent is chosen.
+        path_probs: float64 `[nodes]`, the probability of each to be reached.
+        slots: int32 `[nodes]`, the place of each among the scored nodes, -1 for one that is not.
+        scored: int32 `[scored]`, the scored nodes, in the order they were.
     """
 
-    __slots__ = (
-        *("_chances", "_count", "_depths", "_features", "_order", "_parents", "_places", "_reach", "_tokens"),
-        *("scored", "spread"),
-    )
+    def __init__(self, root: int) -> None:
+        self.tokens = np.array([root], np.int32)
+        self.parents, self.features, self.slots, self.scored, self._depths = np.zeros((5, 1), np.int32)
+        self.probabilities, self.path_probs = np.ones((2, 1))
 
-    def __init__(self, root: int, capacity: int) -> None:
-        self._tokens = np.full(capacity, root, np.int32)
-        self._parents = np.zeros(capacity, np.int32)
-        self._depths = np.zeros(capacity, np.int32)
-        self._features = np.zeros(capacity, np.int32)
-        self._chances = np.ones(capacity)
-        self._reach = np.ones(capacity)
-        self._places = np.full(capacity, -1, np.int32)  # among the scored nodes
-        self._places[0] = 0
-        self._order = np.zeros(capacity, np.int32)  # the scored nodes, as they were scored
-        self._count = self.scored = 1
-        self.spread = 1.0
+    def add(self, parents: IntArray, tokens: IntArray, probabilities: FloatArray, features: IntArray) -> None:
+        """Add candidates after scored nodes, `[n]` each."""
+        self.tokens = np.append(self.tokens, tokens)
+        self.parents = np.append(self.parents, parents)
+        self.features = np.append(self.features, features)
+        self.probabilities = np.append(self.probabilities, probabilities)
+        self.path_probs = np.append(self.path_probs, self.path_probs[parents] * probabilities)
+        self.slots = np.append(self.slots, np.full(len(tokens), -1, np.int32))
+        self._depths = np.append(self._depths, self._depths[parents] + 1)
 
-    def __len__(self) -> int:
-        return self._count
+    def likeliest(self, width: int, least: float = 0.0) -> IntArray:
+        """The likeliest candidates that are not scored, at most `width`; ties go to the earlier one.
 
-    @property
-    def tokens(self) -> IntArray:
-        """int32 `[nodes]`."""
-        return self._tokens[: self._count]
-
-    @property
-    def parents(self) -> IntArray:
-        """int32 `[nodes]`; a parent comes before its children."""
-        return self._parents[: self._count]
-
-    @property
-    def places(self) -> IntArray:
-        """int32 `[nodes]`, the place of each among the scored nodes, -1 for one that is not."""
-        return self._places[: self._count]
-
-    @property
-    def features(self) -> IntArray:
-        """int32 `[nodes]`, as they were given."""
-        return self._features[: self._count]
-
-    @property
-    def chances(self) -> FloatArray:
-        """float64 `[nodes]`, the chance of each once its parent is chosen."""
-        return self._chances[: self._count]
-
-    @property
-    def reach(self) -> FloatArray:
-        """float64 `[nodes]`, the chance of each to be reached."""
-        return self._reach[: self._count]
-
-    def add(self, parent: int, tokens: IntArray, chances: FloatArray, features: IntArray) -> None:
-        """Give a scored node its candidates."""
-        begin, end = self._count, self._count + len(tokens)
-        self._tokens[begin:end] = tokens
-        self._parents[begin:end] = parent
-        self._depths[begin:end] = self._depths[parent] + 1
-        self._features[begin:end] = features
-        self._chances[begin:end] = chances
-        self._reach[begin:end] = self._reach[parent] * chances
-        self._count = end
-
-    def promise(self, width: int) -> float:
-        """How likely the output passes through one of the nodes that would be chosen next."""
-        return float(self._reach[_likeliest(self.reach, self._places, width, 0.0)].sum())
-
-    def choose(self, width: int, least: float) -> IntArray:
-        """The likeliest candidates that are not scored yet, at most `width`, reached with a chance of at least `least`.
-
-        Ties go to the earlier one. They count as scored from now on.
+        Args:
+            width: Their maximum number.
+            least: The minimum probability of each to be reached.
         """
-        chosen: IntArray = _likeliest(self.reach, self._places, width, least)
-        self._places[chosen] = np.arange(self.scored, self.scored + len(chosen))
-        self._order[self.scored : self.scored + len(chosen)] = chosen
-        self.scored += len(chosen)
-        self.spread += float(self._reach[chosen].sum())
+        open_nodes = np.flatnonzero((self.slots < 0) & (self.path_probs >= least)).astype(np.int32)
+        return open_nodes[np.argsort(-self.path_probs[open_nodes], kind="stable")[:width]]
+
+    def choose(self, width: int) -> IntArray:
+        """Choose the likeliest candidates to be scored next; they count as scored from now on."""
+        chosen = self.likeliest(width, _MIN_PATH_PROB)
+        self.slots[chosen] = np.arange(len(self.scored), len(self.scored) + len(chosen))
+        self.scored = np.append(self.scored, chosen)
         return chosen
+
+    def outlook(self, width: int) -> tuple[float, float]:
+        """Tokens that the tree is expected to give, and how many more one further pass would."""
+        expected = float(self.path_probs.sum()) - 1.0
+        per_scored = expected / float(self.path_probs[self.scored].sum())
+        return 1.0 + expected, per_scored * float(self.path_probs[self.likeliest(width)].sum())
 
     def scored_tree(self) -> TokenTree:
         """The scored nodes, in the order they were."""
-        order = self._order[: self.scored]
-        parents = self._places[self._parents[order]]
-        return TokenTree(self._tokens[order], parents, self._depths[order], np.zeros(len(order), np.int32))
+        parents = self.slots[self.parents[self.scored]]
+        return TokenTree(self.tokens[self.scored], parents, self._depths[self.scored], np.zeros_like(self.scored))
 
     def path_of(self, emitted: IntArray) -> IntArray:
-        """The scored nodes that hold emitted tokens: places among the scored, int32 `[a]`, the root's first."""
-        path: IntArray = _follow(self.tokens, self.parents, self._places, emitted)
-        return path
+        """The slots of the root and of the scored nodes that hold emitted tokens, int32 `[a]`."""
+        path = [0]
+        for token in emitted:
+            follows = (self.parents == path[-1]) & (self.tokens == token) & (self.slots > 0)
+            if not follows.any():
+                break
+            path.append(int(follows.argmax()))
+        return self.slots[path]
 
-    def best(self, room: int) -> IntArray:
-        """The root and the candidates likeliest to be reached, at most `room`, in their order."""
-        if self._count <= room + 1:
-            return np.arange(self._count, dtype=np.int32)
-        others = 1 + np.argsort(-self._reach[1 : self._count], kind="stable")[:room]
-        return np.sort(np.append(others, 0)).astype(np.int32)
-
-
-@njit(cache=True)
-def _likeliest(reach, places, width, least):
-    """Nodes without a place by falling reach."""
-    chosen = np.empty(width, np.int32)
-    count = 0
-    for node in range(len(reach)):
-        if places[node] >= 0 or reach[node] < least:
-            continue
-        at = count
-        while at > 0 and reach[chosen[at - 1]] < reach[node]:
-            at -= 1
-        if at == width:
-            continue
-        count = min(count + 1, width)
-        for i in range(count - 1, at, -1):
-            chosen[i] = chosen[i - 1]
-        chosen[at] = node
-    return chosen[:count].copy()
+    def best(self, max_nodes: int) -> IntArray:
+        """The root and the candidates likeliest to be reached, at most `max_nodes`, in their order."""
+        others = 1 + np.argsort(-self.path_probs[1:], kind="stable")[:max_nodes]
+        return np.sort(np.append(0, others)).astype(np.int32)
 
 
-@njit(cache=True)
-def _follow(tokens, parents, places, emitted):
-    """Places of the nodes that hold the emitted tokens, as far as nodes have one."""
-    path = np.zeros(len(emitted) + 1, np.int32)
-    node, count = 0, 1
-    for token in emitted:
-        following = 0
-        for child in range(node + 1, len(tokens)):
-            if parents[child] == node and tokens[child] == token and places[child] >= 0:
-                following = child
-        if following == 0:
-            break
-        node = following
-        path[count] = places[node]
-        count += 1
-    return path[:count]
+class DraftTreeBatch:
+    """Turns the logits of a draft model into candidates for all rows, and candidates into proposals.
+
+    Args:
+        roots: The last token of every row.
+        rates: Calibrates the probabilities.
+        max_nodes: Maximum number of nodes of a proposal besides its root.
+        width: Candidates of a row that one pass scores.
+        children: Candidates after every node.
+        vocabulary: Token ids that may be proposed are those below.
+        warp: As in `lookahead.drafting.proposal.Call`.
+        by_rejection: Candidates are drawn, and all of them are proposed.
+
+    Attributes:
+        trees: One per row.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[int],
+        rates: DraftRates,
+        *,
+        max_nodes: int,
+        width: int,
+        children: int,
+        vocabulary: int,
+        warp: Callable[[Tensor], Tensor] | None,
+        by_rejection: bool,
+    ) -> None:
+        self.trees = [DraftTree(root) for root in roots]
+        self._rates = rates
+        self._max_nodes = max_nodes
+        self._width = width
+        self._children = min(children, max_nodes) if by_rejection else children
+        self._vocabulary = vocabulary
+        self._warp = warp
+        self._by_rejection = by_rejection
+        self._distributions: list[list[Tensor]] = [[] for _ in roots]
+        self._chosen: list[IntArray] = [np.zeros(1, np.int32) for _ in roots]  # the roots
+
+    def choose(self) -> NDArray[np.int64]:
+        """Choose the candidates of every row to be scored next: int64 `[rows]`, how many were scored before."""
+        before = np.array([len(tree.scored) for tree in self.trees])
+        self._chosen = [tree.choose(self._width_of(tree)) for tree in self.trees]
+        return before
+
+    def _width_of(self, tree: DraftTree) -> int:
+        """How many candidates to score: the number of draws must not depend on what they turn out to be."""
+        if not self._by_rejection:
+            return self._width
+        return min(self._width, (self._max_nodes + 1 - len(tree.tokens)) // self._children)
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether there is anything to be scored."""
+        return any(map(len, self._chosen))
+
+    def add(self, logits: Tensor) -> None:
+        """Take the candidates after the chosen nodes of every row from the logits there.
+
+        Args:
+            logits: `[rows, most nodes chosen, vocab]`.
+        """
+        scores = logits[..., : self._vocabulary].flatten(0, 1).float()
+        probabilities = torch.softmax(scores if self._warp is None else self._warp(scores), -1)
+        if self._by_rejection:
+            drawn = draw_several(probabilities, self._children)
+            own = probabilities.gather(1, drawn.clamp(min=0)).masked_fill(drawn < 0, 0.0)
+        else:
+            own, drawn = probabilities.topk(min(self._children, probabilities.shape[-1]))
+        # One copy from the device; float32 counts tokens exactly up to 16 million.
+        tokens, own = torch.stack((drawn.float(), own)).unflatten(1, logits.shape[:2]).cpu().numpy().astype(np.float64)
+        calibrated, features = self._rates.chances(own.reshape(-1, own.shape[-1]))
+        calibrated, features = calibrated.reshape(own.shape), features.reshape(own.shape)
+        for row, (tree, chosen) in enumerate(zip(self.trees, self._chosen, strict=True)):
+            n = len(chosen)
+            is_candidate = own[row, :n] != 0.0
+            parents = np.broadcast_to(chosen[:, None], is_candidate.shape)[is_candidate]
+            new = (each[row, :n][is_candidate] for each in (tokens.astype(np.int32), calibrated, features))
+            tree.add(parents, *new)
+            if self._by_rejection:
+                self._distributions[row] += probabilities.unflatten(0, logits.shape[:2])[row, :n]
+
+    def outlook(self) -> tuple[float, float]:
+        """Tokens that a tree is expected to give on average, and how many more one further pass would."""
+        tokens, gains = zip(*(tree.outlook(self._width) for tree in self.trees), strict=True)
+        return sum(tokens) / len(tokens), sum(gains) / len(gains)
+
+    def proposals(self) -> list[Proposal]:
+        """The best nodes of every tree; all of it where it was drawn."""
+        return [self._propose(row, tree) for row, tree in enumerate(self.trees)]
+
+    def _propose(self, row: int, tree: DraftTree) -> Proposal:
+        best = tree.best(self._max_nodes)
+        parents = np.searchsorted(best, tree.parents[best]).astype(np.int32)
+        offer = Proposal(tree.tokens[best], parents, tree.probabilities[best].astype(np.float32))
+        if not self._by_rejection:
+            return offer
+        draws = Draws(torch.stack(self._distributions[row]), tree.slots[tree.parents])
+        return offer._replace(required=len(best), draws=draws)

@@ -1,4 +1,4 @@
-"""Trained heads as a source of drafts: a folder in the configuration, a proposer in every call."""
+"""Trained heads as a proposer: a folder in the configuration, a proposer in every call."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from transformers import PreTrainedModel
 from lookahead.drafting.proposal import Call, Feedback, IntArray, Proposal, Proposer
 from lookahead.heads.base_model import lm_head
 from lookahead.heads.guess_tree import GuessTree, HeadDrafter
+from lookahead.heads.head_files import Network, fresh_rates, make_drafter, open_heads
 from lookahead.heads.hit_rates import HeadRates
-from lookahead.heads.load import Network, fresh_rates, open_heads, put_to_work
 from lookahead.models.model_state import state_of
 
 
 class Heads:
     """Drafts from heads that were trained for the model, see `lookahead train`.
 
-    They are read when a model is first decoded with them, and what is learned of them stays for later calls.
+    They are read when a model is first decoded with them, and their hit rates stay for later calls.
 
     Example:
         `LookaheadConfig(proposers=("prompt", "recycled", lookahead.Heads("heads/")))`
 
     Args:
         folder: What `lookahead train` wrote, a published checkpoint of Medusa or EAGLE in safetensors, or `"native"`
-            for the MTP layer that the model's own checkpoint brings along.
+            for the MTP layer of the model's own checkpoint.
         name: What the source is called in the stats; their kind when None.
 
     Raises:
@@ -44,7 +44,7 @@ class Heads:
     def __call__(self, call: Call) -> Proposer:
         """The proposer of one call."""
         kind, network, rates = state_of(call.model).learned.of(self, partial(self._open, call.model))
-        drafter = put_to_work(network, call.model, rates, call.rows, call.warp)
+        drafter = make_drafter(network, call.model, rates, call.warp, call.rows)
         return HeadsProposer(drafter, rates, self._name or kind, lm_head(call.model).weight.device)
 
     def _open(self, model: PreTrainedModel) -> tuple[str, Network, HeadRates]:
@@ -54,22 +54,22 @@ class Heads:
 
 @dataclass(slots=True)
 class _HeadsRow:
-    """One row: its newest token, what its heads have not read yet, and what was offered last."""
+    """One row: its last token, what its heads have not read yet, and its last draft."""
 
     root: int
+    prompt: IntArray | None
     tokens: list[IntArray] = field(default_factory=list)
     states: list[list[Tensor]] = field(default_factory=list)  # of every step, by layer
-    prompt: IntArray | None = None
     tree: GuessTree | None = None
 
 
 class HeadsProposer(Proposer):
-    """Lets heads read what was decoded, offers what they guess, and learns how far that can be trusted.
+    """Lets heads read what was decoded, offers what they guess, and counts what was right.
 
     Args:
-        drafter: The heads at work.
-        rates: What is learned of them; as the drafter has.
-        name: What the source is called.
+        drafter: The heads.
+        rates: Their hit rates; as the drafter has.
+        name: Their name in the stats.
         device: Where the heads are; layers of a model spread over several devices are elsewhere.
     """
 
@@ -82,8 +82,8 @@ class HeadsProposer(Proposer):
         self._rows: dict[int, _HeadsRow] = {}
 
     def start(self, row: int, prompt: IntArray) -> None:
-        """Meet a new row."""
-        self._rows[row] = _HeadsRow(int(prompt[-1]), prompt=prompt)
+        """Add a row."""
+        self._rows[row] = _HeadsRow(int(prompt[-1]), prompt)
 
     def propose(self, row: int, room: int) -> Proposal | None:
         """Offer the guesses for one row."""
@@ -96,10 +96,10 @@ class HeadsProposer(Proposer):
             trees = self._drafter.draft(rows, [self._rows[row].root for row in rows], room)
         for row, tree in zip(rows, trees, strict=True):
             self._rows[row].tree = tree
-        return [Proposal(tree.tokens, tree.parents, tree.chances) if len(tree.tokens) > 1 else None for tree in trees]
+        return [Proposal(*tree[:2], tree.probabilities) if len(tree.tokens) > 1 else None for tree in trees]
 
     def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
-        """Learn which guesses were right, and keep for later what the heads are to read."""
+        """Count which guesses were right, and keep for later what the heads are to read."""
         state = self._rows[row]
         if state.tree is not None:
             self._rates.learn(state.tree, feedback.tokens)

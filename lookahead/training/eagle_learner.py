@@ -11,10 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lookahead.heads.base_model import unembed
-from lookahead.heads.draft_cache import take
 from lookahead.heads.eagle import EagleHead, FusedEagleHead
-from lookahead.training.learner import Learner, count_hits, five_likeliest
-from lookahead.training.parallel_learner import DECAY
+from lookahead.heads.layers import take
+from lookahead.training.learner import DECAY, Learner, count_hits, five_likeliest
 
 TOKEN_SHARE = 0.1
 """How much guessing the token counts beside predicting the feature."""

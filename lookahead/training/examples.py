@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
+import xxhash
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from lookahead.documents.byte_sources import opened
 from lookahead.documents.decode_text import decode_bytes
 from lookahead.errors import DocumentError, TrainingError
-from lookahead.utils.atomic import parse_json
+from lookahead.generation.api import generate
+from lookahead.models.loading import LoadedModel
+from lookahead.models.validate import vocabulary_size
+from lookahead.utils.atomic import parse_json, read_regular, write_atomically
 
 _JSON = (".jsonl", ".ndjson")
 
+Example = dict[str, Tensor]
+"""`input_ids` int64 `[tokens]`, and `wanted` bool `[tokens]`: the tokens that the model writes itself. Heads learn to
+guess these."""
 
-@dataclass(frozen=True, slots=True)
-class Record:
+
+class Record(NamedTuple):
     """One line of a training file.
 
     Attributes:
@@ -33,44 +38,6 @@ class Record:
 
     prompt: str | None
     output: str | None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Example:
-    """One training sequence.
-
-    Attributes:
-        ids: int64 `[tokens]`.
-        wanted: bool `[tokens]`, which tokens the model would write itself; heads learn to guess these.
-    """
-
-    ids: npt.NDArray[np.int64]
-    wanted: npt.NDArray[np.bool_]
-
-    @classmethod
-    def answered(cls, prompt: Sequence[int], output: Sequence[int], max_length: int) -> Example:
-        """A prompt and its output, cut off after `max_length` tokens."""
-        ids = np.array([*prompt, *output], np.int64)[:max_length]
-        return cls(ids, np.arange(len(ids)) >= len(prompt))
-
-
-class Examples(Dataset[dict[str, Tensor]]):
-    """Examples as the loop reads them: `input_ids` int64 `[tokens]` and `wanted` bool `[tokens]`."""
-
-    def __init__(self, examples: Sequence[Example]) -> None:
-        self._examples = examples
-
-    def __len__(self) -> int:
-        return len(self._examples)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        example = self._examples[index]
-        return {"input_ids": torch.from_numpy(example.ids), "wanted": torch.from_numpy(example.wanted)}
-
-
-def collate(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Rows as one batch, padded on the right with tokens that are not wanted."""
-    return {name: torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True) for name in rows[0]}
 
 
 def read_records(path: Path) -> list[Record]:
@@ -100,48 +67,7 @@ def read_records(path: Path) -> list[Record]:
     return records
 
 
-def make_examples(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, max_length: int) -> Iterator[Example]:
-    """Examples of all records that have their output.
-
-    Plain text becomes pieces of `max_length` tokens, all of them wanted but the first.
-    """
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    for record in records:
-        if record.output is None:
-            continue
-        if record.prompt is not None:
-            output = tokenizer(record.output, add_special_tokens=False, verbose=False)["input_ids"]
-            yield Example.answered(encode_prompt(tokenizer, record.prompt), [*output, *end], max_length)
-            continue
-        ids = tokenizer(record.output, verbose=False)["input_ids"]
-        for start in range(0, len(ids), max_length):
-            yield Example.answered(ids[start : start + 1], ids[start + 1 : start + max_length], max_length)
-
-
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """The ids of a prompt, as `lookahead.generate` makes them."""
-    ids: list[int] = tokenizer(prompt, verbose=False)["input_ids"]
-    return ids
-
-
-def split_examples(examples: Sequence[Example], every: int) -> tuple[Examples, Examples]:
-    """Those to train on, and one in `every` that is held out; examples with nothing to guess are left out.
-
-    Raises:
-        TrainingError: They are too few.
-    """
-    useful = [example for example in examples if example.wanted.sum() > 1]
-    kept = useful[every // 2 :: every]
-    train = [example for i, example in enumerate(useful) if i % every != every // 2]
-    if not train or not kept:
-        raise TrainingError(
-            f"{len(useful)} examples with something to guess are too few: one in {every} is held out; give more data"
-        )
-    return Examples(train), Examples(kept)
-
-
 def _record(line: str, place: str) -> Record:
-    """One JSON line."""
     try:
         values: Any = parse_json(line)
     except ValueError as error:
@@ -157,3 +83,124 @@ def _record(line: str, place: str) -> Record:
     if prompt is None and output is None:
         raise TrainingError(f"{place}: 'prompt' or 'text' must be a string, got null")
     return Record(prompt, output)
+
+
+def answer_prompts(
+    loaded: LoadedModel,
+    prompts: Sequence[str],
+    file: Path,
+    *,
+    max_new_tokens: int,
+    say: Callable[[str], None] = lambda line: None,
+) -> list[list[int]]:
+    """Answer prompts greedily with a model, and keep the answers in a file, so that a second start goes on from there.
+
+    Heads learn most from the model's own outputs.
+
+    Args:
+        loaded: The model and its tokenizer.
+        prompts: As `lookahead.generate` takes them.
+        file: One answer a line; the first line tells what they are answers of.
+        max_new_tokens: Maximum number of tokens of an answer.
+        say: Receives a line about the progress.
+
+    Returns:
+        The tokens of every answer, an end-of-sequence token included.
+
+    Raises:
+        TrainingError: The file cannot be read, is damaged, or holds answers to other prompts.
+
+    Source: Cai et al. 2024, "Medusa", §2.3.2 (self-distillation).
+    """
+    asked = xxhash.xxh3_64_hexdigest(json.dumps(prompts).encode())
+    first = {"answers_to": asked, "max_new_tokens": max_new_tokens}
+    answers = _read_answers(file, first, len(prompts), vocabulary_size(loaded.model)) if file.exists() else []
+    write_atomically(file, "".join(json.dumps(each) + "\n" for each in [first, *answers]))
+    with file.open("a", encoding="utf-8") as written:
+        for number, prompt in enumerate(prompts[len(answers) :], start=len(answers) + 1):
+            result = generate(*loaded, prompt, max_new_tokens=max_new_tokens, do_sample=False)
+            answers.append(result.token_ids[0])
+            written.write(json.dumps(answers[-1]) + "\n")
+            written.flush()
+            if number % 100 == 0 or number == len(prompts):
+                say(f"{number:,} of {len(prompts):,} answered")
+    return answers
+
+
+def _read_answers(file: Path, first: object, most: int, vocabulary: int) -> list[list[int]]:
+    """The answers of a file; a last line that was cut off is dropped."""
+    try:
+        lines = read_regular(file).rpartition(b"\n")[0].splitlines()
+    except OSError as error:
+        raise TrainingError(f"{file}: cannot be read: {error.strerror or error}") from error
+    held = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            held.append(parse_json(line.decode("utf-8")))
+        except ValueError as error:
+            raise TrainingError(f"{file}:{number}: not valid JSON: {error}") from error
+    if (held and held[0] != first) or len(held) > 1 + most:
+        raise TrainingError(f"{file}: holds answers of another run; remove it, or choose another --output")
+    for number, answer in enumerate(held[1:], start=2):
+        if not isinstance(answer, list) or not all(type(each) is int and 0 <= each < vocabulary for each in answer):
+            raise TrainingError(f"{file}:{number}: must be a list of token ids from 0 to {vocabulary - 1}")
+    return held[1:]
+
+
+def make_examples(
+    records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, answers: Sequence[list[int]], max_length: int
+) -> list[Example]:
+    """Examples of all records, those that have their output first.
+
+    Plain text becomes pieces of `max_length` tokens, all of them wanted but the first.
+
+    Args:
+        records: The records.
+        tokenizer: The model's.
+        answers: The tokens of the model's answers to the prompts without an output, in their order.
+        max_length: Maximum number of tokens of an example; it is cut off there.
+    """
+
+    def encode(text: str, **options: Any) -> list[int]:
+        ids: list[int] = tokenizer(text, verbose=False, **options)["input_ids"]
+        return ids
+
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    examples = []
+    for prompt, output in records:
+        if prompt is not None and output is not None:
+            written = [*encode(output, add_special_tokens=False), *end]
+            examples.append(make_example(encode(prompt), written, max_length))
+        elif output is not None:
+            ids = encode(output)
+            pieces = [ids[start : start + max_length] for start in range(0, len(ids), max_length)]
+            examples += [make_example(piece[:1], piece[1:], max_length) for piece in pieces]
+    prompts = [prompt for prompt, output in records if prompt is not None and output is None]
+    return examples + [make_example(encode(p), answer, max_length) for p, answer in zip(prompts, answers, strict=True)]
+
+
+def make_example(prompt: Sequence[int], output: Sequence[int], max_length: int) -> Example:
+    """A prompt and its output, cut off after `max_length` tokens."""
+    ids = torch.tensor([*prompt, *output], dtype=torch.int64)[:max_length]
+    return {"input_ids": ids, "wanted": torch.arange(len(ids)) >= len(prompt)}
+
+
+def split_examples(examples: Sequence[Example], every: int) -> tuple[list[Example], list[Example]]:
+    """Those to train on, and one in `every` that is held out; examples with nothing to guess are left out.
+
+    Raises:
+        TrainingError: They are too few.
+    """
+    useful = [example for example in examples if example["wanted"].sum() > 1]
+    held_out = useful[every // 2 :: every]
+    train = [example for i, example in enumerate(useful) if i % every != every // 2]
+    if not train or not held_out:
+        raise TrainingError(
+            f"{len(useful)} examples with something to guess are too few: one in {every} is held out; give more data"
+        )
+    return train, held_out
+
+
+def collate(examples: Sequence[Example]) -> Example:
+    """Examples as one batch, padded on the right with tokens that are not wanted."""
+    return {name: pad_sequence([example[name] for example in examples], batch_first=True) for name in examples[0]}

@@ -3,65 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import Dataset
-from transformers import (
-    PreTrainedModel,
-    PrinterCallback,
-    ProgressCallback,
-    Trainer,
-    TrainerCallback,
-    TrainerState,
-    TrainingArguments,
-)
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 
 from lookahead.heads.base_model import hidden_states
-from lookahead.training.examples import collate
+from lookahead.training.examples import Example, collate
 from lookahead.training.learner import Learner
 
 HEADS_RATE = 4.0
-"""The learning rate of heads over that of a model trained with them."""
+"""The learning rate of heads relative to that of a model trained with them."""
 
 HEAD_START = 0.25
 """Share of the steps that heads train alone before the model is trained with them."""
 
 
-class TrainingReport(TrainerCallback):
-    """Tells what the Trainer logs, a line each; its own callbacks write to stdout, where results go.
-
-    Args:
-        say: Receives the lines.
-    """
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-
-    def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Tell the step, and the loss or what was measured."""
-        numbers = kwargs["logs"]
-        shown = [f"{name.removeprefix('eval_')} {numbers[name]:.4g}" for name in numbers if name.startswith("eval_")]
-        if shown or "loss" in numbers:
-            figures = ", ".join(shown) or f"loss {numbers['loss']:.4g}"
-            self._say(f"step {state.global_step:,} of {state.max_steps:,}: {figures}")
-
-
-class JointModel(nn.Module):
-    """Heads and their model, trained together."""
+class JointWeights(nn.Module):
+    """Heads and the weights of their model, each once: safetensors takes no tied weights."""
 
     def __init__(self, learner: Learner, model: PreTrainedModel) -> None:
         super().__init__()
         self.learner = learner
-        self.model = model
-        hooks: Any = self  # untyped in torch
-        hooks.register_state_dict_post_hook(_leave_out_twins)
-        hooks.register_load_state_dict_post_hook(_miss_no_twins)
+        self.weights = nn.ParameterList(model.parameters())
 
 
 class HeadTrainer(Trainer):
@@ -76,7 +45,7 @@ class HeadTrainer(Trainer):
         args: As for `Trainer`; its learning rate is that of the heads.
         train: What to train on.
         held_out: What `evaluate` measures.
-        say: Receives a line about each thing logged.
+        say: Receives a line about each thing logged; the callbacks of `Trainer` write to stdout, where results go.
         is_joint: Whether the model is trained as well.
 
     Source: Cai et al. 2024, "Medusa", §2.2.2 (differential learning rates and heads warm-up).
@@ -87,22 +56,22 @@ class HeadTrainer(Trainer):
         model: PreTrainedModel,
         learner: Learner,
         args: TrainingArguments,
-        train: Dataset[dict[str, Tensor]],
-        held_out: Dataset[dict[str, Tensor]],
+        train: list[Example],
+        held_out: list[Example],
         say: Callable[[str], None],
         *,
         is_joint: bool = False,
     ) -> None:
         self._base = model
         self._learner = learner
+        self._say = say
         self._is_joint = is_joint
         super().__init__(
-            model=JointModel(learner, model) if is_joint else learner,
+            model=JointWeights(learner, model) if is_joint else learner,
             args=args,
             data_collator=collate,
-            train_dataset=train,
-            eval_dataset=held_out,
-            callbacks=[TrainingReport(say)],
+            train_dataset=cast(Any, train),
+            eval_dataset=cast(Any, held_out),
         )
         for own in (PrinterCallback, ProgressCallback):
             self.remove_callback(own)
@@ -111,7 +80,8 @@ class HeadTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         """One pass of the model, then every loss forward and backward in turn, then the model backward if it learns."""
-        model.train()
+        self._learner.train()
+        self._base.train(self._is_joint)
         batch = self._prepare_inputs(inputs)
         states = self._states(batch, torch.enable_grad() if self._is_joint else torch.no_grad())
         leaf = states.detach().requires_grad_(self._is_joint)
@@ -127,6 +97,7 @@ class HeadTrainer(Trainer):
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
         """Measure how often the guess of each place, and one of its first five, is right on held-out examples."""
         self._learner.eval()
+        self._base.eval()
         counts = torch.zeros(self._learner.depth, 3, dtype=torch.int64)
         for inputs in self.get_eval_dataloader(eval_dataset):
             batch = self._prepare_inputs(inputs)
@@ -141,6 +112,14 @@ class HeadTrainer(Trainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Tell the step, and the loss or what was measured."""
+        super().log(logs, start_time)
+        shown = [f"{name.removeprefix('eval_')} {logs[name]:.4g}" for name in logs if name.startswith("eval_")]
+        if shown or "loss" in logs:
+            figures = ", ".join(shown) or f"loss {logs['loss']:.4g}"
+            self._say(f"step {self.state.global_step:,} of {self.state.max_steps:,}: {figures}")
+
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Adam for the heads, and for a model that is trained with them a lower rate."""
         if self.optimizer is None:
@@ -152,9 +131,7 @@ class HeadTrainer(Trainer):
             self.optimizer = torch.optim.AdamW(groups, betas=betas, weight_decay=self.args.weight_decay)
         return self.optimizer
 
-    def create_scheduler(
-        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
-    ) -> torch.optim.lr_scheduler.LRScheduler:
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
         """As `rate_scale` has it; a model that is trained too starts late."""
         if self.lr_scheduler is None:
             warm_up = max(1, int(self.args.get_warmup_steps(num_training_steps)))
@@ -171,32 +148,14 @@ class HeadTrainer(Trainer):
             return hidden_states(self._base, batch["input_ids"], self._learner.layers).float()
 
     def _next(self, losses: Iterator[Tensor]) -> Tensor | None:
-        """The next loss, computed in the precision of training; what it leaves behind is gone when it was sent back."""
+        """The next loss, computed in the precision of training."""
         with self.compute_loss_context_manager():
             return next(losses, None)
 
 
 def rate_scale(step: int, *, start: int, warm_up: int, end: int) -> float:
-    """What the learning rate is multiplied by: nothing before `start`, up in `warm_up` steps, down in half a cosine."""
+    """Factor on the learning rate: 0 before `start`, up in `warm_up` steps, down in half a cosine."""
     if step < start:
         return 0.0
     done = (step - start) / max(1, end - start)
     return min(1.0, (step - start + 1) / warm_up) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
-
-
-def _twins(state: Mapping[str, Tensor]) -> set[str]:
-    """The further names of tensors that have several, such as tied embeddings: safetensors takes one of each."""
-    first: dict[tuple[int, torch.Size], str] = {}
-    return {name for name, t in state.items() if first.setdefault((t.data_ptr(), t.shape), name) != name}
-
-
-def _leave_out_twins(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: object) -> None:
-    """Keep one name of every tensor that is written."""
-    for name in _twins(state):
-        del state[name]
-
-
-def _miss_no_twins(module: nn.Module, keys: Any) -> None:
-    """Count no tensor as missing that was read by another name."""
-    twins = _twins(dict(module.named_parameters(remove_duplicate=False)))
-    keys.missing_keys[:] = [name for name in keys.missing_keys if name not in twins]

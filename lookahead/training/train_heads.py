@@ -12,21 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from lookahead.errors import LookaheadError, TrainingError
 from lookahead.heads.base_model import body_of, lm_head
+from lookahead.heads.eagle import EagleHead
+from lookahead.heads.head_files import TrainedHeads, write_heads
+from lookahead.heads.induction_init import begin_mtp, fresh_fused
+from lookahead.heads.medusa import MedusaHeads
+from lookahead.heads.mtp import MtpHeads
 from lookahead.models.loading import LoadedModel
-from lookahead.training.answers import answer_prompts
-from lookahead.training.examples import (
-    Example,
-    Examples,
-    Record,
-    encode_prompt,
-    make_examples,
-    read_records,
-    split_examples,
-)
+from lookahead.training.eagle_learner import EagleLearner, FusedEagleLearner
+from lookahead.training.examples import Example, Record, answer_prompts, make_examples, read_records, split_examples
+from lookahead.training.learner import IndependentHeadsLearner, Learner
 from lookahead.utils.atomic import read_json, write_atomically
 from lookahead.utils.fingerprints import model_fingerprint
 
@@ -48,12 +47,12 @@ class Settings:
         kind: `"medusa"`, `"mtp"`, `"eagle"` or `"eagle3"`.
         heads: How many tokens are guessed, by Medusa and MTP each with a head of its own.
         is_joint: Whether the model is trained as well, which changes what it writes; not for EAGLE.
-        draft_vocab: Tokens an EAGLE-3 head can propose, the most frequent ones of the data.
+        draft_vocab: Number of tokens an EAGLE-3 head can propose, the most frequent ones of the data.
         steps: Batches trained on; None for one pass over the data.
         batch_size: Examples of a batch.
         learning_rate: Of the heads, at its highest.
-        max_length: Most tokens of an example.
-        max_new_tokens: Most tokens the model answers with, where a prompt has no output.
+        max_length: Maximum number of tokens of an example.
+        max_new_tokens: Maximum number of tokens the model answers with, where a prompt has no output.
         hold_out_every: One example in so many is kept for measuring.
         seed: Of the first weights and of the order of the examples.
 
@@ -78,13 +77,11 @@ class Settings:
             raise TrainingError(f"the kind of heads must be {', '.join(KINDS)}, got {self.kind!r}")
         if self.is_joint and self.kind not in _JOINT:
             raise TrainingError(f"only heads of {' and '.join(_JOINT)} are trained with their model, not {self.kind!r}")
-        for name in ("heads", "draft_vocab", "steps", "batch_size", "max_new_tokens"):
+        least = {"heads": 1, "draft_vocab": 1, "steps": 1, "batch_size": 1, "max_new_tokens": 1}
+        for name, minimum in {**least, "max_length": 2, "hold_out_every": 2}.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise TrainingError(f"{name} must be at least 1, got {value}")
-        for name in ("max_length", "hold_out_every"):
-            if getattr(self, name) < 2:
-                raise TrainingError(f"{name} must be at least 2, got {getattr(self, name)}")
+            if value is not None and value < minimum:
+                raise TrainingError(f"{name} must be at least {minimum}, got {value}")
         if not self.learning_rate > 0:
             raise TrainingError(f"learning_rate must be more than 0, got {self.learning_rate}")
 
@@ -133,14 +130,15 @@ def train_heads(
     records = read_records(data)
     lm_head(loaded.model)
     _enter(output, settings, model_fingerprint(loaded.model, body_of(loaded.model)), records, resume=resume)
-    with _leaving_nothing(output), _as_it_was(loaded.model):
-        train, held_out = split_examples(_examples(loaded, records, output, settings, say), settings.hold_out_every)
+    with _removed_if_useless(output), _restored(loaded.model):
+        examples = _examples(loaded, records, output, settings, say)
+        train, held_out = split_examples(examples, settings.hold_out_every)
         say(f"{len(train):,} examples to train on, {len(held_out):,} held out")
-        trainer, write = _prepare(loaded, train, held_out, output, settings, say)
-        last = last_checkpoint(output / "checkpoints")
+        trainer, heads = _prepare(loaded, train, held_out, output, settings, say)
+        last = _last_checkpoint(output)
         trainer.train(resume_from_checkpoint=None if last is None else str(last))
         metrics: dict[str, float] = trainer.evaluate()
-        write(output)
+        write_heads(heads, output, loaded.model)
     if settings.is_joint:
         loaded.model.save_pretrained(output / "model")
         loaded.tokenizer.save_pretrained(output / "model")
@@ -148,26 +146,26 @@ def train_heads(
 
 
 @contextmanager
-def _leaving_nothing(output: Path) -> Iterator[None]:
-    """Where a block fails and there is no going on from it, let no run stand in its folder.
+def _removed_if_useless(output: Path) -> Iterator[None]:
+    """Remove what a run wrote into its folder if it fails before there is a checkpoint to resume from.
 
-    What is refused has to be asked for otherwise, which the answers to this run's prompts are not kept for.
+    Answers of the model are kept where the same run may succeed another time, which a run that is refused cannot.
     """
     try:
         yield
     except Exception as error:
         is_refused = isinstance(error, LookaheadError) or not (output / _ANSWERS).exists()
-        if is_refused and last_checkpoint(output / "checkpoints") is None:
+        if is_refused and _last_checkpoint(output) is None:
             for name in (_SETTINGS, _ANSWERS):
                 (output / name).unlink(missing_ok=True)
-            with suppress(OSError):  # other files stand there
+            with suppress(OSError):  # it holds other files
                 output.rmdir()
         raise
 
 
 @contextmanager
-def _as_it_was(model: PreTrainedModel) -> Iterator[None]:
-    """Let a block freeze or train a model, which after it takes gradients where it did before, in the same mode."""
+def _restored(model: PreTrainedModel) -> Iterator[None]:
+    """Restore after a block which parameters take gradients, and whether the model is in training mode."""
     took = [parameter.requires_grad for parameter in model.parameters()]
     was_training = model.training
     try:
@@ -178,16 +176,16 @@ def _as_it_was(model: PreTrainedModel) -> Iterator[None]:
             parameter.requires_grad_(takes)
 
 
-def last_checkpoint(folder: Path) -> Path | None:
+def _last_checkpoint(output: Path) -> Path | None:
     """The newest checkpoint that was written to its end."""
-    whole = [path for path in folder.glob("checkpoint-*") if (path / _DONE).is_file()]
+    whole = [path for path in output.glob("checkpoints/checkpoint-*") if (path / _DONE).is_file()]
     return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
 def _enter(output: Path, settings: Settings, model: str, records: list[Record], *, resume: bool) -> None:
     """Make the folder, or check that it holds the same run."""
-    read = json.dumps([(record.prompt, record.output) for record in records])
-    run = {**asdict(settings), "model": model, "data": xxhash.xxh3_64_hexdigest(read.encode())}
+    digest = xxhash.xxh3_64_hexdigest(json.dumps(records).encode())
+    run = {**asdict(settings), "model": model, "data": digest}
     path = output / _SETTINGS
     if not path.exists():
         output.mkdir(parents=True, exist_ok=True)
@@ -213,53 +211,31 @@ def _examples(
     loaded: LoadedModel, records: list[Record], output: Path, settings: Settings, say: Callable[[str], None]
 ) -> list[Example]:
     """The examples of all records; the model answers those that have no output."""
-    examples = list(make_examples(records, loaded.tokenizer, settings.max_length))
-    prompts = [record.prompt for record in records if record.output is None and record.prompt is not None]
+    answers: list[list[int]] = []
+    prompts = [prompt for prompt, written in records if written is None and prompt is not None]
     if prompts:
         say(f"{len(prompts):,} prompts without an output: the model answers them first")
-
-        def told(answered: int) -> None:
-            if answered % 100 == 0 or answered == len(prompts):
-                say(f"{answered:,} of {len(prompts):,} answered")
-
-        answers = answer_prompts(
-            loaded.model,
-            loaded.tokenizer,
-            prompts,
-            output / _ANSWERS,
-            max_new_tokens=settings.max_new_tokens,
-            on_answer=told,
-        )
-        encoded = [encode_prompt(loaded.tokenizer, prompt) for prompt in prompts]
-        examples += [Example.answered(*each, settings.max_length) for each in zip(encoded, answers, strict=True)]
-    return examples
+        answers = answer_prompts(loaded, prompts, output / _ANSWERS, max_new_tokens=settings.max_new_tokens, say=say)
+    return make_examples(records, loaded.tokenizer, answers, settings.max_length)
 
 
 def _prepare(
     loaded: LoadedModel,
-    train: Examples,
-    held_out: Examples,
+    train: list[Example],
+    held_out: list[Example],
     output: Path,
     settings: Settings,
     say: Callable[[str], None],
-) -> tuple[HeadTrainer, Callable[[Path], None]]:
-    """The Trainer of a run, and what writes its heads into a folder."""
+) -> tuple[HeadTrainer, TrainedHeads]:
+    """The Trainer of a run, and the heads it trains."""
     from transformers import TrainingArguments
 
-    from lookahead.training.head_kinds import begin
     from lookahead.training.heads_trainer import HeadTrainer
 
     model = loaded.model.requires_grad_(settings.is_joint)
     with torch.random.fork_rng():
         torch.manual_seed(settings.seed)  # a run that goes on begins with the same weights
-        learner, write = begin(
-            settings.kind,
-            model,
-            train,
-            heads=settings.heads,
-            is_joint=settings.is_joint,
-            draft_vocab=settings.draft_vocab,
-        )
+        learner, heads = untrained(model, train, settings)
     on_cpu = model.device.type == "cpu"
     arguments: dict[str, Any] = {
         "output_dir": str(output / "checkpoints"),
@@ -283,7 +259,33 @@ def _prepare(
         "train_sampling_strategy": "group_by_length",
         "seed": settings.seed,
     }
-    trainer = HeadTrainer(
-        model, learner, TrainingArguments(**arguments), train, held_out, say, is_joint=settings.is_joint
+    arguments_of = TrainingArguments(**arguments)
+    return HeadTrainer(model, learner, arguments_of, train, held_out, say, is_joint=settings.is_joint), heads
+
+
+def untrained(model: PreTrainedModel, train: list[Example], settings: Settings) -> tuple[Learner, TrainedHeads]:
+    """Untrained heads of a kind in fp32 on the model's device, and what trains them."""
+    count, device = settings.heads, lm_head(model).weight.device
+    if settings.kind == "medusa":
+        medusa = MedusaHeads.fresh(model, heads=count).float()
+        return IndependentHeadsLearner(medusa, is_joint=settings.is_joint), medusa
+    if settings.kind == "mtp":
+        mtp = MtpHeads.fresh(model, heads=count).float()
+        begin_mtp(mtp, model, train)
+        return IndependentHeadsLearner(mtp, is_joint=settings.is_joint), mtp
+    if settings.kind == "eagle":
+        head = EagleHead.fresh(model).float().to(device)
+        return EagleLearner(head, count), head
+    fused = fresh_fused(model, frequent_tokens(train, model, settings.draft_vocab)).float().to(device)
+    return FusedEagleLearner(fused, count), fused
+
+
+def frequent_tokens(examples: list[Example], model: PreTrainedModel, most: int) -> list[int]:
+    """The tokens that the model writes most in some examples, ascending; all there are where there are no more."""
+    vocab = len(lm_head(model).weight)
+    counts: Tensor = sum(
+        (torch.bincount(each["input_ids"][each["wanted"]], minlength=vocab) for each in examples),
+        torch.zeros(vocab, dtype=torch.int64),
     )
-    return trainer, write
+    chosen: list[int] = counts.argsort(descending=True, stable=True)[:most].sort().values.tolist()
+    return chosen
