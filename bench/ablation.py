@@ -27,7 +27,7 @@ from bench.llm import read_prompts
 from bench.prompts import loop_start
 from bench.report import publish
 from lookahead import LookaheadConfig
-from lookahead.generation.api import prepare
+from lookahead.generation.hf import prepare
 from lookahead.models.loading import load
 from lookahead.models.model_state import LearnedState, use_learned
 

@@ -29,7 +29,7 @@ from bench.prompts import SUMMARIZER, continuation_prompts, summary_prompts
 from bench.report import publish
 from lookahead import LookaheadConfig
 from lookahead.drafting.tree import TokenTree
-from lookahead.generation.api import prepare_text
+from lookahead.generation.api import prepare_ids
 from lookahead.models.loading import load
 from lookahead.models.model_state import LearnedState, use_learned
 from lookahead.models.target import Target
@@ -131,7 +131,7 @@ def _decode(
 ) -> tuple[list[int], float]:
     """The new tokens, and the seconds from the first of them to the last."""
     options = {"max_new_tokens": limit, "do_sample": False}
-    engine = prepare_text(model, tokenizer, [prompt], config, None, None, True, options)
+    engine = prepare_ids(model, tokenizer, [tokenizer(prompt)["input_ids"]], config, None, None, options)
     tokens: list[int] = []
     begin = 0.0
     with engine.serving():

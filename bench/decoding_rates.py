@@ -18,7 +18,7 @@ from bench.replay_target import Trace, dictating
 from lookahead import LookaheadConfig
 from lookahead.drafting.tree import IntArray
 from lookahead.engine.engine import Engine
-from lookahead.generation.api import prepare
+from lookahead.generation.hf import prepare
 from lookahead.stats import total
 
 EAGER = LookaheadConfig(proposers=())

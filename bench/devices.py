@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from bench.prompts import OPENINGS, SUMMARIZER, read_texts
 from lookahead import LookaheadConfig
 from lookahead.engine.engine import Engine
-from lookahead.generation.api import prepare
+from lookahead.generation.hf import prepare
 from lookahead.models.loading import load
 from lookahead.models.model_state import LearnedState, use_learned
 from lookahead.models.target import Target

@@ -37,7 +37,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from bench.prompts import SUMMARIZER, read_texts
 from lookahead import LookaheadConfig
 from lookahead.engine.engine import Engine
-from lookahead.generation.api import prepare
+from lookahead.generation.hf import prepare
 from lookahead.models.loading import load
 
 TEXTS = ("shuffled", "novel")

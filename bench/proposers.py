@@ -40,7 +40,7 @@ from bench.prompts import OPENINGS, SUMMARIZER, read_texts, summary_prompts
 from bench.report import publish
 from lookahead import DraftModel, Heads, LookaheadConfig
 from lookahead.drafting.proposal import ProposerFactory
-from lookahead.generation.draft_comparison import Score, compare
+from lookahead.generation.draft_selection import Score, compare
 from lookahead.models.loading import load
 from lookahead.models.timing import pass_seconds
 

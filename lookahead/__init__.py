@@ -31,8 +31,9 @@ if TYPE_CHECKING:
         TrainingError,
         UnsupportedModelError,
     )
-    from lookahead.generation.api import GenerationResult, decode, generate, stream
+    from lookahead.generation.api import GenerationResult, generate, stream
     from lookahead.generation.enable import enable
+    from lookahead.generation.hf import decode
     from lookahead.generation.scheduler import Completion, stream_many
     from lookahead.generation.step_costs import calibrate_costs, load_costs, prepare_costs, save_costs
     from lookahead.models.loading import LoadedModel, load
@@ -94,7 +95,7 @@ _HOME = {
     "TrainingError": "errors",
     "UnsupportedModelError": "errors",
     "calibrate_costs": "generation.step_costs",
-    "decode": "generation.api",
+    "decode": "generation.hf",
     "enable": "generation.enable",
     "generate": "generation.api",
     "load": "models.loading",

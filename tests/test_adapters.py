@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.errors import UnsupportedModelError
-from lookahead.generation.api import prepare
+from lookahead.generation.hf import prepare
 
 DRAFTING = LookaheadConfig(draft="fixed")
 ONE = {"input_ids": torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])}

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead import LookaheadConfig
-from lookahead.generation.api import prepare
+from lookahead.generation.hf import prepare
 from lookahead.models.model_state import LearnedState, use_learned
 from lookahead.ngram.chains import SEPARATOR
 from lookahead.ngram.pool_file import write_pool

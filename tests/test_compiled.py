@@ -120,7 +120,7 @@ def test_a_text_that_outgrows_its_slots_is_compiled_for_twice_as_many() -> None:
             ids,
             max_new_tokens=30,
             do_sample=False,
-            custom_generate=lookahead.generation.api.prepare,
+            custom_generate=lookahead.generation.hf.prepare,
             lookahead_config=config,
         )
         if length == 240:

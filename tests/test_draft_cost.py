@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from lookahead import DraftModel, LookaheadConfig
 from lookahead.drafting.ledger import Ledger
 from lookahead.drafting.proposal import Call, Feedback, IntArray, Proposal, Proposer
-from lookahead.generation.api import prepare
+from lookahead.generation.hf import prepare
 from lookahead.proposers.validated import CustomProposer
 from tests.support.near_models import like, small
 

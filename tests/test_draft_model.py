@@ -26,7 +26,7 @@ from transformers import (
 import lookahead
 from lookahead import ConfigError, DraftModel, LookaheadConfig, ProposerError, UnsupportedModelError
 from lookahead.drafting.proposal import Call, Proposal
-from lookahead.generation.api import prepare
+from lookahead.generation.hf import prepare
 from lookahead.proposers.draft_model import ModelProposer
 from tests.support.near_models import like, small
 

@@ -23,7 +23,7 @@ from transformers import (
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.errors import UnsupportedModelError
-from lookahead.generation.api import prepare
+from lookahead.generation.hf import prepare
 
 IDS = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])
 RAGGED = {

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Stoppin
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
-from lookahead.generation.api import prepare
+from lookahead.generation.hf import prepare
 from tests.support.adversarial_proposers import Offer, always_wrong, drafting_by, perfect, random_trees
 
 GREEDY: dict[str, Any] = {"do_sample": False}

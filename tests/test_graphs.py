@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.drafting.tree import TokenTree
-from lookahead.generation.api import prepare
+from lookahead.generation.hf import prepare
 from lookahead.kernels import dispatch as choice
 from lookahead.kernels import reference
 from lookahead.models.target import Target

@@ -21,7 +21,7 @@ from transformers import (
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.generation.api import prepare
+from lookahead.generation.hf import prepare
 
 DRAFTING = LookaheadConfig(draft="fixed")  # asked for, so that decoding plainly instead would be refused
 ONE = {"input_ids": torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])}

@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 from bench import proposers as bench
 from lookahead import DraftModel, LookaheadConfig
 from lookahead.cli.app import app
-from lookahead.generation.draft_comparison import Score, compare
-from lookahead.generation.draft_selection import NAMES, PLAIN, PROMPTS, pick_draft
+from lookahead.generation.draft_selection import NAMES, PLAIN, PROMPTS, Score, compare, pick_draft
 from lookahead.models.model_state import state_of
 from lookahead.models.timing import pass_seconds
 

@@ -14,7 +14,7 @@ import lookahead
 from lookahead import ConfigError, DraftModel, LookaheadConfig
 from lookahead.drafting.proposal import Proposal
 from lookahead.drafting.select import merge
-from lookahead.generation.api import prepare
+from lookahead.generation.hf import prepare
 from lookahead.ngram.prune import Limits
 from lookahead.proposers.draft_rates import DraftRates
 from lookahead.proposers.draft_tree import DraftTreeBatch

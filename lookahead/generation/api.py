@@ -1,60 +1,29 @@
-"""Generate: the drop-in for `model.generate`, the Python API and streaming."""
+"""The Python API: `generate` and `stream`."""
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
-from transformers import (
-    DynamicCache,
-    EncoderDecoderCache,
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StaticCache,
-    StoppingCriteriaList,
-)
-from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import GenerateNonBeamOutput
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.config import LookaheadConfig
 from lookahead.engine.engine import Engine
 from lookahead.engine.fallback import PlainLoop
-from lookahead.engine.row import Row
-from lookahead.errors import PromptError, UnsupportedModelError
-from lookahead.generation.build import assemble
-from lookahead.generation.encoder_decoder_request import prepare_encoder_decoder
-from lookahead.generation.hf_outputs import adopt, output_dict, padded_sequences, return_cache
+from lookahead.errors import PromptError
+from lookahead.generation.hf import prepare
+from lookahead.generation.hf_outputs import TextStream, collect, return_cache
 from lookahead.generation.prompts import Prompts, Truncation, pad_token_of, reader_of, within
-from lookahead.generation.request import (
-    call_of,
-    pad_prompts,
-    prompt_lengths,
-    refuse_inputs,
-    refuse_long_prompts,
-    refuse_past,
-    refuse_positions,
-    refuse_unsupported,
-    serve_stop_strings,
-    stopping_rule,
-    warns_of_foreigner,
-)
-from lookahead.generation.streaming import TextStream, collect
-from lookahead.generation.validation import check_config, check_options, check_pair, context_limit
-from lookahead.models.support import Support, support_of
+from lookahead.generation.request import pad_prompts, serve_stop_strings
+from lookahead.generation.validation import check_options, check_pair, context_limit, validate_encoder_inputs
 from lookahead.models.target import OnPrefill, input_device
-from lookahead.models.validate import refuse_model, vocabulary_size
-from lookahead.pools.open_pool import open_pool
+from lookahead.models.validate import refuse_model
+from lookahead.pools.open_pool import pool_of
 from lookahead.stats import DecodingStats, total
 from lookahead.utils.fingerprints import tokenizer_fingerprint
-from lookahead.verification.sampling import TokenChooser, warp_of
 from lookahead.verification.stopping import FinishReason
 
 
@@ -76,162 +45,6 @@ class GenerationResult:
     stats: DecodingStats
     row_stats: list[DecodingStats]
     finish_reasons: list[FinishReason]
-
-
-def decode(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    lookahead_config: LookaheadConfig | None = None,
-    lookahead_streamer: BaseStreamer | None = None,
-    lookahead_tokenizer: PreTrainedTokenizerBase | None = None,
-    inputs_tensor: Tensor | None = None,
-    **model_kwargs: Any,
-) -> Tensor | GenerateNonBeamOutput:
-    """Decode speculatively inside `model.generate`, without changing a token.
-
-    Example:
-        `model.generate(**inputs, max_new_tokens=256, custom_generate=lookahead.decode)`; options go along as
-        `lookahead_config=LookaheadConfig(...)`.
-
-    Args:
-        model: The model `generate` was called on.
-        input_ids: int64 `[batch, tokens]`, left-padded.
-        logits_processor: Prepared by `generate`.
-        stopping_criteria: Prepared by `generate`.
-        generation_config: Resolved by `generate`.
-        lookahead_config: How to draft; the defaults when None.
-        lookahead_streamer: Gets the new tokens of a single prompt as they are verified; transformers passes its
-            own `streamer` argument to no custom method.
-        lookahead_tokenizer: The model's tokenizer, for proposers that compare it with their own; `generate` passes its
-            own `tokenizer` to no custom method either.
-        inputs_tensor: What the encoder of an encoder-decoder model has read; passed by `generate`.
-        **model_kwargs: What `generate` would pass to the model.
-
-    Returns:
-        int64 `[batch, tokens + new]`, or with `return_dict_in_generate` the output class that transformers gives,
-        with it as `sequences`, the scores and logits asked for, and the cache. A filled `past_key_values` is continued
-        from, and grows in place.
-
-    Raises:
-        PoolError: The pool of the configuration cannot be opened, or holds token ids the model does not know.
-        UnsupportedModelError: The generation mode or an input cannot be served; the message names it.
-    """
-    arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config)
-    engine = prepare(*arguments, lookahead_config, lookahead_tokenizer, inputs_tensor, **model_kwargs)
-    if lookahead_streamer is not None:
-        lookahead_streamer.put(input_ids.cpu())
-    if isinstance(engine, PlainLoop):
-        return cast(Tensor | GenerateNonBeamOutput, engine.sample(streamer=lookahead_streamer))
-    outputs, _ = collect(engine, lookahead_streamer, generation_config._pad_token_tensor)
-    sequences = padded_sequences(input_ids, outputs, generation_config)
-    past = model_kwargs.get("past_key_values")
-    past = past if isinstance(past, DynamicCache | StaticCache | EncoderDecoderCache) else None
-    return_cache(engine, past)
-    if not generation_config.return_dict_in_generate:
-        return sequences
-    has_encoder = model.config.is_encoder_decoder
-    return output_dict(sequences, engine.batch[0].chooser, generation_config, past, is_encoder_decoder=has_encoder)
-
-
-def prepare(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    lookahead_config: LookaheadConfig | None = None,
-    lookahead_tokenizer: PreTrainedTokenizerBase | None = None,
-    inputs_tensor: Tensor | None = None,
-    lookahead_context: int | None = None,
-    **model_kwargs: Any,
-) -> Engine | PlainLoop:
-    """Check a call of `model.generate` and build what serves it; the arguments are those of `decode`.
-
-    With a context of so many tokens a row ends where the model has read them all.
-    """
-    check_config("lookahead_config", lookahead_config)
-    if model.config.is_encoder_decoder:
-        arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config)
-        options = (lookahead_config, lookahead_tokenizer, inputs_tensor, model_kwargs)
-        return prepare_encoder_decoder(*arguments, *options)
-    refuse_unsupported(model, generation_config, model_kwargs)
-    past = model_kwargs.get("past_key_values")
-    config = lookahead_config if lookahead_config is not None else LookaheadConfig()
-    vocabulary = vocabulary_size(model)
-    pool = open_pool(os.fspath(config.pool), vocabulary=vocabulary) if config.pool is not None else None
-    lengths = prompt_lengths(input_ids, model_kwargs.get("attention_mask"), vocabulary)
-    batch_size, longest = input_ids.shape
-    refuse_long_prompts(model, lengths)
-    is_continued = past is not None and past.get_seq_length() > 0
-    if not is_continued:
-        refuse_positions(model_kwargs.get("position_ids"), lengths, longest)
-    stopping = stopping_rule(stopping_criteria, generation_config)
-    lm: Any = model
-    sample = partial(lm._sample, input_ids, logits_processor, generation_config=generation_config, **model_kwargs)
-    plain = PlainLoop(sample, input_ids, lengths, stopping_criteria, lookahead_context)
-    if stopping.max_length <= longest + 1:
-        return plain  # a single token: there is nothing to draft
-    if warns_of_foreigner(logits_processor, stopping_criteria, generation_config, batch_size, config.acceptance):
-        return plain
-    support = support_of(model, shortest=int(lengths.min()), max_length=stopping.max_length)
-    complaint = _complaint(model, support, batch_size, config)
-    if complaint and lookahead_config is not None and lookahead_config.proposers:
-        raise UnsupportedModelError(f"{complaint}; leave out the configuration to decode it plainly")
-    if batch_size > 1 and stopping.custom and not stopping.eos_tokens.size:
-        # There transformers lets a row that was stopped go on until all are: how far depends on the slowest.
-        complaint = "a batch with stopping criteria and no end-of-sequence token ends as one"
-    if support.shape == "none" or complaint:
-        warnings.warn(f"{complaint}; it is decoded plainly", stacklevel=2)
-        return plain
-    is_chain = support.shape == "chains"
-    warp = warp_of(logits_processor) if generation_config.do_sample else None
-    call = call_of(model, lookahead_tokenizer, batch_size, stopping, config, is_chain=is_chain, warp=warp)
-    is_given = getattr(past, "_is_user_defined", False)
-    chooser = TokenChooser(
-        logits_processor,
-        do_sample=bool(generation_config.do_sample),
-        batch_size=batch_size,
-        keep=bool(generation_config.output_scores or generation_config.output_logits),
-    )
-    rows = []
-    for i, (ids, length) in enumerate(zip(input_ids.cpu().numpy(), lengths.tolist(), strict=True)):
-        padding = longest - length
-        rule = stopping if lookahead_context is None else stopping.within(padding + lookahead_context)
-        rows.append(Row.begin(i, ids, chooser, rule, padding=padding, place=i, device=input_ids.device))
-    engine = assemble(
-        model,
-        config,
-        call,
-        pool,
-        rows,
-        # Room for what short outputs need; the cache grows when an output turns out long.
-        capacity=longest + min(stopping.max_length - longest, 256) + config.node_budget + 1,
-        shape=support.shape,
-        runs_to_limit=stopping.is_only_length,
-        keep_cache=bool(generation_config.return_dict_in_generate or is_continued or is_given),
-    )
-    if is_continued:
-        refuse_past(past, input_ids, generation_config, model_kwargs.get("attention_mask"))
-        refuse_positions(model_kwargs.get("position_ids"), lengths, longest)
-        adopt(cast(DynamicCache, past), engine.cache, longest - lengths)
-    return engine
-
-
-def _complaint(model: PreTrainedModel, support: Support, batch_size: int, config: LookaheadConfig) -> str:
-    """Why a model cannot verify what is asked for, or an empty string."""
-    name = type(model).__name__
-    if support.shape == "none":
-        return f"{name} cannot be decoded speculatively: {support.reason}"
-    if support.shape == "chains" and batch_size > 1:
-        return f"{name} cannot be decoded speculatively for {batch_size} prompts at once: {support.reason}"
-    if support.shape == "chains" and "jacobi" in config.proposers and not config.decides_branch:
-        return f"{name} cannot verify the lookahead branch: {support.reason}"
-    if support.shape == "chains" and config.acceptance == "rejection" and len(config.proposers) > 1:
-        return f"{name} cannot verify what several proposers draw: {support.reason}"
-    return ""
 
 
 def generate(
@@ -285,9 +98,8 @@ def generate(
     refuse_model(model)
     check_options(model, config, generation_config, generate_kwargs, seed)
     config = replace(config or LookaheadConfig(), compile=True) if compile else config
-    reader = reader_of(
-        model, tokenizer, generation_config, add_special_tokens, truncate, chat_template_kwargs, generate_kwargs
-    )
+    template = chat_template_kwargs
+    reader = reader_of(model, tokenizer, generation_config, add_special_tokens, truncate, template, generate_kwargs)
     encoded = [reader.read(prompt, i) for i, prompt in enumerate(reader.separate(prompts))]
     if not encoded:
         return GenerationResult([], [], DecodingStats(), [], [])
@@ -326,9 +138,8 @@ def stream(
     refuse_model(model)
     check_options(model, config, generation_config, generate_kwargs, seed)
     config = replace(config or LookaheadConfig(), compile=True) if compile else config
-    reader = reader_of(
-        model, tokenizer, generation_config, add_special_tokens, truncate, chat_template_kwargs, generate_kwargs
-    )
+    template = chat_template_kwargs
+    reader = reader_of(model, tokenizer, generation_config, add_special_tokens, truncate, template, generate_kwargs)
     prompts = list(reader.separate(prompt))
     if len(prompts) != 1:
         raise PromptError(f"stream takes one prompt, got {len(prompts)}; lookahead.stream_many takes several")
@@ -336,24 +147,6 @@ def stream(
     engine = prepare_ids(model, tokenizer, encoded, config, generation_config, seed, generate_kwargs)
     engine.report_prefill(on_prefill)
     return TextStream(engine, tokenizer, partial(return_cache, engine, generate_kwargs.get("past_key_values")))
-
-
-def prepare_text(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
-    config: LookaheadConfig | None,
-    generation_config: GenerationConfig | None,
-    seed: int | None,
-    add_special_tokens: bool,
-    generate_kwargs: dict[str, Any],
-) -> Engine | PlainLoop:
-    """Tokenize, pad, and let `model.generate` resolve its options into an engine."""
-    refuse_model(model)
-    check_options(model, config, generation_config, generate_kwargs, seed)
-    reader = reader_of(model, tokenizer, generation_config, add_special_tokens, None, None, generate_kwargs)
-    encoded = [reader.read(prompt, i) for i, prompt in enumerate(prompts)]
-    return prepare_ids(model, tokenizer, encoded, config, generation_config, seed, generate_kwargs)
 
 
 def prepare_ids(
@@ -366,9 +159,9 @@ def prepare_ids(
     generate_kwargs: dict[str, Any],
 ) -> Engine | PlainLoop:
     """Pad prompts, and let `model.generate` resolve its options into an engine."""
-    if config is not None and config.pool is not None:
-        open_pool(os.fspath(config.pool), fingerprint=tokenizer_fingerprint(tokenizer))
-    refuse_inputs(model, encoded)
+    if config is not None:
+        pool_of(config, fingerprint=tokenizer_fingerprint(tokenizer))
+    validate_encoder_inputs(model, encoded)
     pad = pad_token_of(tokenizer)
     padded, mask = pad_prompts(encoded, pad, on_the_right=model.config.is_encoder_decoder)
     longest = 1 if model.config.is_encoder_decoder else len(padded[0])

@@ -10,8 +10,8 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from lookahead.config import LookaheadConfig
 from lookahead.errors import PromptError
 from lookahead.generation.api import stream
+from lookahead.generation.hf_outputs import TextStream
 from lookahead.generation.prompts import Message, PromptReader, has_chat_template
-from lookahead.generation.streaming import TextStream
 from lookahead.generation.validation import check_pair, context_limit
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.config import LookaheadConfig
-from lookahead.generation.draft_comparison import Score, compare
+from lookahead.generation.api import generate
+from lookahead.models.model_state import LearnedState, use_learned
+from lookahead.models.target import input_device
 from lookahead.models.timing import pass_seconds
 from lookahead.proposers.draft_model import DraftModel
+from lookahead.stats import DecodingStats
 
 PLAIN = "no draft"
 NAMES = "no draft model"
@@ -28,6 +32,131 @@ PROMPTS = (
     "In this paper we show that",
     "The three most important things to know about gardening are",
 )
+
+
+@dataclass(slots=True)
+class Score:
+    """What one way of drafting did with all prompts.
+
+    Attributes:
+        prompts: How many there were.
+        identical: How many outputs were those of `model.generate`.
+        forwards: Passes of the target that verified drafts or decoded plainly.
+        decoded: Tokens these passes gave.
+        drafted: Draft nodes verified.
+        accepted: Draft nodes accepted.
+        seconds: What decoding took, prefill of the target excluded.
+        emitted: New tokens, those of the prefill included.
+        total_variation: As `DecodingStats` has it; 0 where nothing lossy was asked for.
+    """
+
+    prompts: int = 0
+    identical: int = 0
+    forwards: int = 0
+    decoded: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    seconds: float = 0.0
+    emitted: int = 0
+    total_variation: float = 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per pass of the target, the bonus token included."""
+        return self.decoded / max(1, self.forwards)
+
+    @property
+    def drafted_per_step(self) -> float:
+        """Draft nodes per pass of the target."""
+        return self.drafted / max(1, self.forwards)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second of decoding."""
+        return self.decoded / self.seconds if self.seconds else 0.0
+
+    def add(self, stats: DecodingStats, is_identical: bool) -> None:
+        """Count one prompt."""
+        self.prompts += 1
+        self.identical += is_identical
+        self.forwards += stats.target_forwards
+        self.decoded += stats.decoded_tokens
+        self.drafted += stats.drafted_tokens
+        self.accepted += stats.accepted_tokens
+        self.seconds += stats.decode_s
+        self.emitted += stats.emitted_tokens
+        self.total_variation += stats.total_variation
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures, JSON-ready; the divergence from the target's distribution only where there is one."""
+        lossy = {"divergence": round(self.total_variation / self.emitted, 4)} if self.total_variation else {}
+        return {
+            **lossy,
+            "mean_acceptance_length": round(self.mean_acceptance_length, 4),
+            "tokens_per_s": round(self.tokens_per_s, 2),
+            "drafted_per_step": round(self.drafted_per_step, 2),
+            "draft_acceptance_rate": round(self.accepted / self.drafted, 4) if self.drafted else 0.0,
+            "identical": self.identical,
+            "prompts": self.prompts,
+        }
+
+
+@dataclass(slots=True)
+class _Way:
+    """One way of drafting, with what it learned and what it did."""
+
+    config: LookaheadConfig
+    learned: LearnedState = field(default_factory=LearnedState)
+    score: Score = field(default_factory=Score)
+
+
+def compare(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    configs: Mapping[str, LookaheadConfig],
+    *,
+    warm_up: int = 1,
+    told: Callable[[], None] = lambda: None,
+    **generate_kwargs: Any,
+) -> dict[str, Score]:
+    """Decode every prompt in every way, one way after the other, beginning with another one each time.
+
+    Args:
+        model: The target.
+        tokenizer: Its tokenizer.
+        prompts: What to continue; at least one.
+        configs: The ways of drafting by their names.
+        warm_up: How many prompts, from the first on, are decoded once before and not counted.
+        told: Called after every prompt.
+        **generate_kwargs: As for `model.generate`. Every prompt has a seed of its own.
+    """
+    ways = {name: _Way(config) for name, config in configs.items()}
+    for number, prompt in enumerate([*prompts[:warm_up], *prompts]):
+        expected = _own_output(model, tokenizer, prompt, number, generate_kwargs)
+        names = list(ways)
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            way = ways[name]
+            with use_learned(model, way.learned):
+                result = generate(model, tokenizer, prompt, config=way.config, seed=number, **generate_kwargs)
+            if number >= warm_up:
+                way.score.add(result.stats, result.token_ids[0] == expected)
+        told()
+    return {name: way.score for name, way in ways.items()}
+
+
+def _own_output(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, seed: int, generate_kwargs: dict[str, Any]
+) -> list[int]:
+    """What transformers' own loop emits."""
+    encoded = tokenizer(prompt, return_tensors="pt").to(input_device(model))
+    causal_lm: Any = model
+    torch.manual_seed(seed)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+    ids, mask = encoded["input_ids"], encoded["attention_mask"]
+    output = causal_lm.generate(ids, attention_mask=mask, **{"pad_token_id": pad, **generate_kwargs})
+    tokens: list[int] = output[0, ids.shape[1] :].tolist()
+    return tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from lookahead.config import LookaheadConfig
 from lookahead.errors import UnsupportedModelError
-from lookahead.generation.api import decode
+from lookahead.generation.hf import decode
 from lookahead.generation.request import serve_stop_strings
 from lookahead.models.validate import refuse_model
 

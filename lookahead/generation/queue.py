@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,18 +23,12 @@ from lookahead.engine.row import Row
 from lookahead.errors import PromptError, UnsupportedModelError
 from lookahead.generation.api import GenerationResult, generate
 from lookahead.generation.prompts import Prompt, Truncation, pad_token_of, reader_of
-from lookahead.generation.request import (
-    foreigner,
-    refuse_strangers,
-    refuse_unsupported,
-    serve_stop_strings,
-    stopping_rule,
-)
-from lookahead.generation.validation import check_options, check_pair, context_limit
+from lookahead.generation.request import foreigner, serve_stop_strings, stopping_rule
+from lookahead.generation.validation import check_options, check_pair, check_token_ids, context_limit, validate_call
 from lookahead.models.support import prefills_at_once, support_of
 from lookahead.models.target import input_device
 from lookahead.models.validate import refuse_model, vocabulary_size
-from lookahead.pools.open_pool import open_pool
+from lookahead.pools.open_pool import pool_of
 from lookahead.utils.fingerprints import tokenizer_fingerprint
 from lookahead.verification.sampling import TokenChooser
 from lookahead.verification.stopping import StoppingRule
@@ -109,8 +102,7 @@ class Intake:
         refuse_model(model)
         check_options(model, config, generation_config, options)
         _refuse_foreigners(options)
-        if config.pool is not None:
-            open_pool(os.fspath(config.pool), fingerprint=tokenizer_fingerprint(tokenizer))
+        pool_of(config, fingerprint=tokenizer_fingerprint(tokenizer))
         self._model, self._tokenizer, self._config = model, tokenizer, config
         self._context = context_limit(model)
         self.reader = reader_of(
@@ -135,7 +127,7 @@ class Intake:
             UnsupportedModelError: What is asked for cannot be served, whatever the prompt.
         """
         ids = self.reader.read(prompt, index)
-        refuse_strangers(np.array(ids), index, vocabulary_size(self._model))
+        check_token_ids(np.array(ids), index, vocabulary_size(self._model))
         options = self._with_limit(self._settings[1], max_new_tokens)
         self._refuse_limit(index, len(ids), options)
         if not self._alone:
@@ -215,6 +207,6 @@ def _terms_of(
     **model_kwargs: Any,
 ) -> _Terms:
     """Stands where `model.generate` would decode, and tells what it would decode by."""
-    refuse_unsupported(model, generation_config, model_kwargs)
+    validate_call(model, generation_config, model_kwargs)
     rule = stopping_rule(stopping_criteria, generation_config)
     return _Terms(logits_processor, rule, bool(generation_config.do_sample))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,13 +14,12 @@ from lookahead.engine.engine import Engine
 from lookahead.engine.outputs import StepOutput
 from lookahead.engine.row import Row
 from lookahead.errors import ConfigError, PromptError
-from lookahead.generation.build import assemble
+from lookahead.generation.hf import assemble
 from lookahead.generation.prompts import Prompt, Prompts, Truncation
 from lookahead.generation.queue import Intake, Request
-from lookahead.generation.request import call_of
 from lookahead.models.target import OnPrefill, input_device
 from lookahead.models.validate import vocabulary_size
-from lookahead.pools.open_pool import open_pool
+from lookahead.pools.open_pool import pool_of
 from lookahead.stats import DecodingStats
 from lookahead.verification.stopping import FinishReason
 
@@ -286,13 +284,16 @@ class Batching:
 
     def _open(self, row: Row, capacity: int) -> Engine:
         """The engine for rows like one."""
-        config, stopping = self._config, row.stopping
-        pool = None
-        if config.pool is not None:
-            pool = open_pool(os.fspath(config.pool), vocabulary=vocabulary_size(self._model))
-        call = call_of(self._model, self._tokenizer, self.rows, stopping, config, is_chain=False, warp=None)
-        is_limited = stopping.is_only_length
-        return assemble(self._model, config, call, pool, capacity=capacity, runs_to_limit=is_limited, isolates=True)
+        return assemble(
+            self._model,
+            self._config,
+            pool_of(self._config, vocabulary=vocabulary_size(self._model)),
+            slots=self.rows,
+            stopping=row.stopping,
+            tokenizer=self._tokenizer,
+            capacity=capacity,
+            isolates=True,
+        )
 
     def _in_passes(self, rows: Sequence[Row]) -> list[list[Row]]:
         """Rows whose prompts are read together: those that need little padding to be as long as the longest."""

@@ -1,21 +1,27 @@
-"""Arguments of the Python API, checked before anything runs: the model, its tokenizer, and the options."""
+"""Arguments of the Python API and of `model.generate`, checked before anything runs."""
 
 from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, cast
 
-from torch import nn
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.configuration_utils import GenerationMode
 
 from lookahead.config import LookaheadConfig
-from lookahead.errors import ConfigError
+from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
+from lookahead.models.encoder_decoder import decoder_positions
 from lookahead.models.model_state import state_of
-from lookahead.models.validate import check_model, described
+from lookahead.models.target import input_device, position_limit
+from lookahead.models.validate import check_model, described, refuse_model, vocabulary_size
 
 # The least value of options that are whole numbers, and the range of those that are any number.
 _WHOLE = {"max_new_tokens": 1, "max_length": 1, "min_new_tokens": 0, "min_length": 0, "top_k": 0}
@@ -23,6 +29,24 @@ _NUMBERS = {"temperature": None, "top_p": 1.0, "min_p": 1.0, "typical_p": 1.0, "
 _PROMPTS = ("input_ids", "attention_mask", "inputs", "inputs_embeds", "messages")
 _ALIASES = {"max_tokens": "max_new_tokens", "stop": "stop_strings", "lookahead_config": "config"}
 _LEAST_SHARE = 0.8  # of the rows of an embedding that a tokenizer names; the rest is padding of the table
+
+# Inputs of the model that a decoder is served with, or has no use for as it has its own cache and positions.
+_SERVED = frozenset(
+    ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_params")
+)
+_SERVED_BEHIND_ENCODER = frozenset(
+    {
+        *("encoder_outputs", "attention_mask", "decoder_attention_mask", "past_key_values", "use_cache"),
+        *("global_attention_mask", "inputs_embeds", "logits_to_keep"),  # the encoder has read them already
+    }
+)
+# What transformers extends by its newest column, so that zeros stay zeros.
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+# What asks for another mode than greedy search or sampling.
+_MODE_OPTIONS = (
+    *("num_beams", "num_beam_groups", "constraints", "force_words_ids", "penalty_alpha", "dola_layers"),
+    *("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"),
+)
 
 
 def check_pair(model: object, tokenizer: object, *, stacklevel: int = 4) -> None:
@@ -175,3 +199,129 @@ def context_limit(model: PreTrainedModel) -> int | None:
             trained = rope.get("original_max_position_embeddings") or config.max_position_embeddings
             limit = max(limit, int(trained * (rope.get("factor") or 1)))
     return limit
+
+
+def validate_call(model: PreTrainedModel, config: GenerationConfig, model_kwargs: Mapping[str, Any]) -> None:
+    """Refuse what cannot be served of a call of `model.generate`.
+
+    Raises:
+        UnsupportedModelError: It names the mode or the input, and what to do instead.
+    """
+    refuse_model(model)
+    has_encoder = model.config.is_encoder_decoder
+    cache = EncoderDecoderCache if has_encoder else DynamicCache
+    served = _SERVED_BEHIND_ENCODER if has_encoder else _SERVED
+    if config.guidance_scale is not None and config.guidance_scale != 1:
+        raise UnsupportedModelError(
+            f"guidance_scale must be 1, got {config.guidance_scale}: guidance runs the model once more per token; "
+            "leave out custom_generate for it"
+        )
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        given = {name: getattr(config, name, None) for name in _MODE_OPTIONS}
+        named = ", ".join(f"{name}={value!r}" for name, value in given.items() if value)
+        raise UnsupportedModelError(
+            f"{mode.value.replace('_', ' ')} ({named}) has no exact speculative form; leave out custom_generate for it"
+            + (", or pass num_beams=1" if "beam" in mode.value else "")
+        )
+    if config.cache_implementation == "quantized":
+        raise UnsupportedModelError("a quantized cache changes tokens and is not served; leave out custom_generate")
+    past = model_kwargs.get("past_key_values")
+    if getattr(past, "_is_user_defined", False) and not isinstance(past, cache):
+        raise UnsupportedModelError(f"past_key_values must be a {cache.__name__}, got a {type(past).__name__}")
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(config, name):
+            raise UnsupportedModelError(f"{name}=True is not served; leave out custom_generate for it")
+    for name, value in model_kwargs.items():
+        if name in served or _is_absent(value):
+            continue
+        if name in _TOKEN_TYPES and not value.any() and not _heeds(model, name):
+            continue
+        raise UnsupportedModelError(f"the model input {name!r} is not served; leave out custom_generate for it")
+    if isinstance(past, EncoderDecoderCache):
+        if past.get_seq_length() > 0:
+            raise UnsupportedModelError(
+                f"past_key_values of an encoder-decoder model must be empty, got {past.get_seq_length()} tokens; "
+                "leave out custom_generate to go on from them"
+            )
+        kind = type(past.self_attention_cache)
+        if is_cache_returned(past, config) and not issubclass(kind, DynamicCache):
+            raise UnsupportedModelError(f"a {kind.__name__} is not given back; leave out custom_generate for it")
+
+
+def is_cache_returned(past: Any, config: GenerationConfig) -> bool:
+    """Whether the caller of `model.generate` sees the cache."""
+    return bool(config.return_dict_in_generate or getattr(past, "_is_user_defined", False))
+
+
+def _is_absent(value: Any) -> bool:
+    """Whether an input is none; for images that are none transformers passes an empty dictionary."""
+    return value is None or (isinstance(value, dict) and all(each is None for each in value.values()))
+
+
+def _heeds(model: PreTrainedModel, name: str) -> bool:
+    """Whether a model reads zeros in an input `[batch, tokens]` as something else than nothing."""
+
+    def probe() -> bool:
+        ids = torch.arange(1, 7, device=input_device(model))[None]
+        causal_lm: Any = model
+        try:
+            with torch.no_grad():
+                given = causal_lm(input_ids=ids, **{name: torch.zeros_like(ids)}).logits
+                return not torch.equal(given, causal_lm(input_ids=ids).logits)
+        except Exception:
+            return True  # it takes more than text, and is left to transformers
+
+    return state_of(model).probed(name, model, probe)
+
+
+def validate_past(past: Any, input_ids: Tensor, config: GenerationConfig, attention_mask: Tensor | None) -> None:
+    """Refuse a filled cache that cannot be continued from."""
+    if not isinstance(past, DynamicCache) or not all(layer.is_initialized for layer in cast(Any, past.layers)):
+        raise UnsupportedModelError(f"past_key_values must be a DynamicCache, got a {type(past).__name__}")
+    whole = input_ids.shape[1]
+    seen = attention_mask.shape[1] if attention_mask is not None else getattr(config, "_mask_length", whole)
+    if seen != whole or past.get_seq_length() >= whole:
+        raise UnsupportedModelError(
+            f"input_ids must hold the whole text, the {past.get_seq_length()} cached tokens included and at least "
+            f"one more, got {whole} tokens and a mask of {seen}"
+        )
+
+
+def validate_lengths(model: PreTrainedModel, lengths: NDArray[np.int64]) -> None:
+    """Refuse a prompt that outgrows the model's table of positions: on a GPU the model would end the process."""
+    has_encoder = model.config.is_encoder_decoder
+    limit, longest = decoder_positions(model) if has_encoder else position_limit(model), int(lengths.max())
+    if limit is not None and longest > limit:
+        prompt = "the decoder's prompt" if has_encoder else f"prompt {int(lengths.argmax())}"
+        raise PromptError(f"{prompt} has {longest} tokens and the model positions for {limit}; shorten it")
+
+
+def validate_encoder_inputs(model: PreTrainedModel, inputs: Sequence[Sequence[int]]) -> None:
+    """Refuse what an encoder cannot read; it reads before `prepare` is called."""
+    config: Any = model.config
+    limit = getattr(config, "max_encoder_position_embeddings", None) or position_limit(model)
+    for i, ids in enumerate(inputs if config.is_encoder_decoder else ()):
+        if limit is not None and len(ids) > limit:
+            raise PromptError(f"input {i} has {len(ids)} tokens and the encoder positions for {limit}; shorten it")
+        check_token_ids(np.array(ids), i, vocabulary_size(model))
+
+
+def validate_positions(position_ids: Tensor | None, lengths: NDArray[np.int64], longest: int) -> None:
+    """Refuse positions of the user's own, `[…, batch or 1, tokens]`; those of padding may be any."""
+    if position_ids is None:
+        return
+    usual = np.arange(longest) - (longest - lengths)[:, None]
+    given = position_ids.cpu().numpy()
+    if given.shape[-1] != longest or ((given != usual) & (usual >= 0)).any():
+        raise UnsupportedModelError("position_ids of your own are not served; leave out custom_generate for them")
+
+
+def check_token_ids(ids: NDArray[np.int64], prompt: int, vocab_size: int) -> None:
+    """Refuse the prompt of such a number if it holds tokens, int64 `[n]`, that the model does not know."""
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        stranger = ids[(ids < 0) | (ids >= vocab_size)][0]
+        raise PromptError(
+            f"prompt {prompt} holds token {stranger}, and the model's vocabulary ends at {vocab_size - 1}: "
+            "is the tokenizer that of another model?"
+        )

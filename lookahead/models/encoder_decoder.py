@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,12 +26,14 @@ class Encoded:
         mask: int64 `[1, tokens]`, which of them count; None for all.
         past: An empty cache; it ends as `model.generate` would leave it, and cross-attention is computed once.
         is_returned: Whether the caller gets the cache, and so must be able to go on with it in any mode of torch.
+        tokens: int32 `[tokens]`, what the encoder read, padding left out; none if the decoder's vocabulary is another.
     """
 
     outputs: Any
     mask: Tensor | None
     past: EncoderDecoderCache
     is_returned: bool = False
+    tokens: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
 
 
 def empty_cache(model: PreTrainedModel) -> EncoderDecoderCache:

@@ -54,10 +54,11 @@ def refuse_model(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{name} is on the meta device: it has no weights to run with")
 
 
-def vocabulary_size(model: PreTrainedModel) -> int:
-    """Token ids the model has embeddings for, padding of its table included."""
+def vocabulary_size(model: PreTrainedModel, side: Any = None) -> int:
+    """Token ids that a model, or its encoder or decoder `side`, has embeddings for, padding of its table included."""
     text_config: Any = model.config.get_text_config()
-    size: int = getattr(model.get_input_embeddings(), "num_embeddings", text_config.vocab_size)
+    own = side.get_input_embeddings() if isinstance(side, PreTrainedModel) else None
+    size: int = getattr(own or model.get_input_embeddings(), "num_embeddings", text_config.vocab_size)
     return size
 
 

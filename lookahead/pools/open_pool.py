@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 
+from lookahead.config import LookaheadConfig
 from lookahead.errors import PoolError
 from lookahead.ngram.pool_file import Pool, PoolHeader, read_header
 
@@ -38,6 +39,13 @@ def open_pool(path: str, *, fingerprint: int | None = None, vocabulary: int | No
             f"0 to {vocabulary - 1}"
         )
     return pool
+
+
+def pool_of(config: LookaheadConfig, *, fingerprint: int | None = None, vocabulary: int | None = None) -> Pool | None:
+    """The pool that a configuration names, opened as by `open_pool`; None where it names none."""
+    if config.pool is None:
+        return None
+    return open_pool(os.fspath(config.pool), fingerprint=fingerprint, vocabulary=vocabulary)
 
 
 def read_pool_header(path: str) -> PoolHeader:

@@ -1,0 +1,351 @@
+"""Decoding inside `model.generate`: a call of transformers, checked and made into an engine."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StaticCache,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateNonBeamOutput
+
+from lookahead.config import LookaheadConfig
+from lookahead.drafting.controller import Pacing
+from lookahead.drafting.lookahead_branch import Branch
+from lookahead.drafting.proposal import Call, IntArray
+from lookahead.drafting.tree import MAX_NODES_LIMIT
+from lookahead.engine.engine import Engine
+from lookahead.engine.fallback import PlainLoop
+from lookahead.engine.row import Row
+from lookahead.errors import UnsupportedModelError
+from lookahead.generation.hf_outputs import adopt, collect, output_dict, padded_sequences, return_cache
+from lookahead.generation.request import prompt_lengths, stopping_rule, warns_of_foreigner
+from lookahead.generation.validation import (
+    check_config,
+    is_cache_returned,
+    validate_call,
+    validate_lengths,
+    validate_past,
+    validate_positions,
+)
+from lookahead.models.encoder_decoder import DecoderTarget, Encoded, empty_cache
+from lookahead.models.encoder_decoder_support import decoder_support
+from lookahead.models.model_state import state_of
+from lookahead.models.support import Support, prefills_at_once, support_of
+from lookahead.models.target import PREFILL_CHUNK, Shape, Target, input_device
+from lookahead.models.tensor_parallel import ensemble_of, refuse_in_ensemble
+from lookahead.models.validate import vocabulary_size
+from lookahead.ngram.pool_file import Pool
+from lookahead.pools.open_pool import pool_of
+from lookahead.proposers import ProposerState, make_proposers
+from lookahead.proposers.encoder_input import informed
+from lookahead.verification.sampling import TokenChooser, warp_of
+from lookahead.verification.stopping import StoppingRule
+
+
+def decode(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    lookahead_config: LookaheadConfig | None = None,
+    lookahead_streamer: BaseStreamer | None = None,
+    lookahead_tokenizer: PreTrainedTokenizerBase | None = None,
+    inputs_tensor: Tensor | None = None,
+    **model_kwargs: Any,
+) -> Tensor | GenerateNonBeamOutput:
+    """Decode speculatively inside `model.generate`, without changing a token.
+
+    Example:
+        `model.generate(**inputs, max_new_tokens=256, custom_generate=lookahead.decode)`; options go along as
+        `lookahead_config=LookaheadConfig(...)`.
+
+    Args:
+        model: The model `generate` was called on.
+        input_ids: int64 `[batch, tokens]`, left-padded.
+        logits_processor: Prepared by `generate`.
+        stopping_criteria: Prepared by `generate`.
+        generation_config: Resolved by `generate`.
+        lookahead_config: How to draft; the defaults when None.
+        lookahead_streamer: Gets the new tokens of a single prompt as they are verified; transformers passes its
+            own `streamer` argument to no custom method.
+        lookahead_tokenizer: The model's tokenizer, for proposers that compare it with their own; `generate` passes its
+            own `tokenizer` to no custom method either.
+        inputs_tensor: What the encoder of an encoder-decoder model has read; passed by `generate`.
+        **model_kwargs: What `generate` would pass to the model.
+
+    Returns:
+        int64 `[batch, tokens + new]`, or with `return_dict_in_generate` the output class that transformers gives,
+        with it as `sequences`, the scores and logits asked for, and the cache. A filled `past_key_values` is continued
+        from, and grows in place.
+
+    Raises:
+        PoolError: The pool of the configuration cannot be opened, or holds token ids the model does not know.
+        UnsupportedModelError: The generation mode or an input cannot be served; the message names it.
+    """
+    arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config)
+    engine = prepare(*arguments, lookahead_config, lookahead_tokenizer, inputs_tensor, **model_kwargs)
+    if lookahead_streamer is not None:
+        lookahead_streamer.put(input_ids.cpu())
+    if isinstance(engine, PlainLoop):
+        return cast(Tensor | GenerateNonBeamOutput, engine.sample(streamer=lookahead_streamer))
+    outputs, _ = collect(engine, lookahead_streamer, generation_config._pad_token_tensor)
+    sequences = padded_sequences(input_ids, outputs, generation_config)
+    past = model_kwargs.get("past_key_values")
+    past = past if isinstance(past, DynamicCache | StaticCache | EncoderDecoderCache) else None
+    return_cache(engine, past)
+    if not generation_config.return_dict_in_generate:
+        return sequences
+    has_encoder = model.config.is_encoder_decoder
+    return output_dict(sequences, engine.batch[0].chooser, generation_config, past, is_encoder_decoder=has_encoder)
+
+
+def prepare(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    lookahead_config: LookaheadConfig | None = None,
+    lookahead_tokenizer: PreTrainedTokenizerBase | None = None,
+    inputs_tensor: Tensor | None = None,
+    lookahead_context: int | None = None,
+    **model_kwargs: Any,
+) -> Engine | PlainLoop:
+    """Check a call of `model.generate` and build what serves it; the arguments are those of `decode`.
+
+    Of an encoder-decoder model `input_ids` is the decoder's prompt, and `model_kwargs` holds the encoder's outputs.
+    With a context of so many tokens a row ends where the model has read them all.
+    """
+    check_config("lookahead_config", lookahead_config)
+    validate_call(model, generation_config, model_kwargs)
+    config = lookahead_config if lookahead_config is not None else LookaheadConfig()
+    has_encoder, past = model.config.is_encoder_decoder, model_kwargs.get("past_key_values")
+    mask = model_kwargs.get("decoder_attention_mask" if has_encoder else "attention_mask")
+    vocabulary = _decoder_vocabulary(model)
+    pool = pool_of(config, vocabulary=vocabulary)
+    lengths = prompt_lengths(input_ids, mask, vocabulary)
+    batch_size, longest = input_ids.shape
+    validate_lengths(model, np.full_like(lengths, longest) if has_encoder else lengths)
+    is_continued = past is not None and not has_encoder and past.get_seq_length() > 0
+    if not is_continued:
+        validate_positions(model_kwargs.get("position_ids"), lengths, longest)
+    stopping = stopping_rule(stopping_criteria, generation_config)
+    lm: Any = model
+    sample = partial(lm._sample, input_ids, logits_processor, generation_config=generation_config, **model_kwargs)
+    plain = PlainLoop(sample, input_ids, lengths, stopping_criteria, lookahead_context)
+    if stopping.max_length <= longest + 1:
+        return plain  # a single token: there is nothing to draft
+    together = 1 if has_encoder else batch_size  # several inputs of an encoder have a reason of their own
+    if warns_of_foreigner(logits_processor, stopping_criteria, generation_config, together, config.acceptance):
+        return plain
+    if has_encoder:
+        support = decoder_support(model, max_length=stopping.max_length)
+    else:
+        support = support_of(model, shortest=int(lengths.min()), max_length=stopping.max_length)
+    reason = _unsupported_reason(model, support, batch_size, bool(lengths.min() < longest), config)
+    if reason and lookahead_config is not None and config.proposers:
+        raise UnsupportedModelError(f"{reason}; leave out the configuration to decode it plainly")
+    if together > 1 and stopping.custom and not stopping.eos_tokens.size:
+        # There transformers lets a row that was stopped go on until all are: how far depends on the slowest.
+        reason = "a batch with stopping criteria and no end-of-sequence token ends as one"
+    if support.shape == "none" or reason:
+        warnings.warn(f"{reason}; it is decoded plainly", stacklevel=2)
+        return plain
+    if is_continued:
+        validate_past(past, input_ids, generation_config, mask)
+        validate_positions(model_kwargs.get("position_ids"), lengths, longest)
+    chooser = TokenChooser(
+        logits_processor,
+        do_sample=bool(generation_config.do_sample),
+        batch_size=batch_size,
+        keep=bool(generation_config.output_scores or generation_config.output_logits),
+    )
+    rows = []
+    for i, (ids, length) in enumerate(zip(input_ids.cpu().numpy(), lengths.tolist(), strict=True)):
+        padding = longest - length
+        rule = stopping if lookahead_context is None else stopping.within(padding + lookahead_context)
+        rows.append(Row.begin(i, ids, chooser, rule, padding=padding, place=i, device=input_ids.device))
+    encoded = _encoded(model, generation_config, inputs_tensor, model_kwargs) if has_encoder else None
+    if encoded is not None:
+        rows[0].stats.prompt_tokens += len(encoded.tokens)
+    engine = assemble(
+        model,
+        config,
+        pool,
+        rows,
+        slots=batch_size,
+        stopping=stopping,
+        tokenizer=lookahead_tokenizer,
+        warp=warp_of(logits_processor) if generation_config.do_sample else None,
+        # Room for what short outputs need; the cache grows when an output turns out long.
+        capacity=longest + min(stopping.max_length - longest, 256) + config.node_budget + 1,
+        shape=support.shape,
+        encoded=encoded,
+        keep_cache=not has_encoder and (is_continued or is_cache_returned(past, generation_config)),
+    )
+    if is_continued:
+        adopt(cast(DynamicCache, past), engine.cache, longest - lengths)
+    return engine
+
+
+def assemble(
+    model: PreTrainedModel,
+    config: LookaheadConfig,
+    pool: Pool | None,
+    batch: Sequence[Row] = (),
+    *,
+    slots: int,
+    stopping: StoppingRule,
+    tokenizer: PreTrainedTokenizerBase | None,
+    capacity: int,
+    shape: Shape = "trees",
+    warp: Callable[[Tensor], Tensor] | None = None,
+    encoded: Encoded | None = None,
+    keep_cache: bool = False,
+    isolates: bool = False,
+) -> Engine:
+    """Make an engine of a model behind its cache, sources of drafts, and what was learned of both.
+
+    Args:
+        model: The model.
+        config: The options.
+        pool: That of the configuration, opened.
+        batch: As for `Engine`.
+        slots: Rows of the cache.
+        stopping: When rows end.
+        tokenizer: The model's, where it is known.
+        capacity: Tokens per row of the cache to begin with.
+        shape: What the model can score.
+        warp: What tokens are drawn by; None where they are not drawn.
+        encoded: What the decoder of an encoder-decoder model attends to.
+        keep_cache: As for `Engine`.
+        isolates: As for `Engine`.
+
+    Raises:
+        ProposerError: A source of drafts is none.
+        UnsupportedModelError: A source reads hidden states that the model does not show, or the model is spread over
+            several processes, and one of them alone cannot draft so.
+    """
+    is_chain, read = shape == "chains", 0 if encoded is None else len(encoded.tokens)
+    call = Call(
+        model=model,
+        tokenizer=tokenizer,
+        rows=slots,
+        vocab_size=_decoder_vocabulary(model),
+        max_length=stopping.max_length + read,
+        max_nodes=config.node_budget,
+        is_chain=is_chain,
+        is_timed=config.draft == "auto",
+        by_rejection=config.acceptance == "rejection" and warp is not None,
+        warp=warp,
+    )
+    learned = state_of(model).learned
+    with learned.lock:
+        branch = Branch(
+            config.branch_sizes if config.decides_branch and not is_chain else (),  # the lookahead branch is a tree
+            learned.branch[tuple(name for name in config.proposers if isinstance(name, str))],
+            max_nodes=config.max_nodes or MAX_NODES_LIMIT,
+            teaches="recycled" in config.proposers,
+        )
+        proposers = make_proposers(config, learned.of(ProposerState, ProposerState), pool, call, branch)
+        cost, switch = learned.costs[config.passes], learned.switches[config.passes]
+    hidden_layers = sorted({layer for proposer in proposers for layer in proposer.hidden_layers})
+    if encoded is not None:
+        if hidden_layers:
+            raise UnsupportedModelError(f"{type(model).__name__} shows no hidden states to proposers: take others")
+        proposers = [informed(proposer, [encoded.tokens]) for proposer in proposers]
+    ensemble = ensemble_of(model)
+    if ensemble is not None:
+        refuse_in_ensemble(model, reads_hidden=bool(hidden_layers), by_rejection=call.by_rejection)
+        proposers = proposers if ensemble.leads else []
+    if encoded is not None:
+        target: Target = DecoderTarget(model, encoded)
+    else:
+        longest = max((row.length for row in batch), default=PREFILL_CHUNK)
+        target = Target(
+            model,
+            rows=slots,
+            capacity=capacity,
+            device=batch[0].device if batch else input_device(model),
+            shape=shape,
+            prefill_chunk=longest if prefills_at_once(model) else PREFILL_CHUNK,
+            hidden_layers=hidden_layers,
+            compiles=config.compile,
+            captures=config.cuda_graphs,
+            most_nodes=config.node_budget + 1,
+        )
+    pacing = None
+    if proposers and config.draft == "auto":
+        is_padded = config.has_fixed_shapes and encoded is None
+        pacing = Pacing(cost, switch, branch, is_padded=is_padded, runs_to_limit=stopping.is_only_length)
+    return Engine(
+        target,
+        proposers,
+        pacing,
+        config,
+        batch,
+        keep_cache=keep_cache,
+        is_chain=is_chain,
+        by_rejection=call.by_rejection,
+        by_typicality=config.acceptance == "typical" and warp is not None,
+        isolates=isolates,
+        ensemble=ensemble,
+        learning=learned.lock,
+    )
+
+
+def _unsupported_reason(
+    model: PreTrainedModel, support: Support, rows: int, is_padded: bool, config: LookaheadConfig
+) -> str:
+    """Why a model cannot verify what is asked for, or an empty string."""
+    name, has_encoder = type(model).__name__, model.config.is_encoder_decoder
+    if support.shape == "none":
+        return f"{name} cannot be decoded speculatively: {support.reason}"
+    if support.shape == "trees":
+        return ""
+    if rows > 1:
+        inputs = "inputs" if has_encoder else "prompts"
+        return f"{name} cannot be decoded speculatively for {rows} {inputs} at once: {support.reason}"
+    if has_encoder and is_padded:
+        return f"{name} cannot be decoded speculatively behind a padded decoder_attention_mask"
+    if "jacobi" in config.proposers and not config.decides_branch:
+        return f"{name} cannot verify the lookahead branch: {support.reason}"
+    if config.acceptance == "rejection" and len(config.proposers) > 1:
+        return f"{name} cannot verify what several proposers draw: {support.reason}"
+    return ""
+
+
+def _decoder_vocabulary(model: PreTrainedModel) -> int:
+    """Token ids that the model, or its decoder where it has an encoder, has embeddings for."""
+    return vocabulary_size(model, model.get_decoder() if model.config.is_encoder_decoder else None)
+
+
+def _encoded(
+    model: PreTrainedModel, config: GenerationConfig, inputs: Tensor | None, model_kwargs: dict[str, Any]
+) -> Encoded:
+    """What the decoder attends to, with the cache that `generate` made, where it can be cut."""
+    past, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+    is_returned = is_cache_returned(past, config)
+    if not isinstance(past, EncoderDecoderCache) or not isinstance(past.self_attention_cache, DynamicCache):
+        past = empty_cache(model)
+    tokens: IntArray = np.zeros(0, np.int32)
+    is_shared = vocabulary_size(model, model.get_encoder()) == _decoder_vocabulary(model)
+    if inputs is not None and inputs.ndim == 2 and is_shared:
+        ids = inputs[0] if mask is None else inputs[0][mask[0].bool()]
+        tokens = ids.cpu().numpy().astype(np.int32)
+    return Encoded(model_kwargs["encoder_outputs"], mask, past, is_returned, tokens)
