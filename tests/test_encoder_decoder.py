@@ -15,8 +15,7 @@ import lookahead
 from bench.llm import PassCounter
 from lookahead import LookaheadConfig
 from lookahead.errors import UnsupportedModelError
-from lookahead.models.encoder_decoder import empty_cache
-from lookahead.models.encoder_decoder_support import decoder_support
+from lookahead.models.encoder_decoder import decoder_support, empty_cache
 from tests.support.adversarial_proposers import Offer, always_wrong, drafting_by, nothing, perfect
 from tests.support.families import ENCODER_DECODERS, build, cases
 

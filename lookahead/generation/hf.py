@@ -41,8 +41,7 @@ from lookahead.generation.validation import (
     validate_past,
     validate_positions,
 )
-from lookahead.models.encoder_decoder import DecoderTarget, Encoded, empty_cache
-from lookahead.models.encoder_decoder_support import decoder_support
+from lookahead.models.encoder_decoder import DecoderTarget, Encoded, decoder_support, empty_cache
 from lookahead.models.model_state import state_of
 from lookahead.models.support import Support, prefills_at_once, support_of
 from lookahead.models.target import PREFILL_CHUNK, Shape, Target, input_device

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -126,18 +126,26 @@ def _probe(model: PreTrainedModel, config: Any) -> Support:
     return Support("none" if _complaint(model, "chains") else "chains", reason)
 
 
-def _complaint(model: PreTrainedModel, shape: Shape) -> str:
-    """What is wrong with the logits of a drafted pass, or an empty string."""
-    complaint = ""
+def probe_failure(scores_alike: Callable[[Sequence[int]], bool], wrong: str, failed: str) -> str:
+    """Why no probe gave the logits of the model's own passes, or an empty string.
+
+    Args:
+        scores_alike: Whether a probe of these tokens does.
+        wrong: The reason where none does.
+        failed: The reason where one raises, as models do that take no such pass.
+    """
     for tokens in PROBES:
         try:
-            if _scores_like_the_model(model, shape, tokens):
+            if scores_alike(tokens):
                 return ""
-            complaint = "its attention does not heed prepared masks and positions"
         except Exception as error:
-            # A model that takes no prepared mask fails in a way of its own.
-            return f"its attention takes no prepared masks ({type(error).__name__})"
-    return complaint
+            return f"{failed} ({type(error).__name__})"
+    return wrong
+
+
+def _complaint(model: PreTrainedModel, shape: Shape) -> str:
+    wrong, failed = "its attention does not heed prepared masks and positions", "its attention takes no prepared masks"
+    return probe_failure(partial(_scores_like_the_model, model, shape), wrong, failed)
 
 
 @torch.inference_mode()
