@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import lookahead
 from lookahead import ConfigError, LookaheadConfig, PromptError, UnsupportedModelError
 from lookahead.errors import LogitsError
-from lookahead.generation.scheduler import Batching, cache_tokens_of
+from lookahead.generation.scheduler import Scheduler, cache_tokens_of
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,."
 
@@ -114,14 +114,14 @@ def test_no_prompts_give_no_completions(tiny_llama, tiny_tokenizer):
 
 
 def test_a_row_that_ends_is_filled_at_once(tiny_llama, tiny_tokenizer):
-    batching = Batching(tiny_llama, tiny_tokenizer, rows=2, max_new_tokens=8, config=LookaheadConfig(proposers=()))
+    scheduler = Scheduler(tiny_llama, tiny_tokenizer, rows=2, max_new_tokens=8, config=LookaheadConfig(proposers=()))
     prompts, done, running = texts(6), [], []
     waiting = list(enumerate(prompts))
-    while waiting or not batching.is_idle:
-        while waiting and batching.is_free:
-            batching.put(*waiting.pop(0))
-        done += batching.step()
-        running.append(batching._engine.cache.slots.active)
+    while waiting or not scheduler.is_idle:
+        while waiting and scheduler.is_free:
+            scheduler.put(*waiting.pop(0))
+        done += scheduler.step()
+        running.append(scheduler._engine.cache.slots.active)
     assert len(done) == 6
     assert len(running) == 3 * 8  # three times two rows, each with a prefill and seven steps
 
@@ -185,13 +185,13 @@ def test_a_long_prompt_waits_until_the_cache_has_room_for_it(tiny_llama, tiny_to
     prompts = texts(9, longest=40)
     prompts[3] = texts(1, 300, 300)[0]
     prompts[6] = texts(1, 480, 480)[0]  # more than all of it
-    batching = Batching(tiny_llama, tiny_tokenizer, rows=4, cache_tokens=cache, **options)
+    scheduler = Scheduler(tiny_llama, tiny_tokenizer, rows=4, cache_tokens=cache, **options)
     waiting, done, sizes = list(enumerate(prompts)), [], set()
-    while waiting or not batching.is_idle:
-        while waiting and batching.is_free:
-            batching.put(*waiting.pop(0))
-        done += batching.step()
-        slots = batching._engine.cache.slots
+    while waiting or not scheduler.is_idle:
+        while waiting and scheduler.is_free:
+            scheduler.put(*waiting.pop(0))
+        done += scheduler.step()
+        slots = scheduler._engine.cache.slots
         sizes.add((slots.rows, slots.capacity))
     assert max(rows for rows, _ in sizes) > 1
     assert all(rows * capacity <= cache or rows == 1 for rows, capacity in sizes)
@@ -200,12 +200,12 @@ def test_a_long_prompt_waits_until_the_cache_has_room_for_it(tiny_llama, tiny_to
 
 
 def test_a_long_first_prompt_takes_no_more_of_the_cache_than_it_needs(tiny_llama, tiny_tokenizer):
-    batching = Batching(tiny_llama, tiny_tokenizer, rows=4, cache_tokens=600, max_new_tokens=12)
-    batching.put(0, texts(1, 300, 300)[0])
-    batching.step()
-    slots = batching._engine.cache.slots
+    scheduler = Scheduler(tiny_llama, tiny_tokenizer, rows=4, cache_tokens=600, max_new_tokens=12)
+    scheduler.put(0, texts(1, 300, 300)[0])
+    scheduler.step()
+    slots = scheduler._engine.cache.slots
     assert slots.rows * slots.capacity <= 600
-    assert batching._engine.cache.layers[0].buffers[0].shape[:2] == (slots.rows, slots.capacity)
+    assert scheduler._engine.cache.layers[0].buffers[0].shape[:2] == (slots.rows, slots.capacity)
 
 
 def test_the_cache_takes_no_more_bytes_than_the_weights(tiny_llama, monkeypatch):
@@ -224,10 +224,10 @@ def test_reading_is_told_chunk_by_chunk(tiny_llama, tiny_tokenizer, monkeypatch)
     assert told[0] == (0, 100) and told[-1] == (100, 100)
     assert told == sorted(told) and len(told) > 5
     batched = []
-    batching = Batching(tiny_llama, tiny_tokenizer, rows=2, max_new_tokens=4)
-    batching.on_prefill = lambda *told_now: batched.append(told_now)
-    batching.put(0, prompt)
-    batching.step()
+    scheduler = Scheduler(tiny_llama, tiny_tokenizer, rows=2, max_new_tokens=4)
+    scheduler.on_prefill = lambda *told_now: batched.append(told_now)
+    scheduler.put(0, prompt)
+    scheduler.step()
     assert batched == told
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from lookahead import ConfigError
 from lookahead.documents.decode_text import Document, Reject
-from lookahead.generation.scheduler import Batching
+from lookahead.generation.scheduler import Scheduler
 from lookahead.summarization.prompt_fitter import PromptFitter
 from lookahead.summarization.summarizer import Summarizer
 
@@ -72,7 +72,7 @@ def test_a_document_that_fails_is_rejected_alone(tiny_llama, tiny_tokenizer, mon
 
 
 def test_where_all_rows_fail_every_document_in_them_is_summarized_alone(tiny_llama, tiny_tokenizer, monkeypatch):
-    step, calls = Batching.step, []
+    step, calls = Scheduler.step, []
 
     def failing(self):
         calls.append(1)
@@ -80,7 +80,7 @@ def test_where_all_rows_fail_every_document_in_them_is_summarized_alone(tiny_lla
             raise MemoryError("no room")
         return step(self)
 
-    monkeypatch.setattr(Batching, "step", failing)
+    monkeypatch.setattr(Scheduler, "step", failing)
     summarizer = Summarizer(tiny_llama, tiny_tokenizer, max_new_tokens=8)
     assert_like_one_at_a_time(list(summarizer.summarize_all(documents(), 4)), summarizer)
     assert len(calls) > 5

@@ -32,7 +32,7 @@ from lookahead.engine.fallback import PlainLoop
 from lookahead.engine.row import Row
 from lookahead.errors import UnsupportedModelError
 from lookahead.generation.hf_outputs import adopt, collect, output_dict, padded_sequences, return_cache
-from lookahead.generation.request import prompt_lengths, stopping_rule, warns_of_foreigner
+from lookahead.generation.request import prompt_lengths, stopping_rule, warn_if_stateful
 from lookahead.generation.validation import (
     check_config,
     is_cache_returned,
@@ -150,7 +150,7 @@ def prepare(
     if stopping.max_length <= longest + 1:
         return plain  # a single token: there is nothing to draft
     together = 1 if has_encoder else batch_size  # several inputs of an encoder have a reason of their own
-    if warns_of_foreigner(logits_processor, stopping_criteria, generation_config, together, config.acceptance):
+    if warn_if_stateful(logits_processor, stopping_criteria, generation_config, together, config.acceptance):
         return plain
     if has_encoder:
         support = decoder_support(model, max_length=stopping.max_length)

@@ -1,4 +1,4 @@
-"""Prompts that come one by one: read, checked, and made into rows where they can be decoded beside others."""
+"""Requests: prompts that come one by one, checked and made into rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lookahead.engine.row import Row
 from lookahead.errors import PromptError, UnsupportedModelError
 from lookahead.generation.api import GenerationResult, generate
 from lookahead.generation.prompts import Prompt, Truncation, pad_token_of, reader_of
-from lookahead.generation.request import foreigner, serve_stop_strings, stopping_rule
+from lookahead.generation.request import serve_stop_strings, stateful_name, stopping_rule
 from lookahead.generation.validation import check_options, check_pair, check_token_ids, context_limit, validate_call
 from lookahead.models.support import prefills_at_once, support_of
 from lookahead.models.target import input_device
@@ -39,11 +39,11 @@ class Request:
     """A prompt and what is asked for it.
 
     Attributes:
-        index: What it is called.
+        index: The caller's number of it.
         ids: Its token ids.
-        max_new_tokens: Most tokens to continue it by, where that was asked for it alone.
-        row: Its row; None where it is to be decoded alone.
-        slots: Slots of the cache that the row may come to need.
+        max_new_tokens: Its own limit; None for that of the options.
+        row: Its row; None if it must be decoded alone.
+        slots: Most slots of the cache that the row may need.
     """
 
     index: int
@@ -55,28 +55,18 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """What `model.generate` makes of the options for a prompt."""
+    """The options of a prompt, resolved by `model.generate`."""
 
     processors: LogitsProcessorList
     stopping: StoppingRule
     do_sample: bool
 
 
-class Intake:
-    """Takes prompts in for one model under the same options.
+class RequestReader:
+    """Makes requests of prompts, for one model under the same options; the arguments are those of `stream_many`.
 
-    Decoded alone are prompts for which nothing else is exact: where tokens are sampled, with processors or criteria
-    that a user gives, or sources of drafts of the user's own, and with models that score no trees.
-
-    Args:
-        model: The model.
-        tokenizer: Its tokenizer.
-        config: How to draft.
-        generation_config: As for `model.generate`.
-        add_special_tokens: Whether the tokenizer adds its special tokens to text.
-        options: Those of `model.generate`.
-        truncate: What a prompt loses that is too long.
-        chat_template_kwargs: Further arguments of the chat template.
+    A prompt is decoded alone where nothing else is exact: if tokens are sampled, with a user's own processors, criteria
+    or sources of drafts, and with models that score no trees.
 
     Attributes:
         reader: Reads the prompts.
@@ -101,7 +91,7 @@ class Intake:
         check_pair(model, tokenizer, stacklevel=6)
         refuse_model(model)
         check_options(model, config, generation_config, options)
-        _refuse_foreigners(options)
+        _validate_stateless(options)
         pool_of(config, fingerprint=tokenizer_fingerprint(tokenizer))
         self._model, self._tokenizer, self._config = model, tokenizer, config
         self._context = context_limit(model)
@@ -111,8 +101,7 @@ class Intake:
         self._given = generation_config, options
         own = any(options.get(name) for name in ("logits_processor", "stopping_criteria"))
         own = own or not all(isinstance(each, str) for each in config.proposers)
-        # What a user gives has its own limits for the rows of one call; and to ask what is served would let an encoder
-        # read the prompt for nothing.
+        # A user's objects are made for the rows of one call. An encoder would read the prompt only to resolve options.
         self._alone = own or prefills_at_once(model) or model.config.is_encoder_decoder
         if "pad_token_id" not in options and model.generation_config.pad_token_id is None:
             options = {**options, "pad_token_id": pad_token_of(tokenizer)}
@@ -154,7 +143,6 @@ class Intake:
         )
 
     def _with_limit(self, options: dict[str, Any], max_new_tokens: int | None) -> dict[str, Any]:
-        """The options with the limit of one prompt."""
         return options if max_new_tokens is None else {**options, "max_new_tokens": max_new_tokens}
 
     def _refuse_limit(self, index: int, tokens: int, options: dict[str, Any]) -> None:
@@ -167,7 +155,7 @@ class Intake:
             raise PromptError(f"max_length must be more than the {tokens} tokens of prompt {index}, got {limit}")
 
     def _terms(self, ids: Sequence[int], options: dict[str, Any]) -> _Terms:
-        """What `model.generate` makes of options; it is asked once where the answer depends on lengths alone."""
+        """Options resolved by `model.generate`, which is called once if the answer depends on lengths alone."""
         new: int | None = options.get("max_new_tokens")
         if new is not None and new in self._simple:
             rule = StoppingRule(max_length=len(ids) + new, eos_tokens=self._simple[new])
@@ -186,10 +174,10 @@ class Intake:
         return terms
 
 
-def _refuse_foreigners(options: dict[str, Any]) -> None:
-    """Refuse what may carry a state from one prompt to another."""
+def _validate_stateless(options: dict[str, Any]) -> None:
+    """Refuse processors and criteria that may carry a state from one prompt to another."""
     given = LogitsProcessorList(options.get("logits_processor") or ())
-    name = foreigner(given, StoppingCriteriaList(options.get("stopping_criteria") or ()), GenerationConfig())
+    name = stateful_name(given, StoppingCriteriaList(options.get("stopping_criteria") or ()), GenerationConfig())
     name = name or ("prefix_allowed_tokens_fn" if options.get("prefix_allowed_tokens_fn") is not None else "")
     if name:
         raise UnsupportedModelError(
@@ -206,7 +194,7 @@ def _terms_of(
     generation_config: GenerationConfig,
     **model_kwargs: Any,
 ) -> _Terms:
-    """Stands where `model.generate` would decode, and tells what it would decode by."""
+    """A custom method of `model.generate` that returns what it would decode by."""
     validate_call(model, generation_config, model_kwargs)
     rule = stopping_rule(stopping_criteria, generation_config)
     return _Terms(logits_processor, rule, bool(generation_config.do_sample))

@@ -1,4 +1,4 @@
-"""What a call of `model.generate` asks for: what is refused, how long its prompts are, when its rows end."""
+"""Inputs of `model.generate`: prompt lengths, padding, stopping rules and stop strings."""
 
 from __future__ import annotations
 
@@ -61,29 +61,29 @@ def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> NDArray
 _ROW_WISE = frozenset({EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria})
 
 
-def foreigner(processors: LogitsProcessorList, criteria: StoppingCriteriaList, config: GenerationConfig) -> str:
+def stateful_name(processors: LogitsProcessorList, criteria: StoppingCriteriaList, config: GenerationConfig) -> str:
     """The name of the first processor or criterion that may keep a state or look across rows, or an empty string.
 
-    Such a one must see what `model.generate` would show it: the whole batch, once a step.
+    It must see what `model.generate` shows it: the whole batch, once a step.
     """
     others = [criterion for criterion in criteria if type(criterion) not in _ROW_WISE]
     names = [str(getattr(each, "__qualname__", type(each).__qualname__)) for each in others]  # it may be a function
     return next(iter(names), "") or foreign_processor(processors, config)
 
 
-def warns_of_foreigner(
+def warn_if_stateful(
     processors: LogitsProcessorList,
     criteria: StoppingCriteriaList,
     config: GenerationConfig,
     rows: int,
     acceptance: str,
 ) -> bool:
-    """Whether one would see other calls than those of `model.generate`; a warning then names it.
+    """Warn of a processor or criterion that would see other calls than those of `model.generate`; whether there is one.
 
     Such a call is decoded plainly. Rows of a batch advance at different rates, and where tokens are sampled, typical
     acceptance asks processors about tokens that may not be emitted.
     """
-    name = foreigner(processors, criteria, config) if rows > 1 else ""
+    name = stateful_name(processors, criteria, config) if rows > 1 else ""
     why = (
         f"or look at other rows, so it must see every step of the whole batch: the {rows} rows are decoded plainly; "
         "a prompt by itself is drafted for"
@@ -119,13 +119,12 @@ def pad_prompts(
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Prompts of one length, and their masks; a decoder's are padded on the left, an encoder's on the right."""
     longest = max(map(len, prompts))
-    fillings = [longest - len(ids) for ids in prompts]
-    pairs = zip(prompts, fillings, strict=True)
-    if on_the_right:
-        padded = [ids + [pad] * n for ids, n in pairs]
-        return padded, [[1] * (longest - n) + [0] * n for n in fillings]
-    padded = [[pad] * n + ids for ids, n in pairs]
-    return padded, [[0] * n + [1] * (longest - n) for n in fillings]
+
+    def fill(ids: list[int], value: int) -> list[int]:
+        padding = [value] * (longest - len(ids))
+        return ids + padding if on_the_right else padding + ids
+
+    return [fill(ids, pad) for ids in prompts], [fill([1] * len(ids), 0) for ids in prompts]
 
 
 def serve_stop_strings(

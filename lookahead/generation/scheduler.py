@@ -1,4 +1,4 @@
-"""Many prompts in a fixed number of rows: as soon as one has ended, the next takes its place."""
+"""Continuous batching: many prompts in a fixed number of rows; when one ends, the next takes its row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lookahead.engine.row import Row
 from lookahead.errors import ConfigError, PromptError
 from lookahead.generation.hf import assemble
 from lookahead.generation.prompts import Prompt, Prompts, Truncation
-from lookahead.generation.queue import Intake, Request
+from lookahead.generation.queue import Request, RequestReader
 from lookahead.models.target import OnPrefill, input_device
 from lookahead.models.validate import vocabulary_size
 from lookahead.pools.open_pool import pool_of
@@ -118,7 +118,7 @@ def stream_many(
         UnsupportedModelError: The model or the generation mode cannot be served, or a processor, criterion or
             `prefix_allowed_tokens_fn` may keep a state from one prompt to the next.
     """
-    batching = Batching(
+    scheduler = Scheduler(
         model,
         tokenizer,
         rows=rows,
@@ -130,31 +130,31 @@ def stream_many(
         cache_tokens=cache_tokens,
         **generate_kwargs,
     )
-    return _stream(batching, iter(batching.separate(prompts)))
+    return _stream(scheduler, iter(scheduler.separate(prompts)))
 
 
-def _stream(batching: Batching, prompts: Iterator[Prompt]) -> Iterator[Completion]:
+def _stream(scheduler: Scheduler, prompts: Iterator[Prompt]) -> Iterator[Completion]:
     """Fill free rows and step until all is done."""
     numbered: Iterator[tuple[int, Prompt]] = enumerate(prompts)
     error: Exception | None = None
     is_open = True
     while True:
-        while is_open and batching.is_free:
+        while is_open and scheduler.is_free:
             try:
-                batching.put(*next(numbered))
+                scheduler.put(*next(numbered))
             except StopIteration:
                 is_open = False
             except Exception as raised:
                 error, is_open = raised, False
-        if batching.is_idle:
+        if scheduler.is_idle:
             if error is not None:
                 raise error
             return
-        yield from batching.step()
+        yield from scheduler.step()
 
 
-class Batching:
-    """Decodes prompts that are put in one after the other, and may be put in while others are being decoded.
+class Scheduler:
+    """Decodes prompts in a fixed number of rows; they may be added while others are being decoded.
 
     The arguments are those of `stream_many`.
 
@@ -178,7 +178,7 @@ class Batching:
         **generate_kwargs: Any,
     ) -> None:
         self._config = config if config is not None else LookaheadConfig()
-        self._intake = Intake(
+        self._requests = RequestReader(
             model,
             tokenizer,
             self._config,
@@ -188,7 +188,7 @@ class Batching:
             truncate,
             chat_template_kwargs,
         )
-        self.separate = self._intake.reader.separate
+        self.separate = self._requests.reader.separate
         kind = input_device(model).type
         self.rows = _checked("rows", rows, MOST_ROWS) or _ROWS.get(kind, _ROWS["cuda"])
         self._cache_tokens = _checked("cache_tokens", cache_tokens) or cache_tokens_of(model, self.rows)
@@ -212,20 +212,20 @@ class Batching:
         return not (self._failed or self._waiting or self._running)
 
     def put(self, index: int, prompt: Prompt, max_new_tokens: int | None = None) -> None:
-        """Take a prompt, to be decoded by the next steps.
+        """Add a prompt, to be decoded by the next steps.
 
         Args:
-            index: What its completion will call it; no other prompt that is not done yet may be called so.
+            index: The number of its completion, unique among the prompts that are not done.
             prompt: As `generate` takes one.
-            max_new_tokens: In place of the option of that name.
+            max_new_tokens: Replaces the option of that name.
         """
         try:
-            self._waiting.append(self._intake.take(index, prompt, max_new_tokens))
+            self._waiting.append(self._requests.take(index, prompt, max_new_tokens))
         except PromptError as error:
             self._failed.append(Completion(index, error=error))
 
     def step(self) -> list[Completion]:
-        """Let prompts join that there is room for, or else advance those that are being decoded by one pass."""
+        """Admit the prompts that there is room for; if there are none, advance the running rows by one pass."""
         if self._failed:
             failed, self._failed = self._failed, []
             return failed
@@ -245,16 +245,15 @@ class Batching:
         return [self._complete(step_output) for step_output in step_outputs if step_output.finished]
 
     def _decode_alone(self, request: Request) -> Completion:
-        """Decode one prompt by itself."""
         try:
-            result = self._intake.decode_alone(request)
+            result = self._requests.decode_alone(request)
         except PromptError as error:
             return Completion(request.index, error=error)
         reason = result.finish_reasons[0]
         return Completion(request.index, result.texts[0], result.token_ids[0], result.stats, finish_reason=reason)
 
     def _joining(self) -> list[Row]:
-        """The next prompts, in the order they came, as far as there are rows and slots for them."""
+        """The next prompts in order that there are rows and slots for."""
         joining: list[Row] = []
         longest = max((request.slots for request in self._running.values()), default=0)
         while self._waiting and len(self._running) < self.rows:
@@ -271,7 +270,7 @@ class Batching:
         return joining
 
     def _make_room(self, first: Row, rows: int, longest: int) -> None:
-        """See to it that the cache has so many rows at least, of so many slots."""
+        """Grow the cache to at least so many rows and slots."""
         too_large = False
         if self._engine is None:
             self._engine = self._open(first, longest)
@@ -283,7 +282,6 @@ class Batching:
             self._engine.cache.resize(rows=most, capacity=capacity)
 
     def _open(self, row: Row, capacity: int) -> Engine:
-        """The engine for rows like one."""
         return assemble(
             self._model,
             self._config,
@@ -296,7 +294,7 @@ class Batching:
         )
 
     def _in_passes(self, rows: Sequence[Row]) -> list[list[Row]]:
-        """Rows whose prompts are read together: those that need little padding to be as long as the longest."""
+        """Group rows whose prompts are read in one pass: those of similar length, so that little padding is read."""
         passes: list[list[Row]] = []
         for row in sorted(rows, key=lambda each: each.tokens):
             if passes and len(passes[-1]) * (row.tokens - passes[-1][-1].tokens) <= self._pass_tokens:
@@ -306,7 +304,6 @@ class Batching:
         return passes
 
     def _complete(self, step_output: StepOutput) -> Completion:
-        """What came of a row that ended."""
         row = self._running.pop(step_output.row).row
         assert row is not None
         if step_output.error is not None:

@@ -37,7 +37,7 @@ def load_costs(model: PreTrainedModel, folder: Path | str | None = None) -> bool
         Whether there was a file.
     """
     costs = state_of(model).learned.costs
-    found = [read_costs(model, costs[passes], _as_path(folder), passes) for passes in PASSES]
+    found = [read_costs(model, costs[passes], folder, passes) for passes in PASSES]
     return any(found)
 
 
@@ -75,7 +75,7 @@ def save_costs(model: PreTrainedModel, folder: Path | str | None = None, *, comp
         OSError: It cannot be written; an older file is still whole then.
     """
     passes = PASSES[compile]
-    return write_costs(model, state_of(model).learned.costs[passes], _as_path(folder), passes)
+    return write_costs(model, state_of(model).learned.costs[passes], folder, passes)
 
 
 def calibrate_costs(
@@ -95,8 +95,3 @@ def calibrate_costs(
     refuse_encoder_decoder(model, "be calibrated; it learns its costs while it decodes")
     cost = state_of(model).learned.costs[PASSES[compile]]
     return calibrate(model, cost, contexts=contexts, nodes=PADDED_NODES if compile else NODES, compiles=compile)
-
-
-def _as_path(folder: Path | str | None) -> Path | None:
-    """A folder by its path."""
-    return None if folder is None else Path(folder)

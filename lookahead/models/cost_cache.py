@@ -48,14 +48,14 @@ def identity(model: nn.Module, passes: str = PASSES[0]) -> dict[str, Any]:
     return known if passes == PASSES[0] else {**known, "passes": passes}
 
 
-def cost_path(model: nn.Module, folder: Path | None = None, passes: str = PASSES[0]) -> Path:
+def cost_path(model: nn.Module, folder: Path | str | None = None, passes: str = PASSES[0]) -> Path:
     """The file of a model's step costs in a folder, that of the platform when None."""
     known = identity(model, passes)
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
-    return (folder if folder is not None else cache_folder()) / f"{known['model']}-{known['dtype']}-{digest}.json"
+    return (Path(folder) if folder is not None else cache_folder()) / f"{known['model']}-{known['dtype']}-{digest}.json"
 
 
-def read_costs(model: nn.Module, cost: StepCost, folder: Path | None = None, passes: str = PASSES[0]) -> bool:
+def read_costs(model: nn.Module, cost: StepCost, folder: Path | str | None = None, passes: str = PASSES[0]) -> bool:
     """Take over the costs a file holds; False where there is none for this model here.
 
     A file that cannot be read, or holds something else, is left alone with a warning; `write_costs` replaces it.
@@ -76,7 +76,7 @@ def read_costs(model: nn.Module, cost: StepCost, folder: Path | None = None, pas
     return True
 
 
-def write_costs(model: nn.Module, cost: StepCost, folder: Path | None = None, passes: str = PASSES[0]) -> Path:
+def write_costs(model: nn.Module, cost: StepCost, folder: Path | str | None = None, passes: str = PASSES[0]) -> Path:
     """Write the costs known, all at once or not at all, over a file that is there; returns its path.
 
     Raises:

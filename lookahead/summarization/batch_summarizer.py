@@ -15,7 +15,7 @@ from lookahead.summarization.pipeline import Course
 from lookahead.summarization.summary import Summarized
 
 if TYPE_CHECKING:
-    from lookahead.generation.scheduler import Batching, Completion
+    from lookahead.generation.scheduler import Completion, Scheduler
     from lookahead.verification.stopping import FinishReason
 
 Outcome = Summarized | Reject
@@ -43,7 +43,7 @@ class BatchSummarizer:
 
     def __init__(
         self,
-        open_rows: Callable[[], Batching],
+        open_rows: Callable[[], Scheduler],
         begin: Callable[[str], Course],
         alone: Callable[[Document], Outcome],
     ) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from lookahead.config import LookaheadConfig
-    from lookahead.generation.scheduler import Batching
+    from lookahead.generation.scheduler import Scheduler
     from lookahead.models.target import OnPrefill
 
 __all__ = ["Summarized", "Summarizer", "Summary"]
@@ -139,12 +139,12 @@ class Summarizer:
         if self._comparing:
             self._comparing.take_figures()
 
-    def _open_rows(self, rows: int | None) -> Batching:
+    def _open_rows(self, rows: int | None) -> Scheduler:
         """Rows for prompts that are decoded together."""
-        from lookahead.generation.scheduler import Batching
+        from lookahead.generation.scheduler import Scheduler
 
         decoder = self._lookahead
-        batching = Batching(
+        scheduler = Scheduler(
             decoder.model,
             decoder.tokenizer,
             rows=rows,
@@ -152,8 +152,8 @@ class Summarizer:
             add_special_tokens=decoder.add_special_tokens,
             do_sample=False,
         )
-        batching.on_prefill = decoder.on_prefill
-        return batching
+        scheduler.on_prefill = decoder.on_prefill
+        return scheduler
 
     def _decode_round(self, course: Course) -> None:
         """Decode the prompts of a round, as many together as the cache has room for."""
