@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerF
 from typer.testing import CliRunner
 
 from bench import proposers as bench
-from lookahead import DraftModel, LookaheadConfig
+from lookahead import DecodingStats, DraftModel, LookaheadConfig
 from lookahead.cli.app import app
 from lookahead.generation.draft_selection import NAMES, PLAIN, PROMPTS, Score, compare, pick_draft
 from lookahead.models.model_state import state_of
@@ -62,15 +63,17 @@ def test_every_way_decodes_every_prompt_and_learns_for_itself_alone(
     )
     assert len(told) == 3 and state_of(looping_llama).learned is before
     assert {(score.prompts, score.identical) for score in scores.values()} == {(2, 2)}
-    assert scores["plain"].mean_acceptance_length == 1.0
-    assert scores["first"].drafted == scores["second"].drafted > 0
+    assert scores["plain"].stats.mean_acceptance_length == 1.0
+    assert scores["first"].stats.drafted_tokens == scores["second"].stats.drafted_tokens > 0
 
 
 def test_a_score_adds_up() -> None:
     score = Score()
-    assert (score.mean_acceptance_length, score.drafted_per_step, score.tokens_per_s) == (0.0, 0.0, 0.0)
+    assert (score.drafted_per_step, score.stats.tokens_per_s) == (0.0, 0.0)
     assert score.to_dict()["draft_acceptance_rate"] == 0.0
-    score = Score(prompts=2, identical=1, forwards=10, decoded=25, drafted=40, accepted=15, seconds=5.0)
+    passes = {"target_forwards": 5, "drafted_tokens": 20}
+    score.add(DecodingStats(accepted_tokens=5, acceptance_histogram=Counter({2: 5}), decode_s=2.0, **passes), True)
+    score.add(DecodingStats(accepted_tokens=10, acceptance_histogram=Counter({3: 5}), decode_s=3.0, **passes), False)
     assert score.to_dict() == {
         "mean_acceptance_length": 2.5,
         "tokens_per_s": 5.0,
@@ -85,7 +88,10 @@ def picked(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float], model: An
     """What is picked where decoding takes so many seconds."""
 
     def told(*arguments: Any, **options: Any) -> dict[str, Score]:
-        return {name: Score(decoded=100, seconds=seconds[name]) for name in arguments[3]}
+        return {
+            name: Score(stats=DecodingStats(acceptance_histogram=Counter({1: 100}), decode_s=seconds[name]))
+            for name in arguments[3]
+        }
 
     monkeypatch.setattr("lookahead.generation.draft_selection.compare", told)
     return pick_draft(model, tokenizer, {"a": DraftModel(model), "b": DraftModel(model)})

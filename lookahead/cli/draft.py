@@ -111,9 +111,9 @@ def _draw(pick: Pick) -> None:
             each.name.rstrip("/").rpartition("/")[2],
             f"{each.parameters:,}" if each.parameters else "",
             f"{1e3 * each.pass_s:.2f}" if each.pass_s else "",
-            f"{each.score.mean_acceptance_length:.2f}",
+            f"{each.score.stats.mean_acceptance_length:.2f}",
             f"{each.score.drafted_per_step:.1f}",
-            f"{each.score.tokens_per_s:.1f}",
+            f"{each.score.stats.tokens_per_s:.1f}",
             f"{each.score.identical}/{each.score.prompts}",
         )
         for each in pick.candidates

@@ -1,4 +1,4 @@
-"""Which draft model to take for a target, if any: each is measured."""
+"""Which draft model to take for a target, if any: ways of drafting are measured side by side."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lookahead.models.model_state import LearnedState, use_learned
 from lookahead.models.target import input_device
 from lookahead.models.timing import pass_seconds
 from lookahead.proposers.draft_model import DraftModel
-from lookahead.stats import DecodingStats
+from lookahead.stats import DecodingStats, total
 
 PLAIN = "no draft"
 NAMES = "no draft model"
 _MARGIN = 1.02  # times the speed without it: what a draft model must reach to be worth its memory
 
-# For those who bring none: some of what language models are asked to continue.
+# The default: some of what language models are asked to continue.
 PROMPTS = (
     "Once upon a time, there was a little girl named Lily.",
     "The history of the steam engine begins",
@@ -41,61 +41,35 @@ class Score:
     Attributes:
         prompts: How many there were.
         identical: How many outputs were those of `model.generate`.
-        forwards: Passes of the target that verified drafts or decoded plainly.
-        decoded: Tokens these passes gave.
-        drafted: Draft nodes verified.
-        accepted: Draft nodes accepted.
-        seconds: What decoding took, prefill of the target excluded.
-        emitted: New tokens, those of the prefill included.
-        total_variation: As `DecodingStats` has it; 0 where nothing lossy was asked for.
+        stats: Of all prompts together; its decode seconds are those of one prompt after the other.
     """
 
     prompts: int = 0
     identical: int = 0
-    forwards: int = 0
-    decoded: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    seconds: float = 0.0
-    emitted: int = 0
-    total_variation: float = 0.0
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """Tokens per pass of the target, the bonus token included."""
-        return self.decoded / max(1, self.forwards)
+    stats: DecodingStats = field(default_factory=DecodingStats)
 
     @property
     def drafted_per_step(self) -> float:
         """Draft nodes per pass of the target."""
-        return self.drafted / max(1, self.forwards)
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens per second of decoding."""
-        return self.decoded / self.seconds if self.seconds else 0.0
+        return self.stats.drafted_tokens / max(1, self.stats.target_forwards)
 
     def add(self, stats: DecodingStats, is_identical: bool) -> None:
         """Count one prompt."""
         self.prompts += 1
         self.identical += is_identical
-        self.forwards += stats.target_forwards
-        self.decoded += stats.decoded_tokens
-        self.drafted += stats.drafted_tokens
-        self.accepted += stats.accepted_tokens
-        self.seconds += stats.decode_s
-        self.emitted += stats.emitted_tokens
-        self.total_variation += stats.total_variation
+        seconds = self.stats.decode_s + stats.decode_s
+        self.stats = total((self.stats, stats))
+        self.stats.decode_s = seconds
 
     def to_dict(self) -> dict[str, Any]:
         """The figures, JSON-ready; the divergence from the target's distribution only where there is one."""
-        lossy = {"divergence": round(self.total_variation / self.emitted, 4)} if self.total_variation else {}
+        lossy = {"divergence": round(self.stats.divergence, 4)} if self.stats.total_variation else {}
         return {
             **lossy,
-            "mean_acceptance_length": round(self.mean_acceptance_length, 4),
-            "tokens_per_s": round(self.tokens_per_s, 2),
+            "mean_acceptance_length": round(self.stats.mean_acceptance_length, 4),
+            "tokens_per_s": round(self.stats.tokens_per_s, 2),
             "drafted_per_step": round(self.drafted_per_step, 2),
-            "draft_acceptance_rate": round(self.accepted / self.drafted, 4) if self.drafted else 0.0,
+            "draft_acceptance_rate": round(self.stats.draft_acceptance_rate, 4),
             "identical": self.identical,
             "prompts": self.prompts,
         }
@@ -120,7 +94,7 @@ def compare(
     told: Callable[[], None] = lambda: None,
     **generate_kwargs: Any,
 ) -> dict[str, Score]:
-    """Decode every prompt in every way, one way after the other, beginning with another one each time.
+    """Decode every prompt in every way, in turn and beginning with another one each time; none learns of the others.
 
     Args:
         model: The target.
@@ -240,5 +214,5 @@ def pick_draft(
         draft = drafts.get(name)
         size = 0 if draft is None else sum(p.numel() for p in draft.model.parameters())
         candidates.append(Candidate(name, size, 0.0 if draft is None else pass_seconds(draft.model), score))
-    best = max(scores, key=lambda name: scores[name].tokens_per_s * (1.0 if name in drafts else _MARGIN))
+    best = max(scores, key=lambda name: scores[name].stats.tokens_per_s * (1.0 if name in drafts else _MARGIN))
     return Pick(candidates, pass_seconds(model), best)
