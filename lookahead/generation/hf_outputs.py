@@ -140,41 +140,28 @@ def adopt(past: DynamicCache, cache: TreeCache, padding: NDArray[np.int64]) -> N
         cache.adopt(row, states, max(0, width - pad))
 
 
-def hand_back(
-    past: DynamicCache | StaticCache, rows: list[list[RowStates]], padding: NDArray[np.int64], width: int
-) -> None:
-    """Append to a transformers cache what the rows hold beyond it, padded left and right with zeros.
+def return_cache(engine: Engine | PlainLoop, past: object) -> None:
+    """Append to a transformers cache that was passed in what the rows of a finished engine hold beyond it.
 
-    Args:
-        past: Grows to `width` tokens.
-        rows: For every row and layer keys and values, `[heads, length, dim]`.
-        padding: int64 `[batch]`, padding tokens before each prompt.
-        width: Tokens of the padded batch that have keys and values: all but the last.
+    It then holds all tokens but the last of the longest row, padded left and right with zeros. A loop of transformers
+    has filled it already.
     """
-    begin = int(past.get_seq_length())
+    if not (isinstance(engine, Engine) and engine.kept and isinstance(past, DynamicCache | StaticCache)):
+        return
+    rows, begin = [engine.kept[row.index] for row in engine.batch], int(past.get_seq_length())
+    width = max(row.length for row in engine.batch) - 1
     for index in range(len(rows[0])):
         new: list[Tensor] = []
         for which in (0, 1):
             shape = rows[0][index][which].shape
             filled = rows[0][index][which].new_zeros(len(rows), shape[0], width - begin, shape[2])
-            for row, pad in enumerate(padding.tolist()):
-                states = rows[row][index][which]
-                first = max(0, begin - pad)
-                at = pad + first - begin
-                filled[row, :, at : at + states.shape[1] - first] = states[:, first:]
+            for i, row in enumerate(engine.batch):
+                states = rows[i][index][which]
+                first = max(0, begin - row.padding)
+                at = row.padding + first - begin
+                filled[i, :, at : at + states.shape[1] - first] = states[:, first:]
             new.append(filled)
         past.update(new[0], new[1], index)
-
-
-def return_cache(engine: object, past: object) -> None:
-    """Let a cache that was passed in hold what a finished engine read and wrote, all but the last token of a row.
-
-    A loop of transformers has filled it already.
-    """
-    if isinstance(engine, Engine) and engine.kept and isinstance(past, DynamicCache | StaticCache):
-        rows = [engine.kept[row.index] for row in engine.batch]
-        padding = np.array([row.padding for row in engine.batch])
-        hand_back(past, rows, padding, max(row.length for row in engine.batch) - 1)
 
 
 def padded_sequences(input_ids: Tensor, outputs: list[list[int]], config: GenerationConfig) -> Tensor:

@@ -82,11 +82,12 @@ class RequestReader:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         config: LookaheadConfig,
-        generation_config: GenerationConfig | None,
-        add_special_tokens: bool,
-        options: dict[str, Any],
+        *,
+        generation_config: GenerationConfig | None = None,
+        add_special_tokens: bool = True,
         truncate: Truncation | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> None:
         check_pair(model, tokenizer, stacklevel=6)
         refuse_model(model)

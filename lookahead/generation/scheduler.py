@@ -170,24 +170,11 @@ class Scheduler:
         *,
         rows: int | None = None,
         config: LookaheadConfig | None = None,
-        generation_config: GenerationConfig | None = None,
-        add_special_tokens: bool = True,
-        truncate: Truncation | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         cache_tokens: int | None = None,
-        **generate_kwargs: Any,
+        **options: Any,
     ) -> None:
         self._config = config if config is not None else LookaheadConfig()
-        self._requests = RequestReader(
-            model,
-            tokenizer,
-            self._config,
-            generation_config,
-            add_special_tokens,
-            generate_kwargs,
-            truncate,
-            chat_template_kwargs,
-        )
+        self._requests = RequestReader(model, tokenizer, self._config, **options)
         self.separate = self._requests.reader.separate
         kind = input_device(model).type
         self.rows = _checked("rows", rows, MOST_ROWS) or _ROWS.get(kind, _ROWS["cuda"])
