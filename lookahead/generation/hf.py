@@ -25,7 +25,7 @@ from transformers.generation.utils import GenerateNonBeamOutput
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.controller import Pacing
 from lookahead.drafting.lookahead_branch import Branch
-from lookahead.drafting.proposal import Call, IntArray
+from lookahead.drafting.proposal import Call, IntArray, Proposer
 from lookahead.drafting.tree import MAX_NODES_LIMIT
 from lookahead.engine.engine import Engine
 from lookahead.engine.fallback import PlainLoop
@@ -240,40 +240,22 @@ def assemble(
         UnsupportedModelError: A source reads hidden states that the model does not show, or the model is spread over
             several processes, and one of them alone cannot draft so.
     """
-    is_chain, read = shape == "chains", 0 if encoded is None else len(encoded.tokens)
     call = Call(
         model=model,
         tokenizer=tokenizer,
         rows=slots,
         vocab_size=_decoder_vocabulary(model),
-        max_length=stopping.max_length + read,
+        max_length=stopping.max_length + (0 if encoded is None else len(encoded.tokens)),
         max_nodes=config.node_budget,
-        is_chain=is_chain,
+        is_chain=shape == "chains",
         is_timed=config.draft == "auto",
         by_rejection=config.acceptance == "rejection" and warp is not None,
         warp=warp,
     )
-    learned = state_of(model).learned
-    with learned.lock:
-        branch = Branch(
-            config.branch_sizes if config.decides_branch and not is_chain else (),  # the lookahead branch is a tree
-            learned.branch[tuple(name for name in config.proposers if isinstance(name, str))],
-            max_nodes=config.max_nodes or MAX_NODES_LIMIT,
-            teaches="recycled" in config.proposers,
-        )
-        proposers = make_proposers(config, learned.of(ProposerState, ProposerState), pool, call, branch)
-        cost, switch = learned.costs[config.passes], learned.switches[config.passes]
-    hidden_layers = sorted({layer for proposer in proposers for layer in proposer.hidden_layers})
+    proposers, pacing = _drafting(model, config, pool, call, encoded, runs_to_limit=stopping.is_only_length)
+    target: Target
     if encoded is not None:
-        if hidden_layers:
-            raise UnsupportedModelError(f"{type(model).__name__} shows no hidden states to proposers: take others")
-        proposers = [informed(proposer, [encoded.tokens]) for proposer in proposers]
-    ensemble = ensemble_of(model)
-    if ensemble is not None:
-        refuse_in_ensemble(model, reads_hidden=bool(hidden_layers), by_rejection=call.by_rejection)
-        proposers = proposers if ensemble.leads else []
-    if encoded is not None:
-        target: Target = DecoderTarget(model, encoded)
+        target = DecoderTarget(model, encoded)
     else:
         longest = max((row.length for row in batch), default=PREFILL_CHUNK)
         target = Target(
@@ -283,15 +265,11 @@ def assemble(
             device=batch[0].device if batch else input_device(model),
             shape=shape,
             prefill_chunk=longest if prefills_at_once(model) else PREFILL_CHUNK,
-            hidden_layers=hidden_layers,
+            hidden_layers=sorted({layer for proposer in proposers for layer in proposer.hidden_layers}),
             compiles=config.compile,
             captures=config.cuda_graphs,
             most_nodes=config.node_budget + 1,
         )
-    pacing = None
-    if proposers and config.draft == "auto":
-        is_padded = config.has_fixed_shapes and encoded is None
-        pacing = Pacing(cost, switch, branch, is_padded=is_padded, runs_to_limit=stopping.is_only_length)
     return Engine(
         target,
         proposers,
@@ -299,13 +277,50 @@ def assemble(
         config,
         batch,
         keep_cache=keep_cache,
-        is_chain=is_chain,
+        is_chain=call.is_chain,
         by_rejection=call.by_rejection,
         by_typicality=config.acceptance == "typical" and warp is not None,
         isolates=isolates,
-        ensemble=ensemble,
-        learning=learned.lock,
+        ensemble=ensemble_of(model),
+        learning=state_of(model).learned.lock,
     )
+
+
+def _drafting(
+    model: PreTrainedModel,
+    config: LookaheadConfig,
+    pool: Pool | None,
+    call: Call,
+    encoded: Encoded | None,
+    *,
+    runs_to_limit: bool,
+) -> tuple[Sequence[Proposer], Pacing | None]:
+    """The sources of drafts of a call, and what sizes their drafts; both go on from what was learned of the model."""
+    learned = state_of(model).learned
+    with learned.lock:
+        branch = Branch(
+            config.branch_sizes if config.decides_branch and not call.is_chain else (),  # the branch is a tree
+            learned.branch[tuple(name for name in config.proposers if isinstance(name, str))],
+            max_nodes=config.max_nodes or MAX_NODES_LIMIT,
+            teaches="recycled" in config.proposers,
+        )
+        proposers: Sequence[Proposer] = make_proposers(
+            config, learned.of(ProposerState, ProposerState), pool, call, branch
+        )
+        cost, switch = learned.costs[config.passes], learned.switches[config.passes]
+    reads_hidden = any(proposer.hidden_layers for proposer in proposers)
+    if encoded is not None:
+        if reads_hidden:
+            raise UnsupportedModelError(f"{type(model).__name__} shows no hidden states to proposers: take others")
+        proposers = [informed(proposer, [encoded.tokens]) for proposer in proposers]
+    ensemble = ensemble_of(model)
+    if ensemble is not None:
+        refuse_in_ensemble(model, reads_hidden=reads_hidden, by_rejection=call.by_rejection)
+        proposers = proposers if ensemble.leads else []
+    if not proposers or config.draft != "auto":
+        return proposers, None
+    is_padded = config.has_fixed_shapes and encoded is None
+    return proposers, Pacing(cost, switch, branch, is_padded=is_padded, runs_to_limit=runs_to_limit)
 
 
 def _unsupported_reason(
