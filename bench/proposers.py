@@ -33,7 +33,6 @@ from typing import Any
 
 import torch
 import transformers
-from bench.sheets import KINDS
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from bench.prompts import OPENINGS, SUMMARIZER, read_texts, summary_prompts
@@ -45,6 +44,7 @@ from lookahead.models.loading import load
 from lookahead.models.timing import pass_seconds
 
 NAMES = ("prompt", "outputs", "recycled")
+KINDS = ("medusa", "mtp", "eagle", "eagle3")  # of heads, as their folders are called
 DRAWING = ("draft_model", "specinfer")
 LOSSY = ("rejection", "typical")
 
