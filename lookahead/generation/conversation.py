@@ -1,4 +1,4 @@
-"""A conversation with a chat model: its history, cut where the context is full, and its KV cache, kept meanwhile."""
+"""A conversation with a chat model: its history, cut when the context is full, and its KV cache."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from lookahead.generation.validation import check_pair, context_limit
 
 
 class Conversation:
-    """Asks a model one message after the other.
+    """Asks a model one message after another, and keeps the history and its KV cache.
 
     Args:
         model: The model.
         tokenizer: Its tokenizer, with a chat template.
-        system: What the system's message says; None for no such message.
+        system: The system message; None for none.
         config: How to draft; the defaults when None.
         max_new_tokens: Most tokens of an answer.
         chat_template_kwargs: Further arguments of the chat template.
         **options: Options of `model.generate`.
 
     Attributes:
-        messages: The history, the system's message included.
-        dropped: Messages that the last question left out of the history, as the context was full.
-        stream: The last answer's, for its stats and finish reason; None before the first.
+        messages: The history, the system message included.
+        dropped: Messages of the history that the last question left out because the context was full.
+        stream: That of the last answer, for its stats and finish reason; None before the first.
 
     Raises:
         PromptError: The tokenizer has no chat template.
@@ -72,7 +72,7 @@ class Conversation:
         self._held: list[int] = []  # the tokens whose keys and values the cache holds
 
     def ask(self, question: str) -> Iterator[str]:
-        """The answer to a message, piece by piece; what was said of it stays in the history when it is closed early.
+        """The answer to a message, piece by piece. If it is closed early, the history keeps the pieces so far.
 
         Raises:
             PromptError: The message is longer than the model's context; it is forgotten.
@@ -88,7 +88,7 @@ class Conversation:
         return self._answer(self.stream, fitting, ids)
 
     def _answer(self, pieces: TextStream, messages: list[Message], ids: list[int]) -> Iterator[str]:
-        """Pass the pieces on, and keep what they add up to."""
+        """Yield the pieces, and add the answer to the history."""
         said = []
         self.messages = messages
         try:
@@ -101,7 +101,7 @@ class Conversation:
             self.messages.append({"role": "assistant", "content": "".join(said)})
 
     def _continue_from(self, ids: list[int]) -> None:
-        """Cut the cache to what it shares with a prompt, or take an empty one where it cannot be cut."""
+        """Cut the cache to the prefix it shares with a prompt; begin an empty one if it cannot be cut."""
         layers: Any = self._cache.layers
         is_whole = self._cache.get_seq_length() == len(self._held)
         if not is_whole or any(getattr(layer, "is_sliding", False) for layer in layers):

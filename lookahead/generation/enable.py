@@ -1,4 +1,4 @@
-"""A switch on one model: while it is on, every `model.generate` of anyone's is decoded speculatively."""
+"""A switch on one model: while it is on, every call of its `generate` is decoded speculatively."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Enabled:
 
 
 class Generate:
-    """Stands before the `generate` of one model while a switch is on."""
+    """Replaces `generate` of one model while a switch is on."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -94,7 +94,7 @@ class Generate:
         self.switches: list[Enabled] = []
 
     def restore(self) -> None:
-        """Put back what stood there."""
+        """Put the original back."""
         del self._model.generate
         if self._had_its_own:
             self._model.generate = self._original
@@ -135,7 +135,6 @@ class Generate:
 
 
 def _itself(original: Any) -> Any:
-    """What a copy of a model generates by."""
     return original
 
 
@@ -151,9 +150,9 @@ def _decode_or_hand_over(
     inputs_tensor: Tensor | None = None,
     **model_kwargs: Any,
 ) -> Any:
-    """`decode`, but what it refuses goes to the loop of transformers, with a warning.
+    """`decode`; a call that it refuses goes to the loop of transformers, with a warning.
 
-    That loop gets what `generate` has prepared, so that no encoder reads its input twice.
+    That loop gets what `generate` prepared, so that no encoder reads its input twice.
 
     Raises:
         UnsupportedModelError: Only `generate` itself can serve the call.

@@ -1,4 +1,4 @@
-"""Prompts as users give them, made into token ids: text, chat messages, ids, tensors, or what a tokenizer returned."""
+"""Prompts of users, made into token ids: text, chat messages, ids, tensors, or what a tokenizer returned."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def as_chat(tokenizer: PreTrainedTokenizerBase, text: str, system: str | None = 
 
 
 def pad_token_of(tokenizer: PreTrainedTokenizerBase) -> int:
-    """A token to fill rows with; masks hide it, so that any will do."""
+    """The token to pad with; masks hide it, so any will do."""
     pad: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
     return pad
 
@@ -168,13 +168,11 @@ class PromptReader:
         return ids
 
     def _encode(self, text: str, *, special: bool | None = None) -> list[int]:
-        """Tokens of a text."""
         with_special = self._special if special is None else special
         ids: list[int] = self._tokenizer(text, add_special_tokens=with_special, verbose=False)["input_ids"]
         return ids
 
     def _ids(self, prompt: Any, index: int) -> list[int]:
-        """The ids of a prompt that is no text."""
         is_array = isinstance(prompt, Tensor | np.ndarray)
         if is_array or _are_ids(prompt) or (isinstance(prompt, Mapping) and "input_ids" in prompt):
             rows = list(self.separate(prompt))
@@ -257,7 +255,7 @@ class PromptReader:
         return [*ids[:begin], *self._cut(bare, room), *ids[end:]][: self.room]
 
     def _cut(self, ids: list[int], keep: int) -> list[int]:
-        """So many ids, the last ones where the beginning is left out."""
+        """The last or the first ids, as `truncate` says."""
         return ids[len(ids) - keep :] if self._truncate == "left" else ids[:keep]
 
 
@@ -317,7 +315,6 @@ def _prompt_limit(model: PreTrainedModel) -> int | None:
 
 
 def _check_message(message: object, where: str) -> None:
-    """Refuse what is no message of a chat."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         got = ", ".join(map(str, message)) if isinstance(message, Mapping) else type(message).__name__
         raise PromptError(f"{where} must be a dict with 'role' and 'content', got {got}")
@@ -351,13 +348,12 @@ def _nested(values: Any) -> list[list[int]]:
 
 
 def _without_padding(ids: list[int], pad: int) -> list[int]:
-    """Ids without the padding at either end."""
     kept = [i for i, token in enumerate(ids) if token != pad]
     return ids[kept[0] : kept[-1] + 1] if kept else []
 
 
 def _got(value: object) -> str:
-    """What was passed in place of a prompt, and what to do about it."""
+    """What was passed instead of a prompt, and how to make one of it."""
     if value is None:
         return "None"
     hint = "; decode it first" if isinstance(value, bytes) else "; read the file" if isinstance(value, PathLike) else ""

@@ -1,8 +1,7 @@
-"""What the steps of a model cost, kept from one process to the next.
+"""Step costs of a model, kept from one process to the next.
 
-The library learns costs from the steps it takes anyway and writes no file unasked: a program that wants the first
-call to know them prepares or loads them, and one that has learned them saves them. The command line prepares them, and
-`lookahead calibrate` measures them with more care.
+The library learns costs from the steps it takes, and writes no file unasked: a program prepares or loads them for its
+first call, and saves what it learned. The command line prepares them; `lookahead calibrate` measures more of them.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from lookahead.models.validate import refuse_encoder_decoder
 
 
 def load_costs(model: PreTrainedModel, folder: Path | str | None = None) -> bool:
-    """Let a model's drafts be sized by the costs a file holds, from the first step on.
+    """Size a model's drafts by the costs of a file, from the first step on.
 
-    The first step that is taken tells how fast the machine is now, and what steps take from then on goes on refining
-    them; so costs that were measured on a busy machine are soon put right.
+    The first step corrects them for the speed of the machine now, and further steps refine them. Costs that were
+    measured on a busy machine are soon right.
 
     Costs belong to a model of one shape, dtype, device and number of threads, under one version of PyTorch; those
     of another are never used. Steps of compiled and recorded passes have files of their own. A file that cannot be

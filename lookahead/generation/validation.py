@@ -50,7 +50,7 @@ _MODE_OPTIONS = (
 
 
 def check_pair(model: object, tokenizer: object, *, stacklevel: int = 4) -> None:
-    """Refuse what is no model or no tokenizer, and warn once of a tokenizer that looks like that of another model.
+    """Refuse what is no model or no tokenizer; warn once if the tokenizer seems to be that of another model.
 
     Raises:
         ConfigError: It says what was passed, and how to load a model or a tokenizer.
@@ -160,7 +160,6 @@ def _check_ranges(options: Mapping[str, Any]) -> None:
 
 @cache
 def _known_options() -> frozenset[str]:
-    """Names of the options of `model.generate`."""
     return frozenset(vars(GenerationConfig()))
 
 
@@ -180,7 +179,6 @@ def _is_whole(value: object) -> bool:
 
 
 def _got(value: object) -> str:
-    """What was passed in place of a configuration."""
     return f"a {type(value).__name__}"
 
 
@@ -255,12 +253,12 @@ def is_cache_returned(past: Any, config: GenerationConfig) -> bool:
 
 
 def _is_absent(value: Any) -> bool:
-    """Whether an input is none; for images that are none transformers passes an empty dictionary."""
+    """Whether an input is not given; transformers passes an empty dictionary for no images."""
     return value is None or (isinstance(value, dict) and all(each is None for each in value.values()))
 
 
 def _heeds(model: PreTrainedModel, name: str) -> bool:
-    """Whether a model reads zeros in an input `[batch, tokens]` as something else than nothing."""
+    """Whether zeros in an input `[batch, tokens]` change the logits of a model."""
 
     def probe() -> bool:
         ids = torch.arange(1, 7, device=input_device(model))[None]
