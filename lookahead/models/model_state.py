@@ -83,7 +83,7 @@ _states: WeakKeyDictionary[Any, ModelState] = WeakKeyDictionary()
 
 def state_of(model: Any) -> ModelState:
     """The state of a model; a new one once its vocabulary, its dtype or the class of one of its modules changed."""
-    modules = [(type(module), getattr(module, "num_embeddings", None)) for module in model.modules()]
+    modules = [(type(module), module.__dict__.get("num_embeddings")) for module in model.modules()]
     structure = getattr(model, "dtype", None), hash(tuple(modules))
     with _guard:
         state = _states.get(model)
