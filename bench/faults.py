@@ -36,6 +36,7 @@ from lookahead.documents.inputs import find_inputs
 from lookahead.documents.readers import read_documents
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, Worker, run_job
+from lookahead.jobs.job_options import JobOptions
 from lookahead.jobs.output_location import OutputPaths
 from lookahead.models.loading import load
 from lookahead.stats import DecodingStats
@@ -98,13 +99,13 @@ class Job:
         self._inputs = find_inputs([str(documents)])
         if model == "none":
             self._worker: Worker = StandIn()
-            self._identity = JobIdentity(model=model, weights="", tokenizer="", dtype="", max_new_tokens=max_new_tokens)
+            self._identity = JobIdentity(model=model, weights="", tokenizer="", dtype="", options={})
             return
         loaded = load(model, dtype="fp32", device="cpu")
         summarizer = Summarizer(*loaded, max_new_tokens=max_new_tokens)
         summarizer.warm_up()
         self._worker = summarizer
-        self._identity = JobIdentity.of(model, *loaded, max_new_tokens=max_new_tokens)
+        self._identity = JobIdentity.of(JobOptions(model=model, max_new_tokens=max_new_tokens), *loaded)
 
     def run(self, output: Path) -> None:
         """Do what is missing."""

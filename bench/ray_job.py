@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,9 @@ from bench.report import publish
 from lookahead.documents.decode_text import Document
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, Worker, run_job
+from lookahead.jobs.job_options import WorkerOptions
 from lookahead.jobs.output_location import OutputPaths
-from lookahead.jobs.ray_cluster import Plan
-from lookahead.jobs.ray_worker import WorkerOptions
-from lookahead.jobs.ray_workers import Crew
+from lookahead.jobs.worker_pool import Plan, WorkerPool
 from lookahead.models.loading import load, prepare_process
 from lookahead.summarization.summarizer import Summarizer
 
@@ -73,7 +73,7 @@ def work_alone(share: list[Document], output: Path, model: str, new: int, gate: 
     loaded = load(model, dtype="fp32", device="cpu")
     summarizer = Summarizer(*loaded, max_new_tokens=new)
     summarizer.warm_up()
-    identity = JobIdentity.of(model, *loaded, max_new_tokens=new)
+    identity = JobIdentity.of(WorkerOptions(model=model, max_new_tokens=new), *loaded)
     gate.wait()
     written(summarizer, identity, share, output, Silent())
     finish.wait()
@@ -111,14 +111,11 @@ class Killer(Silent):
 
 
 @contextmanager
-def crew_of(ray: Any, workers: int, model: str, new: int) -> Iterator[tuple[Crew, JobIdentity]]:
+def pool_of(ray: Any, workers: int, model: str, new: int) -> Iterator[tuple[WorkerPool, JobIdentity]]:
     """Workers on the cluster, all of them ready."""
-    asked = {"max_new_tokens": new, "request": None}
-    options = WorkerOptions(
-        model=model, name=model, dtype="fp32", device="cpu", threads=1, rows=None, summarizer=asked, identity=asked
-    )
-    with Crew(ray, options, Plan(workers, 1, 0)) as crew:
-        yield crew, crew.introduce(workers).identity
+    options = WorkerOptions(model=model, dtype="fp32", device="cpu", threads=1, max_new_tokens=new)
+    with WorkerPool(ray, asdict(options), Plan(workers, 1, 0)) as pool:
+        yield pool, pool.wait_ready(workers).identity
 
 
 def summaries(paths: Sequence[Path]) -> list[tuple[str, str]]:
@@ -154,11 +151,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         seconds = {}
         for way, observer in (("ray", Silent()), ("killed", Killer(len(documents) // 4))):
             output = folder / f"{way}.jsonl"
-            with crew_of(ray, workers, model, new) as (crew, identity):
+            with pool_of(ray, workers, model, new) as (pool, identity):
                 start = time.perf_counter()
-                written(crew, identity, documents, output, observer)
+                written(pool, identity, documents, output, observer)
                 seconds[way] = time.perf_counter() - start
-                report["died"] = len(crew.notes)
+                report["died"] = len(pool.notes)
             if summaries([output]) != expected:
                 sys.exit(f"{way}: the summaries are not those of the local processes")
         ray.shutdown()

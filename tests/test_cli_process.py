@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Where torchao is installed transformers imports it, and it complains on stderr of what it cannot load.
 QUIET = "import sys; sys.modules['torchao'] = None; "
 # And where nothing was compiled before, the command says that it compiles.
-QUIET += "from lookahead import terminal; terminal._SILENT_S = 1e9; "
+QUIET += "from lookahead.cli import terminal; terminal._SILENT_S = 1e9; "
 MODEL = str(ROOT / "tests" / "models" / "summarizer")
 COMMAND = [sys.executable, "-c", QUIET + "from lookahead.cli.app import main; main()"]
 

@@ -20,6 +20,7 @@ from lookahead.errors import ConfigError
 from lookahead.jobs import result_stream as stream
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, run_job
+from lookahead.jobs.job_options import JobOptions
 from lookahead.jobs.jobfile import to_toml
 from lookahead.jobs.json_results import JsonLinesFile
 from lookahead.jobs.output_location import OutputPaths
@@ -30,7 +31,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-JOB = JobIdentity(model="some-model", weights="w", tokenizer="t", dtype="float32", max_new_tokens=8)
+JOB = JobIdentity(model="some-model", weights="w", tokenizer="t", dtype="float32", options={"max_new_tokens": 8})
 
 
 class Killed(BaseException):
@@ -137,7 +138,7 @@ def test_a_line_that_is_interrupted_is_not_there_at_all(
 
 
 def identity_of(model: Any, tokenizer: Any) -> JobIdentity:
-    return JobIdentity.of("m", model, tokenizer, max_new_tokens=8)
+    return JobIdentity.of(JobOptions(model="m", max_new_tokens=8), model, tokenizer)
 
 
 def other_matrix(model: Any, tokenizer: Any) -> None:

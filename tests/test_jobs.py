@@ -24,7 +24,7 @@ from lookahead.jobs.output_location import OutputPaths
 from lookahead.stats import DecodingStats
 from lookahead.summarization.summarizer import Summarized, Summary
 
-JOB = JobIdentity(model="some-model", weights="w", tokenizer="t", dtype="float32", max_new_tokens=8)
+JOB = JobIdentity(model="some-model", weights="w", tokenizer="t", dtype="float32", options={"max_new_tokens": 8})
 OUT = Path("out.jsonl")
 REJECTS = Path("out.jsonl.rejects.jsonl")
 
@@ -322,7 +322,7 @@ from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.journal import Journal
 from lookahead.jobs.output_location import OutputPaths
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-job = JobIdentity(model="some-model", weights="w", tokenizer="t", dtype="float32", max_new_tokens=8)
+job = JobIdentity(model="some-model", weights="w", tokenizer="t", dtype="float32", options={"max_new_tokens": 8})
 with Journal(OutputPaths(Path("out.jsonl"), resume=True), job) as journal:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
     try:

@@ -176,7 +176,7 @@ def test_a_number_in_a_job_file_is_as_good_as_its_text_and_a_whole_one_as_any(su
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("max-tokens = 3", "no option 'max-tokens'; the options are inputs, output, model"),
+        ("max-tokens = 3", "no option 'max-tokens'; the options are inputs, output, id-field"),
         ("limit = [3]", "limit must be a whole number of at least 1, got [3]"),
         ("limit = 'many'", "job job.toml: limit must be a whole number of at least 1, got 'many'"),
         ("limit = 0", "limit must be a whole number of at least 1, got 0"),

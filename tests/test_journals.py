@@ -23,7 +23,7 @@ from lookahead.jobs.json_results import copy_of
 from lookahead.jobs.manifest import Manifest
 from lookahead.jobs.output_location import OutputPaths
 
-JOB = JobIdentity(model="some-model", weights="w", tokenizer="t", dtype="float32", max_new_tokens=8)
+JOB = JobIdentity(model="some-model", weights="w", tokenizer="t", dtype="float32", options={"max_new_tokens": 8})
 OUT = Path("out.jsonl")
 REJECTS = Path("out.jsonl.rejects.jsonl")
 
@@ -257,7 +257,7 @@ def test_a_line_nested_without_end_is_none_of_the_job(file: Path) -> None:
 def test_a_job_file_nested_without_end_is_refused() -> None:
     Path("job.toml").write_text("inputs = " + "[" * 100_000)
     with pytest.raises(ConfigError, match=r"job job\.toml: not valid TOML"):
-        read_job_file(Path("job.toml"), {})
+        read_job_file(Path("job.toml"))
 
 
 def test_of_ids_of_several_texts_the_first_is_named() -> None:

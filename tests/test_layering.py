@@ -56,7 +56,7 @@ OPTIONAL = {
     "documents.html": {"trafilatura"},
     "documents.table_files": {"pyarrow"},
     "generation.serving": {"fastapi", "jinja2", "uvicorn"},
-    "jobs.ray_cluster": {"ray"},
+    "jobs.worker_pool": {"ray"},
 }
 BROUGHT_ALONG = {"tokenizers", "huggingface_hub", "llvmlite"}  # by transformers and numba
 

@@ -6,20 +6,20 @@ import json
 import os
 import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
 import pytest
 
 from bench.faults import Silent
-from lookahead.config import LookaheadConfig
 from lookahead.documents.decode_text import Document
-from lookahead.drafting.proposal import Proposer
+from lookahead.jobs import worker_pool
 from lookahead.jobs.job import JobTotals, run_job
+from lookahead.jobs.job_options import WorkerOptions
 from lookahead.jobs.output_location import OutputPaths
-from lookahead.jobs.ray_cluster import Plan
-from lookahead.jobs.ray_worker import WorkerOptions
-from lookahead.jobs.ray_workers import TRIES, Crew
+from lookahead.jobs.ray_worker import RayWorker
+from lookahead.jobs.worker_pool import TRIES, Plan, WorkerPool
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'lookahead-decoding[ray]'")
 
@@ -57,14 +57,11 @@ def worker_processes():
     return [each for each in family if "RayWorker" in "".join(each.cmdline()[:1])]
 
 
-def crew_for(model_folder, *, rows=1, max_new_tokens=12, **summarizer):
+def pool_for(model_folder, **options):
     """Two workers with the tiny model."""
-    identity = {"max_new_tokens": max_new_tokens, "request": None}
-    options = WorkerOptions(
-        model=str(model_folder), name="tiny", dtype="fp32", device="cpu", threads=1, rows=rows,
-        summarizer={**identity, **summarizer}, identity=identity,
-    )  # fmt: skip
-    return Crew(ray, options, Plan(workers=2, threads=1, gpus=0))
+    asked = {"max_new_tokens": 12, "rows": 1, **options}
+    worker = WorkerOptions(model=str(model_folder), dtype="fp32", device="cpu", threads=1, **asked)
+    return WorkerPool(ray, asdict(worker), Plan(workers=2, threads=1, gpus=0))
 
 
 class KillsAWorker(Silent):
@@ -81,13 +78,13 @@ class KillsAWorker(Silent):
             self.killed += 1
 
 
-def run(crew, documents, output, observer=None):
-    """A job with a crew, all of whose workers are ready before it begins."""
+def run(pool, documents, output, observer=None):
+    """A job with a pool, all of whose workers are ready before it begins."""
     totals, paths = JobTotals(), OutputPaths(Path(output))
     paths.check([])
-    with crew:
-        identity = crew.introduce(2).identity
-        run_job(documents, crew, paths, identity, totals=totals, observer=observer or Silent())
+    with pool:
+        identity = pool.wait_ready(2).identity
+        run_job(documents, pool, paths, identity, totals=totals, observer=observer or Silent())
     return totals
 
 
@@ -113,10 +110,10 @@ def test_a_worker_killed_on_the_way_loses_nothing_and_nothing_is_done_twice(summ
     documents = [Document(f"d{i}", f"Text number {i}, which has a few words.") for i in range(40)]
     (cli_folder / "docs.jsonl").write_text("\n".join(json.dumps({"id": d.id, "text": d.text}) for d in documents))
     summarize("docs.jsonl", "-o", "local.jsonl", "--max-new-tokens", "60")
-    crew, observer = crew_for(model_folder, max_new_tokens=60), KillsAWorker(after=5)
-    totals = run(crew, documents, "out.jsonl", observer)
+    pool, observer = pool_for(model_folder, max_new_tokens=60), KillsAWorker(after=5)
+    totals = run(pool, documents, "out.jsonl", observer)
     assert observer.killed == 1
-    assert [note.split(":")[0] for note in crew.notes] == ["a worker died, and others did what it had in hand"]
+    assert [note.split(":")[0] for note in pool.notes] == ["a worker died, and its documents went to others"]
     assert (totals.summarized, totals.rejected) == (40, 0)
     names = [record["id"] for record in lines_of("out.jsonl")]
     assert names == [document.id for document in documents]
@@ -124,40 +121,30 @@ def test_a_worker_killed_on_the_way_loses_nothing_and_nothing_is_done_twice(summ
     assert mine == local
 
 
-class Deadly(Proposer):
-    """Kills its process where it meets a prompt with a tilde in it."""
+class DeadlyWorker(RayWorker):
+    """Its process dies of a document with a tilde in it."""
 
-    sources = ("deadly",)
-
-    def __init__(self, call):
-        pass
-
-    def start(self, row, prompt):
-        if 100 in prompt:  # the last character of the tiny tokenizer
+    async def summarize(self, document):
+        if "~" in document.text:
             os.kill(os.getpid(), signal.SIGKILL)
-
-    def propose(self, row, room):
-        return None
-
-    def observe(self, row, feedback, placed):
-        pass
-
-    def finish(self, row):
-        pass
+        return await super().summarize(document)
 
 
-def test_what_fails_in_a_worker_and_what_kills_workers_is_put_aside_and_the_rest_is_done(model_folder, cli_folder):
+def test_what_fails_in_a_worker_and_what_kills_workers_is_put_aside_and_the_rest_is_done(
+    model_folder, cli_folder, monkeypatch
+):
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers do not know this file
     good = [Document(f"d{i}", f"Text number {i}.") for i in range(8)]
     blank, deadly = Document("blank", " "), Document("deadly", "A tilde: ~")
-    crew = crew_for(model_folder, config=LookaheadConfig(proposers=(Deadly,)))
-    totals = run(crew, [*good[:2], blank, deadly, *good[2:]], "out.jsonl")
+    monkeypatch.setattr(worker_pool, "RayWorker", DeadlyWorker)
+    pool = pool_for(model_folder)
+    totals = run(pool, [*good[:2], blank, deadly, *good[2:]], "out.jsonl")
     assert (totals.summarized, totals.rejected) == (8, 2)
     assert {record["id"] for record in lines_of("out.jsonl")} == {document.id for document in good}
     rejects = {record["id"]: record["error"] for record in lines_of("out.jsonl.rejects.jsonl")}
     assert rejects["blank"] == "blank: the document is empty"
-    assert rejects["deadly"].startswith(f"deadly: {TRIES} workers died with it in hand: ")
-    assert len(crew.notes) == TRIES
+    assert rejects["deadly"].startswith(f"deadly: {TRIES} workers died while they summarized it: ")
+    assert len(pool.notes) == TRIES
 
 
 @pytest.mark.parametrize(

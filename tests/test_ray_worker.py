@@ -9,26 +9,14 @@ import pytest
 
 from lookahead.documents.decode_text import Document
 from lookahead.errors import UnsupportedModelError
-from lookahead.jobs.ray_worker import Introduction, RayWorker, WorkerOptions
+from lookahead.jobs.ray_worker import RayWorker, WorkerInfo
 from lookahead.proposers.heads import Heads
 from lookahead.summarization.summarizer import Summarizer
 
-ASKED = {"max_new_tokens": 12, "request": None}
 
-
-def worker_for(folder, **summarizer):
-    return RayWorker(
-        WorkerOptions(
-            model=str(folder),
-            name="tiny",
-            dtype="fp32",
-            device="cpu",
-            threads=1,
-            rows=3,
-            summarizer={**ASKED, **summarizer},
-            identity=ASKED,
-        )
-    )
+def worker_for(folder, **options):
+    asked = {"dtype": "fp32", "device": "cpu", "threads": 1, "rows": 3, "max_new_tokens": 12}
+    return RayWorker({"model": str(folder), **asked, **options})
 
 
 @pytest.mark.parametrize("compare", [False, True])
@@ -37,14 +25,14 @@ def test_calls_side_by_side_give_the_summaries_of_one_by_one(model_folder, tiny_
     documents = [Document(i, f"Text number {i}, " + "which goes on. " * i) for i in range(12)]
 
     async def work():
-        introduction = await worker.start()
+        info = await worker.start()
         first = await asyncio.gather(*map(worker.summarize, documents[:7]))
         late = await worker.summarize(documents[7])  # after the rows have been idle
-        return introduction, [*first, late, *await asyncio.gather(*map(worker.summarize, documents[8:]))]
+        return info, [*first, late, *await asyncio.gather(*map(worker.summarize, documents[8:]))]
 
-    introduction, done = asyncio.run(work())
-    assert isinstance(introduction, Introduction) and introduction.rows == (1 if compare else 3)
-    summarizer = Summarizer(tiny_llama, tiny_tokenizer, **ASKED)
+    info, done = asyncio.run(work())
+    assert isinstance(info, WorkerInfo) and info.rows == (1 if compare else 3)
+    summarizer = Summarizer(tiny_llama, tiny_tokenizer, max_new_tokens=12)
     assert [summary.text for summary in done] == [summarizer.summarize(each.text).text for each in documents]
 
 

@@ -1,53 +1,36 @@
-"""The command that chats: lines in, answers out as they come. The work is done by `conversation`."""
+"""The command that chats: messages in, answers out as they are generated."""
 
 from __future__ import annotations
 
 import io
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import typer
 from rich.text import Text
 
-from lookahead.cli.options import (
-    Device,
-    Dtype,
-    Model,
-    Proposers,
-    Seed,
-    System,
-    Temperature,
-    Threads,
-    TopK,
-    TopP,
-    drafting_config,
-    sampling_options,
-)
-from lookahead.cli.terminal import console, harmless, load, say, usage_errors
+from lookahead.cli.options import SamplingOptions
+from lookahead.cli.terminal import console, harmless, load, say
 from lookahead.errors import PromptError
-from lookahead.models.locating import DEFAULT_MODEL
+from lookahead.jobs.job_options import DraftingOptions, ModelOptions, new_tokens_option, option
 
 if TYPE_CHECKING:
     from lookahead.generation.conversation import Conversation
 
-MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "--max-tokens", help="Most tokens of an answer.")]
 _HELP = "/reset forgets what was said, /quit or Ctrl-D ends, Ctrl-C stops an answer, /help shows this"
 
 
-def chat(
-    model: Model = DEFAULT_MODEL,
-    system: System = None,
-    max_new_tokens: MaxNewTokens = 512,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    seed: Seed = None,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    threads: Threads = None,
-    proposers: Proposers = "prompt,outputs,recycled",
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions(SamplingOptions, DraftingOptions, ModelOptions):
+    """Options of `lookahead chat`."""
+
+    system: str | None = option(None, "System message.", metavar="TEXT")
+    max_new_tokens: int = new_tokens_option(512, "Most tokens of an answer.")
+
+
+def chat(options: ChatOptions) -> None:
     """Chat with a model; answers come as they are generated, token for token those of transformers.
 
     Each answer is followed by its speed, on stderr. When the model's context is
@@ -62,20 +45,20 @@ def chat(
     """
     from lookahead.summarization.prompt_fitter import check_max_new_tokens
 
-    with usage_errors():
-        check_max_new_tokens(max_new_tokens)
-        config = drafting_config(proposers, None, None, None, None, None, None, False, False)
-        loaded = load(model, dtype, device, threads)
-        import torch
+    check_max_new_tokens(options.max_new_tokens)
+    config = options.config()
+    loaded = load(options)
+    import torch
 
-        from lookahead.generation.conversation import Conversation
+    from lookahead.generation.conversation import Conversation
 
-        sampling = sampling_options(temperature, top_k, top_p)
-        conversation = Conversation(*loaded, system=system, config=config, max_new_tokens=max_new_tokens, **sampling)
-        if seed is not None:
-            torch.manual_seed(seed)
-        if not _talk(conversation, max_new_tokens):
-            raise typer.Exit(1)
+    conversation = Conversation(
+        *loaded, system=options.system, config=config, max_new_tokens=options.max_new_tokens, **options.sampling
+    )
+    if options.seed is not None:
+        torch.manual_seed(options.seed)
+    if not _talk(conversation, options.max_new_tokens):
+        raise typer.Exit(1)
 
 
 def _talk(conversation: Conversation, max_new_tokens: int) -> bool:

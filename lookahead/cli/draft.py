@@ -1,51 +1,37 @@
-"""Draft models on the command line: arguments in, a table out. The work is done by `picking`."""
+"""The command that measures draft models."""
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from lookahead.cli.terminal import console, load, table, usage_errors
-from lookahead.config import LookaheadConfig
+from lookahead.cli.terminal import console, load, table
 from lookahead.errors import ConfigError
-from lookahead.models.locating import DEFAULT_MODEL
+from lookahead.jobs.job_options import ModelOptions, new_tokens_option, option
 
 if TYPE_CHECKING:
     from lookahead.generation.draft_selection import Pick
 
-Model = Annotated[str, typer.Option(help="The target: a folder, a GGUF file, a name on the Hub, or smollm2.")]
-Candidates = Annotated[str, typer.Option(metavar="MODEL,...", help="Draft models to try, named likewise.")]
-Prompts = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="What to continue, a prompt a line. (default: a few of all kinds)")
-]
-MaxNewTokens = Annotated[
-    int, typer.Option("--max-new-tokens", "--max-tokens", min=2, help="Most tokens to write for each prompt.")
-]
-Temperature = Annotated[float, typer.Option(min=0.0, help="Sample at this temperature; 0 takes the likeliest.")]
-Dtype = Annotated[str, typer.Option(help="fp32, bf16, or auto: the checkpoint's own on a GPU, fp32 on a CPU.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. (default: as PyTorch chooses)")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-
 _HEADINGS = ("", "parameters", "ms/pass", "tokens/pass", "drafted/pass", "tokens/s", "same")
 
 
-def pick_draft(
-    candidates: Candidates,
-    model: Model = DEFAULT_MODEL,
-    prompts: Prompts = None,
-    max_new_tokens: MaxNewTokens = 128,
-    temperature: Temperature = 0.0,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    threads: Threads = None,
-    as_json: AsJson = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class PickDraftOptions(ModelOptions):
+    """Options of `lookahead pick-draft`."""
+
+    candidates: str = option(help="Draft models to try, named as --model is.", metavar="MODEL,...")
+    prompts: Path | None = option(
+        None, "Prompts to continue, one a line. (default: a few of several kinds)", metavar="FILE"
+    )
+    max_new_tokens: int = new_tokens_option(128, "Most tokens to write for each prompt.", min=2)
+    temperature: float = option(0.0, "Sample at this temperature; 0 takes the likeliest token.", min=0.0)
+    as_json: bool = option(False, "Print one JSON object.", "--json")
+
+
+def pick_draft(options: PickDraftOptions) -> None:
     """Try draft models with a target, and say which one makes it fastest, if any.
 
     Each is tried beside the sources that need no draft model, and these are
@@ -56,41 +42,29 @@ def pick_draft(
       lookahead pick-draft --model ./large --candidates ./small,./smaller
       lookahead pick-draft --model ./large --candidates ./small --prompts mine.txt --json
     """
-    with usage_errors():
-        names = [name.strip() for name in candidates.split(",") if name.strip()]
-        if not names or len(set(names)) < len(names):
-            raise ConfigError(f"candidates must be models, each named once, got {candidates!r}")
-        texts = _read_prompts(prompts)
-        loaded = load(model, dtype, device, threads, measures_costs=False)
-        from lookahead.generation.draft_selection import PROMPTS, pick_draft
-        from lookahead.proposers.draft_model import DraftModel
-
-        drafts = {}
-        for name in names:
-            draft, tokenizer = load(name, dtype, device, threads, measures_costs=False)
-            drafts[name] = DraftModel(draft, tokenizer=tokenizer, name=name)
-        sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-        with console(sys.stderr).status("measuring"):
-            pick = pick_draft(*loaded, drafts, texts or PROMPTS, max_new_tokens=max_new_tokens, **sampling)
-        if as_json:
-            print(json.dumps(pick.to_dict()))
-        else:
-            _draw(pick)
-
-
-def with_draft_model(
-    config: LookaheadConfig | None, model: str, dtype: str, device: str | None, threads: int | None
-) -> LookaheadConfig:
-    """The options on drafting, with a draft model beside the other sources; it is loaded for that."""
-    draft, tokenizer = load(model, dtype, device, threads, measures_costs=False)
+    names = [name.strip() for name in options.candidates.split(",") if name.strip()]
+    if not names or len(set(names)) < len(names):
+        raise ConfigError(f"candidates must be models, each named once, got {options.candidates!r}")
+    texts = _read_prompts(options.prompts)
+    loaded = load(options, measures_costs=False)
+    from lookahead.generation.draft_selection import PROMPTS, pick_draft
     from lookahead.proposers.draft_model import DraftModel
 
-    config = config if config is not None else LookaheadConfig()
-    return replace(config, proposers=(*config.proposers, DraftModel(draft, tokenizer=tokenizer)))
+    drafts = {}
+    for name in names:
+        draft, tokenizer = load(options, name, measures_costs=False)
+        drafts[name] = DraftModel(draft, tokenizer=tokenizer, name=name)
+    temperature = options.temperature
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    with console(sys.stderr).status("measuring"):
+        pick = pick_draft(*loaded, drafts, texts or PROMPTS, max_new_tokens=options.max_new_tokens, **sampling)
+    if options.as_json:
+        print(json.dumps(pick.to_dict()))
+    else:
+        _print_pick(pick)
 
 
 def _read_prompts(path: Path | None) -> list[str]:
-    """The lines of a file; none where there is no file."""
     if path is None:
         return []
     from lookahead.documents.byte_sources import opened
@@ -104,8 +78,7 @@ def _read_prompts(path: Path | None) -> list[str]:
     return lines
 
 
-def _draw(pick: Pick) -> None:
-    """Print the figures and what follows."""
+def _print_pick(pick: Pick) -> None:
     rows = [
         (
             each.name.rstrip("/").rpartition("/")[2],

@@ -1,52 +1,39 @@
-"""The commands that measure and explain: arguments in, tables out. The work is done by `costs` and `explain`."""
+"""The commands that measure step costs and trace a decoding."""
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+from rich.console import Console
+from rich.text import Text
 
-from lookahead.cli.options import (
-    Device,
-    Dtype,
-    MaxNewTokens,
-    Model,
-    Raw,
-    Threads,
-    Truncate,
-    Window,
-    read_window,
-    truncation_named,
-)
-from lookahead.cli.terminal import console, load, usage_errors
+from lookahead.cli.options import PromptOptions, truncation_named
+from lookahead.cli.terminal import console, load, table
 from lookahead.config import LookaheadConfig
-from lookahead.models.locating import DEFAULT_MODEL, locate_model
+from lookahead.jobs.job_options import DraftingOptions, ModelOptions, new_tokens_option, option
+from lookahead.models.locating import locate_model
 
-Contexts = Annotated[
-    list[int] | None,
-    typer.Option("--context", min=1, help="Tokens in the cache, 256 by default; may be repeated."),
-]
-Folder = Annotated[Path | None, typer.Option("--cache", help="Folder of the cost files. (default: the platform's)")]
-Compile = Annotated[bool, typer.Option("--compile", help="Measure steps as --compile takes them elsewhere.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-PromptFile = Annotated[str, typer.Argument(metavar="FILE", help="A text file with the prompt, or - for stdin.")]
-Page = Annotated[Path | None, typer.Option("--html", metavar="PAGE", help="Write the trace as an HTML page too.")]
+if TYPE_CHECKING:
+    from lookahead.reporting.trace import Trace
+
+_STYLES = ("black on green", "black on yellow", "white on blue", "white on magenta")
 
 
-def calibrate(
-    model: Model = DEFAULT_MODEL,
-    context: Contexts = None,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    threads: Threads = None,
-    cache: Folder = None,
-    compile: Compile = False,
-    as_json: AsJson = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class CalibrateOptions(ModelOptions):
+    """Options of `lookahead calibrate`."""
+
+    context: list[int] | None = option(None, "Tokens in the cache, 256 by default; may be repeated.", min=1)
+    cache: Path | None = option(None, "Folder of the cost files. (default: the platform's)")
+    compile: bool = option(False, "Measure the steps of a compiled model, as other commands run with --compile.")
+    as_json: bool = option(False, "Print one JSON object.", "--json")
+
+
+def calibrate(options: CalibrateOptions) -> None:
     """Measure what drafts cost with a model on this machine, and keep it for later.
 
     A step of every number of nodes is timed, and set beside what the machine would
@@ -60,34 +47,35 @@ def calibrate(
       lookahead calibrate --model ./my-model --dtype bf16
       lookahead calibrate --context 256 --context 4096 --json
     """
-    with usage_errors():
-        loaded = load(model, dtype, device, threads, measures_costs=False)
-        from lookahead.cli.trace_console import draw_calibration
-        from lookahead.generation.step_costs import calibrate_costs, save_costs
-        from lookahead.models.calibration import CONTEXTS
+    loaded = load(options, measures_costs=False)
+    from lookahead.generation.step_costs import calibrate_costs, save_costs
+    from lookahead.models.calibration import CONTEXTS
+    from lookahead.reporting.trace_wording import SWEEP_HEADINGS, machine_line, sweep_rows
 
-        with console(sys.stderr).status("measuring"):
-            calibration = calibrate_costs(loaded.model, context or CONTEXTS, compile=compile)
-        path = save_costs(loaded.model, cache, compile=compile)
-        if as_json:
-            print(json.dumps({**calibration.to_dict(), "file": str(path)}))
-        else:
-            draw_calibration(calibration, console(sys.stdout))
-        console(sys.stderr).print(f"written to {path}", soft_wrap=True)
+    with console(sys.stderr).status("measuring"):
+        calibration = calibrate_costs(loaded.model, options.context or CONTEXTS, compile=options.compile)
+    path = save_costs(loaded.model, options.cache, compile=options.compile)
+    if options.as_json:
+        print(json.dumps({**calibration.to_dict(), "file": str(path)}))
+    else:
+        out = console(sys.stdout)
+        for sweep in calibration.sweeps:
+            out.print(f"context of {sweep.context} tokens")
+            out.print(table(SWEEP_HEADINGS, sweep_rows(sweep)))
+        out.print(machine_line(calibration))
+    console(sys.stderr).print(f"written to {path}", soft_wrap=True)
 
 
-def explain(
-    prompt: PromptFile,
-    model: Model = DEFAULT_MODEL,
-    max_new_tokens: MaxNewTokens = 128,
-    raw: Raw = False,
-    truncate: Truncate = None,
-    window: Window = None,
-    html: Page = None,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    threads: Threads = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ExplainOptions(PromptOptions, DraftingOptions, ModelOptions):
+    """Options of `lookahead explain`."""
+
+    prompt: str = option(help="A text file with the prompt, or - for stdin.", argument=True, metavar="FILE")
+    max_new_tokens: int = new_tokens_option(128)
+    html: Path | None = option(None, "Write the trace as an HTML page too.", metavar="PAGE")
+
+
+def explain(options: ExplainOptions) -> None:
     """Answer a prompt and show, step by step, what was drafted and accepted.
 
     Where the tokenizer has a chat template, the prompt is a user's message to the
@@ -107,28 +95,51 @@ def explain(
     """
     from lookahead.summarization.prompt_fitter import check_max_new_tokens
 
-    with usage_errors():
-        check_max_new_tokens(max_new_tokens)
-        locate_model(model)
-        config = LookaheadConfig(window=read_window(window)) if window is not None else None
-        from lookahead.reporting.trace_file import check_page, read_prompt_file, write_page
+    check_max_new_tokens(options.max_new_tokens)
+    locate_model(options.model)
+    config = options.config()
+    from lookahead.reporting.trace_file import check_page, read_prompt_file, write_page
 
-        text = read_prompt_file(prompt)
-        check_page(html)
-        loaded = load(model, dtype, device, threads)
-        from lookahead.cli.trace_console import draw_trace
-        from lookahead.generation.api import generate
-        from lookahead.generation.prompts import as_chat
-        from lookahead.reporting.trace import trace
-        from lookahead.reporting.trace_wording import model_line
+    text = read_prompt_file(options.prompt)
+    check_page(options.html)
+    loaded = load(options)
+    from lookahead.generation.api import generate
+    from lookahead.generation.prompts import as_chat
+    from lookahead.reporting.trace import trace
+    from lookahead.reporting.trace_wording import model_line
 
-        asked = text if raw else as_chat(loaded.tokenizer, text)
-        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
-        options["truncate"] = truncate.value if truncate is not None else None
-        with truncation_named():
-            traced = trace(*loaded, asked, config=config, **options)
-        plain = generate(*loaded, asked, config=LookaheadConfig(proposers=()), **options).stats
-        traced = replace(traced, model=model_line(model, loaded.model), plain=plain)
-        draw_trace(traced, console(sys.stdout))
-        if html is not None:
-            write_page(traced, html)
+    prompt = text if options.raw else as_chat(loaded.tokenizer, text)
+    settings: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "do_sample": False}
+    settings["truncate"] = options.truncation
+    with truncation_named():
+        traced = trace(*loaded, prompt, config=config, **settings)
+    plain = generate(*loaded, prompt, config=LookaheadConfig(proposers=()), **settings).stats
+    traced = replace(traced, model=model_line(options.model, loaded.model), plain=plain)
+    _print_trace(traced, console(sys.stdout))
+    if options.html is not None:
+        write_page(traced, options.html)
+
+
+def _print_trace(trace: Trace, out: Console) -> None:
+    """Print the text coloured by the source of each token, a legend, every step, and the totals."""
+    from lookahead.reporting.trace_wording import STEP_HEADINGS, source_rows, step_cells, total_line
+
+    styles = {name: _STYLES[i % len(_STYLES)] for i, name in enumerate(trace.sources)}
+    text, legend = Text(), Text("from: ")
+    for step in trace.steps:
+        for piece in step.pieces:
+            text.append(piece.visible, styles[piece.sources[0]] if piece.sources else "")
+    for name, style in styles.items():
+        legend.append(name, style)
+        legend.append(", ")
+    legend.append("plain: the model itself")
+    if trace.model:
+        out.print(f"model: {trace.model}", soft_wrap=True)
+        out.print()
+    out.print(text)
+    out.print()
+    out.print(legend)
+    out.print(table(STEP_HEADINGS, [step_cells(number, step) for number, step in enumerate(trace.steps)]))
+    headings, *rows, total = source_rows(trace)
+    out.print(table(headings, rows, total))
+    out.print(total_line(trace))

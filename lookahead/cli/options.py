@@ -1,18 +1,20 @@
-"""Options that several commands share: which model, how fast, and drafted from what."""
+"""Commands of Typer from functions that take one dataclass of options, and options that several commands share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, fields
 from enum import Enum
-from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from lookahead.config import LookaheadConfig
-from lookahead.errors import ConfigError, PromptTooLongError
+from lookahead.cli.terminal import usage_errors
+from lookahead.errors import PromptTooLongError
+from lookahead.jobs.job_options import option, options_of
 
 
 class Side(str, Enum):
@@ -22,39 +24,54 @@ class Side(str, Enum):
     right = "right"
 
 
-Model = Annotated[str, typer.Option(help="Folder of a saved model, a GGUF file, a name on the Hub, or smollm2.")]
-MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "--max-tokens", help="Most tokens to write.")]
-Dtype = Annotated[str, typer.Option(help="fp32, bf16, or auto: the checkpoint's own on a GPU, fp32 on a CPU.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. (default: as PyTorch chooses)")]
-Proposers = Annotated[str, typer.Option(help="Drafts' sources, of prompt, outputs, corpus, recycled, jacobi; or none.")]
-TrainedHeads = Annotated[
-    str | None,
-    typer.Option("--heads", metavar="DIR", help="And from these, see 'lookahead train'; or native."),
-]
-MaxNodes = Annotated[int | None, typer.Option(help="Most draft tokens a step verifies. (default: by the proposers)")]
-Window = Annotated[
-    str | None, typer.Option(help="Draft from a Jacobi window of W columns too, or auto: while it pays, W chosen.")
-]
-NgramSize = Annotated[int | None, typer.Option(help="N, length of its n-grams. (default: 5, or as suits auto)")]
-Guesses = Annotated[int | None, typer.Option(help="G, most of them a step verifies. (default: 7, or as suits auto)")]
-Temperature = Annotated[float | None, typer.Option(min=0.0, help="Sample at this temperature; 0 takes the likeliest.")]
-TopK = Annotated[int | None, typer.Option(min=1, help="Sample from the k likeliest tokens.")]
-TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens of this mass.")]
-Seed = Annotated[int | None, typer.Option(help="The same seed samples the same text.")]
-System = Annotated[str | None, typer.Option(metavar="TEXT", help="What the system's message tells a chat model.")]
-Raw = Annotated[bool, typer.Option("--raw", help="Continue the text as it stands, without the chat template.")]
-Truncate = Annotated[Side | None, typer.Option(help="What a prompt longer than the model's context loses.")]
-MaxDocument = Annotated[
-    float, typer.Option("--max-document-mb", min=0.001, max=1_000_000, help="Longest document, in megabytes.")
-]
-Overlap = Annotated[int, typer.Option(help="Tokens a part of a long document repeats of the part before.")]
-Refine = Annotated[
-    bool, typer.Option("--refine", help="Read parts one by one beside the summary so far; takes an instruction model.")
-]
-KeepParts = Annotated[bool, typer.Option("--keep-parts", help="Write the summaries of parts too, level by level.")]
-Compile = Annotated[bool, typer.Option("--compile", help="Compile the model on the way: for long outputs and many.")]
-Graphs = Annotated[bool, typer.Option("--cuda-graphs", help="Record its passes as CUDA graphs, on a GPU.")]
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How tokens are chosen."""
+
+    panel: ClassVar[str] = "Sampling"
+
+    temperature: float | None = option(None, "Sample at this temperature; 0 takes the likeliest token.", min=0.0)
+    top_k: int | None = option(None, "Sample from the k likeliest tokens.", min=1)
+    top_p: float | None = option(None, "Sample from the likeliest tokens of this total probability.", min=0.0, max=1.0)
+    seed: int | None = option(None, "The same seed samples the same text.")
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Arguments of `model.generate`; greedy if no option is given or the temperature is 0."""
+        chosen = {"temperature": self.temperature or None, "top_k": self.top_k, "top_p": self.top_p}
+        given = {name: value for name, value in chosen.items() if value is not None and self.temperature != 0}
+        return {"do_sample": bool(given), **given}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions:
+    """How a prompt becomes tokens."""
+
+    raw: bool = option(False, "Continue the text as it is, without the chat template.")
+    truncate: Side | None = option(None, "Which end to cut off a prompt longer than the model's context.")
+
+    @property
+    def truncation(self) -> Literal["left", "right"] | None:
+        """The argument `truncate` of `lookahead.generate`."""
+        return None if self.truncate is None else "left" if self.truncate is Side.left else "right"
+
+
+def _parameters_of(options: type) -> list[inspect.Parameter]:
+    """The options of a dataclass as keyword parameters that Typer reads."""
+    hints, parameters = get_type_hints(options), []
+    for each, owner in options_of(options):
+        details: dict[str, Any] = {name: value for name, value in each.metadata.items() if name != "identifies"}
+        flags = details.pop("flags")
+        if hints[each.name] is bool and not flags:
+            flags = (f"--{each.name.replace('_', '-')}",)  # without --no-...
+        if details.pop("argument", False):
+            shown: Any = typer.Argument(**details)
+        else:
+            shown = typer.Option(*flags, rich_help_panel=vars(owner).get("panel"), **details)
+        default = inspect.Parameter.empty if each.default is MISSING else each.default
+        kind, annotation = inspect.Parameter.KEYWORD_ONLY, Annotated[hints[each.name], shown]
+        parameters.append(inspect.Parameter(each.name, kind, default=default, annotation=annotation))
+    return parameters
 
 
 class _BareFlags:
@@ -78,14 +95,27 @@ class _Group(_BareFlags, TyperGroup):
 
 
 class App(typer.Typer):
-    """A Typer application whose help shows flags without a type."""
+    """A Typer application whose commands take one dataclass of options and tell usage errors in one line."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(cls=_Group, no_args_is_help=True, **settings)
 
-    def command(self, name: str | None = None, **settings: Any) -> Any:
-        """As that of Typer."""
-        return super().command(name, cls=_Command, **settings)
+    def add(self, function: Callable[[Any], None]) -> None:
+        """Add a command: a function whose only parameter is annotated with its dataclass of options."""
+        (options,) = (hint for name, hint in get_type_hints(function).items() if name != "return")
+        arguments = {each.name for each in fields(options) if each.metadata.get("argument")}
+
+        def run(ctx: typer.Context, **values: Any) -> None:
+            job_file = ctx.default_map or {}  # click takes options from it, but no arguments
+            values.update({name: job_file[name] for name in arguments & {*job_file} if not values[name]})
+            with usage_errors():
+                function(options(**values))
+
+        context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        run.__signature__ = inspect.Signature([context, *_parameters_of(options)])  # type: ignore[attr-defined]
+        run.__annotations__ = {}
+        run.__doc__ = function.__doc__
+        self.command(function.__name__.replace("_", "-"), cls=_Command)(run)
 
 
 @contextmanager
@@ -94,60 +124,5 @@ def truncation_named() -> Iterator[None]:
     try:
         yield
     except PromptTooLongError as error:
-        remedy = "shorten it, or leave out its beginning with --truncate left or its end with --truncate right"
+        remedy = "shorten it, or cut off its beginning with --truncate left or its end with --truncate right"
         raise PromptTooLongError(error.lengths, remedy) from error
-
-
-def read_window(text: str | None) -> Any:
-    """A window as an option gives it: digits are a number, and the configuration checks the rest."""
-    return int(text) if text is not None and text.isdecimal() else text
-
-
-def drafting_config(
-    proposers: str,
-    pool: str | None,
-    heads: str | None,
-    max_nodes: int | None,
-    window: str | None,
-    ngram_size: int | None,
-    guesses: int | None,
-    compile: bool,
-    cuda_graphs: bool,
-    acceptance: str = "exact",
-) -> LookaheadConfig | None:
-    """The options on drafting as a configuration, which checks them; None where all are the defaults.
-
-    Asking for nothing in particular lets a model that cannot verify drafts be decoded plainly.
-    """
-    sources: list[Any] = [] if proposers == "none" else [name.strip() for name in proposers.split(",")]
-    if heads is not None:
-        from lookahead.proposers.heads import Heads
-
-        sources.append(Heads(heads))
-    columns = read_window(window)
-    config = LookaheadConfig(
-        proposers=sources, pool=pool, max_nodes=max_nodes, window=columns, ngram_size=ngram_size, guesses=guesses,
-        compile=compile, cuda_graphs=cuda_graphs, acceptance=cast(Any, acceptance),
-    )  # fmt: skip
-    return None if config == LookaheadConfig() else config
-
-
-def sampling_options(temperature: float | None, top_k: int | None, top_p: float | None) -> dict[str, Any]:
-    """The options of `model.generate` for these; greedy where none is given, or the temperature is 0."""
-    chosen = {"temperature": temperature or None, "top_k": top_k, "top_p": top_p}
-    sampling = {name: value for name, value in chosen.items() if value is not None and temperature != 0}
-    return {"do_sample": bool(sampling), **sampling}
-
-
-def split_pool(pool: str | None, proposers: str) -> tuple[str | None, Path | None]:
-    """A pool file as a corpus to draft from or as a memory to draft from and add to, whichever it is."""
-    if pool is None:
-        return None, None
-    from lookahead.jobs.output_memory import check_memory, is_memory
-
-    if not is_memory(pool):
-        return pool, None
-    if "outputs" not in proposers:
-        raise ConfigError(f"pool {pool} is for earlier outputs; --proposers must name outputs, got {proposers!r}")
-    check_memory(Path(pool))
-    return None, Path(pool)

@@ -1,54 +1,57 @@
-"""The commands on pools: arguments in, files and tables out. The work is done by `pools`."""
+"""The commands on pools of documents."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from lookahead.cli.options import App, MaxDocument
-from lookahead.cli.terminal import PoolDisplay, console, convert, say_skipped, table, usage_errors
+from lookahead.cli.options import App
+from lookahead.cli.terminal import PoolDisplay, console, convert, say_skipped, table
+from lookahead.jobs.job_options import INPUTS, DocumentOptions, option
 from lookahead.models.locating import locate_model
 
-pool_app = App(help="Make files of documents of yours to draft from.")
-
-Inputs = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="INPUTS...",
-        help="Files (.txt .md .html .jsonl .csv .tsv .parquet), folders, patterns such as 'notes/*.md', URLs, - for "
-        "stdin.",
-    ),
-]
-PoolFile = Annotated[str, typer.Argument(metavar="POOL", help="A pool file.")]
-Output = Annotated[Path, typer.Option("--output", "-o", metavar="POOL", help="The pool file to write.")]
-Model = Annotated[
-    str,
-    typer.Option(help="The model that will draft from it, or its tokenizer: a folder, a GGUF file, a name on the Hub."),
-]
-CheckedModel = Annotated[str | None, typer.Option("--model", help="Check that it was made for this model.")]
-Field = Annotated[
-    str | None,
-    typer.Option(
-        "--field", "--text-field", help="Field or column with the document; makes - JSON lines. (default: text)"
-    ),
-]
-MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens to take. (default: all)")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the pool if it exists.")]
+_MODEL = "The model that will draft from it, or its tokenizer: a folder, a GGUF file, a name on the Hub."
 
 
-@pool_app.command()
-def build(
-    inputs: Inputs,
-    output: Output,
-    model: Model,
-    field: Field = None,
-    max_tokens: MaxTokens = None,
-    max_document_mb: MaxDocument = 64.0,
-    overwrite: Overwrite = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class PoolOptions:
+    """Options of `lookahead pool info`."""
+
+    pool: str = option(help="A pool file.", argument=True, metavar="POOL")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolVerifyOptions(PoolOptions):
+    """Options of `lookahead pool verify`."""
+
+    model: str | None = option(None, "Check that it was made for this model.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolAddOptions(DocumentOptions, PoolOptions):
+    """Options of `lookahead pool add`."""
+
+    inputs: list[str] = option(help=INPUTS, argument=True, metavar="INPUTS...")
+    model: str = option(help=_MODEL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolBuildOptions(DocumentOptions):
+    """Options of `lookahead pool build`."""
+
+    inputs: list[str] = option(help=INPUTS, argument=True, metavar="INPUTS...")
+    output: Path = option(MISSING, "The pool file to write.", "--output", "-o", metavar="POOL")
+    model: str = option(help=_MODEL)
+    max_tokens: int | None = option(None, "Most tokens to take. (default: all)", min=1)
+    overwrite: bool = option(False, "Replace the pool if it exists.")
+
+
+def build(options: PoolBuildOptions) -> None:
     """Make a pool of documents.
 
     A document that cannot be read is reported and left out. The file is there once
@@ -63,36 +66,15 @@ def build(
     Exit status: 0 all documents are in it; 1 some are left out; 2 an argument is
     wrong, or nothing could be written; 130 interrupted, and nothing was written.
     """
-    from lookahead.documents.byte_sources import MEGABYTE
-    from lookahead.documents.inputs import find_inputs
-    from lookahead.documents.output_paths import check_output
-    from lookahead.documents.readers import check_readers
+    from lookahead.pools.build_pool import build_pool
 
-    with usage_errors():
-        skipped: list[str] = []
-        sources = find_inputs(inputs, field, on_skip=skipped.append)
-        say_skipped(skipped)
-        check_readers(sources)
-        check_output(output, sources, overwrite=overwrite)
-        tokenizer = _load_tokenizer(model)
-        from lookahead.documents.readers import count_documents
-        from lookahead.pools import pool_figures as report
-        from lookahead.pools.build_pool import PoolTotals, build_pool
+    def write(sources: Any, tokenizer: Any, **watched: Any) -> Any:
+        return build_pool(str(options.output), sources, tokenizer, max_tokens=options.max_tokens, **watched)
 
-        totals = PoolTotals()
-        display = PoolDisplay(count_documents(sources))
-        with display.progress:
-            header = build_pool(
-                str(output), sources, tokenizer, max_tokens=max_tokens, limit=int(max_document_mb * MEGABYTE),
-                totals=totals, observer=display,
-            )  # fmt: skip
-        console(sys.stderr).print(report.describe_reading(totals))
-        console(sys.stderr).print(report.describe_pool(str(output), header))
-    raise typer.Exit(1 if totals.rejected else 0)
+    _fill(options, options.output, write, overwrite=options.overwrite)
 
 
-@pool_app.command()
-def add(pool: PoolFile, inputs: Inputs, model: Model, field: Field = None, max_document_mb: MaxDocument = 64.0) -> None:
+def add(options: PoolAddOptions) -> None:
     """Add documents to a pool.
 
     A new file takes the place of the old one when all of it is written; processes
@@ -106,47 +88,52 @@ def add(pool: PoolFile, inputs: Inputs, model: Model, field: Field = None, max_d
     Exit status: 0 all documents were added; 1 some were left out; 2 an argument is
     wrong, or nothing could be written; 130 interrupted, and the pool is as it was.
     """
-    from lookahead.documents.byte_sources import MEGABYTE
+    from lookahead.pools.build_pool import add_to_pool
+
+    def write(sources: Any, tokenizer: Any, **watched: Any) -> Any:
+        return add_to_pool(options.pool, sources, tokenizer, **watched)
+
+    _fill(options, Path(options.pool), write, overwrite=True)
+
+
+def _fill(
+    options: PoolBuildOptions | PoolAddOptions, output: Path, write: Callable[..., Any], *, overwrite: bool
+) -> None:
+    """Write a pool of documents, and show how it goes."""
     from lookahead.documents.inputs import find_inputs
     from lookahead.documents.output_paths import check_output
-    from lookahead.documents.readers import check_readers
+    from lookahead.documents.readers import check_readers, count_documents
 
-    with usage_errors():
-        skipped: list[str] = []
-        sources = find_inputs(inputs, field, on_skip=skipped.append)
-        say_skipped(skipped)
-        check_readers(sources)
-        check_output(Path(pool), sources, overwrite=True)
-        tokenizer = _load_tokenizer(model)
-        from lookahead.documents.readers import count_documents
-        from lookahead.pools import pool_figures as report
-        from lookahead.pools.build_pool import PoolTotals, add_to_pool
+    skipped: list[str] = []
+    sources = find_inputs(options.inputs, options.field, on_skip=skipped.append)
+    say_skipped(skipped)
+    check_readers(sources)
+    check_output(output, sources, overwrite=overwrite)
+    tokenizer = _load_tokenizer(options.model)
+    from lookahead.pools import pool_figures
+    from lookahead.pools.build_pool import PoolTotals
 
-        totals = PoolTotals()
-        display = PoolDisplay(count_documents(sources))
-        with display.progress:
-            limit = int(max_document_mb * MEGABYTE)
-            header = add_to_pool(pool, sources, tokenizer, limit=limit, totals=totals, observer=display)
-        console(sys.stderr).print(report.describe_reading(totals))
-        console(sys.stderr).print(report.describe_pool(pool, header))
+    totals = PoolTotals()
+    display = PoolDisplay(count_documents(sources))
+    with display.progress:
+        header = write(sources, tokenizer, limit=options.max_document_bytes, totals=totals, observer=display)
+    console(sys.stderr).print(pool_figures.describe_reading(totals))
+    console(sys.stderr).print(pool_figures.describe_pool(str(output), header))
     raise typer.Exit(1 if totals.rejected else 0)
 
 
-@pool_app.command()
-def info(pool: PoolFile) -> None:
+def info(options: PoolOptions) -> None:
     """Show what a pool file says of itself; its contents are not read.
 
     For example: lookahead pool info pool.lkp
     """
-    with usage_errors():
-        from lookahead.pools import pool_figures as report
-        from lookahead.pools.open_pool import read_pool_header
+    from lookahead.pools.open_pool import read_pool_header
+    from lookahead.pools.pool_figures import header_rows
 
-        console(sys.stdout).print(table(("", ""), report.header_rows(pool, read_pool_header(pool))))
+    console(sys.stdout).print(table(("", ""), header_rows(options.pool, read_pool_header(options.pool))))
 
 
-@pool_app.command()
-def verify(pool: PoolFile, model: CheckedModel = None) -> None:
+def verify(options: PoolVerifyOptions) -> None:
     """Check every byte of a pool, and with --model that it was made for it.
 
     For example:
@@ -156,19 +143,18 @@ def verify(pool: PoolFile, model: CheckedModel = None) -> None:
 
     Exit status: 0 it can be used; 2 it cannot, and a line says why.
     """
-    with usage_errors():
-        from lookahead.pools import pool_figures as report
-        from lookahead.pools.open_pool import open_pool
+    from lookahead.pools.open_pool import open_pool
+    from lookahead.pools.pool_figures import describe_pool
 
-        fingerprint = None
-        if model is not None:
-            tokenizer = _load_tokenizer(model)
-            from lookahead.utils.fingerprints import tokenizer_fingerprint
+    fingerprint = None
+    if options.model is not None:
+        tokenizer = _load_tokenizer(options.model)
+        from lookahead.utils.fingerprints import tokenizer_fingerprint
 
-            fingerprint = tokenizer_fingerprint(tokenizer)
-        header = open_pool(pool, fingerprint=fingerprint).header
-        fits = "" if model is None else f", made for {model}"
-        console(sys.stdout).print(f"{report.describe_pool(pool, header)}: whole{fits}")
+        fingerprint = tokenizer_fingerprint(tokenizer)
+    header = open_pool(options.pool, fingerprint=fingerprint).header
+    fits = "" if options.model is None else f", made for {options.model}"
+    console(sys.stdout).print(f"{describe_pool(options.pool, header)}: whole{fits}")
 
 
 def _load_tokenizer(model: str) -> Any:
@@ -180,3 +166,8 @@ def _load_tokenizer(model: str) -> Any:
         prepare_process(None)
         convert(location)
         return load_tokenizer(model)
+
+
+pool_app = App(help="Make pools: files of your documents to draft from.")
+for command in (build, add, info, verify):
+    pool_app.add(command)

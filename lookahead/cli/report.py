@@ -1,26 +1,27 @@
-"""The command that shows what became of a job: arguments in, a page out. The work is done by `report`."""
+"""The command that shows the results of a job as a page."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from lookahead.cli.terminal import console, say, usage_errors
-
-Results = Annotated[
-    Path,
-    typer.Argument(metavar="RESULTS", help="What 'lookahead summarize -o RESULTS' wrote: JSON lines, or .parquet."),
-]
-Page = Annotated[
-    Path | None, typer.Option("--output", "-o", metavar="PAGE", help="The page. (default: RESULTS.report.html)")
-]
-Rejects = Annotated[Path | None, typer.Option(help="File of documents that failed. (default: RESULTS.rejects.jsonl)")]
+from lookahead.cli.terminal import console, say
+from lookahead.jobs.job_options import option
 
 
-def report(results: Results, output: Page = None, rejects: Rejects = None) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Options of `lookahead report`."""
+
+    results: Path = option(
+        help="What 'lookahead summarize -o RESULTS' wrote: JSON lines, or .parquet.", argument=True, metavar="RESULTS"
+    )
+    output: Path | None = option(None, "The page. (default: RESULTS.report.html)", "--output", "-o", metavar="PAGE")
+    rejects: Path | None = option(None, "File of documents that failed. (default: RESULTS.rejects.jsonl)")
+
+
+def report(options: ReportOptions) -> None:
     """Show the results of a job as one HTML page.
 
     Speedups, acceptance by source, tokens per pass, time by length, speed over the
@@ -39,10 +40,9 @@ def report(results: Results, output: Page = None, rejects: Rejects = None) -> No
     """
     from lookahead.reporting.write_page import write_report
 
-    with usage_errors():
-        done = write_report(results, output, rejects)
-        for problem in done.problems:
-            say("warning", problem)
-        documents = f"{done.documents:,} document{'' if done.documents == 1 else 's'}"
-        failed = f", {done.failed:,} failed" if done.failed else ", no failures"
-        console(sys.stderr).print(f"{documents}{failed}; written to {done.path}", soft_wrap=True)
+    done = write_report(options.results, options.output, options.rejects)
+    for problem in done.problems:
+        say("warning", problem)
+    documents = f"{done.documents:,} document{'' if done.documents == 1 else 's'}"
+    failed = f", {done.failed:,} failed" if done.failed else ", no failures"
+    console(sys.stderr).print(f"{documents}{failed}; written to {done.path}", soft_wrap=True)

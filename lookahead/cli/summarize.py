@@ -1,186 +1,52 @@
-"""The command that summarizes: options in, files and tables out. The work is done by `jobs` and `summarize`."""
+"""The command that summarizes documents."""
 
 from __future__ import annotations
 
-import inspect
 import json
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
+from typing import TYPE_CHECKING, TextIO, cast
 
 import typer
 
-from lookahead.cli.options import (
-    Compile,
-    Device,
-    Dtype,
-    Graphs,
-    Guesses,
-    KeepParts,
-    MaxDocument,
-    MaxNewTokens,
-    MaxNodes,
-    Model,
-    NgramSize,
-    Overlap,
-    Proposers,
-    Refine,
-    Threads,
-    TrainedHeads,
-    Window,
-    drafting_config,
-    split_pool,
-)
-from lookahead.cli.summarize_job import Ray, RayAddress, Runner, Staff, Workers, full_path, ray_staff
 from lookahead.cli.terminal import Display, console, load, say_skipped, table, usage_errors
-from lookahead.errors import ConfigError
+from lookahead.errors import ClusterError, ConfigError, LookaheadError
 from lookahead.jobs import job_figures as report
-from lookahead.models.locating import DEFAULT_MODEL
+from lookahead.jobs.job_options import JobOptions, option
+from lookahead.jobs.jobfile import read_job_file, to_toml
 
 if TYPE_CHECKING:
-    from lookahead.jobs.estimate import Estimate
-    from lookahead.jobs.jobfile import Setting
+    from lookahead.documents.decode_text import Document, Reject
+    from lookahead.jobs.identity import JobIdentity
+    from lookahead.jobs.job import Worker
     from lookahead.jobs.output_location import OutputPaths
     from lookahead.jobs.output_memory import OutputMemory
-    from lookahead.summarization.prompting import SummaryRequest
-
-FORMATS = ("auto", "text", "json")
-_NO_SETTING = ("job", "show_job", "help")
+    from lookahead.models.loading import LoadedModel
+    from lookahead.summarization.summarizer import Summarizer
 
 
-def _use_job(context: typer.Context, path: Path | None) -> Path | None:
-    """Take the options of a job file as defaults, so that those of the command line go before them."""
+def _use_job_file(context: typer.Context, path: Path | None) -> Path | None:
+    """Take the options of a job file as defaults; those of the command line go before them."""
     if path is not None:
-        from lookahead.jobs.jobfile import read_job_file
-
         with usage_errors():
-            context.default_map = read_job_file(path, _settings(context))
+            context.default_map = read_job_file(path)
     return path
 
 
-def _settings(context: typer.Context) -> dict[str, Setting]:
-    """The options a job file may set, by their names."""
-    from lookahead.jobs.jobfile import Setting
+@dataclass(frozen=True, kw_only=True)
+class SummarizeOptions(JobOptions):
+    """What a job file can set, and the job file."""
 
-    declared = inspect.signature(summarize, eval_str=True).parameters
-    settings = {}
-    for parameter in context.command.params:
-        if parameter.name is not None and parameter.name not in _NO_SETTING:
-            longest = max(parameter.opts, key=len)
-            name = longest.removeprefix("--") if longest.startswith("--") else parameter.name
-            hint, option = get_args(declared[parameter.name].annotation)
-            kind = next(each for each in get_args(hint) or (hint,) if each is not type(None))
-            kind = str if kind is Path else get_origin(kind) or kind
-            settings[name] = Setting(parameter.name, kind, getattr(option, "min", None), getattr(option, "max", None))
-    return settings
+    job: Path | None = option(
+        None, "Take these options from a TOML file.", metavar="FILE", callback=_use_job_file, is_eager=True
+    )
+    show_job: bool = option(False, "Print all options as such a file, and do nothing.")
 
 
-Inputs = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="INPUTS...",
-        help="Files (.txt .md .html .pdf .docx .jsonl .csv .tsv .parquet), folders, patterns such as 'notes/*.md', "
-        "URLs of any kind fsspec knows (https:// s3:// hf:// ...), - for stdin.",
-        show_default=False,
-    ),
-]
-Output = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", help="File for the summaries: a JSON line each, or .parquet."),
-]
-Field = Annotated[
-    str | None,
-    typer.Option(
-        "--field", "--text-field", help="Field or column with the document; makes - JSON lines. (default: text)"
-    ),
-]
-IdField = Annotated[
-    str | None, typer.Option(help="Field or column that names the document. (default: id, where there is one)")
-]
-PromptFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Instruction in your words; {document} in it is the document.")
-]
-Style = Annotated[str | None, typer.Option(help="bullets, paragraph or headline, of a model that takes instructions.")]
-Compare = Annotated[
-    bool, typer.Option("--compare", help="Decode plainly too: both speeds, and are the tokens identical?")
-]
-Format = Annotated[
-    str, typer.Option("--format", help="Of stdout: text, json, or auto: text on a terminal, else JSON lines.")
-]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace output files that exist.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with an output: do what is missing in it.")]
-Rejects = Annotated[Path | None, typer.Option(help="File for documents that fail. (default: OUTPUT.rejects.jsonl)")]
-Retry = Annotated[bool, typer.Option("--retry-rejects", help="With --resume: try documents that failed again.")]
-Limit = Annotated[int | None, typer.Option(min=1, help="Only the first so many documents.")]
-Sample = Annotated[int | None, typer.Option(min=1, help="Only so many documents, drawn at random.")]
-Seed = Annotated[int, typer.Option(help="The same seed draws the same ones.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only count documents and tokens, and estimate the time.")]
-Price = Annotated[float | None, typer.Option(min=0.0, help="What an hour here costs, for --dry-run.")]
-Rows = Annotated[
-    int | None, typer.Option(min=1, max=1024, help="Most documents decoded together. (default: as suits the model)")
-]
-Pool = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE",
-        help="Draft from this too: a corpus made by 'lookahead pool build', or else a file that keeps this job's "
-        "outputs for later ones.",
-    ),
-]
-Job = Annotated[
-    Path | None,
-    typer.Option(
-        "--job", metavar="FILE", help="Take these options from a TOML file.", callback=_use_job, is_eager=True
-    ),
-]
-ShowJob = Annotated[bool, typer.Option("--show-job", help="Print all options as such a file, and do nothing.")]
-
-
-def summarize(
-    context: typer.Context,
-    inputs: Inputs = None,
-    output: Output = None,
-    model: Model = DEFAULT_MODEL,
-    field: Field = None,
-    id_field: IdField = None,
-    max_document_mb: MaxDocument = 64.0,
-    max_new_tokens: MaxNewTokens = 200,
-    prompt_file: PromptFile = None,
-    style: Style = None,
-    overlap: Overlap = 0,
-    refine: Refine = False,
-    keep_parts: KeepParts = False,
-    compare: Compare = False,
-    shape: Format = "auto",
-    overwrite: Overwrite = False,
-    resume: Resume = False,
-    rejects: Rejects = None,
-    retry_rejects: Retry = False,
-    limit: Limit = None,
-    sample: Sample = None,
-    seed: Seed = 0,
-    dry_run: DryRun = False,
-    price_per_hour: Price = None,
-    rows: Rows = None,
-    job: Job = None,
-    show_job: ShowJob = False,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    threads: Threads = None,
-    proposers: Proposers = "prompt,outputs,recycled",
-    pool: Pool = None,
-    heads: TrainedHeads = None,
-    max_nodes: MaxNodes = None,
-    window: Window = None,
-    ngram_size: NgramSize = None,
-    guesses: Guesses = None,
-    compile: Compile = False,
-    cuda_graphs: Graphs = False,
-    ray: Ray = False,
-    ray_address: RayAddress = None,
-    workers: Workers = None,
-) -> None:
+def summarize(options: SummarizeOptions) -> None:
     """Summarize documents of any length.
 
     A document longer than the model's context is cut between sections or sentences;
@@ -205,157 +71,197 @@ def summarize(
     written, or --compare found a difference in fp32; 2 an argument is wrong, and
     nothing was written; 130 interrupted, and what was finished is written.
     """
-    with usage_errors(), ExitStack() as stack:
-        inputs = inputs or (context.default_map or {}).get("inputs") or []
-        if show_job:
-            print(_as_job_file(context, inputs), end="")
-            raise typer.Exit()
-        _check(inputs, max_new_tokens, retry_rejects, resume, dry_run, price_per_hour, job)
-        _check_ray(ray, ray_address, workers, dry_run)
-        request = _request(prompt_file, style)
-        corpus, memory_path = split_pool(pool, proposers)
-        if ray:
-            corpus, heads = full_path(corpus), full_path(heads)
-        config = drafting_config(proposers, corpus, heads, max_nodes, window, ngram_size, guesses, compile, cuda_graphs)
-        from lookahead.documents.byte_sources import MEGABYTE
-        from lookahead.documents.inputs import find_inputs
-        from lookahead.documents.readers import check_readers, count_documents
-        from lookahead.jobs.document_sample import select_documents
-        from lookahead.jobs.output_location import OutputPaths
-        from lookahead.summarization.prompt_fitter import Approach
+    if options.show_job:
+        print(to_toml(options), end="")
+        return
+    inputs = options.inputs
+    if not inputs:
+        where = f"; {options.job} names none" if options.job is not None else ""
+        raise ConfigError(f"no input: name files, folders or URLs, or - for stdin{where}")
+    options = replace(options, prompt=options.read_prompt_file())
+    options.check()
+    from lookahead.documents.inputs import find_inputs
+    from lookahead.documents.readers import check_readers, count_documents
+    from lookahead.jobs.document_sample import select_documents
+    from lookahead.jobs.output_location import OutputPaths
 
-        approach = Approach(overlap=overlap, refine=refine)
-        paths = OutputPaths(output, rejects, overwrite, resume)
-        skipped: list[str] = []
-        sources = find_inputs(inputs, field, id_field, leave_out=paths.all, on_skip=skipped.append)
-        say_skipped(skipped)
-        check_readers(sources)
-        if not dry_run:
-            paths.check(sources)
-        as_text = _as_text(shape, output)
-        documents = select_documents(
-            sources, first=limit, sample=sample, seed=seed, limit=int(max_document_mb * MEGABYTE)
-        )
-        asked: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens, "request": request, "approach": approach, "keep_parts": keep_parts,
-        }  # fmt: skip
-        summarizing = {**asked, "config": config, "compare": compare}
-        if ray:
-            staff = stack.enter_context(
-                ray_staff(
-                    ray_address, workers, threads, memory_path, model=model, dtype=dtype, device=device, rows=rows,
-                    summarizer=summarizing, identity=asked,
-                )
-            )  # fmt: skip
+    memory = _find_memory(options)
+    options = replace(options, pool=options.pool if memory is None else None)
+    paths = OutputPaths(options.output, options.rejects, options.overwrite, options.resume)
+    skipped: list[str] = []
+    sources = find_inputs(inputs, options.field, options.id_field, leave_out=paths.all, on_skip=skipped.append)
+    say_skipped(skipped)
+    check_readers(sources)
+    if not options.dry_run:
+        paths.check(sources)
+    documents = select_documents(
+        sources, first=options.limit, sample=options.sample, seed=options.seed, limit=options.max_document_bytes
+    )
+    with ExitStack() as stack:
+        if options.ray:
+            runner = stack.enter_context(_worker_pool(options))
         else:
-            loaded = load(model, dtype, device, threads)
-            from lookahead.jobs.identity import JobIdentity
-            from lookahead.summarization.summarizer import Summarizer
-
-            summarizer = Summarizer(*loaded, **summarizing)
-            memory = _open_memory(memory_path, loaded)
-            with console(sys.stderr).status("warming up"):
-                summarizer.warm_up()
-            if dry_run:
-                from lookahead.jobs.estimate import estimate_job
-
-                with console(sys.stderr).status("counting"):
-                    estimate = estimate_job(
-                        documents, summarizer.fitter, summarizer, max_new_tokens=max_new_tokens, rows=rows,
-                        price_per_hour=price_per_hour, seed=seed,
-                    )  # fmt: skip
-                _show_estimate(estimate, as_json=not (shape == "text" or (shape == "auto" and sys.stdout.isatty())))
-                raise typer.Exit(1 if estimate.failed else 0)
-            staff = Staff(summarizer, JobIdentity.of(model, *loaded, **asked), rows, memory)
+            loaded = load(options)
+            summarizer = options.make_summarizer(*loaded)
+            runner = _local(options, loaded, summarizer, memory)
+            if options.dry_run:
+                raise typer.Exit(_estimate(options, documents, summarizer))
         known = count_documents(sources)
-        total = min((number for number in (known, limit, sample) if number is not None), default=None)
-        display = _display(total if known is not None else None, paths, as_text=as_text)
-        if not ray:
+        total = min((number for number in (known, options.limit, options.sample) if number is not None), default=None)
+        is_stdout, is_text = options.output is None, _prints_text(options)
+        shows_bar = not is_stdout or is_text or not sys.stdout.isatty()
+        display = Display(total if known is not None else None, as_text=is_stdout and is_text, with_bar=shows_bar)
+        if not options.ray:
             summarizer.report_prefill(display.reading)
-        runner = Runner(
-            staff, paths, display, retry_rejects=retry_rejects, is_part=total != known, skipped=len(skipped)
-        )
-        status = runner.run(documents, as_text=as_text)
+        status = runner.run(options, documents, paths, display, is_part=total != known, skipped=len(skipped))
     raise typer.Exit(status)
 
 
-def _check(
-    inputs: list[str],
-    max_new_tokens: int,
-    retry_rejects: bool,
-    resume: bool,
-    dry_run: bool,
-    price_per_hour: float | None,
-    job: Path | None,
-) -> None:
-    """Refuse options that do not go together."""
-    from lookahead.summarization.prompt_fitter import check_max_new_tokens
-
-    check_max_new_tokens(max_new_tokens)
-    if not inputs:
-        where = f"; {job} names none" if job is not None else ""
-        raise ConfigError(f"no input: name files, folders or URLs, or - for stdin{where}")
-    if retry_rejects and not resume:
-        raise ConfigError("--retry-rejects tries again what an earlier run put aside; it needs --resume")
-    if price_per_hour is not None and not dry_run:
-        raise ConfigError("--price-per-hour is for --dry-run, which estimates the cost")
-    if dry_run and resume:
-        raise ConfigError("--dry-run estimates a whole job; leave --resume out")
+def _prints_text(options: JobOptions) -> bool:
+    """Whether stdout gets text to read rather than JSON."""
+    return options.format == "text" or (options.format == "auto" and sys.stdout.isatty())
 
 
-def _check_ray(ray: bool, address: str | None, workers: int | None, dry_run: bool) -> None:
-    """Refuse options that only a cluster knows, and what it does not do."""
-    if not ray and (address is not None or workers is not None):
-        raise ConfigError("--ray-address and --workers are for --ray, which works on a cluster")
-    if ray and dry_run:
-        raise ConfigError("--dry-run measures the time on this machine alone; leave --ray out")
+def _find_memory(options: JobOptions) -> Path | None:
+    """The pool, if it is a file of earlier outputs and not a corpus.
 
-
-def _as_job_file(context: typer.Context, inputs: list[str]) -> str:
-    """All options as a job file."""
-    from lookahead.jobs.jobfile import to_toml
-
-    values: dict[str, Any] = {**context.params, "inputs": inputs or None}
-    return to_toml({name: values[setting.key] for name, setting in _settings(context).items()})
-
-
-def _request(prompt_file: Path | None, style: str | None) -> SummaryRequest | None:
-    """What the model is asked for, if not the usual summary."""
-    from lookahead.documents.byte_sources import MEGABYTE, read_bounded
-    from lookahead.documents.decode_text import decode_bytes
-    from lookahead.summarization.prompting import SummaryRequest
-
-    prompt = None if prompt_file is None else decode_bytes(read_bounded(str(prompt_file), MEGABYTE), str(prompt_file))
-    return None if prompt is None and style is None else SummaryRequest(prompt=prompt, style=style)
-
-
-def _open_memory(path: Path | None, loaded: Any) -> OutputMemory | None:
-    """Load the memory of earlier outputs, where one is kept."""
-    if path is None:
+    Raises:
+        ConfigError: Nothing would be drafted from it, or workers would share it.
+        PoolError: It can be neither.
+    """
+    if options.pool is None:
         return None
+    from lookahead.jobs.output_memory import check_memory, is_memory
+
+    if not is_memory(options.pool):
+        return None
+    if "outputs" not in options.proposers:
+        names = f"--proposers must name outputs, got {options.proposers!r}"
+        raise ConfigError(f"pool {options.pool} is for earlier outputs; {names}")
+    check_memory(Path(options.pool))
+    if options.ray:
+        raise ConfigError(
+            f"pool {options.pool} keeps the outputs of one process; with --ray give one of 'lookahead pool build'"
+        )
+    return Path(options.pool)
+
+
+def _local(options: JobOptions, loaded: LoadedModel, summarizer: Summarizer, memory: Path | None) -> JobRunner:
+    """A summarizer in this process, warmed up."""
+    from lookahead.jobs.identity import JobIdentity
     from lookahead.jobs.output_memory import OutputMemory
 
-    return OutputMemory(path, *loaded)
+    opened = None if memory is None else OutputMemory(memory, *loaded)
+    with console(sys.stderr).status("warming up"):
+        summarizer.warm_up()
+    return JobRunner(summarizer, JobIdentity.of(options, *loaded), opened)
 
 
-def _show_estimate(estimate: Estimate, *, as_json: bool) -> None:
-    """Show what a job would take."""
-    if as_json:
-        print(json.dumps(estimate.to_dict()))
-    else:
+@contextmanager
+def _worker_pool(options: JobOptions) -> Iterator[JobRunner]:
+    """Workers on a Ray cluster, until this is left."""
+    from lookahead.jobs.worker_pool import OwnStdout, WorkerPool, connect, plan_workers
+
+    sent = options.for_workers()
+    status = console(sys.stderr).status("connecting to Ray")
+    with redirect_stdout(cast(TextIO, OwnStdout(sys.stdout))), status, connect(options.ray_address) as ray:
+        plan = plan_workers(ray, options.workers, options.threads, options.device)
+        with WorkerPool(ray, {**sent, "threads": plan.threads}, plan) as pool:
+            status.update(f"waiting for the first of {report.count(plan.workers, 'worker')}")
+            identity = pool.wait_ready().identity
+            status.stop()
+            yield JobRunner(pool, identity, notes=pool.notes)
+
+
+def _estimate(options: JobOptions, documents: Iterator[Document | Reject], summarizer: Summarizer) -> int:
+    """Print what the job would take; the exit status."""
+    from lookahead.jobs.estimate import estimate_job
+
+    with console(sys.stderr).status("counting"):
+        estimate = estimate_job(documents, summarizer.fitter, summarizer, options)
+    if _prints_text(options):
         console(sys.stdout).print(table(("", ""), report.estimate_rows(estimate)))
+    else:
+        print(json.dumps(estimate.to_dict()))
+    return 1 if estimate.failed else 0
 
 
-def _as_text(shape: str, output: Path | None) -> bool:
-    """Whether summaries are shown to be read, not as JSON lines."""
-    if shape not in FORMATS:
-        raise ConfigError(f"format must be {', '.join(FORMATS)}, got {shape!r}")
-    if output is not None and shape != "auto":
-        raise ConfigError("format is that of stdout; with --output the summaries go to that file as JSON lines")
-    return output is None and (shape == "text" or (shape == "auto" and sys.stdout.isatty()))
+@dataclass(slots=True)
+class JobRunner:
+    """Runs a job and shows how it goes.
 
+    Attributes:
+        worker: Summarizes documents: a summarizer, or a pool of workers.
+        identity: Tells the job from others.
+        memory: The earlier outputs that are kept, if they are.
+        notes: What the worker pool has to say at the end.
+    """
 
-def _display(total: int | None, paths: OutputPaths, *, as_text: bool) -> Display:
-    """What shows the job."""
-    lines_on_terminal = not as_text and paths.results is None and sys.stdout.isatty()
-    return Display(total, as_text=as_text, with_bar=not lines_on_terminal)
+    worker: Worker
+    identity: JobIdentity
+    memory: OutputMemory | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def run(
+        self,
+        options: JobOptions,
+        documents: Iterator[Document | Reject],
+        paths: OutputPaths,
+        display: Display,
+        *,
+        is_part: bool,
+        skipped: int,
+    ) -> int:
+        """Summarize documents.
+
+        Args:
+            options: How.
+            documents: The documents.
+            paths: Where results go, checked.
+            display: Shows the job.
+            is_part: Whether the inputs hold documents besides these.
+            skipped: Number of files that are not read.
+
+        Returns:
+            The exit status.
+        """
+        from lookahead.jobs.job import JobTotals, run_job
+        from lookahead.jobs.json_results import JsonLinesStdout
+
+        totals, is_exact = JobTotals(skipped=skipped), self.identity.dtype == "float32"
+        with display.progress:
+            try:
+                run_job(
+                    documents if self.memory is None else self.memory.save_while(documents),
+                    self.worker, paths, self.identity, totals=totals, observer=display, rows=options.rows,
+                    retry_rejects=options.retry_rejects, is_part=is_part,
+                    shown=None if display.as_text else JsonLinesStdout(),
+                )  # fmt: skip
+            except KeyboardInterrupt:
+                self._save_memory(display)
+                display.say("interrupted", report.describe_stop(totals, paths.results))
+                return 130
+            except ClusterError as error:
+                display.say("error", f"{error}; {report.describe_stop(totals, paths.results)}")
+                return 1
+            except OSError as error:
+                if not isinstance(error, BrokenPipeError):  # a reader such as `head` has seen enough
+                    stopped = report.describe_stop(totals, paths.results)
+                    display.say("error", f"writing failed: {error.strerror}; {stopped}")
+                return 1
+        is_saved = self._save_memory(display)
+        totals.notes += self.notes
+        display.conclude(totals, exact=is_exact)
+        if self.memory is not None and is_saved:
+            console(sys.stderr).print(report.describe_memory(self.memory, totals), soft_wrap=True)
+        return 1 if totals.rejected or (totals.different and is_exact) or not is_saved else 0
+
+    def _save_memory(self, display: Display) -> bool:
+        """Save the earlier outputs, if they are kept; whether nothing went wrong."""
+        try:
+            if self.memory is not None:
+                self.memory.save()
+        except LookaheadError as error:
+            display.say("error", str(error))
+            return False
+        return True

@@ -36,6 +36,7 @@ from lookahead.models.locating import is_gguf, locate_model
 if TYPE_CHECKING:
     from lookahead.documents.decode_text import DocumentId, Reject
     from lookahead.jobs.job import JobTotals
+    from lookahead.jobs.job_options import ModelOptions
     from lookahead.models.loading import LoadedModel
     from lookahead.pools.build_pool import PoolTotals
     from lookahead.summarization.summarizer import Summarized
@@ -173,29 +174,26 @@ def _bar(words: str, *, shown: bool) -> Progress:
     )
 
 
-def load(
-    model: str, dtype: str, device: str | None, threads: int | None, *, measures_costs: bool = True
-) -> LoadedModel:
-    """Load the model, with a sign of life for the seconds that takes, and what its steps cost.
+def load(options: ModelOptions, model: str | None = None, *, measures_costs: bool = True) -> LoadedModel:
+    """Load a model and what its steps cost, with a status line for the seconds that takes.
 
     Args:
-        model: As `lookahead.load` takes it; it is looked for before torch is imported.
-        dtype: Likewise.
-        device: Likewise.
-        threads: CPU threads, as PyTorch chooses when None.
+        options: Which model, and how; it is looked for before torch is imported.
+        model: Another model, loaded in the same way.
         measures_costs: Whether costs that no file holds are measured quickly, and kept.
     """
-    location, _ = locate_model(model)
+    name = options.model if model is None else model
+    location, _ = locate_model(name)
     from lookahead.generation.step_costs import load_costs, prepare_costs
     from lookahead.models import loading
 
     compilation = watch_compilation()
     out = console(sys.stderr)
     with out.status("loading the model") as status:
-        loading.prepare_process(threads)
+        loading.prepare_process(options.threads)
         convert(location)
-        loaded = loading.load(model, dtype=dtype, device=device)
-        with warnings.catch_warnings(record=True) as complaints:
+        loaded = loading.load(name, dtype=options.dtype, device=options.device)
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             if measures_costs:
                 status.update(_MEASURING)
@@ -203,14 +201,14 @@ def load(
                 try:
                     known = prepare_costs(loaded.model)
                 except OSError as error:
-                    warnings.warn(f"what steps cost is not kept for the next time: {error}", stacklevel=1)
+                    warnings.warn(f"step costs are not kept for the next time: {error}", stacklevel=1)
                 seconds = time.perf_counter() - compilation.spent - started
                 if known and seconds > _SILENT_S and not out.is_terminal:
                     say("note", f"{_MEASURING}: {seconds:.1f} s")
             else:
                 load_costs(loaded.model)
-    for complaint in complaints:
-        say("warning", str(complaint.message))
+    for warning in caught:
+        say("warning", str(warning.message))
     return loaded
 
 
@@ -251,7 +249,7 @@ class Display:
     """
 
     def __init__(self, total: int | None, *, as_text: bool, with_bar: bool) -> None:
-        self._as_text = as_text
+        self.as_text = as_text
         self._rows: list[tuple[str, ...]] = []
         self._started = time.monotonic()
         words = "documents, {task.fields[speed]:.0f} tokens/s, {task.fields[accepted]:.2f} a pass{task.fields[read]}"
@@ -278,7 +276,7 @@ class Display:
     def summarized(self, done: Summarized, totals: JobTotals) -> None:
         """Show a summary, and how far the job is."""
         name, summary = harmless(str(done.document.id)), done.summary
-        if self._as_text:
+        if self.as_text:
             with self._aside():
                 out = console(sys.stdout)
                 out.print(Rule(Text(name, "bold"), align="left"))
@@ -301,13 +299,13 @@ class Display:
 
     def conclude(self, totals: JobTotals, *, exact: bool) -> None:
         """Show how the job went: after the summaries where they are shown, else on stderr."""
-        out, seconds = console(sys.stdout if self._as_text else sys.stderr), time.monotonic() - self._started
+        out, seconds = console(sys.stdout if self.as_text else sys.stderr), time.monotonic() - self._started
         if totals.plain is not None:
             everything = report.comparison_row("all", totals.stats, totals.plain)
             out.print(table(report.COMPARISON_HEADINGS, self._rows, everything if totals.summarized > 1 else None))
         for note in totals.notes:
             say("note", note)
-        if totals.written > 1 and not self._as_text:
+        if totals.written > 1 and not self.as_text:
             out.print(table(("", ""), report.totals_rows(totals, seconds)))
         out.print(report.describe_totals(totals, seconds), soft_wrap=True)
         if totals.different:

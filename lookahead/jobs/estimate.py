@@ -14,6 +14,7 @@ from lookahead.jobs.identity import text_hash
 
 if TYPE_CHECKING:
     from lookahead.jobs.job import Worker
+    from lookahead.jobs.job_options import JobOptions
     from lookahead.summarization.chunking import Parts
     from lookahead.summarization.prompt_fitter import PromptFitter
 
@@ -60,26 +61,19 @@ def estimate_job(
     documents: Iterable[Document | Reject],
     fitter: PromptFitter,
     worker: Worker,
-    *,
-    max_new_tokens: int,
-    rows: int | None = None,
-    price_per_hour: float | None = None,
-    seed: int = 0,
+    options: JobOptions,
 ) -> Estimate:
-    """Read and cut all documents, summarize a few at random, and reckon from their time; nothing is written.
+    """Read and cut all documents, and extrapolate from the time of a few at random; nothing is written.
 
-    Of a long one some parts are summarized, as if they were all, and their time is reckoned by tokens to the whole.
+    Of a long document some parts are summarized, and their time is scaled by tokens to the whole.
 
     Args:
         documents: The documents of the job.
         fitter: Cuts them as the job would.
         worker: Summarizes them as the job would.
-        max_new_tokens: Most tokens of a summary.
-        rows: Most documents that are summarized together; None leaves it to the worker.
-        price_per_hour: What an hour of this machine costs.
-        seed: Draws the few.
+        options: Those of the job.
     """
-    draw = random.Random(seed)
+    draw, price_per_hour = random.Random(options.seed), options.price_per_hour
     seen: set[str] = set()
     counted = failed = tokens = parts = 0
     tried: list[_Trial] = []
@@ -103,14 +97,14 @@ def estimate_job(
             tried.append(_Trial.of(document, fitted, draw))
         elif (place := draw.randrange(len(seen))) < TRIED:  # each is drawn with the same chance
             tried[place] = _Trial.of(document, fitted, draw)
-    seconds = _seconds(tried, worker, tokens, len(seen), rows)
+    seconds = _seconds(tried, worker, tokens, len(seen), options.rows)
     return Estimate(
         documents=counted,
         failed=failed,
         copies=counted - len(seen),
         document_tokens=tokens,
         parts=parts,
-        most_new_tokens=len(seen) * max_new_tokens,
+        most_new_tokens=len(seen) * options.max_new_tokens,
         tried=len(tried),
         tried_parts=sum(trial.parts for trial in tried),
         timed_parts=sum(min(trial.parts, MOST_PARTS) for trial in tried),

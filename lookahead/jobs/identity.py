@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -12,8 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from lookahead.documents.decode_text import DocumentId
-    from lookahead.summarization.prompt_fitter import Approach
-    from lookahead.summarization.prompting import SummaryRequest
+    from lookahead.jobs.job_options import WorkerOptions
 
 
 _MOST_TOLD = 80  # characters of a value
@@ -21,20 +21,15 @@ _MOST_TOLD = 80  # characters of a value
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobIdentity:
-    """Everything a summary depends on besides its document. What only makes it faster does not count.
+    """Everything a summary depends on besides its document; options that only change the speed do not count.
 
     Attributes:
-        model: The model's name as it was given; a moved folder is the same model, so it is not compared.
-        weights: Tells the model's weights from others, 16 hexadecimal digits.
-        tokenizer: Likewise its tokenizer.
-        manners: Likewise its generation configuration, and its tokenizer's chat template.
-        dtype: What the model computes in.
-        max_new_tokens: Most tokens of a summary.
-        prompt: The instruction in words; `None` for the usual one.
-        style: The shape of a summary that was asked for, if any.
-        overlap: Tokens that a part of a long document repeats of the one before.
-        refine: Whether such parts are read one after the other.
-        keep_parts: Whether a line holds the summaries of parts too; all lines of a file do, or none.
+        model: The model's name as it was given. It is not compared, so a moved folder is the same model.
+        weights: Hash of the model's weights, 16 hexadecimal digits.
+        tokenizer: Hash of the tokenizer.
+        manners: Hash of the generation configuration and the tokenizer's chat template.
+        dtype: The model's dtype.
+        options: The options that identify a job, by name (`WorkerOptions.identity`).
     """
 
     model: str
@@ -42,51 +37,32 @@ class JobIdentity:
     tokenizer: str
     manners: str = ""
     dtype: str
-    max_new_tokens: int
-    prompt: str | None = None
-    style: str | None = None
-    overlap: int = 0
-    refine: bool = False
-    keep_parts: bool = False
+    options: Mapping[str, Any]
 
     @classmethod
-    def of(
-        cls,
-        name: str,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_new_tokens: int,
-        request: SummaryRequest | None = None,
-        approach: Approach | None = None,
-        keep_parts: bool = False,
-    ) -> JobIdentity:
+    def of(cls, options: WorkerOptions, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> JobIdentity:
         """The identity of a job with a loaded model."""
         from lookahead.utils.fingerprints import tokenizer_fingerprint, weights_fingerprint
 
         return cls(
-            model=name,
+            model=options.model,
             weights=weights_fingerprint(model),
             tokenizer=f"{tokenizer_fingerprint(tokenizer):016x}",
             manners=_manners_of(model, tokenizer),
             dtype=str(model.dtype).removeprefix("torch."),
-            max_new_tokens=max_new_tokens,
-            prompt=request.prompt if request else None,
-            style=request.style if request else None,
-            overlap=approach.overlap if approach else 0,
-            refine=approach.refine if approach else False,
-            keep_parts=keep_parts,
+            options=options.identity,
         )
 
     @property
     def fingerprint(self) -> str:
         """16 hexadecimal digits that are the same for the same job."""
-        compared = {name: value for name, value in asdict(self).items() if name != "model"}
+        compared = {name: value for name, value in self.to_dict().items() if name != "model"}
         return xxhash.xxh3_64_hexdigest(json.dumps(compared, sort_keys=True).encode())
 
     def to_dict(self) -> dict[str, Any]:
-        """The identity as a JSON-ready dict."""
-        return asdict(self)
+        """The identity as a JSON-ready dict, as manifests hold it."""
+        named = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "options"}
+        return {**named, **self.options}
 
     def differences(self, other: dict[str, Any]) -> str:
         """What another job did differently, in words; empty where it is the same."""

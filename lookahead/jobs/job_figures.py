@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lookahead.jobs.estimate import Estimate
     from lookahead.jobs.job import JobTotals
+    from lookahead.jobs.output_memory import OutputMemory
     from lookahead.stats import DecodingStats
     from lookahead.summarization.baseline import PlainFigures
     from lookahead.summarization.summarizer import Summary
@@ -93,12 +94,13 @@ def totals_rows(totals: JobTotals, seconds: float) -> list[tuple[str, str]]:
     return [(name, figure) for name, figure in rows if figure != "0"]
 
 
-def describe_memory(path: str, loaded: int, known: int, totals: JobTotals) -> str:
+def describe_memory(memory: OutputMemory, totals: JobTotals) -> str:
     """What a memory of earlier outputs was worth to a job, in a line."""
     accepted = totals.stats.accepted_by_source["outputs"]
     share = f" ({accepted / totals.stats.emitted_tokens:.0%})" if totals.stats.emitted_tokens else ""
     return (
-        f"{path}: {loaded:,} tokens of earlier outputs were known, {known:,} are now; {accepted:,} of "
+        f"{memory.path}: {memory.loaded:,} tokens of earlier outputs were known, {memory.tokens:,} are now; "
+        f"{accepted:,} of "
         f"{totals.stats.emitted_tokens:,} tokens written{share} were drafted from earlier outputs"
     )
 

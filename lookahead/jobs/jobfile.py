@@ -1,15 +1,16 @@
-"""A job as a TOML file: the options of the command line by their names."""
+"""A job as a TOML file: the options of `lookahead summarize` by their names."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import Field
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from lookahead.errors import ConfigError
+from lookahead.jobs.job_options import JobOptions, options_of
 from lookahead.utils.atomic import read_regular
 
 if sys.version_info >= (3, 11):
@@ -17,10 +18,11 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-# By the kind of an option: what it is called, and what is one. The command line reads text, and so a number is as good
-# as its text: window = 7.
-_KINDS: dict[type, tuple[str, tuple[type, ...]]] = {
+# What an option of each type is called, and the TOML types it accepts. The command line reads text, so a number is
+# accepted as a string: window = 7.
+_TYPES: dict[type, tuple[str, tuple[type, ...]]] = {
     str: ("a string", (str, int)),
+    Path: ("a string", (str, int)),
     int: ("a whole number", (int,)),
     float: ("a number", (int, float)),
     bool: ("true or false", (bool,)),
@@ -28,52 +30,17 @@ _KINDS: dict[type, tuple[str, tuple[type, ...]]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What a job file may set.
-
-    Attributes:
-        key: What the option is called here.
-        kind: Of its value: `str`, `int`, `float`, `bool`, or `list` for a list of strings.
-        least: A number must be at least this; `None` for no bound.
-        most: Likewise at most.
-    """
-
-    key: str
-    kind: type
-    least: float | None = None
-    most: float | None = None
-
-    @property
-    def allowed(self) -> str:
-        """What it must be, in words."""
-        words = _KINDS[self.kind][0]
-        if self.least is None:
-            return words
-        return f"{words} of at least {self.least}" if self.most is None else f"{words} from {self.least} to {self.most}"
-
-    def allows(self, value: Any) -> bool:
-        """Whether a value of TOML is one."""
-        if type(value) not in _KINDS[self.kind][1]:  # for isinstance true is a number
-            return False
-        if self.kind is list:
-            return all(isinstance(each, str) for each in value)
-        is_enough = self.least is None or value >= self.least
-        return bool(is_enough and (self.most is None or value <= self.most))
-
-
-def read_job_file(path: Path, settings: Mapping[str, Setting]) -> dict[str, Any]:
+def read_job_file(path: Path) -> dict[str, Any]:
     """The options that a job file sets.
 
     Args:
-        path: The file. `max-new-tokens = 64` and `max_new_tokens = 64` say the same.
-        settings: What it may set, by the names of the options.
+        path: The file. `max-new-tokens = 64` and `max_new_tokens = 64` are the same.
 
     Returns:
-        The values by the keys of their settings.
+        The values by the names of the fields of `JobOptions`.
 
     Raises:
-        ConfigError: The file cannot be read, is no TOML, or holds an option there is not or a wrong value.
+        ConfigError: The file cannot be read, is not TOML, or holds an unknown option or a wrong value.
     """
     try:
         table = tomllib.loads(read_regular(path).decode("utf-8"))
@@ -81,23 +48,46 @@ def read_job_file(path: Path, settings: Mapping[str, Setting]) -> dict[str, Any]
         raise ConfigError(f"job {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"job {path}: not valid TOML: {error}") from error
-    values: dict[str, Any] = {}
+    names, hints, values = _names(), get_type_hints(JobOptions), {}
     for name, value in table.items():
-        setting = settings.get(name.replace("_", "-"))
-        if setting is None:
-            raise ConfigError(f"job {path}: no option {name!r}; the options are {', '.join(settings)}")
-        if setting.kind is list and isinstance(value, str):
+        option = names.get(name.replace("_", "-"))
+        if option is None:
+            raise ConfigError(f"job {path}: no option {name!r}; the options are {', '.join(names)}")
+        hint = hints[option.name]
+        hint = next((each for each in get_args(hint) if each is not NoneType), hint)  # of `int | None`
+        kind = get_origin(hint) or hint
+        if kind is list and isinstance(value, str):
             value = [value]
-        if not setting.allows(value):
+        least, most = option.metadata.get("min"), option.metadata.get("max")
+        if not _accepts(kind, value, least, most):
+            allowed = _TYPES[kind][0]
+            if least is not None:
+                allowed += f" of at least {least}" if most is None else f" from {least} to {most}"
             received = str(value).lower() if isinstance(value, bool) else repr(value)
-            raise ConfigError(f"job {path}: {name} must be {setting.allowed}, got {received}")
-        values[setting.key] = value
+            raise ConfigError(f"job {path}: {name} must be {allowed}, got {received}")
+        values[option.name] = value
     return values
 
 
-def to_toml(settings: Mapping[str, Any]) -> str:
-    """Options as a job file that says the same; those that are `None` are left out."""
-    return "".join(f"{name} = {_value(value)}\n" for name, value in settings.items() if value is not None)
+def to_toml(options: JobOptions) -> str:
+    """A job file with all options; those that are None are left out."""
+    values = {name: getattr(options, option.name) for name, option in _names().items()}
+    return "".join(f"{name} = {_value(value)}\n" for name, value in values.items() if value is not None)
+
+
+def _names() -> dict[str, Field[Any]]:
+    """The options of a job file by their names: the longest flag, without dashes."""
+    named = [(max(each.metadata["flags"] or (each.name,), key=len), each) for each, _ in options_of(JobOptions)]
+    return {name.lstrip("-").replace("_", "-"): each for name, each in named}
+
+
+def _accepts(kind: type, value: Any, least: float | None, most: float | None) -> bool:
+    """Whether a TOML value is one of an option; for isinstance, true is a number."""
+    if type(value) not in _TYPES[kind][1]:
+        return False
+    if kind is list:
+        return all(isinstance(each, str) for each in value)
+    return bool((least is None or value >= least) and (most is None or value <= most))
 
 
 def _value(value: Any) -> str:
@@ -108,6 +98,6 @@ def _value(value: Any) -> str:
         return f"[{', '.join(map(_value, value))}]"
     if isinstance(value, int | float):
         return repr(value)
-    # A string of JSON is one of TOML, but for the delete character and halves of surrogate pairs.
+    # A JSON string is a TOML string, except for the delete character and lone surrogates.
     text = str(value).encode("utf-8", "replace").decode()
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -20,11 +21,9 @@ from lookahead.utils.fingerprints import tokenizer_fingerprint
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from lookahead.documents.decode_text import DocumentId, Reject
-    from lookahead.jobs.job import JobObserver, JobTotals
-    from lookahead.summarization.summarizer import Summarized
 
 SAVE_EVERY_S = 300.0
+Item = TypeVar("Item")
 
 
 def is_memory(path: str | os.PathLike[str]) -> bool:
@@ -92,36 +91,13 @@ class OutputMemory:
                 write_pool(self.path, tokens, self._fingerprint, is_learned=True)
         self._saved_at = time.monotonic()
 
-    def save_if_due(self) -> None:
-        """Write it if that is some minutes ago, so that a killed job loses little.
+    def save_while(self, items: Iterable[Item]) -> Iterator[Item]:
+        """Yield the items of a job, and save every few minutes on the way, so that a killed job loses little.
 
         Raises:
             PoolError: As `save`.
         """
-        if time.monotonic() - self._saved_at >= SAVE_EVERY_S:
-            self.save()
-
-
-class Remembering:
-    """Saves the memory from time to time while a job goes on.
-
-    Args:
-        memory: What is saved.
-        observer: Told of each document first.
-    """
-
-    def __init__(self, memory: OutputMemory, observer: JobObserver) -> None:
-        self._memory, self._observer = memory, observer
-
-    def summarized(self, done: Summarized, totals: JobTotals) -> None:
-        """A document is summarized."""
-        self._observer.summarized(done, totals)
-        self._memory.save_if_due()
-
-    def passed(self, name: DocumentId, totals: JobTotals) -> None:
-        """A document needed no work."""
-        self._observer.passed(name, totals)
-
-    def rejected(self, reject: Reject, totals: JobTotals) -> None:
-        """A document could not be read or summarized."""
-        self._observer.rejected(reject, totals)
+        for item in items:
+            if time.monotonic() - self._saved_at >= SAVE_EVERY_S:
+                self.save()
+            yield item

@@ -1,6 +1,6 @@
-"""A worker on a Ray cluster: one engine in a process of its own, which gets documents and gives summaries.
+"""A worker on a Ray cluster: one engine in its own process, which receives documents and returns summaries.
 
-Nothing here imports ray: `RayWorker` is a class like any other, and `lookahead.jobs.ray_workers` makes actors of it.
+This module does not import ray: `lookahead.jobs.worker_pool` makes actors of `RayWorker`.
 """
 
 from __future__ import annotations
@@ -17,41 +17,17 @@ from typing import Any
 from lookahead.documents.decode_text import Document
 from lookahead.errors import LookaheadError
 from lookahead.jobs.identity import JobIdentity
+from lookahead.jobs.job_options import WorkerOptions
 from lookahead.summarization.summarizer import Summarized, Summarizer, Summary
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerOptions:
-    """What a worker needs to know to work as a local job would.
-
-    Attributes:
-        model: As `lookahead.load` takes it; a folder or a file by its full path, which is the same on all machines.
-        name: What the job calls the model.
-        dtype: As `lookahead.load` takes it.
-        device: Likewise; `None` is the GPU that Ray lends to the worker, or else the CPU.
-        threads: CPU threads.
-        rows: Most prompts decoded together; `None` lets the worker decide.
-        summarizer: The keyword arguments of `Summarizer`.
-        identity: Those of `JobIdentity.of`.
-    """
-
-    model: str
-    name: str
-    dtype: str
-    device: str | None
-    threads: int
-    rows: int | None
-    summarizer: dict[str, Any]
-    identity: dict[str, Any]
-
-
 @dataclass(frozen=True, slots=True)
-class Introduction:
-    """What a worker says when it is ready.
+class WorkerInfo:
+    """What a worker reports when it is ready.
 
     Attributes:
         identity: The job, as its model makes it.
-        rows: How many documents it has in hand at a time.
+        rows: How many documents it decodes together.
     """
 
     identity: JobIdentity
@@ -59,79 +35,78 @@ class Introduction:
 
 
 class RayWorker:
-    """Summarizes the documents that it is sent, those that are there together in refilled rows.
+    """Summarizes the documents it is sent; those that are there at the same time are decoded together.
 
-    It is an actor whose calls are awaited side by side, while a thread beside them decodes.
+    It is an actor whose calls are awaited concurrently, while a thread decodes.
 
     Args:
-        options: How to work.
+        options: Arguments of `WorkerOptions`.
     """
 
-    def __init__(self, options: WorkerOptions) -> None:
-        self._options = options
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options = WorkerOptions(**options)
         self._inbox: SimpleQueue[Document] = SimpleQueue()
-        self._waiting: dict[int, tuple[Document, Future[Summary | str]]] = {}  # by what `id` says of the document
-        self._in_hand = 0
+        self._waiting: dict[int, tuple[Document, Future[Summary | str]]] = {}  # by the `id` of the document
+        self._in_flight = 0
         self._failure: BaseException | None = None
 
-    async def start(self) -> Introduction | LookaheadError:
-        """Load the model and begin to work; what is wrong with the options is returned, not raised."""
+    async def start(self) -> WorkerInfo | LookaheadError:
+        """Load the model and start the engine; an error in the options is returned, not raised."""
         try:
-            summarizer, introduction = self._load()
+            summarizer, info = self._load()
         except LookaheadError as error:
             return error
         Thread(target=self._serve, args=(summarizer,), daemon=True).start()
-        return introduction
+        return info
 
     async def summarize(self, document: Document) -> Summary | str:
         """The summary of a document, or why there is none.
 
         Raises:
-            RuntimeError: This worker cannot go on; the document may be given to another.
+            RuntimeError: The engine has stopped; another worker can take the document.
         """
         answer: Future[Summary | str] = Future()
         self._waiting[id(document)] = document, answer
         self._inbox.put(document)
-        if self._failure is not None:  # asked last: an engine that stops from here on answers those who wait
+        if self._failure is not None:  # checked last: an engine that stops later fails the futures that wait
             raise RuntimeError(f"the engine stopped: {self._failure!r}")
         return await asyncio.wrap_future(answer)
 
-    def _load(self) -> tuple[Summarizer, Introduction]:
-        """What summarizes, warmed up."""
+    def _load(self) -> tuple[Summarizer, WorkerInfo]:
         from lookahead.generation.step_costs import prepare_costs
         from lookahead.models.loading import load, prepare_process
 
         options = self._options
         prepare_process(options.threads)
-        loaded = load(options.model, dtype=options.dtype, device=options.device)
-        with suppress(OSError):  # they are known all the same, and only not kept for the next worker
+        loaded = load(options.location or options.model, dtype=options.dtype, device=options.device)
+        with suppress(OSError):  # the costs are only not kept for the next worker
             prepare_costs(loaded.model)
-        summarizer = Summarizer(*loaded, **options.summarizer)
+        summarizer = options.make_summarizer(*loaded)
         rows = summarizer.rows_together(options.rows)
         summarizer.warm_up()
-        return summarizer, Introduction(JobIdentity.of(options.name, *loaded, **options.identity), rows)
+        return summarizer, WorkerInfo(JobIdentity.of(options, *loaded), rows)
 
     def _serve(self, summarizer: Summarizer) -> None:
-        """Summarize what comes, until the process ends."""
+        """Summarize documents until the process ends."""
         try:
             for outcome in summarizer.summarize_all(self._documents(), self._options.rows):
-                self._in_hand -= 1
+                self._in_flight -= 1
                 _, answer = self._waiting.pop(id(outcome.document))
                 answer.set_result(outcome.summary if isinstance(outcome, Summarized) else outcome.error)
-            raise RuntimeError("it took its documents for all there are")
+            raise RuntimeError("the engine ended before its input did")
         except BaseException as error:
-            # Nobody else would hear of it: those who wait, and those who come, are told to go elsewhere.
+            # No caller sees an error of this thread: fail the pending calls, and all later ones.
             self._failure = error
             for _, answer in list(self._waiting.values()):
                 answer.set_exception(RuntimeError(f"the engine stopped: {error!r}"))
 
     def _documents(self) -> Iterator[Document | None]:
-        """The documents as they come; with some in hand the engine does not wait for the next one."""
+        """The documents as they arrive; None instead of waiting while some are in flight."""
         while True:
             try:
-                document = self._inbox.get(block=self._in_hand == 0)
+                document = self._inbox.get(block=self._in_flight == 0)
             except Empty:
                 yield None
             else:
-                self._in_hand += 1
+                self._in_flight += 1
                 yield document

@@ -1,4 +1,4 @@
-"""A crew on a cluster that is a script: who gets which document, and what becomes of it when workers do not live."""
+"""A worker pool on a scripted cluster: who gets which document, and what becomes of it when workers die."""
 
 from __future__ import annotations
 
@@ -13,14 +13,21 @@ import pytest
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.errors import ClusterError, ConfigError
 from lookahead.jobs.identity import JobIdentity
-from lookahead.jobs.ray_cluster import OwnStdout, Plan, connect, plan_workers
-from lookahead.jobs.ray_worker import Introduction
-from lookahead.jobs.ray_workers import FAILED_STARTS, TRIES, Crew
+from lookahead.jobs.ray_worker import WorkerInfo
+from lookahead.jobs.worker_pool import (
+    FAILED_STARTS,
+    TRIES,
+    OwnStdout,
+    Plan,
+    WorkerPool,
+    connect,
+    plan_workers,
+)
 from lookahead.stats import DecodingStats
 from lookahead.summarization.summarizer import Summarized, Summary
 
-JOB = JobIdentity(model="tiny", weights="w", tokenizer="t", dtype="float32", max_new_tokens=8)
-READY = Introduction(JOB, rows=1)  # has two documents in hand
+JOB = JobIdentity(model="tiny", weights="w", tokenizer="t", dtype="float32", options={"max_new_tokens": 8})
+READY = WorkerInfo(JOB, rows=1)  # has two documents in flight
 
 
 class RayError(Exception):
@@ -40,15 +47,15 @@ class Ray:
 
     def __init__(self, starts, deadly=()):
         self.starts, self.deadly = list(starts), deadly
-        self.hired = self.killed = 0
+        self.added = self.killed = 0
         self.given = []
 
     def remote(self, _):
-        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self.hire))
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self.add))
 
-    def hire(self, _):
-        self.hired += 1
-        handle = SimpleNamespace(is_alive=True, number=self.hired)
+    def add(self, _):
+        self.added += 1
+        handle = SimpleNamespace(is_alive=True, number=self.added)
         answer = self.starts.pop(0) if len(self.starts) > 1 else self.starts[0]
         handle.start = SimpleNamespace(remote=lambda: Thing(handle=handle, answer=answer))
         handle.summarize = SimpleNamespace(remote=lambda document: self.give(handle, document))
@@ -74,27 +81,27 @@ class Ray:
         self.killed += 1
 
 
-def crew_of(ray, workers=2):
-    return Crew(ray, None, Plan(workers, 1, 0))
+def pool_of(ray, workers=2):
+    return WorkerPool(ray, None, Plan(workers, 1, 0))
 
 
 def documents(*texts):
     return [Document(text, text) for text in texts]
 
 
-def outcomes(crew, items):
-    with crew:
-        crew.introduce(1)
+def outcomes(pool, items):
+    with pool:
+        pool.wait_ready(1)
         return {
             done.document.id: "reject" if isinstance(done, Reject) else done.summary.text
-            for done in crew.summarize_all(items)
+            for done in pool.summarize_all(items)
         }
 
 
 def test_documents_are_shared_out_evenly_and_every_one_is_done_once():
     ray = Ray([READY])
     names = [f"d{i}" for i in range(20)]
-    assert outcomes(crew_of(ray), documents(*names)) == dict(zip(names, names, strict=True))
+    assert outcomes(pool_of(ray), documents(*names)) == dict(zip(names, names, strict=True))
     assert sorted(name for _, name in ray.given) == sorted(names)
     assert {number for number, _ in ray.given} == {1, 2}
     assert ray.killed == 2  # at the end
@@ -108,58 +115,58 @@ def test_documents_are_taken_only_as_workers_come_free():
             taken.append(document)
             yield document
 
-    with crew_of(Ray([READY])) as crew:
-        crew.introduce(2)
-        for finished, _ in enumerate(crew.summarize_all(stream()), start=1):
+    with pool_of(Ray([READY])) as pool:
+        pool.wait_ready(2)
+        for finished, _ in enumerate(pool.summarize_all(stream()), start=1):
             assert len(taken) - finished <= 2 * 2
 
 
-def test_a_stream_that_breaks_is_told_after_what_was_in_hand():
+def test_a_stream_that_breaks_is_told_after_what_was_in_flight():
     def stream():
         yield from documents("a", "b", "c")
         raise OSError("the disk is gone")
 
     done = []
-    with crew_of(Ray([READY])) as crew:
-        crew.introduce()
+    with pool_of(Ray([READY])) as pool:
+        pool.wait_ready()
         with pytest.raises(OSError, match="the disk is gone"):
-            done += crew.summarize_all(stream())
+            done += pool.summarize_all(stream())
     assert sorted(each.document.id for each in done) == ["a", "b", "c"]
 
 
 def test_a_document_that_kills_workers_is_put_aside_and_its_neighbours_are_done():
     ray = Ray([READY], deadly=("x",))
-    crew = crew_of(ray)
-    done = outcomes(crew, documents("a", "x", "b", "c", "d"))
+    pool = pool_of(ray)
+    done = outcomes(pool, documents("a", "x", "b", "c", "d"))
     assert done == {"a": "a", "x": "reject", "b": "b", "c": "c", "d": "d"}
     assert [name for _, name in ray.given].count("x") == TRIES
-    assert ray.hired == 2 + TRIES
-    assert crew.notes == ["a worker died, and others did what it had in hand: the worker died"] * TRIES
+    assert ray.added == 2 + TRIES
+    assert pool.notes == ["a worker died, and its documents went to others: the worker died"] * TRIES
 
 
 def test_a_worker_that_would_do_another_job_is_left_out():
-    stranger = Introduction(replace(JOB, weights="other"), rows=1)
+    stranger = WorkerInfo(replace(JOB, weights="other"), rows=1)
     ray = Ray([READY, stranger])
-    crew = crew_of(ray)
-    assert len(outcomes(crew, documents(*"abcdef"))) == 6
+    pool = pool_of(ray)
+    assert len(outcomes(pool, documents(*"abcdef"))) == 6
     assert {number for number, _ in ray.given} == {1}
-    assert crew.notes == [
+    assert pool.notes == [
         "a worker was left out: it would do another job: model was 'tiny' and is 'tiny', with other weights"
     ]
 
 
 def test_options_that_are_wrong_end_the_job_before_it_begins():
-    with crew_of(Ray([ConfigError("style must be ...")])) as crew, pytest.raises(ConfigError, match="style"):
-        crew.introduce()
+    with pool_of(Ray([ConfigError("style must be ...")])) as pool, pytest.raises(ConfigError, match="style"):
+        pool.wait_ready()
 
 
 def test_workers_that_die_while_they_start_are_tried_again_a_few_times_and_then_told():
     ray = Ray([RayError("out of memory"), RayError("out of memory"), READY])
-    assert len(outcomes(crew_of(ray), documents(*"abc"))) == 3
+    assert len(outcomes(pool_of(ray), documents(*"abc"))) == 3
     ray = Ray([RayError("out of memory")])
-    with crew_of(ray) as crew, pytest.raises(ClusterError, match=r"no worker lives to do the work; .*out of memory"):
-        crew.introduce()
-    assert ray.hired == 2 + FAILED_STARTS - 1
+    with pool_of(ray) as pool, pytest.raises(ClusterError, match=r"no worker is left; .*out of memory"):
+        pool.wait_ready()
+    assert ray.added == 2 + FAILED_STARTS - 1
 
 
 def cluster(**resources):
@@ -208,7 +215,7 @@ def test_a_port_that_nobody_answers_is_told_at_once():
 
 def test_what_a_summarized_document_holds_is_the_document_that_was_given():
     document = Document("a", "a")
-    with crew_of(Ray([READY])) as crew:
-        crew.introduce()
-        (done,) = crew.summarize_all([document])
+    with pool_of(Ray([READY])) as pool:
+        pool.wait_ready()
+        (done,) = pool.summarize_all([document])
     assert isinstance(done, Summarized) and done.document is document

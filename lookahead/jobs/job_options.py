@@ -1,0 +1,280 @@
+"""The options of the commands, each declared once.
+
+The flags of the command line, the keys of a job file, what a Ray worker is sent and what tells one job from another are
+all read from these dataclasses. A field without a help text is no flag.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, Field, dataclass, field, fields
+from inspect import get_annotations
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lookahead.config import LookaheadConfig
+from lookahead.documents.byte_sources import MEGABYTE, read_bounded
+from lookahead.documents.decode_text import decode_bytes
+from lookahead.errors import ConfigError
+from lookahead.models.locating import DEFAULT_MODEL, locate_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from lookahead.summarization.summarizer import Summarizer
+
+
+INPUTS = (
+    "Files (.txt .md .html .pdf .docx .jsonl .csv .tsv .parquet), folders, patterns such as 'notes/*.md', URLs of any "
+    "kind fsspec knows (https:// s3:// hf:// ...), - for stdin."
+)
+FORMATS = ("auto", "text", "json")
+
+
+def option(default: Any = MISSING, help: str = "", *flags: str, identifies: bool = False, **details: Any) -> Any:
+    """A field that is an option.
+
+    Args:
+        default: Its value unless given; without one the option is required.
+        help: One line for the help page.
+        *flags: Its names on the command line; none for `--name`.
+        identifies: Whether another value makes it another job, whose results must not be mixed with these.
+        **details: Further arguments of `typer.Option`: `min`, `max`, `metavar`, ...; `argument=True` for a positional
+            one.
+    """
+    return field(default=default, metadata={"help": help, "flags": flags, "identifies": identifies, **details})
+
+
+def new_tokens_option(default: int, help: str = "Most tokens to write.", **details: Any) -> Any:
+    """The option that limits the new tokens, under the two names it has in every command."""
+    return option(default, help, "--max-new-tokens", "--max-tokens", **details)
+
+
+def options_of(kind: type) -> list[tuple[Field[Any], type]]:
+    """The options of a dataclass, each with the class that declares it: those of a class before those of its bases."""
+    classes = kind.__mro__
+    owners = {name: i for i, owner in enumerate(classes) for name in get_annotations(owner)}
+    ordered = sorted(fields(kind), key=lambda each: owners[each.name])
+    return [(each, classes[owners[each.name]]) for each in ordered if each.metadata.get("help")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceOptions:
+    """In which precision and on which device a model runs."""
+
+    panel: ClassVar[str] = "Model"
+
+    dtype: str = option("auto", "fp32, bf16, or auto: the checkpoint's own on a GPU, fp32 on a CPU.")
+    device: str | None = option(None, "cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
+    threads: int | None = option(None, "CPU threads. (default: as PyTorch chooses)", min=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(DeviceOptions):
+    """Which model runs, and how."""
+
+    panel: ClassVar[str] = "Model"
+
+    model: str = option(DEFAULT_MODEL, "Folder of a saved model, a GGUF file, a name on the Hub, or smollm2.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftingOptions:
+    """What drafts come from, and how they are verified."""
+
+    panel: ClassVar[str] = "Drafting"
+
+    proposers: str = option(
+        ",".join(map(str, LookaheadConfig().proposers)),
+        "Sources of drafts: any of prompt, outputs, corpus, recycled, jacobi; or none.",
+    )
+    pool: str | None = option(None, "Draft from a corpus too, made by 'lookahead pool build'.", metavar="FILE")
+    heads: str | None = option(None, "Draft with heads too: from 'lookahead train', or native.", metavar="DIR")
+    max_nodes: int | None = option(None, "Most draft tokens a step verifies. (default: by the proposers)")
+    window: str | None = option(
+        None, "Draft from a Jacobi window of W columns too; auto: only while it pays, W chosen by cost."
+    )
+    ngram_size: int | None = option(None, "N, length of the window's n-grams. (default: 5, or chosen by auto)")
+    guesses: int | None = option(
+        None, "G, most n-grams of the window that a step verifies. (default: 7, or chosen by auto)"
+    )
+    compile: bool = option(False, "Compile the model while it runs; pays for long or many outputs.")
+    cuda_graphs: bool = option(False, "Record the model's passes as CUDA graphs, on a GPU.")
+
+    def config(self) -> LookaheadConfig | None:
+        """The configuration, checked; None if every option has its default.
+
+        None allows a model that cannot verify drafts to be decoded plainly.
+        """
+        sources: list[Any] = [] if self.proposers == "none" else [name.strip() for name in self.proposers.split(",")]
+        if self.heads is not None:
+            from lookahead.proposers.heads import Heads
+
+            sources.append(Heads(self.heads))
+        columns: Any = int(self.window) if self.window is not None and self.window.isdecimal() else self.window
+        config = LookaheadConfig(
+            proposers=sources, pool=self.pool, max_nodes=self.max_nodes, window=columns, ngram_size=self.ngram_size,
+            guesses=self.guesses, compile=self.compile, cuda_graphs=self.cuda_graphs,
+        )  # fmt: skip
+        return None if config == LookaheadConfig() else config
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions(DraftingOptions, ModelOptions):
+    """Everything a process needs to know to summarize documents, as numbers and strings.
+
+    Attributes:
+        prompt: The instruction in words, from the prompt file.
+        location: Where workers load the model from; None if `model` says it.
+    """
+
+    panel: ClassVar[str] = "Summaries"
+
+    location: str | None = None
+    max_new_tokens: int = new_tokens_option(200, identifies=True)
+    prompt: str | None = field(default=None, metadata={"identifies": True})
+    style: str | None = option(
+        None, "bullets, paragraph or headline, by a model that follows instructions.", identifies=True
+    )
+    overlap: int = option(0, "Tokens that each part of a long document repeats of the part before.", identifies=True)
+    refine: bool = option(
+        False, "Read parts in turn, each with the summary so far; takes an instruction model.", identifies=True
+    )
+    keep_parts: bool = option(False, "Write the summaries of parts too, level by level.", identifies=True)
+    compare: bool = option(False, "Decode plainly too: show both speeds, and whether the tokens are identical.")
+    rows: int | None = option(None, "Most documents decoded together. (default: by the model)", min=1, max=1024)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The options that tell this job from others."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.metadata.get("identifies")}
+
+    def summarizer_settings(self) -> dict[str, Any]:
+        """The keyword arguments of `Summarizer`, checked.
+
+        Raises:
+            ConfigError: An option is out of its range, or both a prompt and a style are given.
+        """
+        from lookahead.summarization.prompt_fitter import Approach, check_max_new_tokens
+        from lookahead.summarization.prompting import SummaryRequest
+
+        check_max_new_tokens(self.max_new_tokens)
+        is_usual = self.prompt is None and self.style is None
+        return {
+            "max_new_tokens": self.max_new_tokens,
+            "request": None if is_usual else SummaryRequest(prompt=self.prompt, style=self.style),
+            "approach": Approach(overlap=self.overlap, refine=self.refine),
+            "keep_parts": self.keep_parts,
+            "config": self.config(),
+            "compare": self.compare,
+        }
+
+    def make_summarizer(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Summarizer:
+        """The summarizer that does what the options say.
+
+        Raises:
+            ConfigError: The model does not understand what is asked for.
+        """
+        from lookahead.summarization.summarizer import Summarizer
+
+        return Summarizer(model, tokenizer, **self.summarizer_settings())
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentOptions:
+    """How documents are read."""
+
+    panel: ClassVar[str] = "Documents"
+
+    field: str | None = option(
+        None, "Field or column with the document; makes - JSON lines. (default: text)", "--field", "--text-field"
+    )
+    max_document_mb: float = option(64.0, "Longest document, in megabytes.", min=0.001, max=1_000_000)
+
+    @property
+    def max_document_bytes(self) -> int:
+        """Longest document, in bytes."""
+        return int(self.max_document_mb * MEGABYTE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions(DocumentOptions, WorkerOptions):
+    """A job of `lookahead summarize`: what a job file can set."""
+
+    panel: ClassVar[str] = "Job"
+
+    inputs: list[str] | None = option(None, INPUTS, argument=True, metavar="INPUTS...", show_default=False)
+    output: Path | None = option(None, "File for the summaries: a JSON line each, or .parquet.", "--output", "-o")
+    id_field: str | None = option(None, "Field or column that names the document. (default: id, where there is one)")
+    prompt_file: Path | None = option(
+        None, "Instruction in your words; {document} in it stands for the document.", metavar="FILE"
+    )
+    format: str = option("auto", "Format of stdout: text, json, or auto: text on a terminal, else JSON lines.")
+    overwrite: bool = option(False, "Replace output files that exist.")
+    resume: bool = option(False, "Continue an output: do what is missing in it.")
+    rejects: Path | None = option(None, "File for documents that fail. (default: OUTPUT.rejects.jsonl)")
+    retry_rejects: bool = option(False, "With --resume: try documents that failed again.")
+    limit: int | None = option(None, "Only the first N documents.", min=1)
+    sample: int | None = option(None, "Only N documents, drawn at random.", min=1)
+    seed: int = option(0, "Seed of --sample and --dry-run: the same seed draws the same documents.")
+    dry_run: bool = option(False, "Only count documents and tokens, and estimate the time.")
+    price_per_hour: float | None = option(None, "Price of an hour on this machine, for --dry-run.", min=0.0)
+    pool: str | None = option(
+        None,
+        "Draft from this too: a corpus made by 'lookahead pool build', or else a file that keeps this job's outputs "
+        "for later ones.",
+        metavar="FILE",
+    )
+    ray: bool = option(False, "Use workers on a Ray cluster, or several on this machine.")
+    ray_address: str | None = option(
+        None,
+        "The cluster: HOST:PORT, auto (on this machine), local (for this job). (default: auto, else local)",
+        metavar="ADDRESS",
+    )
+    workers: int | None = option(
+        None, "Workers, each with the model. (default: one a GPU, without GPUs one a machine)", min=1, max=1024
+    )
+
+    def check(self) -> None:
+        """Refuse options that do not go together, before any work is done.
+
+        Raises:
+            ConfigError: With the options and what is wrong about them.
+        """
+        self.summarizer_settings()
+        if self.retry_rejects and not self.resume:
+            raise ConfigError("--retry-rejects tries again what an earlier run put aside; it needs --resume")
+        if self.price_per_hour is not None and not self.dry_run:
+            raise ConfigError("--price-per-hour is for --dry-run, which estimates the cost")
+        if self.dry_run and self.resume:
+            raise ConfigError("--dry-run estimates a whole job; leave --resume out")
+        if not self.ray and (self.ray_address is not None or self.workers is not None):
+            raise ConfigError("--ray-address and --workers are for --ray, which works on a cluster")
+        if self.ray and self.dry_run:
+            raise ConfigError("--dry-run measures the time on this machine alone; leave --ray out")
+        if self.format not in FORMATS:
+            raise ConfigError(f"format must be {', '.join(FORMATS)}, got {self.format!r}")
+        if self.output is not None and self.format != "auto":
+            raise ConfigError("format is that of stdout; with --output the summaries go to that file as JSON lines")
+
+    def read_prompt_file(self) -> str | None:
+        """The instruction that the prompt file holds, if one is given.
+
+        Raises:
+            OSError: The file cannot be read.
+        """
+        path = self.prompt_file
+        return None if path is None else decode_bytes(read_bounded(str(path), MEGABYTE), str(path))
+
+    def for_workers(self) -> dict[str, Any]:
+        """The arguments of `WorkerOptions`, with paths that do not depend on the folder a worker runs in."""
+        location, is_local = locate_model(self.model)
+        if self.model == DEFAULT_MODEL:  # a machine of the cluster may have the package in another place
+            location = self.model
+        elif is_local:
+            location = str(Path(location).absolute())
+        paths = {"location": location, "pool": _absolute(self.pool), "heads": _absolute(self.heads)}
+        return {**{each.name: getattr(self, each.name) for each in fields(WorkerOptions)}, **paths}
+
+
+def _absolute(path: str | None) -> str | None:
+    return str(Path(path).expanduser().absolute()) if path is not None and Path(path).expanduser().exists() else path

@@ -1,0 +1,333 @@
+"""A pool of workers on a Ray cluster, which does what one summarizer does here.
+
+The workers are Ray actors, not a pool of `map_batches`. The two are equally fast while nothing fails: with one document
+a batch, and several in flight an actor, each result arrives when it is done. Otherwise `map_batches` differs:
+
+- `from_items` reads all documents before the first result. Here the journal, which skips finished documents and copies
+  of equal ones, runs in this process document by document, and documents wait until a worker has room.
+- A document that kills workers is retried without end by default. With a bound (`max_task_retries`,
+  `max_errored_blocks`) the job ends, but documents in flight beside it are lost and not named.
+- Work of a dead worker waits until Ray has restarted it and the model is loaded.
+
+So one document is one call. A worker has a few more documents in flight than it has rows, and decodes them together.
+Documents of a dead worker go to others. Those that several workers died with are retried last and alone.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import get_ident
+from typing import Any, TextIO
+
+from lookahead.documents.decode_text import Document, Reject
+from lookahead.errors import ClusterError, ConfigError, LookaheadError
+from lookahead.jobs.ray_worker import RayWorker, WorkerInfo
+from lookahead.summarization.summarizer import Summarized
+
+Outcome = Summarized | Reject
+
+TRIES = 3  # workers that may die with a document in flight before it is rejected
+FAILED_STARTS = 3  # workers in a row that may die while they start before no more are added
+_MAX_CONCURRENCY = 2048  # calls that an actor answers concurrently: more than it ever gets
+_CONNECT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How many workers there are to be, and what each of them takes of its machine.
+
+    Attributes:
+        workers: Workers; more than there is room for wait for it, and let a cluster that scales itself grow.
+        threads: CPU threads of each, which Ray counts as CPUs.
+        gpus: GPUs of each, 0 or 1.
+    """
+
+    workers: int
+    threads: int
+    gpus: int
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    """One worker: its actor handle, how many documents it may have in flight, and how many it has."""
+
+    handle: Any
+    capacity: int = 0
+    in_flight: int = 0
+    is_alive: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A pending call: to start, or to summarize a document that `deaths` workers died with."""
+
+    worker: _Worker
+    document: Document | None = None
+    deaths: int = 0
+    size: int = 0  # of the worker's capacity
+
+
+class WorkerPool:
+    """Summarizes documents with workers on a cluster; entering it starts them, leaving it stops them.
+
+    Args:
+        ray: The module, connected.
+        options: Arguments of `WorkerOptions`.
+        plan: How many workers there are, and what each takes.
+
+    Attributes:
+        notes: What a user should know, in words.
+    """
+
+    def __init__(self, ray: Any, options: dict[str, Any], plan: Plan) -> None:
+        self._ray = ray
+        resources = {"num_cpus": plan.threads, "num_gpus": plan.gpus, "max_concurrency": _MAX_CONCURRENCY}
+        self._make = ray.remote(RayWorker).options(**resources).remote
+        self._options, self._size = options, plan.workers
+        self._workers: list[_Worker] = []
+        self._calls: dict[Any, _Call] = {}
+        self._retries: deque[tuple[Document, int]] = deque()  # with the number of workers that died
+        self._last_tries: deque[Document] = deque()
+        self._first: WorkerInfo | None = None
+        self._failed_starts = 0
+        self.notes: list[str] = []
+
+    def __enter__(self) -> WorkerPool:
+        for _ in range(self._size):
+            self._add()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._workers:
+            self._ray.kill(worker.handle)
+
+    def wait_ready(self, workers: int = 1) -> WorkerInfo:
+        """Wait until so many workers are ready; the others go on starting.
+
+        Raises:
+            LookaheadError: The options are wrong, or every worker died while it started.
+        """
+        while self._first is None or sum(worker.capacity > 0 for worker in self._workers) < workers:
+            for _ in self._collect(waits=True):
+                pass
+        return self._first
+
+    def summarize_all(self, documents: Iterable[Document], rows: int | None = None) -> Iterator[Outcome]:
+        """Summarize documents; they are taken as workers have room, and yielded as they are done.
+
+        If `documents` raises, what is in flight is finished and yielded first.
+
+        Args:
+            documents: The documents.
+            rows: Unused: how many a worker decodes together is among its options.
+
+        Raises:
+            ClusterError: No worker is left, and none can be started.
+        """
+        source, error, is_open = iter(documents), None, True
+        while True:
+            worker = self._least_busy()
+            if worker is not None and self._retries:
+                self._submit(worker, *self._retries.popleft())
+            elif worker is not None and is_open:
+                try:
+                    self._submit(worker, next(source), 0)
+                except StopIteration:
+                    is_open = False
+                except Exception as raised:
+                    error, is_open = raised, False
+            elif worker is not None and worker.in_flight == 0 and self._last_tries:
+                self._submit(worker, self._last_tries.popleft(), TRIES - 1)
+            free = self._least_busy()
+            is_alone = free is not None and free.in_flight == 0 and bool(self._last_tries)
+            has_more = free is not None and (is_open or bool(self._retries) or is_alone)
+            is_busy = any(call.document is not None for call in self._calls.values())
+            if not (has_more or is_open or self._retries or self._last_tries or is_busy):
+                break
+            yield from self._collect(waits=not has_more)
+        if error is not None:
+            raise error
+
+    def _add(self) -> None:
+        """Start a worker: Ray finds a place for it, or waits until there is one."""
+        worker = _Worker(self._make(self._options))
+        self._workers.append(worker)
+        self._calls[worker.handle.start.remote()] = _Call(worker)
+
+    def _least_busy(self) -> _Worker | None:
+        free = [worker for worker in self._workers if worker.in_flight < worker.capacity]
+        return min(free, key=lambda worker: worker.in_flight, default=None)
+
+    def _submit(self, worker: _Worker, document: Document, deaths: int) -> None:
+        """Let a worker summarize a document; one on its last try takes the whole capacity."""
+        size = worker.capacity if deaths == TRIES - 1 else 1
+        self._calls[worker.handle.summarize.remote(document)] = _Call(worker, document, deaths, size)
+        worker.in_flight += size
+
+    def _collect(self, *, waits: bool) -> Iterator[Outcome]:
+        """Yield what is done; with `waits`, wait for one answer at least."""
+        calls = list(self._calls)
+        if not calls:
+            return
+        wanted, timeout = (1, None) if waits else (len(calls), 0)
+        done, _ = self._ray.wait(calls, num_returns=wanted, timeout=timeout)
+        for each in done:
+            call = self._calls.pop(each)
+            call.worker.in_flight -= call.size
+            try:
+                answer = self._ray.get(each)
+            except self._ray.exceptions.RayError as error:
+                yield from self._fail(call, error)
+                continue
+            if call.document is None:
+                self._accept(call.worker, answer)
+            elif isinstance(answer, str):
+                yield Reject(call.document.id, answer, call.document)
+            else:
+                yield Summarized(call.document, answer)
+
+    def _accept(self, worker: _Worker, answer: WorkerInfo | LookaheadError) -> None:
+        """Use a worker that is ready, if it does the same job as the others."""
+        if isinstance(answer, WorkerInfo):
+            self._first = self._first or answer
+            different = answer.identity.differences(self._first.identity.to_dict())
+            if not different:
+                self._failed_starts = 0
+                worker.capacity = answer.rows + max(1, answer.rows // 4)  # so that no row waits for the next document
+                return
+            answer = ClusterError(f"it would do another job: {different}")
+        if self._first is None:
+            raise answer
+        self._remove(worker)
+        self.notes.append(f"a worker was left out: {answer}")
+        self._check_not_empty(str(answer))
+
+    def _fail(self, call: _Call, error: Exception) -> Iterator[Outcome]:
+        """Replace a worker that died, and retry or reject the document it had in flight."""
+        reason = first_line(error)
+        if call.worker.is_alive:
+            self._remove(call.worker)
+            self._failed_starts += call.document is None
+            if call.document is not None:
+                self.notes.append(f"a worker died, and its documents went to others: {reason}")
+            if self._failed_starts < FAILED_STARTS:
+                self._add()
+            self._check_not_empty(reason)
+        if call.document is None:
+            return
+        deaths = call.deaths + 1
+        if deaths < TRIES - 1:
+            self._retries.append((call.document, deaths))
+        elif deaths < TRIES:
+            self._last_tries.append(call.document)
+        else:
+            name = call.document.id
+            yield Reject(name, f"{name}: {TRIES} workers died while they summarized it: {reason}", call.document)
+
+    def _remove(self, worker: _Worker) -> None:
+        """Stop a worker; its pending calls end with an error."""
+        worker.is_alive, worker.capacity = False, 0
+        self._workers.remove(worker)
+        self._ray.kill(worker.handle)
+
+    def _check_not_empty(self, reason: str) -> None:
+        if not self._workers:
+            raise ClusterError(f"no worker is left; the last one: {reason}")
+
+
+@contextmanager
+def connect(address: str | None) -> Iterator[Any]:
+    """Connect to a cluster until this is left; yields the module ray.
+
+    Args:
+        address: As `ray.init` takes it: `"HOST:PORT"`, `"ray://HOST:PORT"`, `"auto"` for the cluster that runs on this
+            machine, `"local"` for one that is started for this job and ends with it. `None` is the connection that the
+            process has, else what the variable RAY_ADDRESS names, else `"auto"` or `"local"`.
+
+    Raises:
+        ConfigError: Ray is not installed.
+        ClusterError: There is no cluster at the address.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError("--ray needs ray: pip install 'lookahead-decoding[ray]'") from error
+    if address is None and ray.is_initialized():
+        yield ray
+        return
+    if address is not None:
+        _check_is_there(address)
+    # Ray refuses options for starting a cluster when it connects to a running one.
+    own = {"include_dashboard": False} if address in (None, "local") else {}
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR", **own)
+    except Exception as error:  # ConnectionError, ValueError, RuntimeError and types of its own
+        where = "a Ray cluster" if address is None else f"the Ray cluster at {address!r}"
+        raise ClusterError(f"{where} cannot be reached: {first_line(error)}") from error
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+class OwnStdout:
+    """Standard output of this thread; drops what Ray's threads print about workers between the results.
+
+    Args:
+        stream: The real standard output.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._thread = stream, get_ident()
+
+    def write(self, text: str) -> int:
+        """Write what this thread writes."""
+        return self._stream.write(text) if get_ident() == self._thread else len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _check_is_there(address: str) -> None:
+    """Refuse a port that does not answer; Ray itself retries for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+        except (OSError, OverflowError) as error:
+            raise ClusterError(f"the Ray cluster at {address!r} cannot be reached: {first_line(error)}") from error
+
+
+def plan_workers(ray: Any, workers: int | None, threads: int | None, device: str | None) -> Plan:
+    """Divide a cluster: a GPU for every worker where there are GPUs, else CPUs.
+
+    Args:
+        ray: The module, connected.
+        workers: How many are asked for; `None` is one for every GPU, or without GPUs for every machine.
+        threads: CPU threads of each; `None` shares what there is now, and is 1 beside a GPU.
+        device: What was asked for: `"cpu"`, `"cuda"`, or `None` for GPUs where there are some.
+
+    Raises:
+        ConfigError: The device is a certain one, and Ray decides which worker gets which.
+    """
+    if device not in (None, "cpu", "cuda"):
+        raise ConfigError(
+            f"with --ray each worker gets a device of its own: device must be cpu or cuda, got {device!r}"
+        )
+    resources = ray.cluster_resources()
+    gpus = 0 if device == "cpu" else int(resources.get("GPU", 0))
+    if gpus or device == "cuda":
+        return Plan(workers or max(1, gpus), threads or 1, 1)
+    machines = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
+    wanted = workers or max(1, sum(cpus >= (threads or 1) for cpus in machines))
+    shared = int(min(sum(machines) / wanted, max(machines, default=1)))
+    return Plan(wanted, threads or max(1, shared), 0)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, or its type where it says nothing."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
