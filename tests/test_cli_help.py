@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 import lookahead
 from lookahead.cli import terminal
 from lookahead.cli.app import app
+from lookahead.jobs.job_options import JobOptions, WorkerOptions, options_of
+from lookahead.jobs.jobfile import to_toml
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -70,6 +72,18 @@ def test_every_command_that_limits_new_tokens_takes_the_short_name_too():
     limits = [names for names in named if "--max-new-tokens" in names]
     assert limits
     assert all("--max-tokens" in names for names in limits)
+
+
+def test_every_option_of_a_summary_is_a_flag_a_key_of_a_job_file_and_part_of_what_workers_are_sent(model_folder):
+    """An option that is declared once cannot be forgotten in one of the places."""
+    flags = {flag for parameter in COMMANDS["summarize"].params for flag in parameter.opts}
+    shown = to_toml(JobOptions(**{each.name: "x" for each, _ in options_of(JobOptions)}))
+    keys = {line.partition(" = ")[0] for line in shown.splitlines()}
+    assert {f"--{key}" for key in keys - {"inputs"}} == flags - {"inputs", "-o", "--help", "--job", "--show-job"} - {
+        "--field", "--max-tokens"
+    }  # fmt: skip
+    sent = WorkerOptions(**JobOptions(model=str(model_folder), style="bullets", rows=3).for_workers())
+    assert (sent.style, sent.rows, sent.max_new_tokens) == ("bullets", 3, JobOptions().max_new_tokens)
 
 
 def test_dir_shows_the_public_names_and_none_but_those_of_every_module():

@@ -18,13 +18,15 @@ from lookahead.errors import ConfigError
 from lookahead.jobs import job_figures as report
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, run_job
+from lookahead.jobs.job_options import JobOptions
 from lookahead.jobs.journal import Journal
 from lookahead.jobs.json_results import JsonLinesFile
 from lookahead.jobs.output_location import OutputPaths
 from lookahead.stats import DecodingStats
 from lookahead.summarization.summarizer import Summarized, Summary
 
-JOB = JobIdentity(model="some-model", weights="w", tokenizer="t", dtype="float32", options={"max_new_tokens": 8})
+OPTIONS = JobOptions(max_new_tokens=8).identity
+JOB = JobIdentity(model="some-model", weights="w", tokenizer="t", dtype="float32", options=OPTIONS)
 OUT = Path("out.jsonl")
 REJECTS = Path("out.jsonl.rejects.jsonl")
 
@@ -268,10 +270,25 @@ def test_a_damaged_line_in_the_middle_is_refused_by_its_number():
 def test_results_of_another_job_are_refused_with_what_differs_and_what_to_do(change, message):
     run(documents("a"))
     before = OUT.read_bytes()
+    options = {name: change.get(name, value) for name, value in OPTIONS.items()}
+    other = replace(JOB, options=options, **{name: change[name] for name in change.keys() - OPTIONS.keys()})
     with pytest.raises(ConfigError) as caught:
-        run(documents("a", "b"), resume=True, identity=replace(JOB, **change))
+        run(documents("a", "b"), resume=True, identity=other)
     assert message in str(caught.value) and "name another --output, or pass --overwrite" in str(caught.value)
     assert OUT.read_bytes() == before
+
+
+def test_the_fingerprint_and_the_manifest_of_a_job_are_those_of_earlier_versions():
+    options = JobOptions(max_new_tokens=20, overlap=3, keep_parts=True).identity
+    identity = JobIdentity(
+        model="m", weights="46a787416c3d53f4", tokenizer="cd0a67a4e3605b8c", manners="a83a5b96718c6a21",
+        dtype="float32", options=options,
+    )  # fmt: skip
+    assert identity.fingerprint == "976f4a8161d8c94a"
+    assert list(identity.to_dict()) == [
+        "model", "weights", "tokenizer", "manners", "dtype", "max_new_tokens", "prompt", "style", "overlap", "refine",
+        "keep_parts",
+    ]  # fmt: skip
 
 
 def test_a_moved_model_is_the_same_job():
@@ -317,12 +334,12 @@ import resource, signal, sys
 sys.path.insert(0, {str(Path(__file__).resolve().parent.parent)!r})
 from pathlib import Path
 from lookahead.documents.decode_text import Document
-from lookahead.jobs import report
+from lookahead.jobs import job_figures as report
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.journal import Journal
 from lookahead.jobs.output_location import OutputPaths
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-job = JobIdentity(model="some-model", weights="w", tokenizer="t", dtype="float32", options={"max_new_tokens": 8})
+job = JobIdentity(model="some-model", weights="w", tokenizer="t", dtype="float32", options={OPTIONS!r})
 with Journal(OutputPaths(Path("out.jsonl"), resume=True), job) as journal:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
     try:

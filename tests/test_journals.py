@@ -17,13 +17,15 @@ from lookahead.documents.decode_text import Document, Reject
 from lookahead.errors import ConfigError
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, run_job
+from lookahead.jobs.job_options import JobOptions
 from lookahead.jobs.jobfile import read_job_file
 from lookahead.jobs.journal import Journal
 from lookahead.jobs.json_results import copy_of
 from lookahead.jobs.manifest import Manifest
 from lookahead.jobs.output_location import OutputPaths
 
-JOB = JobIdentity(model="some-model", weights="w", tokenizer="t", dtype="float32", options={"max_new_tokens": 8})
+OPTIONS = JobOptions(max_new_tokens=8).identity
+JOB = JobIdentity(model="some-model", weights="w", tokenizer="t", dtype="float32", options=OPTIONS)
 OUT = Path("out.jsonl")
 REJECTS = Path("out.jsonl.rejects.jsonl")
 
@@ -168,7 +170,7 @@ def test_lines_of_another_job_beside_the_manifest_of_this_one_are_refused() -> N
 
 
 def test_a_long_prompt_that_differs_is_told_in_a_line() -> None:
-    told = replace(JOB, prompt="say it " * 99).differences(JOB.to_dict())
+    told = replace(JOB, options={**JOB.options, "prompt": "say it " * 99}).differences(JOB.to_dict())
     assert told.startswith("prompt was None and is 'say it say it") and len(told) < 120
 
 
