@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from lookahead.drafting.tree import MAX_NODES_LIMIT, BranchSize
+from lookahead.drafting.sizes import MAX_NODES_LIMIT, BranchSize
 from lookahead.errors import ConfigError
 
 if TYPE_CHECKING:

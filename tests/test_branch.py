@@ -21,7 +21,8 @@ from lookahead.drafting.controller import Pacing
 from lookahead.drafting.cost_model import StepCost
 from lookahead.drafting.lookahead_branch import Branch
 from lookahead.drafting.proposal import Feedback
-from lookahead.drafting.tree import BranchSize, TokenTree, without_sources
+from lookahead.drafting.sizes import BranchSize
+from lookahead.drafting.tree import TokenTree, without_sources
 from lookahead.errors import ConfigError
 from lookahead.models.model_state import LearnedState, use_learned
 from lookahead.proposers.jacobi import JacobiProposer

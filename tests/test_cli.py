@@ -12,6 +12,9 @@ import typer
 from typer.testing import CliRunner
 
 from lookahead.cli.app import app
+from lookahead.cli.generate import GenerateOptions
+from lookahead.cli.summarize import SummarizeOptions
+from lookahead.jobs.job_options import options_of
 from lookahead.jobs.json_results import JsonLinesFile
 from lookahead.summarization.baseline import ComparingDecoder
 from lookahead.summarization.prompt_fitter import PromptFitter
@@ -64,13 +67,12 @@ def test_no_help_swallows_what_stands_in_brackets(name, monkeypatch):
         assert "pip install 'lookahead-decoding[train]'." in shown
 
 
-def test_every_option_is_read_by_its_command():
-    source = "".join((ROOT / "lookahead" / f"{name}.py").read_text("utf-8") for name in ("cli", "cli_summarize"))
-    for name, body in re.findall(r"^def (summarize|generate)\((.*?)(?=^def |^@)", source, re.M | re.S):
-        signature, code = body.split(") -> None:", 1)
-        code = code.split('"""', 2)[2]
-        for option in re.findall(r"^    (\w+): ", signature, re.M):
-            assert re.search(rf"\b{option}\b", code), f"{name} never reads {option}"
+@pytest.mark.parametrize("options", [SummarizeOptions, GenerateOptions])
+def test_every_option_is_read(options):
+    files = [*(ROOT / "lookahead" / "cli").glob("*.py"), *(ROOT / "lookahead" / "jobs").glob("*.py")]
+    code = "".join(path.read_text("utf-8") for path in files)
+    for each, _ in options_of(options):
+        assert re.search(rf"\b(options|self)\.{each.name}\b", code), f"{each.name} is never read"
 
 
 # Summaries

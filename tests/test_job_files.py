@@ -205,3 +205,16 @@ def test_a_job_file_holds_any_text() -> None:
     assert tomllib.loads(to_toml(JobOptions(style=text, inputs=[text], device="\ud800"))).items() >= {
         "style": text, "inputs": [text], "device": "?",
     }.items()  # fmt: skip
+
+
+def test_the_fingerprint_and_the_manifest_of_a_job_are_those_of_earlier_versions():
+    options = JobOptions(max_new_tokens=20, overlap=3, keep_parts=True).identity
+    identity = JobIdentity(
+        model="m", weights="46a787416c3d53f4", tokenizer="cd0a67a4e3605b8c", manners="a83a5b96718c6a21",
+        dtype="float32", options=options,
+    )  # fmt: skip
+    assert identity.fingerprint == "976f4a8161d8c94a"
+    assert list(identity.to_dict()) == [
+        "model", "weights", "tokenizer", "manners", "dtype", "max_new_tokens", "prompt", "style", "overlap", "refine",
+        "keep_parts",
+    ]  # fmt: skip

@@ -278,19 +278,6 @@ def test_results_of_another_job_are_refused_with_what_differs_and_what_to_do(cha
     assert OUT.read_bytes() == before
 
 
-def test_the_fingerprint_and_the_manifest_of_a_job_are_those_of_earlier_versions():
-    options = JobOptions(max_new_tokens=20, overlap=3, keep_parts=True).identity
-    identity = JobIdentity(
-        model="m", weights="46a787416c3d53f4", tokenizer="cd0a67a4e3605b8c", manners="a83a5b96718c6a21",
-        dtype="float32", options=options,
-    )  # fmt: skip
-    assert identity.fingerprint == "976f4a8161d8c94a"
-    assert list(identity.to_dict()) == [
-        "model", "weights", "tokenizer", "manners", "dtype", "max_new_tokens", "prompt", "style", "overlap", "refine",
-        "keep_parts",
-    ]  # fmt: skip
-
-
 def test_a_moved_model_is_the_same_job():
     run(documents("a"))
     assert run(documents("a"), resume=True, identity=replace(JOB, model="./elsewhere")).earlier == 1

@@ -78,7 +78,10 @@ def test_trees_of_parts_are_written_copied_and_kept_through_a_kill(tiny_llama, t
 
 
 def test_a_parquet_file_without_trees_has_none(tiny_llama, tiny_tokenizer):
-    plain, worker = replace(KEEPING, options={**KEEPING.options, "keep_parts": False}), Summarizer(tiny_llama, tiny_tokenizer, max_new_tokens=4)
+    plain, worker = (
+        replace(KEEPING, options={**KEEPING.options, "keep_parts": False}),
+        Summarizer(tiny_llama, tiny_tokenizer, max_new_tokens=4),
+    )
     both = [Document(name, f"text {name}") for name in "ab"]
     run(both[:1], worker, identity=plain, output=Path("out.parquet"))
     assert pyarrow.parquet.read_table("out.parquet")["tree"].to_pylist() == [None]

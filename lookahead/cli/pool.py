@@ -33,9 +33,10 @@ class PoolVerifyOptions(PoolOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoolAddOptions(DocumentOptions, PoolOptions):
+class PoolAddOptions(DocumentOptions):
     """Options of `lookahead pool add`."""
 
+    pool: str = option(help="A pool file.", argument=True, metavar="POOL")
     inputs: list[str] = option(help=INPUTS, argument=True, metavar="INPUTS...")
     model: str = option(help=_MODEL)
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.drafting.ledger import Ledger
-from lookahead.drafting.tree import MAX_NODES_LIMIT, BranchSize
+from lookahead.drafting.sizes import MAX_NODES_LIMIT, BranchSize
 
 FloatArray = NDArray[np.float64]
 

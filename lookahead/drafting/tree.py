@@ -4,33 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
 IntArray = NDArray[np.int32]
-
-MAX_NODES_LIMIT = 512
-
-
-class BranchSize(NamedTuple):
-    """Sizes of the lookahead branch: W columns, n-grams of N tokens, at most G of them guessed in a step."""
-
-    window: int
-    ngram_size: int
-    guesses: int
-
-    @property
-    def window_nodes(self) -> int:
-        """Nodes of a tree that the window takes, the root not counted."""
-        return self.window * (self.ngram_size - 1) - 1
-
-    @property
-    def nodes(self) -> int:
-        """Nodes that the window and the guesses take at most."""
-        return self.window_nodes + self.guesses * (self.ngram_size - 1)
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that would take twice as long to make, and one is made at every step

@@ -26,7 +26,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.drafting.controller import Pacing
 from lookahead.drafting.lookahead_branch import Branch
 from lookahead.drafting.proposal import Call, IntArray, Proposer
-from lookahead.drafting.tree import MAX_NODES_LIMIT
+from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.engine.engine import Engine
 from lookahead.engine.fallback import PlainLoop
 from lookahead.engine.row import Row

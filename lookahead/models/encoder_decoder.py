@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
-from lookahead.drafting.tree import MAX_NODES_LIMIT, IntArray, TokenTree
+from lookahead.drafting.sizes import MAX_NODES_LIMIT
+from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.models.model_state import state_of
 from lookahead.models.support import ATTENTION_LAYERS, Support, agree, own_ways, probe_failure, rope_parameters_of
 from lookahead.models.target import Target, input_device, position_limit

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import Dropout
 from transformers import PreTrainedModel
 
-from lookahead.drafting.tree import MAX_NODES_LIMIT, TokenTree
+from lookahead.drafting.sizes import MAX_NODES_LIMIT
+from lookahead.drafting.tree import TokenTree
 from lookahead.models.model_state import state_of
 from lookahead.models.target import Shape, Target, input_device
 

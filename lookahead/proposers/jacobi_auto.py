@@ -9,7 +9,7 @@ import numpy as np
 
 from lookahead.drafting.lookahead_branch import Branch
 from lookahead.drafting.proposal import Feedback, IntArray, Proposal
-from lookahead.drafting.tree import BranchSize
+from lookahead.drafting.sizes import BranchSize
 from lookahead.ngram.acceptance import HitRates
 from lookahead.proposers.jacobi import JacobiProposer
 
