@@ -270,8 +270,7 @@ def test_a_damaged_line_in_the_middle_is_refused_by_its_number():
 def test_results_of_another_job_are_refused_with_what_differs_and_what_to_do(change, message):
     run(documents("a"))
     before = OUT.read_bytes()
-    options = {name: change.get(name, value) for name, value in OPTIONS.items()}
-    other = replace(JOB, options=options, **{name: change[name] for name in change.keys() - OPTIONS.keys()})
+    other = replace(JOB, **({"options": {**OPTIONS, **change}} if change.keys() <= OPTIONS.keys() else change))
     with pytest.raises(ConfigError) as caught:
         run(documents("a", "b"), resume=True, identity=other)
     assert message in str(caught.value) and "name another --output, or pass --overwrite" in str(caught.value)
