@@ -16,8 +16,7 @@ from lookahead.cli.app import app
 from lookahead.config import LookaheadConfig
 from lookahead.models import loading
 from lookahead.reporting.trace import Step, Trace, TracePiece, trace
-from lookahead.reporting.trace_page import render_page
-from lookahead.reporting.trace_wording import source_rows
+from lookahead.reporting.trace_page import render_trace, source_rows
 from lookahead.stats import DecodingStats
 from tests.support.adversarial_proposers import always_wrong, drafting_by, nothing, perfect
 
@@ -134,7 +133,7 @@ def hostile_trace() -> Trace:
 
 
 def test_a_page_shows_text_as_text() -> None:
-    outline = Outline(render_page(hostile_trace()))
+    outline = Outline(render_trace(hostile_trace()))
     assert not {"script", "b", "i"} & set(outline.tags)
     assert outline.text.count(HOSTILE) >= 4
 
@@ -153,7 +152,7 @@ def test_a_page_shows_text_as_text() -> None:
 def test_a_blank_token_can_be_seen_and_its_text_stays_as_it_is(piece, visible) -> None:
     seen = Trace("x", [], [Step([piece], 0, 0.0, 0, 0.01)], DecodingStats())
     assert piece.visible == visible
-    assert (seen.text, Outline(render_page(seen)).text.count(visible) > 0) == (piece.text, True)
+    assert (seen.text, Outline(render_trace(seen)).text.count(visible) > 0) == (piece.text, True)
 
 
 def test_a_special_token_is_shown_by_its_name(tiny_llama, tiny_tokenizer, plain) -> None:
@@ -167,7 +166,7 @@ def test_a_special_token_is_shown_by_its_name(tiny_llama, tiny_tokenizer, plain)
 
 
 def test_a_page_needs_nothing_from_elsewhere_and_has_a_dark_side() -> None:
-    page = render_page(hostile_trace())
+    page = render_trace(hostile_trace())
     outline = Outline(page)
     assert not {"link", "img", "iframe", "script"} & set(outline.tags)
     assert not {"src", "href"} & {name for name, _ in outline.attributes}

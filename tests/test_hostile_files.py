@@ -21,8 +21,8 @@ from lookahead.drafting.cost_model import StepCost
 from lookahead.errors import ConfigError, DocumentError
 from lookahead.jobs.jobfile import read_job_file
 from lookahead.models.cost_cache import cost_path, read_costs
-from lookahead.reporting.trace_file import read_prompt_file
-from lookahead.reporting.write_page import write_report
+from lookahead.reporting.report_page import write_report
+from lookahead.reporting.trace_page import read_prompt_file
 
 BOMBS = {
     "large values": ([20_000_000] * 16, {"use_dictionary": False}),

@@ -16,10 +16,9 @@ from typer.testing import CliRunner
 
 from lookahead.cli.app import app
 from lookahead.reporting import aggregate as tallies
-from lookahead.reporting.axes import brief, exact, scale_of
-from lookahead.reporting.charts import bars_of
-from lookahead.reporting.read_results import PATIENCE
-from lookahead.reporting.write_page import write_report
+from lookahead.reporting.charts import bin_values, brief, exact, scale_of
+from lookahead.reporting.report_page import write_report
+from lookahead.reporting.results_file import PATIENCE
 
 HOSTILE = '<script>alert("1")</script> & <b>\x00\ud800\u202e'
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -255,7 +254,7 @@ def test_many_documents_make_a_small_page_that_says_how(tmp_path, monkeypatch) -
 
 @pytest.mark.parametrize("figures", [[3.0], [2.0, 2.0], [0.0], [0.1, 0.2, 0.3], [1e-9, 1.0], [1.0] * 99 + [1e6]])
 def test_a_histogram_counts_every_figure_once_between_its_ends(figures) -> None:
-    bars = bars_of(np.array(figures))
+    bars = bin_values(np.array(figures))
     assert sum(bars.counts) == len(figures)
     assert bars.edges[0] <= min(figures)
     assert bars.beyond == sum(figure > bars.edges[-1] * (1 + 1e-9) for figure in figures)
@@ -265,7 +264,7 @@ def test_a_histogram_counts_every_figure_once_between_its_ends(figures) -> None:
 
 
 def test_a_long_tail_is_one_bar_and_does_not_flatten_the_others() -> None:
-    bars = bars_of(np.array([*np.linspace(1, 3, 999), 5000.0]))
+    bars = bin_values(np.array([*np.linspace(1, 3, 999), 5000.0]))
     assert bars.edges[-1] < 4
     assert (bars.beyond, sum(bars.counts)) == (1, 1000)
 
@@ -356,7 +355,7 @@ def test_other_rejects_and_places_that_cannot_be_written_are_told(run, tmp_path,
     assert "none.jsonl: No such file" in run("out.jsonl", "--rejects", "none.jsonl").stderr
     assert "a folder that exists, got 'none/page.html'" in run("out.jsonl", "-o", "none/page.html").stderr
     monkeypatch.setattr(
-        "lookahead.reporting.write_page.write_atomically", Mock(side_effect=OSError(28, "No space left"))
+        "lookahead.reporting.report_page.write_atomically", Mock(side_effect=OSError(28, "No space left"))
     )
     assert run(".").exit_code == 2 and "report.html cannot be written: No space" in run("out.jsonl").stderr
 

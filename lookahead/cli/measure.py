@@ -106,7 +106,7 @@ def explain(options: ExplainOptions) -> None:
     from lookahead.generation.api import generate
     from lookahead.generation.prompts import as_chat
     from lookahead.reporting.trace import trace
-    from lookahead.reporting.trace_wording import model_line
+    from lookahead.reporting.trace_page import model_line
 
     prompt = text if options.raw else as_chat(loaded.tokenizer, text)
     settings: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "do_sample": False}

@@ -38,7 +38,7 @@ def report(options: ReportOptions) -> None:
     Exit status: 0 the page is written; 2 there is nothing to report, or a file
     cannot be read or written.
     """
-    from lookahead.reporting.write_page import write_report
+    from lookahead.reporting.report_page import write_report
 
     done = write_report(options.results, options.output, options.rejects)
     for problem in done.problems:

@@ -1,4 +1,4 @@
-"""A job added up from its lines, in memory that grows by some numbers a document and by no text."""
+"""Totals of a results file. Memory grows by a few numbers a document and by no text."""
 
 from __future__ import annotations
 
@@ -6,65 +6,65 @@ import heapq
 import re
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lookahead.reporting.record import MOST_NAME, Line, SourceFigures, words
+from lookahead.reporting.charts import Values
+from lookahead.reporting.results_file import MOST_NAME, Result, SourceCounts, as_text
 
 COLUMNS = (
     *("document_tokens", "summary_tokens", "forwards", "decoded", "drafted", "accepted", "prefill_s", "decode_s"),
     *("seconds", "acceptance_length", "plain_decoded", "plain_decode_s", "speedup"),
 )
 MOST_SHOWN = 5  # documents of a list
-MOST_NAMED = 500  # documents whose ids are kept for the plots
+MOST_NAMED = 500  # documents whose ids are kept for the scatter plots
 MOST_DIFFERENT = 20  # ids of documents that plain decoding summarized differently
-MOST_REASONS = 1000  # kinds of failures told apart
-MOST_EXAMPLES = 3  # ids by kind
+MOST_REASONS = 1000  # failure reasons told apart
+MOST_EXAMPLES = 3  # ids per reason
 MOST_KINDS = 50  # models, and proposers, told apart
-_PLACE = re.compile(r"^(?:(?!: ).)*:\d+: ")  # `docs.jsonl:12: `, where a message stands for a line of a file
-
-Figures: TypeAlias = NDArray[np.float64]
+_LOCATION = re.compile(r"^(?:(?!: ).)*:\d+: ")  # `docs.jsonl:12: `
 
 
 class Ranking:
-    """The lines with the largest figures, the first of equals first.
+    """The `MOST_SHOWN` results with the largest values; of equal values the first.
 
     Args:
-        figure: Gives a line's figure, or `None` where it has no place in the ranking.
+        column: Name of the value.
+        sign: -1 for the smallest values.
     """
 
-    def __init__(self, figure: Callable[[Line], float | None]) -> None:
-        self._figure = figure
-        self._heap: list[tuple[float, int, Line]] = []
+    def __init__(self, column: str, sign: int = 1) -> None:
+        self._column = column
+        self._sign = sign
+        self._heap: list[tuple[float, int, Result]] = []
 
-    def add(self, place: int, line: Line) -> None:
-        """Rank a line; `place` is its own in the file."""
-        figure = self._figure(line)
-        if figure is None:
+    def add(self, place: int, result: Result) -> None:
+        """Rank a result; `place` is its place in the file."""
+        value = getattr(result, self._column)
+        if value is None:
             return
-        entry = (figure, -place, line)
+        entry = (self._sign * value, -place, result)
         if len(self._heap) < MOST_SHOWN:
             heapq.heappush(self._heap, entry)
         else:
             heapq.heappushpop(self._heap, entry)
 
     @property
-    def lines(self) -> list[Line]:
-        """The largest first."""
-        return [line for _, _, line in sorted(self._heap, key=lambda entry: entry[:2], reverse=True)]
+    def results(self) -> list[Result]:
+        """The best first."""
+        return [result for _, _, result in sorted(self._heap, key=lambda entry: entry[:2], reverse=True)]
 
 
 class Failures:
-    """Failures by reason; reasons that differ in places, ids and numbers alone are one.
+    """Failures by reason. Reasons that differ only in locations, ids and numbers are one.
 
     Attributes:
-        total: Failures.
-        count: Failures by reason, as far as they are told apart.
+        total: Number of failures.
+        count: Failures by reason, up to `MOST_REASONS` reasons.
         first: The first message of each reason.
-        examples: Some ids of each reason.
+        examples: The first ids of each reason.
     """
 
     def __init__(self) -> None:
@@ -74,9 +74,9 @@ class Failures:
         self.examples: dict[str, list[str]] = {}
 
     def add(self, record: dict[str, Any]) -> None:
-        """Count a line of rejects."""
-        name, message = words(record.get("id")), str(record["error"])
-        message = _PLACE.sub("", message.removeprefix(f"{name}: ")).strip()[:MOST_NAME]
+        """Count a line of a rejects file."""
+        name, message = as_text(record.get("id")), str(record["error"])
+        message = _LOCATION.sub("", message.removeprefix(f"{name}: ")).strip()[:MOST_NAME]
         reason = re.sub(r"\d+", "#", message.replace(name, "…") if name else message)
         if reason not in self.count and len(self.count) >= MOST_REASONS:
             reason = message = "other reasons"
@@ -88,98 +88,93 @@ class Failures:
             examples.append(name[:MOST_NAME])
 
 
-class Tally:
-    """What the lines of a file of results come to.
+class Aggregate:
+    """Totals, columns and rankings of the lines of a results file.
 
     Attributes:
-        documents: Lines.
-        copies: Of them those with the summary of an equal document.
-        known_ends: Lines that tell whether the token limit cut their summary off.
-        cut: Of them those that it did.
+        documents: Number of lines.
+        copies: Lines with the summary of an equal document.
+        known_ends: Lines that say whether the token limit cut their summary off.
+        cut: Lines that say that it did.
         names: Ids of the first lines.
-        compared: Lines that tell whether plain decoding wrote the same.
-        different: How many it wrote differently.
-        names_of_different: The first of them.
+        compared: Lines that say whether plain decoding gave the same summary.
+        different: Lines that say that it did not.
+        names_of_different: Ids of the first of those.
         models: Lines by model.
         sources: Draft nodes by proposer.
         longest: Documents that took the most seconds.
         most_speedup: Documents with the largest speedups.
-        least_speedup: With the smallest.
-        most_accepted: With the most tokens a pass.
-        least_accepted: With the fewest.
+        least_speedup: Documents with the smallest speedups.
+        most_accepted: Documents with the most tokens per forward pass.
+        least_accepted: Documents with the fewest tokens per forward pass.
     """
 
-    def __init__(self, lines: Iterable[Line]) -> None:
+    def __init__(self, results: Iterable[Result]) -> None:
         self.documents = self.copies = self.compared = self.different = self.known_ends = self.cut = 0
         self.names: list[str] = []
         self.names_of_different: list[str] = []
         self.models: Counter[str] = Counter()
-        self.sources: dict[str, SourceFigures] = {}
-        self.longest = Ranking(lambda line: line.seconds)
-        self.most_speedup = Ranking(lambda line: line.speedup)
-        self.least_speedup = Ranking(lambda line: None if line.speedup is None else -line.speedup)
-        self.most_accepted = Ranking(lambda line: line.acceptance_length)
-        self.least_accepted = Ranking(lambda line: None if line.acceptance_length is None else -line.acceptance_length)
+        self.sources: dict[str, SourceCounts] = {}
+        self.longest = Ranking("seconds")
+        self.most_speedup, self.least_speedup = Ranking("speedup"), Ranking("speedup", -1)
+        self.most_accepted, self.least_accepted = Ranking("acceptance_length"), Ranking("acceptance_length", -1)
         self._columns = {name: array("d") for name in COLUMNS}
-        for line in lines:
-            self._add(line)
+        for result in results:
+            self._add(result)
 
-    def column(self, name: str) -> Figures:
-        """A figure of every line in the order of the file; where a line has none it is not a number."""
+    def column(self, name: str) -> Values:
+        """A value of every line, in the order of the file; NaN where a line has none."""
         return np.array(self._columns[name], np.float64)
 
-    def known(self, *names: str) -> list[Figures]:
-        """Figures of those lines that have all of them."""
+    def known(self, *names: str) -> list[Values]:
+        """Columns of the lines that have all of these values."""
         columns = [self.column(name) for name in names]
         whole = np.isfinite(columns).all(axis=0)
         return [column[whole] for column in columns]
 
     def sum(self, name: str) -> float | None:
-        """A figure of all lines together; `None` where none has it."""
+        """Sum of a column; `None` where no line has it."""
         (known,) = self.known(name)
         return float(known.sum()) if known.size else None
 
     def ratio(self, above: str, below: str) -> float | None:
-        """Two figures added up over the lines that have both, divided."""
+        """Quotient of the sums of two columns, over the lines that have both."""
         tops, bottoms = self.known(above, below)
         return float(tops.sum() / bottoms.sum()) if bottoms.sum() else None
 
     @property
     def speedup(self) -> float | None:
-        """Tokens a second over those of plain decoding, of all documents that were decoded both ways."""
+        """Tokens per second over those of plain decoding, of all documents decoded both ways."""
         ours, ours_s, plain, plain_s = (
             each.sum() for each in self.known("decoded", "decode_s", "plain_decoded", "plain_decode_s")
         )
         return float((ours / ours_s) / (plain / plain_s)) if ours_s and plain_s and plain else None
 
-    def _add(self, line: Line) -> None:
-        """Count a line."""
+    def _add(self, result: Result) -> None:
         for name, column in self._columns.items():
-            figure = getattr(line, name)
-            column.append(np.nan if figure is None else figure)
-        for ranking in (
-            *(self.longest, self.most_speedup, self.least_speedup),
-            *(self.most_accepted, self.least_accepted),
-        ):
-            ranking.add(self.documents, line)
+            value = getattr(result, name)
+            column.append(np.nan if value is None else value)
+        speedups, lengths = (self.most_speedup, self.least_speedup), (self.most_accepted, self.least_accepted)
+        for ranking in (self.longest, *speedups, *lengths):
+            ranking.add(self.documents, result)
         if len(self.names) < MOST_NAMED:
-            self.names.append(line.name)
+            self.names.append(result.name)
         self.documents += 1
-        self.copies += line.is_copy
-        self.known_ends += line.is_cut is not None
-        self.cut += bool(line.is_cut)
-        if line.identical is not None:
+        self.copies += result.is_copy
+        self.known_ends += result.is_cut is not None
+        self.cut += bool(result.is_cut)
+        if result.identical is not None:
             self.compared += 1
-            if not line.identical:
+            if not result.identical:
                 self.different += 1
-                self.names_of_different += [line.name] * (len(self.names_of_different) < MOST_DIFFERENT)
-        if line.model is not None:
-            self.models[_kind(line.model, self.models)] += 1
-        for name, figures in line.sources.items():
+                self.names_of_different += [result.name] * (len(self.names_of_different) < MOST_DIFFERENT)
+        if result.model is not None:
+            self.models[_kind(result.model, self.models)] += 1
+        for name, counts in result.sources.items():
             kind = _kind(name, self.sources)
-            self.sources[kind] = self.sources.get(kind, SourceFigures()) + figures
+            self.sources[kind] = self.sources.get(kind, SourceCounts()) + counts
 
 
 def _kind(name: str, known: Mapping[str, object]) -> str:
-    """A name that is counted by itself, or what all are counted as that come too late."""
+    """The name, or `others` where too many names are counted already."""
     return name if name in known or len(known) < MOST_KINDS else "others"

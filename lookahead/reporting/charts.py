@@ -1,197 +1,271 @@
-"""Small plots as SVG, coloured by the style sheet of the page around them."""
+"""Geometry of the charts: scales, bins and shapes in SVG units. The templates draw them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from lookahead.reporting.aggregate import Figures
-from lookahead.reporting.axes import Scale, brief, exact, round_step, scale_from_zero, scale_of
-from lookahead.reporting.formatting import shown
+Values = NDArray[np.float64]
 
-WIDTH, HEIGHT = 420, 236
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 402, 24, 196  # of the field, in the units of the picture
-_BINS = (8, 24)  # about as many bars, or half as many more, of few documents and of many
-_TAIL = 100  # figures, from where the largest hundredth of them may be put in one bar
-_CELLS = (48, 30)  # of a density
-MOST_POINTS = 500
+MOST_POINTS = 500  # points of a scatter plot; more documents are binned
+_STEPS = (1.0, 2.0, 5.0, 10.0)
+_LOG_FROM = 100.0  # ratio of the largest to the smallest value from which a scale is logarithmic
+_BINS = (8, 24)  # least and largest number of bins aimed at
+_TAIL = 100  # number of values from which the largest 1% may share the last bin
+_CELLS = (48, 30)  # of a binned scatter plot
 _SHADES = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Axes:
-    """The field of a plot.
+class Scale:
+    """An axis.
 
     Attributes:
-        x: The axis below.
-        y: The axis at the left.
-        x_name: What is on it, with its unit.
-        y_name: Likewise.
+        low: Lower end.
+        high: Upper end, above `low`.
+        is_log: Whether it is logarithmic; then `low` is above 0.
+        least_step: Least difference of two marks, 1 for counts.
     """
+
+    low: float
+    high: float
+    is_log: bool = False
+    least_step: float = 0.0
+
+    def place(self, value: float) -> float:
+        """Position of a value, from 0 to 1."""
+        if self.is_log:
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
+
+    def marks(self, most: int = 6) -> list[float]:
+        """Round values to write at the axis."""
+        if self.is_log:
+            powers = range(math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9) + 1)
+            every = -(-len(powers) // most)
+            return [10.0**power for power in powers][::every]
+        step = max(round_step((self.high - self.low) / most), self.least_step)
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        return [k * step for k in range(first, last + 1)]
+
+
+def round_step(least: float) -> float:
+    """The smallest of 1, 2 and 5 times a power of 10 that is not below `least`."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next((step * power for step in _STEPS if step * power >= least * (1 - 1e-9)), 10.0 * power)
+
+
+def scale_from_zero(largest: float) -> Scale:
+    """A linear axis from 0 to a round value that is not below `largest`."""
+    step = round_step((largest or 1.0) / 5)
+    return Scale(0.0, step * max(1, math.ceil(largest / step - 1e-9)))
+
+
+def scale_of(smallest: float, largest: float) -> Scale:
+    """A linear axis from 0, or a logarithmic one between powers of 10 where the values differ widely."""
+    if smallest > 0 and largest / smallest >= _LOG_FROM:
+        low, high = math.floor(math.log10(smallest) + 1e-9), math.ceil(math.log10(largest) - 1e-9)
+        return Scale(10.0**low, 10.0**high, is_log=True)
+    return scale_from_zero(largest)
+
+
+def exact(value: float | None) -> str:
+    """A count or a rounded value in full: `12,345`, `12.3`, `0.0457`; a dash for `None`."""
+    if value is None:
+        return "–"
+    if value == int(value) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.{2 if abs(value) >= 1 else 4}f}".rstrip("0").rstrip(".")
+
+
+def brief(value: float) -> str:
+    """A value at an axis: `0.5`, `250`, `1.5k`, `2M`."""
+    for size, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.4g}{suffix}"
+    return f"{value:.4g}"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds in seconds, minutes or hours; a dash for `None`."""
+    if seconds is None:
+        return "–"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:,.1f} h"
+
+
+def units(number: float) -> str:
+    """A position in a chart, rounded to a tenth: `12.3`, `12`."""
+    return f"{number:.1f}".removesuffix(".0")
+
+
+@dataclass(frozen=True, slots=True)
+class SvgElement:
+    """An SVG element.
+
+    Attributes:
+        tag: Its name, for example `rect`.
+        attributes: Its attributes.
+        tooltip: Text shown under the pointer.
+    """
+
+    tag: str
+    attributes: dict[str, str]
+    tooltip: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A plot: two axes and what is drawn between them.
+
+    Attributes:
+        x: Horizontal axis.
+        y: Vertical axis.
+        x_name: Name of the horizontal axis, with its unit.
+        y_name: Name of the vertical axis, with its unit.
+        shapes: In drawing order.
+    """
+
+    WIDTH: ClassVar[int] = 420
+    HEIGHT: ClassVar[int] = 236
+    LEFT: ClassVar[int] = 46
+    RIGHT: ClassVar[int] = 402
+    TOP: ClassVar[int] = 24
+    BOTTOM: ClassVar[int] = 196
 
     x: Scale
     y: Scale
     x_name: str
     y_name: str
+    shapes: list[SvgElement] = field(default_factory=list)
 
-    def left(self, figure: float) -> str:
-        """The place of a figure from the left of the picture."""
-        return _place(_LEFT + (_RIGHT - _LEFT) * self.x.place(figure))
+    def left(self, value: float) -> float:
+        """Horizontal position of a value, in units."""
+        return self.LEFT + (self.RIGHT - self.LEFT) * self.x.place(value)
 
-    def top(self, figure: float) -> str:
-        """The place of a figure from its top."""
-        return _place(_BOTTOM - (_BOTTOM - _TOP) * self.y.place(figure))
+    def top(self, value: float) -> float:
+        """Vertical position of a value, in units from the top."""
+        return self.BOTTOM - (self.BOTTOM - self.TOP) * self.y.place(value)
 
-    def draw(self, title: str, *shapes: str) -> str:
-        """The plot, with what stands in its field."""
-        parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{shown(title)}">']
-        for mark in self.y.marks():
-            top = self.top(mark)
-            parts.append(f'<path class="grid" d="M{_LEFT} {top}H{_RIGHT}"/>')
-            parts.append(f'<text class="y" x="{_LEFT - 6}" y="{top}" dy=".35em">{brief(mark)}</text>')
-        parts += shapes
-        parts.append(f'<path class="axis" d="M{_LEFT} {_BOTTOM}H{_RIGHT}"/>')
-        for mark in self.x.marks():
-            left = self.left(mark)
-            parts.append(f'<path class="axis" d="M{left} {_BOTTOM}v4"/>')
-            parts.append(f'<text class="x" x="{left}" y="{_BOTTOM + 17}">{brief(mark)}</text>')
-        parts.append(f'<text x="0" y="11">{shown(self.y_name)}{_log(self.y)}</text>')
-        name = f"{shown(self.x_name)}{_log(self.x)}"
-        parts.append(f'<text class="x" x="{(_LEFT + _RIGHT) // 2}" y="{HEIGHT - 6}">{name}</text>')
-        return "".join([*parts, "</svg>"])
+    def add_point(self, x: float, y: float, tooltip: str = "") -> None:
+        """Draw a dot."""
+        self._add("circle", {"class": "point", "r": "3.5"}, tooltip, cx=self.left(x), cy=self.top(y))
+
+    def add_rectangle(self, style: str, x: float, y: float, width: float, height: float, tooltip: str) -> None:
+        """Draw a filled rectangle at a position in units."""
+        self._add("rect", {"class": style}, tooltip, x=x, y=y, width=width, height=height)
+
+    def add_rule(self, style: str, value: float) -> None:
+        """Draw a vertical line at a value of the horizontal axis."""
+        self._add("path", {"class": style, "d": f"M{units(self.left(value))} {self.TOP}V{self.BOTTOM}"})
+
+    def add_line(self, style: str, xs: Values, ys: Values) -> None:
+        """Draw a line through points; a single point becomes a dot."""
+        points = zip(xs.tolist(), ys.tolist(), strict=True)
+        places = " ".join(f"{units(self.left(x))},{units(self.top(y))}" for x, y in points)
+        self._add("polyline", {"class": style, "points": places})
+        if len(xs) == 1:
+            self.add_point(float(xs[0]), float(ys[0]))
+
+    def _add(self, tag: str, attributes: dict[str, str], tooltip: str = "", **places: float) -> None:
+        placed = {name: units(number) for name, number in places.items()}
+        self.shapes.append(SvgElement(tag, attributes | placed, tooltip))
 
 
 @dataclass(frozen=True, slots=True)
-class Bars:
+class Bins:
     """A histogram.
 
     Attributes:
-        edges: Ends of the bars, one more than there are bars.
-        counts: Figures in each.
-        beyond: How many of the last bar's are larger than its upper end.
+        edges: Ends of the bins, one more than there are bins.
+        counts: Number of values in each.
+        beyond: Number of values of the last bin that are above its upper end.
     """
 
-    edges: Figures
+    edges: Values
     counts: list[int]
     beyond: int
 
 
-def bars_of(figures: Figures) -> Bars:
-    """Sort figures into bars of a round width; a long tail is counted with the last bar.
+def bin_values(values: Values) -> Bins:
+    """Sort values into bins of a round width. A long tail is counted in the last bin.
 
     Args:
-        figures: One at least.
+        values: At least one.
     """
-    low, high = float(figures.min()), float(figures.max())
-    if figures.size >= _TAIL and high - low > 2 * (cut := float(np.quantile(figures, 0.99)) - low):
+    low, high = float(values.min()), float(values.max())
+    if values.size >= _TAIL and high - low > 2 * (cut := float(np.quantile(values, 0.99)) - low):
         high = low + cut if cut else high
-    about = float(np.clip(2 * figures.size ** (1 / 3), *_BINS))
+    about = float(np.clip(2 * values.size ** (1 / 3), *_BINS))
     width = round_step((high - low) / about / 1.6 or max(abs(low), 1.0) / 10)
     first = math.floor(low / width + 1e-9)
     count = max(1, math.ceil(high / width - 1e-9) - first)
     edges = np.asarray((first + np.arange(count + 1)) * width, np.float64)
-    bins = np.clip(np.floor(figures / width + 1e-9).astype(np.int64) - first, 0, count - 1)
-    beyond = int((figures > edges[-1] + 1e-9 * width).sum())
-    return Bars(edges, [int(n) for n in np.bincount(bins, minlength=count)], beyond)
+    bins = np.clip(np.floor(values / width + 1e-9).astype(np.int64) - first, 0, count - 1)
+    beyond = int((values > edges[-1] + 1e-9 * width).sum())
+    return Bins(edges, [int(n) for n in np.bincount(bins, minlength=count)], beyond)
 
 
-def histogram(title: str, bars: Bars, x_name: str, *, lines: Sequence[tuple[str, float]] = ()) -> str:
-    """A histogram of documents, with lines across: the class and the place of each."""
-    ends = [float(bars.edges[0]), float(bars.edges[-1]), *(place for _, place in lines)]
-    axes = Axes(Scale(min(ends), max(ends)), _counts(max(bars.counts)), x_name, "documents")
-    shapes = []
-    for i, count in enumerate(bars.counts):
-        if count:
-            left, right = float(axes.left(bars.edges[i])), float(axes.left(bars.edges[i + 1]))
-            top, width = axes.top(count), max(right - left - 1, 0.5)
-            place = f"{exact(bars.edges[i])} to {exact(bars.edges[i + 1])}"
-            if bars.beyond and i == len(bars.counts) - 1:
-                place = f"{exact(bars.edges[i])} and more"
-            shapes.append(
-                f'<rect class="bar" x="{left + 0.5:.1f}" y="{top}" width="{width:.1f}" '
-                f'height="{_place(_BOTTOM - float(top))}"><title>{place}: {count:,}</title></rect>'
-            )
-    shapes += [f'<path class="{kind}" d="M{axes.left(place)} {_TOP}V{_BOTTOM}"/>' for kind, place in lines]
-    return axes.draw(title, *shapes)
-
-
-def scatter(title: str, x: Figures, y: Figures, names: Sequence[str], x_name: str, y_name: str) -> str:
-    """A point for every document; where there are many, darker cells where there are more of them.
+def histogram(bins: Bins, x_name: str, rules: dict[str, float]) -> Chart:
+    """A histogram of documents.
 
     Args:
-        title: For those who do not see the picture.
-        x: A figure of each document, one document at least.
-        y: Another.
-        names: Ids, of the first documents at least; for the points.
-        x_name: What `x` is, with its unit.
-        y_name: What `y` is.
+        bins: The bars.
+        x_name: Name of the horizontal axis.
+        rules: Positions of vertical lines, by their style.
     """
-    axes = Axes(scale_of(x.min(), x.max()), scale_of(y.min(), y.max()), x_name, y_name)
-    if x.size <= MOST_POINTS:
-        return axes.draw(
-            title,
-            *(
-                f'<circle class="point" cx="{axes.left(a)}" cy="{axes.top(b)}" r="3.5">'
-                f"<title>{shown(name)}: {exact(a)}, {exact(b)}</title></circle>"
-                for a, b, name in zip(x.tolist(), y.tolist(), names, strict=False)
-            ),
-        )
-    return axes.draw(title, *_cells(axes, x, y))
+    ends = [float(bins.edges[0]), float(bins.edges[-1]), *rules.values()]
+    most = max(bins.counts)
+    y = Scale(0.0, scale_from_zero(most).high if most >= 5 else float(most), least_step=1.0)
+    chart = Chart(Scale(min(ends), max(ends)), y, x_name, "documents")
+    for i, count in enumerate(bins.counts):
+        if count:
+            left, right, top = chart.left(bins.edges[i]), chart.left(bins.edges[i + 1]), chart.top(count)
+            is_tail = bins.beyond and i == len(bins.counts) - 1
+            span = f"{exact(bins.edges[i])} {'and more' if is_tail else f'to {exact(bins.edges[i + 1])}'}"
+            width = max(right - left - 1, 0.5)
+            chart.add_rectangle("bar", left + 0.5, top, width, chart.BOTTOM - top, f"{span}: {count:,}")
+    for style, place in rules.items():
+        chart.add_rule(style, place)
+    return chart
 
 
-def series(title: str, axes: Axes, lines: Sequence[tuple[str, Figures, Figures]]) -> str:
-    """Lines through points: the class of each, and its figures on both axes."""
-    shapes = []
-    for kind, xs, ys in lines:
-        points = [(axes.left(x), axes.top(y)) for x, y in zip(xs.tolist(), ys.tolist(), strict=True)]
-        shapes.append(f'<polyline class="{kind}" points="{" ".join(f"{x},{y}" for x, y in points)}"/>')
-        if len(points) == 1:
-            shapes.append(f'<circle class="point" cx="{points[0][0]}" cy="{points[0][1]}" r="3.5"/>')
-    return axes.draw(title, *shapes)
+def scatter(x: Values, y: Values, names: Sequence[str], x_name: str, y_name: str) -> Chart:
+    """A point for each document. More than `MOST_POINTS` documents are binned into shaded cells.
+
+    Args:
+        x: `[documents]`, at least one.
+        y: `[documents]`.
+        names: Ids of at least the first `MOST_POINTS` documents.
+        x_name: Name of the horizontal axis, with its unit.
+        y_name: Name of the vertical axis, with its unit.
+    """
+    chart = Chart(scale_of(x.min(), x.max()), scale_of(y.min(), y.max()), x_name, y_name)
+    if x.size > MOST_POINTS:
+        _add_cells(chart, x, y)
+    else:
+        for a, b, name in zip(x.tolist(), y.tolist(), names, strict=False):
+            chart.add_point(a, b, f"{name}: {exact(a)}, {exact(b)}")
+    return chart
 
 
-def bar(share: float, mark: float | None = None) -> str:
-    """A bar that fills a share, from 0 to 1, of its place, with a mark at another."""
-    line = "" if mark is None else f'<path class="mark" d="M{_place(100 * min(mark, 1.0))} 0V10"/>'
-    return (
-        '<svg class="share" viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">'
-        f'<rect class="rest" width="100" height="10"/><rect class="bar" width="{_place(100 * min(share, 1.0))}" '
-        f'height="10"/>{line}</svg>'
-    )
-
-
-def _cells(axes: Axes, x: Figures, y: Figures) -> list[str]:
-    """How many documents are where, as cells of five shades by the logarithm of their number."""
+def _add_cells(chart: Chart, x: Values, y: Values) -> None:
+    """Shade cells by the logarithm of the number of documents in them."""
     across, up = _CELLS
-    columns = np.clip([int(axes.x.place(each) * across) for each in x.tolist()], 0, across - 1)
-    rows = np.clip([int(axes.y.place(each) * up) for each in y.tolist()], 0, up - 1)
+    columns = np.clip([int(chart.x.place(each) * across) for each in x.tolist()], 0, across - 1)
+    rows = np.clip([int(chart.y.place(each) * up) for each in y.tolist()], 0, up - 1)
     counts = np.bincount(columns * up + rows, minlength=across * up)
-    width, height = (_RIGHT - _LEFT) / across, (_BOTTOM - _TOP) / up
-    shapes = []
+    width, height = (chart.RIGHT - chart.LEFT) / across, (chart.BOTTOM - chart.TOP) / up
     for cell in np.flatnonzero(counts).tolist():
         column, row, count = cell // up, cell % up, int(counts[cell])
         shade = 1 + int((_SHADES - 1) * math.log(count) / math.log(max(int(counts.max()), 2)))
-        shapes.append(
-            f'<rect class="shade-{shade}" x="{_place(_LEFT + column * width)}" '
-            f'y="{_place(_BOTTOM - (row + 1) * height)}" width="{_place(width)}" height="{_place(height)}">'
-            f"<title>{count:,}</title></rect>"
-        )
-    return shapes
-
-
-def _counts(largest: int) -> Scale:
-    """An axis of whole numbers."""
-    return Scale(0.0, scale_from_zero(largest).high if largest >= 5 else float(largest), least_step=1.0)
-
-
-def _log(scale: Scale) -> str:
-    """A word about an axis that is no ordinary one."""
-    return ", logarithmic" if scale.is_log else ""
-
-
-def _place(units: float) -> str:
-    """A place in the picture, as short as it may be."""
-    return f"{units:.1f}".removesuffix(".0")
+        left, top = chart.LEFT + column * width, chart.BOTTOM - (row + 1) * height
+        chart.add_rectangle(f"shade-{shade}", left, top, width, height, f"{count:,}")

@@ -1,91 +1,143 @@
-"""A trace as one HTML page that needs nothing else."""
+"""The figures of a trace and of a calibration as rows of text, and the HTML page about a trace."""
 
 from __future__ import annotations
 
-from html import escape
+from pathlib import Path
 
-from lookahead.reporting.trace import Step, Trace, TracePiece
-from lookahead.reporting.trace_wording import STEP_HEADINGS, source_rows, step_cells, total_line
+from torch import nn
 
+from lookahead.documents.byte_sources import opened
+from lookahead.errors import ConfigError, PromptError
+from lookahead.models.calibration import Calibration, Sweep
+from lookahead.reporting.render import render
+from lookahead.reporting.trace import Step, Trace
+from lookahead.utils.atomic import write_atomically
+
+STEP_HEADINGS = ("step", "drafted", "expected", "accepted", "ms")
+SOURCE_HEADINGS = ("source", "passes", "drafted", "expected", "accepted", "calibration error")
+SWEEP_HEADINGS = (
+    "nodes",
+    "ms\nmeasured",
+    "ms at\nbest",
+    "FLOP\nper byte",
+    "tokens to\nbreak even",
+    "accepted\nto break even",
+)
 _COLOURS = (("#bfe3c4", "#1f5a2b"), ("#ffd9a8", "#6e4310"), ("#c9d8ff", "#2a3f80"), ("#f5c6e4", "#6b2456"))
 
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1c1c1c; --page: #fdfdfb; --line: #d6d6d0; %(light)s }
-@media (prefers-color-scheme: dark) { :root { --ink: #e8e6e1; --page: #17181a; --line: #3a3b3e; %(dark)s } }
-body { font: 16px/1.6 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 60rem;
-  margin: 2rem auto; padding: 0 1rem; }
-.text { white-space: pre-wrap; overflow-wrap: anywhere; }
-.text span, .legend span { border-radius: 3px; }
-.legend span { padding: 0 .5em; margin-right: 1em; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { border-bottom: 1px solid var(--line); padding: .15em .8em; text-align: right; }
-td:last-child, th:last-child { text-align: left; white-space: pre-wrap; overflow-wrap: anywhere; }
-details { opacity: .8; }
-"""
+
+def step_cells(number: int, step: Step) -> tuple[str, ...]:
+    """One row under `STEP_HEADINGS`."""
+    return (str(number), str(step.drafted), f"{step.expected:.2f}", str(step.accepted), f"{1e3 * step.seconds:.2f}")
 
 
-def render_page(trace: Trace) -> str:
-    """One self-contained page: the text coloured by the source of each token, its steps, and the totals."""
-    shades = [_COLOURS[i % len(_COLOURS)] for i in range(len(trace.sources))]
-    light = " ".join(f"--source-{i}: {shade[0]};" for i, shade in enumerate(shades))
-    dark = " ".join(f"--source-{i}: {shade[1]};" for i, shade in enumerate(shades))
-    classes = "\n".join(f".source-{i} {{ background: var(--source-{i}); }}" for i in range(len(shades)))
-    legend = "".join(f'<span class="source-{i}">{escape(name)}</span>' for i, name in enumerate(trace.sources))
-    text = "".join(
-        _token(piece, trace.sources, f"step {number}")
-        for number, step in enumerate(trace.steps)
-        for piece in step.pieces
-    )
-    rows = "\n".join(_row(number, step, trace.sources) for number, step in enumerate(trace.steps))
-    headings = "".join(f"<th>{escape(heading)}</th>" for heading in (*STEP_HEADINGS, "text"))
-    sources = "\n".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in source_rows(trace)
-    )
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>lookahead explain</title>
-<style>{_STYLE % {"light": light, "dark": dark}}{classes}
-</style>
-</head>
-<body>
-<h1>Where each token came from</h1>
-<p>{escape(trace.model)}</p>
-<p class="legend">{legend}<span>the model itself</span></p>
-<details><summary>prompt</summary><p class="text">{escape(trace.prompt)}</p></details>
-<p class="text">{text}</p>
-<p>{escape(total_line(trace))}</p>
-<table>
-{sources}
-</table>
-<h2>Steps</h2>
-<table>
-<tr>{headings}</tr>
-{rows}
-</table>
-</body>
-</html>
-"""
+def source_rows(trace: Trace) -> list[tuple[str, ...]]:
+    """`SOURCE_HEADINGS`, one row for each proposer that drafted, and the sums."""
+    stats = trace.stats
+    rows: list[tuple[str, ...]] = [SOURCE_HEADINGS]
+    for name, error in stats.calibration_error_by_source.items():
+        if stats.drafted_by_source[name]:
+            nodes = stats.drafted_by_source[name], stats.expected_by_source[name], stats.accepted_by_source[name]
+            rows.append(_source_row(name, stats.forwards_by_source[name], *nodes, error))
+    sums = stats.drafted_tokens, stats.expected_tokens, stats.accepted_tokens
+    rows.append(_source_row("all", stats.target_forwards, *sums, stats.calibration_error))
+    return rows
 
 
-def _token(piece: TracePiece, names: list[str], title: str) -> str:
-    """One token, marked where a proposer drafted it."""
-    if not piece.sources:
-        return escape(piece.visible)
-    title = f"{title}: {', '.join(piece.sources)}"
+def _source_row(name: str, passes: int, drafted: int, expected: float, accepted: int, error: float) -> tuple[str, ...]:
+    return name, str(passes), str(drafted), f"{expected:.1f}", str(accepted), f"{error:+.3f}"
+
+
+def total_line(trace: Trace) -> str:
+    """The totals in one line."""
+    stats, plain = trace.stats, trace.plain
+    compared = ""
+    if plain is not None and plain.tokens_per_s > 0.0:
+        factor = stats.tokens_per_s / plain.tokens_per_s
+        compared = f" ({factor:.2f}x of {plain.tokens_per_s:.1f} tokens/s without drafts)"
     return (
-        f'<span class="source-{names.index(piece.sources[0])}" title="{escape(title)}">{escape(piece.visible)}</span>'
+        f"{stats.emitted_tokens} tokens from {stats.target_forwards} passes and the prefill, "
+        f"{stats.mean_acceptance_length:.2f} tokens per pass, {stats.tokens_per_s:.1f} tokens/s{compared}; "
+        f"{stats.drafted_tokens} drafted, {stats.expected_tokens:.1f} expected and {stats.accepted_tokens} accepted"
     )
 
 
-def _row(number: int, step: Step, names: list[str]) -> str:
-    """One step of the table."""
-    cells = "".join(f"<td>{escape(cell)}</td>" for cell in step_cells(number, step))
-    return f"<tr>{cells}<td>{_pieces(number, step, names)}</td></tr>"
+def model_line(name: str, model: nn.Module) -> str:
+    """A model's name, type, size and dtype in one line."""
+    parameters = sum(each.numel() for each in model.parameters())
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    return f"{name} ({type(model).__name__}, {parameters:,} parameters, {dtype})"
 
 
-def _pieces(number: int, step: Step, names: list[str]) -> str:
-    """The text of a step."""
-    return "".join(_token(piece, names, f"step {number}") for piece in step.pieces)
+def machine_line(calibration: Calibration) -> str:
+    """The measured peaks of the machine in one line."""
+    machine = calibration.machine
+    ridge = machine.flops / machine.bytes_per_s
+    return (
+        f"at best {machine.flops / 1e9:.1f} GFLOP/s and {machine.bytes_per_s / 1e9:.1f} GB/s, "
+        f"so a step is bound by memory below {ridge:.1f} FLOP per byte"
+    )
+
+
+def sweep_rows(sweep: Sweep) -> list[tuple[str, ...]]:
+    """One row under `SWEEP_HEADINGS` for each number of nodes."""
+    return [
+        (
+            str(point.nodes),
+            f"{1e3 * point.seconds:.3f}",
+            f"{1e3 * point.bound_s:.3f}",
+            f"{point.intensity:.2f}",
+            f"{point.break_even:.2f}",
+            f"{point.acceptance_needed:.0%}" if point.nodes > 1 else "-",
+        )
+        for point in sweep.points
+    ]
+
+
+def render_trace(trace: Trace) -> str:
+    """One self-contained page: the text coloured by the source of each token, every step, and the totals."""
+    headings, *rows = source_rows(trace)
+    return render(
+        "trace.html.j2",
+        trace=trace,
+        colours=[_COLOURS[i % len(_COLOURS)] for i in range(len(trace.sources))],
+        total=total_line(trace),
+        source_headings=headings,
+        source_rows=rows,
+        step_headings=STEP_HEADINGS,
+        steps=[(step, step_cells(number, step)) for number, step in enumerate(trace.steps)],
+    )
+
+
+def read_prompt_file(name: str) -> str:
+    """The prompt in a file, or on standard input where the name is `-`.
+
+    Raises:
+        DocumentError: A pipe sends nothing in time, or a URL cannot be read.
+        PromptError: It is empty or no UTF-8.
+        OSError: The file cannot be read.
+    """
+    with opened(name) as file:
+        content = file.read()
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{name} is no UTF-8 text: {error.reason} at byte {error.start}") from error
+    if not text.strip():
+        raise PromptError(f"{name} holds no prompt: it is empty")
+    return text
+
+
+def check_page(path: Path | None) -> None:
+    """Refuse a page before the work that could not be written after it."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise ConfigError(f"html must be a file in a folder that exists, got {str(path)!r}")
+
+
+def write_page(trace: Trace, path: Path) -> None:
+    """Write a trace as an HTML page. The write is atomic.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    write_atomically(path, render_trace(trace))

@@ -1,0 +1,219 @@
+"""The HTML page about a results file."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from lookahead.errors import ConfigError, DocumentError
+from lookahead.reporting.aggregate import MOST_SHOWN, Aggregate, Failures
+from lookahead.reporting.charts import (
+    MOST_POINTS,
+    Chart,
+    Scale,
+    Values,
+    bin_values,
+    histogram,
+    scale_from_zero,
+    scatter,
+)
+from lookahead.reporting.render import render
+from lookahead.reporting.results_file import Reading, Result, read_rejects, read_results
+from lookahead.utils.atomic import write_atomically
+
+MARK = '<meta name="generator" content="lookahead report">'  # of `report.html.j2`
+_MARK_WITHIN = 1000  # bytes
+_MOST_REASONS = 12  # rows of the table of failures
+_MOST_STRETCHES = 60  # points of the speed over the job
+_LEAST_VALUES = 5  # of a histogram
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenReport:
+    """A page that was written.
+
+    Attributes:
+        path: The page.
+        documents: Number of documents summarized.
+        failed: Number of documents that failed, `None` where no file tells.
+        problems: What could not be read.
+    """
+
+    path: Path
+    documents: int
+    failed: int | None
+    problems: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """The values of a column.
+
+    Attributes:
+        values: `[documents]`.
+        median: Their median.
+        chart: Their histogram, `None` where there are too few values or all are equal.
+        beyond: Number of values above the end of the histogram.
+        end: The end of the histogram.
+    """
+
+    values: Values
+    median: float
+    chart: Chart | None
+    beyond: int
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpeed:
+    """Tokens per second along the file.
+
+    Attributes:
+        chart: The plot.
+        has_plain: Whether it shows plain decoding too.
+        stretch: Number of documents of each point.
+    """
+
+    chart: Chart
+    has_plain: bool
+    stretch: int
+
+
+def write_report(results: Path, output: Path | None = None, rejects: Path | None = None) -> WrittenReport:
+    """Write an HTML page about the results of `lookahead summarize`. The write is atomic.
+
+    Args:
+        results: JSON lines, or Parquet where the name ends in `.parquet`.
+        output: The page; `None` is `RESULTS.report.html`. Only an earlier report is overwritten.
+        rejects: Documents that failed; `None` is `RESULTS.rejects.jsonl`, if it exists.
+
+    Raises:
+        ConfigError: `output` cannot be written, or is another file.
+        DocumentError: `results` is empty or holds no results.
+        OSError: A file cannot be read; its name is in the error.
+    """
+    page = Path(f"{results}.report.html") if output is None else output
+    _check_output(page)
+    readings = {results.name: Reading()}
+    aggregate = Aggregate(read_results(results, readings[results.name]))
+    beside = Path(f"{results}.rejects.jsonl") if rejects is None else rejects
+    failures = None
+    if rejects is not None or beside.exists():
+        reading = readings.setdefault(beside.name, Reading())
+        failures = Failures()
+        for record in read_rejects(beside, reading):
+            failures.add(record)
+    if not aggregate.documents and not (failures and failures.total):
+        raise DocumentError(f"{results} is empty: there are no results in it to report")
+    problems = [f"{name}: {reading.describe()}" for name, reading in readings.items() if reading.malformed]
+    text = _render_report(aggregate, failures, results.name, beside.name, problems)
+    try:
+        write_atomically(page, text)
+    except OSError as error:
+        raise ConfigError(f"output {page} cannot be written: {error.strerror}") from error
+    return WrittenReport(page, aggregate.documents, failures.total if failures else None, problems)
+
+
+def _render_report(
+    aggregate: Aggregate, failures: Failures | None, name: str, rejects_name: str, problems: list[str]
+) -> str:
+    drafted = [(name, counts) for name, counts in aggregate.sources.items() if counts.drafted]
+    lengths = {"document_tokens": "tokens of the document", "summary_tokens": "tokens of the summary"}
+    return render(
+        "report.html.j2",
+        name=name,
+        rejects_name=rejects_name,
+        problems=problems,
+        totals=aggregate,
+        failures=failures,
+        reasons=failures.count.most_common(_MOST_REASONS) if failures else [],
+        speedups=_distribution(aggregate, "speedup", "times as many tokens a second", {"plain": 1.0}),
+        lengths=_distribution(aggregate, "acceptance_length", "mean acceptance length of a document", {}),
+        sources=sorted(drafted, key=lambda item: -item[1].drafted),
+        job_speed=_job_speed(aggregate),
+        times=[(x_name.split()[-1], _times(aggregate, column, x_name)) for column, x_name in lengths.items()],
+        most_points=MOST_POINTS,
+        document_lists=_document_lists(aggregate),
+    )
+
+
+def _distribution(aggregate: Aggregate, column: str, x_name: str, rules: dict[str, float]) -> Distribution | None:
+    """A column's values, with vertical lines at the median and at `rules`; `None` where no line has it."""
+    (values,) = aggregate.known(column)
+    if not values.size:
+        return None
+    bins, median = bin_values(values), float(np.median(values))
+    is_worth = values.size >= _LEAST_VALUES and np.unique(values).size > 1
+    chart = histogram(bins, x_name, {"median": median} | rules) if is_worth else None
+    return Distribution(values, median, chart, bins.beyond if chart else 0, float(bins.edges[-1]))
+
+
+def _job_speed(aggregate: Aggregate) -> JobSpeed | None:
+    ours = _speed_by_stretch(aggregate.column("decoded"), aggregate.column("decode_s"))
+    plain = _speed_by_stretch(aggregate.column("plain_decoded"), aggregate.column("plain_decode_s"))
+    if ours is None:
+        return None
+    fastest = max(float(speeds.max()) for _, speeds in (ours, plain or ours))
+    documents = Scale(0.0, float(max(aggregate.documents, 2)), least_step=1.0)
+    chart = Chart(documents, scale_from_zero(fastest), "documents, in the order of the file", "tokens per second")
+    chart.add_line("ours", *ours)
+    if plain:
+        chart.add_line("plain-line", *plain)
+    stretch = -(-int(np.isfinite(aggregate.column("decode_s")).sum()) // _MOST_STRETCHES)
+    return JobSpeed(chart, plain is not None, stretch)
+
+
+def _speed_by_stretch(decoded: Values, seconds: Values) -> tuple[Values, Values] | None:
+    """Middle and tokens per second of each stretch of documents in the file."""
+    known = np.flatnonzero(np.isfinite(decoded) & np.isfinite(seconds) & (seconds > 0))
+    if not known.size:
+        return None
+    parts = np.array_split(known, min(_MOST_STRETCHES, known.size))
+    speeds = np.array([decoded[part].sum() / seconds[part].sum() for part in parts])
+    return np.array([part.mean() + 1 for part in parts]), speeds
+
+
+def _times(aggregate: Aggregate, column: str, x_name: str) -> tuple[Chart, int] | None:
+    """Seconds by a length, and the number of documents; `None` where no line has both."""
+    lengths, seconds = aggregate.known(column, "seconds")
+    if not lengths.size:
+        return None
+    whole = np.isfinite(aggregate.column(column)) & np.isfinite(aggregate.column("seconds"))
+    names = [each for each, is_whole in zip(aggregate.names, whole.tolist(), strict=False) if is_whole]
+    return scatter(lengths, seconds, names, x_name, "seconds"), lengths.size
+
+
+def _document_lists(aggregate: Aggregate) -> list[tuple[str, list[Result]]]:
+    """The slowest documents, and those that gained most and least."""
+    most, least, what = aggregate.most_speedup.results, aggregate.least_speedup.results, "speedup"
+    if not most:
+        most, least, what = aggregate.most_accepted.results, aggregate.least_accepted.results, "tokens per pass"
+    # A document stands in one of the two lists only.
+    half = MOST_SHOWN if len(most) == MOST_SHOWN and aggregate.documents >= 2 * MOST_SHOWN else (len(most) + 1) // 2
+    best = most[:half]
+    worst = [result for result in least if not any(result is each for each in best)][:half]
+    lists = [
+        ("Took longest", aggregate.longest.results),
+        (f"Gained most, by {what}", best),
+        (f"Gained least, by {what}", worst),
+    ]
+    return [(title, results) for title, results in lists if results]
+
+
+def _check_output(path: Path) -> None:
+    """Refuse an output before the work that could not be written after it, or is another file."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ConfigError(f"output must be a file in a folder that exists, got {str(path)!r}")
+    if path.exists():
+        if not path.is_file() or not _is_report(path):
+            raise ConfigError(f"output {path} exists and is no report; name another file with --output")
+    elif not os.access(path.absolute().parent, os.W_OK):
+        raise ConfigError(f"output {path} cannot be written: permission denied")
+
+
+def _is_report(path: Path) -> bool:
+    with path.open("rb") as file:
+        return MARK.encode() in file.read(_MARK_WITHIN)
