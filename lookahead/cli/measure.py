@@ -50,7 +50,7 @@ def calibrate(options: CalibrateOptions) -> None:
     loaded = load(options, measures_costs=False)
     from lookahead.generation.step_costs import calibrate_costs, save_costs
     from lookahead.models.calibration import CONTEXTS
-    from lookahead.reporting.trace_wording import SWEEP_HEADINGS, machine_line, sweep_rows
+    from lookahead.reporting.trace_page import SWEEP_HEADINGS, machine_line, sweep_rows
 
     with console(sys.stderr).status("measuring"):
         calibration = calibrate_costs(loaded.model, options.context or CONTEXTS, compile=options.compile)
@@ -98,7 +98,7 @@ def explain(options: ExplainOptions) -> None:
     check_max_new_tokens(options.max_new_tokens)
     locate_model(options.model)
     config = options.config()
-    from lookahead.reporting.trace_file import check_page, read_prompt_file, write_page
+    from lookahead.reporting.trace_page import check_page, read_prompt_file, write_page
 
     text = read_prompt_file(options.prompt)
     check_page(options.html)
@@ -122,7 +122,7 @@ def explain(options: ExplainOptions) -> None:
 
 def _print_trace(trace: Trace, out: Console) -> None:
     """Print the text coloured by the source of each token, a legend, every step, and the totals."""
-    from lookahead.reporting.trace_wording import STEP_HEADINGS, source_rows, step_cells, total_line
+    from lookahead.reporting.trace_page import STEP_HEADINGS, source_rows, step_cells, total_line
 
     styles = {name: _STYLES[i % len(_STYLES)] for i, name in enumerate(trace.sources)}
     text, legend = Text(), Text("from: ")
