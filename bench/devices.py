@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 
 from bench.prompts import OPENINGS, SUMMARIZER, read_texts
 from lookahead import LookaheadConfig
+from lookahead.engine.drafter import TreeDrafter
 from lookahead.engine.engine import Engine
 from lookahead.generation.hf import prepare
 from lookahead.models.loading import load
@@ -68,15 +69,15 @@ DEVICES: dict[str, Cost] = {
 def on_device(cost: Cost, host: float = 0.0) -> Iterator[None]:
     """Let engines read a clock that goes on by what their passes and their drafts cost on a device."""
     now = [0.0]
-    score, draft = Target.score, Engine._draft
+    score, draft = Target.score, TreeDrafter.draft
 
     def timed_score(self: Target, trees: Any) -> torch.Tensor:
         now[0] += cost(max(len(tree) for tree in trees))
         return score(self, trees)
 
-    def timed_draft(self: Engine, *arguments: Any) -> Any:
-        now[0] += host
-        return draft(self, *arguments)
+    def timed_draft(self: TreeDrafter, rows: Any, plan: Any) -> Any:
+        now[0] += host * plan.drafts
+        return draft(self, rows, plan)
 
     class Clock:
         @staticmethod
@@ -87,7 +88,7 @@ def on_device(cost: Cost, host: float = 0.0) -> Iterator[None]:
         patch("lookahead.engine.engine.time", Clock),
         patch("lookahead.proposers.jacobi_auto.time", Clock),
         patch.object(Target, "score", timed_score),
-        patch.object(Engine, "_draft", timed_draft),
+        patch.object(TreeDrafter, "draft", timed_draft),
     ):
         yield
 
@@ -112,7 +113,7 @@ def compare(
     for name, sources in CONFIGS.items():
         config = LookaheadConfig(memory="request", **sources, **options)
         learned = LearnedState()
-        learned.cost.warms_up(2)
+        learned.costs[LookaheadConfig().passes].warms_up(2)
         with on_device(cost, HOST), use_learned(model, learned):
             runs = [decode(model, ids, tokens, config) for ids in prompts]
         outputs = [output for output, _ in runs]

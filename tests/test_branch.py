@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +17,9 @@ from transformers import PreTrainedModel
 import lookahead
 from bench.devices import decode, on_device
 from lookahead import LookaheadConfig
-from lookahead.drafting.budget import MOST_SAVED, SHARE, Switch
-from lookahead.drafting.controller import Pacing
+from lookahead.drafting.budget import CAP, REFILL, EnableRule, LookaheadBranch
+from lookahead.drafting.controller import Controller, StepRecord
 from lookahead.drafting.cost_model import StepCost
-from lookahead.drafting.lookahead_branch import Branch
 from lookahead.drafting.proposal import Feedback
 from lookahead.drafting.sizes import BranchSize
 from lookahead.drafting.tree import TokenTree, without_sources
@@ -48,6 +48,30 @@ def rising(node_cost: float) -> Cost:
     return flat_to(1, node_cost)
 
 
+class Others:
+    """Stands for the proposers beside the branch, where only the names of sources count."""
+
+    sources = ("others",)
+
+
+OTHERS, BRANCH = 1, 2  # the bits of their nodes
+
+
+def controller_of(sizes: Sequence[BranchSize] = SIZES, node_budget: int = BUDGET) -> tuple[Controller, LookaheadBranch]:
+    branch = LookaheadBranch(sizes)
+    proposers: Any = [Others(), AutoJacobiProposer(branch)]
+    return Controller(StepCost(), EnableRule(), branch, proposers, node_budget=node_budget), branch
+
+
+def record_of(own_nodes: int, nodes: int, own: float, tokens: float, host_s: float, step_s: float) -> StepRecord:
+    """A step whose tree has `own_nodes` without the branch; it gave `own` of its tokens without it."""
+    sources = np.full(nodes, OTHERS, np.int32)
+    sources[own_nodes:], sources[0] = BRANCH, 0
+    tree = TokenTree(ids(*range(nodes)), ids(*range(-1, nodes - 1)).clip(0), np.zeros(nodes, np.int32), sources)
+    added = round(tokens - own)  # nodes of the branch that were accepted
+    return StepRecord([(tree, ids(0, *range(own_nodes, own_nodes + added)))], [tokens], nodes, host_s, step_s)  # type: ignore
+
+
 @dataclass
 class Machine:
     """A simulated engine of one row: what steps cost, what other sources give, and what the branch adds to them."""
@@ -56,25 +80,28 @@ class Machine:
     own_nodes: int = 1
     own_tokens: float = 1.0
     host: float = 0.01
-    pacing: Pacing = field(default_factory=lambda: Pacing(StepCost(), Switch(), Branch(SIZES)))
+    branch_sizes: Sequence[BranchSize] = SIZES
     seconds: float = 0.0
     without_branch: float = 0.0  # what the same tokens would have taken
     sizes: list[BranchSize | None] = field(default_factory=list)
     longest: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.controller, self.branch = controller_of(self.branch_sizes)
+
     def step(self, added: float | Callable[[BranchSize], float]) -> None:
         """One step; a branch that is on adds so many tokens to it."""
-        costs = self.pacing.begin([900], 100, BUDGET + 1)
-        size = self.pacing.branch.size
-        nodes, tokens, host = (1, 1.0, 0.0) if costs is None else (self.own_nodes, self.own_tokens, self.host)
-        without = None
+        plan = self.controller.plan([900], 100)
+        size = plan.branch
+        nodes, tokens, host = (self.own_nodes, self.own_tokens, self.host) if plan.drafts else (1, 1.0, 0.0)
+        own_nodes, own_tokens = nodes, tokens
         if size is not None:
-            without, nodes = (nodes, [tokens]), nodes + size.window_nodes + size.guesses
-            assert nodes < len(costs)
+            nodes += size.window_nodes + size.guesses
+            assert nodes < len(plan.costs)
             tokens, host = tokens + (added(size) if callable(added) else added), 2 * self.host
-            self.pacing.branch.host_s = self.host
+            self.branch.host_s = self.host
         took = self.step_cost(nodes)
-        self.pacing.learn(nodes, [tokens], host, took, without)
+        self.controller.record(plan, record_of(own_nodes, nodes, own_tokens, tokens, host, took + host))
         self.seconds += took + host
         own = self.step_cost(self.own_nodes) + self.host
         self.without_branch += tokens * own / self.own_tokens if self.own_tokens > 1 else tokens
@@ -116,7 +143,7 @@ def test_where_it_never_adds_anything_it_costs_no_more_than_its_share(node_cost:
     machine = Machine(rising(node_cost), own_nodes=8, own_tokens=2.0)
     for _ in range(4000):
         machine.step(0.0)
-    assert machine.lost < SHARE * machine.seconds
+    assert machine.lost < REFILL * machine.seconds
 
 
 @given(
@@ -129,13 +156,13 @@ def test_where_it_never_adds_anything_it_costs_no_more_than_its_share(node_cost:
 @settings(max_examples=30)
 def test_whatever_steps_cost_and_the_branch_adds_the_time_lost_is_bounded(node_cost, width, host, own, pattern) -> None:
     machine = Machine(flat_to(width, node_cost), *own, host=host)
-    without = Machine(flat_to(width, node_cost), *own, host=host, pacing=Pacing(StepCost(), Switch()))
+    without = Machine(flat_to(width, node_cost), *own, host=host, branch_sizes=())
     for _, added in zip(range(800), cycle(pattern), strict=False):
         machine.step(added)
         without.step(0.0)
     # Other sources lose what they lose; the branch's own account comes on top.
     allowed = max(0.0, without.lost) * machine.seconds / without.seconds
-    assert machine.lost <= allowed + 2 * SHARE * machine.seconds + MOST_SAVED + 6 * machine.longest
+    assert machine.lost <= allowed + 2 * REFILL * machine.seconds + CAP + 6 * machine.longest
 
 
 def test_what_begins_to_pay_is_found_and_what_ceases_to_is_left() -> None:
@@ -171,24 +198,22 @@ def test_numbers_of_rows_are_judged_for_themselves() -> None:
     machine = Machine(flat_to(256))
     for _ in range(300):
         machine.step(1.0)
-    branch = machine.pacing.branch
-    machine.pacing.begin([900], 100, BUDGET + 1)
-    assert branch.size is not None
-    machine.pacing.begin([900] * 4, 100, BUDGET + 1)
-    assert branch.size is None
+    assert machine.controller.plan([900], 100).branch is not None
+    assert machine.controller.plan([900] * 4, 100).branch is None
 
 
 def test_a_branch_on_trial_takes_nothing_from_other_sources() -> None:
-    pacing, dear = Pacing(StepCost(), Switch(), Branch(SIZES)), rising(0.2)
+    (controller, branch), dear = controller_of(), rising(0.2)
     for _ in range(50):
-        pacing.begin([900], 100, BUDGET + 1)
-        pacing.learn(2, [2], 0.01, dear(2))
-    looked = 0
+        plan = controller.plan([900], 100)
+        controller.record(plan, record_of(2, 2, 2, 2, 0.01, dear(2) + 0.01))
+    proposed = 0
     for _ in range(300):
-        looked += pacing.begin([900], 100, BUDGET + 1) is not None
-        pacing.branch.size = SIZES[1]  # as if it had been chosen
-        pacing.learn(40, [2], 0.01, dear(40), (2, [2]))
-    assert looked > 280, "each of its steps costs as much as eight without it"
+        plan = controller.plan([900], 100)
+        proposed += plan.drafts
+        branch.size = SIZES[1]  # as if it had been chosen
+        controller.record(plan._replace(branch=SIZES[1]), record_of(2, 40, 2, 2, 0.01, dear(40) + 0.01))
+    assert proposed > 280, "each of its steps costs as much as eight without it"
 
 
 def test_a_hang_of_the_machine_does_not_turn_it_off() -> None:
@@ -218,7 +243,7 @@ def test_a_step_without_it_lacks_the_tokens_and_nodes_that_it_alone_offered() ->
 
 
 def test_while_it_is_off_nothing_is_made_or_drafted() -> None:
-    proposer = AutoJacobiProposer(Branch(SIZES))
+    proposer = AutoJacobiProposer(LookaheadBranch(SIZES))
     proposer.start(0, ids(1, 2, 1))
     assert proposer.propose(0, 100) is None
     proposer.observe(0, Feedback(ids(2), ids(0), NOTHING), NOTHING)
@@ -229,15 +254,14 @@ def test_while_it_is_off_nothing_is_made_or_drafted() -> None:
 def test_where_it_is_the_only_source_a_step_without_it_is_plain() -> None:
     config = LookaheadConfig(proposers=("jacobi",))
     assert config.node_budget == 0
-    pacing = Pacing(StepCost(), Switch(), Branch(SIZES))
-    pacing.begin([900], 100, config.node_budget + 1)
-    pacing.learn(1, [1], 0.0, 1.0)
-    assert pacing.begin([900], 100, config.node_budget + 1) is None
+    controller, _ = controller_of(node_budget=config.node_budget)
+    controller.record(controller.plan([900], 100), record_of(1, 1, 1, 1, 0.0, 1.0))
+    assert not controller.plan([900], 100).drafts
 
 
 @pytest.mark.parametrize("from_prompt", [False, True])
 def test_a_row_goes_on_as_if_it_had_been_told_all_the_while(from_prompt: bool) -> None:
-    branch = Branch(SIZES)
+    branch = LookaheadBranch(SIZES)
     auto = AutoJacobiProposer(branch, pool_from_prompt=from_prompt)
     fixed = JacobiProposer(*SIZES[1], pool_from_prompt=from_prompt)
 
@@ -263,7 +287,7 @@ def test_a_row_goes_on_as_if_it_had_been_told_all_the_while(from_prompt: bool) -
 
 
 def test_a_row_served_at_another_size_begins_anew() -> None:
-    branch = Branch(SIZES)
+    branch = LookaheadBranch(SIZES)
     auto = AutoJacobiProposer(branch)
     auto.start(0, ids(1, 2, 3, 1))
     for size in (SIZES[0], SIZES[2], SIZES[0]):
@@ -314,13 +338,13 @@ def restless(monkeypatch: pytest.MonkeyPatch) -> list[BranchSize | None]:
     """Lets the branch of every engine go through all sizes and none, a few steps each; lists what it was."""
     chosen: list[BranchSize | None] = []
 
-    def choose(self: Branch, rows: int, curve: object, measured: object) -> None:
+    def choose(self: LookaheadBranch, curve: object, measured: object) -> None:
         self.size = [None, *self._sizes][len(chosen) // 3 % (1 + len(self._sizes))]
         chosen.append(self.size)
 
-    monkeypatch.setattr(Branch, "choose", choose)
-    monkeypatch.setattr(Switch, "looks", lambda self, rows: True)
-    monkeypatch.setattr("lookahead.drafting.controller._RAGGED", 0.0)  # rows in step are no exception
+    monkeypatch.setattr(LookaheadBranch, "choose", choose)
+    monkeypatch.setattr(EnableRule, "proposes", lambda self, rows: True)
+    monkeypatch.setattr("lookahead.drafting.controller._MASKED", 0.0)  # rows in step are no exception
     return chosen
 
 

@@ -18,8 +18,8 @@ import lookahead
 from lookahead import LookaheadConfig
 from lookahead.cli.app import app
 from lookahead.config import PASSES
-from lookahead.drafting.budget import Switch
-from lookahead.drafting.controller import Pacing
+from lookahead.drafting.budget import EnableRule
+from lookahead.drafting.controller import Controller, StepRecord
 from lookahead.drafting.cost_model import StepCost, padded_nodes
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import ConfigError
@@ -221,20 +221,23 @@ def test_rows_and_slots_are_padded_to_powers_of_two() -> None:
 
 def test_the_cost_of_padded_steps_is_a_staircase_and_compiling_is_no_part_of_it() -> None:
     cost = StepCost()
-    pacing = Pacing(cost, Switch(), is_padded=True)
+    controller = Controller(cost, EnableRule(), node_budget=63, is_padded=True)
+
+    def step(nodes: int, tokens: int, seconds: float, *, is_cold: bool = False) -> None:
+        root = TokenTree.root(5), np.zeros(1, np.int32)
+        plan = controller.plan([50], 100)
+        controller.record(plan, StepRecord([root], [tokens], nodes, 0.0, seconds, is_cold))
+
     for nodes, seconds in [(1, 0.001), (4, 0.002), (16, 0.004), (1, 0.001), (1, 0.001)] * 8:
-        pacing.begin([50], 100, 64)
-        pacing.learn(nodes, [nodes], 0.0, seconds)
-    pacing.begin([50], 100, 64)
-    pacing.learn(8, [1], 0.0, 30.0, is_cold=True)
-    costs = pacing.begin([50], 100, 64)
-    assert costs is not None
-    stairs = costs.tolist()
+        step(nodes, nodes, seconds)
+    step(8, 1, 30.0, is_cold=True)
+    plan = controller.plan([50], 100)
+    assert plan.drafts
+    stairs = plan.costs.tolist()
     assert stairs[3] == stairs[4] < stairs[5] == stairs[8] < stairs[9] == stairs[16] < stairs[17] == stairs[32]
     assert stairs[8] < 0.004
     for _ in range(50):
-        pacing.begin([50], 100, 64)
-        pacing.learn(13, [1], 0.0, 0.006)  # was padded to 16, and counts as such
+        step(13, 1, 0.006)  # was padded to 16, and counts as such
     assert cost.curve(1, 16, 100)[16] == pytest.approx(0.006, rel=0.1)
 
 

@@ -323,9 +323,9 @@ def test_stop_strings_end_the_text_where_generate_ends_it(tiny_llama: PreTrained
     assert len(expected) < 40
 
 
-@pytest.mark.parametrize("has_reserve", [True, False])
-def test_a_step_that_found_nothing_reads_the_likeliest_tokens_only_where_time_can_be_spared(
-    has_reserve: bool, tiny_llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("proposes", [True, False])
+def test_the_likeliest_tokens_are_read_only_where_the_proposers_were_asked(
+    proposes: bool, tiny_llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[bool] = []
     whole = lookahead.engine.engine.read_scores
@@ -335,10 +335,9 @@ def test_a_step_that_found_nothing_reads_the_likeliest_tokens_only_where_time_ca
         return whole(logits, with_top=with_top)
 
     monkeypatch.setattr("lookahead.engine.engine.read_scores", listen)
-    monkeypatch.setattr("lookahead.drafting.budget.Switch.looks", lambda *_: True)
-    monkeypatch.setattr("lookahead.drafting.budget.Switch.drafts", lambda *_, **__: False)
-    monkeypatch.setattr("lookahead.drafting.budget.Switch.has_reserve", lambda *_: has_reserve)
+    monkeypatch.setattr("lookahead.drafting.budget.EnableRule.proposes", lambda *_: proposes)
     tiny_llama.generate(
         torch.tensor([[3, 4, 5, 3, 4]]), max_new_tokens=12, do_sample=False, custom_generate=lookahead.decode
     )
-    assert any(read[3:]) == has_reserve
+    assert read[0], "after the prompt"
+    assert any(read[1:]) == proposes

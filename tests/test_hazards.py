@@ -21,8 +21,8 @@ from transformers import (
 
 import lookahead
 from lookahead import LookaheadConfig
+from lookahead.drafting.controller import Controller
 from lookahead.drafting.proposal import Call, Feedback, IntArray, Proposal, Proposer
-from lookahead.engine.credit import Accounts
 from lookahead.errors import LogitsError, PromptError, UnsupportedModelError
 from lookahead.models import support
 from lookahead.models.support import support_of
@@ -233,13 +233,13 @@ def test_a_step_scored_again_counts_as_the_drafted_one_it_was_and_such_drafts_st
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted_nodes: list[int] = []
-    settle = Accounts.settle
+    record = Controller.record
 
-    def settled(self: Accounts, *arguments: Any, nodes: int, **options: Any) -> None:
-        counted_nodes.append(nodes)
-        settle(self, *arguments, nodes=nodes, **options)
+    def recorded(self: Controller, plan: Any, step: Any) -> None:
+        counted_nodes.append(step.nodes)
+        record(self, plan, step)
 
-    monkeypatch.setattr(Accounts, "settle", settled)
+    monkeypatch.setattr(Controller, "record", recorded)
     answer = model.generate(IDS, do_sample=False, max_new_tokens=200)[:, IDS.shape[1] :].tolist()
     poison = next(token for token in range(3, 100) if token not in answer[0] + IDS[0].tolist())
     model.get_input_embeddings().weight.data[poison] = float("nan")

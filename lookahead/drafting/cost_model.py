@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -23,22 +24,22 @@ _FORGET = 0.002  # share of what a point costs beyond the first guess that is fo
 _STALE = 0.1  # shares by which ratios may have moved, taken together, before curves are drawn anew
 _SHORT_CONTEXT = 512  # tokens; the first bucket ends here, and each further one at four times as many
 
+_MOST_COUNTED = 20_000.0  # tokens
+
 Bucket = tuple[int, int]
 
 
 class StepCost:
     """Seconds of one target step by its rows, its nodes a row, and the length of its context.
 
-    Rows and contexts fall into buckets: 1, 2, 3-4, 5-8, … rows; up to 512, 2048, 8192, … tokens. Within a bucket
-    the cost is known by the number of tokens of a step, rows times nodes. What is learned at some points is the
-    ratio to a first guess, a straight line that adds 4% of a one-token step per token; between the points and beyond
-    them it is interpolated.
+    Rows and contexts fall into buckets: 1, 2, 3-4, 5-8, … rows; up to 512, 2048, 8192, … tokens. Within a bucket the
+    cost depends on rows times nodes. What is learned at some points is the ratio to a first guess, a straight line that
+    adds 4% of a one-token step per token; other points are interpolated. A new bucket begins as the nearest known one.
 
-    - A plain step moves the whole bucket: it tells how fast the machine is now. So costs that a file holds, or that
-      were measured while the machine was busy, keep their shape and lose their scale. A larger step moves its point.
-    - A point dearer than the first guess that is not measured for a while goes back to it. So a cost once measured
-      too high is tried again, wherever it was measured.
-    - A bucket that is new begins as the nearest one that is not.
+    - A plain step moves the whole bucket, so costs from a file keep their shape and take the scale of this machine. A
+      larger step moves its point.
+    - A point that costs more than the first guess and is not measured for a while goes back to it, so that a cost once
+      measured too high is tried again.
 
     Example:
         >>> cost = StepCost()
@@ -253,3 +254,71 @@ def _curve(ratios, rows, nodes):
         tokens = max(1.0, 1.0 * rows * n)
         curve[n] = _guess(tokens) * _ratio(ratios, tokens)
     return curve
+
+
+@dataclass(slots=True)
+class LengthModel:
+    """How often outputs end before their limit: once in 200 tokens, until more is known."""
+
+    ended: float = 1.0
+    tokens: float = 200.0
+
+    def count(self, tokens: int, *, is_early: bool) -> None:
+        """Count an output of so many tokens, which ended before its limit or did not."""
+        self.ended += is_early
+        self.tokens += tokens
+        if self.tokens > _MOST_COUNTED:
+            self.ended, self.tokens = self.ended / 2, self.tokens / 2
+
+    def chance_to_last(self, steps: int) -> float:
+        """The chance that an output goes on for so many tokens more."""
+        return float((1.0 - min(1.0, self.ended / self.tokens)) ** steps)
+
+
+class BatchValue(NamedTuple):
+    """What tokens are worth to a batch: its last row ends it, and a row that ends early saves the others little.
+
+    Attributes:
+        left: float64 `[rows]`, tokens that each row may still emit.
+        plain: float64 `[rows + 1]`, what a plain step of 0, 1, … rows counts; it never falls.
+    """
+
+    left: FloatArray
+    plain: FloatArray
+
+    @classmethod
+    def of(cls, left: Sequence[int], plain: FloatArray, lasting: float) -> BatchValue:
+        """By the chance that rows run to their limits, and what a plain step of 0, 1, … rows takes.
+
+        If they do, the last of them ends the batch: were a step as dear with few rows as with many, only that one would
+        count. If any may end at any time, a token of one is worth as much as a token of another.
+        """
+        rows = len(left)
+        weights = lasting * plain / plain[-1] + (1.0 - lasting) * np.arange(rows + 1.0) / rows
+        return cls(np.array(left, np.float64), weights)
+
+    def steps_saved(self, tokens: Sequence[float]) -> float:
+        """How much sooner the batch ends for so many tokens of each row at once, in plain steps of all its rows."""
+        if len(self.left) == 1:
+            return float(tokens[0])
+        return float(steps_saved(np.array(tokens, np.float64), self.left, self.plain))
+
+
+@njit(cache=True, error_model="numpy")
+def steps_saved(tokens, left, plain):
+    """`BatchValue.steps_saved`, of arrays."""
+    return (_seconds_left(left, plain) - _seconds_left(left - tokens, plain)) / plain[len(left)]
+
+
+@njit(cache=True, error_model="numpy")
+def _seconds_left(left, plain):
+    """Seconds that plain decoding takes until every row has emitted all that is left of it."""
+    seconds, rows = 0.0, len(left)
+    ascending = np.sort(left)
+    for ended in range(rows):
+        # Without this row the steps until it ends would be those of one row fewer.
+        seconds += (plain[rows - ended] - plain[rows - ended - 1]) * max(0.0, ascending[ended])
+    return seconds
+
+
+SINGLE_ROW = BatchValue(np.full(1, 1e9), np.arange(2.0))  # a token of a single row is a step

@@ -9,7 +9,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from lookahead.drafting.batch_value import Batch, steps_saved
+from lookahead.drafting.cost_model import BatchValue, steps_saved
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.ngram.prune import FREE, Limits, node_at, rank, select, union
 
@@ -97,7 +97,7 @@ def merge(
     return Draft(TokenTree(whole[0], whole[1], whole[2], whole[3]), placed, reach, whole[4])
 
 
-def fit(drafts: Sequence[Draft], costs: FloatArray, batch: Batch) -> list[Draft]:
+def fit(drafts: Sequence[Draft], costs: FloatArray, batch: BatchValue) -> list[Draft]:
     """Cut the drafts of rows that take a step together to one size, that which saves most per cost.
 
     A pass computes as many nodes for every row as the largest tree has, so their trees are sized together: each keeps

@@ -37,9 +37,9 @@ class Row:
         stopping: When it ends.
         place: Its place in the batch that those two were made for.
         device: Where logits processors and stopping criteria expect ids.
-        seat: Its number among the rows of its engine; another row has it once this one has ended.
+        slot: Its number among the rows of its engine; another row has it once this one has ended.
         emitted: Tokens it emitted.
-        untold: Those that the proposers do not know of yet.
+        pending: Those that the proposers do not know of yet.
         stats: What was counted.
         prefilled: When its prompt was read, by `time.perf_counter`.
         finish_reason: Why it ended; None while it runs.
@@ -54,9 +54,9 @@ class Row:
     place: int
     device: torch.device
     stats: DecodingStats
-    seat: int = 0
+    slot: int = 0
     emitted: int = 0
-    untold: list[IntArray] = field(default_factory=list)
+    pending: list[IntArray] = field(default_factory=list)
     prefilled: float = 0.0
     finish_reason: FinishReason | None = None
 
@@ -84,7 +84,7 @@ class Row:
         return np.ascontiguousarray(self.ids[self.padding : self.length], np.int32)
 
     @property
-    def newest(self) -> int:
+    def last_token(self) -> int:
         """Its newest token."""
         return int(self.ids[self.length - 1])
 

@@ -23,8 +23,8 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateNonBeamOutput
 
 from lookahead.config import LookaheadConfig
-from lookahead.drafting.controller import Pacing
-from lookahead.drafting.lookahead_branch import Branch
+from lookahead.drafting.budget import LookaheadBranch
+from lookahead.drafting.controller import Controller
 from lookahead.drafting.proposal import Call, IntArray, Proposer
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.engine.engine import Engine
@@ -252,7 +252,7 @@ def assemble(
         by_rejection=config.acceptance == "rejection" and warp is not None,
         warp=warp,
     )
-    proposers, pacing = _drafting(model, config, pool, call, encoded, runs_to_limit=stopping.is_only_length)
+    proposers, controller = _drafting(model, config, pool, call, encoded, runs_to_limit=stopping.is_only_length)
     target: Target
     if encoded is not None:
         target = DecoderTarget(model, encoded)
@@ -273,7 +273,7 @@ def assemble(
     return Engine(
         target,
         proposers,
-        pacing,
+        controller,
         config,
         batch,
         keep_cache=keep_cache,
@@ -294,11 +294,11 @@ def _drafting(
     encoded: Encoded | None,
     *,
     runs_to_limit: bool,
-) -> tuple[Sequence[Proposer], Pacing | None]:
+) -> tuple[Sequence[Proposer], Controller | None]:
     """The sources of drafts of a call, and what sizes their drafts; both go on from what was learned of the model."""
     learned = state_of(model).learned
     with learned.lock:
-        branch = Branch(
+        branch = LookaheadBranch(
             config.branch_sizes if config.decides_branch and not call.is_chain else (),  # the branch is a tree
             learned.branch[tuple(name for name in config.proposers if isinstance(name, str))],
             max_nodes=config.max_nodes or MAX_NODES_LIMIT,
@@ -307,7 +307,7 @@ def _drafting(
         proposers: Sequence[Proposer] = make_proposers(
             config, learned.of(ProposerState, ProposerState), pool, call, branch
         )
-        cost, switch = learned.costs[config.passes], learned.switches[config.passes]
+        cost, rule = learned.costs[config.passes], learned.rules[config.passes]
     reads_hidden = any(proposer.hidden_layers for proposer in proposers)
     if encoded is not None:
         if reads_hidden:
@@ -320,7 +320,16 @@ def _drafting(
     if not proposers or config.draft != "auto":
         return proposers, None
     is_padded = config.has_fixed_shapes and encoded is None
-    return proposers, Pacing(cost, switch, branch, is_padded=is_padded, runs_to_limit=runs_to_limit)
+    return proposers, Controller(
+        cost,
+        rule,
+        branch,
+        proposers,
+        node_budget=config.node_budget,
+        is_padded=is_padded,
+        runs_to_limit=runs_to_limit,
+        by_rejection=call.by_rejection,
+    )
 
 
 def _unsupported_reason(

@@ -9,9 +9,8 @@ from threading import Lock, RLock
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
-from lookahead.drafting.budget import Switch
+from lookahead.drafting.budget import BranchState, EnableRule
 from lookahead.drafting.cost_model import StepCost
-from lookahead.drafting.lookahead_branch import Lane
 
 T = TypeVar("T")
 
@@ -21,7 +20,7 @@ class LearnedState:
 
     Attributes:
         costs: Of steps, by how the model is run (`lookahead.config.PASSES`).
-        switches: What drafting was measured to save, likewise.
+        rules: What drafting was measured to save, likewise.
         branch: What the lookahead branch was measured to save, by the sources beside it.
         lock: Held by whoever learns or drafts by any of it.
     """
@@ -29,8 +28,8 @@ class LearnedState:
     def __init__(self) -> None:
         self.lock = RLock()
         self.costs: defaultdict[str, StepCost] = defaultdict(StepCost)
-        self.switches: defaultdict[str, Switch] = defaultdict(Switch)
-        self.branch: defaultdict[tuple[str, ...], dict[int, Lane]] = defaultdict(dict)
+        self.rules: defaultdict[str, EnableRule] = defaultdict(EnableRule)
+        self.branch: defaultdict[tuple[str, ...], dict[int, BranchState]] = defaultdict(dict)
         self._owned: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
     def of(self, owner: object, make: Callable[[], T]) -> T:

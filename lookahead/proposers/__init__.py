@@ -7,8 +7,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from lookahead.config import LookaheadConfig
-from lookahead.drafting.ledger import Ledger
-from lookahead.drafting.lookahead_branch import Branch
+from lookahead.drafting.budget import LookaheadBranch, ProposerBudget
 from lookahead.drafting.proposal import Call, Proposer, ProposerFactory
 from lookahead.errors import ProposerError
 from lookahead.ngram.acceptance import HitRates
@@ -29,17 +28,17 @@ class ProposerState:
         mixture: The hit rates of all candidates of a `MixtureProposer`.
         jacobi: The hit rates of the lookahead branch.
         memory: Texts, and what the target thought of them.
-        ledgers: What proposers of a user's own were worth, by what makes them.
+        budgets: What proposers of a user's own were worth, by what makes them.
     """
 
     mixture: HitRates = field(default_factory=HitRates)
     jacobi: HitRates = field(default_factory=HitRates)
     memory: Memory = field(default_factory=Memory)
-    ledgers: WeakKeyDictionary[Any, Ledger] = field(default_factory=WeakKeyDictionary)
+    budgets: WeakKeyDictionary[Any, ProposerBudget] = field(default_factory=WeakKeyDictionary)
 
 
 def make_proposers(
-    config: LookaheadConfig, experience: ProposerState, pool: Pool | None, call: Call, branch: Branch
+    config: LookaheadConfig, experience: ProposerState, pool: Pool | None, call: Call, branch: LookaheadBranch
 ) -> list[Proposer]:
     """The proposers a configuration names, with what was learned before, and its pool, then those it brings along.
 
@@ -70,7 +69,7 @@ def make_proposers(
         made.append(JacobiProposer(*config.branch_sizes[0], pool_from_prompt=from_prompt, rates=rates))
     for factory in config.proposers:
         if not isinstance(factory, str):
-            made.append(CustomProposer(factory, call, _ledger_of(factory, experience)))
+            made.append(CustomProposer(factory, call, _budget_of(factory, experience)))
     names = [name for proposer in made for name in proposer.sources]
     for name in names:
         if names.count(name) > 1:
@@ -80,9 +79,9 @@ def make_proposers(
     return made
 
 
-def _ledger_of(factory: ProposerFactory, experience: ProposerState) -> Ledger:
+def _budget_of(factory: ProposerFactory, experience: ProposerState) -> ProposerBudget:
     """What a proposer was worth so far; of one that cannot be told from others nothing is kept."""
     try:
-        return experience.ledgers.setdefault(factory, Ledger())
+        return experience.budgets.setdefault(factory, ProposerBudget())
     except TypeError:
-        return Ledger()
+        return ProposerBudget()

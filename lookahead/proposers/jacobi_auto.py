@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lookahead.drafting.lookahead_branch import Branch
+from lookahead.drafting.budget import LookaheadBranch
 from lookahead.drafting.proposal import Feedback, IntArray, Proposal
 from lookahead.drafting.sizes import BranchSize
 from lookahead.ngram.acceptance import HitRates
@@ -46,7 +46,9 @@ class AutoJacobiProposer:
     needs_top = False
     hidden_layers: tuple[int, ...] = ()
 
-    def __init__(self, branch: Branch, *, pool_from_prompt: bool = True, rates: HitRates | None = None) -> None:
+    def __init__(
+        self, branch: LookaheadBranch, *, pool_from_prompt: bool = True, rates: HitRates | None = None
+    ) -> None:
         self._branch = branch
         self._pool_from_prompt = pool_from_prompt
         self._rates = rates if rates is not None else HitRates()

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
 
-from lookahead.drafting.ledger import Ledger
+from lookahead.drafting.budget import ProposerBudget
 from lookahead.drafting.proposal import Call, Feedback, IntArray, Proposal, Proposer, ProposerFactory, question_of
 from lookahead.errors import ProposerError
 
 _METHODS = ("start", "propose", "observe", "finish")
 _ATTRIBUTES = ("sources", "needs_argmax", "needs_top", "hidden_layers")
 _PATIENCE = 8  # steps without a question for which hidden states are kept
-
-
-@runtime_checkable
-class Paid(Protocol):
-    """A proposer that has to be worth its time."""
-
-    def settle(self, *, alone: float, tokens: float, step_s: float) -> float | None:
-        """Learn what a step gave that only this proposer foretold; the seconds that are on its own account alone."""
 
 
 class CustomProposer:
@@ -35,13 +27,13 @@ class CustomProposer:
     Args:
         factory: What the configuration holds; called once.
         call: The call it makes a proposer for.
-        ledger: What it was worth so far.
+        budget: What it was worth so far.
 
     Raises:
         ProposerError: What it makes is no proposer, or offers what is no tree of tokens the target knows.
     """
 
-    def __init__(self, factory: ProposerFactory, call: Call, ledger: Ledger) -> None:
+    def __init__(self, factory: ProposerFactory, call: Call, budget: ProposerBudget) -> None:
         proposer = factory(call)
         self._name = getattr(factory, "__name__", type(factory).__name__)
         lacking = [name for name in (*_METHODS, *_ATTRIBUTES) if not hasattr(proposer, name)]
@@ -59,7 +51,7 @@ class CustomProposer:
         self._by_rejection = call.by_rejection
         self._is_chain = call.is_chain
         self._is_timed = call.is_timed
-        self._ledger = ledger
+        self._budget = budget
         self._is_new = True  # it was not asked since it was shown a row
         self._unasked: dict[int, int] = {}  # steps since the last question, of the rows it was shown
         self._spent_s: float | None = None  # since the last step; None where it was not asked
@@ -76,7 +68,7 @@ class CustomProposer:
 
     def start(self, row: int, prompt: IntArray) -> None:
         """Show it a new row, if it is worth it."""
-        is_poor = not self._ledger.begins or (bool(self.hidden_layers) and not self._ledger.affords)
+        is_poor = not self._budget.begins or (bool(self.hidden_layers) and not self._budget.affords)
         if self._is_timed and is_poor:
             return
         self._roots[row] = int(prompt[-1])
@@ -90,7 +82,7 @@ class CustomProposer:
     def propose_batch(self, rows: Sequence[int], room: int) -> Sequence[Proposal | None]:
         """What it offers for some rows, all at once where it can; nothing where it is not worth asking."""
         known = [row for row in rows if row in self._roots]
-        is_poor = self._is_timed and not self._ledger.affords
+        is_poor = self._is_timed and not self._budget.affords
         if is_poor:
             self._leave(known)
         if is_poor or not known:
@@ -127,7 +119,7 @@ class CustomProposer:
             self._leave([row])
 
     def settle(self, *, alone: float, tokens: float, step_s: float) -> float | None:
-        """Learn what a step gave that only this proposer foretold, as told to `Ledger.settle`.
+        """Learn what a step gave that only this proposer foretold, as told to `ProposerBudget.settle`.
 
         Returns:
             Seconds it took of the step, where they are on its own account alone: it has not earned more than it takes,
@@ -136,8 +128,8 @@ class CustomProposer:
         spent_s, self._spent_s = self._spent_s, None
         is_first = self._is_new
         self._is_new = is_first and spent_s is None
-        self._ledger.settle(spent_s=spent_s, alone=alone, tokens=tokens, step_s=step_s, is_first=is_first)
-        return None if self._ledger.earns and not is_first else spent_s
+        self._budget.settle(spent_s=spent_s, alone=alone, tokens=tokens, step_s=step_s, is_first=is_first)
+        return None if self._budget.earns and not is_first else spent_s
 
     def finish(self, row: int) -> None:
         """Let it forget the row."""
@@ -193,15 +185,3 @@ class CustomProposer:
             return f"with origins beyond its {len(distributions)} distributions"
         drawn = distributions[torch.from_numpy(origins[1:]).long(), torch.from_numpy(offer.tokens[1:]).long()]
         return "" if bool((drawn > 0).all()) else "with a node that its distribution could not give"
-
-
-def paid_by_bits(proposers: Sequence[Proposer]) -> dict[int, Paid]:
-    """The proposers that have to be worth their time, by the bits of their sources in a tree."""
-    paid: dict[int, Paid] = {}
-    first = 0
-    for proposer in proposers:
-        bits = (1 << len(proposer.sources)) - 1 << first
-        first += len(proposer.sources)
-        if isinstance(proposer, Paid):
-            paid[bits] = proposer
-    return paid

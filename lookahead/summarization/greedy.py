@@ -100,7 +100,7 @@ class LookaheadDecoder:
         import numpy as np
 
         from lookahead.config import LookaheadConfig
-        from lookahead.drafting.batch_value import Batch
+        from lookahead.drafting.cost_model import BatchValue
         from lookahead.drafting.select import Draft, fit
         from lookahead.drafting.tree import TokenTree
         from lookahead.generation.api import generate
@@ -108,7 +108,7 @@ class LookaheadDecoder:
         everything = replace(self.config or LookaheadConfig(), draft="fixed", min_probability=0.0)
         generate(self.model, self.tokenizer, prompt, config=everything, max_new_tokens=12, do_sample=False, num_beams=1)
         # What only batches need.
-        fit([Draft(TokenTree.root(0), ())] * 2, np.ones(3), Batch(np.ones(2), np.arange(3.0)))
+        fit([Draft(TokenTree.root(0), ())] * 2, np.ones(3), BatchValue(np.ones(2), np.arange(3.0)))
 
 
 def total_in_sequence(calls: Iterable[DecodingStats]) -> DecodingStats:

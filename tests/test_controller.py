@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookahead.drafting.batch_value import Batch
-from lookahead.drafting.budget import MOST_SAVED, RESERVE, SHARE, START, Switch
-from lookahead.drafting.controller import Pacing
-from lookahead.drafting.cost_model import StepCost
+from lookahead.drafting.budget import CAP, OVERDRAFT, REFILL, START, EnableRule
+from lookahead.drafting.controller import Controller, StepRecord
+from lookahead.drafting.cost_model import BatchValue, StepCost
 from lookahead.drafting.proposal import Proposal
 from lookahead.drafting.select import Draft, fit, merge
 from lookahead.ngram.prune import Limits
@@ -20,9 +20,13 @@ from lookahead.ngram.prune import Limits
 BUDGET = 32
 
 
-def alike(rows: int) -> Batch:
+def alike(rows: int) -> BatchValue:
     """Rows whose steps are as dear as there are rows, so that a token of any row is worth the same."""
-    return Batch(np.full(rows, 10_000.0), np.arange(rows + 1.0))
+    return BatchValue(np.full(rows, 10_000.0), np.arange(rows + 1.0))
+
+
+def controller_of(cost: StepCost | None = None, rule: EnableRule | None = None, **options: Any) -> Controller:
+    return Controller(cost or StepCost(), rule or EnableRule(), node_budget=BUDGET, **options)
 
 
 def chain(chances: list[float]) -> Proposal:
@@ -41,12 +45,12 @@ class Machine:
     node_cost: float
     look: float = 0.01
     rows: int = 1
-    pacing: Pacing = field(default_factory=lambda: Pacing(StepCost(), Switch()))
+    controller: Controller = field(default_factory=controller_of)
+    plain_s: float = 1.0  # of its clock
     seconds: float = 0.0
     tokens: float = 0.0  # a row
     drafted: int = 0
     steps: int = 0
-    rested: int = 0
     longest: float = 0.0
 
     def step_cost(self, nodes: int) -> float:
@@ -54,26 +58,22 @@ class Machine:
 
     def step(self, claimed: list[float], accepted: int) -> None:
         """One step: every row's proposer claims these chances for a chain, and so many of its nodes are right."""
-        if self.pacing.rests(self.rows):
-            self.rested += 1
-            self._count(1, 1.0, 0.0, 1)
-            return
-        costs = self.pacing.begin([10_000] * self.rows, 100, BUDGET + 1)
+        plan = self.controller.plan([10_000] * self.rows, 100)
         drafts = [Draft(merge(0, [], Limits(0, 0)).tree, ())] * self.rows
         host = 0.0
-        if costs is not None:
+        if plan.drafts:
             host = self.look
             offers = [merge(0, [chain(claimed)], Limits(BUDGET, 99)) for _ in range(self.rows)]
-            drafts = fit(offers, costs, self.pacing.batch)
-            if not self.pacing.accepts(drafts, in_step_for=0):
+            drafts = fit(offers, plan.costs, plan.value)
+            if not self.controller.accepts(plan, drafts):
                 drafts = [draft.bare() for draft in drafts]
         nodes = len(drafts[0].tree)
         tokens = 1 + min(accepted, nodes - 1)
         took = self.step_cost(nodes)
-        self.pacing.learn(nodes, [tokens] * self.rows, host, took)
-        self._count(tokens, took, host, nodes)
-
-    def _count(self, tokens: int, took: float, host: float, nodes: int) -> None:
+        path = np.arange(tokens, dtype=np.int32)
+        times = host * self.plain_s, (host + took) * self.plain_s
+        verified = [(draft.tree, path) for draft in drafts]
+        self.controller.record(plan, StepRecord(verified, [tokens] * self.rows, nodes, *times))
         self.seconds += took + host
         self.tokens += tokens
         self.drafted += nodes > 1
@@ -97,7 +97,7 @@ def test_whatever_steps_cost_and_drafts_claim_the_time_lost_is_the_share_for_pro
     machine = Machine(node_cost, look, rows)
     for i in range(400):
         machine.step(*pattern[i % len(pattern)])
-    assert machine.lost <= SHARE * machine.seconds + MOST_SAVED + RESERVE + 3 * machine.longest
+    assert machine.lost <= REFILL * machine.seconds + CAP + OVERDRAFT + 3 * machine.longest
 
 
 def test_drafts_that_are_never_right_cost_no_more_than_the_share_for_probing() -> None:
@@ -112,25 +112,7 @@ def test_looking_for_drafts_in_vain_costs_no_more_however_slow_it_is() -> None:
     machine = Machine(node_cost=0.1, look=0.5)
     for _ in range(4000):
         machine.step([], 0)
-    assert machine.lost < SHARE * machine.seconds + START + 2 * machine.longest
-
-
-def test_while_nothing_can_be_looked_for_most_steps_are_taken_without_a_thought_and_some_are_measured() -> None:
-    machine = Machine(node_cost=0.5, look=0.4)
-    for _ in range(1000):
-        machine.step([0.9] * 8, accepted=0)
-    assert 800 < machine.rested < 980
-
-
-def test_a_rest_ends_when_the_number_of_rows_changes_and_what_it_earned_is_kept() -> None:
-    switch = Switch()
-    pacing = Pacing(StepCost(), switch)
-    machine = Machine(node_cost=0.5, look=0.4, pacing=pacing)
-    while machine.rested == 0:
-        machine.step([0.9] * 8, accepted=0)
-    before = switch.steps_before_look(1)
-    assert pacing.rests(1) and pacing.rests(1) and not pacing.rests(2)
-    assert before - switch.steps_before_look(1) == 3  # with the step that rested before
+    assert machine.lost < REFILL * machine.seconds + START + 2 * machine.longest
 
 
 def test_text_that_can_be_copied_is_copied_from_the_first_steps_on() -> None:
@@ -172,8 +154,8 @@ def test_while_every_step_drafts_some_are_plain_so_that_the_plain_speed_stays_kn
 
 
 def test_a_number_of_rows_for_which_drafting_loses_does_not_stop_another_for_which_it_pays() -> None:
-    pacing = Pacing(StepCost(), Switch())
-    many, single = Machine(2.0, rows=16, pacing=pacing), Machine(0.05, pacing=pacing)
+    controller = controller_of()
+    many, single = Machine(2.0, rows=16, controller=controller), Machine(0.05, controller=controller)
     for _ in range(300):
         many.step([0.9] * 4, 1)
         single.step([0.9] * 4, 3)
@@ -181,84 +163,92 @@ def test_a_number_of_rows_for_which_drafting_loses_does_not_stop_another_for_whi
     assert many.lost < 0.05 * many.seconds
 
 
-def plain_steps_were_taken(rows: int) -> Pacing:
-    pacing = Pacing(StepCost(), Switch())
+def plain_steps_were_taken(rows: int) -> Controller:
+    controller = controller_of()
     for _ in range(3):
-        pacing.begin([100] * rows, 100, BUDGET + 1)
-        pacing.learn(1, [1] * rows, 0.0, 1.0)
-    return pacing
+        plan = controller.plan([100] * rows, 100)
+        root = merge(0, [], Limits(0, 0)).tree, np.zeros(1, np.int32)
+        controller.record(plan, StepRecord([root] * rows, [1] * rows, 1, 0.0, 1.0))
+    return controller
 
 
-def offers_of(pacing: Pacing, chances: list[float]) -> list[Draft]:
-    costs = pacing.begin([100] * 4, 100, BUDGET + 1)
-    assert costs is not None
-    return fit([merge(0, [chain(chances)], Limits(BUDGET, 99))] * 4, costs, pacing.batch)
+def accepts(controller: Controller, chances: list[float], *, left: int, is_even: bool) -> bool:
+    """Whether drafts of such chances are verified for four rows."""
+    plan = controller.plan([left] * 4, 100, is_even=is_even)
+    assert plan.drafts
+    return controller.accepts(plan, fit([merge(0, [chain(chances)], Limits(BUDGET, 99))] * 4, plan.costs, plan.value))
 
 
-def test_rows_in_step_are_not_brought_out_of_it_for_a_small_gain() -> None:
-    pacing = plain_steps_were_taken(rows=4)
-    small, large = offers_of(pacing, [0.4]), offers_of(pacing, [0.9] * 16)
-    assert pacing.accepts(small, in_step_for=0)
-    assert not pacing.accepts(small, in_step_for=100)
-    assert pacing.accepts(small, in_step_for=3), "what remains is too short for the difference to matter"
-    assert pacing.accepts(large, in_step_for=100)
+def test_rows_of_one_length_are_not_brought_out_of_step_for_a_small_gain() -> None:
+    controller = plain_steps_were_taken(rows=4)
+    small, large = [0.4], [0.9] * 16
+    assert accepts(controller, small, left=100, is_even=False)
+    assert not accepts(controller, small, left=100, is_even=True)
+    assert accepts(controller, small, left=3, is_even=True), "what remains is too short for the difference to matter"
+    assert accepts(controller, large, left=100, is_even=True)
+
+
+@pytest.mark.parametrize("options", [{"is_refilled": True}, {"is_padded": True}], ids=str)
+def test_where_passes_need_a_mask_anyway_rows_of_one_length_are_no_exception(options: dict[str, bool]) -> None:
+    controller = controller_of(is_padded=options.pop("is_padded", False))
+    for _ in range(3):
+        plan = controller.plan([100] * 4, 100, is_even=True, **options)
+        root = merge(0, [], Limits(0, 0)).tree, np.zeros(1, np.int32)
+        controller.record(plan, StepRecord([root] * 4, [1] * 4, 1, 0.0, 1.0))
+    assert controller.plan([100] * 4, 100, is_even=True, **options).even_steps == 0
 
 
 def test_rows_in_step_are_brought_out_of_it_once_small_gains_add_up_to_what_it_costs() -> None:
-    pacing = plain_steps_were_taken(rows=4)
+    controller = plain_steps_were_taken(rows=4)
     waited = 0
-    while not pacing.accepts(offers_of(pacing, [0.4]), in_step_for=100):
+    while not accepts(controller, [0.4], left=100, is_even=True):
         waited += 1
     assert 3 < waited < 40
 
 
-def outputs(switch: Switch, count: int, chances: list[float], accepted: int) -> list[Machine]:
+def outputs(rule: EnableRule, count: int, chances: list[float], accepted: int) -> list[Machine]:
     cost, machines = StepCost(), []
     for _ in range(count):
-        machines.append(Machine(node_cost=0.1, look=0.2, pacing=Pacing(cost, switch)))
+        machines.append(Machine(node_cost=0.1, look=0.2, controller=controller_of(cost, rule)))
         for _ in range(50):
             machines[-1].step(chances, accepted)
     return machines
 
 
 def test_what_earlier_outputs_saved_is_not_lost_again_once_they_save_nothing() -> None:
-    switch = Switch()
-    outputs(switch, 3, [0.9] * 16, 16)
-    lost = [machine.lost for machine in outputs(switch, 40, [], 0)]
-    assert max(lost[20:]) < START + SHARE * 50
+    rule = EnableRule()
+    outputs(rule, 3, [0.9] * 16, 16)
+    lost = [machine.lost for machine in outputs(rule, 40, [], 0)]
+    assert max(lost[20:]) < START + REFILL * 50
 
 
 def test_a_lucky_output_among_those_that_save_nothing_is_not_lost_again_in_the_next() -> None:
-    switch = Switch()
-    outputs(switch, 20, [], 0)
-    outputs(switch, 1, [0.9] * 16, 16)
-    (following,) = outputs(switch, 1, [], 0)
-    assert following.lost < 4.0 < MOST_SAVED
+    rule = EnableRule()
+    outputs(rule, 20, [], 0)
+    outputs(rule, 1, [0.9] * 16, 16)
+    (following,) = outputs(rule, 1, [], 0)
+    assert following.lost < 4.0 < CAP
 
 
 def test_where_outputs_save_a_lot_one_that_lost_it_all_does_not_keep_the_next_from_drafting() -> None:
-    switch = Switch()
-    outputs(switch, 3, [0.9] * 16, 16)
-    outputs(switch, 1, [0.9] * 16, 0)
-    (following,) = outputs(switch, 1, [0.9] * 16, 16)
+    rule = EnableRule()
+    outputs(rule, 3, [0.9] * 16, 16)
+    outputs(rule, 1, [0.9] * 16, 0)
+    (following,) = outputs(rule, 1, [0.9] * 16, 16)
     assert following.drafted > 40
 
 
 def test_what_is_left_of_the_budget_has_to_hold_what_a_draft_may_lose_unless_it_is_a_long_match() -> None:
-    switch = Switch()
-    assert switch.drafts(1, 1.1, stake=0.2)
-    switch.learn(1, nodes=4, tokens=1.0, step_s=1.0 + START, usual_s=1.0 + START, host_s=0.0, plain_s=1.0)
-    assert not switch.drafts(1, 1.1, stake=0.2)
-    assert switch.drafts(1, 2.0, stake=0.2)
+    rule = EnableRule()
+    assert rule.verifies(1, 1.1, at_risk=0.2)
+    rule.record(1, drafted=True, tokens=1.0, forward=1.0 + START, usual=1.0 + START, proposing=0.0)
+    assert not rule.verifies(1, 1.1, at_risk=0.2)
+    assert rule.verifies(1, 2.0, at_risk=0.2)
 
 
 def step_of(seconds: float) -> Machine:
     """A machine whose plain step takes so long; looking for drafts takes 0.1 ms, a node 10% of a plain step."""
-    pacing = Pacing(StepCost(), Switch())
-    machine = Machine(node_cost=0.1, look=0.0001 / seconds, pacing=pacing)
-    learn = pacing.learn
-    pacing.learn = lambda nodes, tokens, host, took: learn(nodes, tokens, host * seconds, took * seconds)  # type: ignore
-    return machine
+    return Machine(node_cost=0.1, look=0.0001 / seconds, plain_s=seconds)
 
 
 @pytest.mark.parametrize("seconds", [0.005, 0.05, 0.5])
@@ -279,19 +269,19 @@ def test_long_matches_that_are_always_wrong_lose_a_few_plain_steps_and_the_share
     machine = step_of(seconds)
     for _ in range(1000):
         machine.step([0.95] * 8, 0)
-    assert START < machine.lost < START + RESERVE + 2 * machine.longest + SHARE * machine.seconds
+    assert START < machine.lost < START + OVERDRAFT + 2 * machine.longest + REFILL * machine.seconds
 
 
 def test_a_step_that_was_held_up_is_not_paid_in_full() -> None:
-    switch = Switch()
-    switch.learn(1, nodes=4, tokens=1.0, step_s=50.0, usual_s=1.2, host_s=0.0, plain_s=1.0)
-    assert switch.drafts(1, 1.1, stake=0.5)
+    rule = EnableRule()
+    rule.record(1, drafted=True, tokens=1.0, forward=50.0, usual=1.2, proposing=0.0)
+    assert rule.verifies(1, 1.1, at_risk=0.5)
 
 
 def test_where_outputs_save_a_lot_a_bad_beginning_of_one_does_not_stop_drafting_in_it() -> None:
-    switch = Switch()
-    outputs(switch, 3, [0.9] * 16, 16)
-    machine = Machine(node_cost=0.1, look=0.2, pacing=Pacing(StepCost(), switch))
+    rule = EnableRule()
+    outputs(rule, 3, [0.9] * 16, 16)
+    machine = Machine(node_cost=0.1, look=0.2, controller=controller_of(rule=rule))
     for accepted in 3 * [0] + 47 * [16]:
         machine.step([0.9] * 16, accepted)
     assert machine.drafted > 40
@@ -351,13 +341,13 @@ def test_tokens_are_worth_the_time_by_which_the_batch_then_ends_sooner(rows, ste
     left, tokens = [each for each, _ in rows], [each for _, each in rows]
     plain = [0.0, *np.cumsum([1.0, *steps])][: len(rows) + 1]
     sooner = simulate(left, plain) - simulate([max(0, a - b) for a, b in rows], plain)
-    batch = Batch(np.array(left, np.float64), np.array(plain))
+    batch = BatchValue(np.array(left, np.float64), np.array(plain))
     assert batch.steps_saved(tokens) == pytest.approx(sooner / plain[-1])
 
 
 @pytest.mark.parametrize("lasting", [0.0, 0.5, 1.0])
 def test_the_less_it_is_known_when_rows_end_the_more_their_tokens_count_alike(lasting: float) -> None:
-    batch = Batch.of([50, 90], np.array([0.0, 3.0, 3.0]), lasting)
+    batch = BatchValue.of([50, 90], np.array([0.0, 3.0, 3.0]), lasting)
     ahead, behind = batch.steps_saved([4, 0]), batch.steps_saved([0, 4])
     assert ahead == pytest.approx((1 - lasting) * 2)
     assert behind == pytest.approx((1 - lasting) * 2 + lasting * 4)
@@ -367,30 +357,33 @@ def test_a_row_that_is_ahead_is_not_drafted_for_where_the_others_take_as_long_wi
     drafts = [merge(0, [chain([0.9] * 8)], Limits(32, 99)), merge(0, [], Limits(32, 99))]
     costs = np.array([0.0, *np.linspace(1.0, 2.0, 32)])
     same_price = np.array([0.0, 1.0, 1.0])
-    ahead, behind = (fit(drafts, costs, Batch(np.array(left), same_price)) for left in ([50.0, 90.0], [90.0, 50.0]))
+    ahead, behind = (
+        fit(drafts, costs, BatchValue(np.array(left), same_price)) for left in ([50.0, 90.0], [90.0, 50.0])
+    )
     assert [len(draft.tree) for draft in ahead] == [1, 1]
     assert len(behind[0].tree) > 4
 
 
 @pytest.mark.parametrize("is_refilled", [True, False])
 def test_a_token_is_worth_the_same_in_every_row_while_rows_are_refilled(is_refilled):
-    cost, switch = StepCost(), Switch()
+    cost, rule = StepCost(), EnableRule()
     for _ in range(20):
         cost.observe(1, 0.010, rows=2)
-    pacing = Pacing(cost, switch, runs_to_limit=True)
-    switch.pass_by(2)
-    assert pacing.begin([5, 100], 50, 9, is_refilled=is_refilled) is not None
-    worth = [pacing.batch.steps_saved(tokens) for tokens in ([3.0, 1.0], [1.0, 3.0])]
+    controller = controller_of(cost, rule, runs_to_limit=True)
+    rule.record_plain(2)
+    plan = controller.plan([5, 100], 50, is_refilled=is_refilled)
+    assert plan.drafts
+    worth = [plan.value.steps_saved(tokens) for tokens in ([3.0, 1.0], [1.0, 3.0])]
     assert (worth[0] == pytest.approx(worth[1]) == pytest.approx(2.0)) == is_refilled
     assert is_refilled or worth[0] < worth[1]  # else the one that has more to go ends the batch
 
 
-def test_slow_first_looks_and_failed_first_drafts_do_not_blind_a_large_model() -> None:
-    switch, plain = Switch(), {"nodes": 1, "tokens": 1.0, "step_s": 1.0, "usual_s": 1.0, "plain_s": 1.0}
-    switch.begin_output()
-    failed = {**plain, "nodes": 6, "step_s": 1.7, "usual_s": 1.7}
-    for step, host_s in ((plain, 0.1), (failed, 0.06), (failed, 0.005), (plain, 0.005)):
-        switch.learn(1, **step, host_s=host_s)
+def test_slow_first_proposals_and_failed_first_drafts_do_not_blind_a_large_model() -> None:
+    rule = EnableRule()
+    rule.begin_output()
+    for drafted, proposing in ((False, 0.1), (True, 0.06), (True, 0.005), (False, 0.005)):
+        took = 1.7 if drafted else 1.0
+        rule.record(1, drafted=drafted, tokens=1.0, forward=took, usual=took, proposing=proposing)
     for _ in range(32):
-        assert switch.steps_before_look(1) == 0
-        switch.learn(1, **plain, host_s=0.005)
+        assert rule.steps_to_wait(1) == 0
+        rule.record(1, drafted=False, tokens=1.0, forward=1.0, usual=1.0, proposing=0.005)
