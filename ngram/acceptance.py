@@ -1,4 +1,4 @@
-"""How often a kind of candidate turns out right, learned while decoding.
+"""How often drafted tokens are accepted, learned while decoding.
 
 Source: the Beta-Bernoulli model with a decaying memory, e.g. Gelman et al. 2013, "Bayesian Data Analysis", §2.4; the
     odds of a kind are the intercept of an online logistic regression, e.g. Bottou 1998, "Online Learning and Stochastic
@@ -7,73 +7,163 @@ Source: the Beta-Bernoulli model with a decaying memory, e.g. Gelman et al. 2013
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import njit
+from numpy.typing import NDArray
 
 from lookahead.ngram.chains import IntArray
-from lookahead.ngram.features import KIND_OF, first_guesses, is_copy, is_own_copy
-from lookahead.ngram.raw_arrays import Placed, array_at, jit_inline, places_at
+from lookahead.ngram.features import KIND_OF, is_copy, is_own_copy, prior_probs
+from lookahead.ngram.raw_arrays import RawArrays, array_at, jit_inline, pointers_at
+
+Float32Array = NDArray[np.float32]
+
+_TABLE_RANKS = 5  # the likeliest token, the second, the third, the fourth, all others
+_PROB_EDGES = np.array([0.01, 0.03, 0.1, 0.3, 0.6, 0.85], np.float32)
+_PSEUDO_HITS = 2.0
+_EXPECTED_MEMORY = 64.0  # expected hits at which counts are halved, so that old text is forgotten
+_MOST_CERTAIN = 0.99
 
 _PSEUDO_COUNTS = 16.0
 _MEMORY = 400.0
-# Information (Fisher's) that the odds of a kind rest on: before any trial, and at most added.
+# Fisher information of the odds of a kind: before any trial, and the most that trials add.
 _FIRST_KNOWN, _MOST_KNOWN = 8.0, 50.0
 _LEAST_ODDS, _MOST_ODDS = 0.1, 16.0
 _MANY = 4.0
 _ENDING_SHARES = (0.08, 0.3)
 _FOLLOWED = 4096  # tokens whose copies are counted, by their id modulo this
 _MOST_COPIES = 64.0
-_COUNTED = 64  # tokens whose frequency is followed
+_COUNTED = 64  # tokens whose frequency is counted
 _MOST_COUNT = 4096
 _FIRST_KIND = len(KIND_OF)  # rows of the table behind those of the features: the odds of the kinds
-_FIRST_FOLLOWED = _FIRST_KIND + KIND_OF.max() + 1  # and the copies by the tokens they reached
+_FIRST_FOLLOWED = _FIRST_KIND + KIND_OF.max() + 1  # then the copies by the tokens they reached
 
 
-class HitRates(Placed):
-    """The chance that a candidate is what the target chooses, by the features of the candidate.
+@njit(cache=True)
+def children_along(parents, tokens, emitted):
+    """Follow emitted tokens down a tree from its root.
 
-    A feature joins what is known of a candidate: the length of the match behind it (in buckets), its rank among
-    what matches offer and how far they agree; how long a context the target's memory knows here, and how likely it
-    thought this token then; for a candidate from that memory alone, the longest match that says otherwise. Where
-    nothing is known, the tokens chosen most often are candidates by their rank. Each feature starts at a first
-    guess worth 16 trials, adds what it sees, and halves its counts at 400 trials, so that it follows a change of
-    text. Features are many and texts short: so those of one kind share a factor on their odds, which follows every
-    surprise at once.
+    Args:
+        parents: int32 `[k]`, a parent before its children.
+        tokens: int32 `[k]`.
+        emitted: int32 `[n]`, what followed the root.
 
-    Copies end at particular tokens: a summary takes a sentence and goes on elsewhere. So it is counted after which
-    tokens they end, and the risk of that is a feature of long matches. It goes on a little further down the text, or
-    with one word changed for another: so where short matches stand, seen from the last copy, is a feature too.
+    Returns:
+        The children of every node on the way, int32 `[m]`, those of the root first; and which hold the emitted token,
+        bool `[m]`. The nodes that do are the accepted path without its root.
+    """
+    nodes, hits = np.empty(len(tokens), np.int32), np.zeros(len(tokens), np.bool_)
+    count, node = 0, 0
+    for token in emitted:
+        chosen = 0
+        for child in range(node + 1, len(tokens)):
+            if parents[child] == node:
+                nodes[count], hits[count] = child, tokens[child] == token
+                chosen = child if hits[count] else chosen
+                count += 1
+        if chosen == 0:
+            break
+        node = chosen
+    return nodes[:count], hits[:count]
+
+
+class AcceptanceTable:
+    """How often drafted tokens are accepted, as a factor on the probability that a draft model or a head gives them.
+
+    A token is known by its level (the head, or the depth in the tree), its rank among the tokens after its parent and
+    the bucket of its draft probability. The factor is hits over expected hits, both with the same pseudo-count.
+
+    Args:
+        levels: Number of levels.
+
+    Source: the Gamma-Poisson model with a decaying memory, e.g. Gelman et al. 2013, "Bayesian Data Analysis", §2.6.
+    """
+
+    __slots__ = ("_counts",)
+
+    def __init__(self, levels: int = 1) -> None:
+        self._counts = np.zeros((levels, _TABLE_RANKS, len(_PROB_EDGES) + 1, 2))  # hits, expected hits
+
+    def calibrate(self, kinds: IntArray, draft_probs: Float32Array) -> Float32Array:
+        """Probabilities that tokens are accepted once their parent is.
+
+        Args:
+            kinds: int32 `[..., 2]`, the level and the rank of each token.
+            draft_probs: float32 `[...]`, the probability that its draft model or head gives it.
+
+        Returns:
+            float32 `[...]`, each at most 0.99.
+        """
+        counts = self._counts[self._cells(kinds, draft_probs)] + _PSEUDO_HITS
+        return np.minimum(_MOST_CERTAIN, draft_probs * counts[..., 0] / counts[..., 1]).astype(np.float32)
+
+    def learn(
+        self, parents: IntArray, tokens: IntArray, kinds: IntArray, draft_probs: Float32Array, emitted: IntArray
+    ) -> None:
+        """Count every node whose parent was emitted: a hit if its token was emitted next.
+
+        Args:
+            parents: int32 `[k]`, a tree whose root is node 0 and whose parents come before their children.
+            tokens: int32 `[k]`, the token of each node.
+            kinds: int32 `[k, 2]`, as `calibrate` took them; those of the root are not read.
+            draft_probs: float32 `[k]`, likewise.
+            emitted: int32 `[n]`, what the target chose after the root.
+        """
+        nodes, hits = children_along(parents, tokens, emitted)
+        trials = np.stack((hits, draft_probs[nodes]), -1)
+        np.add.at(self._counts, self._cells(kinds[nodes], draft_probs[nodes]), trials)
+        self._counts[self._counts[..., 1] > _EXPECTED_MEMORY] *= 0.5
+
+    def _cells(self, kinds: IntArray, draft_probs: Float32Array) -> tuple[Any, ...]:
+        buckets = np.searchsorted(_PROB_EDGES, draft_probs)
+        return kinds[..., 0], np.minimum(kinds[..., 1], _TABLE_RANKS - 1), buckets
+
+
+class HitRates(RawArrays):
+    """The probability that the target chooses a candidate, by the features of the candidate.
+
+    A feature joins the length of the match behind a candidate (in buckets), its rank among the candidates of matches
+    and the agreement on it; the length of the context that the recycled table knows, and the probability stored there;
+    for a candidate of that table alone, the longest match for another token. Where nothing is known, the most frequent
+    tokens are candidates by their rank. Every feature starts at a prior worth 16 trials and halves its counts at 400
+    trials, so that it follows a change of text. Features are many and texts short: features of one kind share a factor
+    on their odds, which is updated at every trial.
+
+    Copies end at particular tokens: a summary copies a sentence and goes on elsewhere. So the tokens after which copies
+    end are counted, and the risk of that is a feature of long matches. A copy often goes on a little further down its
+    source, or behind one changed word: so the distance of short matches to the last copy is a feature too.
 
     Attributes:
-        prior: float64 `[features]`: the first guesses.
-        table: float64 `[features + kinds + 4096, 3]`: of every feature the chance before its kind's odds, hits, and
-            trials; of every kind the factor on the odds, and the information it rests on; of tokens (by their id
+        prior: float64 `[features]`: the probability of every feature before any trial.
+        table: float64 `[features + kinds + 4096, 3]`: of every feature the probability before its kind's odds, hits,
+            and trials; of every kind the factor on the odds, and the information it rests on; of tokens (by their id
             modulo 4096) how many long matches reached them, and how many ended there.
-        frequent: int64 `[64, 2]`: tokens chosen often and how often, the most frequent first; -1 is no token.
+        frequent: int64 `[64, 2]`: frequent tokens and their counts, the most frequent first; -1 is no token.
     """
 
     __slots__ = ("frequent", "prior", "table")
 
     def __init__(self) -> None:
-        self.prior = first_guesses()
+        self.prior = prior_probs()
         self.table = np.zeros((_FIRST_FOLLOWED + _FOLLOWED, 3))
         self.table[:_FIRST_KIND, 0] = self.prior
         self.table[_FIRST_KIND:_FIRST_FOLLOWED, 0] = 1.0
         self.frequent = np.tile(np.array([-1, 0]), (_COUNTED, 1))
         super().__init__(2)
-        self._place(self.table, self.frequent)
+        self._point_to(self.table, self.frequent)
 
     def count(self, tokens: IntArray) -> None:
-        """Count tokens the target chose (int32 `[n]`), so that those it chooses often are known."""
+        """Count tokens the target chose (int32 `[n]`), to find the frequent ones."""
         _count(self.frequent, tokens)
 
     def learn(self, parents: IntArray, tokens: IntArray, features: IntArray, emitted: IntArray) -> None:
-        """Count every candidate whose parent was emitted: a hit where its token was what came next.
+        """Count every candidate whose parent was emitted: a hit if its token was emitted next.
 
         Args:
             parents: int32 `[k]`, a tree whose root is node 0 and whose parents come before their children.
             tokens: int32 `[k]`, the token of each node.
-            features: int32 `[k]`, the feature each node was scored by; that of the root is not read.
+            features: int32 `[k]`, the feature of each node; that of the root is not read.
             emitted: int32 `[n]`, what the target chose after the root.
         """
         if not parents.size == tokens.size == features.size:
@@ -84,9 +174,9 @@ class HitRates(Placed):
 @jit_inline
 def rates_at(address):
     """The table and the frequent tokens of the `HitRates` at an address."""
-    places = places_at(address, 2)
-    table = array_at(places[0], (_FIRST_FOLLOWED + _FOLLOWED, 3), np.float64)
-    return table, array_at(places[1], (_COUNTED, 2), np.int64)
+    pointers = pointers_at(address, 2)
+    table = array_at(pointers[0], (_FIRST_FOLLOWED + _FOLLOWED, 3), np.float64)
+    return table, array_at(pointers[1], (_COUNTED, 2), np.int64)
 
 
 @jit_inline
@@ -104,7 +194,7 @@ def risk_of(table, token):
 
 @njit(cache=True, error_model="numpy")
 def _count(frequent, tokens):
-    """Count tokens, the most frequent first; a new one takes the place and the count of the rarest.
+    """Count tokens, the most frequent first. A new token replaces the rarest and keeps its count.
 
     Source: Metwally, Agrawal & El Abbadi 2005, "Efficient Computation of Frequent and Top-k Elements in Data
         Streams", §3.1 (space saving).
@@ -125,19 +215,19 @@ def _count(frequent, tokens):
 
 @jit_inline
 def hit_rate(table, feature):
-    """The chance of a candidate by its feature."""
-    chance = table[feature, 0]
+    """The probability of a candidate by its feature."""
+    prob = table[feature, 0]
     factor = table[_FIRST_KIND + KIND_OF[feature], 0]
-    return chance * factor / (1.0 - chance + chance * factor)
+    return prob * factor / (1.0 - prob + prob * factor)
 
 
 @jit_inline
 def _count_trial(table, prior, feature, hit):
-    """Count one candidate; the odds of its kind take a Newton step towards what was seen."""
+    """Count one candidate. The odds of its kind take a Newton step towards the result."""
     kind = _FIRST_KIND + KIND_OF[feature]
-    chance = hit_rate(table, feature)
-    table[kind, 1] = min(_MOST_KNOWN, table[kind, 1] + chance * (1.0 - chance))
-    odds = table[kind, 0] * np.exp((hit - chance) / (_FIRST_KNOWN + table[kind, 1]))
+    prob = hit_rate(table, feature)
+    table[kind, 1] = min(_MOST_KNOWN, table[kind, 1] + prob * (1.0 - prob))
+    odds = table[kind, 0] * np.exp((hit - prob) / (_FIRST_KNOWN + table[kind, 1]))
     table[kind, 0] = min(_MOST_ODDS, max(_LEAST_ODDS, odds))
     row = table[feature]
     row[1] += hit
@@ -148,32 +238,6 @@ def _count_trial(table, prior, feature, hit):
     row[0] = (_PSEUDO_COUNTS * prior[feature] + row[1]) / (_PSEUDO_COUNTS + row[2])
 
 
-@njit(cache=True, error_model="numpy")
-def copied(parents, tokens, features, placed, chosen):
-    """After which nodes of a verified tree the target goes on with a copy of the row's own text.
-
-    Args:
-        parents: int32 `[k]`, a tree of candidates.
-        tokens: int32 `[k]`.
-        features: int32 `[k]`, by which they were scored.
-        placed: int32 `[k]`, the node of the verified tree that each became, 0 where it was left out.
-        chosen: int32 `[nodes]`, what the target thinks likeliest after every node of the verified tree.
-
-    Returns:
-        bool `[nodes]`. After a copied node behind which nothing was offered, the copy is taken to go on.
-    """
-    nodes, has_child = np.zeros(chosen.size, np.bool_), np.zeros(chosen.size, np.bool_)
-    for node in range(parents.size - 1, 0, -1):
-        feature, at = features[node], placed[node]
-        if at == 0 or not is_own_copy(feature):
-            continue
-        before = placed[parents[node]]
-        has_child[before] = True
-        nodes[before] |= chosen[before] == tokens[node]
-        nodes[at] |= not has_child[at]
-    return nodes
-
-
 @jit_inline
 def _count_copy(table, token, has_ended):
     """Count a copy that reached a token."""
@@ -181,25 +245,45 @@ def _count_copy(table, token, has_ended):
     row[0] += 1.0
     row[1] += has_ended
     if row[0] >= _MOST_COPIES:
-        row[0] *= 0.5
-        row[1] *= 0.5
-        row[2] *= 0.5
+        row[:] *= 0.5
 
 
 @njit(cache=True, error_model="numpy")
 def _learn(table, prior, parents, tokens, features, emitted):
-    """Follow the emitted tokens down the tree, counting the children of every node passed."""
-    node = 0
-    for token in emitted:
-        chosen, has_copy = 0, False
-        for child in range(node + 1, tokens.size):
-            if parents[child] == node:
-                is_hit = tokens[child] == token
-                chosen = child if is_hit else chosen
-                has_copy = has_copy or is_copy(features[child])
-                _count_trial(table, prior, features[child], 1.0 if is_hit else 0.0)
-        if has_copy:
-            _count_copy(table, tokens[node], 1.0 if chosen == 0 else 0.0)
-        if chosen == 0:
-            break
-        node = chosen
+    """The core of `HitRates.learn`; of every node passed that had a copy among its children, whether it went on."""
+    nodes, hits = children_along(parents, tokens, emitted)
+    has_copy, has_ended = False, True
+    for i in range(len(nodes)):
+        parent, feature = parents[nodes[i]], features[nodes[i]]
+        _count_trial(table, prior, feature, 1.0 if hits[i] else 0.0)
+        has_copy, has_ended = has_copy or is_copy(feature), has_ended and not hits[i]
+        if i + 1 == len(nodes) or parents[nodes[i + 1]] != parent:
+            if has_copy:
+                _count_copy(table, tokens[parent], 1.0 if has_ended else 0.0)
+            has_copy, has_ended = False, True
+
+
+@njit(cache=True, error_model="numpy")
+def copied(parents, tokens, features, placed, argmax):
+    """After which nodes of a verified tree the target goes on with a copy of the row's own text.
+
+    Args:
+        parents: int32 `[k]`, a tree of candidates.
+        tokens: int32 `[k]`.
+        features: int32 `[k]`.
+        placed: int32 `[k]`, the node of the verified tree that each became, 0 where it was left out.
+        argmax: int32 `[nodes]`, the target's likeliest token after every node of the verified tree.
+
+    Returns:
+        bool `[nodes]`. A copy that ends at a node without children is taken to go on after it.
+    """
+    nodes, has_child = np.zeros(argmax.size, np.bool_), np.zeros(argmax.size, np.bool_)
+    for node in range(parents.size - 1, 0, -1):
+        feature, at = features[node], placed[node]
+        if at == 0 or not is_own_copy(feature):
+            continue
+        before = placed[parents[node]]
+        has_child[before] = True
+        nodes[before] |= argmax[before] == tokens[node]
+        nodes[at] |= not has_child[at]
+    return nodes

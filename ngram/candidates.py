@@ -1,4 +1,4 @@
-"""What may follow one node of a growing tree: matches that agree so far and the target's memory, joined by token."""
+"""Candidates after one node of a growing tree: matches that agree so far and recycled tokens, joined by token."""
 
 from __future__ import annotations
 
@@ -7,51 +7,51 @@ from lookahead.ngram.features import (
     CEILING,
     COPY,
     FREQUENT,
-    PLACE_WEIGHT,
+    PROXIMITY_WEIGHT,
     RANKS,
     RESUMED,
+    bucket_of,
     feature_of_both,
     feature_of_frequent,
     feature_of_match,
     feature_of_memory,
     is_own,
-    standing_of,
     support_of,
 )
 from lookahead.ngram.raw_arrays import jit_inline
-from lookahead.ngram.recycled import TOP, chance_of, find_context
+from lookahead.ngram.recycled import TOP, find_context, prob_of
 
 MOST_OPTIONS = RANKS + max(TOP, FREQUENT)
-_MOST_FOREIGN = RANKS // 2  # options found in other texts first, so that they do not crowd out the row's own
+_MOST_FOREIGN = RANKS // 2  # options found in other texts first; the rest is for the row's own text
 _FOLLOWED = 6  # occurrences that agree on a token and are followed on
-_LONG = 2  # tokens; a match as long knows more of the context than the memory does
-_SHORT = 5  # tokens; where a match is as long, a token that is merely frequent stands no chance
+_LONG = 2  # tokens; a match as long is used in place of the recycled context
+_SHORT = 5  # tokens; beside a match as long no frequent tokens are offered
 
-# Columns of an occurrence: where its next token stands, its match, its text, how much was read of what followed, and
-# its place (`lookahead.ngram.features.place_of`, or RESUMED where nothing matches).
-POSITION, LENGTH, TEXT, READ, PLACE = range(5)
+# Columns of an occurrence: the position of its next token, the length of its match, its text, the number of following
+# tokens read, and its proximity (`lookahead.ngram.features.proximity_of`, or RESUMED where nothing matches).
+POSITION, LENGTH, TEXT, READ, PROXIMITY = range(5)
 _CHUNK = 8  # tokens read at a time
-# Columns of an option: the occurrences behind it, where it would stand, its token, its feature (until it is scored,
-# the length of its match, the agreement on it, and its place), and a bit for each source.
-FIRST, STOP, PARENT, DEPTH, TOKEN, FEATURE, SOURCES, _SUPPORT, _PLACE = range(9)
+# Columns of an option: the range of its occurrences, its parent and depth, its token, its feature (until it is scored,
+# the length of its match), a bit for each source, the agreement on it, and its proximity.
+FIRST, STOP, PARENT, DEPTH, TOKEN, FEATURE, SOURCES, _SUPPORT, _PROXIMITY = range(9)
 COLUMNS = 9
 _MEMBERS, _AGREEING = PARENT, DEPTH  # while occurrences are counted: all of an option's, and those of the first text
 
 
 @jit_inline
 def read_ahead(arena, length, is_open, occurrences, ahead, each):
-    """Copy some more of what followed an occurrence, -1 where its document has ended.
+    """Copy some more of the tokens after an occurrence, -1 at the end of its document.
 
-    The open document, the first text where it is the row's own, has not ended: what will follow it repeats what
-    followed the occurrence, so that a loop is continued as a loop.
+    The open document, the first text if it is the row's own, has no end: it is continued by what followed the
+    occurrence, so that a loop goes on as a loop.
     """
     begin, depth = occurrences[each, POSITION], occurrences[each, READ]
     stop = min(depth + _CHUNK, ahead.shape[1])
     while depth < stop:
-        place = begin + depth
-        if place >= length:
-            place = begin + depth % (length - begin) if is_open else 0  # a separator stands at 0
-        token = arena[place]
+        position = begin + depth
+        if position >= length:
+            position = begin + depth % (length - begin) if is_open else 0  # entry 0 is a separator
+        token = arena[position]
         ahead[each, depth] = token
         depth += 1
         if token < 0:
@@ -72,12 +72,12 @@ def _read_on(texts, own, occurrences, ahead, each):
 
 
 @jit_inline
-def part(texts, own, places, first, stop, depth, options, weights):
-    """Part the occurrences from `first` to `stop` by the token `depth` places ahead, each part an option.
+def split(texts, own, found, first, stop, depth, options, weights):
+    """Split the occurrences from `first` to `stop` by their token at `depth`: every token is an option.
 
-    Returns the options and the longest match. An option's weight is what it is ranked by among them.
+    Fills `weights`, by which options are ranked. Returns how many there are, and the longest match.
     """
-    occurrences, ahead, orders = places
+    occurrences, ahead, orders = found
     count, foreign, end, of_first_text, own_length = 0, 0, 0, 0, 0
     for at in range(first, stop):
         each = orders[0, at]
@@ -87,7 +87,7 @@ def part(texts, own, places, first, stop, depth, options, weights):
         token = ahead[each, depth]
         if token < 0:
             continue
-        is_resumed = occurrences[each, PLACE] == RESUMED
+        is_resumed = occurrences[each, PROXIMITY] == RESUMED
         if text == 0 and not is_resumed:
             of_first_text += 1
             own_length = max(own_length, occurrences[each, LENGTH] + depth)
@@ -109,26 +109,26 @@ def part(texts, own, places, first, stop, depth, options, weights):
             options[option, FIRST] = max(options[option, FIRST], occurrences[each, LENGTH] + depth)
         options[option, SOURCES] |= 1 << text
         if not is_resumed or options[option, _MEMBERS] == 1:
-            options[option, _PLACE] = max(options[option, _PLACE], occurrences[each, PLACE])
+            options[option, _PROXIMITY] = max(options[option, _PROXIMITY], occurrences[each, PROXIMITY])
         orders[1, end], orders[2, end] = each, option
         end += 1
-    longest, place = 0, first
+    longest, begin = 0, first
     for option in range(count):
         matched, agreeing, total = options[option, FEATURE], options[option, _AGREEING], options[option, _MEMBERS]
         longest = max(longest, matched)
         if agreeing > 0:
             options[option, _SUPPORT] = support_of(0, agreeing, of_first_text)
             options[option, FEATURE] = options[option, FIRST]
-            weights[option] = matched + 0.5 * agreeing + 1.0 + PLACE_WEIGHT[options[option, _PLACE]]
-        elif options[option, _PLACE] == RESUMED:
+            weights[option] = matched + 0.5 * agreeing + 1.0 + PROXIMITY_WEIGHT[options[option, _PROXIMITY]]
+        elif options[option, _PROXIMITY] == RESUMED:
             options[option, _SUPPORT] = 0
             weights[option] = matched
         else:
             kind = 1 if of_first_text == 0 else (3 if own_length >= matched else 2)
             options[option, _SUPPORT] = support_of(kind, total, end - of_first_text)
             weights[option] = matched + 0.5 * total
-        options[option, FIRST] = options[option, STOP] = place
-        place += min(total, _FOLLOWED)
+        options[option, FIRST] = options[option, STOP] = begin
+        begin += min(total, _FOLLOWED)
     for at in range(end):
         option = orders[2, at]
         if options[option, STOP] < options[option, FIRST] + _FOLLOWED:
@@ -138,84 +138,84 @@ def part(texts, own, places, first, stop, depth, options, weights):
 
 
 @jit_inline
-def score(after, options, chances, matches, longest, memory, hashes, orders, source, table, frequent):
-    """Rank the options of matches, add those of the memory, or where it knows nothing what is frequent.
+def score(after, options, probs, matches, longest, memory, hashes, orders, source, table, frequent):
+    """Rank the options of matches, and add recycled tokens, or frequent ones without a recycled context.
 
-    Fills `chances` with the chance of each once the node was chosen; returns how many options there are. `after` is
-    the token of the node, and the chance below which an option that no match stands behind is left out.
+    Fills `probs` with the probability of each option once the node was chosen; returns how many there are. `after` is
+    the token of the node, and the probability below which options without a match are left out.
     """
     token, least = after
     order, group, way = find_context(memory[0], hashes, orders) if orders > 0 else (0, 0, 0)
-    _rank(options, chances, matches)
+    _rank(options, probs, matches)
     risk = risk_of(table, token) if matches > 0 else 0
     own, foreign = 0, 0
     for at in range(matches):
-        # What the first text offers is ranked among its own: other texts come and go, and say little of it.
+        # Options of the first text are ranked among themselves: other texts say little about them.
         if is_own(options[at, _SUPPORT]):
             rank, own = own, own + 1
         else:
             rank, foreign = foreign, foreign + 1
-        standing = 0
+        bucket = 0
         if order > 0:
-            standing = _standing_in(memory, group, way, options[at, TOKEN])
-            if standing > 0:
+            bucket = _bucket_in(memory, group, way, options[at, TOKEN])
+            if bucket > 0:
                 options[at, SOURCES] |= 1 << source
-        is_resumed = options[at, _PLACE] == RESUMED
-        if order == 0 or options[at, FEATURE] >= _LONG or (is_resumed and standing == 0):
-            feature = feature_of_match(options[at, FEATURE], rank, options[at, _SUPPORT], risk, options[at, _PLACE])
+        is_resumed = options[at, _PROXIMITY] == RESUMED
+        if order == 0 or options[at, FEATURE] >= _LONG or (is_resumed and bucket == 0):
+            feature = feature_of_match(options[at, FEATURE], rank, options[at, _SUPPORT], risk, options[at, _PROXIMITY])
         elif is_resumed:
-            feature = feature_of_memory(order, standing, 0)
+            feature = feature_of_memory(order, bucket, 0)
         else:
-            feature = feature_of_both(rank, options[at, _SUPPORT], options[at, _PLACE], order, standing)
+            feature = feature_of_both(rank, options[at, _SUPPORT], options[at, _PROXIMITY], order, bucket)
         options[at, FEATURE] = feature
-        chances[at] = hit_rate(table, feature)
+        probs[at] = hit_rate(table, feature)
     is_long = longest >= _LONG
     left = CEILING
     if longest >= COPY:
-        # A copy is as likely as it was found to be, whatever short matches say beside it.
-        chances[0] = min(chances[0], CEILING)
-        left = _shrink(chances, 1, matches, CEILING - chances[0])
+        # A copy keeps its own probability, whatever short matches there are beside it.
+        probs[0] = min(probs[0], CEILING)
+        left = _shrink(probs, 1, matches, CEILING - probs[0])
     elif is_long:
-        left = _shrink(chances, 0, matches, CEILING)
+        left = _shrink(probs, 0, matches, CEILING)
     count = matches
     if order > 0:
-        count = _add_memory(options, chances, matches, longest, memory, order, group, way, 1 << source, table, least)
+        count = _add_memory(options, probs, matches, longest, memory, order, group, way, 1 << source, table, least)
     elif longest < _SHORT:
         for rank in range(FREQUENT):
             feature = feature_of_frequent(rank, longest)
-            chance = hit_rate(table, feature)
-            if chance >= least:
-                count = _add(options, chances, matches, count, frequent[rank, 0], 1, feature, chance)
-    _shrink(chances, matches if is_long else 0, count, left)
+            prob = hit_rate(table, feature)
+            if prob >= least:
+                count = _add(options, probs, matches, count, frequent[rank, 0], 1, feature, prob)
+    _shrink(probs, matches if is_long else 0, count, left)
     return count
 
 
 @jit_inline
-def _add_memory(options, chances, matches, longest, memory, order, group, way, source, table, least):
-    """Add what the memory thought likely in a place of it; returns how many options there are then."""
+def _add_memory(options, probs, matches, longest, memory, order, group, way, source, table, least):
+    """Add the recycled tokens of a context; returns how many options there are then."""
     _, top, stored = memory
     count = matches
     for rank in range(TOP):
-        feature = feature_of_memory(order, standing_of(rank, chance_of(stored[group, way, rank])), longest)
-        chance = hit_rate(table, feature)
-        if chance >= least:
-            count = _add(options, chances, matches, count, top[group, way, rank], source, feature, chance)
+        feature = feature_of_memory(order, bucket_of(rank, prob_of(stored[group, way, rank])), longest)
+        prob = hit_rate(table, feature)
+        if prob >= least:
+            count = _add(options, probs, matches, count, top[group, way, rank], source, feature, prob)
     return count
 
 
 @jit_inline
-def _standing_in(memory, group, way, token):
-    """The standing of a token in a place of the memory, 0 where it is not among the likeliest."""
+def _bucket_in(memory, group, way, token):
+    """The bucket of a token among the successors of a recycled context, 0 if it is not one of them."""
     _, top, stored = memory
     for rank in range(TOP):
         if top[group, way, rank] == token:
-            return standing_of(rank, chance_of(stored[group, way, rank]))
+            return bucket_of(rank, prob_of(stored[group, way, rank]))
     return 0
 
 
 @jit_inline
 def _rank(options, weights, count):
-    """Put the options with the greatest weight first."""
+    """Sort options by falling weight."""
     for at in range(count):
         best = at
         for other in range(at + 1, count):
@@ -228,8 +228,8 @@ def _rank(options, weights, count):
 
 
 @jit_inline
-def _add(options, chances, matches, count, token, sources, feature, chance):
-    """Add an option that no match stands behind, unless a match offers its token; returns how many there are now."""
+def _add(options, probs, matches, count, token, sources, feature, prob):
+    """Add an option without a match, unless a match offers its token; returns how many there are then."""
     if token < 0:
         return count
     for option in range(matches):
@@ -237,18 +237,18 @@ def _add(options, chances, matches, count, token, sources, feature, chance):
             return count
     options[count, FIRST] = options[count, STOP] = 0
     options[count, TOKEN], options[count, SOURCES], options[count, FEATURE] = token, sources, feature
-    chances[count] = chance
+    probs[count] = prob
     return count + 1
 
 
 @jit_inline
-def _shrink(chances, begin, end, most):
-    """Make chances smaller where they sum up to more than `most`; returns the rest."""
+def _shrink(probs, begin, end, most):
+    """Scale probs down where they sum up to more than `most`; returns the rest."""
     mass = 0.0
     for option in range(begin, end):
-        mass += chances[option]
+        mass += probs[option]
     if mass <= most:
         return most - mass
     for option in range(begin, end):
-        chances[option] *= most / mass
+        probs[option] *= most / mass
     return 0.0

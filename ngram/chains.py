@@ -12,49 +12,49 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from lookahead.ngram.raw_arrays import Placed, array_at, jit_inline, places_at
+from lookahead.ngram.raw_arrays import RawArrays, array_at, jit_inline, pointers_at
 from lookahead.ngram.suffix_match import LEVELS, find_matches, hash_levels, mix
 
 IntArray = NDArray[np.int32]
 
 MAX_CONTEXT = 64  # a match is measured up to this many tokens
-SEPARATOR = -1  # stands between documents; no token is negative, so no match crosses it
+SEPARATOR = -1  # between documents; no token is negative, so no match crosses it
 _FIRST_CAPACITY = 1024
 _BLOCK = 1024  # positions linked together
 _FEW = 64  # fewer than this are linked one by one
-_LENGTH, _CAPACITY, _SLOTS = 3, 4, 5  # behind the places of arena, heads and links
-_PLACES = 6
-_GROWTH = 1.25  # of the arena when it is full; twice as much would leave up to half of it empty
+_LENGTH, _CAPACITY, _SLOTS = 3, 4, 5  # behind the pointers to arena, heads and links
+_POINTERS = 6
+_GROWTH = 1.25  # of a full arena; doubling it would leave up to half of it empty
 
 
-class Chains(Placed):
-    """Hash chains over an arena of documents, to be searched; `ChainIndex` grows them, `Pool` reads them from a file.
+class Chains(RawArrays):
+    """Hash chains over an arena of documents. `ChainIndex` grows them, `Pool` maps them from a file.
 
     Args:
         arena: int32 `[capacity]`, documents one after the other, `SEPARATOR` first and between them.
         heads: int32 `[LEVELS, slots]`, the newest position of every chain, 0 where it is empty; `slots` is a power
             of two.
         links: int32 `[capacity, LEVELS]`, the position before each in its chains, 0 at their ends.
-        length: Places of the arena that are taken.
+        length: Entries of the arena in use.
     """
 
     __slots__ = ("_arena", "_heads", "_length", "_links")
 
     def __init__(self, arena: IntArray, heads: IntArray, links: IntArray, length: int) -> None:
-        super().__init__(_PLACES)
+        super().__init__(_POINTERS)
         self._arena = arena
         self._heads = heads
         self._links = links
-        self._fill(length)
-        self._settle()
+        self._set_length(length)
+        self._update_pointers()
 
     def __len__(self) -> int:
-        """Places taken in the arena: tokens, and one separator before each document."""
+        """Entries of the arena in use: tokens, and one separator before each document."""
         return self._length
 
     @property
     def tokens(self) -> IntArray:
-        """The arena so far, int32 `[len(index)]`, documents apart by `SEPARATOR`; a view, not to be written."""
+        """The arena so far, int32 `[len(index)]`, `SEPARATOR` between documents; a view, not to be written."""
         return self._arena[: self._length]
 
     @property
@@ -62,14 +62,12 @@ class Chains(Placed):
         """Memory held by the arena, the chains and the tables, in bytes."""
         return self._arena.nbytes + self._links.nbytes + self._heads.nbytes
 
-    def _fill(self, length: int) -> None:
-        """Take note of how many places of the arena are taken."""
-        self._length = self._places[_LENGTH] = length
+    def _set_length(self, length: int) -> None:
+        self._length = self._pointers[_LENGTH] = length
 
-    def _settle(self) -> None:
-        """Take note of where arena, heads and links lie."""
-        self._place(self._arena, self._heads, self._links)
-        self._places[_CAPACITY], self._places[_SLOTS] = self._arena.size, self._heads.shape[1]
+    def _update_pointers(self) -> None:
+        self._point_to(self._arena, self._heads, self._links)
+        self._pointers[_CAPACITY], self._pointers[_SLOTS] = self._arena.size, self._heads.shape[1]
 
     @property
     def state(self) -> tuple[IntArray, IntArray, IntArray, int]:
@@ -85,18 +83,18 @@ class Chains(Placed):
         max_links: int = 32,
         max_continuations: int = 4,
     ) -> tuple[IntArray, IntArray]:
-        """Find earlier occurrences of the end of a context, for each the token that followed.
+        """Find earlier occurrences of the end of a context, and the token after each.
 
         Args:
             context: Tokens whose end is looked up; `None` means the open document itself.
-            min_ngram: Shortest match that counts, in tokens, at least 1.
+            min_ngram: Shortest match, in tokens, at least 1.
             max_ngram: Longest context compared, in tokens, from `min_ngram` to 64.
-            max_links: Most chain links walked; bounds the time whatever the content.
-            max_continuations: Stop once this many different next tokens were found.
+            max_links: Most chain links walked; bounds the time for any content.
+            max_continuations: Stop at this many different next tokens.
 
         Returns:
-            Positions in `tokens` of what followed, and the lengths of the matches in tokens, both int32: those
-            of the longest chain first, in each the most recent first.
+            Positions in `tokens` of the next tokens, and the lengths of the matches in tokens, both int32: those of
+            the longest chain first, in each the most recent first.
 
         Raises:
             TypeError: `context` does not hold whole numbers.
@@ -114,14 +112,14 @@ class Chains(Placed):
 
 
 class ChainIndex(Chains):
-    """Finds where the last tokens were seen before, and so what may follow them.
+    """Finds earlier occurrences of the last tokens, and so what may follow them.
 
-    Documents are kept in one arena, one after the other; the newest is open and grows by `append`. A match is a
-    position of the arena whose preceding tokens equal those of the context, within one document. Hashes only
-    propose: every match is confirmed token by token.
+    Documents lie in one arena, one after the other. The newest is open and grows by `append`. A match is a position of
+    the arena whose preceding tokens equal those of the context, within one document. Every match of hashes is confirmed
+    token by token.
 
     Args:
-        max_tokens: Most tokens held; when they would be exceeded the oldest half is forgotten. `None` keeps all.
+        max_tokens: Most tokens held; beyond them the oldest half is forgotten. `None` keeps all.
 
     Raises:
         ValueError: `max_tokens` is below 1,024.
@@ -154,7 +152,7 @@ class ChainIndex(Chains):
             ValueError: `tokens` is not flat, or holds an id that is negative or beyond int32.
         """
         if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1:
-            new = tokens  # the core looks for negative ones itself
+            new = tokens  # the core checks for negative ones
         else:
             new = as_tokens(tokens)
         if self._max_tokens is not None and new.size > self._max_tokens // 2:
@@ -185,14 +183,14 @@ class ChainIndex(Chains):
         self._length = _append(self.address, tokens, False)
 
     def end_document(self) -> None:
-        """Close the open document; what is appended next belongs to another, and no match spans the two."""
+        """Close the open document. What is appended next belongs to another, and no match spans the two."""
         if self._arena[self._length - 1] != SEPARATOR:
             self._reserve(1)
             self._arena[self._length] = SEPARATOR
-            self._fill(self._length + 1)
+            self._set_length(self._length + 1)
 
     def _reserve(self, extra: int) -> None:
-        """Make room for `extra` more places: forget the oldest half if capped, else grow by doubling."""
+        """Make room for `extra` more entries: forget the oldest half if capped, else grow."""
         needed = self._length + extra
         if self._max_tokens is not None and needed > self._max_tokens:
             self._forget(extra)
@@ -205,13 +203,13 @@ class ChainIndex(Chains):
             if slots > self._heads.shape[1]:
                 self._heads = np.zeros((LEVELS, slots), dtype=np.int32)
                 _link(self._arena, self._heads, self._links, 1, self._length)
-            self._settle()
+            self._update_pointers()
 
     def _forget(self, extra: int) -> None:
-        """Keep the newest tokens only, so that `extra` more leave the arena at most half full."""
+        """Keep only the newest tokens, so that `extra` more leave the arena at most half full."""
         kept = max(0, min(self._length - 1, (self._max_tokens or 0) // 2 - extra))
         self._arena[1 : kept + 1] = self._arena[self._length - kept : self._length].copy()
-        self._fill(kept + 1)
+        self._set_length(kept + 1)
         self._heads[:] = 0
         _link(self._arena, self._heads, self._links, 1, self._length)
 
@@ -238,7 +236,6 @@ def as_tokens(tokens: Sequence[int] | IntArray) -> IntArray:
 
 
 def _extended(array: IntArray, capacity: int) -> IntArray:
-    """Copy `array` into a larger one, zeros behind."""
     larger = np.zeros((capacity, *array.shape[1:]), dtype=array.dtype)
     larger[: array.shape[0]] = array
     return larger
@@ -247,17 +244,17 @@ def _extended(array: IntArray, capacity: int) -> IntArray:
 @jit_inline
 def chains_at(address):
     """The arena, heads, links and length of the `Chains` at an address."""
-    places = places_at(address, _PLACES)
-    capacity, slots = places[_CAPACITY], places[_SLOTS]
-    arena = array_at(places[0], (capacity,), np.int32)
-    heads = array_at(places[1], (LEVELS, slots), np.int32)
-    links = array_at(places[2], (capacity, LEVELS), np.int32)
-    return arena, heads, links, places[_LENGTH]
+    pointers = pointers_at(address, _POINTERS)
+    capacity, slots = pointers[_CAPACITY], pointers[_SLOTS]
+    arena = array_at(pointers[0], (capacity,), np.int32)
+    heads = array_at(pointers[1], (LEVELS, slots), np.int32)
+    links = array_at(pointers[2], (capacity, LEVELS), np.int32)
+    return arena, heads, links, pointers[_LENGTH]
 
 
 @njit(cache=True, error_model="numpy")
 def _has_negative(tokens):
-    """Whether any token is negative; for a few tokens faster than `tokens.min()`."""
+    """Whether a token is negative; faster than `tokens.min()` for a few tokens."""
     for token in tokens:
         if token < 0:
             return True
@@ -266,11 +263,11 @@ def _has_negative(tokens):
 
 @jit_inline
 def _link(arena, heads, links, begin, end):
-    """Enter the tokens from `begin` to `end` at the heads of the chains of the contexts before them.
+    """Insert the tokens from `begin` to `end` at the heads of the chains of the contexts before them.
 
-    A block of positions goes through one level at a time. Its slots lie anywhere in a table that outgrows the
-    processor's caches, so all are read before any is written: reads wait for memory side by side, writes in turn.
-    Returns a digest of what was read, without which the compiler would leave the reading out.
+    A block of positions is inserted one level at a time. Its slots are scattered over a table larger than the caches,
+    so all are read before any is written: reads overlap, dependent writes do not. Returns a digest of what was read,
+    or else the compiler would drop the reads.
     """
     digest = 0
     mask = heads.shape[1] - 1
@@ -299,9 +296,9 @@ def _link(arena, heads, links, begin, end):
 
 @njit(cache=True, error_model="numpy")
 def _append(address, tokens, is_one):
-    """Write tokens behind the arena of the `Chains` at an address, linking all but separators; returns the new length.
+    """Append tokens to the arena of the `Chains` at an address and link all but separators; returns the new length.
 
-    Where they are of one document and one is negative, nothing is written, and -1 is returned.
+    If they are of one document and one is negative, nothing is written, and -1 is returned.
     """
     if is_one:
         for token in tokens:
@@ -316,13 +313,12 @@ def _append(address, tokens, is_one):
             _link_one(arena, heads, links, position)
     else:
         _link(arena, heads, links, length, end)
-    places_at(address, _PLACES)[_LENGTH] = end
+    pointers_at(address, _POINTERS)[_LENGTH] = end
     return end
 
 
 @jit_inline
 def _link_one(arena, heads, links, position):
-    """`_link` for a single position."""
     if arena[position] < 0:
         return
     levels, first, second, third, fourth = hash_levels(arena, position, heads.shape[1] - 1)

@@ -1,7 +1,7 @@
 """A corpus as hash chains in a file: built once, mapped into memory by every process that drafts from it.
 
-A pool file is a header of 128 bytes and three sections, the heads, the links and the arena of `Chains`, int32 in the
-byte order of the machine that wrote them. Each begins where the one before it ends, so the header tells the size.
+A pool file is a header of 128 bytes and three sections: heads, links and arena of `Chains`, int32 in the byte order of
+the machine that wrote them. They follow each other without gaps, so the header determines the size.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from lookahead.ngram.replacing import replacing
 from lookahead.ngram.suffix_match import LEVELS
 
 VERSION = 1
-MAX_PLACES = (1 << 31) - 1  # of an arena: a position is an int32
-_MAGIC = b"LKPOOL\r\n"  # its line break does not survive a transfer as text
+MAX_ENTRIES = (1 << 31) - 1  # of an arena: a position is an int32
+_MAGIC = b"LKPOOL\r\n"  # the line break detects a transfer in text mode
 _BYTE_ORDER = 0x01020304
 _FIELDS = struct.Struct("=8sII8Q")
 _HEADER_BYTES = 128
@@ -35,17 +35,17 @@ _READ_AT_ONCE = 1 << 22  # bytes, a multiple of 4
 
 @dataclass(frozen=True, slots=True)
 class PoolHeader:
-    """What a pool file says of itself.
+    """The header of a pool file.
 
     Attributes:
-        fingerprint: 64 bits that tell the tokenizer of the token ids from others.
-        length: Places of the arena: the tokens, and a separator before each document.
+        fingerprint: Fingerprint of the tokenizer, 64 bits.
+        length: Entries of the arena: the tokens, and a separator before each document.
         slots: Chains of each level, a power of two.
         tokens: Tokens of all documents, at least 1.
-        documents: How many documents.
+        documents: Number of documents.
         largest_token: The largest token id.
         checksum: XXH3 of all bytes behind the header, 64 bits.
-        learned: 1 where the documents are earlier outputs, which a job adds to; 0 where they are a corpus.
+        learned: 1 if the documents are earlier outputs, to which a job adds; 0 if they are a corpus.
     """
 
     fingerprint: int
@@ -63,7 +63,7 @@ class PoolHeader:
         return _HEADER_BYTES + 4 * (LEVELS * self.slots + LEVELS * self.length + self.length)
 
     def to_bytes(self) -> bytes:
-        """The header as it stands in the file; a checksum of its own comes last."""
+        """The bytes of the header; its own checksum comes last."""
         counts = (self.length, self.slots, self.tokens, self.documents, self.largest_token)
         fields = _FIELDS.pack(_MAGIC, _BYTE_ORDER, VERSION, self.fingerprint, *counts, self.checksum, self.learned)
         fields = fields.ljust(_HEADER_BYTES - _CHECKSUM_BYTES, b"\0")
@@ -71,23 +71,23 @@ class PoolHeader:
 
 
 class Pool(Chains):
-    """The chains of a pool file, in the memory the file is mapped to; searched as a `ChainIndex` is, never grown.
+    """The chains of a pool file, mapped into memory; searched like a `ChainIndex`, never grown.
 
-    Processes share the pages of the file. `write_pool` never writes to a file that is mapped: it puts a new one in the
-    place of the old one, which stays as it was for those who have it open. A program that writes to the file itself
-    could end this process (a page behind the end of a file is a bus error) or lead a search out of its memory, so
-    `is_intact` is asked before each use.
+    Processes share the pages of the file. `write_pool` never writes to a mapped file: it replaces it by a new one, and
+    the old one stays as it was for those who have it open. A program that writes to the file itself could crash this
+    process (a page beyond the end of a file is a bus error) or lead a search out of its memory, so `is_intact` is
+    checked before each use.
 
     Attributes:
         path: The file.
-        header: What it says of itself.
+        header: Its header.
     """
 
     __slots__ = ("__weakref__", "_descriptor", "_is_intact", "_version", "header", "path")
 
     def __init__(self, path: Path, header: PoolHeader, file: BinaryIO, version: tuple[int, int]) -> None:
-        # A private mapping can be written to, though nothing is: so its arrays have the type of those of an index, and
-        # one compiled core serves both. Pages that are not written to are shared all the same.
+        # A private mapping is writable, so its arrays have the type of those of an index, and one compiled function
+        # serves both. Pages that are not written stay shared.
         mapped = mmap.mmap(file.fileno(), header.file_bytes, access=mmap.ACCESS_COPY)
         sizes = np.array([LEVELS * header.slots, LEVELS * header.length, header.length])
         numbers: IntArray = np.frombuffer(mapped, np.int32, offset=_HEADER_BYTES)
@@ -101,33 +101,33 @@ class Pool(Chains):
 
     @property
     def is_intact(self) -> bool:
-        """Whether the file is as it was opened; once it is not, there is nothing in the pool any more.
+        """Whether the file is unchanged since it was opened; once it is not, the pool is empty.
 
-        Size and time of the last change are compared, which takes about a microsecond.
+        Compares size and modification time, which takes about a microsecond.
         """
         if self._is_intact and _version_of(self._descriptor) != self._version:
             self._is_intact = False
             self._arena, self._links = np.full(1, SEPARATOR, np.int32), np.zeros((1, LEVELS), np.int32)
             self._heads = np.zeros((LEVELS, 1), np.int32)
-            self._fill(1)
-            self._settle()
+            self._set_length(1)
+            self._update_pointers()
         return self._is_intact
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], fingerprint: int | None = None) -> Pool:
-        """Open a pool file, once it is clear that it is whole.
+        """Open a pool file after checking every byte.
 
-        Every byte is checked. The checksum finds what happened to the file by accident. Whoever makes a file on
-        purpose can make its checksum too, so every position is also compared with the length, and every token with
-        the largest: no file leads a search out of its memory, or to a token the header does not tell of.
+        The checksum finds accidental damage. A file made on purpose can have a valid checksum, so every position is
+        also compared with the length, and every token with the largest: no file leads a search out of its memory, or
+        to a token beyond the header's largest.
 
         Args:
             path: The file.
-            fingerprint: Of the tokenizer whose ids are looked up; `None` where there is none to compare.
+            fingerprint: Fingerprint of the tokenizer in use; `None` skips the comparison.
 
         Raises:
             OSError: The file cannot be read.
-            ValueError: It is no pool, it is damaged, or it was made with another tokenizer.
+            ValueError: The file is no pool, is damaged, or was made with another tokenizer.
         """
         path = Path(path)
         with _opened(path) as file:
@@ -145,17 +145,17 @@ class Pool(Chains):
         """Raise ValueError unless the pool was made with the tokenizer of this fingerprint."""
         if fingerprint != self.header.fingerprint:
             raise ValueError(
-                f"{self.path}: made with another tokenizer: the fingerprint of that was "
-                f"{self.header.fingerprint:016x}, of this one it is {fingerprint:016x}"
+                f"{self.path}: made with another tokenizer: its fingerprint is {self.header.fingerprint:016x}, that of "
+                f"this tokenizer is {fingerprint:016x}"
             )
 
 
 def read_header(path: str | os.PathLike[str]) -> PoolHeader:
-    """What a pool file says of itself; of all that follows only the size is checked.
+    """Read the header of a pool file; of the sections only the size is checked.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It is no pool of this version and byte order, or its header is damaged, or its size is wrong.
+        ValueError: The file is no pool of this version and byte order, or its header or size is wrong.
     """
     with _opened(Path(path)) as file:
         return _read_header(Path(path), file)
@@ -164,19 +164,19 @@ def read_header(path: str | os.PathLike[str]) -> PoolHeader:
 def write_pool(
     path: str | os.PathLike[str], tokens: IntArray, fingerprint: int, *, is_learned: bool = False
 ) -> PoolHeader:
-    """Index documents and write them to a pool file, which is there whole or not at all.
+    """Index documents and write them to a pool file, atomically.
 
-    The new file takes the place of one at `path` only when all of it is on the disk; what stops it before, a
-    crash included, leaves the old file as it was.
+    The new file replaces one at `path` only when all of it is on the disk; an interruption before, a crash included,
+    leaves the old file as it was.
 
     Args:
         path: The file.
         tokens: int32 `[n]`, documents one after the other, `SEPARATOR` between them.
-        fingerprint: 64 bits that tell their tokenizer from others.
-        is_learned: Whether they are earlier outputs, and no corpus.
+        fingerprint: Fingerprint of their tokenizer, 64 bits.
+        is_learned: Whether they are earlier outputs, not a corpus.
 
     Returns:
-        What the file says of itself.
+        The header of the file.
 
     Raises:
         OSError: The file cannot be written.
@@ -185,8 +185,8 @@ def write_pool(
     """
     if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32:
         raise TypeError(f"tokens must be an int32 array, got {getattr(tokens, 'dtype', type(tokens).__name__)}")
-    if tokens.ndim != 1 or not 1 <= tokens.size < MAX_PLACES:
-        raise ValueError(f"tokens must be flat, with 1 to {MAX_PLACES - 1} of them, got shape {tokens.shape}")
+    if tokens.ndim != 1 or not 1 <= tokens.size < MAX_ENTRIES:
+        raise ValueError(f"tokens must be flat, with 1 to {MAX_ENTRIES - 1} of them, got shape {tokens.shape}")
     if tokens.min() < SEPARATOR or tokens.max() < 0:
         raise ValueError(f"tokens must hold ids and {SEPARATOR} between documents, got {tokens.min()}..{tokens.max()}")
     index = ChainIndex()
@@ -216,7 +216,7 @@ def write_pool(
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
-    """Open a file to read; what is there but no file is refused, since a pipe would wait for a writer."""
+    """Open a regular file; anything else is refused, since opening a pipe waits for a writer."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{path}: not a file")
     with open(path, "rb") as file:
@@ -224,7 +224,6 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def _read_header(path: Path, file: BinaryIO) -> PoolHeader:
-    """Read the header of an open file and compare it with the file's size."""
     data = file.read(_HEADER_BYTES)
     if not data.startswith(_MAGIC):
         raise ValueError(f"{path}: not a pool file")
@@ -232,15 +231,15 @@ def _read_header(path: Path, file: BinaryIO) -> PoolHeader:
         raise ValueError(f"{path}: cut short: {len(data)} bytes, less than a header")
     _, byte_order, version, *fields = _FIELDS.unpack_from(data)
     if byte_order != _BYTE_ORDER:
-        raise ValueError(f"{path}: made on a machine of another byte order; build it again here")
+        raise ValueError(f"{path}: made on a machine with another byte order; build it again here")
     if version != VERSION:
         raise ValueError(f"{path}: version {version} of the format; this release reads version {VERSION}")
     header = PoolHeader(*fields)
     if data != header.to_bytes():
-        raise ValueError(f"{path}: damaged: its header does not have the checksum it tells")
-    is_possible = 1 <= header.tokens < header.length <= MAX_PLACES and header.slots.bit_count() == 1
+        raise ValueError(f"{path}: damaged: the checksum of its header is wrong")
+    is_possible = 1 <= header.tokens < header.length <= MAX_ENTRIES and header.slots.bit_count() == 1
     if not is_possible or header.largest_token >= 1 << 31 or header.learned > 1:
-        raise ValueError(f"{path}: damaged: its header holds sizes that no pool has")
+        raise ValueError(f"{path}: damaged: its header holds impossible sizes")
     size = os.fstat(file.fileno()).st_size
     if size != header.file_bytes:
         what = "cut short" if size < header.file_bytes else "longer than it should be"
@@ -249,32 +248,30 @@ def _read_header(path: Path, file: BinaryIO) -> PoolHeader:
 
 
 def _version_of(descriptor: int) -> tuple[int, int]:
-    """What changes when somebody writes to an open file: its size in bytes, and when it was last changed, in ns."""
+    """Size in bytes and modification time in ns of an open file: what changes when it is written."""
     status = os.fstat(descriptor)
     return status.st_size, status.st_mtime_ns
 
 
 def _check_contents(path: Path, file: BinaryIO, header: PoolHeader) -> None:
-    """Refuse a wrong checksum, positions outside of the arena, and tokens that the header does not tell of.
+    """Refuse a wrong checksum, positions outside of the arena, and tokens beyond the header's largest.
 
-    The file is read and not mapped, as it may be cut short meanwhile.
+    The file is read, not mapped, since it may be truncated meanwhile.
     """
     checksum = xxhash.xxh3_64()
-    positions = LEVELS * (header.slots + header.length)  # the numbers in front of the arena
+    positions = LEVELS * (header.slots + header.length)  # the numbers before the arena
     are_good, place = True, 0
     while data := file.read(_READ_AT_ONCE):
         checksum.update(data)
         numbers = np.frombuffer(data[: len(data) & ~3], np.int32)
         before, arena = np.split(numbers, [max(0, positions - place)])
-        # Read as unsigned, a negative number is above every bound: one pass finds both.
+        # As unsigned, a negative number is above every bound: one pass finds both.
         are_good &= not before.size or int(before.view(np.uint32).max()) < header.length
         if arena.size:
             are_good &= int(arena.min()) >= SEPARATOR and int(arena.max()) <= header.largest_token
             are_good &= place + before.size > positions or int(arena[0]) == SEPARATOR
         place += numbers.size
     if checksum.intdigest() != header.checksum:
-        raise ValueError(
-            f"{path}: damaged: its checksum is {checksum.hexdigest()}, and should be {header.checksum:016x}"
-        )
+        raise ValueError(f"{path}: damaged: its checksum is {checksum.hexdigest()}, expected {header.checksum:016x}")
     if not are_good:
-        raise ValueError(f"{path}: damaged: it holds numbers that no pool has")
+        raise ValueError(f"{path}: damaged: it holds positions or tokens out of range")

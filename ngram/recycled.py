@@ -1,8 +1,8 @@
-"""What the target thought likely after a context, kept for when the context comes back: a k-gram model of the target.
+"""The target's likeliest tokens after contexts, kept for when a context returns: a k-gram model of the target.
 
 Source: Luo et al. 2024, "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token
-    Recycling", §3. There the candidates are kept by the last token; here by the last 4, 3, 2 and 1 tokens, together
-    with the target's own probabilities.
+    Recycling", §3. There candidates are kept by the last token; here by the last 4, 3, 2 and 1 tokens, with their
+    probabilities.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from numba import njit
 from numpy.typing import NDArray
 
 from lookahead.ngram.chains import IntArray
-from lookahead.ngram.raw_arrays import Placed, array_at, jit_inline, places_at
+from lookahead.ngram.raw_arrays import RawArrays, array_at, jit_inline, pointers_at
 
 FloatArray = NDArray[np.float32]
 RecycledState = tuple[NDArray[np.uint64], IntArray, NDArray[np.uint16]]
 
 TOP = 8  # successors kept of a context
 ORDERS = 4  # contexts of 1 to 4 tokens
-WAYS = 4  # places where a context may stand: its set
-_GROUPS = 3  # behind the places of keys, tokens and chances: how many sets there are
+WAYS = 4  # entries of a set, in one of which a context is stored
+_GROUPS = 3  # behind the pointers to keys, tokens and probabilities: the number of sets
 _UNIT = 65535.0  # a probability of 1 as it is stored
 
 
-class RecycledTable(Placed):
-    """The likeliest successors of contexts, as the target saw them last, in memory that never grows.
+class RecycledTable(RawArrays):
+    """The likeliest successors of contexts in the target's latest pass over them, in memory of fixed size.
 
-    Every context of 1 to 4 tokens has one set of four places, found by its hash; the place written longest ago
-    gives way to a new context. The hash of 64 bits is kept and compared, so that contexts do not mix.
+    Every context of 1 to 4 tokens has a set of four entries, found by its hash. A new context replaces the oldest entry.
+    The 64-bit hash is stored and compared, so that contexts do not mix.
 
     Args:
-        contexts: Places, a power of two of at least 4; 64 bytes each.
+        contexts: Entries, a power of two of at least 4; 64 bytes each.
 
     Raises:
-        ValueError: `contexts` is no such number.
+        ValueError: `contexts` is not such a number.
 
     Example:
         >>> table = RecycledTable(contexts=64)
@@ -43,34 +43,34 @@ class RecycledTable(Placed):
         ...     np.array([7, 8], np.int32), np.zeros(1, np.int32), np.array([8], np.int32),
         ...     successors, np.array([[0.5, 0.25, 0.1, 0.05, 0.0, 0.0, 0.0, 0.0]], np.float32),
         ... )
-        >>> order, tokens, chances = table.find(np.array([1, 7, 8], np.int32))
-        >>> order, tokens[:2].tolist(), chances[:2].round(3).tolist()
+        >>> order, tokens, probs = table.find(np.array([1, 7, 8], np.int32))
+        >>> order, tokens[:2].tolist(), probs[:2].round(3).tolist()
         (2, [3, 9], [0.5, 0.25])
     """
 
-    __slots__ = ("_chances", "_keys", "_now", "_times", "_tokens")
+    __slots__ = ("_keys", "_now", "_probs", "_times", "_tokens")
 
     def __init__(self, contexts: int = 1 << 18) -> None:
         if contexts < WAYS or contexts & (contexts - 1):
             raise ValueError(f"contexts must be a power of two of at least {WAYS}, got {contexts}")
         self._keys = np.zeros((contexts // WAYS, WAYS), dtype=np.uint64)
         self._tokens = np.zeros((contexts // WAYS, WAYS, TOP), dtype=np.int32)
-        self._chances = np.zeros((contexts // WAYS, WAYS, TOP), dtype=np.uint16)
-        self._times = np.zeros((contexts // WAYS, WAYS), dtype=np.int64)  # when written, counted in writes
+        self._probs = np.zeros((contexts // WAYS, WAYS, TOP), dtype=np.uint16)
+        self._times = np.zeros((contexts // WAYS, WAYS), dtype=np.int64)  # of the last write, counted in writes
         self._now = np.zeros(1, dtype=np.int64)
         super().__init__(_GROUPS + 1)
-        self._place(*self.state)
-        self._places[_GROUPS] = contexts // WAYS
+        self._point_to(*self.state)
+        self._pointers[_GROUPS] = contexts // WAYS
 
     @property
     def nbytes(self) -> int:
-        """Memory held, in bytes, whatever was stored."""
+        """Memory held, in bytes; constant."""
         return self._times.nbytes + sum(array.nbytes for array in self.state)
 
     @property
     def state(self) -> RecycledState:
-        """Keys, tokens and chances, as the compiled cores take them."""
-        return self._keys, self._tokens, self._chances
+        """Keys, tokens and probabilities, as the compiled functions take them."""
+        return self._keys, self._tokens, self._probs
 
     def store(
         self,
@@ -78,31 +78,31 @@ class RecycledTable(Placed):
         parents: IntArray,
         tokens: IntArray,
         top: IntArray,
-        chances: FloatArray,
+        probs: FloatArray,
         skipped: NDArray[np.bool_] | None = None,
     ) -> None:
-        """Keep what the target thinks likely after every node of a tree, under the last tokens up to the node.
+        """Store the target's likeliest tokens after every node of a tree, under the last tokens up to the node.
 
         Args:
             before: int32 `[n]`, the tokens up to the root, the root included.
             parents: int32 `[k]`, a tree whose root is node 0 and whose parents come before their children.
             tokens: int32 `[k]`, the token of each node; that of the root is the last of `before`.
             top: int32 `[k, 8]`, the target's likeliest tokens after each node.
-            chances: float32 `[k, 8]`, their probabilities, highest first.
-            skipped: bool `[k]`, nodes after which nothing is kept.
+            probs: float32 `[k, 8]`, their probabilities, highest first.
+            skipped: bool `[k]`, nodes after which nothing is stored.
 
         Raises:
             ValueError: The shapes do not fit.
         """
         nodes = tokens.size
-        if before.size == 0 or parents.size != nodes or top.shape != (nodes, TOP) or chances.shape != (nodes, TOP):
+        if before.size == 0 or parents.size != nodes or top.shape != (nodes, TOP) or probs.shape != (nodes, TOP):
             raise ValueError(
                 f"{nodes} tokens after {before.size} need as many parents and {TOP} successors each, got "
-                f"{parents.size} parents, successors of {top.shape} and chances of {chances.shape}"
+                f"{parents.size} parents, successors of {top.shape} and probs of {probs.shape}"
             )
         if skipped is None:
             skipped = np.zeros(nodes, np.bool_)
-        _store_tree(*self.state, self._times, self._now, before, parents, tokens, top, chances, skipped)
+        _store_tree(*self.state, self._times, self._now, before, parents, tokens, top, probs, skipped)
 
     def find(self, context: IntArray) -> tuple[int, IntArray, FloatArray]:
         """Look up the longest known end of a context.
@@ -111,23 +111,23 @@ class RecycledTable(Placed):
             context: int32 `[n]`.
 
         Returns:
-            How many tokens of the context were known, 0 to 4; the successors, int32 `[8]`; and their
-            probabilities, float32 `[8]`, rounded to 1/65535; both empty where nothing was known.
+            How many tokens of the context are known, 0 to 4; its successors, int32 `[8]`; and their probabilities,
+            float32 `[8]`, rounded to 1/65535; both empty if nothing is known.
         """
         hashes = np.empty(ORDERS, np.uint64)
         order, group, way = _look_up(self._keys, context, hashes)
         found = slice(0, TOP if order else 0)
-        return order, self._tokens[group, way][found], (self._chances[group, way][found] / _UNIT).astype(np.float32)
+        return order, self._tokens[group, way][found], (self._probs[group, way][found] / _UNIT).astype(np.float32)
 
 
 @jit_inline
 def table_at(address):
-    """Keys, tokens and chances of the `RecycledTable` at an address."""
-    places = places_at(address, _GROUPS + 1)
-    groups = places[_GROUPS]
-    keys = array_at(places[0], (groups, WAYS), np.uint64)
-    tokens = array_at(places[1], (groups, WAYS, TOP), np.int32)
-    return keys, tokens, array_at(places[2], (groups, WAYS, TOP), np.uint16)
+    """Keys, tokens and probabilities of the `RecycledTable` at an address."""
+    pointers = pointers_at(address, _GROUPS + 1)
+    groups = pointers[_GROUPS]
+    keys = array_at(pointers[0], (groups, WAYS), np.uint64)
+    tokens = array_at(pointers[1], (groups, WAYS, TOP), np.int32)
+    return keys, tokens, array_at(pointers[2], (groups, WAYS, TOP), np.uint16)
 
 
 @jit_inline
@@ -156,13 +156,13 @@ def hash_context(before, end, tokens, parents, node, hashes):
                 return order
             token = before[end]
         code = _mix(code, token)
-        hashes[order] = code | np.uint64(1)  # 0 marks a free place
+        hashes[order] = code | np.uint64(1)  # 0 marks a free entry
     return ORDERS
 
 
 @jit_inline
 def find_context(keys, hashes, orders):
-    """The longest of the contexts that is in the table: its length in tokens (0: none), its set and its place."""
+    """The longest of the contexts that is in the table: its length in tokens (0: none), its set and its entry."""
     mask = np.uint64(keys.shape[0] - 1)
     for order in range(orders - 1, -1, -1):
         code = hashes[order]
@@ -175,19 +175,18 @@ def find_context(keys, hashes, orders):
 
 @njit(cache=True, error_model="numpy")
 def _look_up(keys, context, hashes):
-    """The core of `RecycledTable.find`."""
     return find_context(keys, hashes, hash_context(context, context.size, context, context, 0, hashes))
 
 
 @jit_inline
-def chance_of(stored):
-    """A stored probability as a number."""
+def prob_of(stored):
+    """A stored probability as a number from 0 to 1."""
     return stored / _UNIT
 
 
 @jit_inline
-def _place(keys, times, code):
-    """The set and the place of a context: where it stands, or else the one written longest ago."""
+def _entry(keys, times, code):
+    """The set and the entry of a context: its own, or else the one written longest ago."""
     group = np.int64((code >> np.uint64(1)) & np.uint64(keys.shape[0] - 1))
     oldest = 0
     for way in range(WAYS):
@@ -199,18 +198,17 @@ def _place(keys, times, code):
 
 
 @njit(cache=True, error_model="numpy")
-def _store_tree(keys, kept_tokens, kept_chances, times, now, before, parents, tokens, top, chances, skipped):
-    """The core of `RecycledTable.store`."""
+def _store_tree(keys, kept_tokens, kept_probs, times, now, before, parents, tokens, top, probs, skipped):
     hashes = np.empty(ORDERS, np.uint64)
     for node in range(tokens.size):
         if skipped[node]:
             continue
         orders = hash_context(before, before.size, tokens, parents, node, hashes)
         for order in range(orders):
-            group, way = _place(keys, times, hashes[order])
+            group, way = _entry(keys, times, hashes[order])
             now[0] += 1
             times[group, way] = now[0]
             keys[group, way] = hashes[order]
             for rank in range(TOP):
                 kept_tokens[group, way, rank] = top[node, rank]
-                kept_chances[group, way, rank] = np.uint16(chances[node, rank] * _UNIT + 0.5)
+                kept_probs[group, way, rank] = np.uint16(probs[node, rank] * _UNIT + 0.5)

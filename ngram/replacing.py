@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all."""
+"""Atomic replacement of files."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import BinaryIO
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Write a file beside `path` that takes its place once it is whole and on the disk; else it is removed.
+    """Write a file beside `path` that replaces it once it is complete and on the disk; on an error it is removed.
 
-    What a process that was killed left there before is removed first.
+    Files left behind by killed processes are removed first.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     path = Path(os.path.realpath(path))  # a link stays a link
     with contextlib.suppress(OSError):
@@ -42,9 +42,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove what processes that were killed while they replaced `path` left beside it.
+    """Remove files that processes left beside `path` when they were killed while replacing it.
 
-    Whoever is still writing has a lock on what it writes; where there are no locks, nothing is removed.
+    A process that is still writing holds a lock on its file. On file systems without locks nothing is removed.
 
     Raises:
         OSError: One cannot be removed.
@@ -57,19 +57,19 @@ def remove_leftovers(path: Path) -> None:
 
 
 def _made_beside(path: Path) -> tuple[Path, BinaryIO, int | None]:
-    """A new file beside `path`, and what keeps a lock on it until it is closed; None where there are no locks."""
+    """A new file beside `path`, and a descriptor that holds a lock on it until it is closed; None without locks."""
     while True:
         written = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-        file = open(written, "xb")  # noqa: SIM115 - whoever asked closes it
+        file = open(written, "xb")  # noqa: SIM115 - the caller closes it
         if not _is_locked(file.fileno(), waits=True):
             return written, file, None
         if os.fstat(file.fileno()).st_nlink:
             return written, file, os.dup(file.fileno())
-        file.close()  # somebody took it for a leftover before it was locked
+        file.close()  # another process removed it as a leftover before it was locked
 
 
 def _is_locked(descriptor: int, *, waits: bool) -> bool:
-    """Lock an open file; False where another process has it, or locks are not known."""
+    """Lock an open file; False if another process holds the lock, or there are no locks."""
     try:
         import fcntl
     except ImportError:  # Windows
@@ -82,7 +82,7 @@ def _is_locked(descriptor: int, *, waits: bool) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the name of a new file as lasting as its bytes, where the system can open a folder."""
+    """Flush a folder to disk, so that the name of a new file survives a crash; does nothing on Windows."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

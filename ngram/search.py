@@ -1,4 +1,4 @@
-"""Where a context is looked up at every step."""
+"""Trees of candidates for a context: the public functions."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import MAX_CONTEXT, ChainIndex, Chains, IntArray, as_tokens
 from lookahead.ngram.prune import FREE, NOTHING, Limits
-from lookahead.ngram.raw_arrays import Placed
+from lookahead.ngram.raw_arrays import RawArrays
 from lookahead.ngram.recycled import RecycledTable
-from lookahead.ngram.trie import MOST_TEXTS, SEARCH_PLACES, Grown, Trie, propose, space_needed
+from lookahead.ngram.trie import MOST_TEXTS, SEARCH_POINTERS, Grown, Trie, propose, space_needed
 
-MAX_ROOM = 1 << 10
+MAX_NODES = 1 << 10
 _FLOOR = 0.0001
 _MAX_LINKS = 1 << 12
 _NO_TEXT = ChainIndex()
@@ -24,7 +24,7 @@ _NO_MEMORY = RecycledTable(contexts=4)
 
 
 class _Space(local):
-    """Memory a tree is grown in, one for each thread: making it anew would take as long as finding matches."""
+    """Scratch memory of each thread: to allocate it anew takes as long as finding matches."""
 
     size = 0
 
@@ -32,7 +32,7 @@ class _Space(local):
         self.at_least(1 << 15)
 
     def at_least(self, size: int) -> int:
-        """Where as many int64 lie, or more."""
+        """The address of as many int64, or more."""
         if self.size < size:
             self.size, self.numbers = size, np.zeros(size, np.int64)
             self.address = int(self.numbers.ctypes.data)
@@ -42,60 +42,59 @@ class _Space(local):
 _space = _Space()
 
 
-class Search(Placed):
-    """What contexts are looked up in, and how: made once, so that a step need tell nothing but what is new.
+class Search(RawArrays):
+    """The texts, tables and bounds of a search, set up once, so that a step passes only what is new.
 
     Args:
-        texts: As `grow_trie` takes them, and not checked here.
-        rates: As there.
-        memory: As there.
+        texts: As for `grow_trie`, not checked here.
+        rates: As for `grow_trie`.
+        memory: As for `grow_trie`.
         bounds: `min_ngram`, `max_ngram` and `max_links`.
     """
 
-    __slots__ = ("_links", "_room", "_searched", "_space")
+    __slots__ = ("_links", "_max_nodes", "_searched", "_space")
 
     def __init__(
         self, texts: Sequence[Chains], rates: HitRates, memory: RecycledTable | None, bounds: tuple[int, int, int]
     ) -> None:
-        super().__init__(SEARCH_PLACES)
+        super().__init__(SEARCH_POINTERS)
         memory = memory if memory is not None else _NO_MEMORY
-        self._searched = (*texts, rates, memory)  # they must live as long as their addresses are told
+        self._searched = (*texts, rates, memory)  # keeps alive what the addresses point to
         addresses = [text.address for text in texts] + [_NO_TEXT.address] * (MOST_TEXTS - len(texts))
-        self._places[:] = (*addresses, memory.address, rates.address, *bounds, len(texts))
+        self._pointers[:] = (*addresses, memory.address, rates.address, *bounds, len(texts))
         self._links = bounds[2]
-        self._room = self._space = 0
+        self._max_nodes = self._space = 0
 
     def grow(
         self,
-        room: int,
+        max_nodes: int,
         min_probability: float,
         limits: Limits = NOTHING,
         costs: NDArray[np.float64] = FREE,
         context: IntArray | None = None,
     ) -> Grown:
-        """`grow_trie` for those who call it at every step: arguments are not checked, and a part is cut from the tree.
+        """`grow_trie` for every step: arguments are not checked, and the part worth verifying is selected.
 
         Args:
-            room: As there, at most `MAX_ROOM`.
-            min_probability: As there.
-            limits: What part of the tree is cut: of all that may be kept the likeliest nodes, as many as give the
-                most expected tokens per cost.
-            costs: float64 `[budget + 2]` or longer, what a step with that many nodes costs, the root counted; empty
-                where nodes are free.
-            context: As there, int32; at least one text where it is None.
+            max_nodes: At most `MAX_NODES`.
+            min_probability: As for `grow_trie`.
+            limits: Limits of the selected part.
+            costs: float64 `[limits.max_nodes + 2]` or longer, the cost of a step with so many nodes, the root counted;
+                empty where nodes are free.
+            context: As for `grow_trie`, int32. There is at least one text if it is None.
         """
-        if room != self._room:
-            self._room, self._space = room, space_needed(self._links, room)
+        if max_nodes != self._max_nodes:
+            self._max_nodes, self._space = max_nodes, space_needed(self._links, max_nodes)
         space = _space.address if self._space <= _space.size else _space.at_least(self._space)
         tail = _NO_TAIL if context is None else context
         floor = min_probability if min_probability > _FLOOR else _FLOOR
-        return Grown(*propose(self.address, space, room, tail, context is None, floor, *limits, costs))
+        return Grown(*propose(self.address, space, max_nodes, tail, context is None, floor, *limits, costs))
 
 
 def grow_trie(
     texts: Sequence[Chains],
     rates: HitRates,
-    room: int,
+    max_nodes: int,
     *,
     memory: RecycledTable | None = None,
     context: Sequence[int] | IntArray | None = None,
@@ -104,26 +103,26 @@ def grow_trie(
     max_links: int = 32,
     min_probability: float = 0.0,
 ) -> Trie | None:
-    """Merge what followed a context before and what the target thought of it into a tree, likeliest paths first.
+    """Merge earlier continuations of a context and the target's recycled tokens into a tree, likeliest paths first.
 
-    Occurrences of all texts are followed side by side while they agree, each as far as its document goes; one
-    that runs into the end of the open document goes on with the path itself, so that a loop is continued as a
-    loop. The memory is asked after every node. What offers the same token at the same place is one candidate, and
-    its chance is the hit rate of all that is known of it.
+    Occurrences of all texts are followed side by side while they agree, each up to the end of its document. One that
+    reaches the end of the open document goes on with the path itself, so that a loop goes on as a loop. The recycled
+    table is looked up at every node. Offers of the same token after the same node are one candidate; its probability is
+    the hit rate of its features.
 
     Args:
-        texts: Where to look for the context, at most three.
-        rates: The chance of each kind of candidate.
-        room: Most nodes besides the root.
-        memory: What the target thought likely after contexts.
+        texts: Texts to search, at most three.
+        rates: Hit rates of features.
+        max_nodes: Most nodes besides the root.
+        memory: Recycled tokens of the target.
         context: Tokens whose end is looked up; `None` means the open document of the first text.
-        min_ngram: Shortest match that counts, in tokens, at least 1.
+        min_ngram: Shortest match, in tokens, at least 1.
         max_ngram: Longest context compared, in tokens, from `min_ngram` to 64.
         max_links: Most chain links walked in each text, at least 1.
         min_probability: Nodes less likely to be reached than this are left out.
 
     Returns:
-        The tree, or `None` where nothing was found or there is no room.
+        The tree, or `None` if nothing was found or `max_nodes` is below 1.
 
     Raises:
         TypeError: `context` does not hold whole numbers.
@@ -132,7 +131,7 @@ def grow_trie(
     Example:
         >>> text = ChainIndex()
         >>> text.append([5, 6, 7, 8, 5, 6])
-        >>> grow_trie([text], HitRates(), room=3).tokens.tolist()
+        >>> grow_trie([text], HitRates(), max_nodes=3).tokens.tolist()
         [6, 7, 8, 5]
     """
     if not 1 <= min_ngram <= max_ngram <= MAX_CONTEXT:
@@ -141,8 +140,10 @@ def grow_trie(
         raise ValueError(f"max_links must be from 1 to {_MAX_LINKS}, got {max_links}")
     if len(texts) > MOST_TEXTS:
         raise ValueError(f"at most {MOST_TEXTS} texts are searched, got {len(texts)}")
-    if room < 1 or (context is None and not texts):
+    if max_nodes < 1 or (context is None and not texts):
         return None
     search = Search(texts, rates, memory, (min_ngram, max_ngram, max_links))
-    grown = search.grow(min(room, MAX_ROOM), min_probability, context=None if context is None else as_tokens(context))
+    grown = search.grow(
+        min(max_nodes, MAX_NODES), min_probability, context=None if context is None else as_tokens(context)
+    )
     return grown.trie if grown.written.shape[1] > 1 else None

@@ -1,4 +1,4 @@
-"""Where the end of a context stands in hash chains: walked from the longest context down, confirmed token by token."""
+"""Occurrences of the end of a context in hash chains: from the longest context down, confirmed token by token."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from numba import njit
 
 from lookahead.ngram.raw_arrays import jit_inline
 
-LEVELS = 4  # chains are kept for contexts of 1, 2, 4 and 8 tokens: level k holds those of 2**k tokens
-_COPY_AGE, _COPY_LINKS = 12, 2  # tokens, and links from each of them, where the last copy is looked for
+LEVELS = 4  # level k has the chains of contexts of 2**k tokens
+_COPY_AGE, _COPY_LINKS = 12, 2  # tokens, and links from each of them, where the last copy is searched
 
 
 @jit_inline
@@ -62,7 +62,7 @@ def _is_new(arena, positions, count):
 
 @njit(cache=True, error_model="numpy")
 def find_matches(arena, heads, links, length, context, end, shortest, longest, variety, positions, lengths):
-    """Walk the chains from the longest context down; the door with the checks is `ChainIndex.find`.
+    """Walk the chains from the longest context down; `Chains.find` is the public function and checks its arguments.
 
     Fills `positions` and `lengths`, whose size bounds the links walked, and returns how many were found.
     """
@@ -77,7 +77,7 @@ def find_matches(arena, heads, links, length, context, end, shortest, longest, v
             continue
         if above <= shortest:
             break
-        # No tuple is indexed: that could fail, as far as the compiler knows, and what can fail counts references.
+        # No tuple is indexed: the compiler assumes that this can fail, and code that can fail counts references.
         slot = fourth if level == 3 else (third if level == 2 else (second if level == 1 else first))
         position = heads[level, slot]
         while position > 0 and budget > 0:
@@ -97,9 +97,9 @@ def find_matches(arena, heads, links, length, context, end, shortest, longest, v
 
 @jit_inline
 def last_copy(arena, links, length):
-    """The last copy in the open document: what follows its source (0: there was none), and its distance to the end.
+    """The last copy in the open document: the position behind its source (0: none), and its distance to the end.
 
-    A copy is three tokens or more, among the last dozen, that stood in a row before; links already lead there.
+    A copy is at least three tokens among the last dozen that occurred in a row before; links already lead there.
     """
     for end in range(length - 1, max(3, length - _COPY_AGE), -1):
         if arena[end] < 0:

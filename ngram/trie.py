@@ -1,4 +1,4 @@
-"""What may follow a context, by matches and by the target's memory together: a small tree grown likeliest first."""
+"""Trees of candidates for a context, from matches and recycled tokens, grown best first in compiled code."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from lookahead.ngram.candidates import (
     LENGTH,
     MOST_OPTIONS,
     PARENT,
-    PLACE,
     POSITION,
+    PROXIMITY,
     READ,
     SOURCES,
     STOP,
     TEXT,
     TOKEN,
-    part,
     read_ahead,
     score,
+    split,
 )
 from lookahead.ngram.chains import IntArray, chains_at
-from lookahead.ngram.features import RESUMED, place_of
+from lookahead.ngram.features import RESUMED, proximity_of
 from lookahead.ngram.prune import node_at, select
-from lookahead.ngram.raw_arrays import jit_inline, places_at
+from lookahead.ngram.raw_arrays import jit_inline, pointers_at
 from lookahead.ngram.recycled import ORDERS, hash_context, table_at
 from lookahead.ngram.suffix_match import find_matches, last_copy
 
 MOST_TEXTS = 3
-SEARCH_PLACES = MOST_TEXTS + 6  # its texts, memory, rates, least and greatest length of matches, links, bit of memory
+SEARCH_POINTERS = MOST_TEXTS + 6  # texts, memory, rates, bounds of the length of matches, links, bit of the memory
 # Rows of what is written: five of the whole tree as it grew, where its nodes went, and five of the part.
 PLACED, PART, _ROWS = 5, 6, 11
 _VARIETY = 16
-_MOST_CHANGED = 3  # tokens in the place of as many of a copy's source, behind which it goes on
+_MOST_CHANGED = 3  # tokens that may replace as many of a copy's source before the copy goes on
 
 
 class Trie(NamedTuple):
-    """What may follow a context, as a tree.
+    """Candidates for the tokens after a context, as a tree.
 
     Attributes:
         tokens: int32 `[k]`; the root, node 0, holds the last token of the context.
-        parents: int32 `[k]`; nodes stand in the order of their chance to be reached, a parent before its children.
-        probabilities: float32 `[k]`; the chance of a node once its parent was chosen; 1 for the root.
-        features: int32 `[k]`; what `HitRates.learn` needs to know of each node; 0 for the root.
-        sources: int32 `[k]`; bit i is set where text i offered the node, the bit after those of the texts where
-            the memory did; 0 for the root.
+        parents: int32 `[k]`; nodes by falling path probability, a parent before its children.
+        probabilities: float32 `[k]`; the probability of a node once its parent was chosen; 1 for the root.
+        features: int32 `[k]`; the feature of each node, for `HitRates.learn`; 0 for the root.
+        sources: int32 `[k]`; bit i is set if text i offered the node, the bit after those of the texts if the
+            recycled table did; 0 for the root.
     """
 
     tokens: IntArray
@@ -67,11 +67,11 @@ class Grown(NamedTuple):
 
     Attributes:
         written: int32 `[11, k]`, as `_write` leaves it: from row `PLACED` on, the part.
-        reach: float64 `[m]`, the chance that a node of the part is reached; 1 for the root.
+        path_probs: float64 `[m]`, the probability that a node of the part is reached; 1 for the root.
     """
 
     written: IntArray
-    reach: NDArray[np.float64]
+    path_probs: NDArray[np.float64]
 
     @property
     def trie(self) -> Trie:
@@ -81,58 +81,59 @@ class Grown(NamedTuple):
 
 
 @jit_inline
-def space_needed(max_links, room):
-    """int64 numbers that `propose` carves out of its space."""
+def space_needed(max_links, max_nodes):
+    """Number of int64 that `propose` needs as scratch memory."""
     occurrences = MOST_TEXTS * max_links + 1
-    return occurrences * (8 + room) + (2 * room + 1) * COLUMNS + 4 * (room + 1) + MOST_OPTIONS * (COLUMNS + 1) + ORDERS
+    options = MOST_OPTIONS * (COLUMNS + 1) + ORDERS
+    return occurrences * (8 + max_nodes) + (2 * max_nodes + 1) * COLUMNS + 4 * (max_nodes + 1) + options
 
 
-# The whole of a search is one piece of code: between pieces the compiler counts references to arrays, which took more
-# time than the search. For the same reason nothing in it may fail, so that no tuple is indexed by a variable.
+# The whole search is compiled as one function: between functions the compiler counts references to arrays, which took
+# longer than the search. For the same reason nothing in it may fail, so no tuple is indexed by a variable.
 
 
 @jit_inline
 def _carve(space, used, rows, columns):
-    """A table `[rows, columns]` behind what is used of a space, and how much is used then."""
+    """A table `[rows, columns]` behind the used part of the scratch memory, and the size used then."""
     end = used + rows * columns
     return space[used:end].reshape(rows, columns), end
 
 
 @njit(cache=True, error_model="numpy")
-def propose(search_at, space_at, room, context, own, floor, budget, max_depth, min_probability, is_chain, costs):
-    """Find, grow, and cut: the whole of `Search.grow`, told where everything lies."""
-    told = places_at(search_at, SEARCH_PLACES)
-    first, second, third = chains_at(told[0]), chains_at(told[1]), chains_at(told[2])
-    memory, (table, frequent) = table_at(told[3]), rates_at(told[4])
-    shortest, longest, walked, source = told[5], told[6], told[7], told[8]
-    space = places_at(space_at, space_needed(walked, room))
+def propose(search_at, space_at, max_nodes, context, own, floor, budget, max_depth, min_probability, is_chain, costs):
+    """Find, grow, and select: the whole of `Search.grow`, by addresses."""
+    given = pointers_at(search_at, SEARCH_POINTERS)
+    first, second, third = chains_at(given[0]), chains_at(given[1]), chains_at(given[2])
+    memory, (table, frequent) = table_at(given[3]), rates_at(given[4])
+    shortest, longest, walked, source = given[5], given[6], given[7], given[8]
+    space = pointers_at(space_at, space_needed(walked, max_nodes))
     limits = (budget, max_depth, min_probability, is_chain)
     tail = first[0][: first[3]] if own else context
     most = MOST_TEXTS * walked + 1
     occurrences, used = _carve(space, 0, most, 5)
-    ahead, used = _carve(space, used, most, room)
+    ahead, used = _carve(space, used, most, max_nodes)
     orders, used = _carve(space, used, 3, most)
-    nodes, used = _carve(space, used, room + 1, COLUMNS)
-    tips, used = _carve(space, used, room, COLUMNS)
+    nodes, used = _carve(space, used, max_nodes + 1, COLUMNS)
+    tips, used = _carve(space, used, max_nodes, COLUMNS)
     options, used = _carve(space, used, MOST_OPTIONS, COLUMNS)
-    numbers, used = _carve(space, used, 4, room + 1)
+    numbers, used = _carve(space, used, 4, max_nodes + 1)
     likely, used = _carve(space, used, 1, MOST_OPTIONS)
     hashes, used = _carve(space, used, 1, ORDERS)
-    chances = numbers.view(np.float64)
+    probs = numbers.view(np.float64)
     for column in range(COLUMNS):
         nodes[0, column] = 0
     count = 1
     if tail.size > 0 and tail[-1] >= 0:
-        places = (occurrences, ahead, orders)
+        matches = (occurrences, ahead, orders)
         bounds = (shortest, longest, walked)
-        found = _find(first, 0, own, tail, bounds, places, 0)
-        found = _find(second, 1, own, tail, bounds, places, found)
-        found = _find(third, 2, own, tail, bounds, places, found)
+        found = _find(first, 0, own, tail, bounds, matches, 0)
+        found = _find(second, 1, own, tail, bounds, matches, found)
+        found = _find(third, 2, own, tail, bounds, matches, found)
         nodes[0, TOKEN], nodes[0, STOP] = tail[-1], found
         known = (memory, hashes[0].view(np.uint64), table, frequent, source)
         space_of_options = (options, likely[0].view(np.float64))
-        count = _grow((first, second, third), own, places, known, tail, floor, nodes, tips, chances, space_of_options)
-    return _write(nodes, chances[0], chances[3], count, limits, costs)
+        count = _grow((first, second, third), own, matches, known, tail, floor, nodes, tips, probs, space_of_options)
+    return _write(nodes, probs[0], probs[3], count, limits, costs)
 
 
 @jit_inline
@@ -162,25 +163,25 @@ def _write(nodes, probs, path_probs, count, limits, costs):
 
 
 @jit_inline
-def _find(chains, text, own, tail, bounds, places, count):
-    """Find the end of the context in one more text and read on from there; returns how many places there are now.
+def _find(chains, text, own, tail, bounds, matches, count):
+    """Find the end of the context in one more text; returns how many occurrences there are then.
 
-    `orders[0]` names them, those of the longest matches first.
+    `orders[0]` lists them, those of the longest matches first.
     """
     arena, heads, links, length = chains
     if length == 1:
         return count
     shortest, longest, walked = bounds
-    occurrences, ahead, orders = places
+    occurrences, ahead, orders = matches
     positions, lengths = orders[1, :walked], orders[2, :walked]
     source, changed = last_copy(arena, links, length) if own and text == 0 else (0, 0)
-    near = source if source > 0 else 1  # before the first copy: documents are summarized from their beginnings on
+    near = source if source > 0 else 1  # before the first copy, the beginning: summaries start there
     found = find_matches(arena, heads, links, length, tail, tail.size, shortest, longest, _VARIETY, positions, lengths)
     for each in range(found):
         matched = lengths[each]
         occurrences[count, POSITION], occurrences[count, LENGTH] = positions[each], matched
         occurrences[count, TEXT], occurrences[count, READ] = text, 0
-        occurrences[count, PLACE] = place_of(positions[each] - near) if text == 0 and own else 0
+        occurrences[count, PROXIMITY] = proximity_of(positions[each] - near) if text == 0 and own else 0
         read_ahead(arena, length, own and text == 0, occurrences, ahead, count)
         at = count
         while text > 0 and at > 0 and occurrences[orders[0, at - 1], LENGTH] < matched:
@@ -191,7 +192,7 @@ def _find(chains, text, own, tail, bounds, places, count):
     if shortest == 1 and 0 < changed <= _MOST_CHANGED and source + changed < length:
         occurrences[count, POSITION], occurrences[count, LENGTH] = source + changed, 0
         occurrences[count, TEXT], occurrences[count, READ] = text, 0
-        occurrences[count, PLACE] = RESUMED
+        occurrences[count, PROXIMITY] = RESUMED
         read_ahead(arena, length, True, occurrences, ahead, count)
         orders[0, count] = count
         count += 1
@@ -199,61 +200,61 @@ def _find(chains, text, own, tail, bounds, places, count):
 
 
 @jit_inline
-def _grow(texts, own, places, known, tail, floor, nodes, tips, numbers, space_of_options):
-    """Best-first: turn the likeliest tip into a node and see what may follow it; returns the nodes made.
+def _grow(texts, own, found, known, tail, floor, nodes, tips, numbers, space_of_options):
+    """Best first: turn the likeliest tip into a node and add the candidates after it; returns the number of nodes.
 
     No more tips are kept than nodes can still be made, so a scan for the best is as fast as a heap.
     """
     options, likely = space_of_options
     memory, hashes, table, frequent, source = known
-    chances, tip_chances, reach, reaches = numbers[0], numbers[1], numbers[2], numbers[3]
-    recalls, room, orders = memory[0].shape[0] > 1, tips.shape[0], 0
-    count, live, reached = 1, 0, 1.0
-    chances[0] = reaches[0] = 1.0
+    probs, tip_probs, tip_path_probs, path_probs = numbers[0], numbers[1], numbers[2], numbers[3]
+    recalls, max_nodes, orders = memory[0].shape[0] > 1, tips.shape[0], 0
+    count, live, path_prob = 1, 0, 1.0
+    probs[0] = path_probs[0] = 1.0
     while True:
         node = count - 1
         depth, first, stop = nodes[node, DEPTH], nodes[node, FIRST], nodes[node, STOP]
         matches, longest = 0, 0
-        if stop > first and depth < room:
-            matches, longest = part(texts, own, places, first, stop, depth, options, likely)
+        if stop > first and depth < max_nodes:
+            matches, longest = split(texts, own, found, first, stop, depth, options, likely)
         if recalls:
             orders = hash_context(tail, tail.size, nodes[:, TOKEN], nodes[:, PARENT], node, hashes)
-        after = (nodes[node, TOKEN], floor / reached)
+        after = (nodes[node, TOKEN], floor / path_prob)
         offered = score(after, options, likely, matches, longest, memory, hashes, orders, source, table, frequent)
         for option in range(offered):
-            value = likely[option] * reached
+            value = likely[option] * path_prob
             if value < floor:
                 continue
             at = live
-            if live == room - node:
-                at = _least(reach, live)
-                if at < 0 or reach[at] >= value:
+            if live == max_nodes - node:
+                at = _least(tip_path_probs, live)
+                if at < 0 or tip_path_probs[at] >= value:
                     continue
             live = max(live, at + 1)
             for column in range(COLUMNS):
                 tips[at, column] = options[option, column]
             tips[at, PARENT], tips[at, DEPTH] = node, depth + 1
-            reach[at], tip_chances[at] = value, likely[option]
-        if live == 0 or node == room:
+            tip_path_probs[at], tip_probs[at] = value, likely[option]
+        if live == 0 or node == max_nodes:
             return count
         best = 0
         for tip in range(1, live):
-            if reach[tip] > reach[best]:
+            if tip_path_probs[tip] > tip_path_probs[best]:
                 best = tip
         live -= 1
-        chances[count], reached = tip_chances[best], reach[best]
-        reaches[count] = reached
-        reach[best], tip_chances[best] = reach[live], tip_chances[live]
+        probs[count], path_prob = tip_probs[best], tip_path_probs[best]
+        path_probs[count] = path_prob
+        tip_path_probs[best], tip_probs[best] = tip_path_probs[live], tip_probs[live]
         for column in range(COLUMNS):
             nodes[count, column], tips[best, column] = tips[best, column], tips[live, column]
         count += 1
 
 
 @jit_inline
-def _least(reach, live):
+def _least(path_probs, live):
     """The least likely of the tips, -1 where there are none."""
     least = live - 1
     for tip in range(live):
-        if reach[tip] < reach[least]:
+        if path_probs[tip] < path_probs[least]:
             least = tip
     return least

@@ -10,7 +10,7 @@ import pytest
 
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import ChainIndex
-from lookahead.ngram.raw_arrays import Placed
+from lookahead.ngram.raw_arrays import RawArrays
 from lookahead.ngram.recycled import RecycledTable
 from lookahead.ngram.search import grow_trie
 
@@ -24,7 +24,7 @@ def test_what_compiled_code_reads_where_it_lies_can_not_be_copied(made):
 
 def test_arrays_with_gaps_have_no_place():
     with pytest.raises(ValueError, match="array 1 must be contiguous"):
-        Placed(2)._place(np.zeros(4), np.zeros((4, 4))[:, ::2])
+        RawArrays(2)._point_to(np.zeros(4), np.zeros((4, 4))[:, ::2])
 
 
 def test_a_tree_grown_after_the_arena_moved_and_after_it_forgot_is_that_of_a_new_index():

@@ -301,30 +301,30 @@ def test_a_file_made_to_lead_out_of_its_memory_is_refused(path, section, place, 
     heads, links = 16 * header.slots, 16 * header.length
     start = HEADER + {"heads": 0, "links": heads, "arena": heads + links}[section]
     struct.pack_into("=i", data, start + 4 * place, number)
-    assert "numbers that no pool has" in refused(path, forged(bytes(data)))
+    assert "it holds positions or tokens out of range" in refused(path, forged(bytes(data)))
 
 
 def test_a_file_made_without_a_separator_in_front_is_refused(path):
     data = bytearray(path.read_bytes())
     struct.pack_into("=i", data, len(data) - 4 * read_header(path).length, 5)
-    assert "numbers that no pool has" in refused(path, forged(bytes(data)))
+    assert "it holds positions or tokens out of range" in refused(path, forged(bytes(data)))
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"slots": 0}, "sizes that no pool has"),
-        ({"slots": 1000}, "sizes that no pool has"),
+        ({"slots": 0}, "impossible sizes"),
+        ({"slots": 1000}, "impossible sizes"),
         ({"slots": 1 << 40}, "cut short"),
-        ({"length": 0}, "sizes that no pool has"),
-        ({"length": 1 << 31}, "sizes that no pool has"),
-        ({"length": 1 << 60}, "sizes that no pool has"),
+        ({"length": 0}, "impossible sizes"),
+        ({"length": 1 << 31}, "impossible sizes"),
+        ({"length": 1 << 60}, "impossible sizes"),
         ({"length": 12}, "cut short"),
         ({"slots": 512}, "longer than it should be"),
-        ({"tokens": 0}, "sizes that no pool has"),
-        ({"tokens": 1 << 63}, "sizes that no pool has"),
-        ({"largest_token": 1 << 31}, "sizes that no pool has"),
-        ({"largest_token": 8}, "numbers that no pool has"),
+        ({"tokens": 0}, "impossible sizes"),
+        ({"tokens": 1 << 63}, "impossible sizes"),
+        ({"largest_token": 1 << 31}, "impossible sizes"),
+        ({"largest_token": 8}, "it holds positions or tokens out of range"),
     ],
     ids=str,
 )

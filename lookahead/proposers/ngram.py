@@ -17,7 +17,7 @@ from lookahead.ngram.chains import MAX_CONTEXT, ChainIndex, Chains
 from lookahead.ngram.pool_file import Pool
 from lookahead.ngram.prune import FREE, NOTHING, Limits
 from lookahead.ngram.recycled import ORDERS, RecycledTable
-from lookahead.ngram.search import MAX_ROOM, Search
+from lookahead.ngram.search import MAX_NODES, Search
 from lookahead.ngram.trie import PART, PLACED, Grown
 
 SOURCES = ("prompt", "outputs", "corpus", "recycled")
@@ -137,7 +137,7 @@ class MixtureProposer:
             warnings.warn(f"{self._pool.path}: changed while it was in use; no more is drafted from it", stacklevel=2)
             self._pool = None
         context = None if self._from_prompt else state.text.tokens[1:][-self.max_ngram :]
-        room = room if room < MAX_ROOM else MAX_ROOM
+        room = room if room < MAX_NODES else MAX_NODES
         state.grown = state.search.grow(room, self.min_probability, limits, costs, context)
         return state.grown
 
