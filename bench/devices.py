@@ -86,7 +86,7 @@ def on_device(cost: Cost, host: float = 0.0) -> Iterator[None]:
 
     with (
         patch("lookahead.engine.engine.time", Clock),
-        patch("lookahead.proposers.jacobi_auto.time", Clock),
+        patch("lookahead.proposers.jacobi.time", Clock),
         patch.object(Target, "score", timed_score),
         patch.object(TreeDrafter, "draft", timed_draft),
     ):

@@ -38,7 +38,7 @@ from lookahead.drafting.tree import TokenTree
 from lookahead.ngram.chains import ChainIndex
 from lookahead.ngram.prune import FREE, Limits
 from lookahead.ngram.recycled import TOP
-from lookahead.proposers.ngram import Memory, MixtureProposer
+from lookahead.proposers.ngram import Memory, NgramProposer
 
 NODES = 32
 CONTEXTS = (1_024, 4_096, 16_384, 65_536, 131_072)
@@ -62,7 +62,7 @@ class Successors:
 
 
 def time_proposals(
-    proposer: MixtureProposer, text: IntArray, length: int, steps: int, successors: Successors | None
+    proposer: NgramProposer, text: IntArray, length: int, steps: int, successors: Successors | None
 ) -> tuple[list[float], list[int]]:
     """Decode `steps` tokens behind a prompt of `length`; the microseconds of every proposal and its nodes."""
     limits = Limits(NODES, NODES, LookaheadConfig().min_probability)
@@ -98,10 +98,10 @@ def measure(text: IntArray, length: int, steps: int) -> dict[str, Any]:
     index = ChainIndex()
     index.append(text[:length])
     single = time_calls(lambda i: index.append(text[length + i : length + i + 1]), steps)
-    alone = MixtureProposer(["prompt"], min_probability=minimum)
+    alone = NgramProposer(["prompt"], min_probability=minimum)
     memory = Memory()
     memory.outputs.append(text[-length:])
-    mixture = MixtureProposer(["prompt", "outputs", "recycled"], memory, min_probability=minimum)
+    mixture = NgramProposer(["prompt", "outputs", "recycled"], memory, min_probability=minimum)
     ours, nodes = time_proposals(alone, text, length, steps, None)
     mixed, mixed_nodes = time_proposals(mixture, text, length, steps, Successors(text))
     lookup, suffix = PromptLookup(), LongestSuffix()

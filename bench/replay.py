@@ -32,7 +32,7 @@ from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase
 from bench.baselines import Chain, FirstOccurrence, IntArray, LongestSuffix, PromptLookup
 from lookahead.drafting.proposal import Feedback
 from lookahead.ngram.acceptance import HitRates
-from lookahead.proposers.ngram import Memory, MixtureProposer
+from lookahead.proposers.ngram import Memory, NgramProposer
 
 Pair = tuple[IntArray, IntArray]
 LEARNED = 2_000  # tokens after which drafts must know what they promise
@@ -92,7 +92,7 @@ def replay_ours(sources: Sequence[str], budget: int, pairs: Sequence[Pair], *, s
     """Replay every pair with our proposer, `budget` nodes a step at most."""
     tally, rates, memory = Tally(), HitRates(), Memory()
     for prompt, output in pairs:
-        proposer = MixtureProposer(sources, memory if shared else Memory(), rates)
+        proposer = NgramProposer(sources, memory if shared else Memory(), rates)
         proposer.start(0, prompt)
         at = 0
         while at < len(output):

@@ -96,7 +96,9 @@ class AcceptanceTable:
             float32 `[...]`, each at most 0.99.
         """
         counts = self._counts[self._cells(kinds, draft_probs)] + _PSEUDO_HITS
-        return np.minimum(_MOST_CERTAIN, draft_probs * counts[..., 0] / counts[..., 1]).astype(np.float32)
+        factors = counts[..., 0] / counts[..., 1]
+        probs: Float32Array = np.minimum(_MOST_CERTAIN, draft_probs * factors).astype(np.float32)
+        return probs
 
     def learn(
         self, parents: IntArray, tokens: IntArray, kinds: IntArray, draft_probs: Float32Array, emitted: IntArray

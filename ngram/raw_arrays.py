@@ -15,8 +15,8 @@ from numba import types
 from numba.extending import intrinsic, register_jitable
 from numpy.typing import NDArray
 
-# Compiled as part of its caller, and a plain function in Python. With `njit` each would be compiled once more to be called
-# from Python, and for every literal argument: a third of the compile time.
+# Compiled as part of its caller, and a plain function in Python. With `njit` each would be compiled once more to be
+# called from Python, and for every literal argument: a third of the compile time.
 jit_inline: Any = register_jitable(error_model="numpy", forceinline=True)
 
 

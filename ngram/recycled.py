@@ -27,8 +27,8 @@ _UNIT = 65535.0  # a probability of 1 as it is stored
 class RecycledTable(RawArrays):
     """The likeliest successors of contexts in the target's latest pass over them, in memory of fixed size.
 
-    Every context of 1 to 4 tokens has a set of four entries, found by its hash. A new context replaces the oldest entry.
-    The 64-bit hash is stored and compared, so that contexts do not mix.
+    Every context of 1 to 4 tokens has a set of four entries, found by its hash. A new context replaces the oldest
+    entry. The 64-bit hash is stored and compared, so that contexts do not mix.
 
     Args:
         contexts: Entries, a power of two of at least 4; 64 bytes each.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from threading import local
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +12,7 @@ from lookahead.ngram.chains import MAX_CONTEXT, ChainIndex, Chains, IntArray, as
 from lookahead.ngram.prune import FREE, NOTHING, Limits
 from lookahead.ngram.raw_arrays import RawArrays
 from lookahead.ngram.recycled import RecycledTable
-from lookahead.ngram.trie import MOST_TEXTS, SEARCH_POINTERS, Grown, Trie, propose, space_needed
+from lookahead.ngram.trie import MOST_TEXTS, SEARCH_POINTERS, Grown, Trie, propose
 
 MAX_NODES = 1 << 10
 _FLOOR = 0.0001
@@ -21,25 +20,6 @@ _MAX_LINKS = 1 << 12
 _NO_TEXT = ChainIndex()
 _NO_TAIL = np.zeros(0, np.int32)
 _NO_MEMORY = RecycledTable(contexts=4)
-
-
-class _Space(local):
-    """Scratch memory of each thread: to allocate it anew takes as long as finding matches."""
-
-    size = 0
-
-    def __init__(self) -> None:
-        self.at_least(1 << 15)
-
-    def at_least(self, size: int) -> int:
-        """The address of as many int64, or more."""
-        if self.size < size:
-            self.size, self.numbers = size, np.zeros(size, np.int64)
-            self.address = int(self.numbers.ctypes.data)
-        return self.address
-
-
-_space = _Space()
 
 
 class Search(RawArrays):
@@ -52,7 +32,7 @@ class Search(RawArrays):
         bounds: `min_ngram`, `max_ngram` and `max_links`.
     """
 
-    __slots__ = ("_links", "_max_nodes", "_searched", "_space")
+    __slots__ = ("_searched",)
 
     def __init__(
         self, texts: Sequence[Chains], rates: HitRates, memory: RecycledTable | None, bounds: tuple[int, int, int]
@@ -62,8 +42,6 @@ class Search(RawArrays):
         self._searched = (*texts, rates, memory)  # keeps alive what the addresses point to
         addresses = [text.address for text in texts] + [_NO_TEXT.address] * (MOST_TEXTS - len(texts))
         self._pointers[:] = (*addresses, memory.address, rates.address, *bounds, len(texts))
-        self._links = bounds[2]
-        self._max_nodes = self._space = 0
 
     def grow(
         self,
@@ -83,12 +61,9 @@ class Search(RawArrays):
                 empty where nodes are free.
             context: As for `grow_trie`, int32. There is at least one text if it is None.
         """
-        if max_nodes != self._max_nodes:
-            self._max_nodes, self._space = max_nodes, space_needed(self._links, max_nodes)
-        space = _space.address if self._space <= _space.size else _space.at_least(self._space)
         tail = _NO_TAIL if context is None else context
         floor = min_probability if min_probability > _FLOOR else _FLOOR
-        return Grown(*propose(self.address, space, max_nodes, tail, context is None, floor, *limits, costs))
+        return Grown(*propose(self.address, max_nodes, tail, context is None, floor, *limits, costs))
 
 
 def grow_trie(

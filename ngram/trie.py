@@ -80,14 +80,6 @@ class Grown(NamedTuple):
         return Trie(tokens, parents, bits.view(np.float32), features, sources)
 
 
-@jit_inline
-def space_needed(max_links, max_nodes):
-    """Number of int64 that `propose` needs as scratch memory."""
-    occurrences = MOST_TEXTS * max_links + 1
-    options = MOST_OPTIONS * (COLUMNS + 1) + ORDERS
-    return occurrences * (8 + max_nodes) + (2 * max_nodes + 1) * COLUMNS + 4 * (max_nodes + 1) + options
-
-
 # The whole search is compiled as one function: between functions the compiler counts references to arrays, which took
 # longer than the search. For the same reason nothing in it may fail, so no tuple is indexed by a variable.
 
@@ -100,16 +92,17 @@ def _carve(space, used, rows, columns):
 
 
 @njit(cache=True, error_model="numpy")
-def propose(search_at, space_at, max_nodes, context, own, floor, budget, max_depth, min_probability, is_chain, costs):
+def propose(search_at, max_nodes, context, own, floor, budget, max_depth, min_probability, is_chain, costs):
     """Find, grow, and select: the whole of `Search.grow`, by addresses."""
     given = pointers_at(search_at, SEARCH_POINTERS)
     first, second, third = chains_at(given[0]), chains_at(given[1]), chains_at(given[2])
     memory, (table, frequent) = table_at(given[3]), rates_at(given[4])
     shortest, longest, walked, source = given[5], given[6], given[7], given[8]
-    space = pointers_at(space_at, space_needed(walked, max_nodes))
     limits = (budget, max_depth, min_probability, is_chain)
     tail = first[0][: first[3]] if own else context
     most = MOST_TEXTS * walked + 1
+    rest = MOST_OPTIONS * (COLUMNS + 1) + ORDERS
+    space = np.empty(most * (8 + max_nodes) + (2 * max_nodes + 1) * COLUMNS + 4 * (max_nodes + 1) + rest, np.int64)
     occurrences, used = _carve(space, 0, most, 5)
     ahead, used = _carve(space, used, most, max_nodes)
     orders, used = _carve(space, used, 3, most)

@@ -25,8 +25,7 @@ from lookahead.drafting.sizes import BranchSize
 from lookahead.drafting.tree import TokenTree, without_sources
 from lookahead.errors import ConfigError
 from lookahead.models.model_state import LearnedState, use_learned
-from lookahead.proposers.jacobi import JacobiProposer
-from lookahead.proposers.jacobi_auto import AutoJacobiProposer
+from lookahead.proposers.jacobi import AutoJacobiProposer, JacobiProposer
 
 AUTO = LookaheadConfig(window="auto")
 SIZES = AUTO.branch_sizes
@@ -247,7 +246,7 @@ def test_while_it_is_off_nothing_is_made_or_drafted() -> None:
     proposer.start(0, ids(1, 2, 1))
     assert proposer.propose(0, 100) is None
     proposer.observe(0, Feedback(ids(2), ids(0), NOTHING), NOTHING)
-    assert proposer._rows[0].server is None
+    assert proposer._rows[0].proposer is None
     proposer.finish(0)
 
 

@@ -314,7 +314,7 @@ def test_a_common_size_gives_the_most_expected_tokens_per_cost(rows, required, s
     least = max(max(1, int(d.required.sum()) + 1) for d in drafts)
 
     def rate(size: int) -> float:
-        tokens = sum(float(np.sort(d.reach)[::-1][:size].sum()) for d in drafts)
+        tokens = sum(float(np.sort(d.path_probs)[::-1][:size].sum()) for d in drafts)
         return tokens / costs[size]
 
     size = max(range(least, len(costs)), key=rate)

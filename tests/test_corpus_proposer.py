@@ -20,7 +20,7 @@ from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import SEPARATOR
 from lookahead.ngram.pool_file import Pool, write_pool
 from lookahead.pools.open_pool import open_pool
-from lookahead.proposers.ngram import MixtureProposer
+from lookahead.proposers.ngram import NgramProposer
 from lookahead.utils.fingerprints import tokenizer_fingerprint
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 60}
@@ -28,8 +28,8 @@ SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.2, "top_k": 30, "
 NOTHING = np.zeros(0, np.int32)
 
 
-def corpus_proposer(pool: Pool, *, rates: HitRates | None = None, **options: int) -> MixtureProposer:
-    return MixtureProposer(("corpus",), rates=rates, pool=pool, **options)
+def corpus_proposer(pool: Pool, *, rates: HitRates | None = None, **options: int) -> NgramProposer:
+    return NgramProposer(("corpus",), rates=rates, pool=pool, **options)
 
 
 def ids(*tokens: int) -> np.ndarray:

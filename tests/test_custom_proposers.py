@@ -254,13 +254,13 @@ def test_a_layer_the_model_does_not_have_is_refused(tiny_llama: PreTrainedModel,
 
 
 FAULTS: dict[str, tuple[Proposal, str]] = {
-    "root": (tree([4, 5], [0, 0]), "root is 4, the row's newest token is"),
-    "vocabulary": (tree([-2, 101], [0, 0]), "beyond 0 to 100"),
-    "negative": (tree([-2, -1], [0, 0]), "beyond 0 to 100"),
+    "root": (tree([4, 5], [0, 0]), "root is 4, the row's last token is"),
+    "vocabulary": (tree([-2, 101], [0, 0]), "outside of 0 to 100"),
+    "negative": (tree([-2, -1], [0, 0]), "outside of 0 to 100"),
     "parents": (tree([-2, 5, 6], [0, 2, 0]), "parents"),
-    "probability": (tree([-2, 5], [0, 0], 1.5), "probability beyond"),
-    "nan": (tree([-2, 5], [0, 0], float("nan")), "probability beyond"),
-    "room": (tree([-2] + [5] * 9, [0] * 10), "of 10 nodes, room is for 1 to 9"),
+    "probability": (tree([-2, 5], [0, 0], 1.5), "probability outside"),
+    "nan": (tree([-2, 5], [0, 0], float("nan")), "probability outside"),
+    "room": (tree([-2] + [5] * 9, [0] * 10), "of 10 nodes, allowed are 1 to 9"),
     "empty": (Proposal(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.float32)), "of 0 nodes"),
     "dtype": (tree([-2, 5], [0, 0])._replace(tokens=np.array([-2, 5])), "tokens must be int32"),
     "list": (tree([-2, 5], [0, 0])._replace(parents=[0, 0]), "parents must be int32 .2,., got list"),
@@ -298,13 +298,13 @@ def test_one_proposer_may_not_stand_twice() -> None:
 
 
 def test_what_a_factory_makes_must_be_a_proposer(tiny_llama: PreTrainedModel, ids: torch.Tensor) -> None:
-    with pytest.raises(ProposerError, match="a dict, which is none: it has no start, propose"):
+    with pytest.raises(ProposerError, match="a dict, which is no proposer: it has no start, propose"):
         decode(tiny_llama, LookaheadConfig(proposers=(lambda call: {},)), input_ids=ids)
 
 
 def test_two_sources_of_one_name_are_refused(tiny_llama: PreTrainedModel, ids: torch.Tensor) -> None:
     config = LookaheadConfig(proposers=(Recorder, lambda call: Recorder(call)))
-    with pytest.raises(ProposerError, match="'recorder': give one of them another name"):
+    with pytest.raises(ProposerError, match="'recorder': rename one of them"):
         decode(tiny_llama, config, input_ids=ids)
 
 
@@ -355,10 +355,10 @@ class Drawing(Proposer):
 
 DRAWN: dict[str, tuple[Callable[[Proposal], Proposal], str]] = {
     "none": (lambda offer: offer._replace(draws=None), "without its draws"),
-    "optional": (lambda offer: offer._replace(required=2), "must all be tried"),
+    "optional": (lambda offer: offer._replace(required=2), "all drawn nodes must be required"),
     "shape": (lambda offer: offer._replace(draws=Draws(torch.ones(9), np.zeros(3, np.int32))), "shapes"),
-    "origin": (lambda offer: offer._replace(draws=Draws(torch.ones(1, 9), np.ones(3, np.int32))), "origins beyond"),
-    "impossible": (lambda offer: offer._replace(draws=Draws(torch.zeros(1, 9), np.zeros(3, np.int32))), "not give"),
+    "origin": (lambda offer: offer._replace(draws=Draws(torch.ones(1, 9), np.ones(3, np.int32))), "origins outside"),
+    "impossible": (lambda offer: offer._replace(draws=Draws(torch.zeros(1, 9), np.zeros(3, np.int32))), "is 0"),
 }
 
 

@@ -14,7 +14,7 @@ from lookahead import DraftModel, LookaheadConfig
 from lookahead.drafting.budget import ProposerBudget
 from lookahead.drafting.proposal import Call, Feedback, IntArray, Proposal, Proposer
 from lookahead.generation.hf import prepare
-from lookahead.proposers.validated import CustomProposer
+from lookahead.proposers.validated import ValidatedProposer
 from tests.support.near_models import like, small
 
 
@@ -151,8 +151,8 @@ def test_sources_that_are_useless_do_not_switch_off_a_draft_model_that_is_good(
     useless: Any = Misleading
     if beside == "names":  # which have no account of their own
         for method in ("start", "propose", "observe", "finish"):
-            monkeypatch.setattr(f"lookahead.proposers.ngram.MixtureProposer.{method}", getattr(Misleading, method))
-        monkeypatch.setattr("lookahead.proposers.ngram.MixtureProposer.newest", {}, raising=False)
+            monkeypatch.setattr(f"lookahead.proposers.ngram.NgramProposer.{method}", getattr(Misleading, method))
+        monkeypatch.setattr("lookahead.proposers.ngram.NgramProposer.newest", {}, raising=False)
         useless = "prompt"
     together = LookaheadConfig(proposers=(useless, DraftModel(draft, **shape)), memory="request")
     saved = [-lost(twin, alone, 200) for _ in range(3)]
@@ -231,7 +231,7 @@ def test_a_row_is_not_shown_to_what_did_not_earn_what_reading_the_rows_before_to
     for _ in range(2):
         budget.settle(spent_s=0.1, alone=0.0, tokens=1.0, step_s=0.11, is_first=True)
     assert budget.affords and not budget.begins
-    proposer = CustomProposer(Misleading, call_of(is_timed), budget)
+    proposer = ValidatedProposer(Misleading, call_of(is_timed), budget)
     proposer.start(0, np.array([5, 9], np.int32))
     assert (proposer.propose(0, 2) is None) == is_timed
     for _ in range(4000):
@@ -243,7 +243,7 @@ def test_a_row_is_not_shown_to_what_did_not_earn_what_reading_the_rows_before_to
 @pytest.mark.parametrize("is_timed", [True, False])
 def test_hidden_states_are_kept_no_longer_once_drafting_rests(is_timed: bool) -> None:
     call = call_of(is_timed)
-    reader = CustomProposer(lambda _: Reader(), call, ProposerBudget())
+    reader = ValidatedProposer(lambda _: Reader(), call, ProposerBudget())
     root, states = np.zeros(1, np.int32), {1: torch.zeros(1, 4)}
     feedback = Feedback(np.array([7], np.int32), root, root, hidden=states)
     for row in range(2):

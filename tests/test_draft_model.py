@@ -136,7 +136,7 @@ def test_two_draft_models_draft_one_tree(looping_llama: PreTrainedModel, ragged:
 
 def test_two_draft_models_of_one_name_are_refused(tiny_llama: PreTrainedModel) -> None:
     config = LookaheadConfig(proposers=(DraftModel(small()), DraftModel(small())))
-    with pytest.raises(ProposerError, match="called 'draft': give one of them another name"):
+    with pytest.raises(ProposerError, match="called 'draft': rename one of them"):
         both(tiny_llama, config, input_ids=torch.tensor([[5]]))
 
 

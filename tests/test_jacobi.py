@@ -74,13 +74,13 @@ def test_the_tree_has_the_published_mask_at_every_stage_of_the_warm_up(size, ste
         features=np.zeros(1 + guesses * guess_size, np.int32),
         sources=np.ones(1 + guesses * guess_size, np.int32),
     )
-    planted = window.plant(10_000, guess)
-    tree = TokenTree.from_parents(planted.tokens, planted.parents)
-    names = np.concatenate((planted.cells.reshape(-1), np.arange(planted.required, len(tree))))
+    grown = window.tree(10_000, guess)
+    tree = TokenTree.from_parents(grown.tokens, grown.parents)
+    names = np.concatenate((grown.cells.reshape(-1), np.arange(grown.required, len(tree))))
     assert sorted(names) == list(range(len(tree)))
     mask = tree.ancestor_mask()[np.ix_(names, names)]
     assert np.array_equal(mask, published_mask(levels, width, guesses, guess_size))
-    assert np.array_equal(tree.depths[planted.cells], np.add.outer(np.arange(levels), np.arange(width)))
+    assert np.array_equal(tree.depths[grown.cells], np.add.outer(np.arange(levels), np.arange(width)))
 
 
 @given(sizes, st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(0, 3))
@@ -123,12 +123,12 @@ def test_equal_branches_of_window_and_guesses_are_one_node():
     window = JacobiWindow(3, 3, ids(7))  # 7 7 7 along level 0
     window.slide(np.array([[7, 7, 7]], np.int32), ids(7), ids(7, 7))
     guesses = Trie(ids(7, 7, 9), ids(0, 0, 1), np.array([1, 0.75, 0.5], np.float32), ids(0, 0, 0), ids(0, 1, 1))
-    planted = window.plant(99, guesses)
-    TokenTree.from_parents(planted.tokens, planted.parents)  # raises on two equal children
-    assert planted.tokens.tolist() == [7, 7, 7, 7, 9]
-    assert planted.required == 4
-    assert planted.cells.tolist() == [[0, 1, 2], [1, 2, 3]]
-    assert planted.probabilities[1] == 0.75
+    grown = window.tree(99, guesses)
+    TokenTree.from_parents(grown.tokens, grown.parents)  # raises on two equal children
+    assert grown.tokens.tolist() == [7, 7, 7, 7, 9]
+    assert grown.required == 4
+    assert grown.cells.tolist() == [[0, 1, 2], [1, 2, 3]]
+    assert grown.probabilities[1] == 0.75
 
 
 # --- The proposer, driven by a target that is a function of the tokens so far.

@@ -342,11 +342,11 @@ def test_a_candidate_counts_only_once_its_parent_was_emitted():
 def test_a_token_that_copies_end_at_makes_all_that_follows_it_less_likely():
     index, rates = ChainIndex(), HitRates()
     index.append([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6])
-    before = grow_trie([index], rates, room=4)
+    before = grow_trie([index], rates, max_nodes=4)
     chain = np.maximum(np.arange(3) - 1, 0).astype(np.int32)
     for _ in range(50):  # after 7 the output never goes on with 8
         rates.learn(chain, np.array([6, 7, 8], np.int32), before.features[:3], np.array([7, 1], np.int32))
-    after = grow_trie([index], rates, room=4)
+    after = grow_trie([index], rates, max_nodes=4)
     assert before.tokens[:3].tolist() == after.tokens[:3].tolist() == [6, 7, 8]
     assert hits.risk_of(rates.table, 6) < hits.risk_of(rates.table, 7)
     assert after.probabilities[1] > before.probabilities[1]

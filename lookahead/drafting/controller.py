@@ -174,7 +174,7 @@ class Controller:
         A pass over rows of equal length needs no mask. Accepted drafts end that for the rest of the output, so they
         wait until what they promised to save, taken together, is what all later steps would take more.
         """
-        tokens = plan.value.steps_saved([float(draft.reach.sum()) for draft in drafts])
+        tokens = plan.value.steps_saved([float(draft.path_probs.sum()) for draft in drafts])
         took = float(plan.costs[max(len(draft.tree) for draft in drafts)]) / plan.plain_s
         if plan.branch is None and not self._rule.verifies(plan.rows, tokens / took, took - 1.0):
             return False

@@ -1,4 +1,4 @@
-"""What a proposer is: the one interface every source of drafts implements."""
+"""The interface of proposers: what every source of drafts implements."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ FloatArray = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How the nodes of a proposal were drawn, which rejection sampling needs to know.
+    """How the nodes of a proposal were drawn, for rejection sampling.
 
     Attributes:
-        distributions: `[m, vocab]`; what was drawn from, each adding up to 1.
-        origins: int32 `[k]`; which of them node i was drawn from. The children of a node come from one, without
-            replacement, in the order in which they stand. How many are drawn at a node must not depend on what they
-            turn out to be, and none may be left out.
+        distributions: `[m, vocab]`; the distributions drawn from, each with sum 1.
+        origins: int32 `[k]`; the distribution that node i was drawn from. The children of a node are drawn from one
+            distribution, without replacement, in their order. Their number must not depend on the tokens drawn, and
+            none may be left out.
     """
 
     distributions: Tensor
@@ -32,19 +32,18 @@ class Draws:
 
 
 class Proposal(NamedTuple):
-    """A small tree of continuations of a row's newest committed token.
+    """A small tree of continuations of a row's last token.
 
     Attributes:
-        tokens: int32 `[k]`; `tokens[0]` is the newest committed token, the root.
+        tokens: int32 `[k]`; `tokens[0]` is the row's last token, the root.
         parents: int32 `[k]`; the parent of node i is an earlier node, `parents[i] < i`; `parents[0]` is 0.
             No two children of one node hold the same token.
-        probabilities: float32 `[k]`; the chance, as the proposer sees it, that the target chooses node i
-            once it chose the parent of i; `probabilities[0]` is 1.
-        sources: int32 `[k]`; bit s is set where source s of the proposer offered the node. None where it has
-            but one.
-        required: How many of the first nodes must stand in the draft, whatever their probabilities (the
-            Jacobi window); only a node deeper than the output may still grow is left out all the same.
-        draws: Where its nodes were drawn, how; then all of them must be required.
+        probabilities: float32 `[k]`; the proposer's estimate of the probability that the target chooses node i
+            once it chose its parent; `probabilities[0]` is 1.
+        sources: int32 `[k]`; bit s is set if source s of the proposer offered the node. None if it has one source.
+        required: How many of the first nodes must be in the draft for any probabilities (the Jacobi window); a node
+            deeper than the rest of the output is left out all the same.
+        draws: How its nodes were drawn, if they were; then all of them must be required.
     """
 
     tokens: IntArray
@@ -57,10 +56,10 @@ class Proposal(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Top:
-    """What the target thought likely after every node of a draft, before any logits processor.
+    """The target's likeliest tokens after every node of a draft, before any logits processor.
 
     Attributes:
-        tree: The draft, with what every proposer offered; after the prefill the last token of the prompt alone.
+        tree: The draft; after the prefill the last token of the prompt alone.
         tokens: int32 `[nodes, 8]`; the likeliest tokens after each node, the likeliest first.
         probabilities: float32 `[nodes, 8]`; their probabilities.
     """
@@ -100,17 +99,17 @@ class Call:
     """The call of `generate` that a proposer is made for.
 
     Attributes:
-        model: The target. Its weights may be read (its embeddings, its head); to run it is the engine's business.
-        tokenizer: The target's, where the caller gave one, as `lookahead.generate` does; else None.
-        rows: Rows of the batch; a row is told by its place in it.
+        model: The target. Its weights may be read (embeddings, LM head); only the engine runs it.
+        tokenizer: The target's, if the caller passed one, as `lookahead.generate` does; else None.
+        rows: Rows of the batch; a row is identified by its index.
         vocab_size: Token ids that can be proposed are those below.
-        max_length: Most tokens a row will hold, its prompt included and its padding too.
+        max_length: Most tokens a row will hold, prompt and padding included.
         max_nodes: Most nodes of a draft, the root not counted.
-        is_chain: The target verifies chains only: of a proposal no more than its likeliest chain will be used.
-        is_timed: Drafts are sized by the time they take (`draft="auto"`), so a proposer may watch the clock as well.
-        by_rejection: Drafts are accepted by rejection sampling: every proposal must tell its `draws`.
-        warp: What sampling does to scores `[n, vocab]` that is the same at every place: temperature and truncation.
-            None where the target's choice is the likeliest token.
+        is_chain: The target verifies chains only: of a proposal its likeliest chain is used.
+        is_timed: Drafts are sized by measured time (`draft="auto"`), so a proposer may measure time as well.
+        by_rejection: Drafts are accepted by rejection sampling: every proposal must have `draws`.
+        warp: The part of sampling that is the same at every position, temperature and truncation, of scores
+            `[n, vocab]`. None for greedy decoding.
     """
 
     model: Any
@@ -129,18 +128,18 @@ class Proposer(Protocol):
     """A source of drafts for many rows at once.
 
     The engine calls `start` once per row, then `propose` and `observe` in turn, and `finish` when the row is done.
-    Where drafting does not pay it leaves `propose` out: the next `observe` then tells, with an empty `placed`, what
-    one step emitted, or many steps together where no proposer of the engine reads `argmax` or hidden states. With
-    `draft="auto"` a row is not shown to a proposer that would not be worth its time, and one that reads hidden states
-    is told to `finish` a row when it will not be asked for it again.
+    Where drafting does not pay, `propose` is not called: the next `observe` then passes, with an empty `placed`, the
+    tokens of one step, or of many steps if no proposer of the engine reads `argmax` or hidden states. With
+    `draft="auto"` a row is not shown to a proposer that would not be worth its time, and `finish` is called early for
+    one that reads hidden states and will not be asked for the row again.
 
     Attributes:
-        sources: What its sources are called in the stats; one or more, and no other proposer's.
+        sources: Names of its sources in the stats; one or more, different from those of other proposers.
         needs_argmax: Whether `observe` reads `Feedback.argmax`.
         needs_top: Whether `observe` reads `Feedback.top`.
         hidden_layers: The hidden states that `observe` reads from `Feedback.hidden`, numbered as by
-            `output_hidden_states` of transformers: 0 is the embeddings, 1 what the first layer gives, and -1 the
-            last, which the head reads.
+            `output_hidden_states` of transformers: 0 is the embeddings, 1 the output of the first layer, and -1 that of
+            the last, which the LM head reads.
     """
 
     sources: tuple[str, ...]
@@ -149,19 +148,19 @@ class Proposer(Protocol):
     hidden_layers: tuple[int, ...] = ()
 
     def start(self, row: int, prompt: IntArray) -> None:
-        """Meet a new row; `prompt` (int32 `[tokens]`, at least one) ends with the first root."""
+        """Begin a new row; `prompt` (int32 `[tokens]`, at least one) ends with the first root."""
 
-    def propose(self, row: int, room: int) -> Proposal | None:
-        """Offer continuations of the row's newest token, at most `room` nodes besides the root."""
+    def propose(self, row: int, max_nodes: int) -> Proposal | None:
+        """Propose continuations of the row's last token, at most `max_nodes` nodes besides the root."""
 
     def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
-        """Learn what the target chose.
+        """Learn from the target's choice.
 
         Args:
             row: The row that `propose` was called for.
             feedback: What the step did; `feedback.tokens[-1]` is the next root.
-            placed: int32 `[k]`; for each node of this proposer's proposal the node of the draft it became,
-                0 where it was left out (and for the root). Empty when nothing was proposed.
+            placed: int32 `[k]`; the node of the draft that each node of the proposal became, 0 if it was left out (and
+                for the root). Empty if nothing was proposed.
         """
 
     def finish(self, row: int) -> None:
@@ -170,17 +169,17 @@ class Proposer(Protocol):
 
 @runtime_checkable
 class BatchProposer(Proposer, Protocol):
-    """A proposer that drafts for all rows of a step at once, as one that runs a model does."""
+    """A proposer that drafts for all rows of a step at once, such as one that runs a model."""
 
-    def propose_batch(self, rows: Sequence[int], room: int) -> Sequence[Proposal | None]:
-        """What `propose` gives, for every one of `rows`; `propose` itself is not called then."""
+    def propose_batch(self, rows: Sequence[int], max_nodes: int) -> Sequence[Proposal | None]:
+        """`propose` for each of `rows`; `propose` itself is not called then."""
 
 
 ProposerFactory = Callable[[Call], Proposer]
 
 
 def question_of(proposer: Proposer) -> Callable[[Sequence[int], int], Sequence[Proposal | None]]:
-    """How to ask a proposer about several rows: at once where it can, else one after the other."""
+    """A function that asks a proposer about several rows: at once if it can, else one after the other."""
     if isinstance(proposer, BatchProposer):
         return proposer.propose_batch
-    return lambda rows, room: [proposer.propose(row, room) for row in rows]
+    return lambda rows, max_nodes: [proposer.propose(row, max_nodes) for row in rows]

@@ -1,4 +1,4 @@
-"""Merge what the proposers offer into one tree, best first, under a node budget."""
+"""Merge proposals into one draft, and size the drafts of a batch."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ _NONE_REQUIRED = np.zeros(1, np.int32)
 
 
 class Draft(NamedTuple):
-    """One row's tree and where each proposal went.
+    """One row's tree, and the nodes that proposals became in it.
 
     Attributes:
-        tree: What the step verifies.
-        placed: For each proposer int32 `[k]`, the tree node each node of its proposal became, 0 where it was
-            left out; empty where the proposer offered nothing.
-        reach: float64 `[nodes]`, the chance that a node is reached, that is, accepted; 1 for the root. Their sum is
-            the number of tokens the step is expected to emit.
-        required: int32 `[nodes]`, 1 where a node must stand in the draft.
+        tree: The tree to verify.
+        placed: For each proposer int32 `[k]`, the tree node that each node of its proposal became, 0 if it was left
+            out; empty if the proposer offered nothing.
+        path_probs: float64 `[nodes]`, the probability that a node is reached, that is, accepted; 1 for the root. Their
+            sum is the expected number of tokens of the step.
+        required: int32 `[nodes]`, 1 where a node must be in the draft.
     """
 
     tree: TokenTree
     placed: tuple[IntArray, ...]
-    reach: FloatArray = _CERTAIN
+    path_probs: FloatArray = _CERTAIN
     required: IntArray = _NONE_REQUIRED
 
     def bare(self) -> Draft:
-        """The draft without its nodes but the root."""
+        """The draft reduced to its root."""
         root = TokenTree.root(int(self.tree.tokens[0]))
         return Draft(root, tuple(np.zeros(len(where), np.int32) for where in self.placed))
 
 
 @runtime_checkable
 class Drafter(Protocol):
-    """A proposer that can make a draft of its own proposal, in less time than `merge` takes."""
+    """A proposer that makes a draft of its own proposal, in less time than `merge`."""
 
-    def draft(self, row: int, room: int, limits: Limits, costs: FloatArray) -> Draft:
-        """What `merge` makes of `propose(row, room)`, in the limits; free where there are no costs."""
+    def draft(self, row: int, max_nodes: int, limits: Limits, costs: FloatArray) -> Draft:
+        """The draft that `merge` makes of `propose(row, max_nodes)`."""
 
 
 def drafter_of(proposers: Sequence[object]) -> Drafter | None:
-    """The one of these proposers that drafts by itself; None where several offers have to be merged."""
+    """The only proposer, if it is a `Drafter`; None if proposals have to be merged."""
     return proposers[0] if len(proposers) == 1 and isinstance(proposers[0], Drafter) else None
 
 
@@ -66,22 +66,19 @@ def merge(
     sources: Sequence[int] | None = None,
     costs: FloatArray = FREE,
 ) -> Draft:
-    """Merge proposals by prefix and keep the likeliest nodes.
+    """Merge proposals by prefix and select the nodes with the most expected tokens per cost.
 
-    A node several proposers offer is one node; its probability is the highest of theirs. Required nodes come
-    first, then those with the highest probability of being reached (the product along the path), while that is at
-    least the lowest allowed and the budget lasts; of these as many as give the most expected tokens per cost. Nodes
-    are laid out depth first, the likelier child first, so that the likeliest path is 0, 1, 2, … and committing it
-    moves no KV.
+    A node that several proposers offer is one node with the highest of their probabilities. Selection and layout are
+    those of `lookahead.ngram.prune.select`: the likeliest path is 0, 1, 2, …, and committing it moves no KV.
 
     Args:
-        root: The newest committed token.
+        root: The row's last token.
         proposals: One proposal, or None, per proposer. Each has `root` as its root.
-        limits: What the tree may hold; no deeper than one less than the tokens the row may still emit.
-        sources: How many sources each proposer has, 31 in all at most: their bits stand side by side in the
-            tree's. None where each has one.
-        costs: float64 `[budget + 2]` or longer, what a step with that many nodes costs, the root counted; empty
-            where nodes are free.
+        limits: Limits of the tree; its depth is below the number of tokens that the row may still emit.
+        sources: Number of sources of each proposer, at most 31 together, whose bits are consecutive in the tree. None
+            if each has one.
+        costs: float64 `[max_nodes + 2]` or longer, the cost of a step with so many nodes, the root counted; empty if
+            nodes are free.
     """
     offers = [(i, offer) for i, offer in enumerate(proposals) if offer is not None]
     if not offers or limits.max_nodes <= 0 or limits.max_depth <= 0:
@@ -91,27 +88,27 @@ def merge(
     firsts = np.cumsum([0, *(sources if sources is not None else (1,) * len(proposals))])
     table = np.array([(len(each.tokens), each.required, firsts[i]) for i, each in offers])
     joined = tuple(map(np.concatenate, zip(*arrays, strict=True)))
-    whole, reach, where = _merge(root, joined, table, limits, costs)
+    whole, path_probs, where = _merge(root, joined, table, limits, costs)
     ends = np.cumsum([0 if offer is None else len(offer.tokens) for offer in proposals]).tolist()
     placed = tuple(where[begin:end] for begin, end in zip([0, *ends], ends, strict=False))
-    return Draft(TokenTree(whole[0], whole[1], whole[2], whole[3]), placed, reach, whole[4])
+    return Draft(TokenTree(whole[0], whole[1], whole[2], whole[3]), placed, path_probs, whole[4])
 
 
 def fit(drafts: Sequence[Draft], costs: FloatArray, batch: BatchValue) -> list[Draft]:
-    """Cut the drafts of rows that take a step together to one size, that which saves most per cost.
+    """Cut the drafts of a batch to one size, that which saves most per cost.
 
-    A pass computes as many nodes for every row as the largest tree has, so their trees are sized together: each keeps
-    its required nodes and its likeliest ones, as far as that size goes.
+    A pass computes as many nodes for every row as the largest tree has, so trees are sized together: each keeps its
+    required nodes and its likeliest ones up to that size.
 
     Args:
         drafts: One per row, merged without costs.
-        costs: float64, what a step costs whose largest tree has so many nodes, the root counted.
-        batch: What a token of each row is worth.
+        costs: float64, the cost of a step by the nodes of its largest tree, the root counted.
+        batch: The value of a token of each row.
     """
-    reaches = np.concatenate([draft.reach for draft in drafts])
+    path_probs = np.concatenate([draft.path_probs for draft in drafts])
     required = np.concatenate([draft.required for draft in drafts])
     ends = np.cumsum([len(draft.tree) for draft in drafts])
-    size, ranks = _fit(reaches, required, ends, costs, batch.left, batch.plain)
+    size, ranks = _fit(path_probs, required, ends, costs, batch.left, batch.plain)
     fitted = []
     for draft, end in zip(drafts, ends, strict=True):
         keep = ranks[end - len(draft.tree) : end] < size
@@ -123,12 +120,11 @@ def fit(drafts: Sequence[Draft], costs: FloatArray, batch: BatchValue) -> list[D
             place, tree = np.where(keep, np.cumsum(keep, dtype=np.int32) - 1, 0), draft.tree
             cut = TokenTree(tree.tokens[keep], place[tree.parents[keep]], tree.depths[keep], tree.sources[keep])
             placed = tuple(place[where] for where in draft.placed)
-            fitted.append(Draft(cut, placed, draft.reach[keep], draft.required[keep]))
+            fitted.append(Draft(cut, placed, draft.path_probs[keep], draft.required[keep]))
     return fitted
 
 
 def _sources_of(offer: Proposal) -> IntArray:
-    """The sources of every node of a proposal."""
     return offer.sources if offer.sources is not None else np.ones(len(offer.tokens), np.int32)
 
 

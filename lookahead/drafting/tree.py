@@ -1,4 +1,4 @@
-"""The token tree: what one step verifies."""
+"""The token tree that a step verifies."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.int32]
 
 
-@dataclass(slots=True, eq=False)  # not frozen: that would take twice as long to make, and one is made at every step
+@dataclass(slots=True, eq=False)  # not frozen, since that doubles the time to create one
 class TokenTree:
-    """A rooted tree of tokens; the root is the newest committed token, whose KV is not in the cache yet.
+    """A rooted tree of tokens; the root is the row's last token, whose KV is not in the cache yet.
 
     Attributes:
         tokens: int32 `[n]`, n at least 1.
         parents: int32 `[n]`; `parents[i] < i`, and `parents[0]` is 0. Identical (parent, token) pairs are
             one node.
         depths: int32 `[n]`; edges between the root and the node, also the node's position offset.
-        sources: int32 `[n]`; bit s is set where proposer s offered the node; 0 for the root.
+        sources: int32 `[n]`; bit s is set if source s offered the node; 0 for the root.
 
     Source: Miao et al. 2024, "SpecInfer", §4 (verifying a token tree in one pass).
     """
@@ -47,7 +47,7 @@ class TokenTree:
         parents: Sequence[int] | IntArray,
         sources: IntArray | None = None,
     ) -> TokenTree:
-        """Build a tree from tokens and parents, both `[n]`, checking that they are one.
+        """Build a tree from tokens and parents, both `[n]`, and validate it.
 
         Raises:
             ValueError: The shapes differ or are empty, a parent does not come before its child, or two
@@ -73,7 +73,7 @@ class TokenTree:
         return cls(token_array, parent_array, node_depths(parent_array), sources)
 
     def ancestor_mask(self) -> NDArray[np.bool_]:
-        """bool `[n, n]`: whether node i may attend to node j, that is, j lies on the path from the root to i."""
+        """bool `[n, n]`: whether node i attends to node j, that is, j lies on the path from the root to i."""
         mask: NDArray[np.bool_] = _ancestor_mask(self.parents)
         return mask
 
@@ -83,39 +83,41 @@ class TokenTree:
         return words
 
 
-def sum_by_source(tree: TokenTree, reach: NDArray[np.float64], path: IntArray, sources: int) -> NDArray[np.float64]:
-    """What each of the first `sources` sources did: float64 `[sources, 3]`, a node of two counting for both.
+def sum_by_source(
+    tree: TokenTree, path_probs: NDArray[np.float64], path: IntArray, sources: int
+) -> NDArray[np.float64]:
+    """Count the nodes of every source; a node of two sources counts for both.
 
     Args:
         tree: A draft.
-        reach: float64 `[n]`, the chance of every node to be accepted.
+        path_probs: float64 `[n]`, the probability of every node to be accepted.
         path: int32 `[a]`, the nodes accepted, the root first.
         sources: How many bits of `tree.sources` are in use.
 
     Returns:
-        Nodes drafted, nodes accepted, and nodes expected to be accepted, the root left out.
+        float64 `[sources, 3]`: nodes drafted, accepted, and expected to be accepted, the root left out.
     """
-    sums: NDArray[np.float64] = _sum_bits(tree.sources, reach, path, sources)
+    sums: NDArray[np.float64] = _sum_bits(tree.sources, path_probs, path, sources)
     return sums
 
 
 def count_within(tree: TokenTree, path: IntArray, bits: int) -> int:
-    """Nodes of a path, int32 `[a]`, the root left out, that no other source offered than those of some bits."""
+    """Nodes of a path (int32 `[a]`), the root left out, that only the sources of `bits` offered."""
     return int(np.count_nonzero(tree.sources[path[1:]] & ~bits == 0))
 
 
 def without_sources(
     verified: Sequence[tuple[TokenTree, IntArray]], tokens: Sequence[int], bits: int
 ) -> tuple[int, list[int]]:
-    """What a step of several rows would have been, had some sources offered nothing.
+    """The size and the tokens of a step of several rows if some sources had offered nothing.
 
     Args:
-        verified: Of every row the tree, and int32 `[a]` the nodes that were accepted, the root first.
-        tokens: Tokens that each row emitted.
-        bits: Those of the sources in the trees' sources.
+        verified: Of every row the tree, and int32 `[a]` the accepted nodes, the root first.
+        tokens: Number of tokens that each row emitted.
+        bits: Bits of these sources.
 
     Returns:
-        Nodes of the largest tree, its root counted, and tokens of each row.
+        Nodes of the largest tree, its root counted, and the number of tokens of each row.
     """
     nodes = max(1 + int(np.count_nonzero(tree.sources & ~bits)) for tree, _ in verified)
     lost = [count_within(tree, path, bits) for tree, path in verified]
@@ -123,14 +125,14 @@ def without_sources(
 
 
 @njit(cache=True)
-def _sum_bits(words, reach, path, bits):
-    """For every bit, over the words where it is set: their number, how many are on the path, and their reach."""
+def _sum_bits(words, path_probs, path, bits):
+    """The core of `sum_by_source`."""
     sums = np.zeros((bits, 3))
     for bit in range(bits):
         for node in range(1, len(words)):
             if (words[node] >> bit) & 1:
                 sums[bit, 0] += 1.0
-                sums[bit, 2] += reach[node]
+                sums[bit, 2] += path_probs[node]
         for node in path:
             sums[bit, 1] += (words[node] >> bit) & 1
     return sums
@@ -147,7 +149,6 @@ def node_depths(parents):
 
 @njit(cache=True)
 def _ancestor_mask(parents):
-    """A node sees what its parent sees, and itself."""
     n = len(parents)
     mask = np.zeros((n, n), np.bool_)
     mask[0, 0] = True
@@ -159,7 +160,6 @@ def _ancestor_mask(parents):
 
 @njit(cache=True)
 def _ancestor_words(parents):
-    """`ancestor_mask` packed."""
     nodes = len(parents)
     words = np.zeros((nodes, (nodes + 63) // 64), np.int64)
     fill_ancestor_words(parents, words)

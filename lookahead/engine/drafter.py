@@ -15,7 +15,7 @@ from lookahead.drafting.tree import TokenTree
 from lookahead.engine.outputs import ROOT
 from lookahead.engine.row import Row
 from lookahead.ngram.prune import FREE, Limits
-from lookahead.proposers.validated import CustomProposer
+from lookahead.proposers.validated import ValidatedProposer
 from lookahead.verification.exact import VerifyResult
 from lookahead.verification.rejection import RejectionRounds
 from lookahead.verification.topk import Scores
@@ -59,7 +59,7 @@ class TreeDrafter:
         self._by_rejection = by_rejection
         self._questions = [question_of(proposer) for proposer in proposers]
         self._single = None if by_rejection else drafter_of(proposers)
-        self._readers = [each for each in proposers if isinstance(each, CustomProposer) and each.hidden_layers]
+        self._readers = [each for each in proposers if isinstance(each, ValidatedProposer) and each.hidden_layers]
         self.sources = [name for proposer in proposers for name in proposer.sources]
         self.needs_argmax = any(proposer.needs_argmax for proposer in proposers)
         self.needs_top = any(proposer.needs_top for proposer in proposers)

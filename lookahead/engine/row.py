@@ -188,8 +188,8 @@ class Row:
             return
         stats.drafted_tokens += len(draft.tree) - 1
         stats.accepted_tokens += len(result.path) - 1
-        stats.expected_tokens += float(draft.reach.sum()) - 1.0
-        sums = sum_by_source(draft.tree, draft.reach, result.path, len(sources))
+        stats.expected_tokens += float(draft.path_probs.sum()) - 1.0
+        sums = sum_by_source(draft.tree, draft.path_probs, result.path, len(sources))
         for name, (drafted, accepted, expected) in zip(sources, sums.tolist(), strict=True):
             stats.forwards_by_source[name] += drafted > 0
             stats.drafted_by_source[name] += int(drafted)

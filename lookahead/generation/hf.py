@@ -50,7 +50,7 @@ from lookahead.models.validate import vocabulary_size
 from lookahead.ngram.pool_file import Pool
 from lookahead.pools.open_pool import pool_of
 from lookahead.proposers import ProposerState, make_proposers
-from lookahead.proposers.encoder_input import informed
+from lookahead.proposers.encoder_input import EncoderInputProposer
 from lookahead.verification.sampling import TokenChooser, warp_of
 from lookahead.verification.stopping import StoppingRule
 
@@ -312,7 +312,7 @@ def _drafting(
     if encoded is not None:
         if reads_hidden:
             raise UnsupportedModelError(f"{type(model).__name__} shows no hidden states to proposers: take others")
-        proposers = [informed(proposer, [encoded.tokens]) for proposer in proposers]
+        proposers = [EncoderInputProposer(proposer, [encoded.tokens]) for proposer in proposers]
     ensemble = ensemble_of(model)
     if ensemble is not None:
         refuse_in_ensemble(model, reads_hidden=reads_hidden, by_rejection=call.by_rejection)

@@ -59,7 +59,7 @@ class Ensemble:
 
 def _packed(draft: Draft) -> IntArray:
     """What is sent of a draft, int32 `[5, nodes]`: tokens, parents, depths, and the halves of every reach."""
-    halves = np.ascontiguousarray(draft.reach, np.float64).view(np.int32).reshape(-1, 2)
+    halves = np.ascontiguousarray(draft.path_probs, np.float64).view(np.int32).reshape(-1, 2)
     return np.concatenate(([draft.tree.tokens, draft.tree.parents, draft.tree.depths], halves.T))
 
 

@@ -1,57 +1,62 @@
-"""Drafts of the target's own making: the lookahead branch."""
+"""Proposers of the lookahead branch: of one size, and of the size that pays at the moment."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from lookahead.drafting.budget import LookaheadBranch
 from lookahead.drafting.proposal import Feedback, IntArray, Proposal
+from lookahead.drafting.sizes import BranchSize
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import ChainIndex
 from lookahead.ngram.search import grow_trie
 from lookahead.ngram.trie import Trie
-from lookahead.ngram.window import UNKNOWN, JacobiWindow, PlantedWindow, ngrams_of_step
+from lookahead.ngram.window import UNKNOWN, JacobiWindow, WindowTree, ngrams_of_step
 
-_TAIL = 256  # newest tokens kept of a row: what is looked up, and what new cells are drawn from
+_TAIL = 256  # last tokens kept of a row: they are looked up, and new cells are drawn from them
 _POOL_TOKENS = 1 << 17  # of a row's pool; the oldest half is forgotten when it is full
 _LONGEST_KEY = 16
-_LINKS = 64  # the same n-gram comes back often, so more are walked than in a text
+_LINKS = 64  # more than in a text, since the same n-gram returns often
+_ROOT = np.zeros(1, np.int32)
+_NOTHING = np.zeros(0, np.int32)
 
 
 @dataclass(slots=True)
 class _JacobiRow:
-    """One row's window and pool, and what it proposed last."""
+    """One row's window and pool, and its last proposal."""
 
     window: JacobiWindow
     pool: ChainIndex
     tail: IntArray
-    taught: int  # how many tokens at the end of `tail` may enter the pool
-    planted: PlantedWindow | None = None
+    poolable: int  # how many tokens at the end of `tail` may enter the pool
+    tree: WindowTree | None = None
     guesses: Trie | None = None
 
 
 class JacobiProposer:
-    """Guesses the future at many positions at once, keeps the n-grams that come out, and proposes those that fit.
+    """Proposes the lookahead branch: the Jacobi window, and n-grams collected from its earlier steps.
 
-    The window (`lookahead.ngram.window.JacobiWindow`) must stand in every draft, since only what the target says
-    after its cells moves it on. Each step closes n-grams: every cell with the tokens below it and the target's
-    answer, from the first step on. They enter a pool, as does what the target says after every guess, and the
-    output itself. Guesses are looked up by the longest context the pool knows, and merged by prefix.
+    The window (`lookahead.ngram.window.JacobiWindow`) must be in every draft, since it advances by the target's answers
+    after its cells. Each step completes n-grams: every cell with the tokens below it and the target's answer, from the
+    first step on. They enter a pool, as do the target's answers after guesses, and the output. Guesses are looked up in
+    the pool by the longest known context, and merged by prefix.
 
     Args:
         window: Columns W of the window, at least 1.
-        ngram_size: N, the length of the n-grams that a full window closes, at least 2.
+        ngram_size: N, the length of the n-grams that a full window completes, at least 2.
         guesses: G; guesses take at most the nodes of G n-grams, `G * (N - 1)`. 0 only moves the window.
         pool_from_prompt: Whether the prompt enters the pool too.
-        rates: What is known of guesses already, and where more is learned; the first guesses when None.
+        rates: Hit rates of guesses, updated while decoding; the priors when None.
 
     Raises:
         ValueError: A size is out of its range.
 
     Source: Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding", §3.1
-        (lookahead branch) and §3.2 (verification branch). Unlike there, the window slides by all the tokens a
-        step emits, guesses share prefixes, and n-grams shorter than N enter the pool.
+        (lookahead branch) and §3.2 (verification branch). Unlike there, the window slides by all tokens of a step,
+        guesses share prefixes, and n-grams shorter than N enter the pool.
     """
 
     sources: tuple[str, ...] = ("jacobi",)
@@ -85,57 +90,120 @@ class JacobiProposer:
         pool = ChainIndex(max_tokens=_POOL_TOKENS)
         if self.pool_from_prompt:
             pool.append(prompt)
-        taught = tail.size if self.pool_from_prompt else 1
-        self._rows[row] = _JacobiRow(JacobiWindow(self.window, self.ngram_size, tail), pool, tail, taught)
+        poolable = tail.size if self.pool_from_prompt else 1
+        self._rows[row] = _JacobiRow(JacobiWindow(self.window, self.ngram_size, tail), pool, tail, poolable)
 
-    def propose(self, row: int, room: int) -> Proposal | None:
-        """Offer the window, and beside it guesses from the pool, at most `room` nodes besides the root."""
+    def propose(self, row: int, max_nodes: int) -> Proposal | None:
+        """Propose the window and guesses from the pool, at most `max_nodes` nodes besides the root."""
         state = self._rows[row]
-        for_guesses = min(self.guesses * (self.ngram_size - 1), room - (state.window.cells.size - 1))
         state.guesses = grow_trie(
             [state.pool],
             self._rates,
-            for_guesses,
+            min(self.guesses * (self.ngram_size - 1), max_nodes - (state.window.cells.size - 1)),
             context=state.tail[-_LONGEST_KEY:],
             max_ngram=_LONGEST_KEY,
             max_links=_LINKS,
         )
-        planted = state.window.plant(room, state.guesses)
-        state.planted = planted
-        return Proposal(planted.tokens, planted.parents, planted.probabilities, required=planted.required)
+        state.tree = tree = state.window.tree(max_nodes, state.guesses)
+        return Proposal(tree.tokens, tree.parents, tree.probabilities, required=tree.required)
 
     def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
-        """Learn which guesses were right, pool what the target said, and slide the window."""
-        state = self._rows[row]
-        emitted = feedback.tokens
-        before = state.tail[-state.taught :]
+        """Count the hits of guesses, add the n-grams of the step to the pool, and slide the window."""
+        state, emitted = self._rows[row], feedback.tokens
+        before = state.tail[-state.poolable :]
         state.tail = np.concatenate((state.tail, emitted))[-_TAIL:]
-        state.taught = min(state.taught + emitted.size, state.tail.size)
-        planted = state.planted if state.planted is not None else state.window.plant(room=0)
-        heard = _heard(feedback.argmax, placed, planted.tokens.size)
+        state.poolable = min(state.poolable + emitted.size, state.tail.size)
+        tree = state.tree if state.tree is not None else state.window.tree(0)
+        argmax = np.full(tree.tokens.size, UNKNOWN, dtype=np.int32)
+        if feedback.argmax.size > 0:
+            argmax[: placed.size] = np.where(placed > 0, feedback.argmax[placed], UNKNOWN)
+            argmax[0] = feedback.argmax[0]
         answers = np.full(state.window.cells.shape, UNKNOWN, dtype=np.int32)
-        levels, width = planted.cells.shape
-        answers[:levels, :width] = heard[planted.cells]
+        levels, width = tree.cells.shape
+        answers[:levels, :width] = argmax[tree.cells]
         if self.guesses > 0:
             if state.guesses is not None:
                 self._rates.learn(state.guesses.parents, state.guesses.tokens, state.guesses.features, emitted)
-            lessons = ngrams_of_step(
-                state.window, planted, answers, heard, before=before, emitted=emitted, reach=2 * self.ngram_size
+            length = 2 * self.ngram_size
+            state.pool.append_documents(
+                ngrams_of_step(state.window, tree, answers, argmax, before=before, emitted=emitted, max_length=length)
             )
-            state.pool.append_documents(lessons)
         is_answered = 2 * np.count_nonzero(answers[-1] != UNKNOWN) > self.window
         state.window.slide(answers if is_answered else None, emitted, state.tail)
-        state.planted = state.guesses = None
+        state.tree = state.guesses = None
 
     def finish(self, row: int) -> None:
-        """Forget the row; what was learned stays."""
+        """Forget the row; hit rates stay."""
         del self._rows[row]
 
 
-def _heard(argmax: IntArray, placed: IntArray, nodes: int) -> IntArray:
-    """What the target says after each node of a proposal, `UNKNOWN` where it was left out of the draft."""
-    heard = np.full(nodes, UNKNOWN, dtype=np.int32)
-    if argmax.size > 0:
-        heard[: placed.size] = np.where(placed > 0, argmax[placed], UNKNOWN)
-        heard[0] = argmax[0]
-    return heard
+@dataclass(slots=True)
+class _AutoJacobiRow:
+    """One row: its emitted tokens, the `JacobiProposer` that drafts for it, and how many emissions that knows."""
+
+    prompt: IntArray
+    emitted: list[IntArray] = field(default_factory=list)
+    known: int = 0
+    size: BranchSize | None = None
+    proposer: JacobiProposer | None = None
+
+
+class AutoJacobiProposer:
+    """A `JacobiProposer` of the size that the branch has at the moment; proposes nothing while the branch is off.
+
+    While the branch is off, only emitted tokens are remembered: there is no window and no pool, and nothing is read
+    from the target. When the branch returns at the same size, a row goes on with its window and its pool; at another
+    size it starts anew.
+
+    Args:
+        branch: Whether the branch is on, and its size; the time taken is added to it.
+        pool_from_prompt: Whether the prompt enters the n-gram pool too.
+        rates: Hit rates of guesses, updated while decoding.
+    """
+
+    sources: tuple[str, ...] = ("jacobi",)
+    needs_argmax = False  # the engine reads it while the branch is on
+    needs_top = False
+    hidden_layers: tuple[int, ...] = ()
+
+    def __init__(
+        self, branch: LookaheadBranch, *, pool_from_prompt: bool = True, rates: HitRates | None = None
+    ) -> None:
+        self._branch = branch
+        self._pool_from_prompt = pool_from_prompt
+        self._rates = rates if rates is not None else HitRates()
+        self._rows: dict[int, _AutoJacobiRow] = {}
+
+    def start(self, row: int, prompt: IntArray) -> None:
+        """Remember the prompt of a new row."""
+        self._rows[row] = _AutoJacobiRow(prompt)
+
+    def propose(self, row: int, max_nodes: int) -> Proposal | None:
+        """Propose the window and guesses while the branch is on; its size replaces `max_nodes`."""
+        size, state = self._branch.size, self._rows[row]
+        if size is None:
+            return None
+        begin = time.perf_counter()
+        if state.proposer is None or state.size != size:
+            state.proposer = JacobiProposer(*size, pool_from_prompt=self._pool_from_prompt, rates=self._rates)
+            state.proposer.start(row, state.prompt)
+            state.size, state.known = size, 0
+        if state.known < len(state.emitted):
+            missed = np.concatenate(state.emitted[state.known :])
+            state.proposer.observe(row, Feedback(missed, _ROOT, _NOTHING), _NOTHING)
+        state.known = len(state.emitted) + 1  # the coming step is observed
+        proposal = state.proposer.propose(row, size.nodes)
+        self._branch.host_s += time.perf_counter() - begin
+        return proposal
+
+    def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
+        """Pass the feedback on if the row was drafted for, and remember the emitted tokens."""
+        begin, state = time.perf_counter(), self._rows[row]
+        state.emitted.append(feedback.tokens)
+        if state.proposer is not None and state.known == len(state.emitted):
+            state.proposer.observe(row, feedback, placed)
+        self._branch.host_s += time.perf_counter() - begin
+
+    def finish(self, row: int) -> None:
+        """Forget the row; hit rates stay."""
+        del self._rows[row]

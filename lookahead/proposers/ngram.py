@@ -1,4 +1,4 @@
-"""Drafts from all that can be had without a draft model: the row's text, earlier outputs, the target's own logits."""
+"""Drafts without a model: from the row's text, earlier outputs, a corpus, and the target's own logits."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _OUTPUT_TOKENS = 1 << 20  # of earlier outputs; the oldest half is forgotten whe
 
 
 class Memory:
-    """What requests leave behind for those that come later, in bounded space.
+    """What is kept of finished requests for later ones, in bounded memory.
 
     Attributes:
-        outputs: The texts of finished requests: at most 1,048,576 tokens.
-        recycled: What the target thought likely after contexts: 262,144 of them, 16 MiB.
+        outputs: Texts of finished requests: at most 1,048,576 tokens.
+        recycled: The target's likeliest tokens after contexts: 262,144 contexts, 16 MiB.
     """
 
     __slots__ = ("outputs", "recycled")
@@ -42,32 +42,32 @@ class Memory:
 
 @dataclass(slots=True)
 class _NgramRow:
-    """One row's text, all that it is looked up in, and what it proposed last."""
+    """One row's text, its search, and its last proposal."""
 
     text: ChainIndex
     search: Search
     grown: Grown | None = None
 
 
-class MixtureProposer:
-    """Proposes what followed the last tokens before, and what the target thought likely after them.
+class NgramProposer:
+    """Proposes earlier continuations of the last tokens, and the target's likeliest tokens after them.
 
-    Four sources serve one tree (`lookahead.ngram.search.grow_trie`): `"prompt"` finds earlier occurrences in the
-    row's prompt and output, `"outputs"` in what earlier requests left, `"corpus"` in a pool, `"recycled"` the
-    target's likeliest tokens after the last four, three, two or one tokens, at every node of the tree. How far
-    each combination of evidence can be trusted is learned from every step of every row, and outlives the rows.
+    Four sources share one tree (`lookahead.ngram.search.grow_trie`): `"prompt"` finds earlier occurrences in the row's
+    prompt and output, `"outputs"` in those of earlier requests, `"corpus"` in a pool; `"recycled"` has the target's
+    likeliest tokens after the last four, three, two or one tokens, at every node of the tree. Hit rates of candidates
+    are learned from every step of every row, and kept for later rows.
 
     Args:
         sources: Which of the four.
-        memory: What earlier requests left, and where this one leaves its own; an empty one when None.
-        rates: What is known of candidates already, and where more is learned; the first guesses when None.
-        pool: The corpus, of token ids that the target model knows; it stays as it is.
+        memory: Texts and recycled tokens of earlier requests, to which this one adds its own; empty when None.
+        rates: Hit rates of candidates, updated while decoding; the priors when None.
+        pool: The corpus, of token ids that the target knows; it is not changed.
         min_ngram: Shortest context looked up, in tokens, at least 1.
         max_ngram: Longest context compared, in tokens, from `min_ngram` to 64.
         min_probability: Candidates less likely to be reached than this are not offered.
 
     Raises:
-        ValueError: An n-gram length is out of its range, a source is unknown, or there is a corpus but no pool.
+        ValueError: An n-gram length is out of its range, a source is unknown, or `"corpus"` has no pool.
 
     Source: Saxena 2023, "Prompt Lookup Decoding"; Yang et al. 2023, "Inference with Reference: Lossless
         Acceleration of Large Language Models", §3 (copying from a reference, verified by the target); Luo et al.
@@ -118,31 +118,32 @@ class MixtureProposer:
         bounds = (self.min_ngram, self.max_ngram, _MAX_LINKS)
         self._rows[row] = _NgramRow(text, Search(texts, self._rates, self._recycled, bounds))
 
-    def propose(self, row: int, room: int) -> Proposal | None:
-        """Offer what may follow the row's last tokens, at most `room` nodes besides the root."""
-        if room < 1:
+    def propose(self, row: int, max_nodes: int) -> Proposal | None:
+        """Propose continuations of the row's last tokens, at most `max_nodes` nodes besides the root."""
+        if max_nodes < 1:
             return None
-        trie = self._grow(self._rows[row], room).trie
+        trie = self._grow(self._rows[row], max_nodes).trie
         return Proposal(trie.tokens, trie.parents, trie.probabilities, trie.sources) if len(trie.tokens) > 1 else None
 
-    def draft(self, row: int, room: int, limits: Limits, costs: NDArray[np.float64]) -> Draft:
-        """Propose, with room for a node at least, and cut the proposal to a draft."""
-        written, reach = self._grow(self._rows[row], room, limits, costs)
-        tokens, parents, depths, sources, required = written[PART:, : reach.size]
-        return Draft(TokenTree(tokens, parents, depths, sources), (written[PLACED],), reach, required)
+    def draft(self, row: int, max_nodes: int, limits: Limits, costs: NDArray[np.float64]) -> Draft:
+        """Propose at most `max_nodes` nodes, at least 1, and select the draft from them, as `merge` does."""
+        written, path_probs = self._grow(self._rows[row], max_nodes, limits, costs)
+        tokens, parents, depths, sources, required = written[PART:, : path_probs.size]
+        return Draft(TokenTree(tokens, parents, depths, sources), (written[PLACED],), path_probs, required)
 
-    def _grow(self, state: _NgramRow, room: int, limits: Limits = NOTHING, costs: NDArray[np.float64] = FREE) -> Grown:
-        """What may follow, remembered until it is known what did."""
+    def _grow(
+        self, state: _NgramRow, max_nodes: int, limits: Limits = NOTHING, costs: NDArray[np.float64] = FREE
+    ) -> Grown:
         if self._pool is not None and not self._pool.is_intact:
             warnings.warn(f"{self._pool.path}: changed while it was in use; no more is drafted from it", stacklevel=2)
             self._pool = None
         context = None if self._from_prompt else state.text.tokens[1:][-self.max_ngram :]
-        room = room if room < MAX_NODES else MAX_NODES
-        state.grown = state.search.grow(room, self.min_probability, limits, costs, context)
+        max_nodes = max_nodes if max_nodes < MAX_NODES else MAX_NODES
+        state.grown = state.search.grow(max_nodes, self.min_probability, limits, costs, context)
         return state.grown
 
     def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
-        """Learn which candidates were right and what the target thinks now, and index the emitted tokens."""
+        """Count the hits of candidates, store the target's likeliest tokens, and index the emitted tokens."""
         state = self._rows[row]
         trie = state.grown.trie if state.grown is not None else None
         if trie is not None:
@@ -150,7 +151,7 @@ class MixtureProposer:
         if self._recycled is not None and feedback.top is not None:
             tree, top, skipped = feedback.top.tree, feedback.top, None
             if trie is not None and placed.size:
-                # What is copied from this text is found in it, and in another text it would mislead.
+                # Copies from this text are found in it, and would mislead in another text.
                 skipped = copied(trie.parents, trie.tokens, trie.features, placed, top.tokens[:, 0])
             before = state.text.tokens[-ORDERS:]
             self._recycled.store(before, tree.parents, tree.tokens, top.tokens, top.probabilities, skipped)
@@ -159,7 +160,7 @@ class MixtureProposer:
         state.text.append(feedback.tokens)
 
     def finish(self, row: int) -> None:
-        """Forget the row; what was learned stays, and so does its text where earlier outputs are a source."""
+        """Forget the row; hit rates stay, and so does its text if earlier outputs are a source."""
         text = self._rows.pop(row).text
         if "outputs" in self.sources:
             self._memory.outputs.end_document()

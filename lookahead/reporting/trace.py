@@ -129,7 +129,7 @@ def _step(step_output: StepOutput, names: list[str], texts: _Texts, seconds: flo
         texts.add(token, tuple(name for bit, name in enumerate(names) if origin >> bit & 1))
         for token, origin in zip(tokens, [*origins, 0], strict=False)
     ]
-    expected = float(np.sum(step_output.draft.reach)) - 1.0
+    expected = float(np.sum(step_output.draft.path_probs)) - 1.0
     return Step(pieces, len(step_output.draft.tree) - 1, expected, len(step_output.path) - 1, seconds)
 
 

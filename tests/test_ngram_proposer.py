@@ -14,7 +14,7 @@ from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import ChainIndex
 from lookahead.ngram.prune import FREE, Limits
 from lookahead.ngram.search import grow_trie
-from lookahead.proposers.ngram import Memory, MixtureProposer
+from lookahead.proposers.ngram import Memory, NgramProposer
 
 NOTHING = np.zeros(0, np.int32)
 
@@ -38,7 +38,7 @@ def accepted_path(proposal: Proposal, output: np.ndarray) -> list[int]:
     return path
 
 
-def replay(proposer: MixtureProposer, prompt: np.ndarray, output: np.ndarray, room: int, row: int = 0) -> list[int]:
+def replay(proposer: NgramProposer, prompt: np.ndarray, output: np.ndarray, room: int, row: int = 0) -> list[int]:
     """Decode `output` as a target that says just that; returns the tokens each step emitted."""
     proposer.start(row, prompt)
     emitted, at = [], 0
@@ -55,7 +55,7 @@ def replay(proposer: MixtureProposer, prompt: np.ndarray, output: np.ndarray, ro
 
 
 def test_it_offers_what_followed_the_last_tokens_before():
-    proposer = MixtureProposer(["prompt"])
+    proposer = NgramProposer(["prompt"])
     proposer.start(0, ids(3, 4, 5, 6, 9, 3, 4))
     proposal = proposer.propose(0, 3)
     assert proposal.tokens.tolist() == [4, 5, 6, 9]
@@ -65,7 +65,7 @@ def test_it_offers_what_followed_the_last_tokens_before():
 
 
 def test_it_offers_several_continuations_the_one_behind_the_longer_match_first():
-    proposer = MixtureProposer(["prompt"])
+    proposer = NgramProposer(["prompt"])
     proposer.start(0, ids(8, 1, 2, 7, 5, 2, 6, 1, 2))
     proposal = proposer.propose(0, 20)
     children = proposal.tokens[1:][proposal.parents[1:] == 0]
@@ -73,7 +73,7 @@ def test_it_offers_several_continuations_the_one_behind_the_longer_match_first()
 
 
 def test_tokens_just_emitted_are_found_in_the_next_step():
-    proposer = MixtureProposer(["prompt"])
+    proposer = NgramProposer(["prompt"])
     proposer.start(0, ids(1))
     assert proposer.propose(0, 4) is None
     proposer.observe(0, Feedback(ids(2, 3, 1), ids(0), NOTHING), NOTHING)
@@ -82,7 +82,7 @@ def test_tokens_just_emitted_are_found_in_the_next_step():
 
 def test_an_exact_copy_comes_in_long_and_certain_chains():
     rng = np.random.default_rng(0)
-    proposer = MixtureProposer(["prompt"])
+    proposer = NgramProposer(["prompt"])
     for _ in range(12):
         text = rng.permutation(2000)[:120].astype(np.int32)
         emitted = replay(proposer, np.append(text, text[0]), text[1:], room=16)
@@ -95,7 +95,7 @@ def test_an_exact_copy_comes_in_long_and_certain_chains():
 
 def test_a_target_that_never_copies_makes_it_cautious():
     rng = np.random.default_rng(0)
-    proposer = MixtureProposer(["prompt"])
+    proposer = NgramProposer(["prompt"])
     prompt = rng.integers(0, 40, 400).astype(np.int32)
     proposer.start(0, prompt)
     first = proposer.propose(0, 1).probabilities[1]
@@ -107,7 +107,7 @@ def test_a_target_that_never_copies_makes_it_cautious():
 
 
 def test_what_one_row_learns_about_certainty_serves_the_others_but_its_tokens_do_not():
-    proposer = MixtureProposer(["prompt"])
+    proposer = NgramProposer(["prompt"])
     proposer.start(1, ids(1, 2, 3, 1))
     before = proposer.propose(1, 1)
     rng = np.random.default_rng(0)
@@ -122,7 +122,7 @@ def test_what_one_row_learns_about_certainty_serves_the_others_but_its_tokens_do
 def test_matches_shorter_than_the_minimum_are_not_offered():
     prompt = ids(1, 2, 5, 6, 2, 3, 1, 2)
     for min_ngram, expected in [(1, {5, 3}), (2, {5}), (3, None)]:
-        proposer = MixtureProposer(["prompt"], min_ngram=min_ngram)
+        proposer = NgramProposer(["prompt"], min_ngram=min_ngram)
         proposer.start(0, prompt)
         proposal = proposer.propose(0, 20)
         offered = None if proposal is None else set(proposal.tokens[1:][proposal.parents[1:] == 0].tolist())
@@ -137,7 +137,7 @@ def test_matches_shorter_than_the_minimum_are_not_offered():
 )
 def test_every_offer_is_a_tree_within_its_room_and_the_output_is_the_targets(prompt, output, room, ngrams):
     shortest, more = ngrams
-    proposer = MixtureProposer(["prompt"], min_ngram=shortest, max_ngram=shortest + more)
+    proposer = NgramProposer(["prompt"], min_ngram=shortest, max_ngram=shortest + more)
     proposer.start(0, np.array(prompt, np.int32))
     root, rest = prompt[-1], list(output)
     while rest:
@@ -156,12 +156,12 @@ def test_every_offer_is_a_tree_within_its_room_and_the_output_is_the_targets(pro
 
 def test_a_perfect_echo_takes_few_steps_and_a_stranger_one_a_token():
     text = np.random.default_rng(1).permutation(300).astype(np.int32)
-    assert len(replay(MixtureProposer(["prompt"]), text, text[:200], room=16)) < 20
-    assert replay(MixtureProposer(["prompt"]), text, np.arange(1000, 1050, dtype=np.int32), room=16) == [1] * 50
+    assert len(replay(NgramProposer(["prompt"]), text, text[:200], room=16)) < 20
+    assert replay(NgramProposer(["prompt"]), text, np.arange(1000, 1050, dtype=np.int32), room=16) == [1] * 50
 
 
 def test_a_finished_row_leaves_its_number_free():
-    proposer = MixtureProposer(["prompt"])
+    proposer = NgramProposer(["prompt"])
     proposer.start(0, ids(1, 2, 1))
     proposer.finish(0)
     proposer.start(0, ids(5))
@@ -170,18 +170,18 @@ def test_a_finished_row_leaves_its_number_free():
 
 def test_what_a_finished_row_wrote_serves_the_next_where_memory_is_shared():
     memory = Memory()
-    first = MixtureProposer(["outputs"], memory)
+    first = NgramProposer(["outputs"], memory)
     first.start(0, ids(1, 2))
     first.observe(0, Feedback(ids(3, 4, 5), ids(0), NOTHING), NOTHING)
     first.finish(0)
-    for later, expected in [(MixtureProposer(["outputs"], memory), [3, 4, 5]), (MixtureProposer(["outputs"]), None)]:
+    for later, expected in [(NgramProposer(["outputs"], memory), [3, 4, 5]), (NgramProposer(["outputs"]), None)]:
         later.start(0, ids(9, 3))
         proposal = later.propose(0, 2)
         assert (None if proposal is None else proposal.tokens.tolist()) == expected
 
 
 def test_what_the_target_thought_along_the_draft_is_offered():
-    proposer = MixtureProposer(["recycled"])
+    proposer = NgramProposer(["recycled"])
     proposer.start(0, ids(7))
     assert proposer.propose(0, 4) is None
     chances = np.tile(np.array([0.9, 0.05, 0.01, 0.01, 0.01, 0.01, 0.005, 0.005], np.float32), (3, 1))
@@ -194,7 +194,7 @@ def test_what_the_target_thought_along_the_draft_is_offered():
 def test_each_node_tells_which_sources_offered_it():
     memory = Memory()
     memory.outputs.append(ids(1, 2, 3, 4))
-    proposer = MixtureProposer(["prompt", "outputs"], memory)
+    proposer = NgramProposer(["prompt", "outputs"], memory)
     proposer.start(0, ids(1, 2, 3, 9, 1, 2))
     proposal = proposer.propose(0, 12)
     children = proposal.parents == 1
@@ -210,17 +210,17 @@ def test_each_node_tells_which_sources_offered_it():
 )
 def test_the_draft_it_makes_by_itself_is_that_merged_from_its_proposal(text, room, limits, node_cost):
     costs = np.append(0.0, 1.0 + node_cost * np.arange(limits.max_nodes + 1)) if node_cost else FREE
-    proposer = MixtureProposer(["prompt"])
+    proposer = NgramProposer(["prompt"])
     proposer.start(0, ids(*text))
     proposal = proposer.propose(0, room)
     expected = merge(text[-1], [proposal], limits, costs=costs)
     drafted = proposer.draft(0, room, limits, costs)
     tree = drafted.tree
     TokenTree.from_parents(tree.tokens, tree.parents)  # raises unless it is a tree without duplicates
-    rates = [each.reach.sum() / (costs[len(each.tree)] if node_cost else 1.0) for each in (drafted, expected)]
+    rates = [each.path_probs.sum() / (costs[len(each.tree)] if node_cost else 1.0) for each in (drafted, expected)]
     assert rates[0] == pytest.approx(rates[1], rel=1e-6), "proposals tell chances in half the digits"
     if not node_cost:
-        assert sorted(drafted.reach) == pytest.approx(sorted(expected.reach), rel=1e-6)
+        assert sorted(drafted.path_probs) == pytest.approx(sorted(expected.path_probs), rel=1e-6)
     assert tree.depths.tolist() == [len(path) for path in paths(tree)]
     assert not drafted.required.any()
     if proposal is None:
@@ -240,25 +240,25 @@ def paths(tree: TokenTree) -> list[tuple[int, ...]]:
 
 
 def test_the_draft_it_makes_by_itself_goes_along_the_likeliest_path_first():
-    proposer = MixtureProposer(["prompt"])
+    proposer = NgramProposer(["prompt"])
     proposer.start(0, ids(1, 2, 8, 1, 2, 3, 4, 1, 2, 3, 4, 5, 1, 2))
     drafted = proposer.draft(0, 8, Limits(8, 8), FREE)
     likeliest = [0]
     while (children := np.flatnonzero(drafted.tree.parents[1:] == likeliest[-1]) + 1).size:
-        likeliest.append(int(children[np.argmax(drafted.reach[children])]))
+        likeliest.append(int(children[np.argmax(drafted.path_probs[children])]))
     assert likeliest == list(range(len(likeliest))) and len(likeliest) > 3
 
 
 @pytest.mark.parametrize("sources", [[], ["magic"], ["prompt", "prompt"]])
 def test_sources_that_are_unknown_or_missing_are_refused(sources):
     with pytest.raises(ValueError, match="sources must be some of"):
-        MixtureProposer(sources)
+        NgramProposer(sources)
 
 
 @pytest.mark.parametrize("lengths", [(0, 4), (5, 4), (1, 65), (-1, 3)])
 def test_lengths_out_of_range_are_refused(lengths):
     with pytest.raises(ValueError, match="min_ngram <= max_ngram <= 64"):
-        MixtureProposer(min_ngram=lengths[0], max_ngram=lengths[1])
+        NgramProposer(min_ngram=lengths[0], max_ngram=lengths[1])
 
 
 def test_what_other_texts_offer_leaves_the_promise_of_the_rows_own_text_alone():
@@ -277,7 +277,7 @@ def test_what_other_texts_offer_leaves_the_promise_of_the_rows_own_text_alone():
 def test_another_text_that_the_rows_own_contradicts_after_as_long_a_match_is_hardly_believed_however_long_it_is():
     shared, memory = list(range(10, 40)), Memory()
     memory.outputs.append(ids(*shared, 7, 8, 9))
-    own = MixtureProposer(["prompt", "outputs"], memory)
+    own = NgramProposer(["prompt", "outputs"], memory)
     own.start(0, ids(*shared, 5, 6, 3, *shared))
     contradicted = own.propose(0, 40)
     own.start(1, ids(39, 5, 6, 3, *shared))
@@ -293,7 +293,7 @@ def test_another_text_that_the_rows_own_contradicts_after_as_long_a_match_is_har
 
 def test_what_the_target_copies_from_the_rows_own_text_is_not_kept_for_other_texts():
     text, memory = list(range(10, 40)), Memory()
-    proposer = MixtureProposer(["prompt", "recycled"], memory)
+    proposer = NgramProposer(["prompt", "recycled"], memory)
     proposer.start(0, ids(*text, 3, *text[:10]))
     proposal = proposer.propose(0, 4)
     tree = TokenTree.from_parents(proposal.tokens, proposal.parents)
