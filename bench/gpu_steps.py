@@ -15,9 +15,8 @@ from transformers import PreTrainedModel
 
 from bench.compiled import random_tree
 from lookahead.drafting.tree import IntArray, TokenTree
-from lookahead.models.cuda_graphs import Graph
-from lookahead.models.fixed_shape import Run
-from lookahead.models.passes import CAPTURE_AT
+from lookahead.models.compiled import CAPTURE_AT
+from lookahead.models.cuda_graphs import Graph, Run
 from lookahead.models.target import Target
 from lookahead.verification.topk import read_scores
 

@@ -176,7 +176,7 @@ def model_folder(
 def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Lets passes be recorded on the CPU, and lists what was."""
     from lookahead.kernels import dispatch as choice
-    from lookahead.models import passes
+    from lookahead.models import compiled
     from lookahead.models.model_state import ModelState
     from tests.support.pass_recorder import Recording
 
@@ -188,13 +188,13 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         made.append(Recording(run))
         return made[-1]
 
-    plain = passes.FastPasses.__init__
+    plain = compiled.CompiledRunner.__init__
 
-    def with_recordings(self: passes.FastPasses, *args: Any, **options: Any) -> None:
+    def with_recordings(self: compiled.CompiledRunner, *args: Any, **options: Any) -> None:
         plain(self, *args, **options, capture=capture if options["captures"] else None)
 
-    monkeypatch.setattr(passes.FastPasses, "__init__", with_recordings)
-    monkeypatch.setattr(passes, "state_of", lambda model: states.setdefault(model, ModelState()))
+    monkeypatch.setattr(compiled.CompiledRunner, "__init__", with_recordings)
+    monkeypatch.setattr(compiled, "state_of", lambda model: states.setdefault(model, ModelState()))
     # The attention of the CPU's own kernel is no operation of torch, so that no recording would hold it.
     monkeypatch.setattr(choice, "attention_for", lambda *_: None)
     return made

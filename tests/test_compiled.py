@@ -25,11 +25,10 @@ from lookahead.drafting.tree import TokenTree
 from lookahead.errors import ConfigError
 from lookahead.kernels import reference
 from lookahead.models import compiled
-from lookahead.models.attention import Reach, TreePass
 from lookahead.models.cache import TreeSlots
-from lookahead.models.fixed_shape import StaticPass, padded_rows, padded_slots
 from lookahead.models.model_state import state_of
 from lookahead.models.target import Target
+from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, TreePass, padded_rows, padded_slots
 from tests.support.families import FAMILIES, build
 
 CPU = torch.device("cpu")
@@ -178,19 +177,23 @@ def test_a_machine_without_a_compiler_is_told_what_to_install(caplog: pytest.Log
     ]
 
 
-@pytest.mark.parametrize("reach", [Reach(), Reach(window=3), Reach(window=20), Reach(chunk=7), Reach(30, 16)], ids=str)
-def test_a_static_pass_says_what_the_trees_say_and_padding_copies_the_root(reach: Reach) -> None:
+@pytest.mark.parametrize(
+    "span",
+    [AttentionSpan(), AttentionSpan(window=3), AttentionSpan(window=20), AttentionSpan(chunk=7), AttentionSpan(30, 16)],
+    ids=str,
+)
+def test_a_static_pass_says_what_the_trees_say_and_padding_copies_the_root(span: AttentionSpan) -> None:
     slots = TreeSlots(rows=4, capacity=256)
     slots.lengths[:3] = (0, 17, 40)
     trees = [random_tree(1, 70), random_tree(2, 1), random_tree(3, 33)]
     slots.active = 3
-    static = StaticPass(slots, 4, 128, CPU, has_softcap=True)
+    static = FixedShapePass(slots, 4, 128, CPU, has_softcap=True)
     for seed in (8, 0):  # what one step leaves must not show in the next
         filled = [random_tree(seed + 1, 70), random_tree(seed + 2, 1 + 9 * seed), random_tree(seed + 3, 33)]
         static.fill(trees if seed == 0 else filled)
     slots.begin(70)
-    expected = TreePass(slots, trees).mask(1, reach, torch.float32, CPU)[:, 0] == 0
-    got = static.mask(1, reach, torch.float32, CPU)[:, 0] == 0
+    expected = TreePass(slots, trees).mask(1, span, torch.float32, CPU)[:, 0] == 0
+    got = static.mask(1, span, torch.float32, CPU)[:, 0] == 0
     for row, tree in enumerate(trees):
         assert torch.equal(got[row, : len(tree), : slots.kv_length], expected[row, : len(tree)])
         assert static.index.view(4, 128)[row].tolist() == list(
@@ -201,7 +204,7 @@ def test_a_static_pass_says_what_the_trees_say_and_padding_copies_the_root(reach
         assert (got[row, len(tree) :] == got[row, 0]).all()
     assert (got[3].sum(-1) == 1).all() and got[3, :, 0].all(), "a padding row looks at its root"
     assert not got[:, :, slots.kv_length + 128 :].any()
-    sees = reference.tree_mask(256, *static.tensors(CPU), *reach)
+    sees = reference.tree_mask(256, *static.tensors(CPU), *span)
     for row, tree in enumerate(trees):
         assert torch.equal(sees[row, : len(tree)], got[row, : len(tree)])
     assert sees[3].sum() == 1, "and for a kernel it has no other node"

@@ -127,6 +127,45 @@ def test_a_model_is_probed_once_though_its_weights_come_and_go(
     assert len(probed) == 2
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), MemoryError()], ids=repr)
+def test_a_probe_that_runs_out_of_memory_is_repeated_at_the_next_call(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.model, "forward", fail)
+        first = support_of(model, shortest=4, max_length=30)
+    assert (first.shape, first.reason) == ("none", "there was too little memory to probe it")
+    assert support_of(model, shortest=4, max_length=30).shape == "trees"
+
+
+def test_a_model_that_cannot_run_when_it_is_probed_is_probed_again(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("the disk of its offloaded weights is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.model, "forward", fail)
+        assert support_of(model, shortest=4, max_length=30).reason == "it cannot run (OSError)"
+    assert support_of(model, shortest=4, max_length=30).shape == "trees"
+
+
+def test_one_failed_pass_of_a_probe_is_no_verdict(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, calls = model.model.forward, []
+
+    def fail_once(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("on purpose")
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(model.model, "forward", fail_once)
+    assert support_of(model, shortest=4, max_length=30).shape == "trees"
+
+
 def test_a_model_whose_activations_are_quantized_together_is_decoded_plainly_and_says_why(
     model: PreTrainedModel,
 ) -> None:

@@ -18,9 +18,9 @@ import lookahead
 from lookahead.drafting.tree import TokenTree
 from lookahead.kernels import checks, reference
 from lookahead.kernels import dispatch as choice
-from lookahead.models.attention import Reach, TreePass
 from lookahead.models.cache import TreeCache, TreeSlots
 from lookahead.models.target import Target
+from lookahead.models.tree_pass import AttentionSpan, TreePass
 
 SIZES: dict[str, Any] = {
     "vocab_size": 101,
@@ -135,16 +135,20 @@ def test_a_model_that_hands_its_trees_to_the_kernel_gives_the_tokens_of_generate
         assert (stand_ins[name] > 0) == (family in families), name
 
 
-@pytest.mark.parametrize("reach", [Reach(), Reach(window=3), Reach(window=20), Reach(chunk=7), Reach(30, 16)], ids=str)
-def test_the_tensors_of_a_pass_say_what_its_mask_says(reach: Reach) -> None:
+@pytest.mark.parametrize(
+    "span",
+    [AttentionSpan(), AttentionSpan(window=3), AttentionSpan(window=20), AttentionSpan(chunk=7), AttentionSpan(30, 16)],
+    ids=str,
+)
+def test_the_tensors_of_a_pass_say_what_its_mask_says(span: AttentionSpan) -> None:
     slots = TreeSlots(rows=3, capacity=120)
     slots.lengths[:] = (0, 17, 40)
     trees = [random_tree(1, 70), random_tree(2, 1), random_tree(3, 33)]
     slots.begin(70)
     tree_pass = TreePass(slots, trees)
     device = torch.device("cpu")
-    mask = tree_pass.mask(1, reach, torch.float32, device)[:, 0] == 0
-    sees = reference.tree_mask(slots.kv_length, *tree_pass.tensors(device), *reach)
+    mask = tree_pass.mask(1, span, torch.float32, device)[:, 0] == 0
+    sees = reference.tree_mask(slots.kv_length, *tree_pass.tensors(device), *span)
     for row, tree in enumerate(trees):
         assert torch.equal(sees[row, : len(tree)], mask[row, : len(tree)])
         assert not sees[row, len(tree) :].any()
@@ -216,7 +220,7 @@ def test_rows_of_a_plain_step_that_differ_in_length_see_their_own_slots_and_no_o
     slots.begin(1)
     tree_pass = TreePass(slots, [TokenTree.root(1)] * 3)
     assert not tree_pass.sees_all
-    mask = tree_pass.mask(groups, Reach(), torch.bfloat16, torch.device("cpu"))
+    mask = tree_pass.mask(groups, AttentionSpan(), torch.bfloat16, torch.device("cpu"))
     assert mask.shape == (3, 1, groups, 10)
     for row, length in enumerate((2, 9, 5)):
         assert (mask[row] == 0).sum() == groups * (length + 1)

@@ -120,6 +120,19 @@ def test_trees_that_grow_are_scored_node_by_node_as_if_at_once(model: PreTrained
                 texts[row] += [*tokens_to(tree, leaf)[1:], 50, 51][: rng.integers(1, 3) + tree.depths[leaf]]
 
 
+def test_a_tree_that_grows_by_many_nodes_is_no_chain_to_a_kernel(
+    tiny_llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    tree = random_tree(3, 24, root=int(PROMPTS[1][-1]))
+    target, whole = (Target(tiny_llama, rows=1, capacity=64, device=torch.device("cpu")) for _ in range(2))
+    with target.serving(), whole.serving():
+        target.prefill(PROMPTS[1:2])
+        whole.prefill(PROMPTS[1:2])
+        grown = target.extend([tree], np.array([1]))
+        torch.testing.assert_close(grown[0], whole.score([tree])[0, 1:], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["Gemma2", "Gemma3", "GptOss", "Llama4", "Qwen2-windows", "DeepseekV3", "OPT"])
 def test_a_tree_that_grows_is_scored_as_the_whole_tree_is(name: str) -> None:
     # Windows, softcaps, sinks, chunks, and prepared masks.

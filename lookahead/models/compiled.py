@@ -1,8 +1,10 @@
-"""The forward of a model, compiled for one shape after the other."""
+"""Fixed-shape passes of a target: compiled code, CUDA graphs, and when to fall back to the model's own forward."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from threading import RLock
 from types import FunctionType
@@ -12,16 +14,26 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lookahead.models.attention import Reach
+from lookahead.drafting.cost_model import padded_nodes
+from lookahead.drafting.tree import TokenTree
+from lookahead.models.attention import AttentionScope
 from lookahead.models.cache import TreeCache
-from lookahead.models.fixed_shape import Run, StaticPass
+from lookahead.models.cuda_graphs import Capture, CudaGraphs, Graph, Run, graph_shortcoming
 from lookahead.models.model_state import state_of
+from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, padded_rows, padded_slots
 
+CAPTURE_AT = 3  # uses of a shape before it is recorded: a shape that is used once is not worth it
 _BACKEND = "inductor"
+# Largest error of a replay, relative to the norm of a node's output. The same kernels on the same numbers give the same
+# bits unless they add in any order; a number frozen into a graph changes the output by many times the tolerance.
+_TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 3e-2}
+_TOLERANCE_FP32 = 1e-4
+
+_log = logging.getLogger(__name__)
 
 
-class Shape(NamedTuple):
-    """What a compiled forward is good for.
+class CompiledShape(NamedTuple):
+    """The shapes a forward is compiled for.
 
     Attributes:
         batch: Rows of the cache.
@@ -39,23 +51,23 @@ class Shape(NamedTuple):
 
 
 def forward(
-    model: Any, cache: TreeCache, static: StaticPass, hidden_layers: tuple[int, ...], mask_dtype: torch.dtype | None
+    model: Any, cache: TreeCache, static: FixedShapePass, hidden_layers: tuple[int, ...], mask_dtype: torch.dtype | None
 ) -> tuple[Tensor, ...]:
-    """One pass of a model over a static pass that runs.
+    """Run a model on the buffers of a fixed-shape pass.
 
     Args:
         model: A causal language model.
-        cache: Holds the pass.
+        cache: The cache of the pass.
         static: The pass.
-        hidden_layers: Which hidden states are wanted beside the logits.
-        mask_dtype: Of the mask, where the model takes prepared ones; None where its attention is ours.
+        hidden_layers: Which hidden states to return beside the logits.
+        mask_dtype: Type of the mask for a model that takes prepared masks; None for one that calls tree attention.
 
     Returns:
         Logits `[rows, width, vocab]`, and those hidden states, `[rows, width, size]`.
     """
     options: dict[str, Any] = {}
     if mask_dtype is not None:
-        options["attention_mask"] = static.mask(1, Reach(), mask_dtype, static.tokens.device)
+        options["attention_mask"] = static.mask(1, AttentionSpan(), mask_dtype, static.tokens.device)
     if hidden_layers:
         options["output_hidden_states"] = True
     output = model(
@@ -67,8 +79,8 @@ def forward(
 class CompiledForward:
     """`forward`, compiled for one shape when it is first called."""
 
-    def __init__(self, shape: Shape) -> None:
-        # Compiled code belongs to a code object, and so many shapes to one are too many for Dynamo: a copy for each.
+    def __init__(self, shape: CompiledShape) -> None:
+        # Dynamo limits the compiled variants of one code object, so each shape gets a copy.
         code = forward.__code__.replace(co_name=f"forward_{shape.rows}x{shape.width}")
         copy = FunctionType(code, forward.__globals__, code.co_name)
         self._guarded: Any = torch.compile(copy, backend=self._compile, fullgraph=True, dynamic=False)
@@ -76,17 +88,16 @@ class CompiledForward:
         self._newest: tuple[Callable[..., Sequence[Tensor]], Sequence[Any], Sequence[Tensor]] | None = None
 
     def bind(self, *arguments: Any) -> tuple[Run, tuple[Tensor, ...]]:
-        """Run once, and give what runs it again on the same arguments, whatever their tensors hold by then.
+        """Run once, and return a function that runs again on the same tensors without Dynamo's guards.
 
-        Dynamo checks at every call that nothing has changed that the code was compiled for, which takes as long as
-        a layer of a small model. While one call of the library decodes nothing has, and every tensor of a static pass
-        stays where it is: the compiled code can be called with them at once.
+        Guards take as long as a layer of a small model. Nothing they check changes while one call of the library
+        decodes, and the tensors of a fixed-shape pass keep their addresses, so the compiled code is called directly.
 
         Args:
             *arguments: Those of `forward`.
 
         Returns:
-            What runs it again, and what `forward` returned.
+            The function, and what `forward` returned.
         """
         with self._lock:
             outputs = self._call(*arguments)
@@ -96,7 +107,7 @@ class CompiledForward:
         compiled, inputs, results = newest
         places = {id(each): place for place, each in enumerate(results)}
         order = [places[id(output)] for output in outputs if id(output) in places]
-        if len(order) < len(outputs):  # Dynamo made an output of what the code gave
+        if len(order) < len(outputs):  # Dynamo made an output outside of the compiled code
             return partial(self._call, *arguments), outputs
 
         def run() -> tuple[Tensor, ...]:
@@ -106,14 +117,14 @@ class CompiledForward:
         return run, outputs
 
     def _call(self, *arguments: Any) -> tuple[Tensor, ...]:
-        """Call what Dynamo guards."""
+        """Call the guarded code."""
         with self._lock:
             self._newest = None  # it would keep a cache alive
             outputs: tuple[Tensor, ...] = self._guarded(*arguments)
         return outputs
 
     def _compile(self, graph: Any, examples: Sequence[Any]) -> Callable[..., Sequence[Tensor]]:
-        """What Dynamo calls to compile: Inductor, which keeps what it makes on disk for later processes."""
+        """Compile with Inductor, which caches its code on disk, and remember the newest call."""
         from torch._dynamo import lookup_backend
 
         compiled = lookup_backend(_BACKEND)(graph, list(examples))
@@ -126,10 +137,203 @@ class CompiledForward:
         return call
 
 
-def compiled_forward(model: PreTrainedModel, shape: Shape) -> tuple[CompiledForward, bool]:
-    """The forward of a model for one shape, common to all calls, and whether it is still to be compiled."""
-    known: dict[Shape, CompiledForward] = state_of(model).compiled
+def compiled_forward(model: PreTrainedModel, shape: CompiledShape) -> tuple[CompiledForward, bool]:
+    """The forward of a model for one shape, shared by all calls, and whether it is yet to be compiled."""
+    known: dict[CompiledShape, CompiledForward] = state_of(model).compiled
     is_new = shape not in known
     if is_new:
         known[shape] = CompiledForward(shape)
     return known[shape], is_new
+
+
+class _ShapeRunner:
+    """One fixed-shape pass and what runs it: the model's forward, its compiled code, or a graph of either."""
+
+    def __init__(self, static: FixedShapePass, arguments: tuple[Any, ...], compiled: CompiledForward | None) -> None:
+        self.static = static
+        self.graph: Graph | None = None
+        self.is_checked = False  # whether a replay was compared with the pass itself
+        self.uses = 0
+        self._compiled = compiled
+        self._arguments = arguments
+        self._run: Run | None = None if compiled is not None else partial(forward, *arguments)
+
+    def run(self) -> tuple[Tensor, ...]:
+        """Run the pass without its graph, with new masks."""
+        try:
+            if self._run is not None:
+                return self._run()
+            assert self._compiled is not None
+            self._run, outputs = self._compiled.bind(*self._arguments)
+            return outputs
+        finally:
+            self.static.forget_masks()
+
+
+class CompiledRunner:
+    """Scores trees in fixed-shape passes that are compiled or recorded.
+
+    Args:
+        model: The model; passes run within `AttentionScope.serving`.
+        cache: The cache of the rows.
+        device: Where the model takes its tokens.
+        most_nodes: Nodes of the largest expected tree, its root included.
+        hidden_layers: Which hidden states to return.
+        scope: Lets the model call tree attention; None for a model that takes prepared masks.
+        compiles: Whether to compile the model.
+        captures: Whether to record CUDA graphs.
+        capture: Records a pass; `CudaGraphs` when None.
+
+    Attributes:
+        is_cold: Whether the newest pass compiled, recorded or is yet to be recorded, so that its time does not count.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: TreeCache,
+        device: torch.device,
+        *,
+        most_nodes: int,
+        hidden_layers: tuple[int, ...],
+        scope: AttentionScope | None,
+        compiles: bool,
+        captures: bool,
+        capture: Capture | None = None,
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._device = device
+        self._most_nodes = most_nodes
+        self._hidden_layers = hidden_layers
+        self._scope = scope
+        self._mask_dtype = model.dtype if scope is None else None
+        self._runners: dict[tuple[int, int], _ShapeRunner] = {}
+        self._made_at = -1  # allocations of the cache when the runners were made
+        self.is_cold = False
+        failed = state_of(model).failed
+        self._compiles = compiles and "compile" not in failed
+        self._capture = capture
+        if captures and capture is None and "capture" not in failed:
+            problem = graph_shortcoming(model, device)
+            if problem is None:
+                self._capture = CudaGraphs(device, is_watched=not self._compiles)
+            else:
+                self._give_up("capture", problem)
+
+    def score(self, trees: Sequence[TokenTree], *, has_softcap: bool) -> tuple[Tensor, ...] | None:
+        """Logits `[active, nodes of the largest tree, vocab]` and hidden states likewise; None if passes failed.
+
+        Args:
+            trees: One per active row.
+            has_softcap: As for `TreePass`.
+        """
+        self.is_cold = False
+        if not (self._compiles or self._capture) or not self._cache.layers:
+            return None
+        slots, nodes = self._cache.slots, max(map(len, trees))
+        width = padded_nodes(nodes, self._most_nodes)
+        rows = padded_rows(len(trees), len(slots.lengths))
+        needed = int(slots.lengths[: len(trees)].max()) + width
+        # Code is compiled for one number of slots, so there should be few. Each call records its own graphs.
+        self._cache.reserve(padded_slots(max(needed, slots.capacity)) if self._compiles else needed)
+        if self._made_at != slots.allocations:
+            self._runners.clear()  # the KV moved, and recorded passes hold its old address
+            self._made_at = slots.allocations
+        runner = self._runners.get((rows, width))
+        if runner is None:
+            runner = self._runners[rows, width] = self._open(rows, width, has_softcap)
+        runner.static.fill(trees)
+        runs = nullcontext() if self._scope is None else self._scope.running(runner.static)
+        with slots.fixed(rows, width, runner.static.index), runs:
+            outputs = self._run(runner)
+        if outputs is None:
+            return None
+        return tuple(each[: len(trees), :nodes] for each in outputs)
+
+    def _open(self, rows: int, width: int, has_softcap: bool) -> _ShapeRunner:
+        """Make the runner of a shape that is new since the KV moved."""
+        slots = self._cache.slots
+        static = FixedShapePass(slots, rows, width, self._device, has_softcap=has_softcap)
+        compiled = None
+        if self._compiles:
+            shape = CompiledShape(len(slots.lengths), slots.capacity, rows, width, self._hidden_layers)
+            compiled, self.is_cold = compiled_forward(self._model, shape)
+        return _ShapeRunner(static, (self._model, self._cache, static, self._hidden_layers, self._mask_dtype), compiled)
+
+    def _run(self, runner: _ShapeRunner) -> tuple[Tensor, ...] | None:
+        """Run a pass whose buffers are filled. None if it failed, and it is not tried again."""
+        runner.uses += 1
+        if runner.graph is not None:
+            return self._replay(runner, runner.graph)
+        try:
+            outputs = runner.run()
+        except Exception as error:
+            # The model itself runs next. If it is broken, it raises there.
+            what = "compile" if self._compiles else "capture"
+            self._compiles, self._capture = False, None
+            self._runners.clear()
+            self._give_up(what, _in_short(error))
+            return None
+        if self._capture is not None:
+            self.is_cold = True
+            if runner.uses >= CAPTURE_AT:
+                self._record(runner, self._capture)
+        return outputs
+
+    def _record(self, runner: _ShapeRunner, capture: Capture) -> None:
+        """Record a pass that has just run; the next pass of its shape is the first replay."""
+        try:
+            runner.graph = capture(runner.run)
+        except Exception as error:
+            self._stop_recording(_in_short(error))
+
+    def _replay(self, runner: _ShapeRunner, graph: Graph) -> tuple[Tensor, ...]:
+        """Replay a graph. The first replay is compared with the pass itself, whose outputs count if they differ.
+
+        The first replay has other trees and another length than the recording, so a value that Python read while
+        recording shows as a difference.
+        """
+        # The next replay overwrites its outputs, and callers may keep them.
+        outputs = tuple(map(torch.clone, graph.replay()))
+        if runner.is_checked:
+            return outputs
+        self.is_cold = runner.is_checked = True
+        wanted = runner.run()
+        error = float(torch.stack(list(map(_largest_error, outputs, wanted))).max())
+        if error <= _TOLERANCE.get(self._model.dtype, _TOLERANCE_FP32):
+            return outputs
+        self._stop_recording(f"a replay differs by {error:.2g} from the pass that was recorded")
+        return wanted
+
+    def _stop_recording(self, reason: str) -> None:
+        """Run passes without graphs from now on."""
+        self._capture = None
+        for runner in self._runners.values():
+            runner.graph = None
+        self._give_up("capture", reason)
+
+    def _give_up(self, what: str, reason: str) -> None:
+        """Log once for a model why it is not compiled or recorded."""
+        failed = state_of(self._model).failed
+        if what not in failed:
+            way = {"compile": "torch.compile", "capture": "CUDA graphs"}[what]
+            _log.warning("%s is decoded without %s: %s", type(self._model).__name__, way, reason)
+        failed.add(what)
+
+
+def _largest_error(got: Tensor, want: Tensor) -> Tensor:
+    """The largest error of a node, relative to the norm of `want`; NaN where only one of both is a number."""
+    got, want = got.float(), want.float()
+    is_same = (got == want) | (got.isnan() & want.isnan())
+    errors = torch.where(is_same, 0, got - want).norm(dim=-1)
+    largest: Tensor = (errors / want.nan_to_num().norm(dim=-1).clamp_min(1e-6)).max()
+    return largest
+
+
+def _in_short(error: Exception) -> str:
+    """The first line of an error; for a missing compiler what to install."""
+    if type(error).__name__ == "InvalidCxxCompiler" or "InvalidCxxCompiler" in str(error):
+        return "there is no C++ compiler; install g++ or clang++, or name one in the environment variable CXX"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

@@ -1,4 +1,4 @@
-"""CUDA graphs: the kernels of a pass, recorded once and launched together at every step."""
+"""CUDA graphs: the kernels of a pass are recorded once and launched together at every step."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lookahead.models.fixed_shape import Run
+Run = Callable[[], tuple[Tensor, ...]]  # a pass over what its static buffers hold
 
 _aten = torch.ops.aten
-# What gives the host a number, takes the device some of Python's, or makes a tensor of a size only the device knows.
+# Operations that return a number to the host, copy one to the device, or have an output size only the device knows.
 _WAITING = {
     _aten._local_scalar_dense, _aten.lift_fresh, _aten.equal, _aten.nonzero, _aten.masked_select, _aten._unique2,
     _aten.unique_dim, _aten.unique_consecutive,
 }  # fmt: skip
-_COPYING = {_aten._to_copy, _aten.copy_}  # from the host or to it, that is
-_INDEXING = {_aten.index, _aten.index_put, _aten.index_put_}  # with a mask, or with numbers of the host
+_COPYING = {_aten._to_copy, _aten.copy_}  # wait only between host and device
+_INDEXING = {_aten.index, _aten.index_put, _aten.index_put_}  # wait only with a mask or indices on the host
 _MASKS = (torch.bool, torch.uint8)
 _recording = Lock()  # torch records one graph at a time in a process
 
@@ -32,7 +32,7 @@ class Graph(Protocol):
     """A recorded pass."""
 
     def replay(self) -> tuple[Tensor, ...]:
-        """Do on what the static buffers hold now what was recorded; the next replay overwrites what is returned."""
+        """Run the recording on what the static buffers hold now; the next replay overwrites the returned tensors."""
         ...
 
 
@@ -40,7 +40,7 @@ Capture = Callable[[Run], Graph]
 
 
 def graph_shortcoming(model: torch.nn.Module, device: torch.device) -> str | None:
-    """Why passes of a model cannot be recorded, in words, or None where that is to be seen.
+    """Why passes of a model cannot be recorded, or None if they may.
 
     Args:
         model: The model.
@@ -55,10 +55,10 @@ def graph_shortcoming(model: torch.nn.Module, device: torch.device) -> str | Non
 
 
 class Watch(TorchDispatchMode):
-    """Refuses operations that wait for a device, while it is entered, in this thread.
+    """Refuses operations that wait for a device, in this thread, while it is entered.
 
-    A recording that meets one fails, and leaves torch's allocator believing that it still goes on. So a pass is watched
-    before anything of it is recorded.
+    One of them would make a recording fail, and torch's allocator would believe that the recording goes on. So a pass
+    is watched once before it is recorded.
 
     Args:
         device: The kind of device.
@@ -70,10 +70,10 @@ class Watch(TorchDispatchMode):
         self._kind = device.type
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do an operation, unless it waits.
+        """Run an operation that does not wait.
 
         Raises:
-            RuntimeError: It does.
+            RuntimeError: It waits.
         """
         made = func(*args, **(kwargs or {}))
         packet = getattr(func, "overloadpacket", func)
@@ -89,19 +89,19 @@ class Watch(TorchDispatchMode):
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Where passes are recorded: one stream of a device, since cuBLAS keeps memory of its own for each it meets."""
+    """The stream of a device that passes are recorded on: one, since cuBLAS keeps a workspace for each stream."""
     return torch.cuda.Stream(device)
 
 
 class CudaGraphs:
     """Records passes as CUDA graphs that share one pool of memory.
 
-    They may, in whatever order they are replayed: nothing in the pool is needed from one replay to the next.
+    No replay needs what another one left in the pool, so they may run in any order.
 
     Args:
         device: The GPU.
-        is_watched: Whether a pass is watched for what cannot be recorded; compiled code holds nothing of the kind, and
-            Dynamo compiles nothing that is watched.
+        is_watched: Whether to watch a pass before it is recorded. Compiled code needs no watch, and cannot be compiled
+            under one.
     """
 
     def __init__(self, device: torch.device, *, is_watched: bool = True) -> None:
@@ -111,7 +111,7 @@ class CudaGraphs:
         self._living: WeakSet[_CudaGraph] = WeakSet()
 
     def __call__(self, run: Run) -> Graph:
-        """Run a pass, so that all it compiles and allocates once is there, and record it.
+        """Run a pass once, so that everything it compiles and allocates exists, and record it.
 
         Raises:
             RuntimeError: The pass waits for the device, or does something else that cannot be recorded.
@@ -124,11 +124,11 @@ class CudaGraphs:
                 run()
             current.wait_stream(side)
             if not self._living:
-                self._pool = torch.cuda.graph_pool_handle()  # one that all graphs have left takes no more
+                self._pool = torch.cuda.graph_pool_handle()  # a pool without graphs cannot be used again
             graph = torch.cuda.CUDAGraph()
-            # What other threads do on the device is no business of this pass.
+            # Other threads may use the device meanwhile.
             mode = "thread_local"
-            # A recording that fails leaves its stream the current one: the outer block brings back the other.
+            # A failed recording leaves its stream the current one. The outer block restores the other.
             recording = torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode=mode)
             with torch.cuda.stream(current), recording:
                 outputs = run()
@@ -145,6 +145,6 @@ class _CudaGraph:
         self._outputs = outputs
 
     def replay(self) -> tuple[Tensor, ...]:
-        """Launch what was recorded on the current stream."""
+        """Launch the recording on the current stream."""
         self._graph.replay()
         return self._outputs

@@ -17,7 +17,15 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.models.model_state import state_of
-from lookahead.models.support import ATTENTION_LAYERS, Support, agree, own_ways, probe_failure, rope_parameters_of
+from lookahead.models.support import (
+    ATTENTION_LAYERS,
+    ProbeError,
+    Support,
+    agree,
+    probe_passes,
+    rope_parameters_of,
+    unsupported_reason,
+)
 from lookahead.models.target import Target, input_device, position_limit
 
 _CHAINS = Support("chains", "the decoder of an encoder-decoder model verifies chains, a row at a time")
@@ -132,7 +140,7 @@ def decoder_support(model: PreTrainedModel, *, max_length: int) -> Support:
     config: Any = model.config.get_text_config(decoder=True)
     others = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS
     if getattr(model, "_is_stateful", False) or others:
-        return Support("none", "the state of its decoder is sequential, so a rejected draft could not be taken back")
+        return Support("none", "the state of its decoder is sequential, so a rejected draft could not be undone")
     window = getattr(config, "sliding_window", None)
     if window is not None and max_length + MAX_NODES_LIMIT >= window:
         return Support("none", f"the cache of its decoder drops tokens beyond {window}")
@@ -140,16 +148,24 @@ def decoder_support(model: PreTrainedModel, *, max_length: int) -> Support:
         return Support("none", "its experts take so many tokens of a pass and no more")
     if any(rope.get("rope_type") in ("dynamic", "longrope") for rope in rope_parameters_of(config)):
         return Support("none", "the position embeddings of its decoder change with its length")
-    reason = own_ways(model)
+    reason = unsupported_reason(model)
     if reason:
         return Support("none", reason)
-    return state_of(model).probed("decoder support", model, partial(_probe_decoder, model))
+    try:
+        return state_of(model).probed("decoder support", model, partial(_probe_decoder, model))
+    except ProbeError as error:
+        return Support("none", str(error))
 
 
 def _probe_decoder(model: PreTrainedModel) -> Support:
-    wrong = "its decoder does not read several tokens as it reads one after the other"
-    failed = "its decoder does not go on from a cut cache"
-    reason = probe_failure(partial(_chains_score_like_the_model, model), wrong, failed)
+    seq2seq: Any = model
+    device = input_device(model)
+    reason = probe_passes(
+        partial(_chains_score_like_the_model, model),
+        lambda ids: seq2seq(input_ids=ids.to(device), decoder_input_ids=ids.to(device)),
+        mismatch="its decoder does not read several tokens as it reads one after the other",
+        failure="its decoder does not continue from a truncated cache",
+    )
     return Support("none", reason) if reason else _CHAINS
 
 

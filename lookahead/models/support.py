@@ -1,7 +1,8 @@
-"""How a model can be drafted for, found out from the model rather than from a list of names."""
+"""What a model can verify in one pass, found by probing the model rather than by a list of names."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,9 +20,9 @@ from lookahead.models.model_state import state_of
 from lookahead.models.target import Shape, Target, input_device
 
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-_TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.02}  # of the logits' norm: what rounding may come to
-_FINE_TOLERANCE = 1e-3
-# Routing to experts may flip with the rounding of half precision: one of several probes must come out right.
+_TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.02}  # rounding error, relative to the norm of the logits
+_TOLERANCE_FP32 = 1e-3
+# In half precision rounding may change the routing to experts, so one correct probe of three is enough.
 PROBES = ((1, 2, 3, 4, 5, 6), (7, 3, 1, 6, 2, 5), (4, 8, 5, 1, 7, 2))
 
 _TREE = (0, 0, 1, 2, 0)
@@ -41,29 +42,36 @@ class Support:
     reason: str = ""
 
 
+class ProbeError(Exception):
+    """A probe failed for a reason that may pass, such as a lack of memory; the message says which."""
+
+
 def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Support:
-    """What can be drafted for a model; it is probed with a few tokens when it is met for the first time.
+    """What a model can verify. The first call for a model probes it with a few tokens.
+
+    A probe that runs out of memory, or meets a model that cannot run at all, says "none" and is repeated at the next
+    call.
 
     Args:
         model: A causal language model.
         shortest: Tokens of the shortest prompt of the batch.
-        max_length: Tokens the longest row may reach; some position embeddings change their rule on the way.
+        max_length: Tokens the longest row may reach; some position embeddings change with the length.
     """
     if model.config.is_encoder_decoder:
-        return Support("none", "it has an encoder, and its decoder is served by itself")
+        return Support("none", "it has an encoder; its decoder is served separately")
     config: Any = model.config.get_text_config()
     others = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS
     if getattr(model, "_is_stateful", False):
-        return Support("none", "its state is sequential, so a rejected draft could not be taken back")
+        return Support("none", "its state is sequential, so a rejected draft could not be undone")
     if others:
-        return Support("none", f"its {' and '.join(sorted(others))} layers see more than positions and masks")
+        return Support("none", f"its {' and '.join(sorted(others))} layers depend on more than positions and masks")
     windows = [getattr(config, "keep_window_size", None)]
     if not model._can_set_attn_implementation():
         windows.append(getattr(config, "sliding_window", None))
     for window in windows:
         if window is not None and max_length > window:
-            return Support("none", f"its attention drops tokens beyond {window} in a way of its own")
-    reason = own_ways(model)
+            return Support("none", f"its own attention code drops tokens beyond {window}")
+    reason = unsupported_reason(model)
     if reason:
         return Support("none", reason)
     for rope in rope_parameters_of(config):
@@ -71,18 +79,21 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Sup
         if kind not in ("dynamic", "longrope"):
             continue
         limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-        # A dynamic base depends on the longest position of each pass; a long one only on which side it lies.
+        # A dynamic base depends on the longest position of each pass, longrope only on the side of the limit it is on.
         if max_length > limit and (kind == "dynamic" or shortest <= limit):
             return Support("none", f"its {kind} position embeddings change beyond {limit} tokens")
-    verdict = state_of(model).probed("support", model, partial(_probe, model, config))
+    try:
+        verdict = state_of(model).probed("support", model, partial(_probe, model, config))
+    except ProbeError as error:
+        return Support("none", str(error))
     scale = getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", False) else None
     if scale is not None and max_length + MAX_NODES_LIMIT >= scale and verdict.shape == "trees":
-        return Support("chains", f"its attention temperature counts slots of the cache from {scale} tokens on")
+        return Support("chains", f"its attention temperature depends on cache slots from {scale} tokens on")
     return verdict
 
 
-def own_ways(model: PreTrainedModel) -> str:
-    """What makes a pass depend on more than its tokens, or an empty string; PEFT adds most of it."""
+def unsupported_reason(model: PreTrainedModel) -> str:
+    """What makes a pass depend on more than its tokens, or an empty string; most of it comes from PEFT."""
     model_class: Any = type(model)
     prepare = vars(model).get("prepare_inputs_for_generation")
     if getattr(prepare, "__func__", prepare) not in (None, model_class.prepare_inputs_for_generation):
@@ -90,11 +101,11 @@ def own_ways(model: PreTrainedModel) -> str:
     for module in model.modules():
         if type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
             return "its activations are quantized by one scale for all tokens of a pass, so drafts would change it"
-        # An adapter put onto a model in evaluation mode is in training mode itself until told otherwise.
+        # An adapter that is added to a model in evaluation mode is itself in training mode.
         if module.training and (module is model or (isinstance(module, Dropout) and module.p)):
             return "it is in training mode; call its eval() first"
         for hook in module._forward_pre_hooks.values():
-            # One adapter per row, or one that begins at a token: rows of drafts stand at other places.
+            # One adapter per row, or one that begins at a token: drafted rows have other places.
             for name in ("adapter_names", "alora_offsets"):
                 if name in getattr(hook, "keywords", ()):
                     return f"its adapters take {name}, which are places in the batch"
@@ -115,38 +126,62 @@ def rope_parameters_of(config: Any) -> Iterator[dict[str, Any]]:
 
 def _probe(model: PreTrainedModel, config: Any) -> Support:
     """Try trees, then chains."""
-    # A probe is too short to show what a window or a slope over cache slots does to a long text.
+    # A probe is too short to show the effect of a window or a slope over cache slots.
     if "local" in getattr(config, "attention_layers", ()):
         reason = "its attention windows count slots of the cache"
     elif getattr(config, "alibi", False) or getattr(getattr(config, "attn_config", None), "alibi", False):
-        reason = "its attention slopes with the slots of the cache (ALiBi)"
+        reason = "its attention bias depends on cache slots (ALiBi)"
     else:
-        reason = _complaint(model, "trees")
+        reason = _mismatch_of(model, "trees")
     if not reason:
         return Support("trees")
-    return Support("none" if _complaint(model, "chains") else "chains", reason)
+    return Support("none" if _mismatch_of(model, "chains") else "chains", reason)
 
 
-def probe_failure(scores_alike: Callable[[Sequence[int]], bool], wrong: str, failed: str) -> str:
-    """Why no probe gave the logits of the model's own passes, or an empty string.
+def _mismatch_of(model: PreTrainedModel, shape: Shape) -> str:
+    """What is wrong with the logits of drafted passes, or an empty string."""
+    return probe_passes(
+        partial(_scores_like_the_model, model, shape),
+        lambda ids: model(input_ids=ids.to(input_device(model))),
+        mismatch="its attention ignores prepared masks and positions",
+        failure="its attention takes no prepared masks",
+    )
+
+
+def probe_passes(
+    is_right: Callable[[Sequence[int]], bool], run: Callable[[Tensor], object], *, mismatch: str, failure: str
+) -> str:
+    """Compare drafted passes over some tokens with the model's own passes.
 
     Args:
-        scores_alike: Whether a probe of these tokens does.
-        wrong: The reason where none does.
-        failed: The reason where one raises, as models do that take no such pass.
+        is_right: Whether drafted passes over tokens give the logits of the model.
+        run: Runs the model by itself on int64 `[1, tokens]`.
+        mismatch: The reason where no passes are right.
+        failure: The reason where passes raise and the model by itself does not.
+
+    Returns:
+        Why the model cannot verify drafts, or an empty string.
+
+    Raises:
+        ProbeError: A pass ran out of memory, or the model cannot run at all.
     """
+    raised: Exception | None = None
     for tokens in PROBES:
         try:
-            if scores_alike(tokens):
+            if is_right(tokens):
                 return ""
-        except Exception as error:
-            return f"{failed} ({type(error).__name__})"
-    return wrong
-
-
-def _complaint(model: PreTrainedModel, shape: Shape) -> str:
-    wrong, failed = "its attention does not heed prepared masks and positions", "its attention takes no prepared masks"
-    return probe_failure(partial(_scores_like_the_model, model, shape), wrong, failed)
+        except Exception as error:  # a model that takes no prepared mask may raise anything
+            if isinstance(error, MemoryError) or re.search("out of memory|enough memory|allocate memory", str(error)):
+                raise ProbeError("there was too little memory to probe it") from error
+            raised = error
+    if raised is None:
+        return mismatch
+    try:
+        with torch.inference_mode():
+            run(torch.tensor(PROBES[:1]))
+    except Exception as error:
+        raise ProbeError(f"it cannot run ({type(error).__name__})") from error
+    return f"{failure} ({type(raised).__name__})"
 
 
 @torch.inference_mode()
@@ -176,12 +211,12 @@ def _scores_like_the_model(model: PreTrainedModel, shape: Shape, tokens: Sequenc
         )
     ]
     checks.append(([*texts[0], *tree.tokens[path].tolist(), tokens[0], tokens[3]], third[0, 0]))
-    return all(agree(model, logits, _own_logits(model, ids, logits)) for ids, logits in checks)
+    return all(agree(model, logits, _own_logits(model, ids, logits.device)) for ids, logits in checks)
 
 
 def agree(model: PreTrainedModel, logits: Tensor, expected: Tensor) -> bool:
     """Whether logits, `[vocab]`, are those expected but for rounding."""
-    tolerance = max(_TOLERANCE.get(dtype, _FINE_TOLERANCE) for dtype in (model.dtype, logits.dtype))
+    tolerance = max(_TOLERANCE.get(dtype, _TOLERANCE_FP32) for dtype in (model.dtype, logits.dtype))
     return bool((logits - expected).norm() <= tolerance * expected.norm())
 
 
@@ -190,8 +225,8 @@ def _path(tree: TokenTree, node: int) -> list[int]:
     return [*(_path(tree, int(tree.parents[node])) if node else []), int(tree.tokens[node])]
 
 
-def _own_logits(model: PreTrainedModel, ids: list[int], like: Tensor) -> Tensor:
-    """The model's logits after a text that is read in one plain pass."""
+def _own_logits(model: PreTrainedModel, ids: list[int], device: torch.device) -> Tensor:
+    """The model's logits after a text that it reads in one pass of its own."""
     causal_lm: Any = model
-    logits: Tensor = causal_lm(input_ids=torch.tensor([ids], device=like.device)).logits[0, -1]
+    logits: Tensor = causal_lm(input_ids=torch.tensor([ids], device=device)).logits[0, -1]
     return logits

@@ -16,12 +16,10 @@ from transformers import PreTrainedModel
 
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import UnsupportedModelError
-from lookahead.models.attention import Reach, TreePass
-from lookahead.models.attention_scope import AttentionScope
+from lookahead.models.attention import AttentionScope
 from lookahead.models.cache import TreeCache, windows_of
-from lookahead.models.fixed_shape import padded_slots
-from lookahead.models.incremental_pass import LevelPass
-from lookahead.models.passes import FastPasses
+from lookahead.models.compiled import CompiledRunner
+from lookahead.models.tree_pass import AttentionSpan, TreePass, padded_slots
 
 Shape = Literal["trees", "chains"]
 OnPrefill = Callable[[int, int], None]
@@ -123,7 +121,7 @@ class Target:
         self._made_code = False  # for products of the newest pass
         self._fast = None
         if is_fixed:
-            self._fast = FastPasses(
+            self._fast = CompiledRunner(
                 model, self.cache, device, most_nodes=most_nodes, hidden_layers=self._hidden_layers,
                 scope=self._scope, compiles=compiles, captures=captures,
             )  # fmt: skip
@@ -286,11 +284,11 @@ class Target:
         if self._takes_positions:
             options["position_ids"] = torch.from_numpy(positions).to(self._device)
         if self._takes_masks and not is_plain:
-            tree_pass = self._pass_over(trees, scored)
+            tree_pass = TreePass(self.cache.slots, trees, scored, has_softcap=self._has_softcap)
             if self._scope is not None:
                 scope = self._scope.running(tree_pass)
             else:
-                options["attention_mask"] = tree_pass.mask(1, Reach(), self._model.dtype, self._device)
+                options["attention_mask"] = tree_pass.mask(1, AttentionSpan(), self._model.dtype, self._device)
         keeps_hidden = self.keeps_hidden and bool(self._hidden_layers)
         if keeps_hidden:
             options["output_hidden_states"] = True
@@ -321,12 +319,6 @@ class Target:
         if trees is not None:
             return bool(tokens.shape[1] == 1)
         return keep is not None and list(keep) == [tokens.shape[1] - 1]
-
-    def _pass_over(self, trees: Sequence[TokenTree] | None, scored: NDArray[np.int64] | None) -> TreePass:
-        """What attention needs to know of the pass that has begun."""
-        if trees is not None and scored is not None:
-            return LevelPass(self.cache.slots, trees, scored, has_softcap=self._has_softcap)
-        return TreePass(self.cache.slots, trees, has_softcap=self._has_softcap)
 
 
 def _choose_layers(output: Any, layers: Sequence[int]) -> dict[int, Tensor]:

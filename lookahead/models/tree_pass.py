@@ -1,0 +1,356 @@
+"""What attention needs to know about one pass over token trees, its masks, and passes whose shape never changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numba import njit
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lookahead.drafting.tree import IntArray, TokenTree, fill_ancestor_words
+from lookahead.models.cache import TreeSlots
+
+_NO_END = np.iinfo(np.int64).max
+# The bits of -inf, by the integer type of the same width: masks are written by Numba, which knows no bfloat16.
+_MINUS_INF_BITS = {
+    torch.float32: (torch.int32, -(1 << 23)),
+    torch.bfloat16: (torch.int16, -(1 << 7)),
+    torch.float16: (torch.int16, -(1 << 10)),
+    torch.float64: (torch.int64, -(1 << 52)),
+}
+_MIN_SLOTS = 256
+
+
+class AttentionSpan(NamedTuple):
+    """How far back a query may look.
+
+    Attributes:
+        window: Positions, the query's own included; None for no limit.
+        chunk: Only positions of the query's own chunk of this size; None for no chunks.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+
+class TreeTensors(NamedTuple):
+    """The trees of a pass as tensors for a kernel.
+
+    Attributes:
+        lengths: int32 `[active]`; committed slots of each row.
+        nodes: int32 `[active]`; nodes of each row's tree.
+        depths: int32 `[active, width]`; edges between the root and the node, 0 past a tree's last node.
+        words: int64 `[active, width, ceil(width / 64)]`; `TokenTree.ancestor_words`, 0 past a tree's last node.
+    """
+
+    lengths: Tensor
+    nodes: Tensor
+    depths: Tensor
+    words: Tensor
+
+
+_MaskKey = tuple[int, AttentionSpan, torch.dtype, torch.device]
+
+
+class TreePass:
+    """One pass of the target over a tree or a prompt chunk per row.
+
+    Masks are additive, made on first use, and shared by the layers of the pass. So are the tensors for kernels.
+
+    Args:
+        slots: The slots of the cache; the pass must have begun.
+        trees: One tree per active row. None in a prefill: every row writes a chain of `slots.width` tokens behind its
+            committed ones.
+        scored: int64 `[active]`; how many of its first nodes earlier passes scored. Their KV is in their slots and
+            counts as committed in `slots.lengths`. None: no node was scored.
+        has_softcap: Whether the model's own attention applies softcapping; SDPA does not.
+
+    Attributes:
+        has_softcap: As given.
+        is_prefill: Whether rows write prompt tokens.
+        scores_trees: Whether the pass scores whole trees, as the kernels do.
+        is_from_empty: No row has committed tokens and every row writes a chain: plain causal attention.
+        sees_all: Every query may look at every slot, so that no mask is needed.
+    """
+
+    def __init__(
+        self,
+        slots: TreeSlots,
+        trees: Sequence[TokenTree] | None,
+        scored: NDArray[np.int64] | None = None,
+        *,
+        has_softcap: bool = True,
+    ) -> None:
+        self._slots = slots
+        self._trees = trees
+        self._scored = scored
+        self.has_softcap = has_softcap
+        self.is_prefill = trees is None
+        self.scores_trees = trees is not None and scored is None
+        self.is_from_empty = trees is None and slots.kv_length == slots.width
+        self.sees_all = slots.width == 1 and slots.is_even
+        if scored is not None and trees is not None:
+            self.sees_all = self.sees_all and all(int(tree.depths[-1]) == len(tree) - 1 for tree in trees)
+        self._masks: dict[_MaskKey, Tensor] = {}
+        self._tensors: dict[torch.device, TreeTensors] = {}
+
+    def tensors(self, device: torch.device) -> TreeTensors:
+        """The trees on `device`, copied there at once."""
+        if device not in self._tensors:
+            self._tensors[device] = self._copy(device)
+        return self._tensors[device]
+
+    def mask(self, groups: int, span: AttentionSpan, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Additive mask `[active, 1, width * groups, kv]`; node t has the rows t * groups … t * groups + groups - 1.
+
+        Args:
+            groups: Query heads per KV head that the caller packs into query rows.
+            span: How far back a query may look.
+            dtype: Floating-point type of the mask.
+            device: Where the mask is needed.
+        """
+        key = (groups, span, dtype, device)
+        if key not in self._masks:
+            self._masks[key] = self._make_mask(groups, span, dtype).to(device, non_blocking=True)
+        return self._masks[key]
+
+    def _copy(self, device: torch.device) -> TreeTensors:
+        """Pack the trees into one int64 array, copy it, and view its parts."""
+        active, width = self._slots.active, self._slots.width
+        parents, depths, nodes = self._pad_trees()
+        words = _pack_ancestors(parents, nodes)
+        small = np.zeros((active * (width + 2) + 1) // 2 * 2, np.int32)
+        np.concatenate((self._slots.lengths[:active], nodes, depths.reshape(-1)), out=small[: active * (width + 2)])
+        packed = torch.from_numpy(np.concatenate([words.reshape(-1), small.view(np.int64)]))
+        packed = packed.to(device, non_blocking=True)
+        ints = packed[words.size :].view(torch.int32)
+        return TreeTensors(
+            ints[:active],
+            ints[active : 2 * active],
+            ints[2 * active : active * (width + 2)].view(active, width),
+            packed[: words.size].view(words.shape),
+        )
+
+    def _make_mask(self, groups: int, span: AttentionSpan, dtype: torch.dtype) -> Tensor:
+        """Fill a host mask with Numba and view it as `dtype`."""
+        slots = self._slots
+        bits_dtype, blocked = _MINUS_INF_BITS[dtype]
+        if slots.width == 1 and span == AttentionSpan() and self._scored is None:
+            # Plain steps of rows that differ in length need this mask. All groups share one line.
+            bits = torch.empty(slots.active, 1, 1, slots.kv_length, dtype=bits_dtype)
+            _fill_plain_masks(bits.numpy(), slots.lengths, blocked)
+            return bits.view(dtype).expand(-1, -1, groups, -1)
+        bits = torch.empty(slots.active, 1, slots.width * groups, slots.kv_length, dtype=bits_dtype)
+        window, chunk = (_NO_END if limit is None else limit for limit in span)
+        scored = np.zeros(slots.active, np.int64) if self._scored is None else self._scored
+        _fill_masks(bits.numpy(), *self._pad_trees(), slots.lengths, scored, groups, window, chunk, blocked)
+        return bits.view(dtype)
+
+    def _pad_trees(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Parents and depths, int32 `[active, most nodes]`, zeros behind a row's tree, and every tree's nodes."""
+        active, width = self._slots.active, self._slots.width
+        if self._trees is None or (width == 1 and self._scored is None):
+            chain = np.arange(width, dtype=np.int32)
+            depths = np.repeat(chain[None], active, 0)
+            return np.maximum(depths - 1, 0), depths, np.full(active, width, np.int32)
+        nodes = np.array([len(tree) for tree in self._trees], np.int32)
+        parents, depths = np.zeros((2, active, width if self._scored is None else int(nodes.max())), np.int32)
+        for row, tree in enumerate(self._trees):
+            parents[row, : len(tree)] = tree.parents
+            depths[row, : len(tree)] = tree.depths
+        return parents, depths, nodes
+
+
+def padded_rows(active: int, rows: int) -> int:
+    """Rows of a fixed-shape pass for `active` rows of a batch of `rows`: a power of two, or all."""
+    return min(1 << (active - 1).bit_length(), rows)
+
+
+def padded_slots(slots: int) -> int:
+    """Slots a row for fixed-shape passes that need `slots`: a power of two, so that a growing text has few shapes."""
+    return max(_MIN_SLOTS, 1 << (slots - 1).bit_length())
+
+
+class FixedShapePass(TreePass):
+    """A pass that is used for many steps: `fill` is all that changes between them.
+
+    Padding nodes are copies of their row's root that no other node sees; padding rows hold a root at slot 0.
+
+    Args:
+        slots: The slots of the cache; their capacity is part of the shape.
+        rows: Rows of the pass.
+        width: Nodes of a row.
+        device: Where the model takes its tokens.
+        has_softcap: As for `TreePass`.
+
+    Attributes:
+        width: As given.
+        tokens: int64 `[rows, width]`.
+        positions: int64 `[rows, width]`.
+        index: int64 `[rows * width]`; the slot of every node, rows laid end to end.
+        trees: What the attention reads. Padding nodes see what the root sees, and are not counted.
+    """
+
+    def __init__(self, slots: TreeSlots, rows: int, width: int, device: torch.device, *, has_softcap: bool) -> None:
+        super().__init__(slots, (), has_softcap=has_softcap)
+        self.sees_all = False
+        self.width = width
+        self._rows, self._capacity = rows, slots.capacity
+        words = (width + 63) // 64
+        # Every part starts at a multiple of 16 bytes, which compiled code needs.
+        sizes = [rows * width, rows * width, rows * width, rows * width * words, rows, rows, rows * width]
+        ends = np.cumsum([(size + 3) // 4 * 4 for size in sizes]).tolist()
+        on_gpu = device.type == "cuda"
+        self._host = torch.zeros(ends[-1], dtype=torch.int64, pin_memory=on_gpu)
+        self._packed = self._host.to(device) if device.type != "cpu" else self._host
+        self._copied = torch.cuda.Event() if on_gpu else None
+        shapes = [(rows, width), (rows, width), (rows * width,), (rows, width, words), (rows,), (rows,), (rows, width)]
+        self._filled = tuple(part.numpy() for part in _split(self._host, ends, sizes, shapes))
+        self.tokens, self.positions, self.index, *trees = _split(self._packed, ends, sizes, shapes)
+        self.trees = TreeTensors(lengths=trees[1], nodes=trees[2], depths=trees[3], words=trees[0])
+
+    def fill(self, trees: Sequence[TokenTree]) -> None:
+        """Take the trees of a step, one per active row, none larger than the width."""
+        if self._copied is not None:
+            self._copied.synchronize()  # the last copy may still read the host buffer
+        lengths = self._slots.lengths
+        for row, tree in enumerate(trees):
+            _fill_row(self._filled, row, tree.tokens, tree.parents, tree.depths, lengths[row], self._capacity)
+        root = trees[0].tokens[:1]
+        zero = np.zeros(1, np.int32)
+        for row in range(len(trees), self._rows):
+            _fill_row(self._filled, row, root, zero, zero, 0, self._capacity)
+        if self._packed is not self._host:
+            self._packed.copy_(self._host, non_blocking=self._copied is not None)
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(self._packed.device))
+
+    def tensors(self, device: torch.device) -> TreeTensors:
+        """The trees, which are on the device of the model's tokens."""
+        return self.trees
+
+    def mask(self, groups: int, span: AttentionSpan, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Additive mask as that of `TreePass`, over all slots, made on the device of the trees."""
+        key = (groups, span, dtype, device)
+        if torch.compiler.is_compiling():
+            return self._build_mask(*key)
+        if key not in self._masks:
+            self._masks[key] = self._build_mask(*key)
+        return self._masks[key]
+
+    def forget_masks(self) -> None:
+        """Let the next pass make new masks."""
+        self._masks.clear()
+
+    def _build_mask(self, groups: int, span: AttentionSpan, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Make a mask with tensor operations alone, which can be compiled and captured."""
+        lengths, _, depths, words = self.trees
+        nodes = torch.arange(self.width, device=depths.device)
+        own = lengths[:, None] + depths
+        slots = torch.arange(self._capacity, device=depths.device, dtype=torch.int32)
+        # The position of the token in a slot, and -1 where a node must not look.
+        seen = torch.where(slots < lengths[:, None], slots, -1)[:, None].expand(-1, self.width, -1)
+        is_ancestor = (words[:, :, nodes // 64] >> (nodes % 64)) & 1
+        ahead = torch.where(is_ancestor == 1, own[:, None], -1)
+        places = (lengths[:, None] + nodes).long()[:, None].expand(-1, self.width, -1)
+        seen = seen.scatter(2, places, ahead)
+        first = torch.zeros_like(own)
+        if span.window is not None:
+            first = torch.maximum(first, own - span.window + 1)
+        if span.chunk is not None:
+            first = torch.maximum(first, own // span.chunk * span.chunk)
+        hidden = torch.full((), -torch.inf, dtype=dtype, device=depths.device)
+        mask = torch.where(seen >= first[:, :, None], torch.zeros_like(hidden), hidden)
+        mask = mask[:, :, None].expand(-1, -1, groups, -1).reshape(self._rows, 1, self.width * groups, self._capacity)
+        return mask.to(device)
+
+
+def _split(
+    packed: Tensor, ends: Sequence[int], sizes: Sequence[int], shapes: Sequence[tuple[int, ...]]
+) -> list[Tensor]:
+    """The parts of a packed int64 tensor: four of int64, then int32 ones."""
+    parts = []
+    for number, (end, size, shape) in enumerate(zip(ends, sizes, shapes, strict=True)):
+        begin = end - (size + 3) // 4 * 4
+        part = packed[begin:end]
+        parts.append((part if number < 4 else part.view(torch.int32))[:size].view(shape))
+    return parts
+
+
+@njit(cache=True)
+def _fill_row(filled, row, tokens, parents, depths, length, capacity):
+    """Write one row's part of every array; its padding nodes repeat the root."""
+    all_tokens, all_positions, all_slots, all_words, lengths, counts, all_depths = filled
+    nodes, width = len(tokens), all_tokens.shape[1]
+    lengths[row], counts[row] = length, nodes
+    for node in range(width):
+        kept = node if node < nodes else 0
+        all_tokens[row, node] = tokens[kept]
+        all_positions[row, node] = length + depths[kept]
+        all_depths[row, node] = depths[kept]
+        all_slots[row * width + node] = row * capacity + length + node
+        all_words[row, node] = all_words[row, parents[kept]]
+        if kept == 0:
+            all_words[row, node] = 0
+        all_words[row, node, kept // 64] |= np.int64(1) << np.int64(kept % 64)
+
+
+@njit(cache=True)
+def _pack_ancestors(parents, nodes):
+    """`TokenTree.ancestor_words` of all rows, int64 `[active, width, ceil(width / 64)]`."""
+    rows, width = parents.shape
+    words = np.zeros((rows, width, (width + 63) // 64), np.int64)
+    for row in range(rows):
+        fill_ancestor_words(parents[row, : nodes[row]], words[row])
+    return words
+
+
+@njit(cache=True)
+def _fill_plain_masks(masks, lengths, blocked):
+    """Write masks `[active, 1, 1, kv]` of rows that see their committed slots and the next one."""
+    for row in range(len(masks)):
+        masks[row, 0, 0, : lengths[row] + 1] = 0
+        masks[row, 0, 0, lengths[row] + 1 :] = blocked
+
+
+@njit(cache=True)
+def _fill_masks(masks, parents, depths, nodes, lengths, scored, groups, window, chunk, blocked):
+    """Write the mask of every row, `[active, 1, width * groups, kv]`."""
+    for row in range(len(nodes)):
+        count, done = nodes[row], scored[row]
+        committed = lengths[row] - done
+        _fill_mask(
+            masks[row, 0], parents[row, :count], depths[row, :count], committed, done, groups, window, chunk, blocked
+        )
+
+
+@njit(cache=True)
+def _fill_mask(mask, parents, depths, committed, scored, groups, window, chunk, blocked):
+    """Write one row's mask `[width * groups, kv]`: 0 where a node may look, `blocked` where it may not.
+
+    A node sees the committed slots and its ancestors that are less than `window` positions behind it and in its chunk
+    of positions. The first query is node `scored`. Padding nodes see the root alone, so that their softmax is finite.
+    """
+    for query in range(mask.shape[0] // groups):
+        row = mask[query * groups]
+        row[:] = blocked
+        node = scored + query
+        if node >= len(parents):
+            row[committed] = 0
+        else:
+            position = committed + depths[node]
+            first = max(0, position - window + 1, position // chunk * chunk)
+            row[first:committed] = 0
+            ancestor = node
+            while committed + depths[ancestor] >= first:
+                row[committed + ancestor] = 0
+                if ancestor == 0:
+                    break
+                ancestor = parents[ancestor]
+        for copy in range(1, groups):
+            for slot in range(len(row)):
+                mask[query * groups + copy, slot] = row[slot]
