@@ -40,8 +40,8 @@ from bench.report import publish
 from lookahead import DraftModel, Heads, LookaheadConfig
 from lookahead.drafting.proposal import ProposerFactory
 from lookahead.generation.draft_selection import Score, compare
+from lookahead.models.calibration import pass_seconds
 from lookahead.models.loading import load
-from lookahead.models.timing import pass_seconds
 
 NAMES = ("prompt", "outputs", "recycled")
 KINDS = ("medusa", "mtp", "eagle", "eagle3")  # of heads, as their folders are called

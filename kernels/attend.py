@@ -1,6 +1,6 @@
-"""The Triton programs of tree attention: `attend` works on one split of the slots, `merge` puts splits together.
+"""The Triton programs of tree attention: `attend` processes one split of the slots, `merge` combines splits.
 
-Splits of the keys are worked on side by side and merged by log-sum-exp: Dao et al. 2023, "Flash-Decoding for
+Splits of the keys are processed in parallel and merged by log-sum-exp: Dao et al. 2023, "Flash-Decoding for
 long-context inference". One mask serves every tree: Miao et al. 2024, "SpecInfer", §4.
 """
 
@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# These change from call to call. Were they specialized (on 1, on multiples of 16), one tree width would run other
-# machine code than the next, and a chain's result could depend on how many nodes were scored beside it.
+# These change from call to call. Specialized (on 1, on multiples of 16), tree widths would run different machine code,
+# and a chain's result could depend on how many nodes are scored at once.
 _VARYING = ["width", "word_count", "splits", "window", "chunk"]
 _UNALIGNED = ["lengths", "nodes", "depths", "words", "sinks"]
 
@@ -87,7 +87,7 @@ def _fold(
 
 @triton.jit
 def _share(peak, total, sink, HAS_SINKS: tl.constexpr):
-    """What a sum of weighted values is multiplied by in the end; `sink` is a logit that takes part in the softmax."""
+    """The final factor on a sum of weighted values; `sink` is a logit that takes part in the softmax."""
     share = 1.0 / total
     if HAS_SINKS:
         sink = sink * LOG2E
@@ -132,7 +132,7 @@ def attend(
         begin = tl.maximum(start, nearest // BLOCK_KEYS * BLOCK_KEYS)
     if not IN_ONE:  # noqa: SIM102 - the compiler decides this one, the GPU the next
         if (begin >= stop) | (block * BLOCK_ROWS >= count * GROUPS):
-            return  # nothing to see here, or nobody to see it: merge does not read this split for these rows
+            return  # no visible slot or no live row: merge does not read this split for these rows
 
     head = kv_head * GROUPS + packed % GROUPS
     q = _tile(query + row * q_row, 1, head * q_head + node * q_node, is_live, DIM, BLOCK_DIM, False)

@@ -1,4 +1,4 @@
-"""What the kernels take, and errors that name the argument, what it may be and what it was."""
+"""Checks of the kernels' arguments; errors name the argument, its allowed values and what was received."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def shortcoming(query: Tensor, keys: Tensor, values: Tensor) -> str | None:
-    """Why the attention kernel cannot serve these tensors, in words, or None where it can.
+    """Why the attention kernel does not support these tensors, or None if it does.
 
     Args:
         query: `[rows, heads, width, dim]`.
@@ -69,7 +69,7 @@ def _mismatch(query: Tensor, keys: Tensor, values: Tensor) -> str | None:
 
 
 def slot_shortcoming(buffers: Sequence[Tensor]) -> str | None:
-    """Why the compaction kernel cannot serve these KV buffers, in words, or None where it can.
+    """Why the compaction kernel does not support these KV buffers, or None if it does.
 
     Args:
         buffers: `[rows, capacity, …]`, one per layer and kind.
@@ -89,9 +89,9 @@ def slot_shortcoming(buffers: Sequence[Tensor]) -> str | None:
 
 
 def check_tree(query: Tensor, lengths: Tensor, nodes: Tensor, depths: Tensor, words: Tensor) -> None:
-    """Check the tensors that say where the rows stand and what their trees look like, shapes and types only.
+    """Check the tensors that describe rows and trees, shapes and types only.
 
-    What is in them stays on the device: looking would wait for it.
+    Values are not read, which would wait for the device.
     """
     rows, _, width, _ = query.shape
     check_tensor("lengths", lengths, (rows,), torch.int32, query.device)
@@ -101,7 +101,7 @@ def check_tree(query: Tensor, lengths: Tensor, nodes: Tensor, depths: Tensor, wo
 
 
 def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Check shape, type, device and that the elements stand in order without gaps."""
+    """Check shape, type, device and contiguity."""
     if tensor.shape == shape and tensor.dtype == dtype and tensor.device == device and tensor.is_contiguous():
         return
     wanted = f"{name} must be a contiguous {dtype} tensor of shape {tuple(shape)} on {device}"

@@ -1,4 +1,4 @@
-"""Keep the accepted path: one launch moves its KV to the front of the tree's slots, in the buffers of all layers."""
+"""Compact an accepted path: one launch moves its KV to the front of the tree's slots in all layers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lookahead.kernels.checks import MAX_NODES, check_tensor, require, slot_shor
 
 _WORD = 4  # bytes
 _BLOCK_WORDS = 32
-_LEAST_NODES = 16  # short paths, which most are, run code that was compiled before they came
+_LEAST_NODES = 16  # most paths are short, and share one compiled variant
 
 
 class SlotBuffers:
-    """The KV buffers of all layers on one device, by address: good for as long as they live.
+    """The KV buffers of all layers on one device, by address; valid while the buffers live.
 
     Args:
         buffers: Contiguous `[rows, capacity, …]`, at least one; rows and capacity are common to all, and a slot takes
@@ -46,7 +46,7 @@ def _compact(
     addresses, sizes, rows, starts, counts, paths, capacity, width,
     BLOCK_NODES: tl.constexpr, BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of the path of one row in one buffer: programs share nothing, so that order matters within one."""
+    """Move some columns of one row's path in one buffer. Programs share no column."""
     buffer = tl.program_id(1)
     which = tl.program_id(2)
     size = tl.load(sizes + buffer)
@@ -66,8 +66,8 @@ def _compact(
 def compact(buffers: SlotBuffers, *, rows: Tensor, starts: Tensor, counts: Tensor, paths: Tensor) -> None:
     """Move slot `starts[i] + paths[i, j]` of row `rows[i]` to slot `starts[i] + j`, for every j below `counts[i]`.
 
-    Bytes are copied, so the outcome is exact; slots that no path names keep what they hold. What changes from step to
-    step is read on the device.
+    Bytes are copied, so the result is exact. Other slots keep their contents. What changes from step to step is read on
+    the device.
 
     Args:
         buffers: The buffers of all layers.

@@ -1,7 +1,7 @@
 """Attention of token trees over a slot cache on one thread of a CPU, packed by KV head, the tree mask as bits.
 
-What `lookahead.kernels.tree_attention` computes on a GPU, its blocks worked on one after the other. The columns of
-every matrix are queries, so that all steps of the softmax are operations on whole registers.
+Computes what `lookahead.kernels.tree_attention` computes on a GPU, one block after the other. The columns of every
+matrix are queries, so that all steps of the softmax are operations on whole registers.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from lookahead.kernels.exponential import exp
-from lookahead.kernels.microkernel import COLUMNS, LANES, ROWS, STRIDE, jit_part, multiply
+from lookahead.kernels.microkernel import COLUMNS, LANES, ROWS, STRIDE, exp, jit_part, multiply
 
 BLOCK = 128  # slots worked on at once
 _SHIFTS = {torch.float32: (torch.int32, 0), torch.bfloat16: (torch.int16, 16)}  # how many bits a float32 has more
@@ -36,7 +35,7 @@ def tree_attention(
     chunk: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """As `lookahead.kernels.tree_attention.tree_attention`, which says what the arguments are, on a CPU.
+    """`lookahead.kernels.tree_attention.tree_attention` on a CPU; see there for the arguments.
 
     Args:
         query: float32 or bfloat16 `[rows, heads, width, dim]`.
@@ -78,10 +77,10 @@ def tree_attention(
 
 
 def pays(query: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether `tree_attention` can serve these tensors, and in less time than torch's attention.
+    """Whether `tree_attention` supports these tensors and is faster than torch's attention.
 
-    With fewer queries than a register has lanes it does not. Nor with several threads, of which it uses one, nor
-    where there are no registers of 512 bits.
+    It is not with fewer queries than a register has lanes, with several threads (it uses one), or without registers of
+    512 bits.
     """
     _, heads, width, _ = query.shape
     return (
@@ -94,7 +93,7 @@ def pays(query: Tensor, keys: Tensor, values: Tensor) -> bool:
 
 
 def _is_slice(slots: Tensor, dtype: torch.dtype) -> bool:
-    """Whether slots are as `tree_attention` takes them."""
+    """Whether slots have the layout `tree_attention` needs."""
     _, _, heads, dim = slots.shape
     steps = slots.stride()
     return slots.dtype == dtype and dim % ROWS == 0 and steps[1:] == (heads * dim, dim, 1) and steps[0] % steps[1] == 0
@@ -124,7 +123,7 @@ def _attend(
         for begin in range(0, packed, COLUMNS):
             columns = min(COLUMNS, packed - begin)
             padded = (columns + LANES - 1) // LANES * LANES
-            last = (begin + columns + groups - 1) // groups  # no node sees those behind it
+            last = (begin + columns + groups - 1) // groups  # nodes see no later ones
             end = length + last
             _look(depths[row], words[row], length, last, begin, columns, groups, window, chunk, hidden, firsts)
             least, most = firsts[:columns].min(), firsts[:columns].max()
@@ -151,7 +150,7 @@ def _attend(
 
 @jit_part
 def _look(depths, words, length, nodes, begin, columns, groups, window, chunk, hidden, firsts):
-    """Fill in for every query the first position it may look at, and what is added to its scores of the nodes."""
+    """Fill in every query's first visible position, and the mask that is added to its scores of the nodes."""
     for column in range(columns):
         node = (begin + column) // groups
         position = length + depths[node]
@@ -183,7 +182,7 @@ def _load_queries(query, head, begin, columns, groups, scaling, sinks, queries, 
 
 @jit_part
 def _load(slots, start, size, head, shift, block):
-    """Copy the slots of a KV head side by side, as float32, and zeros behind them where a tile of rows would end."""
+    """Copy the slots of a KV head side by side, as float32, and pad them with zeros to a whole tile of rows."""
     dim = slots.shape[2]
     for slot in range(size):
         source, to = slots[start + slot, head], block[slot * dim : (slot + 1) * dim]
@@ -194,7 +193,7 @@ def _load(slots, start, size, head, shift, block):
 
 @jit_part
 def _bend(scores, size, softcap):
-    """Softcapping; the exponential is never above 1, so that no score overflows."""
+    """Apply softcapping; the exponential is at most 1, so that no score overflows."""
     for i in range(size):
         fade = exp(np.float32(-2.0) * abs(scores[i] / softcap))
         bent = softcap * (np.float32(1.0) - fade) / (np.float32(1.0) + fade)
@@ -203,7 +202,7 @@ def _bend(scores, size, softcap):
 
 @jit_part
 def _hide_early(scores, start, size, firsts, columns):
-    """Hide the slots before what a query may look at."""
+    """Hide the slots before a query's first visible position."""
     for slot in range(size):
         for column in range(columns):
             if start + slot < firsts[column]:
@@ -212,14 +211,13 @@ def _hide_early(scores, start, size, firsts, columns):
 
 @jit_part
 def _add(to, other, size):
-    """Add one array to another."""
     for i in range(size):
         to[i] += other[i]
 
 
 @njit(cache=True, fastmath={"contract"}, error_model="numpy")
 def _soften(scores, size, columns, peaks, totals, fades):
-    """Make weights of a block's scores, and tell by what factor all that was summed before has to fade."""
+    """Turn a block's scores into weights, and compute the factors on the sums of earlier blocks."""
     weights = np.zeros(STRIDE, np.float32)
     for column in range(columns):
         fades[column] = peaks[column]
@@ -239,7 +237,7 @@ def _soften(scores, size, columns, peaks, totals, fades):
 
 @njit(cache=True, fastmath={"contract"}, error_model="numpy")
 def _gather(part, dims, columns, fades, sums):
-    """Add a block's weighted values to those of the blocks before."""
+    """Add a block's weighted values to those of earlier blocks."""
     for i in range(dims):
         line, new = sums[i * STRIDE : i * STRIDE + columns], part[i * STRIDE : i * STRIDE + columns]
         for column in range(columns):
@@ -248,7 +246,7 @@ def _gather(part, dims, columns, fades, sums):
 
 @jit_part
 def _store(sums, totals, head, begin, columns, groups, out):
-    """Divide by the sums of weights, and put every column where its node and head stand."""
+    """Divide by the sums of weights, and write every column to its node and head."""
     for column in range(columns):
         node = (begin + column) // groups
         to = out[node, head * groups + begin + column - node * groups]

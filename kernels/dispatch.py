@@ -1,4 +1,4 @@
-"""Whether a kernel can serve: the one place the engine asks. Importing it needs no triton."""
+"""Which kernels run: the only module the engine asks. Importing it needs no triton."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lookahead.kernels.checks import shortcoming, slot_shortcoming
-from lookahead.kernels.self_test import KernelVariant, attends_rightly, compacts_rightly
+from lookahead.kernels.self_test import KernelVariant, attention_is_right, compaction_is_right
 
 if TYPE_CHECKING:
     from lookahead.kernels.linear import DnnLinear
@@ -22,23 +22,23 @@ NO_OPTIONS: Mapping[str, Any] = {}
 
 @cache
 def runs_on(device: torch.device) -> bool:
-    """Whether `device` is an NVIDIA GPU with triton at hand."""
+    """Whether `device` is an NVIDIA GPU and triton is installed."""
     return device.type == "cuda" and torch.version.cuda is not None and find_spec("triton") is not None
 
 
 def attention_for(
     query: Tensor, keys: Tensor, values: Tensor, options: Mapping[str, Any] = NO_OPTIONS
 ) -> Callable[..., Tensor] | None:
-    """The tree attention kernel for these tensors, or None where torch's own attention serves them better.
+    """The tree attention kernel for these tensors, or None where torch's own attention is used.
 
-    On a GPU a kernel serves once it was seen to be right there, for such heads, types and options
-    (`lookahead.kernels.self_test`); the first call that needs one waits for that.
+    On a GPU the first call for a combination of heads, types and options runs the self-test
+    (`lookahead.kernels.self_test`).
 
     Args:
         query: `[rows, heads, width, dim]`.
         keys: `[rows, slots, kv_heads, dim]`.
         values: `[rows, slots, kv_heads, value_dim]`.
-        options: "window", "chunk", "softcap" and "sinks" as they will be given, None or left out where they will not.
+        options: "window", "chunk", "softcap" and "sinks" of the call; unused ones are None or left out.
     """
     if query.device.type == "cpu":
         from lookahead.kernels import cpu_attention
@@ -50,25 +50,25 @@ def attention_for(
 
     groups = query.shape[1] // keys.shape[2]
     given = frozenset(name for name, option in options.items() if option is not None)
-    part = KernelVariant(query.device, query.dtype, keys.shape[3], values.shape[3], groups, given)
-    return tree_attention if attends_rightly(part, tree_attention) else None
+    variant = KernelVariant(query.device, query.dtype, keys.shape[3], values.shape[3], groups, given)
+    return tree_attention if attention_is_right(variant, tree_attention) else None
 
 
 def compactor_for(buffers: Sequence[Tensor]) -> Callable[..., None] | None:
-    """The compaction kernel bound to these KV buffers `[rows, capacity, …]`, or None where it cannot serve them.
+    """The compaction kernel bound to these KV buffers `[rows, capacity, …]`, or None if unsupported.
 
-    What is returned takes rows, starts, counts and paths, as `lookahead.kernels.compaction.compact` does.
+    It takes rows, starts, counts and paths, as `lookahead.kernels.compaction.compact` does.
     """
     if not buffers or not runs_on(buffers[0].device) or slot_shortcoming(buffers) is not None:
         return None
     from lookahead.kernels.compaction import SlotBuffers, compact
 
-    right = compacts_rightly(buffers[0].device, compact, SlotBuffers)
+    right = compaction_is_right(buffers[0].device, compact, SlotBuffers)
     return partial(compact, SlotBuffers(buffers)) if right else None
 
 
 def padded_width(rows: int, width: int, device: torch.device, dtype: torch.dtype) -> int:
-    """Tokens a row of a long pass of so many rows that is no shorter than it, so that no product of it is padded."""
+    """Tokens a row, at least `width`, for which no product of a pass over so many rows needs padding."""
     if device.type != "cpu":
         return width
     from lookahead.kernels.linear import STEP, pays
@@ -78,7 +78,7 @@ def padded_width(rows: int, width: int, device: torch.device, dtype: torch.dtype
 
 
 def products_for(tokens: int, device: torch.device, dtype: torch.dtype) -> DnnLinear | None:
-    """A block within which products of so many tokens and weights take less time than by torch; None without one."""
+    """A context in which products of so many tokens with weights are faster than torch's; None if there is none."""
     if device.type != "cpu":
         return None
     from lookahead.kernels.linear import DnnLinear, pays

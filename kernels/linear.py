@@ -1,8 +1,7 @@
 """Products of activations and weights in float32 on a CPU, by oneDNN where it is faster than the BLAS of torch.
 
-For float32 torch calls the BLAS it was built with, which on some makes of CPU leaves half of the registers' width
-unused. oneDNN, which torch brings along for other types, makes its code for the CPU at hand, and makes it anew for
-every number of tokens.
+For float32 torch calls the BLAS it was built with, which uses half of the registers' width on some CPUs. oneDNN, which
+torch includes for other types, generates code for the CPU it runs on, separately for every number of tokens.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-STEP = 16  # tokens: products are padded to multiples of so many, since code for a further number takes 1 ms to make
-FEWEST = 32  # tokens from which on a product is worth the search for its code
-_SHARE = 0.8  # of the time: what it may take at most to be the faster one
-_TRIED = (256, 512, 512)  # tokens, inputs and outputs of the product that decides
+STEP = 16  # products are padded to multiples of so many tokens: code for each further number takes 1 ms to generate
+FEWEST = 32  # tokens from which on a product is worth looking up its code
+_SHARE = 0.8  # most time relative to torch to count as faster
+_TRIED = (256, 512, 512)  # tokens, inputs and outputs of the measured product
 _TRIALS = 5
-_met: set[tuple[int, ...]] = set()  # products that there is code for; oneDNN keeps it for the process
+_met: set[tuple[int, ...]] = set()  # products that oneDNN has code for, which it keeps for the process
 
 
 class DnnLinear(TorchFunctionMode):
     """Within this block `torch.nn.functional.linear` of many tokens on a CPU runs in oneDNN.
 
     Attributes:
-        is_cold: Whether code was made for a product, which later ones like it need not wait for.
+        is_cold: Whether code was generated for a product; later products of its shape are faster.
     """
 
     def __init__(self) -> None:
@@ -38,7 +37,6 @@ class DnnLinear(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a function of torch."""
         if func is torch._C._nn.linear and not kwargs and _fits(*args[:2]):
             known = len(_met)
             out = _linear(*args)
@@ -48,26 +46,26 @@ class DnnLinear(TorchFunctionMode):
 
 
 def pays(tokens: int, dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies so many tokens sooner than torch does, on so many threads as there are.
+    """Whether oneDNN multiplies so many tokens faster than torch, with torch's number of threads.
 
-    In half precision torch lets it multiply already, and padding would change the last bits.
+    In half precision torch uses oneDNN itself, and padding would change the last bits.
     """
     return tokens >= FEWEST and dtype == torch.float32 and _is_faster(torch.get_num_threads())
 
 
 @cache
 def _is_faster(threads: int) -> bool:
-    """Whether it is there, right, and faster on so many threads: measured once."""
+    """Whether oneDNN exists, is right, and is faster with so many threads; measured once."""
     x, weight = _trial()
     try:
         is_right = torch.allclose(_linear(x, weight), nn.functional.linear(x, weight), rtol=1e-4, atol=1e-5)
-    except (AttributeError, RuntimeError):  # torch was built without it
+    except (AttributeError, RuntimeError):  # torch was built without oneDNN
         return False
     return is_right and _seconds(_linear, x, weight) < _SHARE * _seconds(nn.functional.linear, x, weight)
 
 
 def _trial() -> tuple[Tensor, Tensor]:
-    """Activations and weights of the product that decides."""
+    """Activations and weights of the measured product."""
     tokens, inputs, outputs = _TRIED
     x, weight = (torch.linspace(-1, 1, rows * inputs).view(rows, inputs).sin() for rows in (tokens, outputs))
     return x, weight / inputs
@@ -75,7 +73,7 @@ def _trial() -> tuple[Tensor, Tensor]:
 
 @torch.inference_mode()
 def _seconds(multiply: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> float:
-    """The least time a product took."""
+    """The shortest time of a product."""
     times = []
     for _ in range(_TRIALS):
         begin = time.perf_counter()
@@ -85,7 +83,7 @@ def _seconds(multiply: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Te
 
 
 def _fits(x: Any, weight: Any) -> bool:
-    """Whether a product is one that oneDNN is for: dense and on the CPU, no subclass that has ways of its own."""
+    """Whether oneDNN supports a product: dense float32 on the CPU, no tensor subclass."""
     return (
         type(x) is Tensor
         and type(weight) in (nn.Parameter, Tensor)

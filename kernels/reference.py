@@ -1,4 +1,4 @@
-"""What the kernels compute, written down with torch: no block, no split, a dense mask, any floating-point type."""
+"""What the kernels compute, in plain torch: no blocks, no splits, a dense mask, any floating-point type."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def tree_attention(
         sink = sinks.to(dtype).view(1, heads, 1, 1).expand(rows, heads, scores.shape[2], 1)
         scores = torch.cat([scores, sink], 3)
     weights = torch.softmax(scores, 3)[..., : keys.shape[2]]
-    weights = torch.where(sees.any(2)[:, None, :, None], weights, 0)  # nodes past a row's last: zeros, not NaN
+    weights = torch.where(sees.any(2)[:, None, :, None], weights, 0)  # zeros, not NaN, for nodes past a row's last
     return (weights @ values).transpose(1, 2).contiguous()
 
 

@@ -1,4 +1,4 @@
-"""Before a kernel serves on a GPU it is heard there: beside the reference, on random trees, in every type and size."""
+"""Self-test each kernel variant on the GPU against the reference, on random trees, before its first use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from lookahead.kernels import reference
 
 _log = logging.getLogger(__name__)
-# Of the norm of what a head gives one node. A slot too many or too few changes it by several times that.
+# Largest error relative to the norm of a head's output. One slot too many or too few changes it several times more.
 _TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 _SLOTS = (150, 9000)  # one split of the slots, and more than are merged at once
 _WIDTH = 70  # nodes: two words of ancestors
@@ -32,7 +32,7 @@ class KernelVariant(NamedTuple):
         dim: Head size of query and keys.
         value_dim: Head size of values.
         groups: Query heads per KV head.
-        options: Which of "window", "chunk", "softcap" and "sinks" are in use.
+        options: Which of "window", "chunk", "softcap" and "sinks" are used.
     """
 
     device: torch.device
@@ -43,20 +43,20 @@ class KernelVariant(NamedTuple):
     options: frozenset[str]
 
 
-def attends_rightly(part: KernelVariant, attend: Callable[..., Tensor]) -> bool:
-    """Whether a tree attention kernel agrees with `reference.tree_attention`, slots that hold NaN beside the trees.
+def attention_is_right(variant: KernelVariant, attend: Callable[..., Tensor]) -> bool:
+    """Whether a tree attention kernel agrees with `reference.tree_attention`; unused slots hold NaN.
 
-    One that does not, or does not run, is named in the log and not called again for this part. It is heard once;
-    while a graph is recorded, which must not wait, it is not heard at all, and does not serve if it was not before.
+    A kernel that differs or fails is logged, and is not called for this variant. A variant is tested once. While a CUDA
+    graph is recorded no test can run, and an untested variant is not used.
     """
-    if (part, attend) not in _outcomes and not _is_recording(part.device):
-        error = partial(_attention_error, part, attend)
-        _outcomes[part, attend] = _is_right(f"tree attention of {_name(part)}", error, _TOLERANCE[part.dtype])
-    return _outcomes.get((part, attend), False)
+    if (variant, attend) not in _outcomes and not _is_recording(variant.device):
+        error = partial(_attention_error, variant, attend)
+        _outcomes[variant, attend] = _is_right(f"tree attention of {_name(variant)}", error, _TOLERANCE[variant.dtype])
+    return _outcomes.get((variant, attend), False)
 
 
-def compacts_rightly(device: torch.device, compact: Callable[..., None], bind: Callable[..., Any]) -> bool:
-    """Whether a compaction kernel leaves the bytes that `reference.compact` leaves; heard as above."""
+def compaction_is_right(device: torch.device, compact: Callable[..., None], bind: Callable[..., Any]) -> bool:
+    """Whether a compaction kernel leaves the bytes that `reference.compact` leaves; tested as above."""
     if (device, compact) not in _outcomes and not _is_recording(device):
         error = partial(_compaction_error, device, compact, bind)
         _outcomes[device, compact] = _is_right(f"compaction on {device}", error, 0.0)
@@ -69,35 +69,35 @@ def _is_recording(device: torch.device) -> bool:
 
 
 def _is_right(what: str, error_of: Callable[[], float], most: float) -> bool:
-    """Whether a kernel runs and errs by no more than that; a line in the log where not."""
+    """Whether a kernel runs with an error of at most `most`; logs a line if not."""
     try:
         error = error_of()
-    except Exception as problem:  # whatever keeps it from running, torch's own attention serves
+    except Exception as problem:  # for any failure torch's own attention is used
         _log.warning("the kernel for %s is not used: %s: %s", what, type(problem).__name__, problem)
         return False
     if not error <= most:  # NaN is an error too
-        _log.warning("the kernel for %s is not used: it differs by %.2g from what is right", what, error)
+        _log.warning("the kernel for %s is not used: it differs by %.2g from the reference", what, error)
         return False
     return True
 
 
-def _attention_error(part: KernelVariant, attend: Callable[..., Tensor]) -> float:
-    """The largest error of a node in a head, relative to the norm of what is right."""
-    options = {name: value for name, value in _LIMITS.items() if name in part.options}
-    if "sinks" in part.options:
-        options["sinks"] = torch.linspace(-1, 1, 2 * part.groups, device=part.device).to(part.dtype)
+def _attention_error(variant: KernelVariant, attend: Callable[..., Tensor]) -> float:
+    """The largest error of a node in a head, relative to the norm of the reference."""
+    options = {name: value for name, value in _LIMITS.items() if name in variant.options}
+    if "sinks" in variant.options:
+        options["sinks"] = torch.linspace(-1, 1, 2 * variant.groups, device=variant.device).to(variant.dtype)
     errors = []
     for slots in _SLOTS:
-        inputs = _random_trees(part, slots)
+        inputs = _random_trees(variant, slots)
         got, want = attend(**inputs, **options).double(), reference.tree_attention(**inputs, **options)
         errors.append(((got - want).norm(dim=-1) / want.norm(dim=-1).clamp_min(1e-3)).flatten())
-    return float(torch.cat(errors).max())  # NaN where one is
+    return float(torch.cat(errors).max())  # NaN if one is NaN
 
 
-def _random_trees(part: KernelVariant, slots: int) -> dict[str, Any]:
+def _random_trees(variant: KernelVariant, slots: int) -> dict[str, Any]:
     """Arguments of `tree_attention`: a row that ends with the last slot, and a shorter one that NaN follows."""
     rng = np.random.default_rng(0)
-    heads = 2 * part.groups
+    heads = 2 * variant.groups
     nodes = np.array([_WIDTH, 9], np.int32)
     lengths = np.array([slots - _WIDTH, slots // 3], np.int32)
     depths, sees = np.zeros((_ROWS, _WIDTH), np.int32), np.zeros((_ROWS, _WIDTH, 128), np.uint8)
@@ -108,17 +108,21 @@ def _random_trees(part: KernelVariant, slots: int) -> dict[str, Any]:
             depths[row, node], sees[row, node] = depths[row, parent] + 1, sees[row, parent]
             sees[row, node, node] = 1
     words = np.packbits(sees, axis=-1, bitorder="little").view(np.int64)
-    shapes = {"query": (heads, _WIDTH, part.dim), "keys": (slots, 2, part.dim), "values": (slots, 2, part.value_dim)}
+    shapes = {
+        "query": (heads, _WIDTH, variant.dim),
+        "keys": (slots, 2, variant.dim),
+        "values": (slots, 2, variant.value_dim),
+    }
     drawn = {name: rng.standard_normal((_ROWS, *shape), np.float32) for name, shape in shapes.items()}
     for row, end in enumerate(lengths + nodes):
         drawn["keys"][row, end:] = drawn["values"][row, end:] = np.nan
-    states = {name: torch.from_numpy(each).to(part.device, part.dtype) for name, each in drawn.items()}
+    states = {name: torch.from_numpy(each).to(variant.device, variant.dtype) for name, each in drawn.items()}
     tree = {"lengths": lengths, "nodes": nodes, "depths": depths, "words": np.ascontiguousarray(words)}
-    return states | {name: torch.from_numpy(each).to(part.device) for name, each in tree.items()}
+    return states | {name: torch.from_numpy(each).to(variant.device) for name, each in tree.items()}
 
 
 def _compaction_error(device: torch.device, compact: Callable[..., None], bind: Callable[..., Any]) -> float:
-    """How many elements of two buffers are not what they should be, after short paths and after long ones."""
+    """Elements of two buffers that differ from the reference, after short and after long paths."""
     rng = np.random.default_rng(0)
     buffers = [torch.from_numpy(rng.standard_normal((3, 200, size), np.float32)).to(device) for size in (64, 256)]
     wanted = [buffer.clone() for buffer in buffers]
@@ -135,8 +139,8 @@ def _compaction_error(device: torch.device, compact: Callable[..., None], bind: 
     return float(sum((got != want).sum().item() for got, want in zip(buffers, wanted, strict=True)))
 
 
-def _name(part: KernelVariant) -> str:
-    """A part in words."""
-    sizes = f"{part.dim}" if part.dim == part.value_dim else f"{part.dim} and {part.value_dim}"
-    options = f" with {', '.join(sorted(part.options))}" if part.options else ""
-    return f"{part.dtype}, head size {sizes}, {part.groups} heads a KV head{options} on {part.device}"
+def _name(variant: KernelVariant) -> str:
+    """A variant as text for the log."""
+    sizes = f"{variant.dim}" if variant.dim == variant.value_dim else f"{variant.dim} and {variant.value_dim}"
+    options = f" with {', '.join(sorted(variant.options))}" if variant.options else ""
+    return f"{variant.dtype}, head size {sizes}, {variant.groups} heads a KV head{options} on {variant.device}"

@@ -8,34 +8,32 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lookahead.kernels.exponential import exp
-from lookahead.kernels.microkernel import jit_part
+from lookahead.kernels.microkernel import exp, jit_part
 
 IntArray = NDArray[np.int32]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_BLOCK = 64  # logits of which the highest is kept, so that most are looked at once
-_AT_ONCE = 1 << 18  # logits made float32 at a time, so that the copy stays in the cache of a core
+_BLOCK = 64  # logits; the highest of a block is kept, so that most logits are read once
+_AT_ONCE = 1 << 18  # logits converted to float32 at a time, so that the copy fits the cache of a core
 _LOWEST = np.iinfo(np.int32).min
 _INFINITY = np.int32(0x7F800000)  # the bits of the float32
 
 
 def can_rank(logits: Tensor) -> bool:
-    """Whether `rank` takes these logits."""
+    """Whether `rank` supports these logits."""
     return logits.device.type == "cpu" and logits.dtype in _DTYPES
 
 
 def rank(logits: Tensor, count: int) -> tuple[IntArray, IntArray, NDArray[np.float32]]:
-    """Find the likeliest tokens; of equal ones the lower comes first.
+    """Find the likeliest tokens; of equally likely ones the lower id comes first.
 
     Args:
         logits: float32, bfloat16 or float16 `[rows, nodes, vocab]` on a CPU.
-        count: How many are wanted beside the likeliest, 0 or more.
+        count: How many tokens to return beside the argmax, 0 or more.
 
     Returns:
-        The likeliest token, int32 `[rows, nodes]`, -1 where a logit is not a number; the `count` likeliest, int32
-        `[rows, nodes, count]`, -1 where there are no more; and their probabilities, float32 likewise, 0 where they
-        are not defined.
+        The argmax, int32 `[rows, nodes]`, -1 where a logit is NaN; the `count` likeliest tokens, int32
+        `[rows, nodes, count]`, -1 beyond the vocabulary; and their probabilities, float32 likewise, 0 where undefined.
     """
     rows, nodes, vocabulary = logits.shape
     argmax = np.empty(rows * nodes, np.int32)
@@ -51,13 +49,13 @@ def rank(logits: Tensor, count: int) -> tuple[IntArray, IntArray, NDArray[np.flo
 
 @jit_part
 def _key(bits):
-    """An integer that is ordered as the float32 of these bits is, where that is a number; both zeros are 0."""
+    """An integer with the order of the float32 with these bits, if that is no NaN; both zeros give 0."""
     return bits if bits >= 0 else np.int32(_LOWEST - bits)
 
 
 @jit_part
 def _highest(bits):
-    """The highest key of a block, and the highest bits of its magnitudes, above those of infinity where one is NaN."""
+    """The highest key of a block, and the highest bits of its magnitudes: above those of infinity if one is NaN."""
     key, magnitude = np.int32(_LOWEST), np.int32(0)
     for i in range(bits.size):
         key = max(key, _key(bits[i]))
@@ -91,7 +89,7 @@ def _rank(values, bits, argmax, top, chances):
 
 @jit_part
 def _insert_best(bits, blocks, best, top):
-    """Fill `top` with the tokens of the highest keys, by insertion; a block below the worst of them is passed by."""
+    """Fill `top` with the tokens of the highest keys, by insertion; skips blocks below the lowest of them."""
     count, last = 0, best.size - 1
     best[:] = _LOWEST
     for block in range(blocks.size):

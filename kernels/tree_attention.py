@@ -21,7 +21,7 @@ _SPLIT = 512  # slots
 _MOST_SPLITS = 64
 # The compiler must not fuse a multiplication with an addition in one loop and not in the other.
 OPTIONS = {"enable_fp_fusion": False}
-# Left to itself ptxas spills a few words of some variants, so that more programs fit on a multiprocessor.
+# Without it ptxas spills a few words of some variants to fit more programs on a multiprocessor.
 ATTEND_OPTIONS = OPTIONS | {"maxnreg": 255}
 
 
@@ -42,15 +42,15 @@ class Blocks(NamedTuple):
 
 
 def blocks_for(dtype: torch.dtype, block_dim: int, precision: Precision, major: int, *, is_padded: bool) -> Blocks:
-    """Blocks such that nothing spills and shared memory suffices, as tests/test_kernels.py sees to.
+    """Block sizes without register spills and within shared memory, as tests/test_kernels.py checks.
 
-    The number of nodes plays no part, so that a node's result does not depend on how many stand beside it.
+    They do not depend on the number of nodes, so a node's result does not either.
 
     Args:
         dtype: Type of query, keys and values.
         block_dim: The larger head size, padded to a power of two.
         precision: How float32 is multiplied.
-        major: Compute capability of the GPU; 9 and later keep accumulators of 64 rows in 4 warps.
+        major: Compute capability of the GPU; from 9 on 4 warps hold accumulators of 64 rows.
         is_padded: Whether a head size is no power of two, and its loads take masks.
     """
     if dtype == torch.float32:
@@ -63,7 +63,7 @@ def blocks_for(dtype: torch.dtype, block_dim: int, precision: Precision, major: 
 
 
 def split_for(slots: int) -> int:
-    """Slots per split: so few that short contexts fill a GPU too, so many that the partial sums stay few."""
+    """Slots per split: few, so that short contexts fill a GPU, but at most 64 splits of partial sums."""
     split = _SPLIT
     while slots > split * _MOST_SPLITS:
         split *= 2
@@ -90,9 +90,9 @@ def tree_attention(
     """Attention of every node over its row's committed slots and its ancestors.
 
     Slots 0 … length - 1 of a row are committed, slot i at position i; node t stands at slot length + t and position
-    length + depth. Any other slot may hold anything. What changes from step to step is read on the device, and the
-    grid follows from shapes alone, so that a captured launch serves every step. With the same `split`, a chain's
-    nodes get the same bits however many of them are scored at once.
+    length + depth. Other slots may hold anything. What changes from step to step is read on the device, and the grid
+    depends on shapes only, so a captured launch works for every step. With the same `split`, a node of a chain gets the
+    same bits however many nodes are scored at once.
 
     Args:
         query: bfloat16, float16 or float32 `[rows, heads, width, dim]`, width up to 256; dim a multiple of 16 up to
@@ -110,8 +110,8 @@ def tree_attention(
         chunk: A node looks at positions of its own chunk of so many only.
         sinks: Floating point `[heads]`; a logit per head that takes part in the softmax only.
         split: Slots per split, a multiple of 64; by the number of slots when None.
-        precision: How float32 is multiplied: as three TF32 products, which lose about two of its 24 bits, or, as
-            always where head sizes exceed 128, exactly ("ieee").
+        precision: How float32 is multiplied: as three TF32 products, which lose about two of its 24 bits, or exactly
+            ("ieee"), as always with head sizes above 128.
 
     Returns:
         `[rows, width, heads, value_dim]`, contiguous, in the type of `query`.
@@ -162,7 +162,7 @@ def _launch(
         has_limit=window is not None or chunk is not None, has_softcap=softcap is not None,
         has_sinks=sinks is not None, precision=precision, major=_major(query.device),
     )  # fmt: skip
-    sums, peaks = out, out  # not touched where there is one split
+    sums, peaks = out, out  # unused with one split
     if splits > 1:
         sums = query.new_empty(rows, kv_heads, splits, packed, shared["BLOCK_VALUE"], dtype=torch.float32)
         peaks = query.new_empty(rows, kv_heads, splits, packed, 2, dtype=torch.float32)
@@ -198,7 +198,7 @@ def constants(
     precision: Precision,
     major: int,
 ) -> tuple[Blocks, dict[str, Any], dict[str, Any]]:
-    """What is compiled in: the blocks, the constants of `attend` and `merge`, and those of `attend` alone."""
+    """Compile-time constants: the blocks, those of both `attend` and `merge`, and those of `attend` only."""
     block_dim, block_value = triton.next_power_of_2(dim), triton.next_power_of_2(value_dim)
     precision = "ieee" if max(dim, value_dim) > 128 else precision
     is_padded = (block_dim, block_value) != (dim, value_dim)
@@ -227,15 +227,15 @@ def constants(
 
 @cache
 def _major(device: torch.device) -> int:
-    """Major compute capability of a GPU; what is interpreted on the CPU takes the blocks of the newest."""
+    """Major compute capability of a GPU; interpreted on the CPU, the blocks of the newest are used."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
-    """Strides of all but the last dimension; 0, which every alignment divides, where there is one element."""
+    """Strides of all but the last dimension; 0, which has every alignment, for a dimension of size 1."""
     return tuple(step if size > 1 else 0 for size, step in zip(tensor.shape[:3], tensor.stride()[:3], strict=True))
 
 
 def _interprets() -> bool:
-    """Whether Triton interprets on the CPU; its dot there multiplies the raw bits of bfloat16."""
+    """Whether Triton interprets on the CPU, where its dot multiplies the raw bits of bfloat16."""
     return not isinstance(attend, triton.JITFunction)

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from lookahead.kernels import reference
-from lookahead.kernels import self_test as audition
-from lookahead.kernels.self_test import KernelVariant, attends_rightly, compacts_rightly
+from lookahead.kernels import reference, self_test
+from lookahead.kernels.self_test import KernelVariant, attention_is_right, compaction_is_right
 from tests.support.random_trees import CASES, random_trees, relative_error
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -148,8 +147,8 @@ def test_buffers_that_compaction_cannot_move_are_refused_by_index():
 
 
 @pytest.mark.parametrize("options", [frozenset(), frozenset({"window", "softcap", "sinks"})], ids=["plain", "options"])
-def test_they_pass_the_audition_that_lets_them_serve_on_a_gpu(options, monkeypatch):
-    monkeypatch.setattr(audition, "_SLOTS", (150, 600))  # as many as the interpreter has time for
+def test_they_pass_the_self_test_that_lets_them_serve_on_a_gpu(options, monkeypatch):
+    monkeypatch.setattr(self_test, "_SLOTS", (150, 600))  # as many as the interpreter has time for
     part = KernelVariant(torch.device("cpu"), FULL, 64, 64, 2, options)
-    assert attends_rightly(part, tree_attention)
-    assert compacts_rightly(part.device, compact, SlotBuffers)
+    assert attention_is_right(part, tree_attention)
+    assert compaction_is_right(part.device, compact, SlotBuffers)

@@ -16,8 +16,7 @@ import lookahead
 from lookahead.cli.app import app
 from lookahead.drafting.cost_model import StepCost
 from lookahead.errors import ConfigError
-from lookahead.models.calibration import calibrate, calibrate_quickly
-from lookahead.models.cost_cache import cache_folder, cost_path, read_costs, write_costs
+from lookahead.models.calibration import cache_folder, calibrate, calibrate_quickly, cost_path, read_costs, write_costs
 
 
 def learned() -> StepCost:

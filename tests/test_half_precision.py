@@ -102,7 +102,7 @@ def test_what_generate_would_read_with_masks_is_read_in_parts_where_it_is_long(
 ) -> None:
     ragged = torch.tensor([[1] * 13, [0] * 4 + [1] * 9])
     assert len(passes_of(made("llama", torch.bfloat16), prompts(1, rows=2), ragged)) == 4
-    monkeypatch.setattr("lookahead.models.target._MOST_WHOLE", 12)
+    monkeypatch.setattr("lookahead.models.target._MAX_WHOLE", 12)
     for name, passes in {"llama": 1, "eager": 3, "mistral, its window": 3}.items():
         assert len(passes_of(made(name, torch.bfloat16), prompts(1))) == passes + 1
 

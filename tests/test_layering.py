@@ -50,7 +50,7 @@ KNOW_TRANSFORMERS = {
 KNOW_THE_TERMINAL = {"cli", "__main__"}
 # Packages of an extra, imported inside the function that needs them.
 OPTIONAL = {
-    "models.gguf_files": {"gguf"},
+    "models.loading": {"gguf"},
     "kernels": {"triton"},
     "documents.office": {"docx", "pypdf"},
     "documents.html": {"trafilatura"},

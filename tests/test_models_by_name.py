@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 import lookahead
 from lookahead.cli.app import app
 from lookahead.errors import UnsupportedModelError
-from lookahead.models import gguf_files, loading, locating
-from lookahead.models.gguf_files import convert_once
+from lookahead.models import loading, locating
+from lookahead.models.loading import convert_once
 from lookahead.models.locating import DEFAULT_MODEL, locate_model
 
 needs_gguf = pytest.mark.skipif(
@@ -73,7 +73,7 @@ def write_gguf(path: Path, architecture: str = "llama", seed: int = 0) -> Path:
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder; where converted models go in it."""
-    monkeypatch.setattr(gguf_files, "user_cache_path", lambda name, **_: tmp_path / "cache" / name)
+    monkeypatch.setattr(loading, "user_cache_path", lambda name, **_: tmp_path / "cache" / name)
     return tmp_path / "cache" / "lookahead" / "models"
 
 
@@ -146,7 +146,7 @@ def test_a_conversion_that_is_broken_off_leaves_nothing_that_is_taken_for_one(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(gguf_files, "_write_manifest", killed)
+        patch.setattr(loading, "_write_manifest", killed)
         with pytest.raises(KeyboardInterrupt):
             convert_once(tiny_gguf)
     assert [each.name for each in cache.iterdir() if each.is_dir()] == []
@@ -183,7 +183,7 @@ def test_a_missing_reader_of_gguf_files_is_told_with_the_extra(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
-    monkeypatch.setattr(gguf_files.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
     said = refusal(str(tmp_path / "m.gguf"))
     assert "needs gguf and accelerate: pip install 'lookahead-decoding[gguf]'" in said
 

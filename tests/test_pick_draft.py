@@ -16,8 +16,8 @@ from bench import proposers as bench
 from lookahead import DecodingStats, DraftModel, LookaheadConfig
 from lookahead.cli.app import app
 from lookahead.generation.draft_selection import NAMES, PLAIN, PROMPTS, Score, compare, pick_draft
+from lookahead.models.calibration import pass_seconds
 from lookahead.models.model_state import state_of
-from lookahead.models.timing import pass_seconds
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from numba import njit
 
-from lookahead.kernels.exponential import exp
+from lookahead.kernels.microkernel import exp
 from lookahead.kernels.topk_cpu import can_rank
 from lookahead.verification.topk import TOP, _read_tensors, likeliest, read_scores
 

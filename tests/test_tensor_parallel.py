@@ -15,7 +15,7 @@ import lookahead
 from lookahead import LookaheadConfig
 from lookahead.errors import UnsupportedModelError
 from lookahead.models.model_state import state_of
-from lookahead.models.tensor_parallel import ensemble_of, refuse_in_ensemble
+from lookahead.models.tensor_parallel import tensor_parallel_group, validate_tensor_parallel
 
 distributed = pytest.importorskip("torch.distributed")
 PROCESSES = 2
@@ -65,7 +65,7 @@ def work(rank: int, folder: Path) -> None:
     try:
         model = AutoModelForCausalLM.from_pretrained(folder / "model", tp_plan="auto").eval()
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "model")
-        ensemble = ensemble_of(model)
+        ensemble = tensor_parallel_group(model)
         assert ensemble is not None and ensemble.leads == (rank == 0)
         compare(model, tokenizer, rank)
         fixed = LookaheadConfig(draft="fixed")
@@ -84,7 +84,7 @@ def test_every_process_of_a_model_emits_the_tokens_of_generate(folder: Path) -> 
 
 
 def test_a_model_that_one_process_holds_is_no_ensemble(tiny_llama: Any) -> None:
-    assert ensemble_of(tiny_llama) is None
+    assert tensor_parallel_group(tiny_llama) is None
 
 
 @pytest.mark.parametrize(
@@ -93,5 +93,5 @@ def test_a_model_that_one_process_holds_is_no_ensemble(tiny_llama: Any) -> None:
 )
 def test_what_one_process_alone_would_run_is_refused(tiny_llama: Any, what: dict[str, bool], words: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"LlamaForCausalLM is spread over several processes.*{words}"):
-        refuse_in_ensemble(tiny_llama, **what)
-    refuse_in_ensemble(tiny_llama, reads_hidden=False, by_rejection=False)
+        validate_tensor_parallel(tiny_llama, **what)
+    validate_tensor_parallel(tiny_llama, reads_hidden=False, by_rejection=False)

@@ -18,7 +18,7 @@ from lookahead.engine.row import Pick, Row
 from lookahead.errors import PromptError
 from lookahead.models.cache import RowStates
 from lookahead.models.target import OnPrefill, Target
-from lookahead.models.tensor_parallel import Ensemble
+from lookahead.models.tensor_parallel import TensorParallelGroup
 from lookahead.verification.exact import VerifyResult
 from lookahead.verification.rejection import draw
 from lookahead.verification.topk import Scores, read_scores
@@ -65,7 +65,7 @@ class Engine:
         by_rejection: bool = False,
         isolates: bool = False,
         by_typicality: bool = False,
-        ensemble: Ensemble | None = None,
+        ensemble: TensorParallelGroup | None = None,
         learning: AbstractContextManager[object] | None = None,
     ) -> None:
         self._target = target

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.config import LookaheadConfig
 from lookahead.generation.api import generate
+from lookahead.models.calibration import pass_seconds
 from lookahead.models.model_state import LearnedState, use_learned
 from lookahead.models.target import input_device
-from lookahead.models.timing import pass_seconds
 from lookahead.proposers.draft_model import DraftModel
 from lookahead.stats import DecodingStats, total
 

@@ -45,7 +45,7 @@ from lookahead.models.encoder_decoder import DecoderTarget, Encoded, decoder_sup
 from lookahead.models.model_state import state_of
 from lookahead.models.support import Support, prefills_at_once, support_of
 from lookahead.models.target import PREFILL_CHUNK, Shape, Target, input_device
-from lookahead.models.tensor_parallel import ensemble_of, refuse_in_ensemble
+from lookahead.models.tensor_parallel import tensor_parallel_group, validate_tensor_parallel
 from lookahead.models.validate import vocabulary_size
 from lookahead.ngram.pool_file import Pool
 from lookahead.pools.open_pool import pool_of
@@ -281,7 +281,7 @@ def assemble(
         by_rejection=call.by_rejection,
         by_typicality=config.acceptance == "typical" and warp is not None,
         isolates=isolates,
-        ensemble=ensemble_of(model),
+        ensemble=tensor_parallel_group(model),
         learning=state_of(model).learned.lock,
     )
 
@@ -313,9 +313,9 @@ def _drafting(
         if reads_hidden:
             raise UnsupportedModelError(f"{type(model).__name__} shows no hidden states to proposers: take others")
         proposers = [EncoderInputProposer(proposer, [encoded.tokens]) for proposer in proposers]
-    ensemble = ensemble_of(model)
+    ensemble = tensor_parallel_group(model)
     if ensemble is not None:
-        refuse_in_ensemble(model, reads_hidden=reads_hidden, by_rejection=call.by_rejection)
+        validate_tensor_parallel(model, reads_hidden=reads_hidden, by_rejection=call.by_rejection)
         proposers = proposers if ensemble.leads else []
     if not proposers or config.draft != "auto":
         return proposers, None

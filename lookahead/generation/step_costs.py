@@ -12,8 +12,16 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from lookahead.config import PASSES
-from lookahead.models.calibration import CONTEXTS, NODES, PADDED_NODES, Calibration, calibrate, calibrate_quickly
-from lookahead.models.cost_cache import read_costs, write_costs
+from lookahead.models.calibration import (
+    CONTEXTS,
+    NODES,
+    PADDED_NODES,
+    Calibration,
+    calibrate,
+    calibrate_quickly,
+    read_costs,
+    write_costs,
+)
 from lookahead.models.model_state import state_of
 from lookahead.models.validate import refuse_encoder_decoder
 

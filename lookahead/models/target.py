@@ -23,23 +23,23 @@ from lookahead.models.tree_pass import AttentionSpan, TreePass, padded_slots
 
 Shape = Literal["trees", "chains"]
 OnPrefill = Callable[[int, int], None]
-"""Takes how many tokens of the longest prompt are read, and how many it has."""
+"""Called with the tokens read of the longest prompt, and its length."""
 PREFILL_CHUNK = 1024
-_MOST_WHOLE = 8192  # tokens of a prompt that is read at once without fused attention
+_MAX_WHOLE = 8192  # longest prompt, in tokens, that is read in one pass without fused attention
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Where a model takes its tokens; `meta` for one that has no weights."""
+    """The device of a model's input tokens; `meta` for a model without weights."""
     embedding: Any = model.get_input_embeddings()
     device: torch.device = embedding.weight.device
     if device.type == "meta" and hasattr(embedding, "_hf_hook"):
-        # Offloaded weights stand on meta between passes; accelerate's hook brings them to where they are used.
+        # Offloaded weights are on meta between passes. The hook of accelerate knows the device they run on.
         return torch.device(getattr(embedding._hf_hook, "execution_device", "cpu"))
     return device
 
 
 def position_limit(model: PreTrainedModel) -> int | None:
-    """Positions a model has a table for; None where they are computed, so that there is no end to them."""
+    """Positions a model has a table for; None where positions are computed and unlimited."""
     config: Any = model.config.get_text_config()
     if getattr(config, "rope_parameters", None) or getattr(config, "alibi", False):
         return None
@@ -48,35 +48,35 @@ def position_limit(model: PreTrainedModel) -> int | None:
 
 @cache
 def _parameters_of(kind: Any) -> frozenset[str]:
-    """What the forward of a class of models takes by name."""
+    """Parameter names of the forward of a class of models."""
     return frozenset(inspect.signature(kind.forward).parameters)
 
 
 class Target:
     """A HuggingFace causal LM that scores one token tree per row in one forward pass.
 
-    Models that call registered attention functions are given tree attention, older architectures prepared masks.
-    Where only chains are verified, a single row's, the model makes its own masks.
+    Models that call registered attention functions get tree attention, older architectures get prepared masks. For
+    chains of a single row the model makes its own masks.
 
     Args:
-        model: The model; nothing in it is changed but, within `serving`, its attention implementation.
-        rows: Rows of the batch; one where only chains are verified.
+        model: The model. Only its attention implementation changes, and only within `serving`.
+        rows: Rows of the batch; 1 for chains.
         capacity: Slots per row to begin with.
-        device: Where the model takes its tokens.
-        shape: What is to be scored.
+        device: Device of the input tokens.
+        shape: What `score` gets.
         prefill_chunk: Most prompt tokens read in one pass.
-        hidden_layers: Which hidden states to keep of every pass, numbered as by `output_hidden_states`.
-        compiles: Whether `score` compiles the model, trees being padded to few sizes.
-        captures: Whether `score` records CUDA graphs, likewise.
-        most_nodes: Nodes of the largest tree that `score` is to expect, its root counted.
+        hidden_layers: Hidden states to keep of every pass, numbered as in `output_hidden_states`.
+        compiles: Whether `score` compiles the model, with trees padded to few sizes.
+        captures: Whether `score` records CUDA graphs, with the same padding.
+        most_nodes: Nodes of the largest expected tree, its root included.
 
     Attributes:
-        positions: Positions the model has a table for, None where there is no end to them.
-        on_prefill: Called before the first pass of a prefill and behind every one, where it is set.
-        keeps_hidden: Whether they are kept of the passes to come.
-        hidden: Those hidden states of the newest pass, `[active, nodes of the largest tree, size]`; of a prefill those
-            of the last token of every prompt, `[prompts, 1, size]`.
-        prompt_hidden: The same for every prompt at the tokens the newest prefill read, `[tokens, size]`.
+        positions: Positions the model has a table for; None if unlimited.
+        on_prefill: Called before the first pass of a prefill and after every pass, if set.
+        keeps_hidden: Whether later passes keep hidden states.
+        hidden: Hidden states of the newest pass, `[active, nodes of the largest tree, size]`; after a prefill those of
+            the last token of every prompt, `[prompts, 1, size]`.
+        prompt_hidden: Hidden states of every prompt at the tokens the newest prefill read, `[tokens, size]`.
     """
 
     def __init__(
@@ -116,9 +116,9 @@ class Target:
         self.prompt_hidden: list[dict[int, Tensor]] = []
         self._is_served = False
         self._has_softcap = model.config.get_text_config()._attn_implementation != "sdpa"
-        # In float32 tokens do not hang on the last bits, and packed heads are faster.
+        # In float32 the last bits do not change tokens, and packed heads are faster.
         self._is_bitwise = model.dtype in (torch.bfloat16, torch.float16)
-        self._made_code = False  # for products of the newest pass
+        self._made_code = False  # whether the newest pass generated code for products
         self._fast = None
         if is_fixed:
             self._fast = CompiledRunner(
@@ -128,14 +128,14 @@ class Target:
 
     @property
     def is_cold(self) -> bool:
-        """Whether the newest pass did work that later ones of its shape need not do again, such as compiling."""
+        """Whether the newest pass did work, such as compiling, that later passes of its shape do not repeat."""
         return self._made_code or (self._fast is not None and self._fast.is_cold)
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Let the model use tree attention in passes of this target until the block ends; every pass must run inside.
+        """Switch the model to tree attention in this target's passes until the block ends; every pass must run inside.
 
-        Blocks may be nested. Whoever else calls the model meanwhile, on this thread or another, finds it as it was.
+        Blocks may be nested. Other calls of the model, on this thread or another, are not affected.
         """
         with torch.inference_mode():
             if self._scope is None or self._is_served:
@@ -149,12 +149,12 @@ class Target:
                 self._is_served = False
 
     def prefill(self, prompts: Sequence[IntArray], first: int = 0) -> Tensor:
-        """Put the KV of every prompt into the cache; its last token, the first root, is not committed yet.
+        """Read prompts into the cache. The last token of each is the first root, and is not committed yet.
 
         Args:
-            prompts: int32 `[tokens]` per active row from `first` on, at least one token more than the row's cache holds
-                already; rows may differ in length.
-            first: The rows before it stay as they are.
+            prompts: int32 `[tokens]` per active row from `first` on, at least one token longer than the cache of the
+                row; rows may differ in length.
+            first: The first row to read; earlier rows do not change.
 
         Returns:
             Logits after the last token of every prompt, `[prompts, 1, vocab]`.
@@ -163,7 +163,6 @@ class Target:
             return self._prefill(prompts)
 
     def _prefill(self, prompts: Sequence[IntArray]) -> Tensor:
-        """`prefill` of all rows that take part."""
         from lookahead.kernels.dispatch import padded_width
 
         slots = self.cache.slots
@@ -172,7 +171,7 @@ class Target:
         lengths = np.array([len(prompt) for prompt in prompts])
         new = lengths - cached
         width = longest = int(new.max())
-        if self.positions is None:  # else padding might have none
+        if self.positions is None:  # padding tokens need positions too
             width = padded_width(len(prompts), width, self._device, self._model.dtype)
         padded = np.zeros((len(prompts), width), np.int64)
         for row, prompt in enumerate(prompts):
@@ -181,10 +180,10 @@ class Target:
         hidden: list[dict[int, Tensor]] = []
         is_whole = bool((new == width).all()) and not np.ptp(cached)
         size = width if is_whole and self._reads_whole(width, is_continued=bool(cached.any())) else self._prefill_chunk
-        self._tell(0, longest)
+        self._report(0, longest)
         for start in range(0, width, size):
             chunk = np.ascontiguousarray(padded[:, start : start + size])
-            # A row whose prompt has ended writes padding behind its end, where its trees will stand.
+            # A row whose prompt has ended writes padding after it, into the slots of its later trees.
             committed[:] = cached + start
             ends = new - 1 - start
             ending = np.flatnonzero((ends >= 0) & (ends < chunk.shape[1]))
@@ -193,7 +192,7 @@ class Target:
             logits = self._forward(chunk, positions, None, keep=keep if len(keep) else np.zeros(1, np.int64))
             last.update({int(row): logits[row, column] for row, column in zip(ending, place, strict=True)})
             hidden.append(self.hidden)
-            self._tell(min(start + size, longest), longest)
+            self._report(min(start + size, longest), longest)
         committed[:] = lengths - 1
         whole = {layer: torch.cat([chunk[layer] for chunk in hidden], 1) for layer in self.hidden}
         self.prompt_hidden = [{layer: each[row, :n] for layer, each in whole.items()} for row, n in enumerate(new)]
@@ -201,13 +200,12 @@ class Target:
         return torch.stack([last[row] for row in range(len(prompts))])[:, None]
 
     def _reads_whole(self, width: int, *, is_continued: bool) -> bool:
-        """Whether prompts of one length are read in one pass, as by `model.generate`, to its last bit."""
-        # Without fused causal attention the memory of a pass grows with the square of its tokens.
+        """Whether to read prompts of one length in one pass, bit-identical to `model.generate`."""
+        # Without fused causal attention the memory of a pass grows quadratically with its tokens.
         is_fused = not (self._has_softcap or is_continued or any(self._windows))
-        return self._is_bitwise and (is_fused or width <= _MOST_WHOLE)
+        return self._is_bitwise and (is_fused or width <= _MAX_WHOLE)
 
-    def _tell(self, done: int, tokens: int) -> None:
-        """Tell how far the longest prompt is read, where that is wanted."""
+    def _report(self, done: int, tokens: int) -> None:
         if self.on_prefill is not None:
             self.on_prefill(done, tokens)
 
@@ -231,8 +229,8 @@ class Target:
 
         Args:
             trees: One tree per active row.
-            scored: int64 `[active]`; how many of its first nodes were scored since the last commit, one at least:
-                their KV stands in its slots. A prefill has scored the root.
+            scored: int64 `[active]`; how many first nodes of each tree were scored since the last commit, at least 1.
+                Their KV is in their slots. A prefill scores the root.
         """
         committed = self.cache.slots.lengths[: len(trees)]
         committed += scored
@@ -260,7 +258,7 @@ class Target:
         self.cache.commit(row, path)
 
     def retire(self, row: int) -> int:
-        """Take a finished row out of the passes; returns the row that took its place."""
+        """Remove a finished row from the passes; returns the row that took its place."""
         return self.cache.retire(row)
 
     def _forward(
@@ -312,7 +310,7 @@ class Target:
         keep: NDArray[np.int64] | None,
         scored: NDArray[np.int64] | None,
     ) -> bool:
-        """Whether a pass is one that `model.generate` would take: whole prompts of one length, or a token a row."""
+        """Whether `model.generate` would run the same pass: whole prompts of one length, or one token a row."""
         lengths = self.cache.slots.lengths[: len(tokens)]
         if scored is not None or np.ptp(lengths):
             return False
@@ -325,7 +323,7 @@ def _choose_layers(output: Any, layers: Sequence[int]) -> dict[int, Tensor]:
     """Some of the hidden states of a pass.
 
     Raises:
-        UnsupportedModelError: The model has none, or not so many.
+        UnsupportedModelError: The model does not return them.
     """
     states: Sequence[Tensor] = getattr(output, "hidden_states", None) or ()
     for layer in layers:

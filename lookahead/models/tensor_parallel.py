@@ -1,4 +1,4 @@
-"""Processes that hold a share each of one model: the first one drafts, and the others verify the same trees."""
+"""Tensor parallelism: several processes hold one model. The first one drafts, and all verify the same trees."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import UnsupportedModelError
 
 
-class Ensemble:
-    """The processes of a model under tensor parallelism, each of which takes every pass with the others.
+class TensorParallelGroup:
+    """The processes of a model under tensor parallelism, which run every pass together.
 
-    What a draft holds depends on measured seconds too, which no two processes agree on; passes over different trees
-    would wait for each other forever. Everything behind the draft follows from the logits, which are the same.
+    A draft depends on measured seconds, which differ between processes, and passes over different trees would wait for
+    each other forever. So the first process sends its drafts. Everything after the draft follows from the logits, which
+    are the same in all processes.
 
     Args:
-        group: The process group of the model's shares.
-        device: Where the model is, so that its group can send tensors from there.
+        group: The process group of the model.
+        device: The device of the model, from which the group sends tensors.
 
     Attributes:
         leads: Whether this process drafts.
@@ -35,10 +36,10 @@ class Ensemble:
         self.leads = torch.distributed.get_rank(group) == 0
 
     def agree(self, drafts: Sequence[Draft]) -> list[Draft]:
-        """The drafts of the leader, which are its own there: the sizes of all trees are sent, then the trees.
+        """The drafts of the leader: the sizes of all trees are broadcast, then the trees.
 
         Args:
-            drafts: One per row; those of the others do not count.
+            drafts: One per row; ignored in all processes but the leader.
         """
         sizes = self._send(np.array([len(draft.tree) for draft in drafts], np.int32))
         nodes = np.zeros((5, int(sizes.sum())), np.int32)
@@ -50,7 +51,7 @@ class Ensemble:
         return [_followed(*part) for part in np.split(nodes, np.cumsum(sizes)[:-1], 1)]
 
     def _send(self, numbers: IntArray) -> IntArray:
-        """What the leader gives; the others give an array of its shape."""
+        """Broadcast the leader's numbers; the others pass an array of the same shape."""
         sent = torch.from_numpy(np.ascontiguousarray(numbers)).to(self._device)
         torch.distributed.broadcast(sent, src=self._leader, group=self._group)
         received: IntArray = sent.cpu().numpy()
@@ -64,33 +65,33 @@ def _packed(draft: Draft) -> IntArray:
 
 
 def _followed(tokens: IntArray, parents: IntArray, depths: IntArray, *halves: IntArray) -> Draft:
-    """The draft of another process; where its nodes come from is known there."""
+    """The draft of the leader, without the sources of its nodes."""
     reach = np.stack(halves, 1).view(np.float64)[:, 0]
     return Draft(TokenTree(tokens, parents, depths, np.zeros(len(tokens), np.int32)), (), reach)
 
 
-def ensemble_of(model: nn.Module) -> Ensemble | None:
-    """The processes that a model is spread over; None where this one holds all of it."""
+def tensor_parallel_group(model: nn.Module) -> TensorParallelGroup | None:
+    """The processes that hold a model together; None if this one holds all of it."""
     if (getattr(model, "_tp_size", None) or 1) == 1 or not torch.distributed.is_initialized():
         return None
     meshes = (getattr(parameter, "device_mesh", None) for parameter in model.parameters())
     mesh: Any = next((mesh for mesh in meshes if mesh is not None), None)
     device = next(model.parameters()).device
     if mesh is None:
-        return Ensemble(torch.distributed.group.WORLD, device)
-    return Ensemble((mesh["tp"] if mesh.ndim > 1 else mesh).get_group(), device)
+        return TensorParallelGroup(torch.distributed.group.WORLD, device)
+    return TensorParallelGroup((mesh["tp"] if mesh.ndim > 1 else mesh).get_group(), device)
 
 
-def refuse_in_ensemble(model: nn.Module, *, reads_hidden: bool, by_rejection: bool) -> None:
-    """Refuse what one process of several cannot draft or verify by itself.
+def validate_tensor_parallel(model: nn.Module, *, reads_hidden: bool, by_rejection: bool) -> None:
+    """Refuse options that tensor parallelism does not support.
 
     Args:
         model: The model.
-        reads_hidden: Whether a source of drafts reads hidden states, as trained heads do, which then run layers of it.
-        by_rejection: Whether drafts are drawn, and accepted by rejection sampling.
+        reads_hidden: Whether a source of drafts reads hidden states, as trained heads do.
+        by_rejection: Whether drafts are accepted by rejection sampling.
 
     Raises:
-        UnsupportedModelError: With what it is.
+        UnsupportedModelError: One of the options is used; the message names it.
     """
     what = "heads that read its hidden states" if reads_hidden else "acceptance='rejection'" if by_rejection else ""
     if what:

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.drafting.proposal import Call, Feedback, IntArray, Proposal, Proposer
 from lookahead.errors import ConfigError, ProposerError
+from lookahead.models.calibration import pass_seconds
 from lookahead.models.model_state import state_of
 from lookahead.models.support import prefills_at_once, support_of
 from lookahead.models.target import PREFILL_CHUNK, Shape, Target, input_device
-from lookahead.models.timing import pass_seconds
 from lookahead.models.validate import refuse_encoder_decoder, refuse_model, vocabulary_size
 from lookahead.proposers.draft_rates import DraftRates
 from lookahead.proposers.draft_tree import DraftTree, DraftTreeBatch

@@ -1,4 +1,4 @@
-"""Walk a verified tree: the one place where output tokens are chosen and where an output ends."""
+"""Walk a verified tree: the only place where output tokens are chosen and outputs end."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class VerifyResult:
     """What the target chose along one row's tree.
 
     Attributes:
-        path: int32 `[a]`; the accepted nodes from the root, `path[0] == 0`. Each one's KV is to be kept.
-        tokens: int32 `[a]`; the token the target chose after each node of the path: the tokens of
-            `path[1:]`, then the bonus token.
+        path: int32 `[a]`; the accepted nodes from the root, `path[0] == 0`, whose KV is kept.
+        tokens: int32 `[a]`; the token the target chose after each node of the path: the tokens of `path[1:]`, then the
+            bonus token.
         finished: The output ends with the last of `tokens`.
     """
 
@@ -30,13 +30,13 @@ class VerifyResult:
 def verify(tree: TokenTree, choose: Callable[[int], int], is_finished: Callable[[int], bool]) -> VerifyResult:
     """Walk from the root: choose a token, emit it, and descend if a child of the node holds it.
 
-    `choose` and `is_finished` are called alternately, once per emitted token and in order, so that random
-    numbers, logits processors and stopping criteria see exactly what a token-by-token loop would show them.
+    `choose` and `is_finished` are called in turn, once per emitted token and in order. So random numbers, logits
+    processors and stopping criteria get exactly what they get in a token-by-token loop.
 
     Args:
         tree: The draft.
-        choose: The target's choice after a node, given the node.
-        is_finished: Takes the emitted token and says whether the output ends there.
+        choose: Takes a node and returns the target's choice after it.
+        is_finished: Takes the emitted token and returns whether the output ends there.
 
     Source: the sampling loop of transformers, replayed along the tree; lossless for any tree.
     """
@@ -53,7 +53,7 @@ def verify(tree: TokenTree, choose: Callable[[int], int], is_finished: Callable[
 
 
 def verify_greedy(tree: TokenTree, argmax: IntArray, eos_tokens: IntArray, limit: int) -> VerifyResult:
-    """`verify` for the plain argmax that ends at an end-of-sequence token or after `limit` tokens, in one call.
+    """`verify` for greedy decoding that ends at an end-of-sequence token or after `limit` tokens, in one call.
 
     Args:
         tree: The draft.

@@ -1,4 +1,4 @@
-"""Speculative sampling: accept what was drawn from a draft's distribution so that the target's is kept.
+"""Speculative sampling: accept draws from a draft's distribution so that outputs follow the target's.
 
 Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding", §2.3 (one draw: accept with
     min(1, p/q), else draw from norm(max(0, p - q))); Chen et al. 2023, "Accelerating Large Language Model Decoding with
@@ -17,22 +17,22 @@ from lookahead.drafting.proposal import IntArray, Proposal
 
 
 def coin(chance: float) -> bool:
-    """Heads with a chance from 0 to 1."""
+    """True with a probability from 0 to 1."""
     return float(torch.rand(())) < chance
 
 
 def draw(weights: Tensor) -> int:
-    """One index of `[vocab]` weights, drawn by them."""
+    """Draw one index by `[vocab]` weights."""
     return int(torch.multinomial(weights, 1))
 
 
 def draw_several(weights: Tensor, count: int) -> Tensor:
-    """Up to `count` indices of every row of `[n, vocab]` weights, drawn by them without replacement.
+    """Draw up to `count` indices by every row of `[n, vocab]` weights, without replacement.
 
     Returns:
-        int64 `[n, count]`, in the order they were drawn; -1 where no weight was left.
+        int64 `[n, count]`, in the order of the draws; -1 where no weight was left.
     """
-    # The race of exponential clocks: the order of arrival is that of draws one after the other.
+    # Exponential clocks arrive in the order of successive draws.
     times = weights / torch.empty_like(weights).exponential_()
     arrived, order = times.topk(min(count, weights.shape[-1]), sorted=True)
     order = torch.where(arrived > 0, order, -1)
@@ -43,8 +43,8 @@ class RejectionRounds:
     """What proposers drew at the nodes of one row's draft, to be tried in that order.
 
     Args:
-        offers: What each proposer offered, None for nothing; every proposal tells its draws.
-        placed: For each of them int32 `[k]`, the node of the draft that each of its nodes became.
+        offers: The proposal of each proposer, with its draws, or None.
+        placed: For each of them int32 `[k]`: the node of the draft that each of its nodes became.
     """
 
     def __init__(self, offers: Sequence[Proposal | None], placed: Sequence[IntArray]) -> None:
@@ -55,7 +55,7 @@ class RejectionRounds:
             families: dict[int, tuple[Tensor, list[int]]] = {}
             parents, origins = offer.parents.tolist(), offer.draws.origins.tolist()
             for node, (parent, token) in enumerate(zip(parents, offer.tokens.tolist(), strict=True)):
-                if node == 0 or where[node] == 0:  # beyond where the output ends, as are its siblings
+                if node == 0 or where[node] == 0:  # it and its siblings lie beyond the end of the output
                     continue
                 if parent not in families:
                     families[parent] = (offer.draws.distributions[origins[node]], [])
@@ -63,11 +63,11 @@ class RejectionRounds:
                 families[parent][1].append(token)
 
     def choose(self, node: int, chances: Tensor) -> int:
-        """The token after a node of the draft, distributed as `chances`, float `[vocab]`, those of the target.
+        """The token after a node of the draft, distributed as the target's probabilities, `chances`, float `[vocab]`.
 
-        It is one of the node's children where one of them is accepted, else what was left to chance.
+        It is an accepted child of the node, else a draw from the residual distribution.
         """
-        p = chances.cpu().double()  # a few small steps, each of which would wait for the device
+        p = chances.cpu().double()  # every step of the loop would wait for the device
         for distribution, tokens in self._rounds.get(node, ()):
             q = torch.zeros_like(p)
             q[: len(distribution)] = distribution.cpu()
@@ -82,6 +82,6 @@ class RejectionRounds:
 
 
 def _normalized(weights: Tensor, otherwise: Tensor) -> Tensor:
-    """Weights that add up to 1; those of before where rounding left none."""
+    """Weights divided by their sum; `otherwise` where rounding left a sum of 0."""
     total = weights.sum()
     return weights / total if float(total) > 0.0 else otherwise

@@ -1,4 +1,4 @@
-"""Logits to token, exactly as transformers' own sampling loop does it."""
+"""From logits to tokens, exactly as in transformers' own sampling loop."""
 
 from __future__ import annotations
 
@@ -9,37 +9,8 @@ from typing import Any, cast
 
 import torch
 from torch import FloatTensor, LongTensor, Tensor
-from transformers import (
-    EncoderNoRepeatNGramLogitsProcessor,
-    EncoderRepetitionPenaltyLogitsProcessor,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    ExponentialDecayLengthPenalty,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    GenerationConfig,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    LogitsProcessor,
-    LogitsProcessorList,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    PrefixConstrainedLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    SynthIDTextWatermarkLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopHLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-    WatermarkLogitsProcessor,
-)
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.generation import logits_process as hf
 
 from lookahead.errors import LogitsError
 from lookahead.verification.topk import likeliest
@@ -48,14 +19,14 @@ from lookahead.verification.topk import likeliest
 class TokenChooser:
     """Chooses one token per row and HuggingFace step from raw logits.
 
-    Greedy decoding takes the argmax of the processed logits. Sampling takes the very draw that
-    `torch.multinomial(probs, 1)` makes: it is `argmax(probs / noise)` with exponential noise of the shape of
-    `probs`. The noise of HuggingFace step t is drawn once, for the whole batch, when the first row reaches t,
-    so rows that advance at different rates still see the numbers `model.generate` would have shown them.
+    Greedy decoding takes the argmax of the processed logits. Sampling makes the same draw as
+    `torch.multinomial(probs, 1)`: `argmax(probs / noise)` with exponential noise of the shape of `probs`. The noise of
+    HuggingFace step t is drawn once for the whole batch, when the first row reaches t. So rows that advance at
+    different rates get the numbers they would get from `model.generate`.
 
     Args:
         processors: The logits processors that `model.generate` prepared.
-        do_sample: Whether to sample rather than to take the argmax.
+        do_sample: Whether to sample; the argmax otherwise.
         batch_size: Rows of the batch, finished ones included.
         keep: Whether to keep the logits and scores of every choice.
 
@@ -78,7 +49,7 @@ class TokenChooser:
 
     @property
     def is_plain_greedy(self) -> bool:
-        """Whether the choice is just the argmax of the raw logits, and nobody asks for more."""
+        """Whether every choice is the argmax of the raw logits and none is kept."""
         return not self._do_sample and not self._keep and not any(self._processors)
 
     def choose(self, prefix: Tensor, logits: Tensor, *, row: int, step: int) -> int:
@@ -88,10 +59,10 @@ class TokenChooser:
             prefix: int64 `[1, tokens]`, the row's ids as `model.generate` would hold them, padding included.
             logits: `[vocab]`, the target's raw logits after `prefix`.
             row: Index of the row in the batch.
-            step: How many tokens the row had emitted before this one.
+            step: Tokens the row emitted before this one.
 
         Raises:
-            LogitsError: The scores name no token.
+            LogitsError: The scores are not numbers.
         """
         scores = self._process(prefix, logits, row)
         if self._do_sample:
@@ -103,9 +74,9 @@ class TokenChooser:
         return token
 
     def chances(self, prefix: Tensor, logits: Tensor, *, row: int, step: int, is_tentative: bool = False) -> Tensor:
-        """What `choose` would draw from, `[vocab]`, for one who draws differently; the arguments are the same.
+        """The probabilities `[vocab]` that `choose` would draw from; the arguments are the same.
 
-        Of what is tentative, because the prefix may not be emitted, nothing is kept.
+        If the prefix may not be emitted (`is_tentative`), no logits or scores are kept.
         """
         kept, self._keep = self._keep, self._keep and not is_tentative
         chances = torch.softmax(self._process(prefix, logits, row)[0], -1)
@@ -115,7 +86,7 @@ class TokenChooser:
         return chances
 
     def _process(self, prefix: Tensor, logits: Tensor, row: int) -> Tensor:
-        """Scores after the row's processors, `[1, vocab]`, kept where they are asked for."""
+        """Scores after the row's processors, `[1, vocab]`."""
         ids, raw = cast(LongTensor, prefix), cast(FloatTensor, logits[None].to(torch.float32, copy=True))
         scores: Tensor = self._processors[row](ids, raw)
         if self._keep:
@@ -124,7 +95,7 @@ class TokenChooser:
         return scores
 
     def forget_before(self, step: int) -> None:
-        """Drop noise that no row needs any more: every running row has emitted at least `step` tokens."""
+        """Drop the noise of earlier steps; every running row has emitted at least `step` tokens."""
         while self._noise and self._first_step < step:
             self._noise.popleft()
             self._first_step += 1
@@ -137,16 +108,16 @@ class TokenChooser:
         return self._noise[step - self._first_step]
 
 
-# What looks at scores alone, so that drafts can be put through it wherever they stand.
+# Processors that read nothing but scores, so that they apply to drafts too.
 _WARPERS = (
-    *(TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper),
-    *(TypicalLogitsWarper, EpsilonLogitsWarper, EtaLogitsWarper),
+    *(hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper),
+    *(hf.TypicalLogitsWarper, hf.EpsilonLogitsWarper, hf.EtaLogitsWarper),
 )
 
 
 def warp_of(processors: LogitsProcessorList) -> Callable[[Tensor], Tensor]:
-    """The processors that look at nothing but scores, `[n, vocab]`, as one function; the others are left out."""
-    warpers = [processor for processor in processors if type(processor) in _WARPERS]  # a subclass may keep a state
+    """One function for the processors that read nothing but scores, `[n, vocab]`; the others are left out."""
+    warpers = [processor for processor in processors if type(processor) in _WARPERS]  # a subclass may have a state
 
     def warp(scores: Tensor) -> Tensor:
         nothing = cast(LongTensor, torch.zeros(len(scores), 0, dtype=torch.long))
@@ -158,37 +129,41 @@ def warp_of(processors: LogitsProcessorList) -> Callable[[Tensor], Tensor]:
 
 
 def not_a_number(row: int, step: int) -> LogitsError:
-    """The error for scores that name no token."""
+    """The error for scores that are not numbers."""
     return LogitsError(f"the scores of new token {step + 1} of row {row} are not a number; no token can be chosen")
 
 
-# What treats every row by itself and keeps nothing from step to step. A subclass may do otherwise.
+# Processors that treat every row by itself and have no state. A subclass may do otherwise.
 _ROW_WISE = frozenset(
     {
         *_WARPERS,
-        *(TopHLogitsWarper, LogitNormalization, InfNanRemoveLogitsProcessor, ExponentialDecayLengthPenalty),
-        *(MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor, NoRepeatNGramLogitsProcessor),
-        *(RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor, NoBadWordsLogitsProcessor),
-        *(EncoderRepetitionPenaltyLogitsProcessor, EncoderNoRepeatNGramLogitsProcessor, WatermarkLogitsProcessor),
-        *(ForcedBOSTokenLogitsProcessor, ForcedEOSTokenLogitsProcessor),
-        *(SuppressTokensLogitsProcessor, SuppressTokensAtBeginLogitsProcessor),
+        *(hf.TopHLogitsWarper, hf.LogitNormalization, hf.InfNanRemoveLogitsProcessor, hf.ExponentialDecayLengthPenalty),
+        *(hf.MinLengthLogitsProcessor, hf.MinNewTokensLengthLogitsProcessor, hf.NoRepeatNGramLogitsProcessor),
+        *(hf.RepetitionPenaltyLogitsProcessor, hf.SequenceBiasLogitsProcessor, hf.NoBadWordsLogitsProcessor),
+        *(
+            hf.EncoderRepetitionPenaltyLogitsProcessor,
+            hf.EncoderNoRepeatNGramLogitsProcessor,
+            hf.WatermarkLogitsProcessor,
+        ),
+        *(hf.ForcedBOSTokenLogitsProcessor, hf.ForcedEOSTokenLogitsProcessor),
+        *(hf.SuppressTokensLogitsProcessor, hf.SuppressTokensAtBeginLogitsProcessor),
     }
 )
 
 
 def foreign_processor(processors: LogitsProcessorList, config: GenerationConfig, *, is_tentative: bool = False) -> str:
-    """The name of the first processor that may keep a state or look across rows, or an empty string.
+    """The name of the first processor that may have a state or read several rows, or an empty string.
 
-    Such a one must see what `model.generate` would show it: the whole batch, once a step. Where processors are asked
-    about tokens that may not be emitted (`is_tentative`), one that keeps a state for each row is foreign too.
+    Such a processor must be called as by `model.generate`: with the whole batch, once a step. If processors are called
+    for tokens that may not be emitted (`is_tentative`), one with a state per row is foreign too.
     """
     for place, processor in enumerate(processors):
         kind = type(processor)
         is_last = not any(type(each) is kind for each in processors[place + 1 :])
-        is_ours = kind is SynthIDTextWatermarkLogitsProcessor and config.watermarking_config is not None and is_last
+        is_ours = kind is hf.SynthIDTextWatermarkLogitsProcessor and config.watermarking_config is not None and is_last
         if is_ours and not is_tentative:
-            continue  # it keeps a state row by row, but is of this call alone, and every row gets one of its own
-        if kind is PrefixConstrainedLogitsProcessor:
+            continue  # its state is per row and of this call, and every row gets its own copy
+        if kind is hf.PrefixConstrainedLogitsProcessor:
             return "prefix_allowed_tokens_fn"
         if kind not in _ROW_WISE:
             return str(getattr(processor, "__qualname__", kind.__qualname__))  # it may be a function
@@ -196,7 +171,7 @@ def foreign_processor(processors: LogitsProcessorList, config: GenerationConfig,
 
 
 class _WholeBatch(LogitsProcessor):
-    """Shows a processor a batch, every row of it the row in question, and takes that row's answer."""
+    """Calls a processor with a batch of copies of one row, and takes that row's result."""
 
     def __init__(self, processor: LogitsProcessor, row: int, batch_size: int) -> None:
         self._processor = processor
@@ -204,7 +179,7 @@ class _WholeBatch(LogitsProcessor):
         self._batch_size = batch_size
 
     def __call__(self, input_ids: LongTensor, scores: FloatTensor) -> FloatTensor:
-        """Process `[1, vocab]` scores of the row as the batch's row would be processed."""
+        """Process the `[1, vocab]` scores of the row as if in its batch."""
         batch = [cast(Any, x.expand(self._batch_size, -1).clone()) for x in (input_ids, scores)]
         return cast(FloatTensor, self._processor(*batch)[self._row : self._row + 1])
 
@@ -212,20 +187,20 @@ class _WholeBatch(LogitsProcessor):
 def _for_row(processors: LogitsProcessorList, row: int, batch_size: int) -> LogitsProcessorList:
     """Processors for one row of a batch, called with that row alone; none of them is foreign.
 
-    Rows advance at different rates, so a batch of equal lengths is never at hand. Processors treat rows alike, but for
-    three that know which row they are at.
+    Rows advance at different rates, so they never form a batch of one length. Only three processors depend on the
+    index of the row.
     """
     if batch_size == 1:
         return processors
     mine = LogitsProcessorList()
     for processor in processors:
-        if isinstance(processor, RepetitionPenaltyLogitsProcessor):
+        if isinstance(processor, hf.RepetitionPenaltyLogitsProcessor):
             own = copy(processor)
             if isinstance(own.prompt_ignore_length, Tensor):
                 own.prompt_ignore_length = own.prompt_ignore_length[row : row + 1]
             mine.append(own)
-        elif isinstance(processor, EncoderRepetitionPenaltyLogitsProcessor | EncoderNoRepeatNGramLogitsProcessor):
-            mine.append(_WholeBatch(processor, row, batch_size))  # it holds the prompts of the whole batch
+        elif isinstance(processor, hf.EncoderRepetitionPenaltyLogitsProcessor | hf.EncoderNoRepeatNGramLogitsProcessor):
+            mine.append(_WholeBatch(processor, row, batch_size))  # it holds all prompts of the batch
         else:
-            mine.append(copy(processor))  # a watermark's keeps a state
+            mine.append(copy(processor))  # that of a watermark has a state
     return mine

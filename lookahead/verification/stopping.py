@@ -1,4 +1,4 @@
-"""When an output ends, told token by token."""
+"""When an output ends, decided token by token."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REASONS: dict[type, FinishReason] = {
 
 
 def reason_of(criterion: object) -> FinishReason:
-    """What an output ends for that a criterion ends; a subclass is a user's own."""
+    """The reason a criterion stands for; a subclass counts as a custom one."""
     return _REASONS.get(type(criterion), "criteria")
 
 
@@ -33,10 +33,10 @@ class StoppingRule:
     """When the output of a row ends.
 
     Attributes:
-        max_length: Ids at which a row ends, prompt and padding included, as `model.generate` counts them.
+        max_length: Ids at which a row ends, prompt and padding included, as in `model.generate`.
         eos_tokens: int32 `[k]`; tokens that end an output.
-        custom: Every other criterion, with the reason it stands for: takes a row's ids, int64 `[1, tokens]`, and its
-            scores so far, each `[vocab]`.
+        custom: Every other criterion with its reason. It takes a row's ids, int64 `[1, tokens]`, and its scores so far,
+            each `[vocab]`.
     """
 
     max_length: int
@@ -49,12 +49,12 @@ class StoppingRule:
         return not self.custom and not self.eos_tokens.size
 
     def within(self, context: int) -> StoppingRule:
-        """The rule with an end where a model has read as many ids as its context holds; one more follows from them."""
+        """The rule for a model with a context of so many ids; one more id follows the last of them."""
         return replace(self, max_length=min(self.max_length, context + 1))
 
     def finish_reason(self, ids: Tensor, scores: Sequence[Tensor] = ()) -> FinishReason | None:
-        """Why a row whose ids, int64 `[1, tokens]`, end with its newest token ends there; None if it does not."""
-        # Every criterion is asked, as `model.generate` does: one that counts its calls must see them all.
+        """Why a row ends with the last of its ids, int64 `[1, tokens]`; None if it does not."""
+        # Every criterion is called, as in `model.generate`: one may count its calls.
         fired = [reason for reason, criterion in self.custom if criterion(ids, scores)]
         if "stop" in fired or int(ids[0, -1]) in self.eos_tokens:
             return "stop"

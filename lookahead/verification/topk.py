@@ -1,4 +1,4 @@
-"""What of a step's logits leaves the device: the likeliest tokens, in one read."""
+"""The likeliest tokens of a step's logits, copied from the device at once."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Scores:
     """The likeliest tokens after every node, before any logits processor.
 
     Attributes:
-        argmax: int32 `[rows, nodes]`, negative where logits are not a number; empty where it was not asked for.
-        top: int32 `[rows, nodes, 8]`, the likeliest first, -1 beyond the vocabulary; None where not asked for.
-        probabilities: float32 `[rows, nodes, 8]`, 0 where logits are not finite numbers; None likewise.
+        argmax: int32 `[rows, nodes]`, negative where logits are NaN; empty if not requested.
+        top: int32 `[rows, nodes, 8]`, the likeliest first, -1 beyond the vocabulary; None if not requested.
+        probabilities: float32 `[rows, nodes, 8]`, 0 where logits are not finite; None if not requested.
     """
 
     argmax: IntArray
@@ -29,17 +29,17 @@ class Scores:
 
 
 def likeliest(scores: Tensor) -> Tensor:
-    """The index of the highest of `[..., vocab]` scores, int32 `[...]`; negative where one is not a number."""
+    """The index of the highest of `[..., vocab]` scores, int32 `[...]`; negative where one is NaN."""
     values, indices = scores.max(-1)
     return torch.where(values.isnan(), -1, indices).to(torch.int32)
 
 
 def read_scores(logits: Tensor, *, with_top: bool) -> Scores:
-    """Find the likeliest tokens where the logits are, and bring them over in a single copy where that is no CPU.
+    """Find the likeliest tokens on the device of the logits, and copy them to the host at once.
 
     Args:
         logits: `[rows, nodes, vocab]`.
-        with_top: Whether the top 8 are wanted beside the argmax.
+        with_top: Whether to return the top 8 beside the argmax.
     """
     from lookahead.kernels.topk_cpu import can_rank, rank
 
@@ -59,7 +59,7 @@ def _read_tensors(logits: Tensor, *, with_top: bool) -> Scores:
     if top.shape[-1] < TOP:
         missing = (0, TOP - top.shape[-1])
         chances, top = torch.nn.functional.pad(chances, missing), torch.nn.functional.pad(top, missing, value=-1)
-    # The first of the top is no argmax: where two logits are equal, greedy decoding takes the lower token.
+    # The first of the top 8 may not be the argmax: of equal logits, greedy decoding takes the lower token.
     packed = torch.cat((argmax[..., None], top.int(), chances.view(torch.int32)), -1).cpu().numpy()
     return Scores(
         np.ascontiguousarray(packed[..., 0]),

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lookahead.kernels import reference
-from lookahead.kernels import self_test as audition
-from lookahead.kernels.self_test import KernelVariant, attends_rightly, compacts_rightly
+from lookahead.kernels import reference, self_test
+from lookahead.kernels.self_test import KernelVariant, attention_is_right, compaction_is_right
 
 CPU = torch.device("cpu")
 OPTIONS = [frozenset(), frozenset({"window"}), frozenset({"chunk", "sinks"}), frozenset({"softcap"})]
@@ -20,7 +19,7 @@ OPTIONS = [frozenset(), frozenset({"window"}), frozenset({"chunk", "sinks"}), fr
 
 @pytest.fixture(autouse=True)
 def nothing_heard_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(audition, "_outcomes", {})
+    monkeypatch.setattr(self_test, "_outcomes", {})
     yield
 
 
@@ -35,7 +34,7 @@ def right(query: Tensor, keys: Tensor, values: Tensor, **arguments: Any) -> Tens
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(sorted(options)) or "plain")
 def test_a_kernel_that_is_right_serves(dtype: torch.dtype, options: frozenset[str]) -> None:
-    assert attends_rightly(part(dtype, options), right)
+    assert attention_is_right(part(dtype, options), right)
 
 
 def one_slot_short(query: Tensor, keys: Tensor, values: Tensor, *, lengths: Tensor, **arguments: Any) -> Tensor:
@@ -76,16 +75,16 @@ def test_a_kernel_that_is_wrong_anywhere_does_not_serve_and_the_log_says_so_once
     dtype: torch.dtype, kernel: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="lookahead.kernels.self_test"):
-        assert not attends_rightly(part(dtype), kernel)
-        assert not attends_rightly(part(dtype), kernel)
+        assert not attention_is_right(part(dtype), kernel)
+        assert not attention_is_right(part(dtype), kernel)
     (record,) = caplog.records
     assert f"{dtype}, head size 64 and 48, 3 heads a KV head on cpu is not used" in record.getMessage()
 
 
 @pytest.mark.parametrize("options", OPTIONS[1:], ids=lambda options: "+".join(sorted(options)))
 def test_a_kernel_that_is_deaf_to_an_option_serves_without_it_only(options: frozenset[str]) -> None:
-    assert attends_rightly(part(), without_options)
-    assert not attends_rightly(part(options=options), without_options)
+    assert attention_is_right(part(), without_options)
+    assert not attention_is_right(part(options=options), without_options)
 
 
 def test_a_kernel_is_heard_once_for_every_type_size_and_option_and_not_while_a_graph_is_recorded(
@@ -97,15 +96,15 @@ def test_a_kernel_is_heard_once_for_every_type_size_and_option_and_not_while_a_g
         calls.append(query.shape[1])
         return right(query, *tensors, **arguments)
 
-    monkeypatch.setattr(audition, "_is_recording", lambda _: True)
-    assert not attends_rightly(part(), counting)
+    monkeypatch.setattr(self_test, "_is_recording", lambda _: True)
+    assert not attention_is_right(part(), counting)
     assert not calls
-    monkeypatch.setattr(audition, "_is_recording", lambda _: False)
+    monkeypatch.setattr(self_test, "_is_recording", lambda _: False)
     for _ in range(3):
-        assert attends_rightly(part(), counting) and attends_rightly(part(groups=1), counting)
+        assert attention_is_right(part(), counting) and attention_is_right(part(groups=1), counting)
     assert calls == [6, 6, 2, 2]
-    monkeypatch.setattr(audition, "_is_recording", lambda _: True)
-    assert attends_rightly(part(), counting), "what was heard before serves while a graph is recorded"
+    monkeypatch.setattr(self_test, "_is_recording", lambda _: True)
+    assert attention_is_right(part(), counting), "what was heard before serves while a graph is recorded"
 
 
 def test_compaction_serves_where_it_leaves_the_right_bytes() -> None:
@@ -121,11 +120,11 @@ def test_compaction_serves_where_it_leaves_the_right_bytes() -> None:
                 for node in reversed(range(count)):
                     buffer[row, start + node] = buffer[row, start + int(path[node])]
 
-    assert compacts_rightly(CPU, right, list)
-    assert not compacts_rightly(CPU, in_the_wrong_order, list)
+    assert compaction_is_right(CPU, right, list)
+    assert not compaction_is_right(CPU, in_the_wrong_order, list)
 
 
 def test_the_default_random_numbers_are_left_alone() -> None:
     before = torch.get_rng_state()
-    attends_rightly(part(), right)
+    attention_is_right(part(), right)
     assert torch.equal(torch.get_rng_state(), before)
