@@ -236,3 +236,14 @@ def test_a_model_in_training_mode_is_decoded_plainly() -> None:
     model = build(ENCODER_DECODERS["T5"]).train()
     with pytest.warns(UserWarning, match="training mode"):
         generate(model, ONE, custom_generate=lookahead.decode)
+
+
+def test_a_decoder_is_probed_again_where_there_was_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    model = build(ENCODER_DECODERS["T5"])
+    with monkeypatch.context() as patch:
+        patch.setattr(model.get_encoder(), "forward", fail)
+        assert decoder_support(model, max_length=NEW_TOKENS).reason == "there was too little memory to probe it"
+    assert decoder_support(model, max_length=NEW_TOKENS).shape == "chains"
