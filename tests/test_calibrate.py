@@ -236,7 +236,7 @@ def test_a_folder_that_takes_no_file_is_a_warning_and_decoding_goes_on(model_fol
     arguments = ["generate", "3 4 5", "--model", str(model_folder), "--max-new-tokens", "3"]
     outcome = CliRunner().invoke(app, arguments)
     assert outcome.exit_code == 0, outcome.output
-    assert "what steps cost is not kept for the next time" in " ".join(outcome.output.split())
+    assert "step costs are not kept for the next time" in " ".join(outcome.output.split())
 
 
 def test_the_command_prints_tables_and_writes_the_file(model_folder, tmp_path, monkeypatch) -> None:
