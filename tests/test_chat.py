@@ -137,6 +137,13 @@ def test_every_line_of_a_pipe_is_answered_in_turn(run, tiny_llama, chat_tokenize
         assert line.endswith(" tokens a pass, cut at --max-new-tokens")
 
 
+def test_a_chat_takes_the_options_of_drafting(run, tiny_llama, chat_tokenizer):
+    result = run("chat", "--window", "3", "--max-nodes", "16", input="abab\n")
+    assert (result.exit_code, result.stdout) == (0, answers(tiny_llama, chat_tokenizer, "abab")[0] + "\n")
+    refused = run("chat", "--max-nodes", "0", input="abab\n")
+    assert refused.exit_code == 2 and "max_nodes must be" in refused.stderr
+
+
 def test_commands_are_no_messages_and_quit_ends(run):
     result = run("chat", input="/help\n/hepl\n/quit\nabab\n")
     assert (result.exit_code, result.stdout) == (0, "")

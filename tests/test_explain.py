@@ -215,6 +215,14 @@ def test_the_command_takes_a_window(explain, plain) -> None:
     assert "window must be auto or a whole number" in explain("prompt.txt", "--window", "x").stderr
 
 
+def test_the_command_takes_the_options_of_drafting(explain, plain) -> None:
+    result = explain("prompt.txt", "--proposers", "prompt", "--max-nodes", "4")
+    assert result.exit_code == 0, result.output
+    assert shown(plain) in result.stdout
+    assert "from: prompt, plain: the model itself" in result.stdout
+    assert "max_nodes must be" in explain("prompt.txt", "--max-nodes", "0").stderr
+
+
 def test_the_command_asks_through_the_chat_template_unless_it_is_to_continue(
     explain, tiny_llama, tiny_tokenizer, model_folder, monkeypatch
 ) -> None:
