@@ -123,7 +123,7 @@ def test_a_pipe_is_no_file_of_results(tmp_path, name):
 def test_a_pipe_is_no_job_file(tmp_path):
     os.mkfifo(tmp_path / "job.toml")
     with pytest.raises(ConfigError, match=r"job .*job\.toml: not a regular file"):
-        read_job_file(tmp_path / "job.toml", {})
+        read_job_file(tmp_path / "job.toml")
 
 
 def test_a_pipe_is_no_file_of_costs(tmp_path, tiny_llama):
