@@ -93,12 +93,12 @@ class AcceptanceTable:
             draft_probs: float32 `[...]`, the probability that its draft model or head gives it.
 
         Returns:
-            float32 `[...]`, each at most 0.99.
+            float32 `[...]`, each at most 0.99; 0 for one that is not a number.
         """
         counts = self._counts[self._cells(kinds, draft_probs)] + _PSEUDO_HITS
-        factors = counts[..., 0] / counts[..., 1]
-        probs: Float32Array = np.minimum(_MOST_CERTAIN, draft_probs * factors).astype(np.float32)
-        return probs
+        probs = np.minimum(_MOST_CERTAIN, draft_probs * counts[..., 0] / counts[..., 1])
+        calibrated: Float32Array = np.nan_to_num(probs).astype(np.float32)  # heads that overflow give no number
+        return calibrated
 
     def learn(
         self, parents: IntArray, tokens: IntArray, kinds: IntArray, draft_probs: Float32Array, emitted: IntArray

@@ -17,8 +17,8 @@ from lookahead.heads.base_model import hidden_states
 from lookahead.heads.eagle import EagleDrafter, EagleHead, FusedEagleHead, fused_layers
 from lookahead.heads.guess_tree import guess_tree
 from lookahead.heads.head_files import open_heads, write_heads
-from lookahead.heads.hit_rates import HeadRates
 from lookahead.heads.induction_init import fresh_fused
+from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.training.eagle_learner import EagleLearner, FusedEagleLearner, Places, unroll
 from lookahead.training.examples import collate, make_example
 from lookahead.training.train_heads import frequent_tokens
@@ -69,7 +69,7 @@ def _features(head: EagleHead, model, ids: list[int]) -> tuple[torch.Tensor, tor
 @torch.no_grad()
 def test_what_a_tree_promises_is_what_the_head_says_when_given_the_whole_path_anew(head, tiny_llama):
     texts = {0: [5, 9, 31, 77, 5, 9, 2, 8, 60], 2: [7, 8, 9]}
-    drafter = EagleDrafter(head, tiny_llama, HeadRates(6), None, 3)
+    drafter = EagleDrafter(head, tiny_llama, AcceptanceTable(6), None, 3)
     pairs = {row: (text[1:], *(each[:-1] for each in _features(head, tiny_llama, text))) for row, text in texts.items()}
     ids, states = ([torch.tensor(each[0]) for each in pairs.values()], [each[1] for each in pairs.values()])
     drafter.read([0], [ids[0][:3]], [states[0][:3]])  # rows begin apart, and grow by different lengths
@@ -175,7 +175,7 @@ def test_reranking_keeps_the_nodes_likeliest_to_be_reached_with_their_parents(se
     parents = np.array([rng.integers(0, i + 1) for i in range(n)], np.int32)
     chances, tokens = rng.uniform(0.0, 0.98, n).astype(np.float32), np.arange(n, dtype=np.int32) + 100
     kinds = np.zeros((n, 2), np.int32)
-    tree = guess_tree(7, tokens, parents, kinds, chances, HeadRates(1), 20)
+    tree = guess_tree(7, tokens, parents, kinds, chances, AcceptanceTable(1), 20)
     out_tokens, out_parents, out_chances = tree.tokens, tree.parents, tree.probabilities
     reach = np.ones(n + 1)
     for i in range(n):

@@ -19,11 +19,11 @@ from lookahead.errors import HeadsError
 from lookahead.heads.eagle import EagleHead
 from lookahead.heads.guess_tree import GuessTree, independent_heads_tree
 from lookahead.heads.head_files import write_heads
-from lookahead.heads.hit_rates import HeadRates
 from lookahead.heads.induction_init import fresh_fused
 from lookahead.heads.medusa import MedusaHeads
 from lookahead.heads.mtp import MtpHeads
 from lookahead.models.loading import LoadedModel, load
+from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.training.train_heads import Settings, train_heads
 
 KINDS = ["medusa", "eagle", "eagle3", "mtp"]
@@ -193,7 +193,7 @@ def test_a_tree_of_guesses_promises_as_much_as_any_of_its_size(seed, room):
     rng = np.random.default_rng(seed)
     promised = _falling(rng.random((3, 5)) ** rng.integers(1, 6))
     tokens = np.stack([rng.permutation(50)[:5] for _ in range(3)]).astype(np.int32)
-    tree = independent_heads_tree(7, tokens, promised, HeadRates(3), room)
+    tree = independent_heads_tree(7, tokens, promised, AcceptanceTable(3), room)
     reach = np.ones(len(tree.tokens))
     for node in range(1, len(reach)):
         head, rank = tree.kinds[node]
@@ -208,34 +208,40 @@ def test_a_tree_of_guesses_promises_as_much_as_any_of_its_size(seed, room):
 def _chain(*promised: float) -> GuessTree:
     """One guess of each head, tokens 3, 4, ..."""
     tokens = np.arange(3, 3 + len(promised), dtype=np.int32)[:, None]
-    return independent_heads_tree(0, tokens, _falling([[p] for p in promised]), HeadRates(len(promised)), len(promised))
+    return independent_heads_tree(
+        0, tokens, _falling([[p] for p in promised]), AcceptanceTable(len(promised)), len(promised)
+    )
 
 
-def _says(rates: HeadRates, *promised: float) -> list[float]:
+def _says(rates: AcceptanceTable, *promised: float) -> list[float]:
     """What first guesses of each head are thought to be worth."""
     kinds = np.array([[head, 0] for head in range(len(promised))], np.int32)
     return rates.calibrate(kinds, np.array(promised, np.float32)).tolist()
 
 
+def _learn(rates: AcceptanceTable, tree: GuessTree, emitted: list[int]) -> None:
+    rates.learn(tree.parents, tree.tokens, tree.kinds, tree.draft_probs, np.array(emitted, np.int32))
+
+
 def test_guesses_without_a_chance_are_no_nodes():
-    tree = independent_heads_tree(1, np.array([[4, 5]], np.int32), _falling([[0.5, 0.0]]), HeadRates(1), 10)
+    tree = independent_heads_tree(1, np.array([[4, 5]], np.int32), _falling([[0.5, 0.0]]), AcceptanceTable(1), 10)
     assert tree.tokens.tolist() == [1, 4]
 
 
 def test_rates_find_out_what_a_guess_is_worth():
     """A head that says 0.5 and is right nine times in ten is believed to be right nine times in ten."""
-    rates, rng = HeadRates(2), np.random.default_rng(0)
+    rates, rng = AcceptanceTable(2), np.random.default_rng(0)
     assert _says(rates, 0.5, 0.2) == pytest.approx([0.5, 0.2])
     for _ in range(500):
         right = [3 if rng.random() < 0.9 else 9, 4 if rng.random() < 0.05 else 9]
-        rates.learn(_chain(0.5, 0.2), np.array(right, np.int32))
+        _learn(rates, _chain(0.5, 0.2), right)
     assert _says(rates, 0.5, 0.2) == [pytest.approx(0.9, abs=0.06), pytest.approx(0.05, abs=0.04)]
 
 
 def test_a_guess_whose_parent_was_wrong_is_no_trial():
-    rates = HeadRates(2)
+    rates = AcceptanceTable(2)
     for _ in range(50):
-        rates.learn(_chain(0.5, 0.2), np.array([8, 4], np.int32))
+        _learn(rates, _chain(0.5, 0.2), [8, 4])
     assert _says(rates, 0.5, 0.2) == [pytest.approx(0.04, abs=0.02), pytest.approx(0.2)]
 
 

@@ -17,10 +17,10 @@ from lookahead import Heads, LookaheadConfig
 from lookahead.errors import HeadsError
 from lookahead.heads.base_model import hidden_states
 from lookahead.heads.head_files import open_heads, write_heads
-from lookahead.heads.hit_rates import HeadRates
 from lookahead.heads.induction_init import begin_mtp
 from lookahead.heads.mtp import MtpDrafter, MtpHeads
 from lookahead.heads.native_mtp import NativeDrafter, open_native
+from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.training.examples import make_example
 
 FIXED = {"draft": "fixed", "min_probability": 0.0, "max_nodes": 20}
@@ -65,7 +65,7 @@ def test_training_and_drafting_say_what_attention_of_transformers_says(heads, ti
         says = heads.guess(tiny_llama, head, padded, places)
         right = torch.cat((expected[0][head][[0, 3, 8]], expected[1][head][[1, 3]]))
         assert torch.allclose(says, right, atol=1e-3, rtol=1e-3)
-    drafter = MtpDrafter(heads, tiny_llama, HeadRates(3), None, 2)
+    drafter = MtpDrafter(heads, tiny_llama, AcceptanceTable(3), None, 2)
     nothing = [torch.zeros(0), torch.zeros(0)]
     drafter.read([1], nothing[:1], [states[0][:2]])
     drafter.read([0, 1], nothing, [states[1], states[0][2:]])
@@ -196,7 +196,7 @@ def test_what_the_layer_promises_is_what_transformers_computes_for_the_whole_tex
     network = open_native(deepseek_model)
     ids = [5, 9, 31, 7, 8, 60, 2]
     states = hidden_states(deepseek_model, torch.tensor([ids]))[:, :-1]
-    drafter = NativeDrafter(network, deepseek_model, HeadRates(4), None)
+    drafter = NativeDrafter(network, deepseek_model, AcceptanceTable(4), None)
     following = torch.tensor(ids[1:])
     drafter.read([0], [following[:2]], [states[0, :2]])
     drafter.draft([0], [ids[2]], 30)  # what is guessed leaves nothing behind

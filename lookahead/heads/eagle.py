@@ -13,8 +13,8 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from lookahead.heads.base_model import unembed
 from lookahead.heads.guess_tree import GuessTree, HeadDrafter, Warp, guess_tree
-from lookahead.heads.hit_rates import HeadRates
 from lookahead.heads.layers import DraftCache, DraftLayer, Norm, Rotation, attend, layer_config, take
+from lookahead.ngram.acceptance import AcceptanceTable
 
 DEPTH = 6
 """Levels of a tree: maximum number of tokens guessed."""
@@ -171,7 +171,9 @@ class EagleDrafter(HeadDrafter):
         here by probabilities that are calibrated while decoding.
     """
 
-    def __init__(self, head: EagleHead, model: PreTrainedModel, rates: HeadRates, warp: Warp | None, rows: int) -> None:
+    def __init__(
+        self, head: EagleHead, model: PreTrainedModel, rates: AcceptanceTable, warp: Warp | None, rows: int
+    ) -> None:
         super().__init__(model, rates, warp)
         self.hidden_layers = head.hidden_layers
         self._head = head

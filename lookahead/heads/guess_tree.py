@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lookahead.heads.hit_rates import HeadRates
+from lookahead.ngram.acceptance import AcceptanceTable
+from lookahead.ngram.prune import best_nodes
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
@@ -47,7 +47,7 @@ def guess_tree(
     parents: IntArray,
     kinds: IntArray,
     draft_probs: FloatArray,
-    rates: HeadRates,
+    rates: AcceptanceTable,
     max_nodes: int,
 ) -> GuessTree:
     """The tree of the guesses that are likeliest to be reached.
@@ -60,34 +60,20 @@ def guess_tree(
         draft_probs: float32 `[n]`, likewise.
         rates: Calibrates the probabilities.
         max_nodes: Maximum number of nodes besides the root.
-
-    Source: Li et al. 2024, "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", §4.2 (reranking).
     """
-    probabilities = rates.calibrate(kinds, draft_probs)
-    kept = _likeliest(parents, probabilities, max_nodes)
-    number = np.zeros(len(tokens) + 1, np.int32)
-    number[kept + 1] = np.arange(1, len(kept) + 1)
+    probabilities = np.append(np.float32(1), rates.calibrate(kinds, draft_probs))
+    nodes, kept_parents = best_nodes(np.append(np.int32(0), parents), probabilities, max_nodes)
     return GuessTree(
-        np.append(np.int32(root), tokens[kept]),
-        np.append(np.int32(0), number[parents[kept]]),
-        np.append(np.float32(1), probabilities[kept]),
-        np.concatenate((np.zeros((1, 2), np.int32), kinds[kept])),
-        np.append(np.float32(1), draft_probs[kept]),
+        np.append(np.int32(root), tokens)[nodes],
+        kept_parents,
+        probabilities[nodes],
+        np.concatenate((np.zeros((1, 2), np.int32), kinds))[nodes],
+        np.append(np.float32(1), draft_probs)[nodes],
     )
 
 
-@njit(cache=True)
-def _likeliest(parents, probabilities, max_nodes):
-    """Indices of the guesses likeliest to be reached, ascending. A parent is never less likely than its child."""
-    path_probs = np.ones(len(parents) + 1)
-    for i in range(len(parents)):
-        path_probs[i + 1] = path_probs[parents[i]] * probabilities[i]
-    order = np.argsort(-path_probs[1:], kind="mergesort")[:max_nodes]
-    return np.sort(order[path_probs[order + 1] > 0.0])
-
-
 def independent_heads_tree(
-    root: int, tokens: IntArray, draft_probs: FloatArray, rates: HeadRates, max_nodes: int
+    root: int, tokens: IntArray, draft_probs: FloatArray, rates: AcceptanceTable, max_nodes: int
 ) -> GuessTree:
     """Combine the guesses of independent heads: each guess of a head may follow each guess of the head before.
 
@@ -142,7 +128,7 @@ class HeadDrafter(ABC):
     hidden_layers: tuple[int, ...] = (-1,)
     reads_all: bool = True
 
-    def __init__(self, model: PreTrainedModel, rates: HeadRates, warp: Warp | None) -> None:
+    def __init__(self, model: PreTrainedModel, rates: AcceptanceTable, warp: Warp | None) -> None:
         self._model = model
         self._rates = rates
         self._warp = warp

@@ -20,11 +20,11 @@ from lookahead.errors import HeadsError
 from lookahead.heads.base_model import body_of, lm_head
 from lookahead.heads.eagle import DEPTH, EagleDrafter, EagleHead, FusedEagleHead, fused_layers
 from lookahead.heads.guess_tree import HeadDrafter, Warp
-from lookahead.heads.hit_rates import HeadRates
 from lookahead.heads.layers import DraftLayer, Rotation, attend
 from lookahead.heads.medusa import MedusaDrafter, MedusaHeads
 from lookahead.heads.mtp import MtpDrafter, MtpHeads
 from lookahead.heads.native_mtp import NATIVE_DEPTH, NativeDrafter, open_native
+from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.ngram.replacing import replacing
 from lookahead.utils.atomic import read_json, write_atomically
 from lookahead.utils.fingerprints import model_fingerprint
@@ -119,14 +119,16 @@ def write_heads(heads: TrainedHeads, folder: str | os.PathLike[str], model: PreT
     write_atomically(place / "config.json", json.dumps(own, indent=2) + "\n")
 
 
-def fresh_rates(heads: Network) -> HeadRates:
+def fresh_rates(heads: Network) -> AcceptanceTable:
     """Hit rates of guesses before any was counted."""
     if isinstance(heads, PreTrainedModel):
-        return HeadRates(NATIVE_DEPTH)
-    return HeadRates(DEPTH if isinstance(heads, EagleHead) else len(heads))
+        return AcceptanceTable(NATIVE_DEPTH)
+    return AcceptanceTable(DEPTH if isinstance(heads, EagleHead) else len(heads))
 
 
-def make_drafter(heads: Network, model: PreTrainedModel, rates: HeadRates, warp: Warp | None, rows: int) -> HeadDrafter:
+def make_drafter(
+    heads: Network, model: PreTrainedModel, rates: AcceptanceTable, warp: Warp | None, rows: int
+) -> HeadDrafter:
     """What drafts with heads for at most `rows` rows of one call; `warp` as of a `HeadDrafter`."""
     if isinstance(heads, MedusaHeads):
         return MedusaDrafter(heads, model, rates, warp)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from lookahead.heads.base_model import lm_head
 from lookahead.heads.guess_tree import IndependentHeadsDrafter, Warp
-from lookahead.heads.hit_rates import HeadRates
+from lookahead.ngram.acceptance import AcceptanceTable
 
 
 class ResidualBlock(nn.Module):
@@ -79,7 +79,7 @@ class MedusaDrafter(IndependentHeadsDrafter):
 
     reads_all = False
 
-    def __init__(self, heads: MedusaHeads, model: PreTrainedModel, rates: HeadRates, warp: Warp | None) -> None:
+    def __init__(self, heads: MedusaHeads, model: PreTrainedModel, rates: AcceptanceTable, warp: Warp | None) -> None:
         super().__init__(model, rates, warp)
         self._heads = heads
 

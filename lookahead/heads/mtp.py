@@ -11,8 +11,8 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from lookahead.heads.base_model import lm_head, unembed
 from lookahead.heads.guess_tree import IndependentHeadsDrafter, Warp
-from lookahead.heads.hit_rates import HeadRates
 from lookahead.heads.layers import DraftCache, DraftLayer, Norm, Rotation, attend, layer_config, take
+from lookahead.ngram.acceptance import AcceptanceTable
 
 
 class MtpHead(DraftLayer):
@@ -102,7 +102,9 @@ class MtpHeads(nn.Module):
 class MtpDrafter(IndependentHeadsDrafter):
     """Drafts with MTP heads, each with keys and values of every token of at most `rows` rows."""
 
-    def __init__(self, heads: MtpHeads, model: PreTrainedModel, rates: HeadRates, warp: Warp | None, rows: int) -> None:
+    def __init__(
+        self, heads: MtpHeads, model: PreTrainedModel, rates: AcceptanceTable, warp: Warp | None, rows: int
+    ) -> None:
         super().__init__(model, rates, warp)
         self.hidden_layers = heads.hidden_layers
         self._heads = heads

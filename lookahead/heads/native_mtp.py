@@ -14,7 +14,7 @@ from lookahead.errors import HeadsError
 from lookahead.heads.base_model import unembed
 from lookahead.heads.eagle import MIN_PATH_PROB, WIDTH
 from lookahead.heads.guess_tree import GuessTree, HeadDrafter, Warp, guess_tree
-from lookahead.heads.hit_rates import HeadRates
+from lookahead.ngram.acceptance import AcceptanceTable
 
 if TYPE_CHECKING:
     from transformers.cache_utils import MtpCache
@@ -64,7 +64,7 @@ class NativeDrafter(HeadDrafter):
     Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", §2.2.
     """
 
-    def __init__(self, network: MtpModel, model: PreTrainedModel, rates: HeadRates, warp: Warp | None) -> None:
+    def __init__(self, network: MtpModel, model: PreTrainedModel, rates: AcceptanceTable, warp: Warp | None) -> None:
         super().__init__(model, rates, warp)
         self._network = network
         self._caches: dict[int, MtpCache] = {}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from lookahead.drafting.proposal import IntArray
+from lookahead.ngram.acceptance import children_along
 
 FloatArray = NDArray[np.float64]
 
@@ -64,24 +64,6 @@ class DraftRates:
             features: int32 `[k]`, the feature each node was scored by; that of the root is not read.
             emitted: int32 `[n]`, what the target chose after the root.
         """
-        _learn(self.table, parents, tokens, features, emitted)
-
-
-@njit(cache=True)
-def _learn(table, parents, tokens, features, emitted):
-    """Follow the emitted tokens through the tree, counting the children of every node passed."""
-    node = 0
-    for token in emitted:
-        following = 0
-        for child in range(node + 1, len(parents)):
-            if parents[child] == node:
-                counts = table[features[child]]
-                counts[1] += 1.0
-                if tokens[child] == token:
-                    counts[0] += 1.0
-                    following = child
-                if counts[1] > _MEMORY:
-                    counts[:] *= 0.5
-        if following == 0:
-            return
-        node = following
+        nodes, hits = children_along(parents, tokens, emitted)
+        np.add.at(self.table, features[nodes], np.stack((hits, np.ones(len(hits))), -1))
+        self.table[self.table[:, 1] > _MEMORY] *= 0.5

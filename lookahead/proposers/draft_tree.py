@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lookahead.drafting.proposal import Draws, IntArray, Proposal
 from lookahead.drafting.tree import TokenTree
+from lookahead.ngram.prune import best_nodes
 from lookahead.proposers.draft_rates import DraftRates, FloatArray
 from lookahead.verification.rejection import draw_several
 
@@ -85,11 +86,6 @@ class DraftTree:
                 break
             path.append(int(follows.argmax()))
         return self.slots[path]
-
-    def best(self, max_nodes: int) -> IntArray:
-        """The root and the candidates likeliest to be reached, at most `max_nodes`, in their order."""
-        others = 1 + np.argsort(-self.path_probs[1:], kind="stable")[:max_nodes]
-        return np.sort(np.append(0, others)).astype(np.int32)
 
 
 class DraftTreeBatch:
@@ -185,10 +181,9 @@ class DraftTreeBatch:
         return [self._propose(row, tree) for row, tree in enumerate(self.trees)]
 
     def _propose(self, row: int, tree: DraftTree) -> Proposal:
-        best = tree.best(self._max_nodes)
-        parents = np.searchsorted(best, tree.parents[best]).astype(np.int32)
-        offer = Proposal(tree.tokens[best], parents, tree.probabilities[best].astype(np.float32))
+        probabilities = tree.probabilities.astype(np.float32)
         if not self._by_rejection:
-            return offer
+            nodes, parents = best_nodes(tree.parents, tree.probabilities, self._max_nodes)
+            return Proposal(tree.tokens[nodes], parents, probabilities[nodes])
         draws = Draws(torch.stack(self._distributions[row]), tree.slots[tree.parents])
-        return offer._replace(required=len(best), draws=draws)
+        return Proposal(tree.tokens, tree.parents, probabilities, required=len(tree.tokens), draws=draws)

@@ -16,8 +16,8 @@ from lookahead.drafting.proposal import Call, Feedback, IntArray, Proposal, Prop
 from lookahead.heads.base_model import lm_head
 from lookahead.heads.guess_tree import GuessTree, HeadDrafter
 from lookahead.heads.head_files import Network, fresh_rates, make_drafter, open_heads
-from lookahead.heads.hit_rates import HeadRates
 from lookahead.models.model_state import state_of
+from lookahead.ngram.acceptance import AcceptanceTable
 
 
 class Heads:
@@ -47,7 +47,7 @@ class Heads:
         drafter = make_drafter(network, call.model, rates, call.warp, call.rows)
         return HeadsProposer(drafter, rates, self._name or kind, lm_head(call.model).weight.device)
 
-    def _open(self, model: PreTrainedModel) -> tuple[str, Network, HeadRates]:
+    def _open(self, model: PreTrainedModel) -> tuple[str, Network, AcceptanceTable]:
         kind, network = open_heads(self._folder, model)
         return kind, network, fresh_rates(network)
 
@@ -73,7 +73,7 @@ class HeadsProposer(Proposer):
         device: Where the heads are; layers of a model spread over several devices are elsewhere.
     """
 
-    def __init__(self, drafter: HeadDrafter, rates: HeadRates, name: str, device: torch.device) -> None:
+    def __init__(self, drafter: HeadDrafter, rates: AcceptanceTable, name: str, device: torch.device) -> None:
         self.sources = (name,)
         self.hidden_layers = drafter.hidden_layers
         self._drafter = drafter
@@ -102,7 +102,8 @@ class HeadsProposer(Proposer):
         """Count which guesses were right, and keep for later what the heads are to read."""
         state = self._rows[row]
         if state.tree is not None:
-            self._rates.learn(state.tree, feedback.tokens)
+            tree = state.tree
+            self._rates.learn(tree.parents, tree.tokens, tree.kinds, tree.draft_probs, feedback.tokens)
             state.tree = None
         tokens = feedback.tokens
         states = [_along(feedback.hidden[layer], feedback.path) for layer in self.hidden_layers]
