@@ -1,0 +1,49 @@
+"""A decode step stays small: how much of this package one step of one prompt runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from lookahead import LookaheadConfig
+from lookahead.generation.hf import prepare
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = tuple(str(ROOT / name) for name in ("lookahead", "ngram", "kernels"))
+MOST_FUNCTIONS, MOST_FILES = 95, 24
+
+
+def test_a_step_runs_few_functions_of_few_files(tiny_llama) -> None:
+    ids = torch.tensor([[5, 9, 31, 77] * 10])
+    config = LookaheadConfig(draft="fixed")
+    engine = tiny_llama.generate(
+        ids, max_new_tokens=80, do_sample=False, custom_generate=prepare, lookahead_config=config
+    )
+    ran: set[tuple[str, str]] = set()
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(FOLDERS) and not code.co_name.startswith("<"):
+            ran.add((code.co_filename, code.co_name))
+
+    most: set[tuple[str, str]] = set()
+    drafted = 0
+    with engine.serving():
+        steps = engine.run()
+        next(steps)  # the prefill
+        for _ in range(20):
+            ran.clear()
+            sys.setprofile(note)
+            try:
+                outputs = next(steps)
+            finally:
+                sys.setprofile(None)
+            drafted = max(drafted, len(outputs[0].draft.tree))
+            most = max(most, ran, key=len).copy()
+    assert drafted > 1
+    assert len(most) <= MOST_FUNCTIONS, sorted(most)
+    assert len({file for file, _ in most}) <= MOST_FILES
