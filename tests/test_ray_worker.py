@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import copy
+import json
+from dataclasses import asdict
 
 import pytest
 
 from lookahead.documents.decode_text import Document
 from lookahead.errors import UnsupportedModelError
+from lookahead.jobs.job_options import WorkerOptions
 from lookahead.jobs.ray_worker import RayWorker, WorkerInfo
 from lookahead.proposers.heads import Heads
 from lookahead.summarization.summarizer import Summarizer
@@ -69,5 +71,6 @@ def test_an_engine_that_stops_lets_nobody_wait(model_folder, monkeypatch):
 
 
 def test_heads_go_to_another_process_by_the_name_of_their_folder():
-    heads = copy.copy(Heads("folder", name="mine"))  # by the same door as a process
-    assert heads.__reduce__()[1] == ("folder",) and heads.__reduce__()[0].keywords == {"name": "mine"}
+    sent = json.loads(json.dumps(asdict(WorkerOptions(model="model", heads="folder"))))
+    (heads,) = [each for each in WorkerOptions(**sent).config().proposers if not isinstance(each, str)]
+    assert isinstance(heads, Heads) and heads._folder == "folder"
