@@ -100,6 +100,8 @@ class Target:
         self._keeps_logits = "logits_to_keep" in takes
         self._takes_positions = "position_ids" in takes
         self._takes_masks = shape == "trees"
+        # Every process measures for itself whether oneDNN is faster, and passes padded for it must agree between them.
+        self._may_use_onednn = (getattr(model, "_tp_size", None) or 1) == 1
         self._scope = None
         if self._takes_masks and model._can_set_attn_implementation():
             self._scope = AttentionScope(model)
@@ -171,7 +173,7 @@ class Target:
         lengths = np.array([len(prompt) for prompt in prompts])
         new = lengths - cached
         width = longest = int(new.max())
-        if self.positions is None:  # padding tokens need positions too
+        if self._may_use_onednn and self.positions is None:  # padding tokens need positions too
             width = padded_width(len(prompts), width, self._device, self._model.dtype)
         padded = np.zeros((len(prompts), width), np.int64)
         for row, prompt in enumerate(prompts):
@@ -290,7 +292,7 @@ class Target:
         keeps_hidden = self.keeps_hidden and bool(self._hidden_layers)
         if keeps_hidden:
             options["output_hidden_states"] = True
-        products = products_for(tokens.size, self._device, self._model.dtype)
+        products = products_for(tokens.size, self._device, self._model.dtype) if self._may_use_onednn else None
         with products or nullcontext(), scope:
             output = self._model(
                 input_ids=torch.from_numpy(tokens).to(self._device),
