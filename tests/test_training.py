@@ -237,6 +237,7 @@ def test_the_first_layer_starts_out_looking_at_the_tokens_just_before() -> None:
         assert float(seen.mean()) > 0.6
 
 
+@pytest.mark.exhaustive
 def test_a_short_run_ends_in_a_folder_that_transformers_loads(text: Path, tmp_path: Path) -> None:
     assert main(command(text, tmp_path, "--tokens", "60000")) == 0
     folder = tmp_path / "model"
@@ -252,6 +253,7 @@ def test_a_short_run_ends_in_a_folder_that_transformers_loads(text: Path, tmp_pa
     assert not [file for file in tmp_path.iterdir() if file.name.startswith(".")]
 
 
+@pytest.mark.exhaustive
 def test_an_interrupted_run_goes_on_at_its_token_count_and_ends_as_if_it_had_not_stopped(
     maker: RowMaker, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
@@ -281,6 +283,7 @@ def test_an_interrupted_run_goes_on_at_its_token_count_and_ends_as_if_it_had_not
         assert torch.equal(left, right)
 
 
+@pytest.mark.exhaustive
 def test_a_finished_run_is_not_overwritten_without_resume_nor_resumed_with_other_settings(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
