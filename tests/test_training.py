@@ -321,7 +321,7 @@ def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["--help"])
     assert stopped.value.code == 0
-    assert "python -m tools.train_extractor.__main__ --text corpus/" in capsys.readouterr().out
+    assert "python -m tools.train_extractor --text corpus/" in capsys.readouterr().out
 
 
 def test_the_summarizer_of_the_tests_loads_and_is_small(summarizer_path: Path) -> None:

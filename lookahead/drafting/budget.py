@@ -289,7 +289,7 @@ class LookaheadBranch:
         host_s: What its proposer took of the step so far.
 
     Source: Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding", §4 (steps
-        saved grow linearly with the logarithm of the window; its constant is that of `bench.jacobi`).
+        saved grow linearly with the logarithm of the window).
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Train a small extractive summarizer: `python -m tools.train_extractor.__main__`."""
+"""Train a small extractive summarizer: `python -m tools.train_extractor`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tools.train_extractor.workspace import Settings, Workspace
 
 _EPILOG = """\
 example:
-  python -m tools.train_extractor.__main__ --text corpus/ --work run/ --output model/
-  python -m tools.train_extractor.__main__ --text corpus/ --work run/ --output model/ --resume
+  python -m tools.train_extractor --text corpus/ --work run/ --output model/
+  python -m tools.train_extractor --text corpus/ --work run/ --output model/ --resume
 
 The text may be .txt files, .jsonl files with a "document" or "text" field, either of them
 compressed as .xz, or .tar.xz archives. Everything a run needs to go on is kept in --work.
@@ -34,7 +34,7 @@ compressed as .xz, or .tar.xz archives. Everything a run needs to go on is kept 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     options = argparse.ArgumentParser(
-        prog="python -m tools.train_extractor.__main__",
+        prog="python -m tools.train_extractor",
         description="Train a small extractive summarizer from plain text on a CPU.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
