@@ -15,7 +15,7 @@ from lookahead.cli.app import app
 from lookahead.cli.generate import GenerateOptions
 from lookahead.cli.summarize import SummarizeOptions
 from lookahead.jobs.job_options import options_of
-from lookahead.jobs.json_results import JsonLinesFile
+from lookahead.jobs.result_lines import JsonLinesFile
 from lookahead.summarization.baseline import ComparingDecoder
 from lookahead.summarization.prompt_fitter import PromptFitter
 

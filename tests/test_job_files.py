@@ -17,13 +17,13 @@ import torch
 from bench.faults import Silent, StandIn
 from lookahead.documents.decode_text import Document
 from lookahead.errors import ConfigError
-from lookahead.jobs import result_stream as stream
+from lookahead.jobs import journal as stream
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, run_job
 from lookahead.jobs.job_options import JobOptions
 from lookahead.jobs.jobfile import to_toml
-from lookahead.jobs.json_results import JsonLinesFile
 from lookahead.jobs.output_location import OutputPaths
+from lookahead.jobs.result_lines import JsonLinesFile
 from lookahead.models.loading import load
 
 if sys.version_info >= (3, 11):

@@ -20,8 +20,8 @@ from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, run_job
 from lookahead.jobs.job_options import JobOptions
 from lookahead.jobs.journal import Journal
-from lookahead.jobs.json_results import JsonLinesFile
 from lookahead.jobs.output_location import OutputPaths
+from lookahead.jobs.result_lines import JsonLinesFile
 from lookahead.stats import DecodingStats
 from lookahead.summarization.summarizer import Summarized, Summary
 
@@ -349,7 +349,7 @@ def test_no_space_to_put_the_lines_in_order_leaves_them_as_they_are(monkeypatch)
 
     with monkeypatch.context() as patch:
         patch.setattr("lookahead.ngram.replacing.os.replace", full)
-        patch.setattr("lookahead.jobs.manifest.Manifest.write", lambda *_: None)
+        patch.setattr("lookahead.jobs.identity.Manifest.write", lambda *_: None)
         with pytest.raises(OSError, match="No space left"):
             run(items, Worker(backwards=True), rows=3)
     assert ids() == ["c", "b", "a"] and not list(Path().glob(".*.tmp"))

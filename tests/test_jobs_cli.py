@@ -13,8 +13,8 @@ import pytest
 import lookahead
 from lookahead.config import LookaheadConfig
 from lookahead.jobs.estimate import MOST_PARTS
-from lookahead.jobs.json_results import JsonLinesFile
 from lookahead.jobs.output_memory import OutputMemory
+from lookahead.jobs.result_lines import JsonLinesFile
 from lookahead.models.model_state import state_of
 from lookahead.ngram.chains import SEPARATOR
 from lookahead.proposers import ProposerState

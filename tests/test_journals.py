@@ -15,14 +15,13 @@ import pytest
 from bench.faults import Silent, StandIn
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.errors import ConfigError
-from lookahead.jobs.identity import JobIdentity
+from lookahead.jobs.identity import JobIdentity, Manifest
 from lookahead.jobs.job import JobTotals, run_job
 from lookahead.jobs.job_options import JobOptions
 from lookahead.jobs.jobfile import read_job_file
 from lookahead.jobs.journal import Journal
-from lookahead.jobs.json_results import copy_of
-from lookahead.jobs.manifest import Manifest
 from lookahead.jobs.output_location import OutputPaths
+from lookahead.jobs.result_lines import copy_of
 
 OPTIONS = JobOptions(max_new_tokens=8).identity
 JOB = JobIdentity(model="some-model", weights="w", tokenizer="t", dtype="float32", options=OPTIONS)
@@ -197,7 +196,8 @@ def test_a_job_is_alone_also_when_its_files_were_replaced() -> None:
         assert OUT.stat().st_ino != before
         with pytest.raises(ConfigError, match=r"out\.jsonl is being written by another process"):
             Journal(paths, JOB)
-    Journal(paths, JOB).close()
+    with Journal(paths, JOB):
+        pass
 
 
 def test_of_two_jobs_begun_at_once_one_is_told_and_the_other_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

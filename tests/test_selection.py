@@ -12,8 +12,7 @@ from lookahead.documents.decode_text import Document
 from lookahead.documents.inputs import find_inputs
 from lookahead.documents.readers import read_documents
 from lookahead.jobs import estimate as estimating
-from lookahead.jobs.document_sample import select_documents
-from lookahead.jobs.estimate import MOST_PARTS, estimate_job
+from lookahead.jobs.estimate import MOST_PARTS, estimate_job, select_documents
 from lookahead.jobs.job_options import JobOptions
 from lookahead.summarization.prompt_fitter import PromptFitter
 

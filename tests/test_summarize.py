@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lookahead
 from lookahead import ConfigError, DocumentError, LookaheadConfig, UnsupportedModelError
-from lookahead.jobs.json_results import JsonLinesFile
+from lookahead.jobs.result_lines import JsonLinesFile
 from lookahead.models import loading, locating
 from lookahead.stats import DecodingStats
 from lookahead.summarization.baseline import PlainFigures
@@ -265,7 +265,7 @@ def test_plain_figures_leave_the_prefill_out_of_the_rate():
 def test_a_line_that_does_not_fit_the_disk_leaves_only_whole_lines(tmp_path):
     script = f"""
 import resource, pathlib
-from lookahead.jobs.json_results import JsonLinesFile
+from lookahead.jobs.result_lines import JsonLinesFile
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 file = JsonLinesFile(pathlib.Path({str(tmp_path / "out.jsonl")!r}))
 try:

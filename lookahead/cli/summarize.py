@@ -82,7 +82,7 @@ def summarize(options: SummarizeOptions) -> None:
     options.check()
     from lookahead.documents.inputs import find_inputs
     from lookahead.documents.readers import check_readers, count_documents
-    from lookahead.jobs.document_sample import select_documents
+    from lookahead.jobs.estimate import select_documents
     from lookahead.jobs.output_location import OutputPaths
 
     memory = _find_memory(options)
@@ -226,7 +226,7 @@ class JobRunner:
             The exit status.
         """
         from lookahead.jobs.job import JobTotals, run_job
-        from lookahead.jobs.json_results import JsonLinesStdout
+        from lookahead.jobs.result_lines import JsonLinesStdout
 
         totals, is_exact = JobTotals(skipped=skipped), self.identity.dtype == "float32"
         with display.progress:

@@ -1,15 +1,18 @@
-"""What a job would take, from a few of its documents."""
+"""Which documents of the inputs a job takes, and how long they would take."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from lookahead.documents.decode_text import Document, Reject
-from lookahead.errors import LookaheadError
+from lookahead.documents.inputs import Input
+from lookahead.documents.readers import DEFAULT_LIMIT, read_documents
+from lookahead.errors import ConfigError, LookaheadError
 from lookahead.jobs.identity import text_hash
 
 if TYPE_CHECKING:
@@ -18,8 +21,38 @@ if TYPE_CHECKING:
     from lookahead.summarization.chunking import Parts
     from lookahead.summarization.prompt_fitter import PromptFitter
 
-TRIED = 3
-MOST_PARTS = 8  # of a document that are summarized to measure the time
+TRIED = 3  # documents that are summarized to measure the time
+MOST_PARTS = 8  # parts of each that are summarized
+
+
+def select_documents(
+    inputs: Sequence[Input],
+    *,
+    first: int | None = None,
+    sample: int | None = None,
+    seed: int = 0,
+    limit: int = DEFAULT_LIMIT,
+) -> Iterator[Document | Reject]:
+    """All documents of the inputs, or some of them, in their order.
+
+    Args:
+        inputs: The inputs.
+        first: Take only this many from the beginning, or of the sample.
+        sample: Draw this many at random, each with the same probability. The inputs are read once more for it.
+        seed: The same seed draws the same documents from the same inputs.
+        limit: Largest size of a document, in bytes.
+
+    Raises:
+        ConfigError: A sample of standard input, which cannot be read twice.
+    """
+    if sample is None:
+        return islice(read_documents(inputs, limit=limit), first)
+    if any(source.is_stdin for source in inputs):
+        raise ConfigError("a sample is drawn by reading the inputs twice, and - cannot be; write it to a file first")
+    count = sum(1 for _ in read_documents(inputs, limit=limit))
+    drawn = set(random.Random(seed).sample(range(count), min(sample, count)))
+    chosen = (document for i, document in enumerate(read_documents(inputs, limit=limit)) if i in drawn)
+    return islice(chosen, first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +62,15 @@ class Estimate:
     Attributes:
         documents: Documents that can be read.
         failed: Documents that cannot.
-        copies: Documents with the text of another, which cost nothing.
-        document_tokens: Tokens of those that have to be summarized.
-        parts: Parts they are cut into, each summarized by itself; more than documents where some are long.
-        most_new_tokens: Tokens the job may write at most, the summaries of parts not counted.
+        copies: Documents whose text equals that of another; they take no time.
+        document_tokens: Tokens of the other documents.
+        parts: Parts they are cut into, each summarized by itself.
+        most_new_tokens: Largest number of tokens written, summaries of parts excluded.
         tried: Documents that were summarized to measure the time.
-        tried_parts: Parts they have.
-        timed_parts: Parts that were summarized of them: neighbours, at most `MOST_PARTS` of a document.
-        seconds: How long the job would take on this machine; `None` where nothing could be measured.
-        cost: What that costs at a price an hour, in its currency; `None` without a price.
+        tried_parts: Parts of those.
+        timed_parts: Parts that were summarized: neighbours, at most `MOST_PARTS` of a document.
+        seconds: Estimated time on this machine; `None` without documents.
+        cost: Price of that time; `None` without a price.
     """
 
     documents: int
@@ -63,51 +96,52 @@ def estimate_job(
     worker: Worker,
     options: JobOptions,
 ) -> Estimate:
-    """Read and cut all documents, and extrapolate from the time of a few at random; nothing is written.
+    """Read and cut all documents, summarize a few at random, and extrapolate their time. Nothing is written.
 
-    Of a long document some parts are summarized, and their time is scaled by tokens to the whole.
+    Of a long document some parts are summarized; their time is scaled to the document by tokens.
 
     Args:
         documents: The documents of the job.
         fitter: Cuts them as the job would.
         worker: Summarizes them as the job would.
-        options: Those of the job.
+        options: The options of the job.
     """
     draw, price_per_hour = random.Random(options.seed), options.price_per_hour
-    seen: set[str] = set()
-    counted = failed = tokens = parts = 0
-    tried: list[_Trial] = []
+    seen: set[bytes] = set()
+    readable = failed = tokens = parts = 0
+    trials: list[_Trial] = []
     for document in documents:
         if isinstance(document, Reject):
             failed += 1
             continue
-        counted += 1
         content = text_hash(document.text)
         if content in seen:
+            readable += 1
             continue
         try:
             fitted = fitter.fit(document.text).parts
         except LookaheadError:
-            counted, failed = counted - 1, failed + 1
+            failed += 1
             continue
+        readable += 1
         seen.add(content)
         tokens += fitted.tokens
         parts += len(fitted.texts)
-        if len(tried) < TRIED:
-            tried.append(_Trial.of(document, fitted, draw))
-        elif (place := draw.randrange(len(seen))) < TRIED:  # each is drawn with the same chance
-            tried[place] = _Trial.of(document, fitted, draw)
-    seconds = _seconds(tried, worker, tokens, len(seen), options.rows)
+        if len(trials) < TRIED:
+            trials.append(_Trial.of(document, fitted, draw))
+        elif (place := draw.randrange(len(seen))) < TRIED:  # reservoir sampling: every document is as likely
+            trials[place] = _Trial.of(document, fitted, draw)
+    seconds = _extrapolate(trials, worker, tokens, len(seen), options.rows)
     return Estimate(
-        documents=counted,
+        documents=readable,
         failed=failed,
-        copies=counted - len(seen),
+        copies=readable - len(seen),
         document_tokens=tokens,
         parts=parts,
         most_new_tokens=len(seen) * options.max_new_tokens,
-        tried=len(tried),
-        tried_parts=sum(trial.parts for trial in tried),
-        timed_parts=sum(min(trial.parts, MOST_PARTS) for trial in tried),
+        tried=len(trials),
+        tried_parts=sum(trial.parts for trial in trials),
+        timed_parts=sum(min(trial.parts, MOST_PARTS) for trial in trials),
         seconds=seconds,
         cost=None if seconds is None or price_per_hour is None else round(seconds / 3600 * price_per_hour, 4),
     )
@@ -115,7 +149,7 @@ def estimate_job(
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """What is summarized of a document to measure the time, how many tokens that has, and how many the document."""
+    """The part of a document that is summarized to measure the time, and the size of the whole."""
 
     excerpt: Document
     excerpt_tokens: int
@@ -124,7 +158,7 @@ class _Trial:
 
     @classmethod
     def of(cls, document: Document, fitted: Parts, draw: random.Random) -> _Trial:
-        """All of a document, or some neighbouring parts of one that has more than those."""
+        """The whole document, or `MOST_PARTS` neighbouring parts of a longer one."""
         parts = len(fitted.parts)
         if parts <= MOST_PARTS:
             return cls(document, fitted.tokens, fitted.tokens, parts)
@@ -134,8 +168,8 @@ class _Trial:
         return cls(excerpt, last.tokens[1] - first.tokens[0], fitted.tokens, parts)
 
 
-def _seconds(trials: list[_Trial], worker: Worker, tokens: int, documents: int, rows: int | None) -> float | None:
-    """Seconds for all, half of them by documents and half by tokens: summaries are of one length, prompts are not."""
+def _extrapolate(trials: list[_Trial], worker: Worker, tokens: int, documents: int, rows: int | None) -> float | None:
+    """Seconds for all documents: the mean of scaling by documents and by tokens, since only prompts vary in length."""
     if not trials:
         return None
     start = time.perf_counter()
@@ -143,8 +177,7 @@ def _seconds(trials: list[_Trial], worker: Worker, tokens: int, documents: int, 
         pass
     measured = time.perf_counter() - start
     tried_tokens = max(1, sum(trial.tokens for trial in trials))
-    # Of the documents, had they been summarized whole.
-    measured *= tried_tokens / max(1, sum(trial.excerpt_tokens for trial in trials))
+    measured *= tried_tokens / max(1, sum(trial.excerpt_tokens for trial in trials))  # from excerpts to documents
     by_documents = measured / len(trials) * documents
     by_tokens = measured / tried_tokens * tokens
     return round((by_documents + by_tokens) / 2, 3)

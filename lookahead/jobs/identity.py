@@ -1,13 +1,17 @@
-"""What tells one job from another, and one document from another."""
+"""The identity of a job and of its documents, and the manifest that keeps it beside the results."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
+
+from lookahead.errors import ConfigError
+from lookahead.utils.atomic import read_json, write_atomically
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -15,20 +19,20 @@ if TYPE_CHECKING:
     from lookahead.documents.decode_text import DocumentId
     from lookahead.jobs.job_options import WorkerOptions
 
-
-_MOST_TOLD = 80  # characters of a value
+VERSION = 1  # of the manifest
+_MAX_SHOWN = 80  # characters of a value in an error message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobIdentity:
-    """Everything a summary depends on besides its document; options that only change the speed do not count.
+    """Everything that a summary depends on besides its document. Options that only change the speed do not count.
 
     Attributes:
-        model: The model's name as it was given. It is not compared, so a moved folder is the same model.
-        weights: Hash of the model's weights, 16 hexadecimal digits.
+        model: The model's name as given. It is not compared, so a model may be moved to another folder.
+        weights: Hash of the weights, 16 hexadecimal digits.
         tokenizer: Hash of the tokenizer.
-        manners: Hash of the generation configuration and the tokenizer's chat template.
-        dtype: The model's dtype.
+        manners: Hash of the generation configuration and the chat template.
+        dtype: The dtype of the model.
         options: The options that identify a job, by name (`WorkerOptions.identity`).
     """
 
@@ -44,65 +48,117 @@ class JobIdentity:
         """The identity of a job with a loaded model."""
         from lookahead.utils.fingerprints import tokenizer_fingerprint, weights_fingerprint
 
+        config = model.generation_config
+        settings = {} if config is None else config.to_diff_dict()
+        settings.pop("transformers_version", None)
+        manners = json.dumps([settings, tokenizer.chat_template], sort_keys=True, default=str)
         return cls(
             model=options.model,
             weights=weights_fingerprint(model),
             tokenizer=f"{tokenizer_fingerprint(tokenizer):016x}",
-            manners=_manners_of(model, tokenizer),
+            manners=xxhash.xxh3_64_hexdigest(manners.encode()),
             dtype=str(model.dtype).removeprefix("torch."),
             options=options.identity,
         )
 
     @property
     def fingerprint(self) -> str:
-        """16 hexadecimal digits that are the same for the same job."""
+        """16 hexadecimal digits, equal for equal jobs."""
         compared = {name: value for name, value in self.to_dict().items() if name != "model"}
         return xxhash.xxh3_64_hexdigest(json.dumps(compared, sort_keys=True).encode())
 
     def to_dict(self) -> dict[str, Any]:
-        """The identity as a JSON-ready dict, as manifests hold it."""
+        """The identity as the JSON-ready dict of the manifest."""
         named = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "options"}
         return {**named, **self.options}
 
     def differences(self, other: dict[str, Any]) -> str:
-        """What another job did differently, in words; empty where it is the same."""
+        """How another job, given by its `to_dict`, differs; empty if it does not."""
         mine = self.to_dict()
         changed = [name for name in mine if name != "model" and mine[name] != other.get(name)]
         for name, what in (("weights", "weights"), ("manners", "settings for generation, or chat template")):
             if name in changed:
                 return f"model was {other.get('model')!r} and is {self.model!r}, with other {what}"
-        # A prompt may be pages long.
-        return ", ".join(f"{name} was {_brief(other.get(name))} and is {_brief(mine[name])}" for name in changed)
+        return ", ".join(f"{name} was {_shorten(other.get(name))} and is {_shorten(mine[name])}" for name in changed)
 
 
-def _brief(value: object) -> str:
-    """A value, cut where it is long."""
-    words = repr(value)
-    return words if len(words) <= _MOST_TOLD else f"{words[:_MOST_TOLD]}..."
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The manifest of a results file.
 
-
-def _manners_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
-    """What tells how a model generates and is spoken to."""
-    config = model.generation_config
-    settings = {} if config is None else config.to_diff_dict()
-    settings.pop("transformers_version", None)
-    described = json.dumps([settings, tokenizer.chat_template], sort_keys=True, default=str)
-    return xxhash.xxh3_64_hexdigest(described.encode())
-
-
-def text_hash(text: str) -> str:
-    """32 hexadecimal digits that are the same for equal texts."""
-    return xxhash.xxh3_128_hexdigest(text.encode("utf-8", "surrogatepass"))
-
-
-def key_of(name: DocumentId, content: str) -> bytes:
-    """16 bytes for a document or a reject of this id with this hash of its text, or else its error.
-
-    What a Parquet file may not tell apart is the same here: 5 and "5", half of a surrogate pair and its escape.
+    Attributes:
+        job: The identity of the job (`JobIdentity.to_dict`).
+        fingerprint: Its fingerprint.
+        is_finished: Whether the job is complete, and its lines are in the order of the inputs.
+        documents: Number of lines of results; `None` while the job is not finished.
     """
-    return xxhash.xxh3_128_digest(f"{name}\0{content}".encode("utf-8", "backslashreplace"))
+
+    job: dict[str, Any]
+    fingerprint: str
+    is_finished: bool = False
+    documents: int | None = None
+
+    def write(self, path: Path) -> None:
+        """Write the manifest atomically.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        record = {
+            "version": VERSION,
+            "state": "finished" if self.is_finished else "running",
+            "documents": self.documents,
+            "fingerprint": self.fingerprint,
+            "job": self.job,
+        }
+        write_atomically(path, json.dumps(record, indent=2) + "\n")
+
+
+def manifest_path(results: Path) -> Path:
+    """The path of the manifest of a results file."""
+    return Path(f"{results}.manifest.json")
+
+
+def read_manifest(results: Path) -> Manifest | None:
+    """The manifest of a results file, or `None` if there is none.
+
+    Raises:
+        ConfigError: It cannot be read, or was written by another release.
+    """
+    path = manifest_path(results)
+    try:
+        record = read_json(path)
+        if record["version"] == VERSION:
+            is_finished = record["state"] == "finished"
+            return Manifest(dict(record["job"]), str(record["fingerprint"]), is_finished, record["documents"])
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: no manifest of a job; pass --overwrite to begin anew") from error
+    raise ConfigError(f"{path}: version {record['version']!r}; this release goes on with version {VERSION}")
+
+
+def text_hash(text: str) -> bytes:
+    """16 bytes, equal for equal texts."""
+    return xxhash.xxh3_128_digest(text.encode("utf-8", "surrogatepass"))
+
+
+def key_of(name: DocumentId, content: bytes | str) -> bytes:
+    """16 bytes for the id and the text hash of a document, or for the id and the error of an unreadable one.
+
+    Ids that a Parquet file may not tell apart have the same key: 5 and "5", a lone surrogate and its escape.
+    """
+    what = content.hex() if isinstance(content, bytes) else content
+    return xxhash.xxh3_128_digest(f"{name}\0{what}".encode("utf-8", "backslashreplace"))
 
 
 def id_key(name: DocumentId) -> int:
-    """64 bits for an id, the same for ids that a Parquet file may not tell apart."""
+    """64 bits for an id, equal for ids that a Parquet file may not tell apart."""
     return xxhash.xxh3_64_intdigest(str(name).encode("utf-8", "backslashreplace"))
+
+
+def _shorten(value: object) -> str:
+    text = repr(value)  # a prompt may be pages long
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

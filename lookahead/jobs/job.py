@@ -1,4 +1,4 @@
-"""Many documents: what fails is put aside, what is done is written, what was done before is passed over."""
+"""Run a job: summarize every document once, write a line for each, and skip what an earlier run finished."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from lookahead.documents.decode_text import Document, DocumentId, Reject
 from lookahead.jobs.identity import JobIdentity, text_hash
-from lookahead.jobs.journal import Journal
+from lookahead.jobs.journal import Journal, ResultWriter, Sink, Stream
 from lookahead.jobs.output_location import OutputPaths
-from lookahead.jobs.result_stream import Sink, Stream
 from lookahead.stats import DecodingStats
 from lookahead.summarization.greedy import total_in_sequence
 
@@ -19,24 +18,21 @@ if TYPE_CHECKING:
     from lookahead.summarization.summarizer import Summarized
 
 
-Book = Journal | Stream
-
-
 class Worker(Protocol):
-    """What summarizes documents."""
+    """Summarizes documents: a `Summarizer` in this process, or a `WorkerPool` on a cluster."""
 
     def summarize_all(self, documents: Iterable[Document], rows: int | None) -> Iterator[Summarized | Reject]:
-        """Summarize documents, up to `rows` of them together; they come as they are finished."""
+        """Summarize documents, up to `rows` at a time; yields them as they finish."""
 
 
 class JobObserver(Protocol):
-    """Watches a job, to show how it goes; called when the line of a document is written."""
+    """Shows the progress of a job. Each method is called after the line of a document is written."""
 
     def summarized(self, done: Summarized, totals: JobTotals) -> None:
-        """A document is summarized."""
+        """A document was summarized."""
 
     def passed(self, name: DocumentId, totals: JobTotals) -> None:
-        """A document needed no work: it was finished before, or has the text of another."""
+        """A document needed no work: it was finished before, or its text equals another."""
 
     def rejected(self, reject: Reject, totals: JobTotals) -> None:
         """A document could not be read or summarized."""
@@ -48,16 +44,16 @@ class JobTotals:
 
     Attributes:
         summarized: Documents summarized.
-        copied: Documents that got the summary of another with the same text.
-        earlier: Documents that an earlier run had finished.
-        rejected: Documents that could not be, those that an earlier run put aside included.
+        copied: Documents with the text of another, whose summary was copied.
+        earlier: Documents that an earlier run finished.
+        rejected: Documents that failed, in this run or an earlier one.
         skipped: Files of folders that were not read.
-        cut: Summaries that the token limit cut off.
+        cut: Summaries cut off at the token limit.
         document_tokens: Tokens of the documents summarized.
-        stats: What decoding did.
-        plain: What plain decoding did, where it was asked for.
-        different: Documents that plain decoding summarized differently.
-        notes: What else a user should know, in words.
+        stats: Counters of decoding.
+        plain: Figures of plain decoding, if it was asked for.
+        different: Documents for which plain decoding gave other tokens.
+        notes: Further remarks for the user.
     """
 
     summarized: int = 0
@@ -74,7 +70,7 @@ class JobTotals:
 
     @property
     def written(self) -> int:
-        """Lines of results that this run wrote."""
+        """Lines of results written by this run."""
         return self.summarized + self.copied
 
     def add(self, done: Summarized) -> None:
@@ -103,97 +99,89 @@ def run_job(
     is_part: bool = False,
     shown: Sink | None = None,
 ) -> None:
-    """Summarize documents, writing a line for each as soon as it is done; at the end the lines are put in order.
+    """Summarize documents and write a line for each as soon as it is finished; sort the lines at the end.
 
-    A line of results has `id`, the fields of `Summary.to_dict`, the hash of the document, the model and the job's
-    fingerprint; a line of rejects `id` and `error`. What an earlier run finished is passed over where the paths say
-    that they resume it. Equal texts are summarized once.
+    A line of results has `id`, the fields of `Summary.to_dict`, the hash of the text, the model and the fingerprint of
+    the job; a line of rejects has `id` and `error`. If `paths` resumes an earlier run, its documents are skipped. Equal
+    texts are summarized once.
 
     Args:
         documents: The documents, read as they are needed.
-        worker: What summarizes them.
-        paths: Files to write, checked.
-        identity: Tells this job from others.
-        totals: Counted up as documents finish, so that it tells what is done when the job is stopped.
-        observer: Told of each document.
-        rows: Most documents that are summarized together; None leaves it to the worker.
+        worker: Summarizes them.
+        paths: The files to write, checked.
+        identity: The identity of the job.
+        totals: Updated with every document, so that they are right if the job is interrupted.
+        observer: Called for every document.
+        rows: Largest number of documents decoded together; `None` leaves it to the worker.
         retry_rejects: Whether documents that failed in an earlier run are tried again.
-        is_part: Whether the inputs hold documents besides these, of which there may be lines too.
-        shown: Gets the lines of results where `paths` has no file for them.
+        is_part: Whether the inputs hold more documents than these, which may have lines too.
+        shown: Receives the results if `paths` names no file for them.
 
     Raises:
-        ConfigError: A file cannot be created, or the results are another job's.
-        OSError: A line could not be written; those before it are whole.
+        ConfigError: A file cannot be created, or the results are of another job.
+        OSError: A line cannot be written; those before it are whole.
     """
+    writer: ResultWriter
     if paths.is_journal:
-        book: Book = Journal(paths, identity, retry_rejects=retry_rejects, is_part=is_part)
+        writer = Journal(paths, identity, retry_rejects=retry_rejects, is_part=is_part)
     else:
-        book = Stream(paths, identity, shown)
-    with book:
-        totals.notes += book.take_notes()
-        _Run(book, totals, observer).work(documents, worker, rows)
-        book.finish()
-        totals.notes += book.take_notes()
+        writer = Stream(paths, identity, shown)
+    writer.notes = totals.notes = totals.notes + writer.notes  # one list: notes are known if the job is interrupted
+    with writer:
+        _Run(writer, totals, observer).work(documents, worker, rows)
+        writer.finish()
 
 
 class _Run:
-    """One run of a job.
+    """One run of a job."""
 
-    Args:
-        book: Where its lines go.
-        totals: Counted up.
-        observer: Told of each document.
-    """
-
-    def __init__(self, book: Book, totals: JobTotals, observer: JobObserver) -> None:
-        self._book, self._totals, self._observer = book, totals, observer
-        self._twins: dict[bytes, list[DocumentId]] = {}  # of documents being summarized, by the hash of their text
+    def __init__(self, writer: ResultWriter, totals: JobTotals, observer: JobObserver) -> None:
+        self._writer, self._totals, self._observer = writer, totals, observer
+        self._twins: dict[bytes, list[DocumentId]] = {}  # documents that wait for an equal text, by its hash
 
     def work(self, documents: Iterable[Document | Reject], worker: Worker, rows: int | None) -> None:
         """Summarize what is not finished."""
-        for outcome in worker.summarize_all(self._missing(documents), rows):
+        for outcome in worker.summarize_all(self._unfinished(documents), rows):
             if isinstance(outcome, Reject):
-                self._put_aside(outcome)
-            else:
-                self._book.write(outcome.document, outcome.summary.to_dict())
-                self._totals.add(outcome)
-                self._observer.summarized(outcome, self._totals)
-                content = bytes.fromhex(text_hash(outcome.document.text))
-                for twin in self._twins.pop(content, []):
-                    self._copy(twin, content)
+                self._reject(outcome)
+                continue
+            self._writer.write(outcome.document, outcome.summary.to_dict())
+            self._totals.add(outcome)
+            self._observer.summarized(outcome, self._totals)
+            content = text_hash(outcome.document.text)
+            for twin in self._twins.pop(content, []):
+                self._copy(twin, content)
 
-    def _missing(self, documents: Iterable[Document | Reject]) -> Iterator[Document]:
-        """The documents that have to be summarized; the others are dealt with on the way."""
+    def _unfinished(self, documents: Iterable[Document | Reject]) -> Iterator[Document]:
+        """The documents to summarize; the others are handled on the way."""
         for document in documents:
             if isinstance(document, Reject):
-                self._put_aside(document)
+                self._reject(document)
                 continue
-            content, before = self._book.take(document)
+            content, before = self._writer.take(document)
             if before is not None:
                 self._totals.earlier += before == "finished"
                 self._totals.rejected += before == "rejected"
                 self._observer.passed(document.id, self._totals)
-            elif content is None:
-                yield document
-            elif content in self._twins:
+            elif content is not None and content in self._twins:
                 self._twins[content].append(document.id)
-            elif self._book.has(content):
+            elif content is not None and self._writer.has(content):
                 self._copy(document.id, content)
             else:
-                self._twins[content] = []
+                if content is not None:
+                    self._twins[content] = []
                 yield document
 
     def _copy(self, name: DocumentId, content: bytes) -> None:
-        """Give a document the summary of another with the same text."""
-        self._book.copy(name, content)
+        self._writer.copy(name, content)
         self._totals.copied += 1
         self._observer.passed(name, self._totals)
 
-    def _put_aside(self, reject: Reject) -> None:
-        """Write down what failed, and those with the same text, which fail for the same reason."""
-        content = bytes.fromhex(text_hash(reject.document.text)) if reject.document else None
+    def _reject(self, reject: Reject) -> None:
+        """Write a document that failed, and those that waited for it: equal texts fail for the same reason."""
+        content = text_hash(reject.document.text) if reject.document else None
         twins = self._twins.pop(content, []) if content else []
         for each in (reject, *(Reject(name, reject.error) for name in twins)):
-            self._book.reject(each, content)
+            self._writer.reject(each, content)
             self._totals.rejected += 1
             self._observer.rejected(each, self._totals)

@@ -1,4 +1,4 @@
-"""What a job has to say at its end, as words and rows; drawing them is left to the command line."""
+"""The figures of a job as lines of text and rows of tables."""
 
 from __future__ import annotations
 
@@ -22,29 +22,24 @@ COMPARISON_HEADINGS = (
     "tokens\nper pass",
     "identical",
 )
-
 _RAISE = "--max-new-tokens raises it"
 
 
-def describe_speed(stats: DecodingStats) -> str:
-    """Speed in words."""
-    return f"{stats.tokens_per_s:.1f} tokens/s, {stats.mean_acceptance_length:.2f} tokens per pass"
-
-
 def describe_summary(summary: Summary) -> str:
-    """The figures of one summary, in a line."""
+    """One summary in a line."""
     parts = f" in {summary.parts} parts" if summary.parts > 1 else ""
     cut = f"; cut at {summary.summary_tokens} tokens; {_RAISE}" if summary.finish_reason == "length" else ""
     return (
         f"{summary.document_tokens} tokens{parts} summarized in {summary.summary_tokens}, "
-        f"{describe_speed(summary.stats)}{cut}"
+        f"{_describe_speed(summary.stats, summary.stats.tokens_per_s)}{cut}"
     )
 
 
 def speed_of(totals: JobTotals, seconds: float) -> float:
-    """Tokens a second of a job that took so long in all: by the clock, since documents are decoded beside each other.
+    """Tokens per second of a job that took `seconds` of wall time.
 
-    Of a single one, and where each was decoded plainly too, what lookahead took of the time is known.
+    Documents are decoded together, so their decode times overlap and wall time counts. With one document, or with
+    plain decoding in between, it is the speed of decoding.
     """
     if totals.plain is not None or totals.summarized <= 1 or not seconds:
         return totals.stats.tokens_per_s
@@ -52,28 +47,28 @@ def speed_of(totals: JobTotals, seconds: float) -> float:
 
 
 def describe_totals(totals: JobTotals, seconds: float) -> str:
-    """What a job did, in a line; `seconds` is how long it took in all."""
+    """A job that took `seconds` in a line."""
     copied = f", {totals.copied} with the text of another" if totals.copied else ""
     earlier = f", {totals.earlier} finished before" if totals.earlier else ""
     failed = f", {totals.rejected} failed" if totals.rejected else ""
     skipped = f", {count(totals.skipped, 'file')} skipped" if totals.skipped else ""
     cut = f"; {totals.cut} cut at the token limit, {_RAISE}" if totals.cut else ""
-    speed = f"{speed_of(totals, seconds):.1f} tokens/s, {totals.stats.mean_acceptance_length:.2f} tokens per pass"
+    speed = _describe_speed(totals.stats, speed_of(totals, seconds))
     emitted = f"; {totals.stats.emitted_tokens} tokens at {speed}" if totals.summarized else ""
     return f"{count(totals.summarized, 'document')} summarized{copied}{earlier}{failed}{skipped}{emitted}{cut}"
 
 
 def describe_stop(totals: JobTotals, output: Path | None) -> str:
-    """What there is of a job that was stopped early."""
+    """What a job had finished when it was stopped."""
     finished = count(totals.written + totals.earlier, "finished summary", "finished summaries")
-    if output is None or not output.exists() or output.is_file():
-        how = "; a job with --output can be resumed" if output is None else "; --resume goes on"
-        return f"{finished} in {output or 'stdout'}{how}"
-    return f"{finished} in {output}"
+    if output is None:
+        return f"{finished} in stdout; a job with --output can be resumed"
+    is_device = output.exists() and not output.is_file()
+    return f"{finished} in {output}{'' if is_device else '; --resume goes on'}"
 
 
 def totals_rows(totals: JobTotals, seconds: float) -> list[tuple[str, str]]:
-    """Every figure of a job with its name; `seconds` is how long it took in all."""
+    """The figures of a job that took `seconds`, with their names."""
     stats = totals.stats
     sources = sorted(stats.accepted_by_source.items(), key=lambda item: -item[1])
     rows = [
@@ -95,18 +90,17 @@ def totals_rows(totals: JobTotals, seconds: float) -> list[tuple[str, str]]:
 
 
 def describe_memory(memory: OutputMemory, totals: JobTotals) -> str:
-    """What a memory of earlier outputs was worth to a job, in a line."""
-    accepted = totals.stats.accepted_by_source["outputs"]
-    share = f" ({accepted / totals.stats.emitted_tokens:.0%})" if totals.stats.emitted_tokens else ""
+    """How much of a job was drafted from earlier outputs, in a line."""
+    emitted, accepted = totals.stats.emitted_tokens, totals.stats.accepted_by_source["outputs"]
+    share = f" ({accepted / emitted:.0%})" if emitted else ""
     return (
         f"{memory.path}: {memory.loaded:,} tokens of earlier outputs were known, {memory.tokens:,} are now; "
-        f"{accepted:,} of "
-        f"{totals.stats.emitted_tokens:,} tokens written{share} were drafted from earlier outputs"
+        f"{accepted:,} of {emitted:,} tokens written{share} were drafted from earlier outputs"
     )
 
 
 def estimate_rows(estimate: Estimate) -> list[tuple[str, str]]:
-    """Every figure of an estimate with its name."""
+    """The figures of an estimate, with their names."""
     time = "-" if estimate.seconds is None else f"{estimate.seconds:,.1f} s ({estimate.seconds / 3600:,.2f} h)"
     measured = count(estimate.tried, "document")
     if estimate.timed_parts < estimate.tried_parts:
@@ -124,7 +118,7 @@ def estimate_rows(estimate: Estimate) -> list[tuple[str, str]]:
 
 
 def describe_difference(totals: JobTotals, *, exact: bool) -> str:
-    """Which documents plain decoding summarized differently, and what to make of it."""
+    """The documents for which plain decoding gave other tokens, and why that can be."""
     names = ", ".join(map(str, totals.different))
     why = (
         "in fp32 that is a bug, please report it"
@@ -149,15 +143,17 @@ def comparison_row(name: str, stats: DecodingStats, plain: PlainFigures) -> tupl
 
 
 def stats_rows(stats: DecodingStats) -> list[tuple[str, str]]:
-    """Every figure of decoding with its name."""
-    rows = []
-    for name, value in stats.to_dict().items():
-        if isinstance(value, dict):
-            value = ", ".join(f"{key}: {number}" for key, number in value.items()) or "-"
-        rows.append((name, str(value)))
-    return rows
+    """The counters of decoding, with their names."""
+    return [
+        (name, (", ".join(f"{key}: {n}" for key, n in value.items()) or "-") if isinstance(value, dict) else str(value))
+        for name, value in stats.to_dict().items()
+    ]
 
 
 def count(number: int, one: str, many: str | None = None) -> str:
     """`1 document`, `2 documents`."""
     return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def _describe_speed(stats: DecodingStats, tokens_per_s: float) -> str:
+    return f"{tokens_per_s:.1f} tokens/s, {stats.mean_acceptance_length:.2f} tokens per pass"

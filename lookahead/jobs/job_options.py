@@ -1,7 +1,7 @@
 """The options of the commands, each declared once.
 
-The flags of the command line, the keys of a job file, what a Ray worker is sent and what tells one job from another are
-all read from these dataclasses. A field without a help text is no flag.
+The command line flags, the keys of a job file, the arguments of a Ray worker and the identity of a job are all read
+from these dataclasses. A field without a help text is not a flag.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ def option(default: Any = MISSING, help: str = "", *flags: str, identifies: bool
     """A field that is an option.
 
     Args:
-        default: Its value unless given; without one the option is required.
+        default: Its default; without one the option is required.
         help: One line for the help page.
         *flags: Its names on the command line; none for `--name`.
-        identifies: Whether another value makes it another job, whose results must not be mixed with these.
-        **details: Further arguments of `typer.Option`: `min`, `max`, `metavar`, ...; `argument=True` for a positional
-            one.
+        identifies: Whether it is part of the identity of a job (`JobIdentity`).
+        **details: Further arguments of `typer.Option` (`min`, `max`, `metavar`, ...); `argument=True` for a positional
+            argument.
     """
     return field(default=default, metadata={"help": help, "flags": flags, "identifies": identifies, **details})
 
 
 def new_tokens_option(default: int, help: str = "Most tokens to write.", **details: Any) -> Any:
-    """The option that limits the new tokens, under the two names it has in every command."""
+    """The option that limits new tokens, under its two names."""
     return option(default, help, "--max-new-tokens", "--max-tokens", **details)
 
 
 def options_of(kind: type) -> list[tuple[Field[Any], type]]:
-    """The options of a dataclass, each with the class that declares it: those of a class before those of its bases."""
+    """The options of a dataclass with the classes that declare them; a class comes before its bases."""
     classes = kind.__mro__
     owners = {name: i for i, owner in enumerate(classes) for name in get_annotations(owner)}
     ordered = sorted(fields(kind), key=lambda each: owners[each.name])
@@ -59,7 +59,7 @@ def options_of(kind: type) -> list[tuple[Field[Any], type]]:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceOptions:
-    """In which precision and on which device a model runs."""
+    """The precision and the device of a model."""
 
     panel: ClassVar[str] = "Model"
 
@@ -70,7 +70,7 @@ class DeviceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(DeviceOptions):
-    """Which model runs, and how."""
+    """The model, its precision and its device."""
 
     panel: ClassVar[str] = "Model"
 
@@ -79,7 +79,7 @@ class ModelOptions(DeviceOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DraftingOptions:
-    """What drafts come from, and how they are verified."""
+    """The sources of drafts, and how drafts are verified."""
 
     panel: ClassVar[str] = "Drafting"
 
@@ -101,9 +101,9 @@ class DraftingOptions:
     cuda_graphs: bool = option(False, "Record the model's passes as CUDA graphs, on a GPU.")
 
     def config(self) -> LookaheadConfig | None:
-        """The configuration, checked; None if every option has its default.
+        """The configuration, checked; `None` if every option has its default.
 
-        None allows a model that cannot verify drafts to be decoded plainly.
+        With `None`, a model that cannot verify drafts is decoded plainly; else it is an error.
         """
         sources: list[Any] = [] if self.proposers == "none" else [name.strip() for name in self.proposers.split(",")]
         if self.heads is not None:
@@ -120,11 +120,11 @@ class DraftingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions(DraftingOptions, ModelOptions):
-    """Everything a process needs to know to summarize documents, as numbers and strings.
+    """Everything a worker process needs to summarize documents, as numbers and strings.
 
     Attributes:
-        prompt: The instruction in words, from the prompt file.
-        location: Where workers load the model from; None if `model` says it.
+        location: Where workers load the model from; `None` is `model`.
+        prompt: The text of the prompt file.
     """
 
     panel: ClassVar[str] = "Summaries"
@@ -145,7 +145,7 @@ class WorkerOptions(DraftingOptions, ModelOptions):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The options that tell this job from others."""
+        """The options that are part of the identity of the job."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.metadata.get("identifies")}
 
     def summarizer_settings(self) -> dict[str, Any]:
@@ -158,10 +158,10 @@ class WorkerOptions(DraftingOptions, ModelOptions):
         from lookahead.summarization.prompting import SummaryRequest
 
         check_max_new_tokens(self.max_new_tokens)
-        is_usual = self.prompt is None and self.style is None
+        is_default = self.prompt is None and self.style is None
         return {
             "max_new_tokens": self.max_new_tokens,
-            "request": None if is_usual else SummaryRequest(prompt=self.prompt, style=self.style),
+            "request": None if is_default else SummaryRequest(prompt=self.prompt, style=self.style),
             "approach": Approach(overlap=self.overlap, refine=self.refine),
             "keep_parts": self.keep_parts,
             "config": self.config(),
@@ -169,10 +169,10 @@ class WorkerOptions(DraftingOptions, ModelOptions):
         }
 
     def make_summarizer(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Summarizer:
-        """The summarizer that does what the options say.
+        """The summarizer with these options.
 
         Raises:
-            ConfigError: The model does not understand what is asked for.
+            ConfigError: The model does not support the options.
         """
         from lookahead.summarization.summarizer import Summarizer
 
@@ -181,7 +181,7 @@ class WorkerOptions(DraftingOptions, ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentOptions:
-    """How documents are read."""
+    """How documents are read from files."""
 
     panel: ClassVar[str] = "Documents"
 
@@ -235,10 +235,10 @@ class JobOptions(DocumentOptions, WorkerOptions):
     )
 
     def check(self) -> None:
-        """Refuse options that do not go together, before any work is done.
+        """Refuse options that exclude each other, before any work is done.
 
         Raises:
-            ConfigError: With the options and what is wrong about them.
+            ConfigError: With the options and the reason.
         """
         self.summarizer_settings()
         if self.retry_rejects and not self.resume:
@@ -257,7 +257,7 @@ class JobOptions(DocumentOptions, WorkerOptions):
             raise ConfigError("format is that of stdout; with --output the summaries go to that file as JSON lines")
 
     def read_prompt_file(self) -> str | None:
-        """The instruction that the prompt file holds, if one is given.
+        """The text of the prompt file, if one is given.
 
         Raises:
             OSError: The file cannot be read.
@@ -266,9 +266,9 @@ class JobOptions(DocumentOptions, WorkerOptions):
         return None if path is None else decode_bytes(read_bounded(str(path), MEGABYTE), str(path))
 
     def for_workers(self) -> dict[str, Any]:
-        """The arguments of `WorkerOptions`, with paths that do not depend on the folder a worker runs in."""
+        """The arguments of `WorkerOptions`, with absolute paths."""
         location, is_local = locate_model(self.model)
-        if self.model == DEFAULT_MODEL:  # a machine of the cluster may have the package in another place
+        if self.model == DEFAULT_MODEL:  # other machines may have the package in another folder
             location = self.model
         elif is_local:
             location = str(Path(location).absolute())

@@ -1,4 +1,4 @@
-"""A job as a TOML file: the options of `lookahead summarize` by their names."""
+"""Job files: the options of `lookahead summarize` in TOML."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-# What an option of each type is called, and the TOML types it accepts. The command line reads text, so a number is
-# accepted as a string: window = 7.
+# How errors name the type of an option, and the TOML types it accepts. Click converts a number to a string: window = 7.
 _TYPES: dict[type, tuple[str, tuple[type, ...]]] = {
     str: ("a string", (str, int)),
     Path: ("a string", (str, int)),
@@ -31,16 +30,13 @@ _TYPES: dict[type, tuple[str, tuple[type, ...]]] = {
 
 
 def read_job_file(path: Path) -> dict[str, Any]:
-    """The options that a job file sets.
+    """The options in a job file, by the fields of `JobOptions`.
 
     Args:
         path: The file. `max-new-tokens = 64` and `max_new_tokens = 64` are the same.
 
-    Returns:
-        The values by the names of the fields of `JobOptions`.
-
     Raises:
-        ConfigError: The file cannot be read, is not TOML, or holds an unknown option or a wrong value.
+        ConfigError: The file cannot be read, is not TOML, or has an unknown option or a wrong value.
     """
     try:
         table = tomllib.loads(read_regular(path).decode("utf-8"))
@@ -54,7 +50,7 @@ def read_job_file(path: Path) -> dict[str, Any]:
         if option is None:
             raise ConfigError(f"job {path}: no option {name!r}; the options are {', '.join(names)}")
         hint = hints[option.name]
-        hint = next((each for each in get_args(hint) if each is not NoneType), hint)  # of `int | None`
+        hint = next((each for each in get_args(hint) if each is not NoneType), hint)  # `int` of `int | None`
         kind = get_origin(hint) or hint
         if kind is list and isinstance(value, str):
             value = [value]
@@ -70,19 +66,19 @@ def read_job_file(path: Path) -> dict[str, Any]:
 
 
 def to_toml(options: JobOptions) -> str:
-    """A job file with all options; those that are None are left out."""
+    """All options as a job file, without those that are `None`."""
     values = {name: getattr(options, option.name) for name, option in _names().items()}
     return "".join(f"{name} = {_value(value)}\n" for name, value in values.items() if value is not None)
 
 
 def _names() -> dict[str, Field[Any]]:
-    """The options of a job file by their names: the longest flag, without dashes."""
+    """The options by their keys in a job file: the longest flag without dashes."""
     named = [(max(each.metadata["flags"] or (each.name,), key=len), each) for each, _ in options_of(JobOptions)]
     return {name.lstrip("-").replace("_", "-"): each for name, each in named}
 
 
 def _accepts(kind: type, value: Any, least: float | None, most: float | None) -> bool:
-    """Whether a TOML value is one of an option; for isinstance, true is a number."""
+    """Whether an option accepts a TOML value. Types are compared exactly, since bool is a subclass of int."""
     if type(value) not in _TYPES[kind][1]:
         return False
     if kind is list:
@@ -91,13 +87,12 @@ def _accepts(kind: type, value: Any, least: float | None, most: float | None) ->
 
 
 def _value(value: Any) -> str:
-    """A value in TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_value, value))}]"
     if isinstance(value, int | float):
         return repr(value)
-    # A JSON string is a TOML string, except for the delete character and lone surrogates.
+    # JSON strings are TOML strings, except for the delete character and lone surrogates.
     text = str(value).encode("utf-8", "replace").decode()
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

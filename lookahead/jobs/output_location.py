@@ -1,4 +1,4 @@
-"""Where a job writes, checked before any work is done."""
+"""The files a job writes, checked before any work is done."""
 
 from __future__ import annotations
 
@@ -10,21 +10,19 @@ from lookahead.documents.inputs import Input
 from lookahead.documents.output_paths import check_output
 from lookahead.documents.table_files import load_pyarrow
 from lookahead.errors import ConfigError
-from lookahead.jobs.manifest import manifest_path, read_manifest
-
-PARQUET_SUFFIX = ".parquet"
+from lookahead.jobs.identity import manifest_path, read_manifest
 
 
 @dataclass(frozen=True, slots=True)
 class OutputPaths:
-    """Where a job writes.
+    """The files a job writes.
 
     Attributes:
-        results: The file for the summaries; `None` where they are shown instead. One that ends in `.parquet` is a
-            Parquet file at the end, and JSON lines beside it until then.
-        rejects: The file for documents that failed; `None` is `RESULTS.rejects.jsonl`, or none without results.
-        overwrite: Whether files that exist may be replaced.
-        resume: Whether to go on with what an earlier run of the job left.
+        results: The file for the summaries; `None` if they are shown. With the suffix `.parquet`, lines go to a file of
+            JSON lines beside it while the job runs.
+        rejects: The file for documents that failed; `None` is `RESULTS.rejects.jsonl`, or no file without results.
+        overwrite: Whether existing files may be replaced.
+        resume: Whether to continue what an earlier run wrote.
     """
 
     results: Path | None = None
@@ -39,36 +37,36 @@ class OutputPaths:
     @property
     def is_parquet(self) -> bool:
         """Whether the results become a Parquet file."""
-        return self.results is not None and self.results.suffix.lower() == PARQUET_SUFFIX
+        return self.results is not None and self.results.suffix.lower() == ".parquet"
 
     @property
     def running(self) -> Path | None:
-        """The file that lines go to while the job runs."""
+        """The file of JSON lines while the job runs."""
         return Path(f"{self.results}.running.jsonl") if self.is_parquet else self.results
 
     @property
     def is_journal(self) -> bool:
-        """Whether results go to a file that can be gone on with: not to a pipe or a device."""
+        """Whether the results go to a file that can be resumed, not to a pipe or a device."""
         return self.results is not None and (self.results.is_file() or not self.results.exists())
 
     @property
     def all(self) -> list[Path]:
-        """Every file of the job, there or not."""
-        if self.results is None or self.running is None or not self.is_journal:
-            return [path for path in (self.results, self.rejects) if path is not None]
-        paths = [self.results, self.running, manifest_path(self.results), self.rejects]
+        """Every file of the job, existing or not."""
+        paths: list[Path | None] = [self.results, self.rejects]
+        if self.results is not None and self.is_journal:
+            paths[1:1] = [self.running, manifest_path(self.results)]
         return list(dict.fromkeys(path for path in paths if path is not None))
 
     def check(self, inputs: Sequence[Input]) -> None:
-        """Refuse a path that cannot be written or would destroy a file, before any work is done.
+        """Refuse a path that cannot be written or that holds something else, before any work is done.
 
         Raises:
-            ConfigError: With the path and what is wrong about it.
+            ConfigError: With the path and the reason.
             DocumentError: It is a Parquet file, and pyarrow is not installed.
         """
         if self.resume and self.overwrite:
             raise ConfigError("--resume goes on with an output and --overwrite begins anew; pass one of them")
-        if self.resume and (self.results is None or not self.is_journal):
+        if self.resume and not self.is_journal:
             raise ConfigError("--resume needs --output, the file to go on with")
         if self.results is not None and self.rejects is not None and self.results.resolve() == self.rejects.resolve():
             raise ConfigError(f"output {self.results} cannot hold both the summaries and the rejects")
@@ -80,10 +78,10 @@ class OutputPaths:
             check_output(path, inputs, overwrite=self.overwrite or self.resume)
 
     def _check_earlier(self, results: Path) -> None:
-        """Refuse results that are there, or that there is no going on with, with what to do about them."""
+        """Refuse existing results unless they are resumed, and results to resume without a manifest."""
         manifest = read_manifest(results)
-        is_there = any(path is not None and path.is_file() and path.stat().st_size for path in (results, self.running))
-        if self.resume and is_there and manifest is None:
+        exists = any(path is not None and path.is_file() and path.stat().st_size for path in (results, self.running))
+        if self.resume and exists and manifest is None:
             raise ConfigError(
                 f"output {results} has no manifest ({manifest_path(results).name}), so what wrote it is unknown; name "
                 "another --output, or pass --overwrite to begin anew"
@@ -95,7 +93,7 @@ class OutputPaths:
             )
 
     def clear(self) -> None:
-        """Remove what an earlier job left, which would pass for this one's; call it after `check`."""
+        """With `overwrite`, remove the files of an earlier job; call it after `check`."""
         if self.overwrite:
             for path in self.all:
                 if path.is_file():

@@ -1,4 +1,4 @@
-"""The memory of earlier outputs, kept in a file from one job to the next."""
+"""The memory of earlier outputs, kept in a pool file from one job to the next."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ Item = TypeVar("Item")
 
 
 def is_memory(path: str | os.PathLike[str]) -> bool:
-    """Whether a pool file is one that jobs add to: their own, or one that is not there yet.
+    """Whether a pool file is a memory of outputs or does not exist yet; else it is a corpus.
 
     Raises:
-        PoolError: There is a file, and it is no pool.
+        PoolError: The file exists and is no pool.
     """
     return not os.path.lexists(path) or read_pool_header(os.fspath(path)).learned == 1
 
 
 def check_memory(path: Path) -> None:
-    """Refuse a path that no pool can be written to, before any work is done.
+    """Refuse a path that cannot be written, before any work is done.
 
     Raises:
-        PoolError: With what is wrong about it.
+        PoolError: With the path and the reason.
     """
     if not path.parent.is_dir():
         raise PoolError(f"{path}: cannot be written: there is no directory {path.parent}")
@@ -48,15 +48,15 @@ def check_memory(path: Path) -> None:
 
 
 class OutputMemory:
-    """What a model drafts from of earlier outputs, loaded from a pool file and saved to it.
+    """A model's memory of earlier outputs, loaded from a pool file and saved to it.
 
     Args:
-        path: The file; where there is none the memory begins empty.
+        path: The pool file; without it the memory begins empty.
         model: The model whose memory is filled.
         tokenizer: Its tokenizer.
 
     Attributes:
-        loaded: Tokens that came from the file.
+        loaded: Tokens read from the file.
 
     Raises:
         PoolError: The file is damaged, or was made with another tokenizer.
@@ -76,14 +76,14 @@ class OutputMemory:
 
     @property
     def tokens(self) -> int:
-        """Tokens in memory now; when it is full the oldest half is forgotten."""
+        """Tokens in memory; a full memory drops its older half."""
         return int(np.count_nonzero(self._outputs.tokens >= 0))
 
     def save(self) -> None:
-        """Write the memory to its file, whole or not at all.
+        """Write the memory to its file, atomically.
 
         Raises:
-            PoolError: It cannot be written; the file is left as it was.
+            PoolError: It cannot be written; the file is unchanged.
         """
         tokens = np.array(self._outputs.tokens[1:])
         if np.any(tokens >= 0):
@@ -92,7 +92,7 @@ class OutputMemory:
         self._saved_at = time.monotonic()
 
     def save_while(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield the items of a job, and save every few minutes on the way, so that a killed job loses little.
+        """Yield the items of a job, and save every `SAVE_EVERY_S` seconds, so that a killed job loses little.
 
         Raises:
             PoolError: As `save`.

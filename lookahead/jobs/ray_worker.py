@@ -26,8 +26,8 @@ class WorkerInfo:
     """What a worker reports when it is ready.
 
     Attributes:
-        identity: The job, as its model makes it.
-        rows: How many documents it decodes together.
+        identity: The identity of the job with the worker's model.
+        rows: Number of documents it decodes together.
     """
 
     identity: JobIdentity
@@ -35,9 +35,7 @@ class WorkerInfo:
 
 
 class RayWorker:
-    """Summarizes the documents it is sent; those that are there at the same time are decoded together.
-
-    It is an actor whose calls are awaited concurrently, while a thread decodes.
+    """An actor that summarizes documents: its calls are awaited concurrently, and a thread decodes them together.
 
     Args:
         options: Arguments of `WorkerOptions`.
@@ -51,7 +49,7 @@ class RayWorker:
         self._failure: BaseException | None = None
 
     async def start(self) -> WorkerInfo | LookaheadError:
-        """Load the model and start the engine; an error in the options is returned, not raised."""
+        """Load the model and start the engine. An error in the options is returned, not raised."""
         try:
             summarizer, info = self._load()
         except LookaheadError as error:
@@ -60,7 +58,7 @@ class RayWorker:
         return info
 
     async def summarize(self, document: Document) -> Summary | str:
-        """The summary of a document, or why there is none.
+        """The summary of a document, or an error message.
 
         Raises:
             RuntimeError: The engine has stopped; another worker can take the document.
@@ -68,7 +66,7 @@ class RayWorker:
         answer: Future[Summary | str] = Future()
         self._waiting[id(document)] = document, answer
         self._inbox.put(document)
-        if self._failure is not None:  # checked last: an engine that stops later fails the futures that wait
+        if self._failure is not None:  # checked last: an engine that stops later fails the pending futures
             raise RuntimeError(f"the engine stopped: {self._failure!r}")
         return await asyncio.wrap_future(answer)
 
@@ -79,7 +77,7 @@ class RayWorker:
         options = self._options
         prepare_process(options.threads)
         loaded = load(options.location or options.model, dtype=options.dtype, device=options.device)
-        with suppress(OSError):  # the costs are only not kept for the next worker
+        with suppress(OSError):  # the costs are measured, but not saved
             prepare_costs(loaded.model)
         summarizer = options.make_summarizer(*loaded)
         rows = summarizer.rows_together(options.rows)
@@ -95,13 +93,13 @@ class RayWorker:
                 answer.set_result(outcome.summary if isinstance(outcome, Summarized) else outcome.error)
             raise RuntimeError("the engine ended before its input did")
         except BaseException as error:
-            # No caller sees an error of this thread: fail the pending calls, and all later ones.
+            # No caller sees an error of this thread: fail the pending calls and all later ones.
             self._failure = error
             for _, answer in list(self._waiting.values()):
                 answer.set_exception(RuntimeError(f"the engine stopped: {error!r}"))
 
     def _documents(self) -> Iterator[Document | None]:
-        """The documents as they arrive; None instead of waiting while some are in flight."""
+        """The documents as they arrive. While some are in flight, None instead of waiting."""
         while True:
             try:
                 document = self._inbox.get(block=self._in_flight == 0)

@@ -1,7 +1,7 @@
-"""A pool of workers on a Ray cluster, which does what one summarizer does here.
+"""A pool of workers on a Ray cluster, used like one summarizer.
 
-The workers are Ray actors, not a pool of `map_batches`. The two are equally fast while nothing fails: with one document
-a batch, and several in flight an actor, each result arrives when it is done. Otherwise `map_batches` differs:
+The workers are Ray actors, not a pool of `map_batches`. Without failures the two are equally fast. Otherwise
+`map_batches` differs:
 
 - `from_items` reads all documents before the first result. Here the journal, which skips finished documents and copies
   of equal ones, runs in this process document by document, and documents wait until a worker has room.
@@ -32,16 +32,16 @@ Outcome = Summarized | Reject
 
 TRIES = 3  # workers that may die with a document in flight before it is rejected
 FAILED_STARTS = 3  # workers in a row that may die while they start before no more are added
-_MAX_CONCURRENCY = 2048  # calls that an actor answers concurrently: more than it ever gets
+_MAX_CONCURRENCY = 2048  # concurrent calls of an actor: more than it ever gets
 _CONNECT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How many workers there are to be, and what each of them takes of its machine.
+    """The number of workers and the resources of each.
 
     Attributes:
-        workers: Workers; more than there is room for wait for it, and let a cluster that scales itself grow.
+        workers: Number of workers. Those without room wait, and let an autoscaling cluster grow.
         threads: CPU threads of each, which Ray counts as CPUs.
         gpus: GPUs of each, 0 or 1.
     """
@@ -53,10 +53,10 @@ class Plan:
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """One worker: its actor handle, how many documents it may have in flight, and how many it has."""
+    """An actor handle, how many documents it may have in flight, and how many it has."""
 
     handle: Any
-    capacity: int = 0
+    capacity: int = 0  # 0 until it is ready
     in_flight: int = 0
     is_alive: bool = True
 
@@ -72,15 +72,15 @@ class _Call:
 
 
 class WorkerPool:
-    """Summarizes documents with workers on a cluster; entering it starts them, leaving it stops them.
+    """Summarizes documents with workers on a cluster. Entering it starts them, leaving it stops them.
 
     Args:
-        ray: The module, connected.
+        ray: The module `ray`, connected.
         options: Arguments of `WorkerOptions`.
-        plan: How many workers there are, and what each takes.
+        plan: The number of workers and the resources of each.
 
     Attributes:
-        notes: What a user should know, in words.
+        notes: What the user should know about workers.
     """
 
     def __init__(self, ray: Any, options: dict[str, Any], plan: Plan) -> None:
@@ -106,7 +106,7 @@ class WorkerPool:
             self._ray.kill(worker.handle)
 
     def wait_ready(self, workers: int = 1) -> WorkerInfo:
-        """Wait until so many workers are ready; the others go on starting.
+        """Wait until so many workers are ready; the others continue to start.
 
         Raises:
             LookaheadError: The options are wrong, or every worker died while it started.
@@ -117,43 +117,44 @@ class WorkerPool:
         return self._first
 
     def summarize_all(self, documents: Iterable[Document], rows: int | None = None) -> Iterator[Outcome]:
-        """Summarize documents; they are taken as workers have room, and yielded as they are done.
+        """Summarize documents. They are taken when a worker has room, and yielded as they finish.
 
         If `documents` raises, what is in flight is finished and yielded first.
 
         Args:
             documents: The documents.
-            rows: Unused: how many a worker decodes together is among its options.
+            rows: Unused: the rows of a worker are among its options.
 
         Raises:
             ClusterError: No worker is left, and none can be started.
         """
-        source, error, is_open = iter(documents), None, True
+        source, is_open = iter(documents), True
+        error: Exception | None = None
         while True:
-            worker = self._least_busy()
-            if worker is not None and self._retries:
-                self._submit(worker, *self._retries.popleft())
-            elif worker is not None and is_open:
+            worker, document, deaths = self._least_busy(), None, 0
+            if worker is None:
+                pass
+            elif self._retries:
+                document, deaths = self._retries.popleft()
+            elif is_open:
                 try:
-                    self._submit(worker, next(source), 0)
-                except StopIteration:
-                    is_open = False
+                    document = next(source)
                 except Exception as raised:
-                    error, is_open = raised, False
-            elif worker is not None and worker.in_flight == 0 and self._last_tries:
-                self._submit(worker, self._last_tries.popleft(), TRIES - 1)
-            free = self._least_busy()
-            is_alone = free is not None and free.in_flight == 0 and bool(self._last_tries)
-            has_more = free is not None and (is_open or bool(self._retries) or is_alone)
+                    is_open, error = False, None if isinstance(raised, StopIteration) else raised
+                    continue
+            elif self._last_tries and worker.in_flight == 0:
+                document, deaths = self._last_tries.popleft(), TRIES - 1
+            if worker is not None and document is not None:
+                self._submit(worker, document, deaths)
             is_busy = any(call.document is not None for call in self._calls.values())
-            if not (has_more or is_open or self._retries or self._last_tries or is_busy):
+            if not (is_open or is_busy or self._retries or self._last_tries):
                 break
-            yield from self._collect(waits=not has_more)
+            yield from self._collect(waits=document is None)
         if error is not None:
             raise error
 
     def _add(self) -> None:
-        """Start a worker: Ray finds a place for it, or waits until there is one."""
+        """Start a worker. Ray finds a place for it, or waits until there is one."""
         worker = _Worker(self._make(self._options))
         self._workers.append(worker)
         self._calls[worker.handle.start.remote()] = _Call(worker)
@@ -163,18 +164,15 @@ class WorkerPool:
         return min(free, key=lambda worker: worker.in_flight, default=None)
 
     def _submit(self, worker: _Worker, document: Document, deaths: int) -> None:
-        """Let a worker summarize a document; one on its last try takes the whole capacity."""
+        """Let a worker summarize a document. One on its last try takes the whole capacity."""
         size = worker.capacity if deaths == TRIES - 1 else 1
         self._calls[worker.handle.summarize.remote(document)] = _Call(worker, document, deaths, size)
         worker.in_flight += size
 
     def _collect(self, *, waits: bool) -> Iterator[Outcome]:
-        """Yield what is done; with `waits`, wait for one answer at least."""
+        """Yield what is finished; with `waits`, wait for at least one answer."""
         calls = list(self._calls)
-        if not calls:
-            return
-        wanted, timeout = (1, None) if waits else (len(calls), 0)
-        done, _ = self._ray.wait(calls, num_returns=wanted, timeout=timeout)
+        done, _ = self._ray.wait(calls, num_returns=1 if waits else len(calls), timeout=None if waits else 0)
         for each in done:
             call = self._calls.pop(each)
             call.worker.in_flight -= call.size
@@ -191,7 +189,7 @@ class WorkerPool:
                 yield Summarized(call.document, answer)
 
     def _accept(self, worker: _Worker, answer: WorkerInfo | LookaheadError) -> None:
-        """Use a worker that is ready, if it does the same job as the others."""
+        """Use a worker that is ready, if its job is that of the others."""
         if isinstance(answer, WorkerInfo):
             self._first = self._first or answer
             different = answer.identity.differences(self._first.identity.to_dict())
@@ -211,21 +209,21 @@ class WorkerPool:
         reason = first_line(error)
         if call.worker.is_alive:
             self._remove(call.worker)
-            self._failed_starts += call.document is None
-            if call.document is not None:
+            if call.document is None:
+                self._failed_starts += 1
+            else:
                 self.notes.append(f"a worker died, and its documents went to others: {reason}")
             if self._failed_starts < FAILED_STARTS:
                 self._add()
             self._check_not_empty(reason)
         if call.document is None:
             return
-        deaths = call.deaths + 1
+        deaths, name = call.deaths + 1, call.document.id
         if deaths < TRIES - 1:
             self._retries.append((call.document, deaths))
         elif deaths < TRIES:
             self._last_tries.append(call.document)
         else:
-            name = call.document.id
             yield Reject(name, f"{name}: {TRIES} workers died while they summarized it: {reason}", call.document)
 
     def _remove(self, worker: _Worker) -> None:
@@ -241,12 +239,12 @@ class WorkerPool:
 
 @contextmanager
 def connect(address: str | None) -> Iterator[Any]:
-    """Connect to a cluster until this is left; yields the module ray.
+    """Connect to a cluster while the context lasts; yields the module `ray`.
 
     Args:
-        address: As `ray.init` takes it: `"HOST:PORT"`, `"ray://HOST:PORT"`, `"auto"` for the cluster that runs on this
-            machine, `"local"` for one that is started for this job and ends with it. `None` is the connection that the
-            process has, else what the variable RAY_ADDRESS names, else `"auto"` or `"local"`.
+        address: As for `ray.init`: `"HOST:PORT"`, `"ray://HOST:PORT"`, `"auto"` (a cluster on this machine) or
+            `"local"` (one started for this job). `None` is the existing connection of the process, else the variable
+            RAY_ADDRESS, else `"auto"` or `"local"`.
 
     Raises:
         ConfigError: Ray is not installed.
@@ -259,14 +257,13 @@ def connect(address: str | None) -> Iterator[Any]:
     if address is None and ray.is_initialized():
         yield ray
         return
-    if address is not None:
-        _check_is_there(address)
+    where = "a Ray cluster" if address is None else f"the Ray cluster at {address!r}"
     # Ray refuses options for starting a cluster when it connects to a running one.
-    own = {"include_dashboard": False} if address in (None, "local") else {}
+    options = {"include_dashboard": False} if address in (None, "local") else {}
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR", **own)
-    except Exception as error:  # ConnectionError, ValueError, RuntimeError and types of its own
-        where = "a Ray cluster" if address is None else f"the Ray cluster at {address!r}"
+        _check_port(address or "")
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR", **options)
+    except Exception as error:  # OSError, ValueError, RuntimeError and Ray's own types
         raise ClusterError(f"{where} cannot be reached: {first_line(error)}") from error
     try:
         yield ray
@@ -274,8 +271,15 @@ def connect(address: str | None) -> Iterator[Any]:
         ray.shutdown()
 
 
+def _check_port(address: str) -> None:
+    """Connect to a port once; Ray itself retries for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+
+
 class OwnStdout:
-    """Standard output of this thread; drops what Ray's threads print about workers between the results.
+    """Standard output of this thread. Drops what Ray's threads would print between the results.
 
     Args:
         stream: The real standard output.
@@ -285,49 +289,38 @@ class OwnStdout:
         self._stream, self._thread = stream, get_ident()
 
     def write(self, text: str) -> int:
-        """Write what this thread writes."""
+        """Write the text of this thread."""
         return self._stream.write(text) if get_ident() == self._thread else len(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
-def _check_is_there(address: str) -> None:
-    """Refuse a port that does not answer; Ray itself retries for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if host and port.isdecimal():
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
-        except (OSError, OverflowError) as error:
-            raise ClusterError(f"the Ray cluster at {address!r} cannot be reached: {first_line(error)}") from error
-
-
 def plan_workers(ray: Any, workers: int | None, threads: int | None, device: str | None) -> Plan:
-    """Divide a cluster: a GPU for every worker where there are GPUs, else CPUs.
+    """Divide the resources of a cluster: a GPU for each worker if there are GPUs, else CPUs.
 
     Args:
-        ray: The module, connected.
-        workers: How many are asked for; `None` is one for every GPU, or without GPUs for every machine.
-        threads: CPU threads of each; `None` shares what there is now, and is 1 beside a GPU.
-        device: What was asked for: `"cpu"`, `"cuda"`, or `None` for GPUs where there are some.
+        ray: The module `ray`, connected.
+        workers: Number of workers; `None` is one for each GPU, or without GPUs one for each machine.
+        threads: CPU threads of each; `None` divides the CPUs, and is 1 with a GPU.
+        device: `"cpu"`, `"cuda"`, or `None` for GPUs if there are some.
 
     Raises:
-        ConfigError: The device is a certain one, and Ray decides which worker gets which.
+        ConfigError: `device` names one GPU, but Ray assigns the GPUs.
     """
     if device not in (None, "cpu", "cuda"):
         raise ConfigError(
             f"with --ray each worker gets a device of its own: device must be cpu or cuda, got {device!r}"
         )
-    resources = ray.cluster_resources()
-    gpus = 0 if device == "cpu" else int(resources.get("GPU", 0))
+    gpus = 0 if device == "cpu" else int(ray.cluster_resources().get("GPU", 0))
     if gpus or device == "cuda":
         return Plan(workers or max(1, gpus), threads or 1, 1)
     machines = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
     wanted = workers or max(1, sum(cpus >= (threads or 1) for cpus in machines))
-    shared = int(min(sum(machines) / wanted, max(machines, default=1)))
-    return Plan(wanted, threads or max(1, shared), 0)
+    share = int(min(sum(machines) / wanted, max(machines, default=1)))
+    return Plan(wanted, threads or max(1, share), 0)
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says, or its type where it says nothing."""
+    """The first line of an error message, or the type of an error without one."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,183 @@
+"""JSON lines of results and rejects: written whole or not at all, and sorted into the order of the inputs."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import sys
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from lookahead.documents.decode_text import DocumentId
+from lookahead.errors import ConfigError
+from lookahead.ngram.replacing import replacing
+from lookahead.utils.atomic import parse_json
+
+Record = dict[str, Any]
+
+
+def encode_line(record: Record) -> bytes:
+    """A record as one line of JSON in UTF-8, line break included."""
+    # File names can hold bytes that are not text. Python keeps them as lone surrogates, which become JSON escapes.
+    return (json.dumps(record, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+
+
+def copy_of(record: Record, name: DocumentId) -> Record:
+    """The line of a document whose text equals that of `record`. Measurements are not copied."""
+    kept = {key: value for key, value in record.items() if key not in ("plain", "speedup", "identical")}
+    return {**kept, "id": name, "stats": None, "copy_of": record.get("copy_of", record["id"])}
+
+
+class JsonLinesFile:
+    """A file of JSON lines, each written whole or not at all.
+
+    A line is one unbuffered write followed by fsync. If the write fails (no space left) or is interrupted, the file is
+    truncated to its last whole line before the error is raised.
+
+    Args:
+        path: The file.
+        lazy: Create the file with its first line.
+        append: Keep the lines of an existing file.
+
+    Attributes:
+        size: Bytes of whole lines.
+
+    Raises:
+        ConfigError: The file cannot be created.
+    """
+
+    def __init__(self, path: Path, *, lazy: bool = False, append: bool = False) -> None:
+        self.path = path
+        self.size = path.stat().st_size if append and path.exists() else 0
+        self._mode = "ab" if append else "wb"
+        self._file: BinaryIO | None = None if lazy else self._open()
+
+    def write(self, record: Record) -> None:
+        """Append one line.
+
+        Raises:
+            OSError: The line cannot be written; the file is unchanged.
+        """
+        if self._file is None:
+            self._file = self._open()
+        line = encode_line(record)
+        try:
+            written = 0
+            while written < len(line):
+                written += self._file.write(line[written:])
+            _sync(self._file)
+        except BaseException:
+            with contextlib.suppress(OSError):  # a pipe or a device cannot be truncated
+                self._file.truncate(self.size)
+                self._file.seek(self.size)
+            raise
+        self.size += len(line)
+
+    def _open(self) -> BinaryIO:
+        """Open the file without a buffer, which would write parts of lines."""
+        try:
+            return cast(BinaryIO, open(self.path, self._mode, buffering=0))
+        except OSError as error:
+            raise ConfigError(f"output {self.path} cannot be written: {error.strerror}") from error
+
+    def __enter__(self) -> JsonLinesFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class JsonLinesStdout:
+    """Standard output as JSON lines, flushed after each."""
+
+    def write(self, record: Record) -> None:
+        """Write one line.
+
+        Raises:
+            OSError: The reader is gone, or no space is left.
+        """
+        try:
+            sys.stdout.buffer.write(encode_line(record))
+            sys.stdout.buffer.flush()
+        except OSError:
+            # Python flushes the buffer at exit, and would print the same error again.
+            with contextlib.suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise
+
+
+def _sync(file: BinaryIO) -> None:
+    """Flush a file to the disk. Pipes and devices have none."""
+    try:
+        os.fsync(file.fileno())
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):
+            raise
+
+
+def parse_record(line: bytes) -> Record:
+    """The JSON object of a line.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    record = parse_json(line)
+    if not isinstance(record, dict):
+        raise ValueError("not a JSON object")
+    return record
+
+
+def records_in(path: Path) -> Iterator[Record]:
+    """The JSON objects of a file of whole lines."""
+    with open(path, "rb") as file:
+        yield from map(parse_record, file)
+
+
+def sort_lines(
+    path: Path,
+    order: Iterable[bytes],
+    key_of_record: Callable[[Record], bytes],
+    is_outdated: Callable[[Record], bool],
+    *,
+    newest_only: bool = False,
+) -> tuple[int, int]:
+    """Sort the lines of a file. The file is replaced atomically, and only if a line moves or goes.
+
+    Args:
+        path: The file.
+        order: The keys of the lines, in order; a key may be there more than once.
+        key_of_record: Gives the key of a line.
+        is_outdated: Whether a line that no key names is dropped; the others follow at the end.
+        newest_only: Whether only the last line of each key is kept.
+
+    Returns:
+        The number of lines kept and of lines dropped.
+
+    Raises:
+        OSError: The new file cannot be written; the old one is unchanged.
+    """
+    places: defaultdict[bytes, deque[tuple[int, int, bool]]] = defaultdict(deque)  # offset, length, is outdated
+    count = offset = 0
+    with open(path, "rb") as file:
+        for line in file:
+            record = parse_record(line)
+            alike = places[key_of_record(record)]
+            if newest_only:
+                alike.clear()
+            alike.append((offset, len(line), is_outdated(record)))
+            count, offset = count + 1, offset + len(line)
+    named = [places[key].popleft() for key in order if places.get(key)]
+    others = sorted(place for rest in places.values() for place in rest)
+    kept = named + [place for place in others if not place[2]]
+    if len(kept) < count or any(after[0] < before[0] for before, after in pairwise(kept)):
+        with open(path, "rb") as source, replacing(path) as target:
+            for offset, length, _ in kept:
+                source.seek(offset)
+                target.write(source.read(length))
+    return len(kept), count - len(kept)
