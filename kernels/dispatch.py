@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from importlib.util import find_spec
-from math import gcd
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lookahead.kernels.checks import shortcoming, slot_shortcoming
 from lookahead.kernels.self_test import KernelVariant, attention_is_right, compaction_is_right
-
-if TYPE_CHECKING:
-    from lookahead.kernels.linear import DnnLinear
 
 NO_OPTIONS: Mapping[str, Any] = {}
 
@@ -67,20 +64,10 @@ def compactor_for(buffers: Sequence[Tensor]) -> Callable[..., None] | None:
     return partial(compact, SlotBuffers(buffers)) if right else None
 
 
-def padded_width(rows: int, width: int, device: torch.device, dtype: torch.dtype) -> int:
-    """Tokens a row, at least `width`, for which no product of a pass over so many rows needs padding."""
+def products_for(tokens: int, device: torch.device, dtype: torch.dtype) -> AbstractContextManager[object]:
+    """A context in which products of so many tokens with weights use the fastest library."""
     if device.type != "cpu":
-        return width
-    from lookahead.kernels.linear import STEP, pays
-
-    step = STEP // gcd(STEP, rows)
-    return width + -width % step if pays(rows * width, dtype) else width
-
-
-def products_for(tokens: int, device: torch.device, dtype: torch.dtype) -> DnnLinear | None:
-    """A context in which products of so many tokens with weights are faster than torch's; None if there is none."""
-    if device.type != "cpu":
-        return None
+        return nullcontext()
     from lookahead.kernels.linear import DnnLinear, pays
 
-    return DnnLinear() if pays(tokens, dtype) else None
+    return DnnLinear() if pays(tokens, dtype) else nullcontext()

@@ -20,28 +20,16 @@ FEWEST = 32  # tokens from which on a product is worth looking up its code
 _SHARE = 0.8  # most time relative to torch to count as faster
 _TRIED = (256, 512, 512)  # tokens, inputs and outputs of the measured product
 _TRIALS = 5
-_met: set[tuple[int, ...]] = set()  # products that oneDNN has code for, which it keeps for the process
 
 
 class DnnLinear(TorchFunctionMode):
-    """Within this block `torch.nn.functional.linear` of many tokens on a CPU runs in oneDNN.
-
-    Attributes:
-        is_cold: Whether code was generated for a product; later products of its shape are faster.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_cold = False
+    """Within this block `torch.nn.functional.linear` of many tokens on a CPU runs in oneDNN."""
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch._C._nn.linear and not kwargs and _fits(*args[:2]):
-            known = len(_met)
-            out = _linear(*args)
-            self.is_cold |= len(_met) > known
-            return out
+            return _linear(*args)
         return func(*args, **(kwargs or {}))
 
 
@@ -98,7 +86,6 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear` by oneDNN."""
     tokens = x.numel() // x.shape[-1]
     missing = -tokens % STEP
-    _met.add((tokens + missing, *weight.shape, bias is None))
     padded = nn.functional.pad(x.reshape(tokens, -1), (0, 0, 0, missing)) if missing else x
     out: Tensor = torch.ops.mkldnn._linear_pointwise(padded, weight, bias, "none", [], "")
     return out[:tokens].view(*x.shape[:-1], -1) if missing else out

@@ -56,18 +56,6 @@ def test_activations_that_are_not_contiguous_are_read_as_they_stand():
         assert torch.allclose(linear(x, weight), linear(x.contiguous(), weight), atol=1e-5)
 
 
-@needs_onednn
-def test_only_the_first_product_of_its_size_is_told_to_have_waited_for_code(monkeypatch):
-    monkeypatch.setattr(products, "_met", set())
-    weight = torch.randn(11, 7)
-    told = []
-    for tokens in (50, 64, 65, 49, 70, 5):
-        with torch.inference_mode(), DnnLinear() as block:
-            linear(torch.randn(tokens, 7), weight)
-        told.append(block.is_cold)
-    assert told == [True, False, True, False, False, False]
-
-
 class Other(torch.Tensor):
     """A tensor with ways of its own, as quantized weights have."""
 
@@ -120,19 +108,6 @@ def test_where_torch_was_built_without_it_torch_multiplies(monkeypatch):
         assert not products.pays(500, torch.float32)
     finally:
         products._is_faster.cache_clear()
-
-
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 16, 48])
-def test_a_long_pass_is_as_wide_as_its_products_are_not_padded_again(rows, monkeypatch):
-    monkeypatch.setattr(products, "_is_faster", lambda threads: True)
-    for width in (1, 2, 31, 32, 33, 100):
-        padded = choice.padded_width(rows, width, CPU, torch.float32)
-        if rows * width < FEWEST:
-            assert padded == width
-        else:
-            assert padded * rows % STEP == 0 and width <= padded < width + STEP
-        assert choice.padded_width(rows, width, torch.device("meta"), torch.float32) == width
-        assert choice.padded_width(rows, width, CPU, torch.bfloat16) == width
 
 
 @needs_onednn

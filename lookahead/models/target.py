@@ -100,8 +100,6 @@ class Target:
         self._keeps_logits = "logits_to_keep" in takes
         self._takes_positions = "position_ids" in takes
         self._takes_masks = shape == "trees"
-        # Every process measures for itself whether oneDNN is faster, and passes padded for it must agree between them.
-        self._may_use_onednn = (getattr(model, "_tp_size", None) or 1) == 1
         self._scope = None
         if self._takes_masks and model._can_set_attn_implementation():
             self._scope = AttentionScope(model)
@@ -120,7 +118,6 @@ class Target:
         self._has_softcap = model.config.get_text_config()._attn_implementation != "sdpa"
         # In float32 the last bits do not change tokens, and packed heads are faster.
         self._is_bitwise = model.dtype in (torch.bfloat16, torch.float16)
-        self._made_code = False  # whether the newest pass generated code for products
         self._fast = None
         if is_fixed:
             self._fast = CompiledRunner(
@@ -131,7 +128,7 @@ class Target:
     @property
     def is_cold(self) -> bool:
         """Whether the newest pass did work, such as compiling, that later passes of its shape do not repeat."""
-        return self._made_code or (self._fast is not None and self._fast.is_cold)
+        return self._fast is not None and self._fast.is_cold
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -165,16 +162,12 @@ class Target:
             return self._prefill(prompts)
 
     def _prefill(self, prompts: Sequence[IntArray]) -> Tensor:
-        from lookahead.kernels.dispatch import padded_width
-
         slots = self.cache.slots
         committed = slots.lengths[: slots.active]
         cached = committed.copy()
         lengths = np.array([len(prompt) for prompt in prompts])
         new = lengths - cached
-        width = longest = int(new.max())
-        if self._may_use_onednn and self.positions is None:  # padding tokens need positions too
-            width = padded_width(len(prompts), width, self._device, self._model.dtype)
+        width = int(new.max())
         padded = np.zeros((len(prompts), width), np.int64)
         for row, prompt in enumerate(prompts):
             padded[row, : new[row]] = prompt[cached[row] :]
@@ -182,7 +175,7 @@ class Target:
         hidden: list[dict[int, Tensor]] = []
         is_whole = bool((new == width).all()) and not np.ptp(cached)
         size = width if is_whole and self._reads_whole(width, is_continued=bool(cached.any())) else self._prefill_chunk
-        self._report(0, longest)
+        self._report(0, width)
         for start in range(0, width, size):
             chunk = np.ascontiguousarray(padded[:, start : start + size])
             # A row whose prompt has ended writes padding after it, into the slots of its later trees.
@@ -194,7 +187,7 @@ class Target:
             logits = self._forward(chunk, positions, None, keep=keep if len(keep) else np.zeros(1, np.int64))
             last.update({int(row): logits[row, column] for row, column in zip(ending, place, strict=True)})
             hidden.append(self.hidden)
-            self._report(min(start + size, longest), longest)
+            self._report(min(start + size, width), width)
         committed[:] = lengths - 1
         whole = {layer: torch.cat([chunk[layer] for chunk in hidden], 1) for layer in self.hidden}
         self.prompt_hidden = [{layer: each[row, :n] for layer, each in whole.items()} for row, n in enumerate(new)]
@@ -218,7 +211,6 @@ class Target:
             trees: One tree per active row, in the order of the rows.
         """
         outputs = None
-        self._made_code = False
         if self._fast is not None:
             outputs = self._fast.score(trees, has_softcap=self._has_softcap)
         if outputs is None:
@@ -292,15 +284,13 @@ class Target:
         keeps_hidden = self.keeps_hidden and bool(self._hidden_layers)
         if keeps_hidden:
             options["output_hidden_states"] = True
-        products = products_for(tokens.size, self._device, self._model.dtype) if self._may_use_onednn else None
-        with products or nullcontext(), scope:
+        with products_for(tokens.size, self._device, self._model.dtype), scope:
             output = self._model(
                 input_ids=torch.from_numpy(tokens).to(self._device),
                 past_key_values=self.cache,
                 use_cache=True,
                 **options,
             )
-        self._made_code = products is not None and products.is_cold
         self.hidden = _choose_layers(output, self._hidden_layers) if keeps_hidden else {}
         logits: Tensor = output.logits
         return logits if columns is None or self._keeps_logits else logits[:, columns]

@@ -139,11 +139,6 @@ class TreePass:
         """Fill a host mask with Numba and view it as `dtype`."""
         slots = self._slots
         bits_dtype, blocked = _MINUS_INF_BITS[dtype]
-        if slots.width == 1 and span == AttentionSpan() and self._scored is None:
-            # Plain steps of rows that differ in length need this mask. All groups share one line.
-            bits = torch.empty(slots.active, 1, 1, slots.kv_length, dtype=bits_dtype)
-            _fill_plain_masks(bits.numpy(), slots.lengths, blocked)
-            return bits.view(dtype).expand(-1, -1, groups, -1)
         bits = torch.empty(slots.active, 1, slots.width * groups, slots.kv_length, dtype=bits_dtype)
         window, chunk = (_NO_END if limit is None else limit for limit in span)
         scored = np.zeros(slots.active, np.int64) if self._scored is None else self._scored
@@ -307,14 +302,6 @@ def _pack_ancestors(parents, nodes):
     for row in range(rows):
         fill_ancestor_words(parents[row, : nodes[row]], words[row])
     return words
-
-
-@njit(cache=True)
-def _fill_plain_masks(masks, lengths, blocked):
-    """Write masks `[active, 1, 1, kv]` of rows that see their committed slots and the next one."""
-    for row in range(len(masks)):
-        masks[row, 0, 0, : lengths[row] + 1] = 0
-        masks[row, 0, 0, lengths[row] + 1 :] = blocked
 
 
 @njit(cache=True)
