@@ -27,7 +27,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 import lookahead
 from bench.report import publish
 from lookahead import LookaheadConfig
-from lookahead.models.validate import vocabulary_size
+from lookahead.models.support import vocabulary_size
 from tests.support.adversarial_proposers import drafting_by, random_trees
 from tests.support.families import FAMILIES, build
 from tests.support.stateful import DoneTracker, Grammar, calls_of

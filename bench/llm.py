@@ -53,8 +53,7 @@ from bench.llm_peers import peer_of, read_clocks, run_peer, timed
 from bench.report import publish
 from lookahead import LookaheadConfig
 from lookahead.generation.hf import prepare
-from lookahead.models.loading import load
-from lookahead.models.locating import DEFAULT_MODEL
+from lookahead.models.loading import DEFAULT_MODEL, load
 from lookahead.models.model_state import LearnedState, use_learned
 
 CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")

@@ -42,6 +42,12 @@ class KernelVariant(NamedTuple):
     groups: int
     options: frozenset[str]
 
+    def __str__(self) -> str:
+        sizes = f"{self.dim}" if self.dim == self.value_dim else f"{self.dim} and {self.value_dim}"
+        options = f" with {', '.join(sorted(self.options))}" if self.options else ""
+        layout = f"head size {sizes}, {self.groups} heads a KV head"
+        return f"tree attention of {self.dtype}, {layout}{options} on {self.device}"
+
 
 def attention_is_right(variant: KernelVariant, attend: Callable[..., Tensor]) -> bool:
     """Whether a tree attention kernel agrees with `reference.tree_attention`; unused slots hold NaN.
@@ -49,26 +55,25 @@ def attention_is_right(variant: KernelVariant, attend: Callable[..., Tensor]) ->
     A kernel that differs or fails is logged, and is not called for this variant. A variant is tested once. While a CUDA
     graph is recorded no test can run, and an untested variant is not used.
     """
-    if (variant, attend) not in _outcomes and not _is_recording(variant.device):
-        error = partial(_attention_error, variant, attend)
-        _outcomes[variant, attend] = _is_right(f"tree attention of {_name(variant)}", error, _TOLERANCE[variant.dtype])
-    return _outcomes.get((variant, attend), False)
+    error = partial(_attention_error, variant, attend)
+    return _test_once(attend, variant, variant.device, error, _TOLERANCE[variant.dtype])
 
 
 def compaction_is_right(device: torch.device, compact: Callable[..., None], bind: Callable[..., Any]) -> bool:
     """Whether a compaction kernel leaves the bytes that `reference.compact` leaves; tested as above."""
-    if (device, compact) not in _outcomes and not _is_recording(device):
-        error = partial(_compaction_error, device, compact, bind)
-        _outcomes[device, compact] = _is_right(f"compaction on {device}", error, 0.0)
-    return _outcomes.get((device, compact), False)
+    error = partial(_compaction_error, device, compact, bind)
+    return _test_once(compact, f"compaction on {device}", device, error, 0.0)
 
 
-def _is_recording(device: torch.device) -> bool:
-    """Whether a CUDA graph is being recorded."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+def _test_once(kernel: object, what: object, device: torch.device, error_of: Callable[[], float], most: float) -> bool:
+    """Whether a kernel has passed its test for `what`; the first call runs it."""
+    is_recording = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if (what, kernel) not in _outcomes and not is_recording:
+        _outcomes[what, kernel] = _is_right(what, error_of, most)
+    return _outcomes.get((what, kernel), False)
 
 
-def _is_right(what: str, error_of: Callable[[], float], most: float) -> bool:
+def _is_right(what: object, error_of: Callable[[], float], most: float) -> bool:
     """Whether a kernel runs with an error of at most `most`; logs a line if not."""
     try:
         error = error_of()
@@ -137,10 +142,3 @@ def _compaction_error(device: torch.device, compact: Callable[..., None], bind: 
             reference.compact(buffer, **arguments)
         compact(bound, **arguments)
     return float(sum((got != want).sum().item() for got, want in zip(buffers, wanted, strict=True)))
-
-
-def _name(variant: KernelVariant) -> str:
-    """A variant as text for the log."""
-    sizes = f"{variant.dim}" if variant.dim == variant.value_dim else f"{variant.dim} and {variant.value_dim}"
-    options = f" with {', '.join(sorted(variant.options))}" if variant.options else ""
-    return f"{variant.dtype}, head size {sizes}, {variant.groups} heads a KV head{options} on {variant.device}"

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import lookahead
 from lookahead import ConfigError, DocumentError, LookaheadConfig, UnsupportedModelError
 from lookahead.jobs.result_lines import JsonLinesFile
-from lookahead.models import loading, locating
+from lookahead.models import loading
 from lookahead.stats import DecodingStats
 from lookahead.summarization.baseline import PlainFigures
 from lookahead.summarization.chunking import cut
@@ -322,10 +322,10 @@ def test_what_looks_like_a_path_is_never_looked_for_on_the_hub(tmp_path, monkeyp
 @pytest.mark.parametrize("name", ["gpt2", "org/model", "org/model-1.5_b"])
 def test_a_name_of_the_hub_is_none_of_a_path(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(locating, "_ask_hub", lambda *_: None)
-    locating._check_hub.cache_clear()
-    assert locating.locate_model(name) == (name, False)
-    locating._check_hub.cache_clear()
+    monkeypatch.setattr(loading, "_ask_hub", lambda *_: None)
+    loading._check_hub.cache_clear()
+    assert loading.locate_model(name) == (name, False)
+    loading._check_hub.cache_clear()
 
 
 def test_a_folder_without_a_model_or_with_a_broken_one_is_refused_in_one_line(tmp_path):

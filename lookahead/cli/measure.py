@@ -15,7 +15,7 @@ from lookahead.cli.options import PromptOptions, truncation_named
 from lookahead.cli.terminal import console, load, table
 from lookahead.config import LookaheadConfig
 from lookahead.jobs.job_options import DraftingOptions, ModelOptions, new_tokens_option, option
-from lookahead.models.locating import locate_model
+from lookahead.models.loading import locate_model
 
 if TYPE_CHECKING:
     from lookahead.reporting.trace import Trace

@@ -13,7 +13,7 @@ import typer
 from lookahead.cli.options import App
 from lookahead.cli.terminal import PoolDisplay, console, convert, say_skipped, table
 from lookahead.jobs.job_options import INPUTS, DocumentOptions, option
-from lookahead.models.locating import locate_model
+from lookahead.models.loading import locate_model
 
 _MODEL = "The model that will draft from it, or its tokenizer: a folder, a GGUF file, a name on the Hub."
 

@@ -9,7 +9,7 @@ from enum import Enum
 
 from lookahead.cli.terminal import console, convert, say, watch_compilation
 from lookahead.jobs.job_options import DeviceOptions, DraftingOptions, option
-from lookahead.models.locating import DEFAULT_MODEL, locate_model
+from lookahead.models.loading import DEFAULT_MODEL, locate_model
 
 
 class LogLevel(str, Enum):

@@ -30,8 +30,7 @@ from rich.text import Text
 
 from lookahead.errors import LookaheadError
 from lookahead.jobs import job_figures as report
-from lookahead.models.loading import convert_once
-from lookahead.models.locating import is_gguf, locate_model
+from lookahead.models.loading import convert_once, is_gguf, locate_model
 
 if TYPE_CHECKING:
     from lookahead.documents.decode_text import DocumentId, Reject

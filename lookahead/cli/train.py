@@ -11,7 +11,7 @@ import typer
 
 from lookahead.cli.terminal import console, load, say, table
 from lookahead.jobs.job_options import ModelOptions, new_tokens_option, option
-from lookahead.models.locating import locate_model
+from lookahead.models.loading import locate_model
 
 
 @dataclass(frozen=True, kw_only=True)

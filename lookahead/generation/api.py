@@ -19,8 +19,8 @@ from lookahead.generation.hf_outputs import TextStream, collect, return_cache
 from lookahead.generation.prompts import Prompts, Truncation, pad_token_of, reader_of, within
 from lookahead.generation.request import pad_prompts, serve_stop_strings
 from lookahead.generation.validation import check_options, check_pair, context_limit, validate_encoder_inputs
+from lookahead.models.support import refuse_model
 from lookahead.models.target import OnPrefill, input_device
-from lookahead.models.validate import refuse_model
 from lookahead.pools.open_pool import pool_of
 from lookahead.stats import DecodingStats, total
 from lookahead.utils.fingerprints import tokenizer_fingerprint

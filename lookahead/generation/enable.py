@@ -21,7 +21,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.errors import UnsupportedModelError
 from lookahead.generation.hf import decode
 from lookahead.generation.request import serve_stop_strings
-from lookahead.models.validate import refuse_model
+from lookahead.models.support import refuse_model
 
 
 def enable(model: PreTrainedModel, config: LookaheadConfig | None = None) -> Enabled:

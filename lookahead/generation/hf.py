@@ -43,10 +43,9 @@ from lookahead.generation.validation import (
 )
 from lookahead.models.encoder_decoder import DecoderTarget, Encoded, decoder_support, empty_cache
 from lookahead.models.model_state import state_of
-from lookahead.models.support import Support, prefills_at_once, support_of
+from lookahead.models.support import Support, prefills_at_once, support_of, vocabulary_size
 from lookahead.models.target import PREFILL_CHUNK, Shape, Target, input_device
 from lookahead.models.tensor_parallel import tensor_parallel_group, validate_tensor_parallel
-from lookahead.models.validate import vocabulary_size
 from lookahead.ngram.pool_file import Pool
 from lookahead.pools.open_pool import pool_of
 from lookahead.proposers import ProposerState, make_proposers

@@ -25,9 +25,8 @@ from lookahead.generation.api import GenerationResult, generate
 from lookahead.generation.prompts import Prompt, Truncation, pad_token_of, reader_of
 from lookahead.generation.request import serve_stop_strings, stateful_name, stopping_rule
 from lookahead.generation.validation import check_options, check_pair, check_token_ids, context_limit, validate_call
-from lookahead.models.support import prefills_at_once, support_of
+from lookahead.models.support import prefills_at_once, refuse_model, support_of, vocabulary_size
 from lookahead.models.target import input_device
-from lookahead.models.validate import refuse_model, vocabulary_size
 from lookahead.pools.open_pool import pool_of
 from lookahead.utils.fingerprints import tokenizer_fingerprint
 from lookahead.verification.sampling import TokenChooser

@@ -17,8 +17,8 @@ from lookahead.errors import ConfigError, PromptError
 from lookahead.generation.hf import assemble
 from lookahead.generation.prompts import Prompt, Prompts, Truncation
 from lookahead.generation.queue import Request, RequestReader
+from lookahead.models.support import vocabulary_size
 from lookahead.models.target import OnPrefill, input_device
-from lookahead.models.validate import vocabulary_size
 from lookahead.pools.open_pool import pool_of
 from lookahead.stats import DecodingStats
 from lookahead.verification.stopping import FinishReason

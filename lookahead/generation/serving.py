@@ -19,8 +19,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError, UnsupportedModelError
 from lookahead.generation.enable import Generate, enable
 from lookahead.generation.step_costs import prepare_costs
-from lookahead.models.loading import first_line, resolve_device, resolve_dtype, to_safetensors
-from lookahead.models.locating import locate_model
+from lookahead.models.loading import first_line, locate_model, resolve_device, resolve_dtype, to_safetensors
 
 if TYPE_CHECKING:
     import uvicorn

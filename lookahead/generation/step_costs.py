@@ -23,7 +23,7 @@ from lookahead.models.calibration import (
     write_costs,
 )
 from lookahead.models.model_state import state_of
-from lookahead.models.validate import refuse_encoder_decoder
+from lookahead.models.support import refuse_encoder_decoder
 
 
 def load_costs(model: PreTrainedModel, folder: Path | str | None = None) -> bool:

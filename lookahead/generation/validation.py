@@ -20,8 +20,8 @@ from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
 from lookahead.models.encoder_decoder import decoder_positions
 from lookahead.models.model_state import state_of
+from lookahead.models.support import check_model, described, refuse_model, vocabulary_size
 from lookahead.models.target import input_device, position_limit
-from lookahead.models.validate import check_model, described, refuse_model, vocabulary_size
 
 # The least value of options that are whole numbers, and the range of those that are any number.
 _WHOLE = {"max_new_tokens": 1, "max_length": 1, "min_new_tokens": 0, "min_length": 0, "top_k": 0}

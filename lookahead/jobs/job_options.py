@@ -15,7 +15,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.documents.byte_sources import MEGABYTE, read_bounded
 from lookahead.documents.decode_text import decode_bytes
 from lookahead.errors import ConfigError
-from lookahead.models.locating import DEFAULT_MODEL, locate_model
+from lookahead.models.loading import DEFAULT_MODEL, locate_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

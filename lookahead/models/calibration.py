@@ -114,23 +114,12 @@ class Calibration:
 
     def to_dict(self) -> dict[str, Any]:
         """All figures, JSON-ready."""
-        return {
-            "machine": asdict(self.machine),
-            "sweeps": [
-                {
-                    "context": sweep.context,
-                    "points": [
-                        {
-                            **asdict(point),
-                            "intensity": round(point.intensity, 3),
-                            "acceptance_needed": round(point.acceptance_needed, 4),
-                        }
-                        for point in sweep.points
-                    ],
-                }
-                for sweep in self.sweeps
-            ],
-        }
+        content = asdict(self)
+        for made, sweep in zip(content["sweeps"], self.sweeps, strict=True):
+            for figures, point in zip(made["points"], sweep.points, strict=True):
+                figures["intensity"] = round(point.intensity, 3)
+                figures["acceptance_needed"] = round(point.acceptance_needed, 4)
+        return content
 
 
 def calibrate(
@@ -169,11 +158,7 @@ def calibrate(
     for context in contexts:
         seconds, kv_bytes = _sweep(model, context, nodes, compiles, clock, rounds=_ROUNDS)
         cost.calibrate(nodes, seconds, rows=1, context=context + most)
-        plain = seconds[nodes.index(1)]
-        points = [
-            _point(model, machine, context, kv_bytes, n, spent, plain) for n, spent in zip(nodes, seconds, strict=True)
-        ]
-        sweeps.append(Sweep(context, points))
+        sweeps.append(Sweep(context, _points(model, machine, context, kv_bytes, nodes, seconds)))
     return Calibration(machine, sweeps)
 
 
@@ -289,15 +274,15 @@ def _tree(rng: np.random.Generator, nodes: int, vocabulary: int, *, is_chain: bo
     return TokenTree.from_parents(tokens.astype(np.int32), parents)
 
 
-def _point(
+def _points(
     model: PreTrainedModel,
     machine: Machine,
     context: int,
     kv_bytes: float,
-    nodes: int,
-    seconds: float,
-    plain_s: float,
-) -> Point:
+    nodes: Sequence[int],
+    seconds: Sequence[float],
+) -> list[Point]:
+    """The points of a sweep; what a step computes and moves follows from the model's sizes."""
     config: Any = model.config.get_text_config()
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
@@ -309,11 +294,14 @@ def _point(
         weights -= embedding.weight.nbytes
     heads = getattr(config, "num_attention_heads", 0)
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // max(1, heads))
-    attention = 4.0 * config.num_hidden_layers * width * (context + nodes)
-    flop = nodes * (2.0 * parameters + attention)
-    moved = weights + kv_bytes * (context + 2 * nodes)
-    bound = max(flop / machine.flops, moved / machine.bytes_per_s)
-    return Point(nodes, seconds, flop, moved, bound, seconds / plain_s)
+    points = []
+    for n, spent in zip(nodes, seconds, strict=True):
+        attention = 4.0 * config.num_hidden_layers * width * (context + n)
+        flop = n * (2.0 * parameters + attention)
+        moved = weights + kv_bytes * (context + 2 * n)
+        bound = max(flop / machine.flops, moved / machine.bytes_per_s)
+        points.append(Point(n, spent, flop, moved, bound, spent / seconds[nodes.index(1)]))
+    return points
 
 
 def pass_seconds(model: PreTrainedModel, rounds: int = 25) -> float:

@@ -137,15 +137,6 @@ class CompiledForward:
         return call
 
 
-def compiled_forward(model: PreTrainedModel, shape: CompiledShape) -> tuple[CompiledForward, bool]:
-    """The forward of a model for one shape, shared by all calls, and whether it is yet to be compiled."""
-    known: dict[CompiledShape, CompiledForward] = state_of(model).compiled
-    is_new = shape not in known
-    if is_new:
-        known[shape] = CompiledForward(shape)
-    return known[shape], is_new
-
-
 class _ShapeRunner:
     """One fixed-shape pass and what runs it: the model's forward, its compiled code, or a graph of either."""
 
@@ -258,7 +249,11 @@ class CompiledRunner:
         compiled = None
         if self._compiles:
             shape = CompiledShape(len(slots.lengths), slots.capacity, rows, width, self._hidden_layers)
-            compiled, self.is_cold = compiled_forward(self._model, shape)
+            known = state_of(self._model).compiled  # shared by all calls
+            self.is_cold = shape not in known
+            if self.is_cold:
+                known[shape] = CompiledForward(shape)
+            compiled = known[shape]
         return _ShapeRunner(static, (self._model, self._cache, static, self._hidden_layers, self._mask_dtype), compiled)
 
     def _run(self, runner: _ShapeRunner) -> tuple[Tensor, ...] | None:
@@ -278,15 +273,11 @@ class CompiledRunner:
         if self._capture is not None:
             self.is_cold = True
             if runner.uses >= CAPTURE_AT:
-                self._record(runner, self._capture)
+                try:
+                    runner.graph = self._capture(runner.run)  # the next pass of its shape is the first replay
+                except Exception as error:
+                    self._stop_recording(_in_short(error))
         return outputs
-
-    def _record(self, runner: _ShapeRunner, capture: Capture) -> None:
-        """Record a pass that has just run; the next pass of its shape is the first replay."""
-        try:
-            runner.graph = capture(runner.run)
-        except Exception as error:
-            self._stop_recording(_in_short(error))
 
     def _replay(self, runner: _ShapeRunner, graph: Graph) -> tuple[Tensor, ...]:
         """Replay a graph. The first replay is compared with the pass itself, whose outputs count if they differ.

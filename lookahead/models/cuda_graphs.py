@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -17,23 +17,23 @@ from torch.utils._pytree import tree_leaves
 Run = Callable[[], tuple[Tensor, ...]]  # a pass over what its static buffers hold
 
 _aten = torch.ops.aten
-# Operations that return a number to the host, copy one to the device, or have an output size only the device knows.
-_WAITING = {
-    _aten._local_scalar_dense, _aten.lift_fresh, _aten.equal, _aten.nonzero, _aten.masked_select, _aten._unique2,
-    _aten.unique_dim, _aten.unique_consecutive,
-}  # fmt: skip
+_WAITING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # the host waits for a value
 _COPYING = {_aten._to_copy, _aten.copy_}  # wait only between host and device
 _INDEXING = {_aten.index, _aten.index_put, _aten.index_put_}  # wait only with a mask or indices on the host
-_MASKS = (torch.bool, torch.uint8)
 _recording = Lock()  # torch records one graph at a time in a process
 
 
-class Graph(Protocol):
-    """A recorded pass."""
+class Graph:
+    """One recorded pass; its outputs live as long as it does."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: tuple[Tensor, ...]) -> None:
+        self._graph = graph
+        self._outputs = outputs
 
     def replay(self) -> tuple[Tensor, ...]:
         """Run the recording on what the static buffers hold now; the next replay overwrites the returned tensors."""
-        ...
+        self._graph.replay()
+        return self._outputs
 
 
 Capture = Callable[[Run], Graph]
@@ -76,13 +76,14 @@ class Watch(TorchDispatchMode):
             RuntimeError: It waits.
         """
         made = func(*args, **(kwargs or {}))
-        packet = getattr(func, "overloadpacket", func)
-        met = [each for each in tree_leaves((args, made)) if isinstance(each, Tensor)]
-        kinds = {each.device.type for each in met}
-        indices = args[1] if packet in _INDEXING else ()
-        is_copied = packet in _COPYING | _INDEXING and len(kinds) > 1
-        is_counted = any(isinstance(each, Tensor) and each.dtype in _MASKS for each in indices)
-        if self._kind in kinds and (packet in _WAITING or is_copied or is_counted):
+        packet = func.overloadpacket
+        kinds = {each.device.type for each in tree_leaves((args, made)) if isinstance(each, Tensor)}
+        waits = packet in _COPYING | _INDEXING and len(kinds) > 1
+        if packet in _INDEXING:  # a mask is counted, indices are not
+            waits |= any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in args[1])
+        else:
+            waits |= packet is _aten.lift_fresh or not _WAITING_TAGS.isdisjoint(func.tags)
+        if waits and self._kind in kinds:
             raise RuntimeError(f"{packet} waits for the device")
         return made
 
@@ -108,7 +109,7 @@ class CudaGraphs:
         self._device = device
         self._watch = Watch(device) if is_watched else nullcontext()
         self._pool: Any = None
-        self._living: WeakSet[_CudaGraph] = WeakSet()
+        self._living: WeakSet[Graph] = WeakSet()
 
     def __call__(self, run: Run) -> Graph:
         """Run a pass once, so that everything it compiles and allocates exists, and record it.
@@ -132,19 +133,6 @@ class CudaGraphs:
             recording = torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode=mode)
             with torch.cuda.stream(current), recording:
                 outputs = run()
-            recorded = _CudaGraph(graph, outputs)
+            recorded = Graph(graph, outputs)
             self._living.add(recorded)
         return recorded
-
-
-class _CudaGraph:
-    """One recorded pass; its outputs live as long as it does."""
-
-    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: tuple[Tensor, ...]) -> None:
-        self._graph = graph
-        self._outputs = outputs
-
-    def replay(self) -> tuple[Tensor, ...]:
-        """Launch the recording on the current stream."""
-        self._graph.replay()
-        return self._outputs

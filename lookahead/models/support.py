@@ -1,4 +1,4 @@
-"""What a model can verify in one pass, found by probing the model rather than by a list of names."""
+"""What a model can verify in one pass, found by probing it rather than by a list of names, and models to refuse."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from os import PathLike, fspath
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.nn import Dropout
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.drafting.tree import TokenTree
+from lookahead.errors import ConfigError, UnsupportedModelError
 from lookahead.models.model_state import state_of
 from lookahead.models.target import Shape, Target, input_device
 
@@ -102,7 +103,7 @@ def unsupported_reason(model: PreTrainedModel) -> str:
         if type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
             return "its activations are quantized by one scale for all tokens of a pass, so drafts would change it"
         # An adapter that is added to a model in evaluation mode is itself in training mode.
-        if module.training and (module is model or (isinstance(module, Dropout) and module.p)):
+        if module.training and (module is model or (isinstance(module, nn.Dropout) and module.p)):
             return "it is in training mode; call its eval() first"
         for hook in module._forward_pre_hooks.values():
             # One adapter per row, or one that begins at a token: drafted rows have other places.
@@ -230,3 +231,60 @@ def _own_logits(model: PreTrainedModel, ids: list[int], device: torch.device) ->
     causal_lm: Any = model
     logits: Tensor = causal_lm(input_ids=torch.tensor([ids], device=device)).logits[0, -1]
     return logits
+
+
+def check_model(model: object) -> None:
+    """Refuse what is no model.
+
+    Raises:
+        ConfigError: It says what was passed, and how to load a model.
+    """
+    if isinstance(model, nn.Module) and hasattr(model, "can_generate"):
+        return
+    if isinstance(model, tuple) and len(model) == 2:
+        raise ConfigError(f"model must be a PreTrainedModel, got a {type(model).__name__}; pass its two parts: *loaded")
+    raise ConfigError(f"model must be a PreTrainedModel, got {described(model, 'model, tokenizer')}")
+
+
+def refuse_encoder_decoder(model: PreTrainedModel, purpose: str) -> None:
+    """Say that only a causal LM serves a purpose, told by a verb phrase."""
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{type(model).__name__} is an encoder-decoder model, which cannot {purpose}")
+
+
+def refuse_model(model: PreTrainedModel) -> None:
+    """Say what cannot be served whatever is asked of it."""
+    check_model(model)
+    name, config = type(model).__name__, model.config
+    if not model.can_generate():
+        raise UnsupportedModelError(
+            f"{name} cannot generate; lookahead serves what AutoModelForCausalLM and AutoModelForSeq2SeqLM load"
+        )
+    if config.is_encoder_decoder and model.main_input_name != "input_ids":
+        raise UnsupportedModelError(f"{name} reads {model.main_input_name}; lookahead serves models that read text")
+    state = state_of(model)
+    if state.is_encoder is None:
+        # GPT-NeoX is no decoder either by its configuration, but its attention layers are causal.
+        looks_ahead = not all(getattr(module, "is_causal", True) for module in model.modules())
+        is_decoder = config.is_encoder_decoder or getattr(config, "is_decoder", True) is not False
+        state.is_encoder = looks_ahead and not is_decoder
+    if state.is_encoder:
+        raise UnsupportedModelError(f"{name} is an encoder: config.is_decoder is False; lookahead serves causal LMs")
+    if input_device(model).type == "meta":
+        raise UnsupportedModelError(f"{name} is on the meta device: it has no weights to run with")
+
+
+def vocabulary_size(model: PreTrainedModel, side: Any = None) -> int:
+    """Token ids that a model, or its encoder or decoder `side`, has embeddings for, padding of its table included."""
+    text_config: Any = model.config.get_text_config()
+    own = side.get_input_embeddings() if isinstance(side, PreTrainedModel) else None
+    size: int = getattr(own or model.get_input_embeddings(), "num_embeddings", text_config.vocab_size)
+    return size
+
+
+def described(value: object, names: str) -> str:
+    """What was passed in place of an object; of a name or path also how to load it."""
+    if not isinstance(value, str | PathLike):
+        return repr(value) if value is None else f"a {type(value).__name__}"
+    name = fspath(value)
+    return f"{type(value).__name__} {name!r}; load it: {names} = lookahead.load({name!r})"

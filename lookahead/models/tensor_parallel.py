@@ -44,11 +44,11 @@ class TensorParallelGroup:
         sizes = self._send(np.array([len(draft.tree) for draft in drafts], np.int32))
         nodes = np.zeros((5, int(sizes.sum())), np.int32)
         if self.leads:
-            np.concatenate([_packed(draft) for draft in drafts], 1, out=nodes)
+            np.concatenate([_pack(draft) for draft in drafts], 1, out=nodes)
         nodes = self._send(nodes)
         if self.leads:
             return list(drafts)
-        return [_followed(*part) for part in np.split(nodes, np.cumsum(sizes)[:-1], 1)]
+        return [_unpack(*part) for part in np.split(nodes, np.cumsum(sizes)[:-1], 1)]
 
     def _send(self, numbers: IntArray) -> IntArray:
         """Broadcast the leader's numbers; the others pass an array of the same shape."""
@@ -58,16 +58,16 @@ class TensorParallelGroup:
         return received
 
 
-def _packed(draft: Draft) -> IntArray:
-    """What is sent of a draft, int32 `[5, nodes]`: tokens, parents, depths, and the halves of every reach."""
+def _pack(draft: Draft) -> IntArray:
+    """A draft as int32 `[5, nodes]`: tokens, parents, depths, and the two halves of every float64 path probability."""
     halves = np.ascontiguousarray(draft.path_probs, np.float64).view(np.int32).reshape(-1, 2)
     return np.concatenate(([draft.tree.tokens, draft.tree.parents, draft.tree.depths], halves.T))
 
 
-def _followed(tokens: IntArray, parents: IntArray, depths: IntArray, *halves: IntArray) -> Draft:
+def _unpack(tokens: IntArray, parents: IntArray, depths: IntArray, *halves: IntArray) -> Draft:
     """The draft of the leader, without the sources of its nodes."""
-    reach = np.stack(halves, 1).view(np.float64)[:, 0]
-    return Draft(TokenTree(tokens, parents, depths, np.zeros(len(tokens), np.int32)), (), reach)
+    path_probs = np.stack(halves, 1).view(np.float64)[:, 0]
+    return Draft(TokenTree(tokens, parents, depths, np.zeros(len(tokens), np.int32)), (), path_probs)
 
 
 def tensor_parallel_group(model: nn.Module) -> TensorParallelGroup | None:

@@ -99,9 +99,13 @@ class TreePass:
         self._tensors: dict[torch.device, TreeTensors] = {}
 
     def tensors(self, device: torch.device) -> TreeTensors:
-        """The trees on `device`, copied there at once."""
+        """The trees on `device`."""
         if device not in self._tensors:
-            self._tensors[device] = self._copy(device)
+            parents, depths, nodes = self._pad_trees()
+            lengths = self._slots.lengths[: self._slots.active].astype(np.int32)
+            arrays = (lengths, nodes, depths, _pack_ancestors(parents, nodes))
+            copies = (torch.from_numpy(each).to(device, non_blocking=True) for each in arrays)
+            self._tensors[device] = TreeTensors(*copies)
         return self._tensors[device]
 
     def mask(self, groups: int, span: AttentionSpan, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -117,23 +121,6 @@ class TreePass:
         if key not in self._masks:
             self._masks[key] = self._make_mask(groups, span, dtype).to(device, non_blocking=True)
         return self._masks[key]
-
-    def _copy(self, device: torch.device) -> TreeTensors:
-        """Pack the trees into one int64 array, copy it, and view its parts."""
-        active, width = self._slots.active, self._slots.width
-        parents, depths, nodes = self._pad_trees()
-        words = _pack_ancestors(parents, nodes)
-        small = np.zeros((active * (width + 2) + 1) // 2 * 2, np.int32)
-        np.concatenate((self._slots.lengths[:active], nodes, depths.reshape(-1)), out=small[: active * (width + 2)])
-        packed = torch.from_numpy(np.concatenate([words.reshape(-1), small.view(np.int64)]))
-        packed = packed.to(device, non_blocking=True)
-        ints = packed[words.size :].view(torch.int32)
-        return TreeTensors(
-            ints[:active],
-            ints[active : 2 * active],
-            ints[2 * active : active * (width + 2)].view(active, width),
-            packed[: words.size].view(words.shape),
-        )
 
     def _make_mask(self, groups: int, span: AttentionSpan, dtype: torch.dtype) -> Tensor:
         """Fill a host mask with Numba and view it as `dtype`."""
@@ -196,22 +183,21 @@ class FixedShapePass(TreePass):
         self.width = width
         self._rows, self._capacity = rows, slots.capacity
         words = (width + 63) // 64
-        # Every part starts at a multiple of 16 bytes, which compiled code needs.
-        sizes = [rows * width, rows * width, rows * width, rows * width * words, rows, rows, rows * width]
-        ends = np.cumsum([(size + 3) // 4 * 4 for size in sizes]).tolist()
         on_gpu = device.type == "cuda"
-        self._host = torch.zeros(ends[-1], dtype=torch.int64, pin_memory=on_gpu)
-        self._packed = self._host.to(device) if device.type != "cpu" else self._host
+        long_shapes = [(rows, width), (rows, width), (rows * width,), (rows, width, words)]
+        int_shapes = [(rows,), (rows,), (rows, width)]
+        self._host = [torch.zeros(shape, dtype=torch.int64, pin_memory=on_gpu) for shape in long_shapes]
+        self._host += [torch.zeros(shape, dtype=torch.int32, pin_memory=on_gpu) for shape in int_shapes]
+        self._buffers = [each.to(device) for each in self._host]  # on a CPU the same tensors
         self._copied = torch.cuda.Event() if on_gpu else None
-        shapes = [(rows, width), (rows, width), (rows * width,), (rows, width, words), (rows,), (rows,), (rows, width)]
-        self._filled = tuple(part.numpy() for part in _split(self._host, ends, sizes, shapes))
-        self.tokens, self.positions, self.index, *trees = _split(self._packed, ends, sizes, shapes)
-        self.trees = TreeTensors(lengths=trees[1], nodes=trees[2], depths=trees[3], words=trees[0])
+        self._filled = tuple(each.numpy() for each in self._host)
+        self.tokens, self.positions, self.index, tree_words, lengths, nodes, depths = self._buffers
+        self.trees = TreeTensors(lengths, nodes, depths, tree_words)
 
     def fill(self, trees: Sequence[TokenTree]) -> None:
         """Take the trees of a step, one per active row, none larger than the width."""
         if self._copied is not None:
-            self._copied.synchronize()  # the last copy may still read the host buffer
+            self._copied.synchronize()  # the last copy may still read the host buffers
         lengths = self._slots.lengths
         for row, tree in enumerate(trees):
             _fill_row(self._filled, row, tree.tokens, tree.parents, tree.depths, lengths[row], self._capacity)
@@ -219,10 +205,11 @@ class FixedShapePass(TreePass):
         zero = np.zeros(1, np.int32)
         for row in range(len(trees), self._rows):
             _fill_row(self._filled, row, root, zero, zero, 0, self._capacity)
-        if self._packed is not self._host:
-            self._packed.copy_(self._host, non_blocking=self._copied is not None)
+        for buffer, host in zip(self._buffers, self._host, strict=True):
+            if buffer is not host:
+                buffer.copy_(host, non_blocking=True)
         if self._copied is not None:
-            self._copied.record(torch.cuda.current_stream(self._packed.device))
+            self._copied.record(torch.cuda.current_stream(self.tokens.device))
 
     def tensors(self, device: torch.device) -> TreeTensors:
         """The trees, which are on the device of the model's tokens."""
@@ -264,18 +251,6 @@ class FixedShapePass(TreePass):
         return mask.to(device)
 
 
-def _split(
-    packed: Tensor, ends: Sequence[int], sizes: Sequence[int], shapes: Sequence[tuple[int, ...]]
-) -> list[Tensor]:
-    """The parts of a packed int64 tensor: four of int64, then int32 ones."""
-    parts = []
-    for number, (end, size, shape) in enumerate(zip(ends, sizes, shapes, strict=True)):
-        begin = end - (size + 3) // 4 * 4
-        part = packed[begin:end]
-        parts.append((part if number < 4 else part.view(torch.int32))[:size].view(shape))
-    return parts
-
-
 @njit(cache=True)
 def _fill_row(filled, row, tokens, parents, depths, length, capacity):
     """Write one row's part of every array; its padding nodes repeat the root."""
@@ -306,22 +281,22 @@ def _pack_ancestors(parents, nodes):
 
 @njit(cache=True)
 def _fill_masks(masks, parents, depths, nodes, lengths, scored, groups, window, chunk, blocked):
-    """Write the mask of every row, `[active, 1, width * groups, kv]`."""
+    """Write masks `[active, 1, width * groups, kv]`: 0 where a node may look, `blocked` where it may not.
+
+    A node sees the committed slots and its ancestors that are less than `window` positions behind it and in its chunk
+    of positions. The first query of a row is node `scored[row]`. Padding nodes see the root alone, so that their
+    softmax is finite.
+    """
     for row in range(len(nodes)):
-        count, done = nodes[row], scored[row]
-        committed = lengths[row] - done
         _fill_mask(
-            masks[row, 0], parents[row, :count], depths[row, :count], committed, done, groups, window, chunk, blocked
-        )
+            masks[row, 0], parents[row, : nodes[row]], depths[row], lengths[row] - scored[row], scored[row], groups,
+            window, chunk, blocked,
+        )  # fmt: skip
 
 
 @njit(cache=True)
 def _fill_mask(mask, parents, depths, committed, scored, groups, window, chunk, blocked):
-    """Write one row's mask `[width * groups, kv]`: 0 where a node may look, `blocked` where it may not.
-
-    A node sees the committed slots and its ancestors that are less than `window` positions behind it and in its chunk
-    of positions. The first query is node `scored`. Padding nodes see the root alone, so that their softmax is finite.
-    """
+    """Write one row's mask."""
     for query in range(mask.shape[0] // groups):
         row = mask[query * groups]
         row[:] = blocked

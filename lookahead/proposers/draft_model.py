@@ -16,9 +16,8 @@ from lookahead.drafting.proposal import Call, Feedback, IntArray, Proposal, Prop
 from lookahead.errors import ConfigError, ProposerError
 from lookahead.models.calibration import pass_seconds
 from lookahead.models.model_state import state_of
-from lookahead.models.support import prefills_at_once, support_of
+from lookahead.models.support import prefills_at_once, refuse_encoder_decoder, refuse_model, support_of, vocabulary_size
 from lookahead.models.target import PREFILL_CHUNK, Shape, Target, input_device
-from lookahead.models.validate import refuse_encoder_decoder, refuse_model, vocabulary_size
 from lookahead.proposers.draft_rates import DraftRates
 from lookahead.proposers.draft_tree import DraftTree, DraftTreeBatch
 from lookahead.utils.fingerprints import tokenizer_fingerprint

@@ -15,7 +15,7 @@ from lookahead.engine.outputs import StepOutput
 from lookahead.generation.api import prepare_ids
 from lookahead.generation.prompts import Prompt, Truncation, reader_of
 from lookahead.generation.validation import check_options
-from lookahead.models.validate import refuse_model
+from lookahead.models.support import refuse_model
 from lookahead.stats import DecodingStats
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of a character whose other bytes are to come

@@ -18,7 +18,7 @@ from lookahead.documents.decode_text import decode_bytes
 from lookahead.errors import DocumentError, TrainingError
 from lookahead.generation.api import generate
 from lookahead.models.loading import LoadedModel
-from lookahead.models.validate import vocabulary_size
+from lookahead.models.support import vocabulary_size
 from lookahead.utils.atomic import parse_json, read_regular, write_atomically
 
 _JSON = (".jsonl", ".ndjson")
