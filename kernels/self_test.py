@@ -67,10 +67,14 @@ def compaction_is_right(device: torch.device, compact: Callable[..., None], bind
 
 def _test_once(kernel: object, what: object, device: torch.device, error_of: Callable[[], float], most: float) -> bool:
     """Whether a kernel has passed its test for `what`; the first call runs it."""
-    is_recording = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if (what, kernel) not in _outcomes and not is_recording:
+    if (what, kernel) not in _outcomes and not _is_recording(device):
         _outcomes[what, kernel] = _is_right(what, error_of, most)
     return _outcomes.get((what, kernel), False)
+
+
+def _is_recording(device: torch.device) -> bool:
+    """Whether a CUDA graph is being recorded."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _is_right(what: object, error_of: Callable[[], float], most: float) -> bool:

@@ -8,15 +8,12 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 _GROWTH = 1.5
-_FEW = 32  # tokens of a pass up to which a Numba loop writes them faster than torch
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # Numba knows no bfloat16
 
 RowStates = tuple[Tensor, Tensor]
 
@@ -100,22 +97,12 @@ class TreeSlots:
 
     def write(self, buffers: Sequence[Tensor], states: Sequence[Tensor]) -> None:
         """Write keys and values `[active, heads, width, dim]` into their buffers `[rows, capacity, heads, dim]`."""
-        if self.index is not None:
-            for buffer, new in zip(buffers, states, strict=True):
-                buffer.flatten(0, 1).index_copy_(0, self.index, new.transpose(1, 2).flatten(0, 1))
-            return
-        end = self.first + self.active
-        is_small = self.active * self.width <= _FEW
-        if buffers[0].device.type == "cpu" and (is_small or not self.is_even):
-            own = [buffer[self.first : end] for buffer in buffers]
-            keys, values, new_keys, new_values = (_bits(each) for each in (*own, *states))
-            _write(keys, values, new_keys, new_values, self.lengths)
-            return
+        rows = slice(self.first, self.first + self.active)
         for buffer, new in zip(buffers, states, strict=True):
             if self.is_even:
-                buffer[self.first : end, self.begun_at : self.begun_at + self.width] = new.transpose(1, 2)
+                buffer[rows, self.begun_at : self.begun_at + self.width] = new.transpose(1, 2)
             else:
-                index = self._index(buffer.device)
+                index = self._index(buffer.device) if self.index is None else self.index
                 buffer.flatten(0, 1).index_copy_(0, index, new.transpose(1, 2).flatten(0, 1))
 
     def _index(self, device: torch.device) -> Tensor:
@@ -364,27 +351,3 @@ def windows_of(model: PreTrainedModel) -> list[int | None]:
     """Positions that each layer of the cache of `model.generate` keeps for a query; None for all."""
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     return [getattr(layer, "sliding_window", None) for layer in layers]
-
-
-def _bits(tensor: Tensor) -> NDArray[Any]:
-    """A CPU tensor as an array of integers of the same size."""
-    view: NDArray[Any] = tensor.view(_BITS[tensor.element_size()]).numpy()
-    return view
-
-
-@njit(cache=True, error_model="numpy", nogil=True)
-def _write(key_buffer, value_buffer, keys, values, lengths):
-    """Write every row's keys and values `[active, heads, width, dim]` after its committed slots."""
-    rows, heads, width, _ = keys.shape
-    for row in range(rows):
-        for node in range(width):
-            slot = lengths[row] + node
-            for head in range(heads):
-                _copy(key_buffer[row, slot, head], keys[row, head, node])
-                _copy(value_buffer[row, slot, head], values[row, head, node])
-
-
-@njit(cache=True, error_model="numpy")
-def _copy(to, source):
-    for i in range(to.size):
-        to[i] = source[i]
