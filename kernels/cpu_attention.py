@@ -59,8 +59,8 @@ def tree_attention(
     bits, shift = _SHIFTS[query.dtype]
     _attend(
         query.transpose(1, 2).float().contiguous().numpy(),
-        _whole(keys).view(bits).numpy(),
-        _whole(values).view(bits).numpy(),
+        _buffers_of(keys).view(bits).numpy(),
+        _buffers_of(values).view(bits).numpy(),
         shift,
         lengths.numpy(),
         nodes.numpy(),
@@ -99,7 +99,7 @@ def _is_slice(slots: Tensor, dtype: torch.dtype) -> bool:
     return slots.dtype == dtype and dim % ROWS == 0 and steps[1:] == (heads * dim, dim, 1) and steps[0] % steps[1] == 0
 
 
-def _whole(slots: Tensor) -> Tensor:
+def _buffers_of(slots: Tensor) -> Tensor:
     """The buffers `[rows, capacity, …]` that `slots` are the first of, contiguous."""
     rows, _, heads, dim = slots.shape
     return slots.as_strided((rows, slots.stride(0) // (heads * dim), heads, dim), slots.stride())
@@ -125,7 +125,7 @@ def _attend(
             padded = (columns + LANES - 1) // LANES * LANES
             last = (begin + columns + groups - 1) // groups  # nodes see no later ones
             end = length + last
-            _look(depths[row], words[row], length, last, begin, columns, groups, window, chunk, hidden, firsts)
+            _build_mask(depths[row], words[row], length, last, begin, columns, groups, window, chunk, hidden, firsts)
             least, most = firsts[:columns].min(), firsts[:columns].max()
             for head in range(kv_heads):
                 _load_queries(query[row], head, begin, columns, groups, scaling, sinks, queries, peaks, totals)
@@ -135,22 +135,22 @@ def _attend(
                     _load(keys[row], start, size, head, shift, block)
                     multiply(block, dim, 1, queries, scores, size, dim, padded)
                     if softcap > 0.0:
-                        _bend(scores, size * STRIDE, np.float32(softcap))
+                        _apply_softcap(scores, size * STRIDE, np.float32(softcap))
                     if start < most:
-                        _hide_early(scores, start, size, firsts, columns)
+                        _apply_window(scores, start, size, firsts, columns)
                     for node in range(max(0, start - length), start + size - length):
                         _add(scores[(length + node - start) * STRIDE :], hidden[node * STRIDE :], padded)
-                    _soften(scores, size, padded, peaks, totals, fades)
+                    _update_softmax(scores, size, padded, peaks, totals, fades)
                     _load(values[row], start, size, head, shift, block)
                     multiply(block, 1, value_dim, scores, part, value_dim, size, padded)
-                    _gather(part, value_dim, padded, fades, sums)
+                    _accumulate(part, value_dim, padded, fades, sums)
                 _store(sums, totals, head, begin, columns, groups, out[row])
         out[row, nodes[row] :] = 0.0
 
 
 @jit_part
-def _look(depths, words, length, nodes, begin, columns, groups, window, chunk, hidden, firsts):
-    """Fill in every query's first visible position, and the mask that is added to its scores of the nodes."""
+def _build_mask(depths, words, length, nodes, begin, columns, groups, window, chunk, hidden, firsts):
+    """Fill in every query's first visible position, and the additive mask of its scores of the nodes."""
     for column in range(columns):
         node = (begin + column) // groups
         position = length + depths[node]
@@ -192,7 +192,7 @@ def _load(slots, start, size, head, shift, block):
 
 
 @jit_part
-def _bend(scores, size, softcap):
+def _apply_softcap(scores, size, softcap):
     """Apply softcapping; the exponential is at most 1, so that no score overflows."""
     for i in range(size):
         fade = exp(np.float32(-2.0) * abs(scores[i] / softcap))
@@ -201,7 +201,7 @@ def _bend(scores, size, softcap):
 
 
 @jit_part
-def _hide_early(scores, start, size, firsts, columns):
+def _apply_window(scores, start, size, firsts, columns):
     """Hide the slots before a query's first visible position."""
     for slot in range(size):
         for column in range(columns):
@@ -216,8 +216,8 @@ def _add(to, other, size):
 
 
 @njit(cache=True, fastmath={"contract"}, error_model="numpy")
-def _soften(scores, size, columns, peaks, totals, fades):
-    """Turn a block's scores into weights, and compute the factors on the sums of earlier blocks."""
+def _update_softmax(scores, size, columns, peaks, totals, fades):
+    """Replace a block's scores by weights, and compute the factors that rescale the sums of earlier blocks."""
     weights = np.zeros(STRIDE, np.float32)
     for column in range(columns):
         fades[column] = peaks[column]
@@ -236,7 +236,7 @@ def _soften(scores, size, columns, peaks, totals, fades):
 
 
 @njit(cache=True, fastmath={"contract"}, error_model="numpy")
-def _gather(part, dims, columns, fades, sums):
+def _accumulate(part, dims, columns, fades, sums):
     """Add a block's weighted values to those of earlier blocks."""
     for i in range(dims):
         line, new = sums[i * STRIDE : i * STRIDE + columns], part[i * STRIDE : i * STRIDE + columns]

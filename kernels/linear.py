@@ -6,7 +6,7 @@ torch includes for other types, generates code for the CPU it runs on, separatel
 
 from __future__ import annotations
 
-import time
+import timeit
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -44,7 +44,9 @@ def pays(tokens: int, dtype: torch.dtype) -> bool:
 @cache
 def _is_faster(threads: int) -> bool:
     """Whether oneDNN exists, is right, and is faster with so many threads; measured once."""
-    x, weight = _trial()
+    tokens, inputs, outputs = _TRIED
+    x, weight = (torch.linspace(-1, 1, rows * inputs).view(rows, inputs).sin() for rows in (tokens, outputs))
+    weight /= inputs
     try:
         is_right = torch.allclose(_linear(x, weight), nn.functional.linear(x, weight), rtol=1e-4, atol=1e-5)
     except (AttributeError, RuntimeError):  # torch was built without oneDNN
@@ -52,22 +54,10 @@ def _is_faster(threads: int) -> bool:
     return is_right and _seconds(_linear, x, weight) < _SHARE * _seconds(nn.functional.linear, x, weight)
 
 
-def _trial() -> tuple[Tensor, Tensor]:
-    """Activations and weights of the measured product."""
-    tokens, inputs, outputs = _TRIED
-    x, weight = (torch.linspace(-1, 1, rows * inputs).view(rows, inputs).sin() for rows in (tokens, outputs))
-    return x, weight / inputs
-
-
 @torch.inference_mode()
 def _seconds(multiply: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> float:
     """The shortest time of a product."""
-    times = []
-    for _ in range(_TRIALS):
-        begin = time.perf_counter()
-        multiply(x, weight)
-        times.append(time.perf_counter() - begin)
-    return min(times)
+    return min(timeit.repeat(lambda: multiply(x, weight), number=1, repeat=_TRIALS))
 
 
 def _fits(x: Any, weight: Any) -> bool:

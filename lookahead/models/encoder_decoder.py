@@ -1,4 +1,4 @@
-"""The decoder of an encoder-decoder model as a target: one row, chains, transformers' cache; and whether it is one."""
+"""The decoder of an encoder-decoder model as a target: one row, chains only, the cache of transformers."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Encoded:
     """What the decoder attends to, and where it keeps its keys and values.
 
     Attributes:
-        outputs: What the encoder made of one input.
-        mask: int64 `[1, tokens]`, which of them count; None for all.
+        outputs: The encoder's output for one input.
+        mask: int64 `[1, tokens]`, the attention mask of the input; None for all tokens.
         past: An empty cache; it ends as `model.generate` would leave it, and cross-attention is computed once.
-        is_returned: Whether the caller gets the cache, and so must be able to go on with it in any mode of torch.
-        tokens: int32 `[tokens]`, what the encoder read, padding left out; none if the decoder's vocabulary is another.
+        is_returned: Whether the caller gets the cache, and may use it outside of inference mode.
+        tokens: int32 `[tokens]`, the encoder's input without padding; empty if the decoder has another vocabulary.
     """
 
     outputs: Any
@@ -63,14 +63,14 @@ def decoder_positions(model: PreTrainedModel) -> int | None:
 
 
 class DecoderTarget(Target):
-    """A decoder that scores a chain in one pass: causal attention verifies it, and the cache is cut behind what stays.
+    """A decoder that scores a chain in one causal pass; the cache is cropped to the accepted tokens.
 
     The model's own attention, masks and positions are used, so relative and learned ones are those of
     `model.generate`.
 
     Args:
         model: The encoder-decoder model; nothing in it is changed.
-        encoded: What it reads.
+        encoded: The encoded input.
     """
 
     def __init__(self, model: PreTrainedModel, encoded: Encoded) -> None:
@@ -123,7 +123,7 @@ class DecoderTarget(Target):
 
 
 def decoder_support(model: PreTrainedModel, *, max_length: int) -> Support:
-    """Whether chains can be drafted for the decoder of a model; it is probed when it is met for the first time.
+    """Whether chains can be drafted for the decoder of a model. The first call for a model probes it.
 
     Args:
         model: An encoder-decoder model.

@@ -1,4 +1,4 @@
-"""Everything that is remembered of a model from one call to the next: one `ModelState` for each."""
+"""State of a model that is kept between calls: one `ModelState` per model."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ T = TypeVar("T")
 
 
 class LearnedState:
-    """What decoding with a model teaches. It outlives a change of weights, as training makes them.
+    """What decoding measures about a model. It is kept when the weights change, as in training.
 
     Attributes:
-        costs: Of steps, by how the model is run (`lookahead.config.PASSES`).
-        rules: What drafting was measured to save, likewise.
-        branch: What the lookahead branch was measured to save, by the sources beside it.
-        lock: Held by whoever learns or drafts by any of it.
+        costs: Step costs, by how the model is run (`lookahead.config.PASSES`).
+        rules: Measured savings of drafting, likewise.
+        branch: Measured savings of the lookahead branch, by the other proposers.
+        lock: Held while any of it is read or changed.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class LearnedState:
         self._owned: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
     def of(self, owner: object, make: Callable[[], T]) -> T:
-        """What a source of drafts keeps of the model: made at its first call, dropped with the source itself."""
+        """State that a proposer keeps about the model: made at its first call, dropped with the proposer."""
         with self.lock:
             value: T | None = self._owned.get(owner)
             if value is None:
@@ -42,15 +42,15 @@ class LearnedState:
 
 
 class ModelState:
-    """All that is remembered of one model. It dies with the model, and a copy of the model begins with a new one.
+    """State of one model. It is dropped with the model, and a copy of the model starts with a new one.
 
     Attributes:
-        learned: What decoding teaches.
+        learned: What decoding measured.
         compiled: Compiled passes by their shapes.
-        failed: What of `compile` and `capture` failed, and is not tried again.
+        failed: Which of `compile` and `capture` failed; they are not tried again.
         views: The attention views that compiled passes hold.
-        tokenizers: Those that were compared with the model.
-        is_encoder: Whether it is an encoder; None until that was asked.
+        tokenizers: Tokenizers that were compared with the model.
+        is_encoder: Whether the model is an encoder; None before the first check.
     """
 
     def __init__(self, structure: Hashable = None) -> None:
@@ -65,7 +65,7 @@ class ModelState:
         self._probing = Lock()
 
     def probed(self, name: str, model: Any, probe: Callable[[], T]) -> T:
-        """What a probe of the model finds, until a weight changes; threads that ask meanwhile wait for the answer."""
+        """The result of a probe, cached until a weight changes; other threads wait for a running probe."""
         with self._probing:
             version, known = _version_of(model), self._probed.get(name)
             if known is not None and known[0] == version:
@@ -93,7 +93,7 @@ def state_of(model: Any) -> ModelState:
 
 @contextmanager
 def use_learned(model: Any, learned: LearnedState) -> Iterator[None]:
-    """Let a model draft by what was learned elsewhere until the block ends, so that measurements stay apart."""
+    """Use other measurements for a model until the block ends."""
     state = state_of(model)
     own, state.learned = state.learned, learned
     try:
@@ -103,7 +103,7 @@ def use_learned(model: Any, learned: LearnedState) -> Iterator[None]:
 
 
 def _version_of(model: Any) -> Hashable:
-    """What changes with the weights. Every operation in place counts the version of a tensor up."""
+    """A value that changes with the weights. Every in-place operation increments the version of a tensor."""
     weights = (each for module in model.modules() for each in module._parameters.values() if each is not None)
     # Offloaded weights are other objects after every pass, and inference tensors have no version.
     return hash(tuple((id(each), each._version) for each in weights if not each.is_meta and not each.is_inference()))

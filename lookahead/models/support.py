@@ -36,7 +36,7 @@ class Support:
 
     Attributes:
         shape: Token trees, chains only, or nothing but its next token.
-        reason: Why it is not trees, in words; empty where it is.
+        reason: Why it is not trees; empty if it is.
     """
 
     shape: Shape | Literal["none"]
@@ -44,7 +44,7 @@ class Support:
 
 
 class ProbeError(Exception):
-    """A probe failed for a reason that may pass, such as a lack of memory; the message says which."""
+    """A probe failed for a temporary reason, such as a lack of memory; the message says which."""
 
 
 def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Support:
@@ -234,11 +234,7 @@ def _own_logits(model: PreTrainedModel, ids: list[int], device: torch.device) ->
 
 
 def check_model(model: object) -> None:
-    """Refuse what is no model.
-
-    Raises:
-        ConfigError: It says what was passed, and how to load a model.
-    """
+    """Raise ConfigError if the argument is not a model; the message says how to load one."""
     if isinstance(model, nn.Module) and hasattr(model, "can_generate"):
         return
     if isinstance(model, tuple) and len(model) == 2:
@@ -247,13 +243,13 @@ def check_model(model: object) -> None:
 
 
 def refuse_encoder_decoder(model: PreTrainedModel, purpose: str) -> None:
-    """Say that only a causal LM serves a purpose, told by a verb phrase."""
+    """Raise UnsupportedModelError if the model has an encoder; `purpose` is a verb phrase for the message."""
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{type(model).__name__} is an encoder-decoder model, which cannot {purpose}")
 
 
 def refuse_model(model: PreTrainedModel) -> None:
-    """Say what cannot be served whatever is asked of it."""
+    """Raise UnsupportedModelError if no request to the model can be served."""
     check_model(model)
     name, config = type(model).__name__, model.config
     if not model.can_generate():
@@ -275,7 +271,7 @@ def refuse_model(model: PreTrainedModel) -> None:
 
 
 def vocabulary_size(model: PreTrainedModel, side: Any = None) -> int:
-    """Token ids that a model, or its encoder or decoder `side`, has embeddings for, padding of its table included."""
+    """Rows of the embedding table of a model, or of its encoder or decoder `side`, padding included."""
     text_config: Any = model.config.get_text_config()
     own = side.get_input_embeddings() if isinstance(side, PreTrainedModel) else None
     size: int = getattr(own or model.get_input_embeddings(), "num_embeddings", text_config.vocab_size)
@@ -283,7 +279,7 @@ def vocabulary_size(model: PreTrainedModel, side: Any = None) -> int:
 
 
 def described(value: object, names: str) -> str:
-    """What was passed in place of an object; of a name or path also how to load it."""
+    """Describe a wrong argument in an error message; for a name or path, add how to load it."""
     if not isinstance(value, str | PathLike):
         return repr(value) if value is None else f"a {type(value).__name__}"
     name = fspath(value)

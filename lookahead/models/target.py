@@ -1,4 +1,4 @@
-"""The target model: prefill prompts, score trees, commit what was accepted."""
+"""The target model: prefill prompts, score trees, commit accepted paths."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ class Target:
         rows: Rows of the batch; 1 for chains.
         capacity: Slots per row to begin with.
         device: Device of the input tokens.
-        shape: What `score` gets.
+        shape: What `score` takes: trees, or chains only.
         prefill_chunk: Most prompt tokens read in one pass.
-        hidden_layers: Hidden states to keep of every pass, numbered as in `output_hidden_states`.
+        hidden_layers: Indices in `output_hidden_states` of the hidden states to keep.
         compiles: Whether `score` compiles the model, with trees padded to few sizes.
         captures: Whether `score` records CUDA graphs, with the same padding.
         most_nodes: Nodes of the largest expected tree, its root included.

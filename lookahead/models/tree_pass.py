@@ -1,4 +1,4 @@
-"""What attention needs to know about one pass over token trees, its masks, and passes whose shape never changes."""
+"""Passes over token trees as attention sees them: masks and tensors, for one pass or for fixed-shape passes."""
 
 from __future__ import annotations
 
