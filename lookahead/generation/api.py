@@ -19,7 +19,7 @@ from lookahead.generation.hf_outputs import TextStream, collect, return_cache
 from lookahead.generation.prompts import Prompts, Truncation, pad_token_of, reader_of, within
 from lookahead.generation.request import pad_prompts, serve_stop_strings
 from lookahead.generation.validation import check_options, check_pair, context_limit, validate_encoder_inputs
-from lookahead.models.support import refuse_model
+from lookahead.models.support import validate_model
 from lookahead.models.target import OnPrefill, input_device
 from lookahead.pools.open_pool import pool_of
 from lookahead.stats import DecodingStats, total
@@ -95,7 +95,7 @@ def generate(
         UnsupportedModelError: The generation mode cannot be served.
     """
     check_pair(model, tokenizer)
-    refuse_model(model)
+    validate_model(model)
     check_options(model, config, generation_config, generate_kwargs, seed)
     config = replace(config or LookaheadConfig(), compile=True) if compile else config
     template = chat_template_kwargs
@@ -135,7 +135,7 @@ def stream(
         An iterator over the pieces of the text, which tells its `token_ids`, `stats` and `finish_reason`.
     """
     check_pair(model, tokenizer)
-    refuse_model(model)
+    validate_model(model)
     check_options(model, config, generation_config, generate_kwargs, seed)
     config = replace(config or LookaheadConfig(), compile=True) if compile else config
     template = chat_template_kwargs

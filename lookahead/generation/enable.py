@@ -21,7 +21,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.errors import UnsupportedModelError
 from lookahead.generation.hf import decode
 from lookahead.generation.request import serve_stop_strings
-from lookahead.models.support import refuse_model
+from lookahead.models.support import validate_model
 
 
 def enable(model: PreTrainedModel, config: LookaheadConfig | None = None) -> Enabled:
@@ -46,7 +46,7 @@ def enable(model: PreTrainedModel, config: LookaheadConfig | None = None) -> Ena
     """
     # What torch.compile wraps around a model hands every attribute on to it, but does not hold it.
     model = getattr(model, "_orig_mod", model)
-    refuse_model(model)
+    validate_model(model)
     return Enabled(model, config)
 
 

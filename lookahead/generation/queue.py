@@ -25,7 +25,7 @@ from lookahead.generation.api import GenerationResult, generate
 from lookahead.generation.prompts import Prompt, Truncation, pad_token_of, reader_of
 from lookahead.generation.request import serve_stop_strings, stateful_name, stopping_rule
 from lookahead.generation.validation import check_options, check_pair, check_token_ids, context_limit, validate_call
-from lookahead.models.support import prefills_at_once, refuse_model, support_of, vocabulary_size
+from lookahead.models.support import prefills_at_once, support_of, validate_model, vocabulary_size
 from lookahead.models.target import input_device
 from lookahead.pools.open_pool import pool_of
 from lookahead.utils.fingerprints import tokenizer_fingerprint
@@ -89,7 +89,7 @@ class RequestReader:
         **options: Any,
     ) -> None:
         check_pair(model, tokenizer, stacklevel=6)
-        refuse_model(model)
+        validate_model(model)
         check_options(model, config, generation_config, options)
         _validate_stateless(options)
         pool_of(config, fingerprint=tokenizer_fingerprint(tokenizer))

@@ -23,7 +23,7 @@ from lookahead.models.calibration import (
     write_costs,
 )
 from lookahead.models.model_state import state_of
-from lookahead.models.support import refuse_encoder_decoder
+from lookahead.models.support import validate_causal_lm
 
 
 def load_costs(model: PreTrainedModel, folder: Path | str | None = None) -> bool:
@@ -99,6 +99,6 @@ def calibrate_costs(
         ConfigError: A context is out of its range.
         UnsupportedModelError: The model cannot verify drafts.
     """
-    refuse_encoder_decoder(model, "be calibrated; it learns its costs while it decodes")
+    validate_causal_lm(model, "be calibrated; it learns its costs while it decodes")
     cost = state_of(model).learned.costs[PASSES[compile]]
     return calibrate(model, cost, contexts=contexts, nodes=PADDED_NODES if compile else NODES, compiles=compile)

@@ -20,7 +20,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
 from lookahead.models.encoder_decoder import decoder_positions
 from lookahead.models.model_state import state_of
-from lookahead.models.support import check_model, described, refuse_model, vocabulary_size
+from lookahead.models.support import check_model, described, validate_model, vocabulary_size
 from lookahead.models.target import input_device, position_limit
 
 # The least value of options that are whole numbers, and the range of those that are any number.
@@ -205,7 +205,7 @@ def validate_call(model: PreTrainedModel, config: GenerationConfig, model_kwargs
     Raises:
         UnsupportedModelError: It names the mode or the input, and what to do instead.
     """
-    refuse_model(model)
+    validate_model(model)
     has_encoder = model.config.is_encoder_decoder
     cache = EncoderDecoderCache if has_encoder else DynamicCache
     served = _SERVED_BEHIND_ENCODER if has_encoder else _SERVED

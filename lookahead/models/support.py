@@ -242,13 +242,13 @@ def check_model(model: object) -> None:
     raise ConfigError(f"model must be a PreTrainedModel, got {described(model, 'model, tokenizer')}")
 
 
-def refuse_encoder_decoder(model: PreTrainedModel, purpose: str) -> None:
+def validate_causal_lm(model: PreTrainedModel, purpose: str) -> None:
     """Raise UnsupportedModelError if the model has an encoder; `purpose` is a verb phrase for the message."""
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{type(model).__name__} is an encoder-decoder model, which cannot {purpose}")
 
 
-def refuse_model(model: PreTrainedModel) -> None:
+def validate_model(model: PreTrainedModel) -> None:
     """Raise UnsupportedModelError if no request to the model can be served."""
     check_model(model)
     name, config = type(model).__name__, model.config

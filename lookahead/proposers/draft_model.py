@@ -16,7 +16,7 @@ from lookahead.drafting.proposal import Call, Feedback, IntArray, Proposal, Prop
 from lookahead.errors import ConfigError, ProposerError
 from lookahead.models.calibration import pass_seconds
 from lookahead.models.model_state import state_of
-from lookahead.models.support import prefills_at_once, refuse_encoder_decoder, refuse_model, support_of, vocabulary_size
+from lookahead.models.support import prefills_at_once, support_of, validate_causal_lm, validate_model, vocabulary_size
 from lookahead.models.target import PREFILL_CHUNK, Shape, Target, input_device
 from lookahead.proposers.draft_rates import DraftRates
 from lookahead.proposers.draft_tree import DraftTree, DraftTreeBatch
@@ -140,8 +140,8 @@ class DraftModel:
             ProposerError: The model cannot draft for the target: other tokens, or a state that goes one way only.
             UnsupportedModelError: It is no causal LM.
         """
-        refuse_encoder_decoder(self.model, "draft for another")
-        refuse_model(self.model)
+        validate_causal_lm(self.model, "draft for another")
+        validate_model(self.model)
         vocabulary = self._shared_vocabulary(call)
         support = support_of(self.model, shortest=1, max_length=call.max_length)
         name = type(self.model).__name__

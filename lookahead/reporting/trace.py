@@ -15,7 +15,7 @@ from lookahead.engine.outputs import StepOutput
 from lookahead.generation.api import prepare_ids
 from lookahead.generation.prompts import Prompt, Truncation, reader_of
 from lookahead.generation.validation import check_options
-from lookahead.models.support import refuse_model
+from lookahead.models.support import validate_model
 from lookahead.stats import DecodingStats
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of a character whose other bytes are to come
@@ -101,7 +101,7 @@ def trace(
 
     The arguments are those of `lookahead.generate`; `clock` gives seconds.
     """
-    refuse_model(model)
+    validate_model(model)
     check_options(model, config, None, generate_kwargs, None)
     ids = reader_of(model, tokenizer, None, True, truncate, None, generate_kwargs).read(prompt, 0)
     engine = prepare_ids(model, tokenizer, [ids], config, None, None, generate_kwargs)
