@@ -100,6 +100,8 @@ class Target:
         self._keeps_logits = "logits_to_keep" in takes
         self._takes_positions = "position_ids" in takes
         self._takes_masks = shape == "trees"
+        # Each process measures whether oneDNN is faster, and tensor-parallel processes must compute the same bits.
+        self._is_alone = (getattr(model, "_tp_size", None) or 1) == 1
         self._scope = None
         if self._takes_masks and model._can_set_attn_implementation():
             self._scope = AttentionScope(model)
@@ -284,7 +286,8 @@ class Target:
         keeps_hidden = self.keeps_hidden and bool(self._hidden_layers)
         if keeps_hidden:
             options["output_hidden_states"] = True
-        with products_for(tokens.size, self._device, self._model.dtype), scope:
+        products = products_for(tokens.size, self._device, self._model.dtype) if self._is_alone else nullcontext()
+        with products, scope:
             output = self._model(
                 input_ids=torch.from_numpy(tokens).to(self._device),
                 past_key_values=self.cache,
