@@ -1,6 +1,6 @@
 """How often drafted tokens are accepted, learned while decoding.
 
-Source: the Beta-Bernoulli model with a decaying memory, e.g. Gelman et al. 2013, "Bayesian Data Analysis", §2.4; the
+Source: the Beta-Bernoulli model with decaying counts, e.g. Gelman et al. 2013, "Bayesian Data Analysis", §2.4; the
     odds of a kind are the intercept of an online logistic regression, e.g. Bottou 1998, "Online Learning and Stochastic
     Approximations", §3.
 """
@@ -19,25 +19,25 @@ from lookahead.ngram.raw_arrays import RawArrays, array_at, jit_inline, pointers
 
 Float32Array = NDArray[np.float32]
 
-_TABLE_RANKS = 5  # the likeliest token, the second, the third, the fourth, all others
+_TABLE_RANKS = 5  # the first four ranks, and all others
 _PROB_EDGES = np.array([0.01, 0.03, 0.1, 0.3, 0.6, 0.85], np.float32)
 _PSEUDO_HITS = 2.0
-_EXPECTED_MEMORY = 64.0  # expected hits at which counts are halved, so that old text is forgotten
+_EXPECTED_MEMORY = 64.0  # expected hits at which counts are halved, so that old text counts less
 _MOST_CERTAIN = 0.99
 
 _PSEUDO_COUNTS = 16.0
 _MEMORY = 400.0
-# Fisher information of the odds of a kind: before any trial, and the most that trials add.
+# Fisher information of the odds of a kind: before any trial, and the maximum that trials add.
 _FIRST_KNOWN, _MOST_KNOWN = 8.0, 50.0
 _LEAST_ODDS, _MOST_ODDS = 0.1, 16.0
 _MANY = 4.0
 _ENDING_SHARES = (0.08, 0.3)
-_FOLLOWED = 4096  # tokens whose copies are counted, by their id modulo this
+_FOLLOWED = 4096  # rows that count the copies that reach a token, by its id modulo this
 _MOST_COPIES = 64.0
 _COUNTED = 64  # tokens whose frequency is counted
 _MOST_COUNT = 4096
-_FIRST_KIND = len(KIND_OF)  # rows of the table behind those of the features: the odds of the kinds
-_FIRST_FOLLOWED = _FIRST_KIND + KIND_OF.max() + 1  # then the copies by the tokens they reached
+_FIRST_KIND = len(KIND_OF)  # rows of the table after those of the features: the odds of the kinds
+_FIRST_FOLLOWED = _FIRST_KIND + KIND_OF.max() + 1  # then the copies, by token
 
 
 @njit(cache=True)
@@ -47,11 +47,11 @@ def children_along(parents, tokens, emitted):
     Args:
         parents: int32 `[k]`, a parent before its children.
         tokens: int32 `[k]`.
-        emitted: int32 `[n]`, what followed the root.
+        emitted: int32 `[n]`, the tokens after the root.
 
     Returns:
-        The children of every node on the way, int32 `[m]`, those of the root first; and which hold the emitted token,
-        bool `[m]`. The nodes that do are the accepted path without its root.
+        The children of every node on the path, int32 `[m]`, those of the root first; and which of them hold the emitted
+        token, bool `[m]`: these are the accepted path without its root.
     """
     nodes, hits = np.empty(len(tokens), np.int32), np.zeros(len(tokens), np.bool_)
     count, node = 0, 0
@@ -69,15 +69,15 @@ def children_along(parents, tokens, emitted):
 
 
 class AcceptanceTable:
-    """How often drafted tokens are accepted, as a factor on the probability that a draft model or a head gives them.
+    """Calibrates the probabilities that a draft model or a head gives to tokens, by how often such tokens are accepted.
 
-    A token is known by its level (the head, or the depth in the tree), its rank among the tokens after its parent and
-    the bucket of its draft probability. The factor is hits over expected hits, both with the same pseudo-count.
+    Tokens are counted by level (the head, or the depth in the tree), rank among the tokens after their parent, and
+    bucket of the draft probability. The factor is hits over expected hits, both with the same pseudo-count.
 
     Args:
         levels: Number of levels.
 
-    Source: the Gamma-Poisson model with a decaying memory, e.g. Gelman et al. 2013, "Bayesian Data Analysis", §2.6.
+    Source: the Gamma-Poisson model with decaying counts, e.g. Gelman et al. 2013, "Bayesian Data Analysis", §2.6.
     """
 
     __slots__ = ("_counts",)
@@ -90,14 +90,14 @@ class AcceptanceTable:
 
         Args:
             kinds: int32 `[..., 2]`, the level and the rank of each token.
-            draft_probs: float32 `[...]`, the probability that its draft model or head gives it.
+            draft_probs: float32 `[...]`, the probabilities that the draft model or the head gives.
 
         Returns:
-            float32 `[...]`, each at most 0.99; 0 for one that is not a number.
+            float32 `[...]`, each at most 0.99; 0 for a NaN.
         """
         counts = self._counts[self._cells(kinds, draft_probs)] + _PSEUDO_HITS
         probs = np.minimum(_MOST_CERTAIN, draft_probs * counts[..., 0] / counts[..., 1])
-        calibrated: Float32Array = np.nan_to_num(probs).astype(np.float32)  # heads that overflow give no number
+        calibrated: Float32Array = np.nan_to_num(probs).astype(np.float32)  # heads that overflow give NaN
         return calibrated
 
     def learn(
@@ -108,9 +108,9 @@ class AcceptanceTable:
         Args:
             parents: int32 `[k]`, a tree whose root is node 0 and whose parents come before their children.
             tokens: int32 `[k]`, the token of each node.
-            kinds: int32 `[k, 2]`, as `calibrate` took them; those of the root are not read.
-            draft_probs: float32 `[k]`, likewise.
-            emitted: int32 `[n]`, what the target chose after the root.
+            kinds: int32 `[k, 2]`, as for `calibrate`; those of the root are not read.
+            draft_probs: float32 `[k]`, as for `calibrate`.
+            emitted: int32 `[n]`, the tokens the target chose after the root.
         """
         nodes, hits = children_along(parents, tokens, emitted)
         trials = np.stack((hits, draft_probs[nodes]), -1)
@@ -125,22 +125,19 @@ class AcceptanceTable:
 class HitRates(RawArrays):
     """The probability that the target chooses a candidate, by the features of the candidate.
 
-    A feature joins the length of the match behind a candidate (in buckets), its rank among the candidates of matches
-    and the agreement on it; the length of the context that the recycled table knows, and the probability stored there;
-    for a candidate of that table alone, the longest match for another token. Where nothing is known, the most frequent
-    tokens are candidates by their rank. Every feature starts at a prior worth 16 trials and halves its counts at 400
-    trials, so that it follows a change of text. Features are many and texts short: features of one kind share a factor
-    on their odds, which is updated at every trial.
+    Features are buckets of: the length of the match, its rank, and the agreement of its occurrences; the length of the
+    known recycled context, and the probability stored there; for a recycled token alone, the longest match for another
+    token; for a frequent token, its rank. Each starts at a prior worth 16 trials and halves its counts at 400 trials,
+    so that it follows a change of text. Features of one kind share a factor on their odds, updated at every trial.
 
-    Copies end at particular tokens: a summary copies a sentence and goes on elsewhere. So the tokens after which copies
-    end are counted, and the risk of that is a feature of long matches. A copy often goes on a little further down its
-    source, or behind one changed word: so the distance of short matches to the last copy is a feature too.
+    A copy tends to end at particular tokens, so the share of copies that ended at a token is a feature of long matches.
+    It tends to resume soon after in its source, so the distance to the last copy is a feature of short matches.
 
     Attributes:
-        prior: float64 `[features]`: the probability of every feature before any trial.
-        table: float64 `[features + kinds + 4096, 3]`: of every feature the probability before its kind's odds, hits,
-            and trials; of every kind the factor on the odds, and the information it rests on; of tokens (by their id
-            modulo 4096) how many long matches reached them, and how many ended there.
+        prior: float64 `[features]`: the probability of each feature before any trial.
+        table: float64 `[features + kinds + 4096, 3]`: for each feature the probability before its kind's odds, hits,
+            and trials; for each kind the factor on the odds, and its Fisher information; for tokens (by id modulo 4096)
+            how many long matches reached them, and how many ended there.
         frequent: int64 `[64, 2]`: frequent tokens and their counts, the most frequent first; -1 is no token.
     """
 
@@ -156,7 +153,7 @@ class HitRates(RawArrays):
         self._point_to(self.table, self.frequent)
 
     def count(self, tokens: IntArray) -> None:
-        """Count tokens the target chose (int32 `[n]`), to find the frequent ones."""
+        """Count tokens that the target chose, int32 `[n]`, to find the frequent ones."""
         _count(self.frequent, tokens)
 
     def learn(self, parents: IntArray, tokens: IntArray, features: IntArray, emitted: IntArray) -> None:
@@ -166,7 +163,7 @@ class HitRates(RawArrays):
             parents: int32 `[k]`, a tree whose root is node 0 and whose parents come before their children.
             tokens: int32 `[k]`, the token of each node.
             features: int32 `[k]`, the feature of each node; that of the root is not read.
-            emitted: int32 `[n]`, what the target chose after the root.
+            emitted: int32 `[n]`, the tokens the target chose after the root.
         """
         if not parents.size == tokens.size == features.size:
             raise ValueError(f"a tree of {tokens.size} tokens has {parents.size} parents, {features.size} features")
@@ -183,7 +180,7 @@ def rates_at(address):
 
 @jit_inline
 def risk_of(table, token):
-    """The bucket of how often copies end behind a token."""
+    """The bucket of how often copies end after a token."""
     row = _FIRST_FOLLOWED + token % _FOLLOWED
     reached, ended = table[row, 0], table[row, 1]
     if ended == 0.0:
@@ -217,7 +214,7 @@ def _count(frequent, tokens):
 
 @jit_inline
 def hit_rate(table, feature):
-    """The probability of a candidate by its feature."""
+    """The probability of a candidate, by its feature."""
     prob = table[feature, 0]
     factor = table[_FIRST_KIND + KIND_OF[feature], 0]
     return prob * factor / (1.0 - prob + prob * factor)
@@ -225,7 +222,7 @@ def hit_rate(table, feature):
 
 @jit_inline
 def _count_trial(table, prior, feature, hit):
-    """Count one candidate. The odds of its kind take a Newton step towards the result."""
+    """Count one candidate; the odds of its kind take a Newton step towards the result."""
     kind = _FIRST_KIND + KIND_OF[feature]
     prob = hit_rate(table, feature)
     table[kind, 1] = min(_MOST_KNOWN, table[kind, 1] + prob * (1.0 - prob))
@@ -252,7 +249,7 @@ def _count_copy(table, token, has_ended):
 
 @njit(cache=True, error_model="numpy")
 def _learn(table, prior, parents, tokens, features, emitted):
-    """The core of `HitRates.learn`; of every node passed that had a copy among its children, whether it went on."""
+    """The core of `HitRates.learn`; also counts whether copies went on, at each node with one among its children."""
     nodes, hits = children_along(parents, tokens, emitted)
     has_copy, has_ended = False, True
     for i in range(len(nodes)):
@@ -267,17 +264,17 @@ def _learn(table, prior, parents, tokens, features, emitted):
 
 @njit(cache=True, error_model="numpy")
 def copied(parents, tokens, features, placed, argmax):
-    """After which nodes of a verified tree the target goes on with a copy of the row's own text.
+    """The nodes of a verified tree after which the target continues a copy of the row's own text.
 
     Args:
         parents: int32 `[k]`, a tree of candidates.
         tokens: int32 `[k]`.
         features: int32 `[k]`.
-        placed: int32 `[k]`, the node of the verified tree that each became, 0 where it was left out.
+        placed: int32 `[k]`, the node of the verified tree that each became, 0 if it was left out.
         argmax: int32 `[nodes]`, the target's likeliest token after every node of the verified tree.
 
     Returns:
-        bool `[nodes]`. A copy that ends at a node without children is taken to go on after it.
+        bool `[nodes]`; True too after a node without children at which a copy ends.
     """
     nodes, has_child = np.zeros(argmax.size, np.bool_), np.zeros(argmax.size, np.bool_)
     for node in range(parents.size - 1, 0, -1):

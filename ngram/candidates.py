@@ -1,4 +1,4 @@
-"""Candidates after one node of a growing tree: matches that agree so far and recycled tokens, joined by token."""
+"""Candidates after one node of a growing tree, by token: from matches that agree so far, and from recycled tokens."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from lookahead.ngram.raw_arrays import jit_inline
 from lookahead.ngram.recycled import TOP, find_context, prob_of
 
 MOST_OPTIONS = RANKS + max(TOP, FREQUENT)
-_MOST_FOREIGN = RANKS // 2  # options found in other texts first; the rest is for the row's own text
-_FOLLOWED = 6  # occurrences that agree on a token and are followed on
-_LONG = 2  # tokens; a match as long is used in place of the recycled context
-_SHORT = 5  # tokens; beside a match as long no frequent tokens are offered
+_MOST_FOREIGN = RANKS // 2  # options found first in other texts; the rest is for the row's own text
+_FOLLOWED = 6  # occurrences followed further of those that agree on a token
+_LONG = 2  # tokens; a match of this length replaces the recycled context
+_SHORT = 5  # tokens; no frequent tokens are offered beside a match of this length
 
 # Columns of an occurrence: the position of its next token, the length of its match, its text, the number of following
 # tokens read, and its proximity (`lookahead.ngram.features.proximity_of`, or RESUMED where nothing matches).
-POSITION, LENGTH, TEXT, READ, PROXIMITY = range(5)
+_POSITION, LENGTH, _TEXT, _READ, _NEAR = range(5)
 _CHUNK = 8  # tokens read at a time
 # Columns of an option: the range of its occurrences, its parent and depth, its token, its feature (until it is scored,
 # the length of its match), a bit for each source, the agreement on it, and its proximity.
@@ -39,13 +39,22 @@ _MEMBERS, _AGREEING = PARENT, DEPTH  # while occurrences are counted: all of an 
 
 
 @jit_inline
-def read_ahead(arena, length, is_open, occurrences, ahead, each):
+def add_occurrence(arena, length, is_open, matches, each, position, matched, text, proximity):
+    """Write down occurrence number `each`, and the first tokens after it."""
+    occurrences, ahead, _ = matches
+    occurrences[each, _POSITION], occurrences[each, LENGTH], occurrences[each, _TEXT] = position, matched, text
+    occurrences[each, _READ], occurrences[each, _NEAR] = 0, proximity
+    _read_ahead(arena, length, is_open, occurrences, ahead, each)
+
+
+@jit_inline
+def _read_ahead(arena, length, is_open, occurrences, ahead, each):
     """Copy some more of the tokens after an occurrence, -1 at the end of its document.
 
     The open document, the first text if it is the row's own, has no end: it is continued by what followed the
     occurrence, so that a loop goes on as a loop.
     """
-    begin, depth = occurrences[each, POSITION], occurrences[each, READ]
+    begin, depth = occurrences[each, _POSITION], occurrences[each, _READ]
     stop = min(depth + _CHUNK, ahead.shape[1])
     while depth < stop:
         position = begin + depth
@@ -55,39 +64,39 @@ def read_ahead(arena, length, is_open, occurrences, ahead, each):
         ahead[each, depth] = token
         depth += 1
         if token < 0:
-            depth = stop = ahead.shape[1]  # nothing is read behind it
-    occurrences[each, READ] = stop
+            depth = stop = ahead.shape[1]  # nothing is read after it
+    occurrences[each, _READ] = stop
 
 
 @jit_inline
 def _read_on(texts, own, occurrences, ahead, each):
-    """`read_ahead` in the text of an occurrence."""
-    text = occurrences[each, TEXT]
+    """`_read_ahead` in the text of an occurrence."""
+    text = occurrences[each, _TEXT]
     if text == 0:
-        read_ahead(texts[0][0], texts[0][3], own, occurrences, ahead, each)
+        _read_ahead(texts[0][0], texts[0][3], own, occurrences, ahead, each)
     elif text == 1:
-        read_ahead(texts[1][0], texts[1][3], False, occurrences, ahead, each)
+        _read_ahead(texts[1][0], texts[1][3], False, occurrences, ahead, each)
     else:
-        read_ahead(texts[2][0], texts[2][3], False, occurrences, ahead, each)
+        _read_ahead(texts[2][0], texts[2][3], False, occurrences, ahead, each)
 
 
 @jit_inline
 def split(texts, own, found, first, stop, depth, options, weights):
-    """Split the occurrences from `first` to `stop` by their token at `depth`: every token is an option.
+    """Split the occurrences from `first` to `stop` by their token at `depth`; each token is an option.
 
-    Fills `weights`, by which options are ranked. Returns how many there are, and the longest match.
+    Fills `weights`, by which options are ranked. Returns the number of options, and the longest match.
     """
     occurrences, ahead, orders = found
     count, foreign, end, of_first_text, own_length = 0, 0, 0, 0, 0
     for at in range(first, stop):
         each = orders[0, at]
-        text = occurrences[each, TEXT]
-        if occurrences[each, READ] <= depth:
+        text = occurrences[each, _TEXT]
+        if occurrences[each, _READ] <= depth:
             _read_on(texts, own, occurrences, ahead, each)
         token = ahead[each, depth]
         if token < 0:
             continue
-        is_resumed = occurrences[each, PROXIMITY] == RESUMED
+        is_resumed = occurrences[each, _NEAR] == RESUMED
         if text == 0 and not is_resumed:
             of_first_text += 1
             own_length = max(own_length, occurrences[each, LENGTH] + depth)
@@ -109,7 +118,7 @@ def split(texts, own, found, first, stop, depth, options, weights):
             options[option, FIRST] = max(options[option, FIRST], occurrences[each, LENGTH] + depth)
         options[option, SOURCES] |= 1 << text
         if not is_resumed or options[option, _MEMBERS] == 1:
-            options[option, _PROXIMITY] = max(options[option, _PROXIMITY], occurrences[each, PROXIMITY])
+            options[option, _PROXIMITY] = max(options[option, _PROXIMITY], occurrences[each, _NEAR])
         orders[1, end], orders[2, end] = each, option
         end += 1
     longest, begin = 0, first
@@ -139,10 +148,10 @@ def split(texts, own, found, first, stop, depth, options, weights):
 
 @jit_inline
 def score(after, options, probs, matches, longest, memory, hashes, orders, source, table, frequent):
-    """Rank the options of matches, and add recycled tokens, or frequent ones without a recycled context.
+    """Rank the options of matches, and add recycled tokens, or frequent ones if no recycled context is known.
 
-    Fills `probs` with the probability of each option once the node was chosen; returns how many there are. `after` is
-    the token of the node, and the probability below which options without a match are left out.
+    Fills `probs` with the probability of each option once the node was chosen; returns the number of options. `after`
+    is the token of the node, and the least probability of options without a match.
     """
     token, least = after
     order, group, way = find_context(memory[0], hashes, orders) if orders > 0 else (0, 0, 0)
@@ -192,7 +201,7 @@ def score(after, options, probs, matches, longest, memory, hashes, orders, sourc
 
 @jit_inline
 def _add_memory(options, probs, matches, longest, memory, order, group, way, source, table, least):
-    """Add the recycled tokens of a context; returns how many options there are then."""
+    """Add the recycled tokens of a context; returns the new number of options."""
     _, top, stored = memory
     count = matches
     for rank in range(TOP):
@@ -229,7 +238,7 @@ def _rank(options, weights, count):
 
 @jit_inline
 def _add(options, probs, matches, count, token, sources, feature, prob):
-    """Add an option without a match, unless a match offers its token; returns how many there are then."""
+    """Add an option without a match, unless a match offers its token; returns the new number of options."""
     if token < 0:
         return count
     for option in range(matches):

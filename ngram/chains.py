@@ -1,4 +1,4 @@
-"""An index of every n-gram of a growing token stream: hash chains, as LZ77 coders use them.
+"""Hash chains over a growing token stream: they find every earlier occurrence of the last tokens.
 
 Source: Ziv & Lempel 1977, "A Universal Algorithm for Sequential Data Compression" (copy from the longest earlier
     match); Deutsch 1996, RFC 1951 §4 (chained hash tables, walked from the most recent string, cut at a limit).
@@ -13,16 +13,16 @@ from numba import njit
 from numpy.typing import NDArray
 
 from lookahead.ngram.raw_arrays import RawArrays, array_at, jit_inline, pointers_at
-from lookahead.ngram.suffix_match import LEVELS, find_matches, hash_levels, mix
 
 IntArray = NDArray[np.int32]
 
+LEVELS = 4  # level k has the chains of contexts of 2**k tokens
 MAX_CONTEXT = 64  # a match is measured up to this many tokens
-SEPARATOR = -1  # between documents; no token is negative, so no match crosses it
+SEPARATOR = -1  # between documents; token ids are never negative, so no match crosses it
 _FIRST_CAPACITY = 1024
 _BLOCK = 1024  # positions linked together
 _FEW = 64  # fewer than this are linked one by one
-_LENGTH, _CAPACITY, _SLOTS = 3, 4, 5  # behind the pointers to arena, heads and links
+_LENGTH, _CAPACITY, _SLOTS = 3, 4, 5  # after the pointers to arena, heads and links
 _POINTERS = 6
 _GROWTH = 1.25  # of a full arena; doubling it would leave up to half of it empty
 
@@ -31,10 +31,9 @@ class Chains(RawArrays):
     """Hash chains over an arena of documents. `ChainIndex` grows them, `Pool` maps them from a file.
 
     Args:
-        arena: int32 `[capacity]`, documents one after the other, `SEPARATOR` first and between them.
-        heads: int32 `[LEVELS, slots]`, the newest position of every chain, 0 where it is empty; `slots` is a power
-            of two.
-        links: int32 `[capacity, LEVELS]`, the position before each in its chains, 0 at their ends.
+        arena: int32 `[capacity]`, `SEPARATOR` before each document.
+        heads: int32 `[LEVELS, slots]`, the newest position of each chain, 0 if it is empty; `slots` is a power of two.
+        links: int32 `[capacity, LEVELS]`, the previous position in each chain, 0 at its end.
         length: Entries of the arena in use.
     """
 
@@ -42,11 +41,7 @@ class Chains(RawArrays):
 
     def __init__(self, arena: IntArray, heads: IntArray, links: IntArray, length: int) -> None:
         super().__init__(_POINTERS)
-        self._arena = arena
-        self._heads = heads
-        self._links = links
-        self._set_length(length)
-        self._update_pointers()
+        self._replace(arena, heads, links, length)
 
     def __len__(self) -> int:
         """Entries of the arena in use: tokens, and one separator before each document."""
@@ -54,25 +49,27 @@ class Chains(RawArrays):
 
     @property
     def tokens(self) -> IntArray:
-        """The arena so far, int32 `[len(index)]`, `SEPARATOR` between documents; a view, not to be written."""
+        """The used part of the arena, int32 `[len(index)]`, `SEPARATOR` between documents; a read-only view."""
         return self._arena[: self._length]
 
     @property
     def nbytes(self) -> int:
-        """Memory held by the arena, the chains and the tables, in bytes."""
+        """Memory of the arena, the links and the heads, in bytes."""
         return self._arena.nbytes + self._links.nbytes + self._heads.nbytes
+
+    @property
+    def state(self) -> tuple[IntArray, IntArray, IntArray, int]:
+        """Arena, heads, links and length, as the compiled functions take them."""
+        return self._arena, self._heads, self._links, self._length
 
     def _set_length(self, length: int) -> None:
         self._length = self._pointers[_LENGTH] = length
 
-    def _update_pointers(self) -> None:
-        self._point_to(self._arena, self._heads, self._links)
-        self._pointers[_CAPACITY], self._pointers[_SLOTS] = self._arena.size, self._heads.shape[1]
-
-    @property
-    def state(self) -> tuple[IntArray, IntArray, IntArray, int]:
-        """Arena, heads, links and length, as the compiled cores take them."""
-        return self._arena, self._heads, self._links, self._length
+    def _replace(self, arena: IntArray, heads: IntArray, links: IntArray, length: int) -> None:
+        self._arena, self._heads, self._links = arena, heads, links
+        self._set_length(length)
+        self._point_to(arena, heads, links)
+        self._pointers[_CAPACITY], self._pointers[_SLOTS] = arena.size, heads.shape[1]
 
     def find(
         self,
@@ -86,40 +83,37 @@ class Chains(RawArrays):
         """Find earlier occurrences of the end of a context, and the token after each.
 
         Args:
-            context: Tokens whose end is looked up; `None` means the open document itself.
+            context: Tokens whose end is looked up; `None` means the open document.
             min_ngram: Shortest match, in tokens, at least 1.
             max_ngram: Longest context compared, in tokens, from `min_ngram` to 64.
-            max_links: Most chain links walked; bounds the time for any content.
+            max_links: Maximum number of chain links walked.
             max_continuations: Stop at this many different next tokens.
 
         Returns:
-            Positions in `tokens` of the next tokens, and the lengths of the matches in tokens, both int32: those of
-            the longest chain first, in each the most recent first.
+            Positions in `tokens` of the next tokens, and the lengths of the matches in tokens, both int32: the longest
+            chain first, and the most recent first within a chain.
 
         Raises:
             TypeError: `context` does not hold whole numbers.
-            ValueError: An argument is out of its range.
+            ValueError: An argument is out of range.
         """
         if not 1 <= min_ngram <= max_ngram <= MAX_CONTEXT:
             raise ValueError(f"need 1 <= min_ngram <= max_ngram <= {MAX_CONTEXT}, got {min_ngram} and {max_ngram}")
         if max_links < 1 or max_continuations < 1:
             raise ValueError(f"max_links and max_continuations must be positive, got {max_links}, {max_continuations}")
         tail = self.tokens if context is None else as_tokens(context)
-        positions = np.empty(max_links, dtype=np.int32)
-        lengths = np.empty(max_links, dtype=np.int32)
+        positions, lengths = np.empty((2, max_links), np.int32)
         found = find_matches(*self.state, tail, tail.size, min_ngram, max_ngram, max_continuations, positions, lengths)
         return positions[:found], lengths[:found]
 
 
 class ChainIndex(Chains):
-    """Finds earlier occurrences of the last tokens, and so what may follow them.
+    """An index of documents, the last of which is open and grows.
 
-    Documents lie in one arena, one after the other. The newest is open and grows by `append`. A match is a position of
-    the arena whose preceding tokens equal those of the context, within one document. Every match of hashes is confirmed
-    token by token.
+    A match lies within one document. Hashes only name candidates: every match is compared token by token.
 
     Args:
-        max_tokens: Most tokens held; beyond them the oldest half is forgotten. `None` keeps all.
+        max_tokens: Maximum number of tokens; when they are full, the oldest half is dropped. `None` keeps all.
 
     Raises:
         ValueError: `max_tokens` is below 1,024.
@@ -138,21 +132,19 @@ class ChainIndex(Chains):
         if max_tokens is not None and max_tokens < _FIRST_CAPACITY:
             raise ValueError(f"max_tokens must be at least {_FIRST_CAPACITY}, got {max_tokens}")
         self._max_tokens = max_tokens
-        arena = np.empty(_FIRST_CAPACITY, dtype=np.int32)
-        heads = np.zeros((LEVELS, _FIRST_CAPACITY), dtype=np.int32)
-        links = np.zeros((_FIRST_CAPACITY, LEVELS), dtype=np.int32)
-        arena[0] = SEPARATOR
-        super().__init__(arena, heads, links, length=1)
+        heads = np.zeros((LEVELS, _FIRST_CAPACITY), np.int32)
+        links = np.zeros((_FIRST_CAPACITY, LEVELS), np.int32)
+        super().__init__(np.full(_FIRST_CAPACITY, SEPARATOR, np.int32), heads, links, length=1)
 
     def append(self, tokens: Sequence[int] | IntArray) -> None:
         """Add tokens to the open document, amortised O(1) each.
 
         Raises:
-            TypeError: `tokens` are not whole numbers.
-            ValueError: `tokens` is not flat, or holds an id that is negative or beyond int32.
+            TypeError: `tokens` does not hold whole numbers.
+            ValueError: `tokens` is not flat, or an id is negative or above int32.
         """
         if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1:
-            new = tokens  # the core checks for negative ones
+            new = tokens  # `_append` checks for negative ids
         else:
             new = as_tokens(tokens)
         if self._max_tokens is not None and new.size > self._max_tokens // 2:
@@ -168,11 +160,11 @@ class ChainIndex(Chains):
         """Close the open document and add several, the last of which stays open.
 
         Args:
-            tokens: int32 `[n]`, the documents one after the other, `SEPARATOR` between them.
+            tokens: int32 `[n]`, `SEPARATOR` between documents.
 
         Raises:
             TypeError: `tokens` is not an int32 array.
-            ValueError: `tokens` is not flat, or is longer than half of `max_tokens`.
+            ValueError: `tokens` is not flat, or has more than half of `max_tokens` entries.
         """
         if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32:
             raise TypeError(f"tokens must be an int32 array, got {getattr(tokens, 'dtype', type(tokens).__name__)}")
@@ -183,60 +175,55 @@ class ChainIndex(Chains):
         self._length = _append(self.address, tokens, False)
 
     def end_document(self) -> None:
-        """Close the open document. What is appended next belongs to another, and no match spans the two."""
+        """Close the open document. Tokens appended later belong to a new one."""
         if self._arena[self._length - 1] != SEPARATOR:
             self._reserve(1)
             self._arena[self._length] = SEPARATOR
             self._set_length(self._length + 1)
 
     def _reserve(self, extra: int) -> None:
-        """Make room for `extra` more entries: forget the oldest half if capped, else grow."""
+        """Make space for `extra` more entries: drop the oldest half if the size is limited, else grow."""
+        if self._max_tokens is not None and self._length + extra > self._max_tokens:
+            kept = max(0, min(self._length - 1, self._max_tokens // 2 - extra))
+            self._arena[1 : kept + 1] = self._arena[self._length - kept : self._length].copy()
+            self._set_length(kept + 1)
+            self._heads[:] = 0
+            _link(self._arena, self._heads, self._links, 1, self._length)
         needed = self._length + extra
-        if self._max_tokens is not None and needed > self._max_tokens:
-            self._forget(extra)
-            needed = self._length + extra
         if needed > self._arena.size:
             capacity = max(needed, int(_GROWTH * self._arena.size))
-            self._arena = _extended(self._arena, capacity)
-            self._links = _extended(self._links, capacity)
-            slots = 1 << (capacity.bit_length() - 1)
-            if slots > self._heads.shape[1]:
-                self._heads = np.zeros((LEVELS, slots), dtype=np.int32)
-                _link(self._arena, self._heads, self._links, 1, self._length)
-            self._update_pointers()
-
-    def _forget(self, extra: int) -> None:
-        """Keep only the newest tokens, so that `extra` more leave the arena at most half full."""
-        kept = max(0, min(self._length - 1, (self._max_tokens or 0) // 2 - extra))
-        self._arena[1 : kept + 1] = self._arena[self._length - kept : self._length].copy()
-        self._set_length(kept + 1)
-        self._heads[:] = 0
-        _link(self._arena, self._heads, self._links, 1, self._length)
+            arena, links = _extended(self._arena, capacity), _extended(self._links, capacity)
+            heads, slots = self._heads, 1 << (capacity.bit_length() - 1)
+            if slots > heads.shape[1]:
+                heads = np.zeros((LEVELS, slots), np.int32)
+                _link(arena, heads, links, 1, self._length)
+            self._replace(arena, heads, links, self._length)
 
 
 def as_tokens(tokens: Sequence[int] | IntArray) -> IntArray:
-    """Return token ids as a flat int32 array, checked.
+    """Check token ids, and return them as a flat int32 array.
 
     Raises:
         TypeError: They are not whole numbers.
-        ValueError: They are not flat, or one is negative or beyond int32.
+        ValueError: They are not flat, or one is negative or above int32.
     """
     array = np.asarray(tokens)
     if array.size == 0:
-        return np.empty(0, dtype=np.int32)
+        return np.empty(0, np.int32)
     if array.ndim != 1:
         raise ValueError(f"tokens must be a flat sequence, got shape {array.shape}")
     if array.dtype.kind not in "iu":
         raise TypeError(f"tokens must be whole numbers, got {array.dtype}")
-    if array.dtype != np.int32 and int(array.max()) > np.iinfo(np.int32).max:
-        raise ValueError(f"token ids must be below 2**31, got {int(array.max())}")
-    if array.dtype.kind == "i" and _has_negative(array):
-        raise ValueError(f"token ids must not be negative, got {int(array.min())}")
-    return np.ascontiguousarray(array, dtype=np.int32)
+    least, most = int(array.min()), int(array.max())
+    if least < 0:
+        raise ValueError(f"token ids must not be negative, got {least}")
+    if most > np.iinfo(np.int32).max:
+        raise ValueError(f"token ids must be below 2**31, got {most}")
+    return np.ascontiguousarray(array, np.int32)
 
 
 def _extended(array: IntArray, capacity: int) -> IntArray:
-    larger = np.zeros((capacity, *array.shape[1:]), dtype=array.dtype)
+    larger = np.zeros((capacity, *array.shape[1:]), array.dtype)
     larger[: array.shape[0]] = array
     return larger
 
@@ -252,22 +239,41 @@ def chains_at(address):
     return arena, heads, links, pointers[_LENGTH]
 
 
-@njit(cache=True, error_model="numpy")
-def _has_negative(tokens):
-    """Whether a token is negative; faster than `tokens.min()` for a few tokens."""
-    for token in tokens:
+@jit_inline
+def _mix(code, token):
+    """Fold one more token into a hash; every product stays below 2**63."""
+    product = (code ^ token) * 0x5BD1E995 + 0x2545F491
+    return (product ^ (product >> 29)) & 0x7FFFFFFF
+
+
+@jit_inline
+def _hash_levels(context, end, mask):
+    """How many levels the context fills, and the hash of its last 1, 2, 4 and 8 tokens."""
+    code, levels = 0, 0
+    first, second, third, fourth = 0, 0, 0, 0
+    for back in range(1, min(end, 1 << (LEVELS - 1)) + 1):
+        token = context[end - back]
         if token < 0:
-            return True
-    return False
+            break
+        code = _mix(code, int(token))
+        if back == 1:
+            levels, first = 1, code & mask
+        elif back == 2:
+            levels, second = 2, code & mask
+        elif back == 4:
+            levels, third = 3, code & mask
+        elif back == 8:
+            levels, fourth = 4, code & mask
+    return levels, first, second, third, fourth
 
 
 @jit_inline
 def _link(arena, heads, links, begin, end):
-    """Insert the tokens from `begin` to `end` at the heads of the chains of the contexts before them.
+    """Insert the tokens from `begin` to `end` into the chains of the contexts before them.
 
     A block of positions is inserted one level at a time. Its slots are scattered over a table larger than the caches,
-    so all are read before any is written: reads overlap, dependent writes do not. Returns a digest of what was read,
-    or else the compiler would drop the reads.
+    so all are read before any is written: reads overlap, dependent writes do not. The digest of the reads is returned
+    so that the compiler does not drop them.
     """
     digest = 0
     mask = heads.shape[1] - 1
@@ -282,7 +288,7 @@ def _link(arena, heads, links, begin, end):
                 for at in range(count):
                     if codes[at] >= 0:
                         token = int(arena[first + at - back])
-                        codes[at] = mix(codes[at], token) if token >= 0 else -1
+                        codes[at] = _mix(codes[at], token) if token >= 0 else -1
                 back += 1
             for at in range(count):
                 digest ^= heads[level, codes[at] & mask]
@@ -294,11 +300,22 @@ def _link(arena, heads, links, begin, end):
     return digest
 
 
+@jit_inline
+def _link_one(arena, heads, links, position):
+    if arena[position] < 0:
+        return
+    levels, first, second, third, fourth = _hash_levels(arena, position, heads.shape[1] - 1)
+    for level in range(levels):
+        slot = fourth if level == 3 else (third if level == 2 else (second if level == 1 else first))
+        links[position, level] = heads[level, slot]
+        heads[level, slot] = position
+
+
 @njit(cache=True, error_model="numpy")
 def _append(address, tokens, is_one):
-    """Append tokens to the arena of the `Chains` at an address and link all but separators; returns the new length.
+    """Append tokens to the `Chains` at an address and link all but separators; returns the new length.
 
-    If they are of one document and one is negative, nothing is written, and -1 is returned.
+    If they are one document and an id is negative, nothing is written, and -1 is returned.
     """
     if is_one:
         for token in tokens:
@@ -318,11 +335,54 @@ def _append(address, tokens, is_one):
 
 
 @jit_inline
-def _link_one(arena, heads, links, position):
-    if arena[position] < 0:
-        return
-    levels, first, second, third, fourth = hash_levels(arena, position, heads.shape[1] - 1)
-    for level in range(levels):
+def _match_length(arena, position, context, end, cap):
+    """Tokens that agree reading backwards from `position` and from `end`, both exclusive."""
+    length = 0
+    while length < cap and length < end:
+        token = context[end - 1 - length]
+        if token < 0 or arena[position - 1 - length] != token:
+            break
+        length += 1
+    return length
+
+
+@jit_inline
+def _is_new(arena, positions, count):
+    """Whether the token at the last of `count` positions is at none before it."""
+    token = arena[positions[count - 1]]
+    for other in range(count - 1):
+        if arena[positions[other]] == token:
+            return False
+    return True
+
+
+@njit(cache=True, error_model="numpy")
+def find_matches(arena, heads, links, length, context, end, shortest, longest, variety, positions, lengths):
+    """Walk the chains from the longest context down; `Chains.find` checks the arguments.
+
+    Fills `positions` and `lengths`, whose size limits the links walked, and returns how many were found.
+    """
+    levels, first, second, third, fourth = _hash_levels(context, end, heads.shape[1] - 1)
+    budget, count, distinct = positions.size, 0, 0
+    for level in range(levels - 1, -1, -1):
+        width = 1 << level
+        above = 2 * width if level < levels - 1 and 2 * width <= longest else longest + 1
+        if width > longest:
+            continue
+        if above <= shortest:
+            break
+        # No tuple is indexed: the compiler assumes that this can fail, and code that can fail counts references.
         slot = fourth if level == 3 else (third if level == 2 else (second if level == 1 else first))
-        links[position, level] = heads[level, slot]
-        heads[level, slot] = position
+        position = heads[level, slot]
+        while position > 0 and budget > 0:
+            budget -= 1
+            agreed = _match_length(arena, position, context, end, longest)
+            if max(width, shortest) <= agreed < above:
+                positions[count], lengths[count] = position, agreed
+                count += 1
+                if _is_new(arena, positions, count):
+                    distinct += 1
+                    if distinct == variety:
+                        return count
+            position = links[position, level]
+    return count

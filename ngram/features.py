@@ -1,4 +1,4 @@
-"""Features of candidates, and the probability of each before any trial."""
+"""Features of candidates, and their prior probabilities."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from lookahead.ngram.recycled import ORDERS
 FloatArray = NDArray[np.float64]
 
 RANKS = 16
-CEILING = 0.999  # most that the probabilities of the children of a node sum up to
+CEILING = 0.999  # maximum sum of the probabilities of a node's children
 
-# A match without a recycled context: by its length (in buckets), its rank, the agreement of its occurrences, and, if it
-# is long, the risk that a copy ends here.
+# A match without a recycled context: by its length (in buckets), its rank, the agreement of its occurrences, and the
+# risk that a copy ends here (long matches) or the proximity (short ones).
 _LENGTH_STARTS = (1, 2, 3, 4, 5, 7, 10, 16, 24)
 _LENGTH_PRIOR = (0.24, 0.38, 0.48, 0.57, 0.60, 0.72, 0.80, 0.90, 0.96)
-# Occurrences in the first text, the row's own; in others alone; in others while the first text has another token, after
-# a shorter match or one as long. In each case: one occurrence, all of few, all of many, most, or fewer.
+# Support: occurrences in the first text, the row's own; in others only; in others while the first text has another
+# token after a shorter match, or after one as long. For each: one occurrence, all of few, all of many, most, or fewer.
 _SUPPORT_ODDS = np.outer((1.0, 0.8, 0.3, 0.3), (1.0, 3.0, 6.0, 0.7, 0.4)).reshape(-1)
 _AGREEMENTS = 5
-_CONTRADICTED = 3 * _AGREEMENTS  # the first support that the first text contradicts after a match as long
-_CONTRADICTED_PRIOR = 0.12  # for any length
+_CONTRADICTED = 3 * _AGREEMENTS  # the first support with another token in the first text after a match as long
+_CONTRADICTED_PRIOR = 0.12  # maximum for any length
 _LATER_RANK = 0.6
 _LENGTHS, _SUPPORTS = len(_LENGTH_STARTS), len(_SUPPORT_ODDS)
 _LENGTH_OF = np.searchsorted(_LENGTH_STARTS, np.arange(129), side="right").clip(1) - 1
-COPY = 4  # least tokens of a match that counts as a copy
-# The risk of a token: no copy reached it yet; few or many did, and none ended behind it; a small, a medium or a large
+COPY = 4  # minimum tokens of a match that counts as a copy
+# The risk of a token: no copy reached it yet; few or many did, and none ended after it; a small, a medium or a large
 # share of them ended.
 _RISK_ODDS = np.array([1.0, 1.5, 4.0, 1.0, 0.4, 0.15])
 _RISKS = len(_RISK_ODDS)
-# The proximity of a match too short to be a copy: anywhere, near or close ahead of the last copy's source; and, without
-# a match, that source itself, as if the tokens since replaced some of it. As many as risks: they share a column.
+# The proximity of a match too short to be a copy: anywhere, near or close ahead of the last copy's source; or, without
+# a match, that source itself, as if the tokens since replaced some of it. Risks and proximities share an axis.
 _PROXIMITY_ODDS = np.array([0.8, 1.2, 3.0, 0.1, 1.0, 1.0])
-PROXIMITY_WEIGHT = np.array([0.0, 0.5, 1.5, 0.0])  # tokens; what a proximity counts for in ranking
+PROXIMITY_WEIGHT = np.array([0.0, 0.5, 1.5, 0.0])  # tokens; weight in ranking
 RESUMED = 3
 _AHEAD, _CLOSE = 48, 8  # tokens
 
 # The bucket of a recycled token: its rank among the successors of the longest known context (first, second, later) and
-# its probability. 0 is a token that is not among them.
+# its probability. 0: it is not among them.
 _BUCKET_STARTS = np.array([[0.0, 0.3, 0.5, 0.7, 0.9], [0.0, 0.1, 0.2, 0.3, np.inf], [0.0, 0.01, 0.03, 0.07, 0.15]])
 _BUCKET_PRIOR = np.array([0.45, 0.5, 0.62, 0.75, 0.93, 0.04, 0.1, 0.14, 0.2, 0.003, 0.01, 0.02, 0.05, 0.13])
 _FIRST_BUCKET = np.array([1, 6, 10])
@@ -73,8 +73,8 @@ _FIRST_FREQUENT = _FIRST_MEMORY + ORDERS * (_BUCKETS - 1) * _BESIDES
 def _kinds() -> IntArray:
     """The kind of every feature, int32 `[features]`.
 
-    Kinds are short and long matches, in the first text and in others; recycled tokens of one bucket, with a match and
-    without; and all frequent tokens.
+    Kinds are: short and long matches, in the first text and in others; recycled tokens by bucket, with and without a
+    match; all frequent tokens.
     """
     is_foreign = np.arange(_SUPPORTS).repeat(_RISKS) >= _AGREEMENTS
     is_copy = np.arange(_LENGTHS * RANKS) >= _LENGTH_OF[COPY] * RANKS
@@ -91,7 +91,7 @@ KIND_OF = _kinds()
 
 
 def prior_probs() -> FloatArray:
-    """The probability of every feature before any trial, float64 `[features]`."""
+    """The prior probability of every feature, float64 `[features]`."""
     return np.concatenate((_of_matches(), _of_both(), _of_memory(), _of_frequent()))
 
 
@@ -117,8 +117,8 @@ def _of_matches() -> FloatArray:
 def _of_both() -> FloatArray:
     """Priors of tokens that a match and the recycled table offer, in the order of `feature_of_both`.
 
-    A token that is first for both is likelier than for either. Where they differ, the prior lies between theirs, and is
-    not below that of a token that the table does not hold.
+    A token that is first in both is likelier than in either. Otherwise the prior is between theirs, and not below that
+    of a token that the table does not hold.
     """
     length = _LENGTH_PRIOR[0]
     prob = length * ((1.0 - length) * _LATER_RANK) ** np.arange(_BOTH_RANKS)
@@ -150,9 +150,10 @@ def _of_frequent() -> FloatArray:
 
 @jit_inline
 def support_of(kind, agreeing, total):
-    """The bucket of how many of `total` occurrences in the first text (kind 0) or in others agree on a token.
+    """The bucket of how many of `total` occurrences agree on a token.
 
-    Others are of kind 1; of 2 if the first text has another token, and of 3 if it has it after a match as long.
+    Kind 0 are those in the first text. Those in others are kind 1; 2 if the first text has another token; 3 if it has
+    that after a match as long.
     """
     agreement = 3 if 2 * agreeing >= total else 4
     if agreeing == total:
@@ -162,13 +163,13 @@ def support_of(kind, agreeing, total):
 
 @jit_inline
 def is_copy(feature):
-    """Whether a feature is that of a match long enough to be a copy."""
+    """Whether a feature is of a match long enough to be a copy."""
     return _FIRST_COPY <= feature < _FIRST_BOTH
 
 
 @jit_inline
 def is_own_copy(feature):
-    """Whether a feature is that of a copy of the first text."""
+    """Whether a feature is of a copy of the first text."""
     return is_copy(feature) and is_own(feature // _RISKS % _SUPPORTS)
 
 
@@ -215,12 +216,12 @@ def feature_of_both(rank, support, proximity, order, bucket):
 
 @jit_inline
 def feature_of_memory(order, bucket, beside):
-    """The row for a recycled token, where the longest match for other tokens has `beside` tokens (0: none)."""
+    """The row for a recycled token; the longest match for other tokens has `beside` tokens (0: none)."""
     row = (order - 1) * (_BUCKETS - 1) + bucket - 1
     return _FIRST_MEMORY + row * _BESIDES + _BESIDE_OF[min(beside, _BESIDE_OF.size - 1)]
 
 
 @jit_inline
 def feature_of_frequent(rank, beside):
-    """The row for the frequent token of a rank, where the longest match for other tokens has `beside` tokens."""
+    """The row for the frequent token of a rank; the longest match for other tokens has `beside` tokens."""
     return _FIRST_FREQUENT + rank * _BESIDES + _BESIDE_OF[min(beside, _BESIDE_OF.size - 1)]

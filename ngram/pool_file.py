@@ -1,7 +1,7 @@
 """A corpus as hash chains in a file: built once, mapped into memory by every process that drafts from it.
 
-A pool file is a header of 128 bytes and three sections: heads, links and arena of `Chains`, int32 in the byte order of
-the machine that wrote them. They follow each other without gaps, so the header determines the size.
+A pool file is a header of 128 bytes and three sections without gaps: heads, links and arena of `Chains`, int32 in the
+byte order of the machine that wrote them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from typing import BinaryIO
 import numpy as np
 import xxhash
 
-from lookahead.ngram.chains import SEPARATOR, ChainIndex, Chains, IntArray
+from lookahead.ngram.chains import LEVELS, SEPARATOR, ChainIndex, Chains, IntArray
 from lookahead.ngram.replacing import replacing
-from lookahead.ngram.suffix_match import LEVELS
 
 VERSION = 1
 MAX_ENTRIES = (1 << 31) - 1  # of an arena: a position is an int32
@@ -73,10 +72,9 @@ class PoolHeader:
 class Pool(Chains):
     """The chains of a pool file, mapped into memory; searched like a `ChainIndex`, never grown.
 
-    Processes share the pages of the file. `write_pool` never writes to a mapped file: it replaces it by a new one, and
-    the old one stays as it was for those who have it open. A program that writes to the file itself could crash this
-    process (a page beyond the end of a file is a bus error) or lead a search out of its memory, so `is_intact` is
-    checked before each use.
+    Processes share the pages of the file. `write_pool` replaces a file and never changes one, so a mapping stays valid.
+    Another program that changes the file could crash this process (a page beyond the end of a file is a bus error) or
+    lead a search out of its memory: `is_intact` is checked before each use.
 
     Attributes:
         path: The file.
@@ -86,8 +84,8 @@ class Pool(Chains):
     __slots__ = ("__weakref__", "_descriptor", "_is_intact", "_version", "header", "path")
 
     def __init__(self, path: Path, header: PoolHeader, file: BinaryIO, version: tuple[int, int]) -> None:
-        # A private mapping is writable, so its arrays have the type of those of an index, and one compiled function
-        # serves both. Pages that are not written stay shared.
+        # A private mapping is writable, so its arrays have the type of an index's, and one compiled function serves
+        # both. Pages that are not written stay shared.
         mapped = mmap.mmap(file.fileno(), header.file_bytes, access=mmap.ACCESS_COPY)
         sizes = np.array([LEVELS * header.slots, LEVELS * header.length, header.length])
         numbers: IntArray = np.frombuffer(mapped, np.int32, offset=_HEADER_BYTES)
@@ -101,29 +99,23 @@ class Pool(Chains):
 
     @property
     def is_intact(self) -> bool:
-        """Whether the file is unchanged since it was opened; once it is not, the pool is empty.
-
-        Compares size and modification time, which takes about a microsecond.
-        """
+        """Whether size and modification time of the file are as when it was opened; if not, the pool is empty."""
         if self._is_intact and _version_of(self._descriptor) != self._version:
             self._is_intact = False
-            self._arena, self._links = np.full(1, SEPARATOR, np.int32), np.zeros((1, LEVELS), np.int32)
-            self._heads = np.zeros((LEVELS, 1), np.int32)
-            self._set_length(1)
-            self._update_pointers()
+            heads, links = np.zeros((LEVELS, 1), np.int32), np.zeros((1, LEVELS), np.int32)
+            self._replace(np.full(1, SEPARATOR, np.int32), heads, links, length=1)
         return self._is_intact
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], fingerprint: int | None = None) -> Pool:
         """Open a pool file after checking every byte.
 
-        The checksum finds accidental damage. A file made on purpose can have a valid checksum, so every position is
-        also compared with the length, and every token with the largest: no file leads a search out of its memory, or
-        to a token beyond the header's largest.
+        The checksum finds accidental damage. A forged file can have a valid checksum, so every position and every token
+        is checked too: no file leads a search out of its memory, or to a token above the header's largest.
 
         Args:
             path: The file.
-            fingerprint: Fingerprint of the tokenizer in use; `None` skips the comparison.
+            fingerprint: Fingerprint of the tokenizer in use; `None` skips the check.
 
         Raises:
             OSError: The file cannot be read.
@@ -164,10 +156,9 @@ def read_header(path: str | os.PathLike[str]) -> PoolHeader:
 def write_pool(
     path: str | os.PathLike[str], tokens: IntArray, fingerprint: int, *, is_learned: bool = False
 ) -> PoolHeader:
-    """Index documents and write them to a pool file, atomically.
+    """Index documents and write them to a pool file.
 
-    The new file replaces one at `path` only when all of it is on the disk; an interruption before, a crash included,
-    leaves the old file as it was.
+    A file at `path` is replaced once all of the new one is on the disk; a crash before leaves it as it was.
 
     Args:
         path: The file.
@@ -216,7 +207,7 @@ def write_pool(
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file; anything else is refused, since opening a pipe waits for a writer."""
+    """Open a regular file and nothing else: opening a pipe would wait for a writer."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{path}: not a file")
     with open(path, "rb") as file:
@@ -248,15 +239,15 @@ def _read_header(path: Path, file: BinaryIO) -> PoolHeader:
 
 
 def _version_of(descriptor: int) -> tuple[int, int]:
-    """Size in bytes and modification time in ns of an open file: what changes when it is written."""
+    """Size in bytes and modification time in ns of an open file."""
     status = os.fstat(descriptor)
     return status.st_size, status.st_mtime_ns
 
 
 def _check_contents(path: Path, file: BinaryIO, header: PoolHeader) -> None:
-    """Refuse a wrong checksum, positions outside of the arena, and tokens beyond the header's largest.
+    """Check the checksum, that positions are inside the arena, and that no token is above the header's largest.
 
-    The file is read, not mapped, since it may be truncated meanwhile.
+    The file is read, not mapped: it may be truncated meanwhile.
     """
     checksum = xxhash.xxh3_64()
     positions = LEVELS * (header.slots + header.length)  # the numbers before the arena
@@ -265,7 +256,7 @@ def _check_contents(path: Path, file: BinaryIO, header: PoolHeader) -> None:
         checksum.update(data)
         numbers = np.frombuffer(data[: len(data) & ~3], np.int32)
         before, arena = np.split(numbers, [max(0, positions - place)])
-        # As unsigned, a negative number is above every bound: one pass finds both.
+        # As an unsigned number, a negative one is above every bound.
         are_good &= not before.size or int(before.view(np.uint32).max()) < header.length
         if arena.size:
             are_good &= int(arena.min()) >= SEPARATOR and int(arena.max()) <= header.largest_token

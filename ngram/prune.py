@@ -1,4 +1,4 @@
-"""Token trees as arrays: several merged to one, the nodes worth verifying selected, and laid out depth first."""
+"""Token trees as arrays: merge several, select the nodes worth verifying, and lay them out depth first."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 from lookahead.ngram.raw_arrays import jit_inline
 
 IntArray = NDArray[np.int32]
-FREE: NDArray[np.float64] = np.zeros(0)  # costs where there are none
+FREE: NDArray[np.float64] = np.zeros(0)  # costs if nodes are free
 
 
 class Limits(NamedTuple):
-    """What part of a tree may be verified.
+    """Limits of the part of a tree that is verified.
 
     Attributes:
-        max_nodes: Most nodes besides the root.
-        max_depth: Deepest node.
+        max_nodes: Maximum number of nodes besides the root.
+        max_depth: Maximum depth of a node.
         min_probability: Nodes less likely to be reached than this are left out.
         is_chain: Whether only the likeliest child of a node is kept.
     """
@@ -32,20 +32,20 @@ class Limits(NamedTuple):
 
 NOTHING = Limits(0, 0)
 
-# Rows of the scratch memory of `select`. One array with rows needs one allocation, and no references are counted.
+# Rows of the scratch memory of `select`: one array needs one allocation, and no references are counted.
 _RANKED, _KEPT, _FIRST_CHILD, _NEXT_SIBLING, _ORDER = range(5)
 
 
 def best_nodes(parents: IntArray, probabilities: NDArray[np.floating], max_nodes: int) -> tuple[IntArray, IntArray]:
-    """Select the nodes of a tree that are likeliest to be reached, by the product of probabilities along their path.
+    """Select the nodes of a tree that are likeliest to be reached: those with the highest product along their path.
 
     Args:
         parents: int32 `[k]`; the root is node 0, and a parent comes before its children.
         probabilities: float `[k]`; of each node once its parent was chosen; 1 for the root.
-        max_nodes: Most nodes besides the root.
+        max_nodes: Maximum number of nodes besides the root.
 
     Returns:
-        The nodes kept, int32 `[n]`, depth first, the likelier child first; and their parents among these, int32 `[n]`.
+        The selected nodes, int32 `[n]`, depth first, the likelier child first; and their parents among these.
 
     Source: Li et al. 2024, "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", §4.2 (reranking).
     """
@@ -78,19 +78,19 @@ def node_at(scratch, place):
 def select(parents, depths, path_probs, required, limits, costs):
     """Select the nodes that give the most expected tokens per cost, and lay them out depth first.
 
-    The root comes first, then required nodes, then those with the highest path probability. Expected tokens are the sum
-    of the path probabilities, that of the root, 1, included. The likelier child comes first, so that the likeliest path
-    is 0, 1, 2, ….
+    The root and the required nodes are always selected, then the nodes with the highest path probability. The expected
+    number of tokens is the sum of the path probabilities. The likelier child comes first, so that the likeliest path is
+    0, 1, 2, ….
 
     Args:
         parents: Integers `[k]`; a parent comes before its children.
         depths: Integers `[k]`.
         path_probs: float64 `[k]`; the probability to be reached, never above that of the parent.
-        required: Numbers `[k]`; not 0 where a node must stand in the tree, and so its parent. The root's is 0, and in a
-            chain all are.
+        required: Numbers `[k]`; not 0 if a node, and so its parent, must be in the tree. 0 for the root, and for all
+            nodes of a chain.
         limits: A `Limits`, as a tuple.
-        costs: float64 `[max_nodes + 2]` or longer; the cost of a step with so many nodes, the root counted; empty where
-            nodes are free.
+        costs: float64 `[max_nodes + 2]` or longer; the cost of a step by its nodes, the root counted; empty if nodes
+            are free.
 
     Returns:
         Memory from which `node_at` reads the layout, and the number of nodes in it.
@@ -138,8 +138,8 @@ def rank(values, ranked):
 
 @jit_inline
 def _lay_out(parents, required, scratch, last, size):
-    """Write the kept nodes, those that are not required up to a rank, as a walk from the root meets them."""
-    # The least likely first, each at the head of its list: so the likeliest stands there at last.
+    """Write the kept nodes depth first: those that are required, and those ranked up to `last`."""
+    # Each is put at the head of its list of siblings, the least likely first: in the end the likeliest is at the head.
     for at in range(scratch.shape[1] - 1, 0, -1):
         node = scratch[_RANKED, at]
         if scratch[_KEPT, node] and (at <= last or required[node]):
@@ -163,12 +163,12 @@ def union(root, offered, offers):
     Args:
         root: The token of their root.
         offered: Tokens, parents, probabilities and sources of the trees' nodes, one tree after the other.
-        offers: Integers `[trees, 3]`: the nodes of each tree, how many of its first are required, and the bit of its
-            first source.
+        offers: Integers `[trees, 3]`: the nodes of each tree, how many of its first nodes are required, and the bit of
+            its first source.
 
     Returns:
-        Of the merged tree: tokens, parents, depths, sources and, 1 or 0, what is required, int32 `[5, nodes]`;
-        probabilities, float64, each the highest that was offered; and where every node offered went, int32.
+        Of the merged tree: tokens, parents, depths, sources, and 1 if required, int32 `[5, nodes]`; the highest
+        probability offered for each node, float64; and the merged node of every node offered, int32.
     """
     tokens, parents, probabilities, sources = offered
     most = len(tokens) + 1

@@ -1,4 +1,4 @@
-"""Arrays by their addresses: compiled code is given one number at every step, in place of many arrays.
+"""Arrays by address: compiled code takes one number at every step instead of many arrays.
 
 Passing an array to compiled code takes longer than passing a number, and compiled code counts references to an array
 wherever it is passed on. Both together took as long as a search.
@@ -15,16 +15,16 @@ from numba import types
 from numba.extending import intrinsic, register_jitable
 from numpy.typing import NDArray
 
-# Compiled as part of its caller, and a plain function in Python. With `njit` each would be compiled once more to be
-# called from Python, and for every literal argument: a third of the compile time.
+# Compiled as part of its caller, and a plain function in Python. `njit` would compile each once more to be called from
+# Python, and for every literal argument: a third of the compile time.
 jit_inline: Any = register_jitable(error_model="numpy", forceinline=True)
 
 
 class RawArrays:
-    """An object whose arrays compiled code reads by their addresses, as long as it lives.
+    """An object whose arrays compiled code reads by address while it lives.
 
     Attributes:
-        address: Address of its `_pointers`, an int64 array that never moves.
+        address: Address of `_pointers`, an int64 array that never moves.
     """
 
     __slots__ = ("_pointers", "address")
@@ -34,7 +34,7 @@ class RawArrays:
         self.address = int(self._pointers.ctypes.data)
 
     def _point_to(self, *arrays: NDArray[Any]) -> None:
-        """Write the addresses of arrays to the first pointers; to be called whenever one is replaced.
+        """Write the addresses of arrays to the first pointers; call it whenever an array is replaced.
 
         Raises:
             ValueError: An array is not contiguous or not aligned.
@@ -45,7 +45,7 @@ class RawArrays:
             self._pointers[i] = array.ctypes.data
 
     def __reduce__(self) -> Any:
-        """Refuse to be copied: the copy would hold the addresses of the original."""
+        """Refuse copies: they would hold the addresses of the original."""
         raise TypeError(f"a {type(self).__name__} can be neither copied nor pickled")
 
 
@@ -67,7 +67,7 @@ def _array_at(address: Any, shape: Any, dtype: Any) -> Any:
 
 
 def _interpreted_array_at(address: Any, shape: Any, dtype: Any) -> Any:
-    """`array_at` where nothing is compiled."""
+    """`array_at` without compilation."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     return np.frombuffer((ctypes.c_char * size).from_address(int(address)), dtype).reshape(shape)
 

@@ -1,7 +1,7 @@
-"""The target's likeliest tokens after contexts, kept for when a context returns: a k-gram model of the target.
+"""The target's likeliest tokens after each context, kept for when the context returns: a k-gram model of the target.
 
 Source: Luo et al. 2024, "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token
-    Recycling", §3. There candidates are kept by the last token; here by the last 4, 3, 2 and 1 tokens, with their
+    Recycling", §3. There candidates are stored by the last token; here by the last 4, 3, 2 and 1 tokens, with
     probabilities.
 """
 
@@ -19,16 +19,16 @@ RecycledState = tuple[NDArray[np.uint64], IntArray, NDArray[np.uint16]]
 
 TOP = 8  # successors kept of a context
 ORDERS = 4  # contexts of 1 to 4 tokens
-WAYS = 4  # entries of a set, in one of which a context is stored
-_GROUPS = 3  # behind the pointers to keys, tokens and probabilities: the number of sets
+WAYS = 4  # entries of a set
+_GROUPS = 3  # after the pointers to keys, tokens and probabilities: the number of sets
 _UNIT = 65535.0  # a probability of 1 as it is stored
 
 
 class RecycledTable(RawArrays):
-    """The likeliest successors of contexts in the target's latest pass over them, in memory of fixed size.
+    """The likeliest successors of contexts, from the target's latest pass over them, in memory of fixed size.
 
-    Every context of 1 to 4 tokens has a set of four entries, found by its hash. A new context replaces the oldest
-    entry. The 64-bit hash is stored and compared, so that contexts do not mix.
+    It is a set-associative cache: the hash of a context of 1 to 4 tokens names a set of four entries, and a new context
+    replaces the oldest entry. The 64-bit hash is stored and compared, so that contexts do not mix.
 
     Args:
         contexts: Entries, a power of two of at least 4; 64 bytes each.
@@ -89,7 +89,7 @@ class RecycledTable(RawArrays):
             tokens: int32 `[k]`, the token of each node; that of the root is the last of `before`.
             top: int32 `[k, 8]`, the target's likeliest tokens after each node.
             probs: float32 `[k, 8]`, their probabilities, highest first.
-            skipped: bool `[k]`, nodes after which nothing is stored.
+            skipped: bool `[k]`, True for nodes after which nothing is stored.
 
         Raises:
             ValueError: The shapes do not fit.
@@ -112,7 +112,7 @@ class RecycledTable(RawArrays):
 
         Returns:
             How many tokens of the context are known, 0 to 4; its successors, int32 `[8]`; and their probabilities,
-            float32 `[8]`, rounded to 1/65535; both empty if nothing is known.
+            float32 `[8]`, rounded to 1/65535. Both are empty if nothing is known.
         """
         hashes = np.empty(ORDERS, np.uint64)
         order, group, way = _look_up(self._keys, context, hashes)
@@ -162,7 +162,7 @@ def hash_context(before, end, tokens, parents, node, hashes):
 
 @jit_inline
 def find_context(keys, hashes, orders):
-    """The longest of the contexts that is in the table: its length in tokens (0: none), its set and its entry."""
+    """The longest context in the table: its length in tokens (0: none), its set and its entry."""
     mask = np.uint64(keys.shape[0] - 1)
     for order in range(orders - 1, -1, -1):
         code = hashes[order]
@@ -186,7 +186,7 @@ def prob_of(stored):
 
 @jit_inline
 def _entry(keys, times, code):
-    """The set and the entry of a context: its own, or else the one written longest ago."""
+    """The set of a context, and its entry there, or else the entry written longest ago."""
     group = np.int64((code >> np.uint64(1)) & np.uint64(keys.shape[0] - 1))
     oldest = 0
     for way in range(WAYS):

@@ -14,9 +14,9 @@ from typing import BinaryIO
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Write a file beside `path` that replaces it once it is complete and on the disk; on an error it is removed.
+    """Write a temporary file beside `path` that replaces it once it is complete and on the disk.
 
-    Files left behind by killed processes are removed first.
+    On an error it is removed. Files left by killed processes are removed first.
 
     Raises:
         OSError: The file cannot be written.
@@ -24,7 +24,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     path = Path(os.path.realpath(path))  # a link stays a link
     with contextlib.suppress(OSError):
         remove_leftovers(path)
-    written, file, lock = _made_beside(path)
+    written, file, lock = _create_beside(path)
     try:
         with file:
             yield file
@@ -42,7 +42,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove files that processes left beside `path` when they were killed while replacing it.
+    """Remove temporary files left beside `path` by processes that were killed while replacing it.
 
     A process that is still writing holds a lock on its file. On file systems without locks nothing is removed.
 
@@ -52,23 +52,23 @@ def remove_leftovers(path: Path) -> None:
     path = Path(os.path.realpath(path))
     for left in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}.tmp"):
         with contextlib.suppress(FileNotFoundError), open(left, "rb") as file:
-            if _is_locked(file.fileno(), waits=False):
+            if _lock(file.fileno(), waits=False):
                 left.unlink()
 
 
-def _made_beside(path: Path) -> tuple[Path, BinaryIO, int | None]:
-    """A new file beside `path`, and a descriptor that holds a lock on it until it is closed; None without locks."""
+def _create_beside(path: Path) -> tuple[Path, BinaryIO, int | None]:
+    """A new file beside `path`, and a descriptor that holds a lock on it until closed; None without locks."""
     while True:
         written = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         file = open(written, "xb")  # noqa: SIM115 - the caller closes it
-        if not _is_locked(file.fileno(), waits=True):
+        if not _lock(file.fileno(), waits=True):
             return written, file, None
         if os.fstat(file.fileno()).st_nlink:
             return written, file, os.dup(file.fileno())
         file.close()  # another process removed it as a leftover before it was locked
 
 
-def _is_locked(descriptor: int, *, waits: bool) -> bool:
+def _lock(descriptor: int, *, waits: bool) -> bool:
     """Lock an open file; False if another process holds the lock, or there are no locks."""
     try:
         import fcntl

@@ -1,32 +1,95 @@
-"""Trees of candidates for a context: the public functions."""
+"""Trees of continuations for a context, grown best first from matches and recycled tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
-from lookahead.ngram.acceptance import HitRates
-from lookahead.ngram.chains import MAX_CONTEXT, ChainIndex, Chains, IntArray, as_tokens
-from lookahead.ngram.prune import FREE, NOTHING, Limits
-from lookahead.ngram.raw_arrays import RawArrays
-from lookahead.ngram.recycled import RecycledTable
-from lookahead.ngram.trie import MOST_TEXTS, SEARCH_POINTERS, Grown, Trie, propose
+from lookahead.ngram.acceptance import HitRates, rates_at
+from lookahead.ngram.candidates import (
+    COLUMNS,
+    DEPTH,
+    FEATURE,
+    FIRST,
+    LENGTH,
+    MOST_OPTIONS,
+    PARENT,
+    SOURCES,
+    STOP,
+    TOKEN,
+    add_occurrence,
+    score,
+    split,
+)
+from lookahead.ngram.chains import MAX_CONTEXT, ChainIndex, Chains, IntArray, as_tokens, chains_at, find_matches
+from lookahead.ngram.features import RESUMED, proximity_of
+from lookahead.ngram.prune import FREE, NOTHING, Limits, node_at, select
+from lookahead.ngram.raw_arrays import RawArrays, jit_inline, pointers_at
+from lookahead.ngram.recycled import ORDERS, RecycledTable, hash_context, table_at
 
 MAX_NODES = 1 << 10
-_FLOOR = 0.0001
+# Rows of what `_write` returns: five of the whole tree, where its nodes went, and five of the selected part.
+PLACED, PART, _ROWS = 5, 6, 11
+_MOST_TEXTS = 3
+_POINTERS = _MOST_TEXTS + 6  # texts, memory, rates, min_ngram, max_ngram, max_links, bit of the memory
+_FLOOR = 0.0001  # least probability of a node to be reached
 _MAX_LINKS = 1 << 12
+_VARIETY = 16  # different next tokens looked for in a text
+_COPY_AGE, _COPY_LINKS = 12, 2  # the last copy is searched at this many tokens, along this many links of each
+_MOST_CHANGED = 3  # tokens that may replace as many of a copy's source before the copy goes on
 _NO_TEXT = ChainIndex()
 _NO_TAIL = np.zeros(0, np.int32)
 _NO_MEMORY = RecycledTable(contexts=4)
 
 
+class Trie(NamedTuple):
+    """Candidates for the tokens after a context, as a tree.
+
+    Attributes:
+        tokens: int32 `[k]`; node 0, the root, holds the last token of the context.
+        parents: int32 `[k]`; nodes by falling path probability, a parent before its children.
+        probabilities: float32 `[k]`; the probability of a node once its parent was chosen; 1 for the root.
+        features: int32 `[k]`; the feature of each node, for `HitRates.learn`; 0 for the root.
+        sources: int32 `[k]`; bit i is set if text i offered the node, the bit after those of the texts if the
+            recycled table did; 0 for the root.
+    """
+
+    tokens: IntArray
+    parents: IntArray
+    probabilities: NDArray[np.float32]
+    features: IntArray
+    sources: IntArray
+
+
+class Grown(NamedTuple):
+    """A tree, and the part of it that is worth verifying.
+
+    Attributes:
+        written: int32 `[11, k]`: tokens, parents, features, sources and the bits of float32 probabilities of the whole
+            tree; the node of the part that each became; then tokens, parents, depths and sources of the part, and
+            zeros.
+        path_probs: float64 `[m]`, the probability that a node of the part is reached; 1 for the root.
+    """
+
+    written: IntArray
+    path_probs: NDArray[np.float64]
+
+    @property
+    def trie(self) -> Trie:
+        """The whole tree."""
+        tokens, parents, features, sources, bits = self.written[:PLACED]
+        return Trie(tokens, parents, bits.view(np.float32), features, sources)
+
+
 class Search(RawArrays):
-    """The texts, tables and bounds of a search, set up once, so that a step passes only what is new.
+    """The texts, tables and limits of a search, set up once for all steps.
 
     Args:
-        texts: As for `grow_trie`, not checked here.
+        texts: As for `grow_trie`; not checked here.
         rates: As for `grow_trie`.
         memory: As for `grow_trie`.
         bounds: `min_ngram`, `max_ngram` and `max_links`.
@@ -37,10 +100,10 @@ class Search(RawArrays):
     def __init__(
         self, texts: Sequence[Chains], rates: HitRates, memory: RecycledTable | None, bounds: tuple[int, int, int]
     ) -> None:
-        super().__init__(SEARCH_POINTERS)
+        super().__init__(_POINTERS)
         memory = memory if memory is not None else _NO_MEMORY
         self._searched = (*texts, rates, memory)  # keeps alive what the addresses point to
-        addresses = [text.address for text in texts] + [_NO_TEXT.address] * (MOST_TEXTS - len(texts))
+        addresses = [text.address for text in texts] + [_NO_TEXT.address] * (_MOST_TEXTS - len(texts))
         self._pointers[:] = (*addresses, memory.address, rates.address, *bounds, len(texts))
 
     def grow(
@@ -51,19 +114,19 @@ class Search(RawArrays):
         costs: NDArray[np.float64] = FREE,
         context: IntArray | None = None,
     ) -> Grown:
-        """`grow_trie` for every step: arguments are not checked, and the part worth verifying is selected.
+        """`grow_trie` without checks, and the selection of the part worth verifying.
 
         Args:
             max_nodes: At most `MAX_NODES`.
             min_probability: As for `grow_trie`.
             limits: Limits of the selected part.
-            costs: float64 `[limits.max_nodes + 2]` or longer, the cost of a step with so many nodes, the root counted;
-                empty where nodes are free.
-            context: As for `grow_trie`, int32. There is at least one text if it is None.
+            costs: float64 `[limits.max_nodes + 2]` or longer, the cost of a step by its nodes, the root counted; empty
+                if nodes are free.
+            context: As for `grow_trie`, int32. If it is None, there is at least one text.
         """
         tail = _NO_TAIL if context is None else context
         floor = min_probability if min_probability > _FLOOR else _FLOOR
-        return Grown(*propose(self.address, max_nodes, tail, context is None, floor, *limits, costs))
+        return Grown(*_propose(self.address, max_nodes, tail, context is None, floor, *limits, costs))
 
 
 def grow_trie(
@@ -80,20 +143,19 @@ def grow_trie(
 ) -> Trie | None:
     """Merge earlier continuations of a context and the target's recycled tokens into a tree, likeliest paths first.
 
-    Occurrences of all texts are followed side by side while they agree, each up to the end of its document. One that
-    reaches the end of the open document goes on with the path itself, so that a loop goes on as a loop. The recycled
-    table is looked up at every node. Offers of the same token after the same node are one candidate; its probability is
-    the hit rate of its features.
+    Each occurrence is followed to the end of its document. One that reaches the end of the open document goes on with
+    the path itself, so that a loop goes on as a loop. The recycled table is looked up at every node. The same token
+    from several sources is one candidate; its probability is the hit rate of its features.
 
     Args:
         texts: Texts to search, at most three.
         rates: Hit rates of features.
-        max_nodes: Most nodes besides the root.
+        max_nodes: Maximum number of nodes besides the root.
         memory: Recycled tokens of the target.
         context: Tokens whose end is looked up; `None` means the open document of the first text.
         min_ngram: Shortest match, in tokens, at least 1.
         max_ngram: Longest context compared, in tokens, from `min_ngram` to 64.
-        max_links: Most chain links walked in each text, at least 1.
+        max_links: Maximum number of chain links walked in each text, at least 1.
         min_probability: Nodes less likely to be reached than this are left out.
 
     Returns:
@@ -101,7 +163,7 @@ def grow_trie(
 
     Raises:
         TypeError: `context` does not hold whole numbers.
-        ValueError: An argument is out of its range, or there are too many texts.
+        ValueError: An argument is out of range, or there are too many texts.
 
     Example:
         >>> text = ChainIndex()
@@ -113,12 +175,191 @@ def grow_trie(
         raise ValueError(f"need 1 <= min_ngram <= max_ngram <= {MAX_CONTEXT}, got {min_ngram} and {max_ngram}")
     if not 1 <= max_links <= _MAX_LINKS:
         raise ValueError(f"max_links must be from 1 to {_MAX_LINKS}, got {max_links}")
-    if len(texts) > MOST_TEXTS:
-        raise ValueError(f"at most {MOST_TEXTS} texts are searched, got {len(texts)}")
+    if len(texts) > _MOST_TEXTS:
+        raise ValueError(f"at most {_MOST_TEXTS} texts are searched, got {len(texts)}")
     if max_nodes < 1 or (context is None and not texts):
         return None
+    tail = None if context is None else as_tokens(context)
     search = Search(texts, rates, memory, (min_ngram, max_ngram, max_links))
-    grown = search.grow(
-        min(max_nodes, MAX_NODES), min_probability, context=None if context is None else as_tokens(context)
-    )
-    return grown.trie if grown.written.shape[1] > 1 else None
+    trie = search.grow(min(max_nodes, MAX_NODES), min_probability, context=tail).trie
+    return trie if len(trie.tokens) > 1 else None
+
+
+# The whole search is compiled as one function: between functions the compiler counts references to arrays, which took
+# longer than the search. For the same reason nothing in it may fail, so no tuple is indexed by a variable.
+
+
+@jit_inline
+def _carve(space, used, rows, columns):
+    """A table `[rows, columns]` after the used part of the scratch memory, and the size used then."""
+    end = used + rows * columns
+    return space[used:end].reshape(rows, columns), end
+
+
+@njit(cache=True, error_model="numpy")
+def _propose(search_at, max_nodes, context, own, floor, budget, max_depth, min_probability, is_chain, costs):
+    """Find, grow and select, by addresses. `own` tells that the first text's open document is the context."""
+    given = pointers_at(search_at, _POINTERS)
+    first, second, third = chains_at(given[0]), chains_at(given[1]), chains_at(given[2])
+    memory, (table, frequent) = table_at(given[3]), rates_at(given[4])
+    shortest, longest, walked, source = given[5], given[6], given[7], given[8]
+    limits = (budget, max_depth, min_probability, is_chain)
+    tail = first[0][: first[3]] if own else context
+    most = _MOST_TEXTS * walked + 1
+    rest = MOST_OPTIONS * (COLUMNS + 1) + ORDERS
+    space = np.empty(most * (8 + max_nodes) + (2 * max_nodes + 1) * COLUMNS + 4 * (max_nodes + 1) + rest, np.int64)
+    occurrences, used = _carve(space, 0, most, 5)
+    ahead, used = _carve(space, used, most, max_nodes)
+    orders, used = _carve(space, used, 3, most)
+    nodes, used = _carve(space, used, max_nodes + 1, COLUMNS)
+    tips, used = _carve(space, used, max_nodes, COLUMNS)
+    options, used = _carve(space, used, MOST_OPTIONS, COLUMNS)
+    numbers, used = _carve(space, used, 4, max_nodes + 1)
+    likely, used = _carve(space, used, 1, MOST_OPTIONS)
+    hashes, used = _carve(space, used, 1, ORDERS)
+    probs = numbers.view(np.float64)
+    nodes[0, :] = 0
+    count = 1
+    if tail.size > 0 and tail[-1] >= 0:
+        matches = (occurrences, ahead, orders)
+        bounds = (shortest, longest, walked)
+        found = _find(first, 0, own, tail, bounds, matches, 0)
+        found = _find(second, 1, False, tail, bounds, matches, found)
+        found = _find(third, 2, False, tail, bounds, matches, found)
+        nodes[0, TOKEN], nodes[0, STOP] = tail[-1], found
+        known = (memory, hashes[0].view(np.uint64), table, frequent, source)
+        space_of_options = (options, likely[0].view(np.float64))
+        count = _grow((first, second, third), own, matches, known, tail, floor, nodes, tips, probs, space_of_options)
+    return _write(nodes, probs[0], probs[3], count, limits, costs)
+
+
+@jit_inline
+def _write(nodes, probs, path_probs, count, limits, costs):
+    """Select the part worth verifying; returns the fields of a `Grown`."""
+    written = np.zeros((_ROWS, count), np.int32)
+    bits = written[4].view(np.float32)
+    for node in range(count):
+        written[0, node], written[1, node] = nodes[node, TOKEN], nodes[node, PARENT]
+        written[2, node], written[3, node] = nodes[node, FEATURE], nodes[node, SOURCES]
+        bits[node] = probs[node]
+    required, parents = written[10], nodes[:, PARENT]  # none is required
+    scratch, size = select(parents, nodes[:, DEPTH], path_probs[:count], required, limits, costs)
+    kept_probs = np.empty(size)
+    for place in range(size):
+        node = node_at(scratch, place)
+        written[5, node] = place
+        written[6, place], written[7, place] = nodes[node, TOKEN], written[5, nodes[node, PARENT]]
+        written[8, place], written[9, place] = nodes[node, DEPTH], nodes[node, SOURCES]
+        kept_probs[place] = path_probs[node]
+    return written, kept_probs
+
+
+@jit_inline
+def _find(chains, text, own, tail, bounds, matches, count):
+    """Find the end of the context in one more text; returns how many occurrences there are then.
+
+    `orders[0]` lists them, those of the longest matches first.
+    """
+    arena, heads, links, length = chains
+    if length == 1:
+        return count
+    shortest, longest, walked = bounds
+    occurrences, _, orders = matches
+    positions, lengths = orders[1, :walked], orders[2, :walked]
+    source, changed = _last_copy(arena, links, length) if own else (0, 0)
+    near = source if source > 0 else 1  # before the first copy, the beginning: summaries start there
+    found = find_matches(arena, heads, links, length, tail, tail.size, shortest, longest, _VARIETY, positions, lengths)
+    for each in range(found):
+        proximity = proximity_of(positions[each] - near) if own else 0
+        add_occurrence(arena, length, own, matches, count, positions[each], lengths[each], text, proximity)
+        at = count
+        while text > 0 and at > 0 and occurrences[orders[0, at - 1], LENGTH] < lengths[each]:
+            orders[0, at] = orders[0, at - 1]
+            at -= 1
+        orders[0, at] = count
+        count += 1
+    if shortest == 1 and 0 < changed <= _MOST_CHANGED and source + changed < length:
+        add_occurrence(arena, length, True, matches, count, source + changed, 0, text, RESUMED)
+        orders[0, count] = count
+        count += 1
+    return count
+
+
+@jit_inline
+def _last_copy(arena, links, length):
+    """The last copy in the open document: the position after its source (0: none), and its distance to the end.
+
+    A copy is three or more tokens that occurred in a row before. Only the last dozen tokens are examined.
+    """
+    for end in range(length - 1, max(3, length - _COPY_AGE), -1):
+        if arena[end] < 0:
+            break
+        place = links[end, 1]
+        for _ in range(_COPY_LINKS):
+            if place <= 2:
+                break
+            if arena[place] == arena[end] and arena[place - 1] == arena[end - 1] and arena[place - 2] == arena[end - 2]:
+                return place + 1, length - 1 - end
+            place = links[place, 1]
+    return 0, 0
+
+
+@jit_inline
+def _grow(texts, own, found, known, tail, floor, nodes, tips, numbers, space_of_options):
+    """Best first: turn the likeliest tip into a node and add the candidates after it; returns the number of nodes.
+
+    No more tips are kept than nodes can still be made, so a scan for the best is as fast as a heap.
+    """
+    options, likely = space_of_options
+    memory, hashes, table, frequent, source = known
+    probs, tip_probs, tip_path_probs, path_probs = numbers[0], numbers[1], numbers[2], numbers[3]
+    recalls, max_nodes, orders = memory[0].shape[0] > 1, tips.shape[0], 0
+    count, live, path_prob = 1, 0, 1.0
+    probs[0] = path_probs[0] = 1.0
+    while True:
+        node = count - 1
+        depth, first, stop = nodes[node, DEPTH], nodes[node, FIRST], nodes[node, STOP]
+        matches, longest = 0, 0
+        if stop > first and depth < max_nodes:
+            matches, longest = split(texts, own, found, first, stop, depth, options, likely)
+        if recalls:
+            orders = hash_context(tail, tail.size, nodes[:, TOKEN], nodes[:, PARENT], node, hashes)
+        after = (nodes[node, TOKEN], floor / path_prob)
+        offered = score(after, options, likely, matches, longest, memory, hashes, orders, source, table, frequent)
+        for option in range(offered):
+            value = likely[option] * path_prob
+            if value < floor:
+                continue
+            at = live
+            if live == max_nodes - node:
+                at = _least(tip_path_probs, live)
+                if at < 0 or tip_path_probs[at] >= value:
+                    continue
+            live = max(live, at + 1)
+            for column in range(COLUMNS):
+                tips[at, column] = options[option, column]
+            tips[at, PARENT], tips[at, DEPTH] = node, depth + 1
+            tip_path_probs[at], tip_probs[at] = value, likely[option]
+        if live == 0 or node == max_nodes:
+            return count
+        best = 0
+        for tip in range(1, live):
+            if tip_path_probs[tip] > tip_path_probs[best]:
+                best = tip
+        live -= 1
+        probs[count], path_prob = tip_probs[best], tip_path_probs[best]
+        path_probs[count] = path_prob
+        tip_path_probs[best], tip_probs[best] = tip_path_probs[live], tip_probs[live]
+        for column in range(COLUMNS):
+            nodes[count, column], tips[best, column] = tips[best, column], tips[live, column]
+        count += 1
+
+
+@jit_inline
+def _least(path_probs, live):
+    """The least likely of the tips, -1 if there are none."""
+    least = live - 1
+    for tip in range(live):
+        if path_probs[tip] < path_probs[least]:
+            least = tip
+    return least

@@ -11,7 +11,7 @@ from lookahead.drafting.proposal import Feedback
 from lookahead.drafting.select import merge
 from lookahead.drafting.tree import TokenTree
 from lookahead.ngram.prune import Limits
-from lookahead.ngram.trie import Trie
+from lookahead.ngram.search import Trie
 from lookahead.ngram.window import UNKNOWN, JacobiWindow
 from lookahead.proposers.jacobi import JacobiProposer
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lookahead.ngram import acceptance as hits
-from lookahead.ngram import chains, trie, window
+from lookahead.ngram import chains, search, window
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import SEPARATOR, ChainIndex
 from lookahead.ngram.features import RANKS, feature_of_match
@@ -234,7 +234,7 @@ def test_a_tree_holds_what_followed_and_nothing_else_likeliest_path_first(docume
     check_order(grown)
 
 
-def check_order(grown: trie.Trie) -> None:
+def check_order(grown: search.Trie) -> None:
     """Likeliest to be reached first, a parent before its children, and no more chance than there is."""
     siblings: dict[int, list[float]] = {}
     reach = [1.0]
@@ -363,7 +363,7 @@ def test_the_first_guess_falls_with_the_rank_and_grows_with_the_match():
     assert ((rates.prior > 0) & (rates.prior < 1)).all()
 
 
-@pytest.mark.parametrize("module", [chains, trie, window, hits], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [chains, search, window, hits], ids=lambda module: module.__name__)
 def test_the_examples_in_the_docstrings_hold(module):
     assert doctest.testmod(module).failed == 0
 

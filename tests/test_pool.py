@@ -16,11 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lookahead.ngram.acceptance import HitRates
-from lookahead.ngram.chains import SEPARATOR, ChainIndex
+from lookahead.ngram.chains import LEVELS, SEPARATOR, ChainIndex, find_matches
 from lookahead.ngram.pool_file import Pool, PoolHeader, read_header, write_pool
 from lookahead.ngram.replacing import replacing
 from lookahead.ngram.search import grow_trie
-from lookahead.ngram.suffix_match import LEVELS, find_matches
 from lookahead.pools.open_pool import open_pool
 from tests.support.naive_index import find_by_scan
 

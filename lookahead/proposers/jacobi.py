@@ -12,8 +12,7 @@ from lookahead.drafting.proposal import Feedback, IntArray, Proposal
 from lookahead.drafting.sizes import BranchSize
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import ChainIndex
-from lookahead.ngram.search import grow_trie
-from lookahead.ngram.trie import Trie
+from lookahead.ngram.search import Trie, grow_trie
 from lookahead.ngram.window import UNKNOWN, JacobiWindow, WindowTree, ngrams_of_step
 
 _TAIL = 256  # last tokens kept of a row: they are looked up, and new cells are drawn from them

@@ -17,8 +17,7 @@ from lookahead.ngram.chains import MAX_CONTEXT, ChainIndex, Chains
 from lookahead.ngram.pool_file import Pool
 from lookahead.ngram.prune import FREE, NOTHING, Limits
 from lookahead.ngram.recycled import ORDERS, RecycledTable
-from lookahead.ngram.search import MAX_NODES, Search
-from lookahead.ngram.trie import PART, PLACED, Grown
+from lookahead.ngram.search import MAX_NODES, PART, PLACED, Grown, Search
 
 SOURCES = ("prompt", "outputs", "corpus", "recycled")
 _MAX_LINKS = 32  # walked in each text

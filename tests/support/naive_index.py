@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lookahead.ngram.suffix_match import LEVELS
+from lookahead.ngram.chains import LEVELS
 
 
 def find_by_scan(
