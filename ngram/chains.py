@@ -21,7 +21,6 @@ MAX_CONTEXT = 64  # a match is measured up to this many tokens
 SEPARATOR = -1  # between documents; token ids are never negative, so no match crosses it
 _FIRST_CAPACITY = 1024
 _BLOCK = 1024  # positions linked together
-_FEW = 64  # fewer than this are linked one by one
 _LENGTH, _CAPACITY, _SLOTS = 3, 4, 5  # after the pointers to arena, heads and links
 _POINTERS = 6
 _GROWTH = 1.25  # of a full arena; doubling it would leave up to half of it empty
@@ -300,17 +299,6 @@ def _link(arena, heads, links, begin, end):
     return digest
 
 
-@jit_inline
-def _link_one(arena, heads, links, position):
-    if arena[position] < 0:
-        return
-    levels, first, second, third, fourth = _hash_levels(arena, position, heads.shape[1] - 1)
-    for level in range(levels):
-        slot = fourth if level == 3 else (third if level == 2 else (second if level == 1 else first))
-        links[position, level] = heads[level, slot]
-        heads[level, slot] = position
-
-
 @njit(cache=True, error_model="numpy")
 def _append(address, tokens, is_one):
     """Append tokens to the `Chains` at an address and link all but separators; returns the new length.
@@ -325,11 +313,7 @@ def _append(address, tokens, is_one):
     end = length + tokens.size
     for at in range(tokens.size):
         arena[length + at] = tokens[at]
-    if tokens.size < _FEW:
-        for position in range(length, end):
-            _link_one(arena, heads, links, position)
-    else:
-        _link(arena, heads, links, length, end)
+    _link(arena, heads, links, length, end)
     pointers_at(address, _POINTERS)[_LENGTH] = end
     return end
 

@@ -218,7 +218,8 @@ def _propose(search_at, max_nodes, context, own, floor, budget, max_depth, min_p
     likely, used = _carve(space, used, 1, MOST_OPTIONS)
     hashes, used = _carve(space, used, 1, ORDERS)
     probs = numbers.view(np.float64)
-    nodes[0, :] = 0
+    for column in range(COLUMNS):
+        nodes[0, column] = 0
     count = 1
     if tail.size > 0 and tail[-1] >= 0:
         matches = (occurrences, ahead, orders)
@@ -270,10 +271,11 @@ def _find(chains, text, own, tail, bounds, matches, count):
     near = source if source > 0 else 1  # before the first copy, the beginning: summaries start there
     found = find_matches(arena, heads, links, length, tail, tail.size, shortest, longest, _VARIETY, positions, lengths)
     for each in range(found):
-        proximity = proximity_of(positions[each] - near) if own else 0
-        add_occurrence(arena, length, own, matches, count, positions[each], lengths[each], text, proximity)
+        position, matched = positions[each], lengths[each]
+        proximity = proximity_of(position - near) if own else 0
+        add_occurrence(arena, length, own, matches, count, position, matched, text, proximity)
         at = count
-        while text > 0 and at > 0 and occurrences[orders[0, at - 1], LENGTH] < lengths[each]:
+        while text > 0 and at > 0 and occurrences[orders[0, at - 1], LENGTH] < matched:
             orders[0, at] = orders[0, at - 1]
             at -= 1
         orders[0, at] = count

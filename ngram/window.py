@@ -121,7 +121,7 @@ class JacobiWindow:
     def _fill(self, context: IntArray) -> None:
         """Draw unknown cells from the context, by a hash of how many were drawn; cell (0, 0) is the last token."""
         is_unknown = self.cells < 0
-        count = np.count_nonzero(is_unknown)
+        count = int(np.count_nonzero(is_unknown))
         codes = (np.arange(self._drawn + 1, self._drawn + 1 + count) * 0x9E3779B1) & 0xFFFFFFFF
         codes = ((codes ^ (codes >> 15)) * 0x45D9F3B) & 0xFFFFFFFF
         self.cells[is_unknown] = context[(codes ^ (codes >> 13)) % context.size]

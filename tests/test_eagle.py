@@ -13,14 +13,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
 from lookahead.errors import HeadsError
-from lookahead.heads.base_model import hidden_states
 from lookahead.heads.eagle import EagleDrafter, EagleHead, FusedEagleHead, fused_layers
 from lookahead.heads.guess_tree import guess_tree
 from lookahead.heads.head_files import open_heads, write_heads
 from lookahead.heads.induction_init import fresh_fused
+from lookahead.heads.layers import hidden_states
 from lookahead.ngram.acceptance import AcceptanceTable
-from lookahead.training.eagle_learner import EagleLearner, FusedEagleLearner, Places, unroll
 from lookahead.training.examples import collate, make_example
+from lookahead.training.learners import DraftStarts, EagleLearner, FusedEagleLearner, unroll
 from lookahead.training.train_heads import frequent_tokens
 
 
@@ -102,11 +102,11 @@ def test_the_steps_of_training_are_those_of_drafting(head, tiny_llama):
     texts = [[5, 9, 31, 77, 5, 9, 2, 8], [7, 8, 9, 40, 41]]
     batch = collate([make_example(text[:3], text[3:], 99) for text in texts])
     features = torch.nn.utils.rnn.pad_sequence([_features(head, tiny_llama, t)[1] for t in texts], batch_first=True)
-    places = Places.of(batch)
-    assert places.at.tolist() == [[2, 3, 4, 5, 6], [2, 3, 0, 0, 0]]
-    outs = list(unroll(head, tiny_llama, features, batch, places, 3))
+    starts = DraftStarts.of(batch)
+    assert starts.positions.tolist() == [[2, 3, 4, 5, 6], [2, 3, 0, 0, 0]]
+    outs = list(unroll(head, tiny_llama, features, batch, starts, 3))
     for row, text in enumerate(texts):
-        for slot, at in enumerate(places.at[row][places.is_place[row]].tolist()):
+        for slot, at in enumerate(starts.positions[row][starts.is_start[row]].tolist()):
             tokens, grown = text[1 : at + 2], features[row, : at + 1]
             for step in range(min(3, len(text) - at - 1)):
                 says = naive(head, tiny_llama, tokens, grown)

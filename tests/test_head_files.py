@@ -13,11 +13,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig
 
 from lookahead.errors import HeadsError
-from lookahead.heads.base_model import body_of, hidden_states, unembed
 from lookahead.heads.head_files import open_heads, write_heads
+from lookahead.heads.independent_heads import MedusaHeads, MtpHeads
 from lookahead.heads.induction_init import fresh_fused
-from lookahead.heads.medusa import MedusaHeads
-from lookahead.heads.mtp import MtpHeads
+from lookahead.heads.layers import body_of, hidden_states, unembed
 from lookahead.utils.fingerprints import model_fingerprint
 
 
@@ -74,7 +73,7 @@ def test_what_a_killed_process_left_of_heads_is_removed_when_they_are_written_ag
         "import os, sys\n"
         "from transformers import AutoModelForCausalLM\n"
         "from lookahead.heads.head_files import write_heads\n"
-        "from lookahead.heads.medusa import MedusaHeads\n"
+        "from lookahead.heads.independent_heads import MedusaHeads\n"
         "model = AutoModelForCausalLM.from_pretrained(sys.argv[2])\n"
         "os.replace = lambda *_: os._exit(9)\n"
         "write_heads(MedusaHeads.fresh(model, heads=1), sys.argv[1], model)\n"

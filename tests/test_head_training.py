@@ -20,8 +20,7 @@ from torch.utils._pytree import tree_iter
 
 from lookahead.errors import TrainingError
 from lookahead.heads.head_files import open_heads
-from lookahead.heads.medusa import MedusaHeads
-from lookahead.heads.mtp import MtpHeads
+from lookahead.heads.independent_heads import MedusaHeads, MtpHeads
 from lookahead.models.loading import LoadedModel
 from lookahead.training import examples as training_examples
 from lookahead.training.examples import (
@@ -33,7 +32,7 @@ from lookahead.training.examples import (
     read_records,
     split_examples,
 )
-from lookahead.training.learner import IndependentHeadsLearner, targets
+from lookahead.training.learners import IndependentHeadsLearner, targets
 from lookahead.training.train_heads import Settings, train_heads
 
 SETTINGS = Settings(kind="medusa", heads=2, steps=6, batch_size=4, learning_rate=1e-2, max_new_tokens=24)

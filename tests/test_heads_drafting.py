@@ -19,9 +19,8 @@ from lookahead.errors import HeadsError
 from lookahead.heads.eagle import EagleHead
 from lookahead.heads.guess_tree import GuessTree, independent_heads_tree
 from lookahead.heads.head_files import write_heads
+from lookahead.heads.independent_heads import MedusaHeads, MtpHeads
 from lookahead.heads.induction_init import fresh_fused
-from lookahead.heads.medusa import MedusaHeads
-from lookahead.heads.mtp import MtpHeads
 from lookahead.models.loading import LoadedModel, load
 from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.training.train_heads import Settings, train_heads

@@ -15,10 +15,10 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 import lookahead
 from lookahead import Heads, LookaheadConfig
 from lookahead.errors import HeadsError
-from lookahead.heads.base_model import hidden_states
 from lookahead.heads.head_files import open_heads, write_heads
+from lookahead.heads.independent_heads import MtpDrafter, MtpHeads
 from lookahead.heads.induction_init import begin_mtp
-from lookahead.heads.mtp import MtpDrafter, MtpHeads
+from lookahead.heads.layers import hidden_states
 from lookahead.heads.native_mtp import NativeDrafter, open_native
 from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.training.examples import make_example

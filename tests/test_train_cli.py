@@ -125,7 +125,7 @@ def test_missing_accelerate_is_told_before_the_model_is_loaded(lookahead, monkey
 
 def test_heads_of_another_model_are_one_line_and_status_2(lookahead, tiny_llama, folder):
     from lookahead.heads.head_files import write_heads
-    from lookahead.heads.medusa import MedusaHeads
+    from lookahead.heads.independent_heads import MedusaHeads
 
     write_heads(MedusaHeads.fresh(tiny_llama, heads=1), folder / "other", tiny_llama)
     result = lookahead("generate", "abc", "--heads", "other", "--max-new-tokens", 5)

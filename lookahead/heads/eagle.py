@@ -1,4 +1,4 @@
-"""EAGLE heads: one decoder layer that predicts the model's hidden states token by token, and drafting with it."""
+"""EAGLE heads: one decoder layer that predicts the model's hidden states token by token, and its drafter."""
 
 from __future__ import annotations
 
@@ -10,36 +10,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from lookahead.heads.base_model import unembed
 from lookahead.heads.guess_tree import GuessTree, HeadDrafter, Warp, guess_tree
-from lookahead.heads.layers import DraftCache, DraftLayer, Norm, Rotation, attend, layer_config, take
+from lookahead.heads.layers import DraftCache, DraftLayer, attend, layer_config, take, unembed
 from lookahead.ngram.acceptance import AcceptanceTable
 
-DEPTH = 6
-"""Levels of a tree: maximum number of tokens guessed."""
-
-WIDTH = 8
-"""Nodes of a level that the head goes on from, and guesses after each."""
-
-ROOT_WIDTH = 32
-"""Guesses after the root: where the head is unsure, these are the tokens that are likely at all."""
-
-MIN_PATH_PROB = 0.03
-"""Probability of reaching the likeliest node of a level, below which no further level is worth a pass."""
+DEPTH = 6  # maximum number of tokens guessed in a row
+WIDTH = 8  # nodes of a level that the head runs at, and guesses after each
+ROOT_WIDTH = 32  # guesses after the root
+MIN_PATH_PROB = 0.03  # no further level if its likeliest parent is reached with less
 
 
 class WideLayer(DraftLayer):
-    """A layer whose attention reads the embedding beside the features, each with a norm of its own."""
+    """A layer whose attention reads the embedding beside the features, each through a norm."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config, 2 * config.hidden_size)
-        self.hidden_norm = Norm(config.hidden_size, config.rms_norm_eps)
-        self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
 class EagleHead(nn.Module):
-    """Predicts the next feature, which is what the LM head reads, from the last one and the token sampled from it.
+    """Predicts the next feature (the input of the LM head) from the last feature and the token sampled from it.
 
     It attends to all earlier pairs of feature and token. The LM head and the embedding are the model's. The names of
     the weights are those of published checkpoints.
@@ -49,7 +42,7 @@ class EagleHead(nn.Module):
         bias: Whether the projection of the pair has a bias.
 
     Attributes:
-        hidden_layers: The hidden states of the model it reads, numbered as by `output_hidden_states`.
+        hidden_layers: The hidden states of the model that it reads, numbered as by `output_hidden_states`.
 
     Source: Li et al. 2024, "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty", §3.1.
     """
@@ -63,11 +56,11 @@ class EagleHead(nn.Module):
         hidden = config.hidden_size
         self.fc = nn.Linear(2 * hidden, hidden, bias=bias)
         self.layers = nn.ModuleList([DraftLayer(config, hidden)])
-        self.rotation = Rotation(config)
+        self.rotation = LlamaRotaryEmbedding(config)
 
     @classmethod
     def fresh(cls, model: PreTrainedModel) -> EagleHead:
-        """An untrained head with a layer like those of the model."""
+        """An untrained head with a layer like the model's."""
         return cls(layer_config(model))
 
     @property
@@ -82,7 +75,7 @@ class EagleHead(nn.Module):
         return states
 
     def pair(self, features: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention reads, `[..., reads]`, and what it is added to, `[..., hidden]`."""
+        """The input of attention, `[..., reads]`, and what its output is added to, `[..., hidden]`."""
         both: Tensor = self.fc(torch.cat((embeddings, features), dim=-1))
         return both, both
 
@@ -96,9 +89,9 @@ class EagleHead(nn.Module):
 
 
 class FusedEagleHead(EagleHead):
-    """Predicts the next token from hidden states of several layers, or from its own output where there are none yet.
+    """Predicts the next token from hidden states of several layers, and further tokens from its own output.
 
-    Its features need not be those of the model. Its vocabulary is a part of the model's: the most frequent tokens.
+    Its features need not be the model's. Its vocabulary is a part of the model's: the most frequent tokens.
 
     Args:
         config: Sizes of the layer, as of a Llama.
@@ -116,9 +109,9 @@ class FusedEagleHead(EagleHead):
         hidden = config.hidden_size
         self.fc = nn.Linear(len(hidden_layers) * hidden, hidden, bias=False)
         self.midlayer = WideLayer(config)
-        self.norm = Norm(hidden, config.rms_norm_eps)
+        self.norm = LlamaRMSNorm(hidden, config.rms_norm_eps)
         self.lm_head = nn.Linear(hidden, draft_vocab, bias=False)
-        self.rotation = Rotation(config)
+        self.rotation = LlamaRotaryEmbedding(config)
         self.d2t: Tensor
         self.register_buffer("d2t", torch.zeros(draft_vocab, dtype=torch.int64))
 
@@ -133,7 +126,7 @@ class FusedEagleHead(EagleHead):
         return features
 
     def pair(self, features: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention reads, `[..., 2 · hidden]`, and what it is added to, `[..., hidden]`."""
+        """The input of attention, `[..., 2 · hidden]`, and what its output is added to, `[..., hidden]`."""
         read = torch.cat((self.midlayer.input_layernorm(embeddings), self.midlayer.hidden_norm(features)), dim=-1)
         return read, features
 
@@ -150,25 +143,25 @@ class FusedEagleHead(EagleHead):
 def fused_layers(model: PreTrainedModel) -> tuple[int, int, int]:
     """The layers that an EAGLE-3 head reads: a low, a middle and a high one, as published.
 
-    Of a small model they are its embeddings, its first layer and its last, since its later layers keep little of the
-    tokens themselves, which a head looks up.
+    Of a small model: the embeddings, the first layer and the last. Its later layers keep little of the tokens
+    themselves, which a head looks up.
     """
     layers: int = model.config.get_text_config().num_hidden_layers
     return (2, layers // 2, layers - 3) if layers >= 8 else (0, 1, layers)
 
 
 class EagleDrafter(HeadDrafter):
-    """Drafts with an EAGLE head: a tree grown level by level from its likeliest nodes, and the best of all of them.
+    """Drafts with an EAGLE head: a tree grown level by level from the likeliest nodes, then reduced to the best ones.
 
     Args:
         head: The head.
-        model: The model, for its embedding and its LM head.
-        rates: Calibrates the guesses, by depth.
-        warp: What sampling does to logits; None for greedy decoding.
+        model: As for `HeadDrafter`.
+        rates: As for `HeadDrafter`; a guess is counted by its depth.
+        warp: As for `HeadDrafter`.
         rows: Maximum number of rows.
 
-    Source: Li et al. 2024, "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", §4.1 (expansion),
-        here by probabilities that are calibrated while decoding.
+    Source: Li et al. 2024, "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", §4.1 (expansion)
+        and §4.2 (reranking), the latter by probabilities that are calibrated while decoding.
     """
 
     def __init__(
@@ -180,7 +173,7 @@ class EagleDrafter(HeadDrafter):
         self._cache = DraftCache(rows)
 
     def read(self, rows: Sequence[int], tokens: Sequence[Tensor], states: Sequence[Tensor]) -> None:
-        """Add the pairs of new tokens and the hidden states they were chosen from to the cache."""
+        """Add the pairs of new tokens and their hidden states to the cache."""
         features = self._head.enter(pad_sequence(list(states), batch_first=True))
         read, add = self._head.pair(features, self._embed(pad_sequence(list(tokens), batch_first=True)))
         new = [len(each) for each in tokens]
@@ -190,7 +183,7 @@ class EagleDrafter(HeadDrafter):
     def draft(self, rows: Sequence[int], roots: Sequence[int], max_nodes: int) -> list[GuessTree]:
         """Draft after the last token of each of some rows."""
         levels = self._expand(rows)
-        # One copy from the device: [rows, nodes], each a token, a parent and the bits of a probability.
+        # One copy from the device: [rows, nodes, 3], a token, a parent and the bits of a probability.
         packed = torch.cat([torch.stack(level, -1).flatten(1, 2) for level in levels], 1).cpu().numpy()
         ranks = [np.arange(level[0][0].numel(), dtype=np.int32) % level[0].shape[-1] for level in levels]
         depths = np.repeat(np.arange(len(levels), dtype=np.int32), [len(each) for each in ranks])
@@ -202,14 +195,14 @@ class EagleDrafter(HeadDrafter):
         return trees
 
     def forget(self, row: int) -> None:
-        """Forget a row."""
+        """Drop the states of a row."""
         super().forget(row)
         self._cache.lengths[row] = 0
 
     def _expand(self, rows: Sequence[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Guesses of every level: tokens, parents and the bits of probabilities, int32 `[rows, nodes, guesses]`.
 
-        Node 0 is the root, and the guesses of a level are numbered on in the order of its nodes.
+        Node 0 is the root. Guesses are numbered level by level, in the order of the nodes they follow.
         """
         out = torch.stack([self._last[row] for row in rows])
         path_probs = out.new_ones(len(rows), 1, 1, dtype=torch.float32)
@@ -235,15 +228,15 @@ class EagleDrafter(HeadDrafter):
     def _step(
         self, rows: Sequence[int], level: int, tokens: Tensor, out: Tensor, seen: Tensor, parents: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Run the head at the chosen guesses of the level before.
+        """Run the head at the chosen guesses of the previous level.
 
         Args:
             rows: The rows.
             level: At least 1.
             tokens: int32 `[rows, n]`, the guesses.
-            out: `[rows, nodes, hidden]`, the output of the head at the nodes they follow.
+            out: `[rows, nodes, hidden]`, the output at the nodes they follow.
             seen: bool `[rows, nodes, slots]`, the slots of the tree that these nodes attend to.
-            parents: int64 `[rows, n]`, which of these nodes each guess follows.
+            parents: int64 `[rows, n]`, the node that each guess follows.
 
         Returns:
             The output at each guess, `[rows, n, hidden]`, and the slots it attends to, bool `[rows, n, slots + n]`.

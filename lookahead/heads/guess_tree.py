@@ -1,4 +1,4 @@
-"""Trees of guesses, and the base class of the heads that make them."""
+"""Trees of guesses, and the base class of drafters with heads."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from lookahead.ngram.prune import best_nodes
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 Warp = Callable[[Tensor], Tensor]
-
-_GUESSES = 32  # of each independent head: a draft of any size hardly reaches further down
 
 
 class GuessTree(NamedTuple):
@@ -50,14 +48,14 @@ def guess_tree(
     rates: AcceptanceTable,
     max_nodes: int,
 ) -> GuessTree:
-    """The tree of the guesses that are likeliest to be reached.
+    """Select the guesses that are likeliest to be reached.
 
     Args:
         root: The token they follow.
         tokens: int32 `[n]`; guess i is node i + 1.
-        parents: int32 `[n]`, the node each follows, an earlier one; 0 is the root.
+        parents: int32 `[n]`, the earlier node that each follows; 0 is the root.
         kinds: int32 `[n, 2]`, as of a `GuessTree`.
-        draft_probs: float32 `[n]`, likewise.
+        draft_probs: float32 `[n]`, as of a `GuessTree`.
         rates: Calibrates the probabilities.
         max_nodes: Maximum number of nodes besides the root.
     """
@@ -77,8 +75,8 @@ def independent_heads_tree(
 ) -> GuessTree:
     """Combine the guesses of independent heads: each guess of a head may follow each guess of the head before.
 
-    Published trees of this kind are chosen once, from the average accuracy of every rank of every head. Here every
-    step has its own tree, of the nodes with the highest product of probabilities along their path.
+    Published trees of this kind are fixed, chosen from the average accuracy of every rank of every head. Here each step
+    selects the nodes with the highest product of probabilities along their path.
 
     Args:
         root: The token that the first head's guesses follow.
@@ -92,7 +90,7 @@ def independent_heads_tree(
     heads, width = tokens.shape
     kinds = np.indices((heads, width), np.int32).transpose(1, 2, 0)
     probabilities = rates.calibrate(kinds.reshape(-1, 2), draft_probs.reshape(-1)).reshape(heads, width)
-    # The best nodes of a level follow the best nodes of the level before, so that no other node is worth extending.
+    # The best nodes of a level follow the best nodes of the level before, so no other node needs children.
     chosen, parents, path_probs, first = [], [], np.ones(1, np.float32), 0
     for head in range(heads):
         paths = (path_probs[:, None] * probabilities[head]).ravel()
@@ -100,29 +98,22 @@ def independent_heads_tree(
         chosen.append(head * width + best % width)
         parents.append(first + best // width)
         path_probs, first = paths[best], 1 + sum(map(len, chosen[:-1]))
-    index = np.concatenate(chosen)
-    return guess_tree(
-        root,
-        tokens.reshape(-1)[index],
-        np.concatenate(parents).astype(np.int32),
-        kinds.reshape(-1, 2)[index],
-        draft_probs.reshape(-1)[index],
-        rates,
-        max_nodes,
-    )
+    index, earlier = np.concatenate(chosen), np.concatenate(parents).astype(np.int32)
+    guesses = tokens.reshape(-1)[index], earlier, kinds.reshape(-1, 2)[index], draft_probs.reshape(-1)[index]
+    return guess_tree(root, *guesses, rates, max_nodes)
 
 
 class HeadDrafter(ABC):
-    """Heads that draft for the rows of one call, and what they remember of each row.
+    """Drafts with heads for the rows of one call, and keeps their states of each row.
 
     Args:
         model: The model, for its embedding and its LM head.
         rates: Calibrates the guesses.
-        warp: What sampling does to logits `[n, vocab]`; None for greedy decoding.
+        warp: The logits processors of sampling, on `[n, vocab]`; None for greedy decoding.
 
     Attributes:
-        hidden_layers: The hidden states of the model they read, numbered as by `output_hidden_states`.
-        reads_all: Whether they read those of every token, not of the last one alone.
+        hidden_layers: The hidden states of the model that the heads read, numbered as by `output_hidden_states`.
+        reads_all: Whether the heads read the states of every token; otherwise of the last token only.
     """
 
     hidden_layers: tuple[int, ...] = (-1,)
@@ -136,12 +127,12 @@ class HeadDrafter(ABC):
 
     @abstractmethod
     def read(self, rows: Sequence[int], tokens: Sequence[Tensor], states: Sequence[Tensor]) -> None:
-        """Read what is new in some rows.
+        """Read the new tokens of some rows.
 
         Args:
             rows: The rows.
-            tokens: For each int64 `[n]`, the tokens that followed.
-            states: For each `[n, size]`, the hidden states that these were chosen from, layers side by side.
+            tokens: For each int64 `[n]`, the new tokens.
+            states: For each `[n, size]`, the hidden states that the tokens were chosen from, layers side by side.
         """
 
     @abstractmethod
@@ -149,7 +140,7 @@ class HeadDrafter(ABC):
         """Draft after the last token of each of some rows, at most `max_nodes` nodes besides the root."""
 
     def forget(self, row: int) -> None:
-        """Forget a row."""
+        """Drop the states of a row."""
         self._last.pop(row, None)
 
     def _guess(self, logits: Tensor, most: int) -> tuple[Tensor, Tensor]:
@@ -158,21 +149,3 @@ class HeadDrafter(ABC):
             logits = self._warp(logits.flatten(0, -2).float()).view(logits.shape)
         best = logits.softmax(-1, dtype=torch.float32).topk(min(most, logits.shape[-1]))
         return best.values, best.indices
-
-
-class IndependentHeadsDrafter(HeadDrafter):
-    """Heads that all guess from the same state; their guesses are combined into one tree a row."""
-
-    def draft(self, rows: Sequence[int], roots: Sequence[int], max_nodes: int) -> list[GuessTree]:
-        """Draft after the last token of each of some rows; the heads run once for all."""
-        draft_probs, tokens = self._guess(self._logits(rows), _GUESSES)
-        # One copy from the device: [heads, rows, guesses], tokens and the bits of their probabilities.
-        packed = torch.stack((tokens.int(), draft_probs.view(torch.int32))).cpu().numpy()
-        return [
-            independent_heads_tree(root, packed[0, :, i], packed[1, :, i].view(np.float32), self._rates, max_nodes)
-            for i, root in enumerate(roots)
-        ]
-
-    @abstractmethod
-    def _logits(self, rows: Sequence[int]) -> Tensor:
-        """Logits of every head after the last token of some rows, `[heads, rows, vocab]`."""

@@ -1,4 +1,4 @@
-"""Folders of heads: weights in safetensors, and a `config.json` that names the model they were trained for."""
+"""Folders of heads: weights in safetensors, and a `config.json` that names the model of the heads."""
 
 from __future__ import annotations
 
@@ -15,35 +15,31 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from lookahead.errors import HeadsError
-from lookahead.heads.base_model import body_of, lm_head
 from lookahead.heads.eagle import DEPTH, EagleDrafter, EagleHead, FusedEagleHead, fused_layers
 from lookahead.heads.guess_tree import HeadDrafter, Warp
-from lookahead.heads.layers import DraftLayer, Rotation, attend
-from lookahead.heads.medusa import MedusaDrafter, MedusaHeads
-from lookahead.heads.mtp import MtpDrafter, MtpHeads
+from lookahead.heads.independent_heads import MedusaDrafter, MedusaHeads, MtpDrafter, MtpHeads
+from lookahead.heads.layers import DraftLayer, attend, body_of, lm_head
 from lookahead.heads.native_mtp import NATIVE_DEPTH, NativeDrafter, open_native
 from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.ngram.replacing import replacing
 from lookahead.utils.atomic import read_json, write_atomically
 from lookahead.utils.fingerprints import model_fingerprint
 
-NATIVE = "native"
-"""In place of a folder: the MTP layer of the model's own checkpoint."""
+NATIVE = "native"  # instead of a folder: the MTP layer of the model's own checkpoint
 
 TrainedHeads = MedusaHeads | MtpHeads | EagleHead
 Network = TrainedHeads | PreTrainedModel
 Maker = Callable[[], TrainedHeads]
 
-_FILES = {
+_FILES = {  # by kind, the files that may hold the weights; the first one is written
     MedusaHeads.kind: ("medusa_lm_head.safetensors", "model.safetensors"),
     MtpHeads.kind: ("model.safetensors",),
     EagleHead.kind: ("model.safetensors", "pytorch_model.safetensors"),
 }
-"""Files that may hold the weights; the first one is written."""
-
-_MEDUSA_PREFIX = "medusa_head."  # of names in checkpoints that hold the model too
+_MEDUSA_PREFIX = "medusa_head."  # in checkpoints that hold the model too
 _AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 _PICKLES = (".pt", ".bin", ".pth", ".pkl")
 _LAYER_SIZES = (
@@ -53,42 +49,43 @@ _LAYER_SIZES = (
 
 
 def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[str, Network]:
-    """Read heads for a model, with its dtype and on its device, ready to draft.
+    """Read heads for a model, in its dtype and on its device, ready to draft.
 
     Args:
-        folder: As `write_heads` left it; a published checkpoint of Medusa, EAGLE-1, 2 or 3 in safetensors; or `NATIVE`.
+        folder: As written by `write_heads`; a published checkpoint of Medusa, EAGLE-1, 2 or 3 in safetensors; or
+            `NATIVE`.
         model: The model they were trained for.
 
     Returns:
         Their kind, and the heads.
 
     Raises:
-        HeadsError: There are none, they are damaged, a pickle, of an architecture that is not served, or of another
-            model; or the model takes none.
+        HeadsError: There are no heads, or they are damaged, a pickle, of an architecture that is not served, or of
+            another model; or the model takes no heads.
     """
-    weight = lm_head(model).weight  # refuses models that take no heads, whatever is in the folder
-    if folder == NATIVE:  # whatever folders there are
+    weight = lm_head(model).weight  # checks first that the model takes heads
+    if folder == NATIVE:
         return MtpHeads.kind, open_native(model)
     if Path(folder).name == str(folder) and not Path(folder).exists():
-        raise HeadsError(f"{folder}: neither a folder of heads nor {NATIVE!r}, the model's own")
+        raise HeadsError(f"{folder}: neither a folder of heads nor {NATIVE!r}, the layer of the model's own checkpoint")
     place = Path(folder).expanduser()
     if not place.is_dir():
         raise HeadsError(_not_a_folder(place))
     config = _read_config(place)
     kind = config.get("lookahead_heads") or _published_kind(place, config)
-    if kind not in list(_FILES):  # it may be any JSON
+    if kind not in list(_FILES):  # a list, since JSON values need not be hashable
         raise HeadsError(f"{place}: heads of an unknown kind, {kind!r}")
     tensors = _read_weights(place, kind)
     with _errors_naming(place):
         make = _READERS[kind](config, tensors, model)
-        with torch.device("meta"):  # weights made at random would draw from the seed of whoever is decoding
+        with torch.device("meta"):  # random weights would change the random numbers of the decoding
             heads = make()
         try:
             heads.load_state_dict(tensors, assign=True)
         except RuntimeError as error:
             raise HeadsError(f"no {kind} heads of an architecture that is served: {error}") from error
         if not isinstance(heads, MedusaHeads):
-            heads.rotation = Rotation(heads.config)  # its buffers are no weights, and were made on meta with the rest
+            heads.rotation = LlamaRotaryEmbedding(heads.config)  # its buffers are no weights, and were made on meta
         heads = heads.to(weight.device, weight.dtype).eval().requires_grad_(False)
         if not isinstance(heads, MedusaHeads):
             _try_out(heads.layer if isinstance(heads, EagleHead) else heads.head(0), heads.rotation)
@@ -96,7 +93,7 @@ def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[
 
 
 def write_heads(heads: TrainedHeads, folder: str | os.PathLike[str], model: PreTrainedModel) -> None:
-    """Write heads in bfloat16 into a folder, which is made; the configuration comes last, so that half of them is none.
+    """Write heads in bfloat16 into a new folder. The configuration is written last, so partial heads are not opened.
 
     Raises:
         OSError: They cannot be written.
@@ -120,7 +117,7 @@ def write_heads(heads: TrainedHeads, folder: str | os.PathLike[str], model: PreT
 
 
 def fresh_rates(heads: Network) -> AcceptanceTable:
-    """Hit rates of guesses before any was counted."""
+    """Hit rates of guesses before any trial."""
     if isinstance(heads, PreTrainedModel):
         return AcceptanceTable(NATIVE_DEPTH)
     return AcceptanceTable(DEPTH if isinstance(heads, EagleHead) else len(heads))
@@ -129,7 +126,7 @@ def fresh_rates(heads: Network) -> AcceptanceTable:
 def make_drafter(
     heads: Network, model: PreTrainedModel, rates: AcceptanceTable, warp: Warp | None, rows: int
 ) -> HeadDrafter:
-    """What drafts with heads for at most `rows` rows of one call; `warp` as of a `HeadDrafter`."""
+    """The drafter of one call with at most `rows` rows; `warp` as for `HeadDrafter`."""
     if isinstance(heads, MedusaHeads):
         return MedusaDrafter(heads, model, rates, warp)
     if isinstance(heads, MtpHeads):
@@ -140,7 +137,7 @@ def make_drafter(
 
 
 def _sizes_of(heads: TrainedHeads) -> dict[str, Any]:
-    """What `config.json` says of an architecture."""
+    """The sizes that `config.json` records."""
     if isinstance(heads, MedusaHeads):
         return {"medusa_num_heads": len(heads), "medusa_num_layers": heads.blocks}
     own: dict[str, Any] = heads.config.to_dict()
@@ -164,7 +161,7 @@ def _read_config(place: Path) -> dict[str, Any]:
 
 
 def _published_kind(place: Path, config: Mapping[str, Any]) -> str:
-    """The kind of a checkpoint whose configuration does not say: only Medusa's have a name or a size of their own."""
+    """The kind of a published checkpoint: only Medusa's have a file name or a size of their own."""
     is_medusa = "medusa_num_heads" in config or any(place.glob("medusa_lm_head.*"))
     return MedusaHeads.kind if is_medusa else EagleHead.kind
 
@@ -184,7 +181,7 @@ def _read_weights(place: Path, kind: str) -> dict[str, Tensor]:
 
 
 def _read_medusa(config: Mapping[str, Any], tensors: dict[str, Tensor], model: PreTrainedModel) -> Maker:
-    """Heads of the sizes of their weights, from which a published configuration may differ."""
+    """Heads with the sizes of their weights; a published configuration may differ from these."""
     if any(name.startswith(_MEDUSA_PREFIX) for name in tensors):
         own = {name.removeprefix(_MEDUSA_PREFIX): t for name, t in tensors.items() if name.startswith(_MEDUSA_PREFIX)}
         tensors.clear()
@@ -208,7 +205,7 @@ def _read_mtp(config: Mapping[str, Any], tensors: dict[str, Tensor], model: PreT
     sizes = _layer_sizes(config)
     _check_base(config, model, sizes.hidden_size, sizes.vocab_size)
     count, held = config.get("num_heads"), len({name.split(".")[1] for name in tensors if name.startswith("heads.")})
-    if type(count) is not int or not 1 <= count == held:  # before so many are made
+    if type(count) is not int or not 1 <= count == held:  # checked before so many are made
         raise HeadsError(f"num_heads must be the number of heads in model.safetensors, {held}, got {count!r}")
     low = config.get("low_layer")
     if not isinstance(low, int) or not 0 <= low <= model.config.get_text_config().num_hidden_layers:
@@ -217,7 +214,7 @@ def _read_mtp(config: Mapping[str, Any], tensors: dict[str, Tensor], model: PreT
 
 
 def _read_eagle(config: Mapping[str, Any], tensors: dict[str, Tensor], model: PreTrainedModel) -> Maker:
-    """A head of EAGLE-1 or 2 (`fc` and `layers.0`) or 3 (`midlayer`), once its architecture is one that is served."""
+    """A head of EAGLE-1 or 2 (`fc` and `layers.0`) or of EAGLE-3 (`midlayer`)."""
     for shared in ("embed_tokens.weight", "t2d"):  # the model's own, and the inverse of d2t
         tensors.pop(shared, None)
     if config.get("hidden_act", "silu") != "silu":
@@ -254,16 +251,16 @@ _READERS = {MedusaHeads.kind: _read_medusa, MtpHeads.kind: _read_mtp, EagleHead.
 
 
 def _layer_sizes(config: Mapping[str, Any]) -> LlamaConfig:
-    """The sizes of a layer from `config.json`, which may hold more."""
+    """The sizes of a layer, from `config.json`."""
     try:
         given = {name: config[name] for name in _LAYER_SIZES if config.get(name) is not None}
         return LlamaConfig(**given, num_hidden_layers=1)
-    except Exception as error:  # of unrelated types, from transformers and what it checks with
+    except Exception as error:  # transformers raises many unrelated types
         raise HeadsError(f"config.json names no sizes of a layer: {error}") from error
 
 
 def _check_base(config: Mapping[str, Any], model: PreTrainedModel, hidden: int, vocab: int) -> None:
-    """Refuse heads that do not fit the model, or fit it and were trained for another."""
+    """Check that heads fit the model and were trained for it."""
     whose = f"heads of another model ({config.get('base_model_name_or_path') or 'unnamed'}):"
     if hidden != (size := model.config.get_text_config().hidden_size):
         raise HeadsError(f"{whose} they read hidden states of {hidden}, and those of this model have {size}")
@@ -275,8 +272,8 @@ def _check_base(config: Mapping[str, Any], model: PreTrainedModel, hidden: int, 
 
 
 @torch.no_grad()
-def _try_out(layer: DraftLayer, rotation: Rotation) -> None:
-    """Run a layer once, so that sizes that do not belong together are found before decoding."""
+def _try_out(layer: DraftLayer, rotation: LlamaRotaryEmbedding) -> None:
+    """Run a layer once, to find inconsistent sizes before decoding."""
     attention = layer.self_attn
     read = attention.q_proj.weight.new_ones(1, 2, attention.q_proj.in_features)
     turned = rotation(read, torch.arange(2, device=read.device)[None])
@@ -287,24 +284,24 @@ def _try_out(layer: DraftLayer, rotation: Rotation) -> None:
 
 @contextmanager
 def _errors_naming(folder: Path) -> Iterator[None]:
-    """Turn whatever goes wrong while heads are made of a folder into an error that names it.
+    """Turn any error while heads are made from a folder into a `HeadsError` that names the folder.
 
-    Sizes and tensors that do not belong together come to light in many places, most of them of torch and transformers.
+    Inconsistent sizes and tensors fail in many places of torch and transformers.
     """
     try:
         yield
     except Exception as error:
-        what = "" if isinstance(error, HeadsError) else f"heads that cannot be used: {type(error).__name__}: "
+        what = "" if isinstance(error, HeadsError) else f"unusable heads: {type(error).__name__}: "
         raise HeadsError(f"{folder}: {what}{' '.join(str(error).split())}") from error
 
 
 def _not_a_folder(path: Path) -> str:
-    """Why a path that is no folder of heads is not opened, and what to do."""
+    """Tell why a path that is no folder of heads is not opened, and what to do."""
     if path.suffix not in _PICKLES:
-        return f"{path}: no folder; name the folder that holds config.json and the weights"
+        return f"{path}: not a folder; name the folder that holds config.json and the weights"
     target = path.with_suffix(".safetensors").name
     return (
-        f"{path}: a pickle, which could run any code and is not opened. If you trust where it is from, convert it once "
+        f"{path}: a pickle, which could run any code and is not opened. If you trust its source, convert it once "
         f'in its folder: python -c "import torch; from safetensors.torch import save_file; '
         f"save_file(torch.load('{path.name}', weights_only=True), '{target}')\""
     )

@@ -1,10 +1,9 @@
-"""First weights of heads that attend: they look up where a token stood before, and predict what followed it.
+"""First weights of heads that attend: an induction head, which finds an earlier occurrence of a token and copies on.
 
-Trained from random weights, heads learn this only from far more text than the rest of what they learn, and until then
-they guess by the last token alone.
+Random weights need far more text to learn this than to learn the rest.
 
-Source: Olsson et al. 2022, "In-context Learning and Induction Heads" (what is built here); that attention can be
-    initialized with it is our own observation.
+Source: Olsson et al. 2022, "In-context Learning and Induction Heads"; that attention can be initialized as one is our
+    own observation.
 """
 
 from __future__ import annotations
@@ -14,24 +13,24 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from lookahead.heads.base_model import hidden_states, lm_head
 from lookahead.heads.eagle import FusedEagleHead, fused_layers
-from lookahead.heads.layers import DraftLayer, Rotation, layer_config
-from lookahead.heads.mtp import MtpHeads
+from lookahead.heads.independent_heads import MtpHeads
+from lookahead.heads.layers import DraftLayer, hidden_states, layer_config, lm_head
 
-_FAINT = 0.1  # scale of the random weights that stay, so that they do not hide what is set
-_MATCH = 36.0  # attention score of a position with the token sought; others have 0, give or take a sixth of it
-_SLOW = 1 / 512  # radians a token: dimensions that turn no faster tell tokens apart over hundreds of positions
+_FAINT = 0.1  # scale of the random weights that remain beside those that are set
+_MATCH = 36.0  # attention score of a position with the token looked for; others have 0, up to a sixth of it as noise
+_SLOW = 1 / 512  # radians a token: dimensions that turn no faster match tokens over hundreds of positions
 _ROWS = 8192  # maximum number of rows of the embeddings that are compared
 _TOKENS = 50_000  # maximum number of tokens of examples that are read
 _CERTAINTY = 12.0  # logit of the token that is found
-_SHRINKAGE = 1e-3  # of the least squares, relative to the mean square of what is read
+_SHRINKAGE = 1e-3  # ridge of the least squares, relative to the mean square of the inputs
 
 
 @torch.no_grad()
 def fresh_fused(model: PreTrainedModel, tokens: Sequence[int]) -> FusedEagleHead:
-    """An untrained EAGLE-3 head with the model's LM head; that of a small model looks up the last token.
+    """An untrained EAGLE-3 head with the model's LM head; for a small model its attention is an induction head.
 
     Args:
         model: The model.
@@ -42,7 +41,7 @@ def fresh_fused(model: PreTrainedModel, tokens: Sequence[int]) -> FusedEagleHead
     head.d2t.copy_(chosen - torch.arange(len(tokens)))
     weight = lm_head(model).weight
     head.lm_head.weight.copy_(weight[chosen.to(weight.device)])
-    # It begins undecided, with logits near 1: to unlearn wrong certainty takes longer than to learn.
+    # Logits start near 1: wrong certainty takes longer to unlearn.
     head.norm.weight.fill_(1.0 / float(head.lm_head.weight.norm(dim=-1).mean()))
     if head.hidden_layers[0] == 0:
         _begin_fused(head, model)
@@ -52,8 +51,7 @@ def fresh_fused(model: PreTrainedModel, tokens: Sequence[int]) -> FusedEagleHead
 def _begin_fused(head: FusedEagleHead, model: PreTrainedModel) -> None:
     """Let a head that reads the model's embeddings look up what followed the last token.
 
-    It reads pairs of a token and the embedding of the token after it: a position is found by the former, and predicts
-    the latter.
+    It reads pairs of a token and the embedding of the next token: keys hold the former, values the latter.
     """
     hidden, weight = head.config.hidden_size, lm_head(model).weight
     ids = torch.arange(min(len(weight), 64), device=weight.device)
@@ -61,19 +59,20 @@ def _begin_fused(head: FusedEagleHead, model: PreTrainedModel) -> None:
     one, none = torch.eye(hidden), torch.zeros(hidden, hidden)
     head.fc.weight.zero_()
     head.fc.weight[:, :hidden] = one * _FAINT / size
-    before, after = torch.cat((none, one), 1), torch.cat((one, none), 1)
-    _look_up(head.midlayer, head.rotation, sought=after, known=before, said=after, spoken=_embedding_to_lm_head(model))
+    token, following = torch.cat((none, one), 1), torch.cat((one, none), 1)
+    output = _embedding_to_lm_head(model)
+    _set_induction(head.midlayer, head.rotation, query=following, key=token, value=following, output=output)
 
 
 @torch.no_grad()
 def begin_mtp(heads: MtpHeads, model: PreTrainedModel, examples: Iterable[Mapping[str, Tensor]]) -> None:
-    """Let untrained heads look up the next token: head k predicts what stood k + 1 positions behind it.
+    """Let untrained heads look up the next token: head k predicts the token k + 1 positions after its last occurrence.
 
     The model's last hidden states tell the next token, its low ones the tokens at and before a position. The linear
     maps from states to tokens are found by least squares on the examples.
 
     Args:
-        heads: Untrained.
+        heads: Untrained heads.
         model: Their model.
         examples: `input_ids` int64 `[tokens]` and `wanted` bool `[tokens]`; the first ones are read.
     """
@@ -93,54 +92,54 @@ def begin_mtp(heads: MtpHeads, model: PreTrainedModel, examples: Iterable[Mappin
         if read >= _TOKENS:
             break
     none = torch.zeros(hidden, hidden)
-    spoken = torch.eye(hidden) * _CERTAINTY / float(hidden**0.5 * weight.norm(dim=-1).mean())
+    output = torch.eye(hidden) * _CERTAINTY / float(hidden**0.5 * weight.norm(dim=-1).mean())
     for index, squares in enumerate(before):
-        _look_up(
+        _set_induction(
             heads.head(index),
             heads.rotation,
-            sought=torch.cat((none, following.solve()), 1),
-            known=torch.cat((squares.solve(), none), 1),
-            said=torch.cat((own.solve(), none), 1),
-            spoken=spoken,
+            query=torch.cat((none, following.solve()), 1),
+            key=torch.cat((squares.solve(), none), 1),
+            value=torch.cat((own.solve(), none), 1),
+            output=output,
         )
         heads.head(index).kept.fill_(_FAINT / 2)
 
 
-def _look_up(
-    layer: DraftLayer, rotation: Rotation, *, sought: Tensor, known: Tensor, said: Tensor, spoken: Tensor
+def _set_induction(
+    layer: DraftLayer, rotation: LlamaRotaryEmbedding, *, query: Tensor, key: Tensor, value: Tensor, output: Tensor
 ) -> None:
-    """Set the attention of an untrained layer so that it finds positions by a token, and gives the one to predict.
+    """Set the attention of an untrained layer so that it finds positions by a token, and adds the token to predict.
 
-    Tokens are vectors `[hidden]` with a mean square of 1 here. Queries and keys turn them by the same random matrix.
+    Tokens are vectors `[hidden]` with a mean square of 1. Queries and keys share a random rotation of them.
 
     Args:
         layer: The layer.
         rotation: Its rotary embedding.
-        sought: `[hidden, reads]`, the token to look for, of what attention reads.
-        known: Likewise the token that a position is found by.
-        said: Likewise the token to predict.
-        spoken: `[hidden, hidden]`, from that to what the layer adds.
+        query: `[hidden, reads]`, from the input of attention to the token looked for.
+        key: `[hidden, reads]`, to the token that a position is found by.
+        value: `[hidden, reads]`, to the token to predict.
+        output: `[hidden, hidden]`, from that token to what the layer adds.
     """
     attention, dim, device = layer.self_attn, layer.self_attn.head_dim, layer.self_attn.q_proj.weight.device
-    sought, known, said, spoken = (each.to(device) for each in (sought, known, said, spoken))
-    hidden, slow = len(spoken), _slow_dimensions(rotation).to(device)
+    query, key, value, output = (each.to(device) for each in (query, key, value, output))
+    hidden, slow = len(output), _slow_dimensions(rotation).to(device)
     heads, kv_heads = (proj.out_features // dim for proj in (attention.q_proj, attention.k_proj))
     for projection in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, layer.mlp.down_proj):
         projection.weight.mul_(_FAINT)
     size = (_MATCH * dim**0.5 / len(slow)) ** 0.5
     part = nn.init.orthogonal_(torch.empty(kv_heads * dim, hidden, device=device))
-    attention.v_proj.weight += part @ said
+    attention.v_proj.weight += part @ value
     for index in range(kv_heads):
         turned = size * nn.init.orthogonal_(torch.empty(len(slow), hidden, device=device))
-        attention.k_proj.weight[index * dim + slow] += turned @ known
-        back = spoken @ part[index * dim : (index + 1) * dim].T * kv_heads / heads
+        attention.k_proj.weight[index * dim + slow] += turned @ key
+        back = output @ part[index * dim : (index + 1) * dim].T * kv_heads / heads
         for sharing in range(index * heads // kv_heads, (index + 1) * heads // kv_heads):
-            attention.q_proj.weight[sharing * dim + slow] += turned @ sought
+            attention.q_proj.weight[sharing * dim + slow] += turned @ query
             attention.o_proj.weight[:, sharing * dim : (sharing + 1) * dim] += back
 
 
-def _slow_dimensions(rotation: Rotation) -> Tensor:
-    """The dimensions of an attention head that positions hardly turn, int64 `[n]`; at least a quarter of them."""
+def _slow_dimensions(rotation: LlamaRotaryEmbedding) -> Tensor:
+    """The dimensions of an attention head that rotate slowly with the position, int64 `[n]`; at least a quarter."""
     frequencies = rotation.inv_freq
     half = len(frequencies)
     count = max(int((frequencies.cpu() <= _SLOW).sum()), half // 4, 1)
@@ -154,21 +153,18 @@ def _unit(vectors: Tensor) -> Tensor:
 
 
 def _embedding_to_lm_head(model: PreTrainedModel) -> Tensor:
-    """The linear map `[hidden, hidden]` from embeddings of unit size to the rows of the LM head.
-
-    Where the two share their weights it leaves the direction of an embedding nearly as it is.
-    """
+    """The linear map `[hidden, hidden]` from embeddings of unit size to the rows of the LM head."""
     weight: Tensor = lm_head(model).weight
     table: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
     count = min(len(weight), len(table))
     rows = torch.linspace(0, count - 1, min(count, _ROWS)).long()
-    embedded, spoken = (each[rows.to(each.device)].float().cpu() for each in (table, weight))
-    mapped: Tensor = torch.linalg.lstsq(_unit(embedded), spoken, driver="gelsd").solution.T
+    embedded, rows_out = (each[rows.to(each.device)].float().cpu() for each in (table, weight))
+    mapped: Tensor = torch.linalg.lstsq(_unit(embedded), rows_out, driver="gelsd").solution.T
     return mapped * (len(mapped) / mapped.square().sum()) ** 0.5
 
 
 class _LeastSquares:
-    """Least squares of vectors `[n, size]` on others, added up batch by batch."""
+    """Least squares from vectors `[n, size]` to others, accumulated over batches."""
 
     def __init__(self, size: int) -> None:
         self._moments = torch.zeros(size, size)
@@ -179,7 +175,7 @@ class _LeastSquares:
         self._products += (wanted.T @ given).cpu()
 
     def solve(self) -> Tensor:
-        """The matrix `[size, size]` from the given to the wanted vectors."""
+        """The matrix `[size, size]` from given to wanted vectors."""
         size = len(self._moments)
         least = _SHRINKAGE * self._moments.trace().clamp(min=1e-6) / size
         solved: Tensor = torch.linalg.solve(self._moments + least * torch.eye(size), self._products.T).T

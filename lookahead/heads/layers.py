@@ -1,33 +1,89 @@
-"""One Llama decoder layer in parts, and its KV cache, for heads that attend to earlier positions."""
+"""What heads are made of: the model's hidden states and LM head, a Llama decoder layer in parts, and its KV cache."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
-_GROWTH = 1.5  # spare capacity of a cache that is made anew
+from lookahead.errors import HeadsError
 
-Rotation = LlamaRotaryEmbedding
-"""Cosines and sines `[batch, tokens, dim]` at int64 positions `[batch, tokens]`, in the dtype of its first argument."""
+_GROWTH = 1.5  # capacity of a new cache relative to what it must hold
 
 
-class Norm(nn.Module):
-    """Root mean square norm, computed in fp32 by one fused operation."""
+def lm_head(model: PreTrainedModel) -> nn.Linear:
+    """The projection from hidden states to logits.
 
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self._eps = eps
+    Raises:
+        HeadsError: The model has none, or its weights are offloaded.
+    """
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise HeadsError(f"{type(model).__name__} has no LM head of its own, so it takes no heads")
+    if head.weight.device.type == "meta":
+        raise HeadsError(f"the LM head of this {type(model).__name__} is offloaded; heads are not served then")
+    return head
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., size]` to the same."""
-        return F.rms_norm(x.float(), x.shape[-1:], None, self._eps).to(x.dtype) * self.weight
+
+def body_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without its LM head."""
+    body = model.base_model
+    return cast(PreTrainedModel, body if body is not model else getattr(model, "model", model))
+
+
+def hidden_states(model: PreTrainedModel, input_ids: Tensor, layers: tuple[int, ...] = ()) -> Tensor:
+    """The input of the LM head at every position, or the inputs of other layers.
+
+    Args:
+        model: The model.
+        input_ids: int64 `[batch, tokens]`, padded on the right if at all, so that no mask is needed.
+        layers: Decoder layers whose inputs are returned side by side instead; 0 is the embedding.
+
+    Returns:
+        `[batch, tokens, hidden]`, or `[batch, tokens, layers · hidden]`.
+    """
+    body: Any = body_of(model)
+    if not layers:
+        last: Tensor = body(input_ids=input_ids, use_cache=False).last_hidden_state
+        return last
+    states = body(input_ids=input_ids, use_cache=False, output_hidden_states=True).hidden_states
+    return torch.cat([states[layer] for layer in layers], dim=-1)
+
+
+def unembed(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """Logits `[..., vocab]` of hidden states `[..., hidden]`, scaled (Cohere, Granite) and capped (Gemma)."""
+    head = lm_head(model)
+    logits: Tensor = head(hidden.to(head.weight.dtype))  # heads are trained in float32, whatever the model is
+    config: Any = model.config.get_text_config()
+    scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+    logits = logits if scale == 1.0 else logits * scale
+    cap = getattr(config, "final_logit_softcapping", None)
+    return cap * torch.tanh(logits / cap) if cap else logits
+
+
+def layer_config(model: PreTrainedModel) -> LlamaConfig:
+    """The sizes of a new layer: those of the model's own layers where it has them."""
+    base: Any = model.config.get_text_config()
+    heads: int = base.num_attention_heads
+    hidden: int = base.hidden_size
+    rope = getattr(base, "rope_parameters", None) or {}
+    theta = rope.get("rope_theta") if rope.get("rope_type") == "default" else None
+    return LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=getattr(base, "intermediate_size", None) or 4 * hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(base, "num_key_value_heads", None) or heads,
+        head_dim=getattr(base, "head_dim", None) or hidden // heads,
+        rms_norm_eps=getattr(base, "rms_norm_eps", None) or 1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": theta or 10_000.0},
+        vocab_size=base.vocab_size,
+        num_hidden_layers=1,
+    )
 
 
 class Attention(nn.Module):
@@ -35,7 +91,7 @@ class Attention(nn.Module):
 
     Args:
         config: Sizes, as of a Llama.
-        reads: Size of the input of queries, keys and values, which may be wider than the hidden states.
+        reads: Size of the input of queries, keys and values; it may be wider than the hidden states.
     """
 
     def __init__(self, config: LlamaConfig, reads: int) -> None:
@@ -46,11 +102,6 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(reads, kv_heads * self.head_dim, bias=config.attention_bias)
         self.v_proj = nn.Linear(reads, kv_heads * self.head_dim, bias=config.attention_bias)
         self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=False)
-
-    def heads_of(self, projected: Tensor) -> Tensor:
-        """`[batch, tokens, heads · dim]` to `[batch, heads, tokens, dim]`."""
-        heads: Tensor = projected.unflatten(-1, (-1, self.head_dim))
-        return heads.transpose(1, 2)
 
 
 class DraftLayer(nn.Module):
@@ -65,40 +116,44 @@ class DraftLayer(nn.Module):
         super().__init__()
         self.self_attn = Attention(config, reads)
         self.mlp = LlamaMLP(config)
-        self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def query(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
         """Queries `[batch, heads, tokens, dim]` of `[batch, tokens, reads]`."""
-        return rotate(self.self_attn.heads_of(self.self_attn.q_proj(x)), rotation)
+        return self._rotated(self._split(self.self_attn.q_proj(x)), rotation)
 
     def keys_values(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values, `[batch, kv heads, tokens, dim]` each, of `[batch, tokens, reads]`."""
-        attention = self.self_attn
-        return rotate(attention.heads_of(attention.k_proj(x)), rotation), attention.heads_of(attention.v_proj(x))
+        keys, values = self._split(self.self_attn.k_proj(x)), self._split(self.self_attn.v_proj(x))
+        return self._rotated(keys, rotation), values
 
     def finish(self, residual: Tensor, context: Tensor) -> Tensor:
         """The output of the layer, `[batch, tokens, hidden]`.
 
         Args:
             residual: `[batch, tokens, hidden]`, what attention is added to.
-            context: `[batch, heads, tokens, dim]`, what attention gives.
+            context: `[batch, heads, tokens, dim]`, the output of attention.
         """
         hidden: Tensor = residual + self.self_attn.o_proj(context.transpose(1, 2).flatten(2))
         added: Tensor = self.mlp(self.post_attention_layernorm(hidden))
         return hidden + added
 
+    def _split(self, projected: Tensor) -> Tensor:
+        heads: Tensor = projected.unflatten(-1, (-1, self.self_attn.head_dim))
+        return heads.transpose(1, 2)
 
-def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate pairs of dimensions of `[batch, heads, tokens, dim]` by cosines and sines `[batch, tokens, dim]`."""
-    (first, second), (cosine, sine) = x.chunk(2, dim=-1), (each[:, None] for each in rotation)
-    return x * cosine + torch.cat((-second, first), dim=-1) * sine
+    def _rotated(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        """Rotate `[batch, heads, tokens, dim]` by cosines and sines `[batch, tokens, dim]`."""
+        cosine, sine = (each[:, None] for each in rotation)
+        rotated: Tensor = x * cosine + rotate_half(x) * sine
+        return rotated
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     """Attention of few queries to keys of fewer heads.
 
-    Query heads that share keys are stacked as further queries, so that no key is copied. On a CPU that is several
-    times as fast as `enable_gqa`.
+    Query heads that share keys are stacked as further queries, so that no key is copied. On a CPU this is several times
+    as fast as `enable_gqa`.
 
     Args:
         query: `[batch, heads, tokens, dim]`.
@@ -121,7 +176,7 @@ def take(states: Tensor, index: Tensor) -> Tensor:
 
 
 class DraftCache:
-    """Keys and values of one layer: those of committed tokens first, those of a draft tree behind them.
+    """Keys and values of one layer: those of committed tokens first, those of a draft tree after them.
 
     Args:
         rows: Maximum number of rows.
@@ -131,32 +186,38 @@ class DraftCache:
     """
 
     def __init__(self, rows: int) -> None:
-        self._rows = rows
-        self._states: tuple[Tensor, Tensor] | None = None
+        self._states: list[Tensor] = []  # keys and values, `[rows, slots, kv heads, dim]`
         self.lengths = [0] * rows
 
     def write(self, rows: Sequence[int], first: Sequence[int], keys: Tensor, values: Tensor) -> None:
         """Write keys and values `[rows, kv heads, n, dim]` into the n slots from `first` on of each row."""
         end = max(first) + keys.shape[2]
-        if self._states is None or self._states[0].shape[1] < end:
-            self._grow(end, keys)
-        assert self._states is not None
+        if not self._states or self._states[0].shape[1] < end:
+            old, shape = self._states, (len(self.lengths), int(end * _GROWTH), keys.shape[1], keys.shape[3])
+            self._states = [keys.new_zeros(shape) for _ in range(2)]  # zeros: masked slots take part in 0 · value
+            for held, before in zip(self._states, old, strict=False):
+                held[:, : before.shape[1]] = before
         for held, new in zip(self._states, (keys, values), strict=True):
             for i, (row, slot) in enumerate(zip(rows, first, strict=True)):
                 held[row, slot : slot + new.shape[2]] = new[i].transpose(0, 1)
 
     def read(self, rows: Sequence[int], end: int) -> tuple[Tensor, Tensor]:
         """Keys and values of some rows, `[rows, kv heads, end, dim]` each; adjacent rows are not copied."""
-        assert self._states is not None
         is_adjacent = list(rows) == list(range(rows[0], rows[0] + len(rows)))
         index = slice(rows[0], rows[0] + len(rows)) if is_adjacent else list(rows)
         keys, values = (held[index][:, :end].transpose(1, 2) for held in self._states)
         return keys, values
 
     def extend(
-        self, layer: DraftLayer, rotation: Rotation, rows: Sequence[int], new: Sequence[int], read: Tensor, add: Tensor
+        self,
+        layer: DraftLayer,
+        rotation: LlamaRotaryEmbedding,
+        rows: Sequence[int],
+        new: Sequence[int],
+        read: Tensor,
+        add: Tensor,
     ) -> Tensor:
-        """Commit the new tokens of some rows, and run the layer at the last one of each row.
+        """Commit the new tokens of some rows, and run the layer at the last token of each row.
 
         Args:
             layer: The layer.
@@ -180,33 +241,3 @@ class DraftCache:
         query = layer.query(take(read, last), rotation(read, at))
         mask = torch.arange(end, device=read.device) <= at[..., None]
         return layer.finish(take(add, last), attend(query, *self.read(rows, end), mask))[:, 0]
-
-    def _grow(self, end: int, like: Tensor) -> None:
-        """Allocate at least `end` slots a row, keeping what is there."""
-        old = self._states
-        # Zeros, because a masked slot still takes part in 0 · value.
-        shape = self._rows, int(end * _GROWTH), like.shape[1], like.shape[3]
-        keys, values = like.new_zeros(shape), like.new_zeros(shape)
-        if old is not None:
-            keys[:, : old[0].shape[1]], values[:, : old[1].shape[1]] = old
-        self._states = keys, values
-
-
-def layer_config(model: PreTrainedModel) -> LlamaConfig:
-    """The sizes of a new layer: those of the model's own layers, as far as it has them."""
-    base: Any = model.config.get_text_config()
-    heads: int = base.num_attention_heads
-    hidden: int = base.hidden_size
-    rope = getattr(base, "rope_parameters", None) or {}
-    theta = rope.get("rope_theta") if rope.get("rope_type") == "default" else None
-    return LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=getattr(base, "intermediate_size", None) or 4 * hidden,
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(base, "num_key_value_heads", None) or heads,
-        head_dim=getattr(base, "head_dim", None) or hidden // heads,
-        rms_norm_eps=getattr(base, "rms_norm_eps", None) or 1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": theta or 10_000.0},
-        vocab_size=base.vocab_size,
-        num_hidden_layers=1,
-    )

@@ -1,4 +1,4 @@
-"""The MTP layer of a model's own checkpoint, as of DeepSeek-V3 and GLM-4.5, loaded and run by transformers."""
+"""The MTP layer of a model's own checkpoint (DeepSeek-V3, GLM-4.5), loaded and run by transformers."""
 
 from __future__ import annotations
 
@@ -11,23 +11,20 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lookahead.errors import HeadsError
-from lookahead.heads.base_model import unembed
 from lookahead.heads.eagle import MIN_PATH_PROB, WIDTH
 from lookahead.heads.guess_tree import GuessTree, HeadDrafter, Warp, guess_tree
+from lookahead.heads.layers import unembed
 from lookahead.ngram.acceptance import AcceptanceTable
 
 if TYPE_CHECKING:
     from transformers.cache_utils import MtpCache
     from transformers.modeling_layers import MtpModel
 
-NATIVE_DEPTH = 4
-"""Maximum number of tokens guessed. The layer was trained for one, and goes on from its own output as EAGLE does."""
+NATIVE_DEPTH = 4  # tokens guessed in a row; the layer was trained for one, and goes on from its output as EAGLE does
 
 
 def open_native(model: PreTrainedModel) -> MtpModel:
     """Load the MTP layer of the checkpoint that a model was loaded from.
-
-    transformers leaves those weights out when it loads a model, and reads them again here.
 
     Raises:
         HeadsError: This version of transformers cannot, or there is no such layer, or more than one.
@@ -52,14 +49,14 @@ def open_native(model: PreTrainedModel) -> MtpModel:
         raise HeadsError(f"the MTP layer of {config.name_or_path!r} cannot be loaded: {said}") from error
     if network.config._attn_implementation not in ("eager", "sdpa"):
         network.set_attn_implementation("sdpa")
-    network.layers.eval()  # these alone: its embedding and its LM head are the model's
+    network.layers.eval()  # not the embedding and the LM head, which are the model's
     return network
 
 
 class NativeDrafter(HeadDrafter):
-    """Drafts with the MTP layer: a chain of its likeliest guesses, the other guesses beside it.
+    """Drafts with the MTP layer: a chain of its likeliest guesses, and the other guesses at each level.
 
-    Rows run one after the other, as transformers' masks for such layers have no padding.
+    Rows run one after the other: transformers' masks for such layers have no padding.
 
     Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", §2.2.
     """
@@ -70,7 +67,7 @@ class NativeDrafter(HeadDrafter):
         self._caches: dict[int, MtpCache] = {}
 
     def read(self, rows: Sequence[int], tokens: Sequence[Tensor], states: Sequence[Tensor]) -> None:
-        """Run the layer over the pairs of new tokens and the hidden states they were chosen from."""
+        """Run the layer over the pairs of new tokens and their hidden states."""
         from transformers.cache_utils import MtpCache
 
         for row, new, state in zip(rows, tokens, states, strict=True):
@@ -84,7 +81,7 @@ class NativeDrafter(HeadDrafter):
         return [self._grow(row, root, max_nodes) for row, root in zip(rows, roots, strict=True)]
 
     def forget(self, row: int) -> None:
-        """Forget a row."""
+        """Drop the states of a row."""
         super().forget(row)
         self._caches.pop(row, None)
 
@@ -104,13 +101,13 @@ class NativeDrafter(HeadDrafter):
         self._caches[row].crop(1 - len(tokens))
         width = len(tokens[0])
         kinds = np.indices((len(tokens), width), np.int32).reshape(2, -1).T.copy()
-        # Node 0 is the root; the first guess of each level is what the next level follows.
+        # Node 0 is the root; each level follows the first guess of the previous level.
         parents = np.repeat(np.array([0, *range(1, width * (len(tokens) - 1), width)], np.int32), width)
         written, draft_probs = torch.cat(tokens).int().cpu().numpy(), torch.cat(probs).cpu().numpy()
         return guess_tree(root, written, parents, kinds, draft_probs, self._rates, max_nodes)
 
     def _run(self, row: int, tokens: Tensor, states: Tensor) -> Tensor:
-        """Run the layer over pairs of tokens `[1, n]` and states `[1, n, hidden]` after those in the cache."""
+        """Run the layer over pairs of tokens `[1, n]` and states `[1, n, hidden]`, after those in the cache."""
         cache = self._caches[row]
         begin = 1 + cache.get_seq_length()
         positions = torch.arange(begin, begin + tokens.shape[1], device=states.device)[None]

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lookahead.drafting.proposal import Call, Feedback, IntArray, Proposal, Proposer
-from lookahead.heads.base_model import lm_head
 from lookahead.heads.guess_tree import GuessTree, HeadDrafter
 from lookahead.heads.head_files import Network, fresh_rates, make_drafter, open_heads
+from lookahead.heads.layers import lm_head
 from lookahead.models.model_state import state_of
 from lookahead.ngram.acceptance import AcceptanceTable
 

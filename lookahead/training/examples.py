@@ -1,4 +1,4 @@
-"""What heads are trained on: texts, prompts with outputs, and prompts that the model answers itself."""
+"""Training examples of heads: texts, prompts with outputs, and prompts that the model answers itself."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ from lookahead.utils.atomic import parse_json, read_regular, write_atomically
 _JSON = (".jsonl", ".ndjson")
 
 Example = dict[str, Tensor]
-"""`input_ids` int64 `[tokens]`, and `wanted` bool `[tokens]`: the tokens that the model writes itself. Heads learn to
-guess these."""
+"""`input_ids` int64 `[tokens]`, and `wanted` bool `[tokens]`: the tokens that the model writes, which heads guess."""
 
 
 class Record(NamedTuple):
     """One line of a training file.
 
     Attributes:
-        prompt: What an output answers; None where the whole is plain text.
-        output: The answer, or the plain text; None where the model is to answer.
+        prompt: The prompt; None for plain text.
+        output: The output, or the plain text; None if the model is to answer.
     """
 
     prompt: str | None
@@ -51,7 +50,7 @@ def read_records(path: Path) -> list[Record]:
         TrainingError: It cannot be read, or a line is none of these; the message names the line.
     """
     try:
-        with opened(str(path)) as file:  # a pipe that nothing comes through is given up
+        with opened(str(path)) as file:  # with a timeout for pipes
             text = decode_bytes(file.read(), str(path))
     except OSError as error:
         raise TrainingError(f"{path}: {error.strerror or error}") from error
@@ -60,7 +59,7 @@ def read_records(path: Path) -> list[Record]:
     if path.suffix.lower() not in _JSON:
         records = [Record(None, text)] if text.strip() else []
     else:
-        lines = enumerate(text.split("\n"), start=1)  # splitlines would part a line at U+2028, which JSON allows
+        lines = enumerate(text.split("\n"), start=1)  # splitlines splits at U+2028, which JSON strings may contain
         records = [_record(line, f"{path}:{number}") for number, line in lines if line.strip()]
     if not records:
         raise TrainingError(f"{path}: nothing to train on")
@@ -93,16 +92,16 @@ def answer_prompts(
     max_new_tokens: int,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[list[int]]:
-    """Answer prompts greedily with a model, and keep the answers in a file, so that a second start goes on from there.
+    """Answer prompts greedily with a model, and keep the answers in a file from which another start continues.
 
     Heads learn most from the model's own outputs.
 
     Args:
         loaded: The model and its tokenizer.
-        prompts: As `lookahead.generate` takes them.
-        file: One answer a line; the first line tells what they are answers of.
+        prompts: As for `lookahead.generate`.
+        file: One answer a line, after a first line that identifies the prompts.
         max_new_tokens: Maximum number of tokens of an answer.
-        say: Receives a line about the progress.
+        say: Receives one line for every 100 answers.
 
     Returns:
         The tokens of every answer, an end-of-sequence token included.
@@ -128,7 +127,7 @@ def answer_prompts(
 
 
 def _read_answers(file: Path, first: object, most: int, vocabulary: int) -> list[list[int]]:
-    """The answers of a file; a last line that was cut off is dropped."""
+    """The answers of a file; an incomplete last line is dropped."""
     try:
         lines = read_regular(file).rpartition(b"\n")[0].splitlines()
     except OSError as error:
@@ -150,15 +149,15 @@ def _read_answers(file: Path, first: object, most: int, vocabulary: int) -> list
 def make_examples(
     records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, answers: Sequence[list[int]], max_length: int
 ) -> list[Example]:
-    """Examples of all records, those that have their output first.
+    """Make examples of records, those with an output first.
 
-    Plain text becomes pieces of `max_length` tokens, all of them wanted but the first.
+    Plain text is split into pieces of `max_length` tokens; all but the first token of each are wanted.
 
     Args:
         records: The records.
         tokenizer: The model's.
         answers: The tokens of the model's answers to the prompts without an output, in their order.
-        max_length: Maximum number of tokens of an example; it is cut off there.
+        max_length: Maximum number of tokens of an example; the rest is cut off.
     """
 
     def encode(text: str, **options: Any) -> list[int]:
@@ -180,13 +179,13 @@ def make_examples(
 
 
 def make_example(prompt: Sequence[int], output: Sequence[int], max_length: int) -> Example:
-    """A prompt and its output, cut off after `max_length` tokens."""
+    """The example of a prompt and its output, cut off after `max_length` tokens."""
     ids = torch.tensor([*prompt, *output], dtype=torch.int64)[:max_length]
     return {"input_ids": ids, "wanted": torch.arange(len(ids)) >= len(prompt)}
 
 
 def split_examples(examples: Sequence[Example], every: int) -> tuple[list[Example], list[Example]]:
-    """Those to train on, and one in `every` that is held out; examples with nothing to guess are left out.
+    """Split examples: one in `every` is held out; examples with nothing to guess are dropped.
 
     Raises:
         TrainingError: They are too few.
@@ -202,5 +201,5 @@ def split_examples(examples: Sequence[Example], every: int) -> tuple[list[Exampl
 
 
 def collate(examples: Sequence[Example]) -> Example:
-    """Examples as one batch, padded on the right with tokens that are not wanted."""
+    """Make one batch of examples, padded on the right with tokens that are not wanted."""
     return {name: pad_sequence([example[name] for example in examples], batch_first=True) for name in examples[0]}

@@ -1,4 +1,4 @@
-"""The training loop of heads: transformers' Trainer, with the model beside what it trains."""
+"""The training loop of heads: transformers' Trainer, which runs the model and trains the heads."""
 
 from __future__ import annotations
 
@@ -13,19 +13,16 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 
-from lookahead.heads.base_model import hidden_states
+from lookahead.heads.layers import hidden_states
 from lookahead.training.examples import Example, collate
-from lookahead.training.learner import Learner
+from lookahead.training.learners import Learner
 
-HEADS_RATE = 4.0
-"""The learning rate of heads relative to that of a model trained with them."""
-
-HEAD_START = 0.25
-"""Share of the steps that heads train alone before the model is trained with them."""
+HEADS_RATE = 4.0  # learning rate of heads relative to that of a model trained with them
+HEAD_START = 0.25  # share of the steps before a model trained with its heads is trained too
 
 
 class JointWeights(nn.Module):
-    """Heads and the weights of their model, each once: safetensors takes no tied weights."""
+    """Heads and the weights of their model, each weight once: safetensors takes no tied weights."""
 
     def __init__(self, learner: Learner, model: PreTrainedModel) -> None:
         super().__init__()
@@ -34,19 +31,19 @@ class JointWeights(nn.Module):
 
 
 class HeadTrainer(Trainer):
-    """Trains heads, and where asked the model with them.
+    """Trains heads, and the model with them if asked.
 
-    A frozen model stays outside of what is trained, so that checkpoints hold the heads alone. A model that is trained
-    too joins after `HEAD_START` of the steps, when the heads no longer guess at random, and at a lower rate.
+    A frozen model is not part of the checkpoints. A model that is trained too starts after `HEAD_START` of the steps,
+    when the heads no longer guess at random, and at a lower rate.
 
     Args:
-        model: The model the heads are of, on the device of training.
+        model: The model of the heads, on the device of training.
         learner: The heads.
-        args: As for `Trainer`; its learning rate is that of the heads.
-        train: What to train on.
-        held_out: What `evaluate` measures.
-        say: Receives a line about each thing logged; the callbacks of `Trainer` write to stdout, where results go.
-        is_joint: Whether the model is trained as well.
+        args: As for `Trainer`; the learning rate is that of the heads.
+        train: Examples to train on.
+        held_out: Examples to evaluate on.
+        say: Receives one line for each log entry; the callbacks of `Trainer` would write to stdout.
+        is_joint: Whether the model is trained too.
 
     Source: Cai et al. 2024, "Medusa", §2.2.2 (differential learning rates and heads warm-up).
     """
@@ -79,7 +76,7 @@ class HeadTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """One pass of the model, then every loss forward and backward in turn, then the model backward if it learns."""
+        """Run the model, then each loss forward and backward in turn, then the model backward if it is trained."""
         self._learner.train()
         self._base.train(self._is_joint)
         batch = self._prepare_inputs(inputs)
@@ -95,7 +92,7 @@ class HeadTrainer(Trainer):
         return total
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
-        """Measure how often the guess of each place, and one of its first five, is right on held-out examples."""
+        """Measure on held-out examples how often each guess, and one of the first five, is right."""
         self._learner.eval()
         self._base.eval()
         counts = torch.zeros(self._learner.depth, 3, dtype=torch.int64)
@@ -113,7 +110,7 @@ class HeadTrainer(Trainer):
         return metrics
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Tell the step, and the loss or what was measured."""
+        """Report the step, and the loss or the metrics."""
         super().log(logs, start_time)
         shown = [f"{name.removeprefix('eval_')} {logs[name]:.4g}" for name in logs if name.startswith("eval_")]
         if shown or "loss" in logs:
@@ -121,7 +118,7 @@ class HeadTrainer(Trainer):
             self._say(f"step {self.state.global_step:,} of {self.state.max_steps:,}: {figures}")
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Adam for the heads, and for a model that is trained with them a lower rate."""
+        """AdamW, with a lower rate for a model that is trained too."""
         if self.optimizer is None:
             rate = self.args.learning_rate
             groups: list[dict[str, Any]] = [{"params": list(self._learner.parameters()), "lr": rate}]
@@ -132,7 +129,7 @@ class HeadTrainer(Trainer):
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
-        """As `rate_scale` has it; a model that is trained too starts late."""
+        """The schedule of `rate_scale`; a model that is trained too starts later."""
         if self.lr_scheduler is None:
             warm_up = max(1, int(self.args.get_warmup_steps(num_training_steps)))
             starts = (0, int(HEAD_START * num_training_steps)) if self._is_joint else (0,)
@@ -143,18 +140,18 @@ class HeadTrainer(Trainer):
         return self.lr_scheduler
 
     def _states(self, batch: dict[str, Tensor], gradients: AbstractContextManager[Any]) -> Tensor:
-        """The model's hidden states, in the heads' precision."""
+        """The model's hidden states, float32."""
         with gradients, self.compute_loss_context_manager():
             return hidden_states(self._base, batch["input_ids"], self._learner.layers).float()
 
     def _next(self, losses: Iterator[Tensor]) -> Tensor | None:
-        """The next loss, computed in the precision of training."""
+        """The next loss, under the autocast of training."""
         with self.compute_loss_context_manager():
             return next(losses, None)
 
 
 def rate_scale(step: int, *, start: int, warm_up: int, end: int) -> float:
-    """Factor on the learning rate: 0 before `start`, up in `warm_up` steps, down in half a cosine."""
+    """Factor on the learning rate: 0 before `start`, a linear warm-up of `warm_up` steps, then half a cosine."""
     if step < start:
         return 0.0
     done = (step - start) / max(1, end - start)

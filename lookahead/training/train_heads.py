@@ -1,4 +1,4 @@
-"""A training run of heads, from a file of examples to a folder of heads."""
+"""A training run: from a file of examples to a folder of heads."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lookahead.errors import LookaheadError, TrainingError
-from lookahead.heads.base_model import body_of, lm_head
 from lookahead.heads.eagle import EagleHead
 from lookahead.heads.head_files import TrainedHeads, write_heads
+from lookahead.heads.independent_heads import MedusaHeads, MtpHeads
 from lookahead.heads.induction_init import begin_mtp, fresh_fused
-from lookahead.heads.medusa import MedusaHeads
-from lookahead.heads.mtp import MtpHeads
+from lookahead.heads.layers import body_of, lm_head
 from lookahead.models.loading import LoadedModel
-from lookahead.training.eagle_learner import EagleLearner, FusedEagleLearner
 from lookahead.training.examples import Example, Record, answer_prompts, make_examples, read_records, split_examples
-from lookahead.training.learner import IndependentHeadsLearner, Learner
+from lookahead.training.learners import EagleLearner, FusedEagleLearner, IndependentHeadsLearner, Learner
 from lookahead.utils.atomic import read_json, write_atomically
 from lookahead.utils.fingerprints import model_fingerprint
 
@@ -35,25 +33,25 @@ if TYPE_CHECKING:
 KINDS = ("medusa", "eagle", "eagle3", "mtp")
 _JOINT = ("medusa", "mtp")
 _SETTINGS = "run.json"
-_ANSWERS = "answers.jsonl"  # what the model answered to the prompts of the data
-_DONE = "trainer_state.json"  # what the Trainer writes last into a checkpoint
+_ANSWERS = "answers.jsonl"  # the model's answers to the prompts of the data
+_DONE = "trainer_state.json"  # written last into a checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What defines a run; one that goes on must have the same.
+    """The settings of a run; a resumed run must have the same.
 
     Attributes:
         kind: `"medusa"`, `"mtp"`, `"eagle"` or `"eagle3"`.
-        heads: How many tokens are guessed, by Medusa and MTP each with a head of its own.
-        is_joint: Whether the model is trained as well, which changes what it writes; not for EAGLE.
-        draft_vocab: Number of tokens an EAGLE-3 head can propose, the most frequent ones of the data.
-        steps: Batches trained on; None for one pass over the data.
+        heads: Number of tokens guessed; Medusa and MTP have one head for each.
+        is_joint: Whether the model is trained too, which changes its outputs; not for EAGLE.
+        draft_vocab: Number of tokens that an EAGLE-3 head can propose, the most frequent ones of the data.
+        steps: Number of batches; None for one pass over the data.
         batch_size: Examples of a batch.
-        learning_rate: Of the heads, at its highest.
+        learning_rate: The maximum learning rate of the heads.
         max_length: Maximum number of tokens of an example.
-        max_new_tokens: Maximum number of tokens the model answers with, where a prompt has no output.
-        hold_out_every: One example in so many is kept for measuring.
+        max_new_tokens: Maximum number of tokens of the model's answer to a prompt without an output.
+        hold_out_every: One example in this many is held out.
         seed: Of the first weights and of the order of the examples.
 
     Raises:
@@ -87,7 +85,7 @@ class Settings:
 
 
 def check_trainer() -> None:
-    """Make sure that transformers' Trainer can be used.
+    """Check that transformers' Trainer can be used.
 
     Raises:
         TrainingError: accelerate, which it needs, is not installed.
@@ -110,17 +108,16 @@ def train_heads(
     """Train heads for a model and write them.
 
     Args:
-        loaded: The model and its tokenizer; the model stays as it is unless it is trained as well.
-        data: What to train on, see `lookahead.training.examples.read_records`.
-        output: The folder for the heads; what a run needs to go on is kept there too, and a model that was trained
-            with them in `model`.
-        settings: How.
-        resume: Whether to go on from what an earlier start left in the folder.
-        say: Receives a line about each thing done.
+        loaded: The model and its tokenizer; the model is not changed unless it is trained too.
+        data: The file of examples, see `lookahead.training.examples.read_records`.
+        output: The folder for the heads and the checkpoints; a model that was trained too is in `model`.
+        settings: The settings.
+        resume: Whether to continue the run that the folder holds.
+        say: Receives one line for each step of the run.
 
     Returns:
-        For every place the share of held-out guesses that are right, `eval_accuracy_1` and so on, and of those where
-        one of five is, `eval_top_5_1`.
+        On held-out examples, for each token guessed: the share of right first guesses, `eval_accuracy_1` and so on, and
+        of right ones among five, `eval_top_5_1` and so on.
 
     Raises:
         TrainingError: accelerate is missing, the data is unusable, or the folder belongs to another run.
@@ -130,7 +127,7 @@ def train_heads(
     records = read_records(data)
     lm_head(loaded.model)
     _enter(output, settings, model_fingerprint(loaded.model, body_of(loaded.model)), records, resume=resume)
-    with _removed_if_useless(output), _restored(loaded.model):
+    with _removed_on_failure(output), _restored(loaded.model):
         examples = _examples(loaded, records, output, settings, say)
         train, held_out = split_examples(examples, settings.hold_out_every)
         say(f"{len(train):,} examples to train on, {len(held_out):,} held out")
@@ -146,10 +143,10 @@ def train_heads(
 
 
 @contextmanager
-def _removed_if_useless(output: Path) -> Iterator[None]:
-    """Remove what a run wrote into its folder if it fails before there is a checkpoint to resume from.
+def _removed_on_failure(output: Path) -> Iterator[None]:
+    """Remove the files of a run that fails before its first checkpoint.
 
-    Answers of the model are kept where the same run may succeed another time, which a run that is refused cannot.
+    The model's answers are kept unless the run was refused: the same run may succeed later.
     """
     try:
         yield
@@ -165,7 +162,7 @@ def _removed_if_useless(output: Path) -> Iterator[None]:
 
 @contextmanager
 def _restored(model: PreTrainedModel) -> Iterator[None]:
-    """Restore after a block which parameters take gradients, and whether the model is in training mode."""
+    """Restore after a block which parameters require gradients, and whether the model is in training mode."""
     took = [parameter.requires_grad for parameter in model.parameters()]
     was_training = model.training
     try:
@@ -177,13 +174,13 @@ def _restored(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _last_checkpoint(output: Path) -> Path | None:
-    """The newest checkpoint that was written to its end."""
+    """The newest complete checkpoint."""
     whole = [path for path in output.glob("checkpoints/checkpoint-*") if (path / _DONE).is_file()]
     return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
 def _enter(output: Path, settings: Settings, model: str, records: list[Record], *, resume: bool) -> None:
-    """Make the folder, or check that it holds the same run."""
+    """Create the folder, or check that it holds the same run."""
     digest = xxhash.xxh3_64_hexdigest(json.dumps(records).encode())
     run = {**asdict(settings), "model": model, "data": digest}
     path = output / _SETTINGS
@@ -210,7 +207,7 @@ def _enter(output: Path, settings: Settings, model: str, records: list[Record], 
 def _examples(
     loaded: LoadedModel, records: list[Record], output: Path, settings: Settings, say: Callable[[str], None]
 ) -> list[Example]:
-    """The examples of all records; the model answers those that have no output."""
+    """The examples of all records; the model answers prompts without an output."""
     answers: list[list[int]] = []
     prompts = [prompt for prompt, written in records if written is None and prompt is not None]
     if prompts:
@@ -227,14 +224,14 @@ def _prepare(
     settings: Settings,
     say: Callable[[str], None],
 ) -> tuple[HeadTrainer, TrainedHeads]:
-    """The Trainer of a run, and the heads it trains."""
+    """The Trainer of a run, and its heads."""
     from transformers import TrainingArguments
 
     from lookahead.training.heads_trainer import HeadTrainer
 
     model = loaded.model.requires_grad_(settings.is_joint)
     with torch.random.fork_rng():
-        torch.manual_seed(settings.seed)  # a run that goes on begins with the same weights
+        torch.manual_seed(settings.seed)  # a resumed run begins with the same weights
         learner, heads = untrained(model, train, settings)
     on_cpu = model.device.type == "cpu"
     arguments: dict[str, Any] = {
@@ -251,7 +248,7 @@ def _prepare(
         "eval_strategy": "steps",
         "eval_steps": 0.25,
         "logging_steps": 0.01,
-        # On a CPU only where the model is, since one without instructions for it would be slower.
+        # On a CPU only if the model is bfloat16: without its instructions it is slower.
         "bf16": model.dtype == torch.bfloat16 if on_cpu else torch.cuda.is_bf16_supported(),
         "use_cpu": on_cpu,
         "report_to": [],
@@ -264,7 +261,7 @@ def _prepare(
 
 
 def untrained(model: PreTrainedModel, train: list[Example], settings: Settings) -> tuple[Learner, TrainedHeads]:
-    """Untrained heads of a kind in fp32 on the model's device, and what trains them."""
+    """Untrained heads of a kind, float32 on the model's device, and their learner."""
     count, device = settings.heads, lm_head(model).weight.device
     if settings.kind == "medusa":
         medusa = MedusaHeads.fresh(model, heads=count).float()
@@ -281,7 +278,7 @@ def untrained(model: PreTrainedModel, train: list[Example], settings: Settings) 
 
 
 def frequent_tokens(examples: list[Example], model: PreTrainedModel, most: int) -> list[int]:
-    """The tokens that the model writes most in some examples, ascending; all there are where there are no more."""
+    """The `most` tokens that the model writes most often in some examples, ascending; at most the vocabulary."""
     vocab = len(lm_head(model).weight)
     counts: Tensor = sum(
         (torch.bincount(each["input_ids"][each["wanted"]], minlength=vocab) for each in examples),

@@ -1,0 +1,225 @@
+"""Medusa and MTP heads: head k guesses the token k + 2 positions after a hidden state, whatever the others guess."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+
+from lookahead.heads.guess_tree import GuessTree, HeadDrafter, Warp, independent_heads_tree
+from lookahead.heads.layers import DraftCache, DraftLayer, attend, layer_config, lm_head, take, unembed
+from lookahead.ngram.acceptance import AcceptanceTable
+
+_GUESSES = 32  # of each head; a draft of any size rarely reaches further down
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(W x + b); with W and b zero it is the identity."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`[..., hidden]` to the same."""
+        return hidden + nn.functional.silu(self.linear(hidden))
+
+
+class MedusaHeads(nn.ModuleList):
+    """Heads on the hidden state that the LM head reads, each some residual blocks and a projection to the vocabulary.
+
+    The names of the weights are those of published checkpoints: `0.0.linear.weight` is the first block of head 0,
+    `0.1.weight` its projection.
+
+    Args:
+        hidden_size: Of the model.
+        vocab_size: Of the model.
+        heads: Number of heads.
+        blocks: Residual blocks of each.
+
+    Source: Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads",
+        §2.1.1.
+    """
+
+    kind = "medusa"
+
+    def __init__(self, hidden_size: int, vocab_size: int, *, heads: int, blocks: int = 1) -> None:
+        super().__init__(
+            nn.Sequential(
+                *(ResidualBlock(hidden_size) for _ in range(blocks)), nn.Linear(hidden_size, vocab_size, bias=False)
+            )
+            for _ in range(heads)
+        )
+        self.blocks = blocks
+
+    @classmethod
+    @torch.no_grad()
+    def fresh(cls, model: PreTrainedModel, *, heads: int, blocks: int = 1) -> MedusaHeads:
+        """Untrained heads, which give the logits of the LM head: its projection after identity blocks."""
+        weight = lm_head(model).weight
+        made = cls(weight.shape[1], weight.shape[0], heads=heads, blocks=blocks)
+        for parameter in made.parameters():
+            parameter.zero_()
+        for head in made:
+            head[-1].weight.copy_(weight)  # type: ignore[index]
+        return made.to(weight.device, weight.dtype)
+
+    def guess(self, model: PreTrainedModel, head: int, states: Tensor, places: Tensor) -> Tensor:
+        """Logits `[n, vocab]` of one head at positions, int64 `[n]`, of flattened states `[batch, tokens, hidden]`."""
+        logits: Tensor = self[head](states.flatten(0, 1)[places])
+        return logits
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Logits of every head, `[heads, ..., vocab]` of hidden states `[..., hidden]`."""
+        return torch.stack([head(hidden) for head in self])
+
+
+class MtpHead(DraftLayer):
+    """A decoder layer that reads a low layer's hidden states beside the last ones, each through a norm.
+
+    Its output is added to the last hidden states, scaled by a learned weight for each dimension.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config, 2 * config.hidden_size)
+        self.low_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.kept = nn.Parameter(torch.ones(config.hidden_size))
+
+    def enter(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """The input of attention, `[..., 2 · hidden]`, and what its output is added to, `[..., hidden]`."""
+        low, last = states.chunk(2, dim=-1)
+        return torch.cat((self.low_layernorm(low), self.input_layernorm(last)), dim=-1), last * self.kept
+
+
+class MtpHeads(nn.Module):
+    """Heads in front of the model's own LM head. Each attends to all earlier hidden states.
+
+    Args:
+        config: Sizes of a layer, as of a Llama.
+        heads: Number of heads.
+        low_layer: The layer they read beside the last one, which keeps little of the tokens that were read.
+
+    Attributes:
+        hidden_layers: Both layers, numbered as by `output_hidden_states`.
+
+    Source: Gloeckle et al. 2024, "Better & Faster Large Language Models via Multi-token Prediction", §2. There heads
+        and model are trained together from the beginning. Here heads are added to a trained model that may stay
+        unchanged, so each begins as the identity.
+    """
+
+    kind = "mtp"
+
+    def __init__(self, config: LlamaConfig, *, heads: int, low_layer: int) -> None:
+        super().__init__()
+        self.config = config
+        self.hidden_layers = (low_layer, -1)
+        self.heads = nn.ModuleList(MtpHead(config) for _ in range(heads))
+        self.rotation = LlamaRotaryEmbedding(config)
+
+    def __len__(self) -> int:
+        return len(self.heads)
+
+    def head(self, index: int) -> MtpHead:
+        """One of the heads."""
+        head = self.heads[index]
+        assert isinstance(head, MtpHead)
+        return head
+
+    @classmethod
+    @torch.no_grad()
+    def fresh(cls, model: PreTrainedModel, *, heads: int) -> MtpHeads:
+        """Untrained heads with layers like the model's, which give the logits of its LM head."""
+        is_small = model.config.get_text_config().num_hidden_layers < 8
+        made = cls(layer_config(model), heads=heads, low_layer=1 if is_small else 2)
+        for index in range(heads):
+            made.head(index).self_attn.o_proj.weight.zero_()
+            made.head(index).mlp.down_proj.weight.zero_()
+        return made.to(lm_head(model).weight.device)
+
+    def guess(self, model: PreTrainedModel, head: int, states: Tensor, places: Tensor) -> Tensor:
+        """Logits `[n, vocab]` of one head at positions, int64 `[n]`, of flattened states `[batch, tokens, 2 · hidden]`.
+
+        Keys and values are computed at all positions, queries only at those asked for.
+        """
+        layer, (batch, tokens) = self.head(head), states.shape[:2]
+        position = torch.arange(tokens, device=states.device).expand(batch, -1)
+        read, kept = layer.enter(states)
+        keys, values = layer.keys_values(read, self.rotation(states, position))
+        counts = torch.bincount(places // tokens, minlength=batch).tolist()
+        at = pad_sequence((places % tokens).split(counts), batch_first=True)
+        query = layer.query(take(read, at), self.rotation(states, at))
+        out = layer.finish(take(kept, at), attend(query, keys, values, position[:, None] <= at[..., None]))
+        return unembed(model, torch.cat([row[:count] for row, count in zip(out, counts, strict=True)]))
+
+
+class IndependentHeadsDrafter(HeadDrafter):
+    """Combines the guesses of independent heads into one tree a row."""
+
+    def draft(self, rows: Sequence[int], roots: Sequence[int], max_nodes: int) -> list[GuessTree]:
+        """Draft after the last token of each of some rows; the heads run once for all."""
+        draft_probs, tokens = self._guess(self._logits(rows), _GUESSES)
+        # One copy from the device: [heads, rows, guesses], tokens and the bits of their probabilities.
+        packed = torch.stack((tokens.int(), draft_probs.view(torch.int32))).cpu().numpy()
+        return [
+            independent_heads_tree(root, packed[0, :, i], packed[1, :, i].view(np.float32), self._rates, max_nodes)
+            for i, root in enumerate(roots)
+        ]
+
+    @abstractmethod
+    def _logits(self, rows: Sequence[int]) -> Tensor:
+        """Logits of every head after the last token of some rows, `[heads, rows, vocab]`."""
+
+
+class MedusaDrafter(IndependentHeadsDrafter):
+    """Drafts with Medusa heads from the last hidden state of each row."""
+
+    reads_all = False
+
+    def __init__(self, heads: MedusaHeads, model: PreTrainedModel, rates: AcceptanceTable, warp: Warp | None) -> None:
+        super().__init__(model, rates, warp)
+        self._heads = heads
+
+    def read(self, rows: Sequence[int], tokens: Sequence[Tensor], states: Sequence[Tensor]) -> None:
+        """Keep the last hidden state of each row."""
+        self._last.update((row, each[-1]) for row, each in zip(rows, states, strict=True))
+
+    def _logits(self, rows: Sequence[int]) -> Tensor:
+        logits: Tensor = self._heads(torch.stack([self._last[row] for row in rows]))
+        return logits
+
+
+class MtpDrafter(IndependentHeadsDrafter):
+    """Drafts with MTP heads, each with keys and values of every token of at most `rows` rows."""
+
+    def __init__(
+        self, heads: MtpHeads, model: PreTrainedModel, rates: AcceptanceTable, warp: Warp | None, rows: int
+    ) -> None:
+        super().__init__(model, rates, warp)
+        self.hidden_layers = heads.hidden_layers
+        self._heads = heads
+        self._caches = [DraftCache(rows) for _ in range(len(heads))]
+
+    def read(self, rows: Sequence[int], tokens: Sequence[Tensor], states: Sequence[Tensor]) -> None:
+        """Run every head over the new hidden states."""
+        padded, new = pad_sequence(list(states), batch_first=True), [len(each) for each in states]
+        outs = []
+        for index, cache in enumerate(self._caches):
+            layer = self._heads.head(index)
+            outs.append(cache.extend(layer, self._heads.rotation, rows, new, *layer.enter(padded)))
+        self._last.update(zip(rows, torch.stack(outs, 1), strict=True))
+
+    def forget(self, row: int) -> None:
+        """Drop the states of a row."""
+        super().forget(row)
+        for cache in self._caches:
+            cache.lengths[row] = 0
+
+    def _logits(self, rows: Sequence[int]) -> Tensor:
+        return unembed(self._model, torch.stack([self._last[row] for row in rows], 1))

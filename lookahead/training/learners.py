@@ -1,0 +1,293 @@
+"""The losses that train each kind of heads, and how often the heads guess right."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lookahead.heads.eagle import EagleHead, FusedEagleHead
+from lookahead.heads.independent_heads import MedusaHeads, MtpHeads
+from lookahead.heads.layers import take, unembed
+
+DECAY = 0.8  # weight of a head's or step's loss relative to the one before: later tokens are harder, and needed less
+HEADS_SHARE = 0.2  # weight of the heads' losses relative to the model's own, if both are trained
+TOKEN_SHARE = 0.1  # weight of the token loss relative to the feature loss of EAGLE
+NOISE = 0.1  # maximum noise on features relative to their size: at drafting they are predicted, not exact
+
+
+class Learner(nn.Module, ABC):
+    """Heads in training on the hidden states of a model.
+
+    Attributes:
+        layers: The decoder layers whose inputs are read; empty for the input of the LM head.
+        depth: Number of tokens guessed.
+    """
+
+    layers: tuple[int, ...] = ()
+    depth: int
+
+    @abstractmethod
+    def losses(self, model: PreTrainedModel, states: Tensor, batch: dict[str, Tensor]) -> Iterator[Tensor]:
+        """Scalars whose sum is the loss; the backward pass of each may run before the next is computed.
+
+        Args:
+            model: The model of the heads.
+            states: `[batch, tokens, size]`, its hidden states.
+            batch: `input_ids` and `wanted`, `[batch, tokens]`, padded on the right.
+        """
+
+    @abstractmethod
+    def hits(self, model: PreTrainedModel, states: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        """For each token guessed: right first guesses, right ones among five, and trials, int64 `[depth, 3]`."""
+
+
+class IndependentHeadsLearner(Learner):
+    """Cross-entropy of every head with the token it guesses.
+
+    The backward pass of a head runs before the next head's logits are computed: with a vocabulary V and a hidden size d
+    the peak memory is O(V + d) a token, not O(heads · V + d).
+
+    Args:
+        heads: The heads.
+        is_joint: Whether the model is trained too. The loss is then its own and `HEADS_SHARE` of theirs.
+
+    Source: Cai et al. 2024, "Medusa", §2.2.1 (the loss and its decay) and §2.2.2 (joint training); Gloeckle et al.
+        2024, "Better & Faster Large Language Models via Multi-token Prediction", §2 (one head after the other).
+    """
+
+    def __init__(self, heads: MedusaHeads | MtpHeads, *, is_joint: bool = False) -> None:
+        super().__init__()
+        self.heads = heads
+        self.layers = heads.hidden_layers if isinstance(heads, MtpHeads) else ()
+        self.depth = len(heads)
+        self._is_joint = is_joint
+
+    def losses(self, model: PreTrainedModel, states: Tensor, batch: dict[str, Tensor]) -> Iterator[Tensor]:
+        """The model's own loss if it is trained, then that of every head."""
+        if self._is_joint:
+            positions, labels = targets(batch, 1)
+            last = states[..., -model.config.get_text_config().hidden_size :]
+            yield F.cross_entropy(unembed(model, last.flatten(0, 1)[positions]).float(), labels)
+        for head in range(self.depth):
+            positions, labels = targets(batch, head + 2)
+            if len(positions) > 0:
+                share = DECAY ** (head + 1) * (HEADS_SHARE if self._is_joint else 1.0)
+                yield share * F.cross_entropy(self.heads.guess(model, head, states, positions).float(), labels)
+
+    def hits(self, model: PreTrainedModel, states: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        """How often each head is right."""
+        counts = []
+        for head in range(self.depth):
+            positions, labels = targets(batch, head + 2)
+            counts.append(_count_hits(_five_likeliest(self.heads.guess(model, head, states, positions)), labels))
+        return torch.stack(counts)
+
+
+class DraftStarts(NamedTuple):
+    """The positions of a batch at which drafting may begin: the next token was written by the model.
+
+    Attributes:
+        positions: int64 `[batch, starts]`, ascending; 0 after the last.
+        is_start: bool `[batch, starts]`, False after the last.
+    """
+
+    positions: Tensor
+    is_start: Tensor
+
+    @classmethod
+    def of(cls, batch: dict[str, Tensor]) -> DraftStarts:
+        """Those of a batch of `input_ids` and `wanted`."""
+        begins = batch["wanted"][:, 1:]
+        order = begins.float().argsort(dim=1, descending=True, stable=True)
+        most = int(begins.sum(1).max())
+        is_start = begins.gather(1, order)[:, :most]
+        return cls(order[:, :most] * is_start, is_start)
+
+    def labels(self, batch: dict[str, Tensor], step: int) -> tuple[Tensor, Tensor]:
+        """Which starts have a token written by the model for this step to guess, and that token."""
+        ids, at = batch["input_ids"], self.positions + 2 + step
+        inside = at.clamp(max=ids.shape[1] - 1)
+        kept = self.is_start & (at < ids.shape[1]) & batch["wanted"].gather(1, inside)
+        return kept, ids.gather(1, inside)[kept]
+
+
+class EagleLearner(Learner):
+    """Smooth L1 between predicted features and the model's, and a share of cross-entropy between their tokens.
+
+    Args:
+        head: The head.
+        depth: Steps measured on held-out text; one is trained.
+
+    Source: Li et al. 2024, "EAGLE", §3.2 (both losses, their weights, and noise on the features).
+    """
+
+    def __init__(self, head: EagleHead, depth: int) -> None:
+        super().__init__()
+        self.head = head
+        self.layers = () if head.hidden_layers == (-1,) else (*head.hidden_layers, -1)
+        self.depth = depth
+
+    def losses(self, model: PreTrainedModel, states: Tensor, batch: dict[str, Tensor]) -> Iterator[Tensor]:
+        """One loss."""
+        starts = DraftStarts.of(batch)
+        size = states.square().mean().sqrt()
+        noisy = states + (torch.rand_like(states) * 2 - 1) * NOISE * size
+        (out,) = unroll(self.head, model, noisy, batch, starts, 1)
+        kept, _ = starts.labels(batch, 0)
+        truth = take(states, (starts.positions + 1).clamp(max=states.shape[1] - 1))[kept]
+        predicted = out[kept]
+        probs = unembed(model, truth).float().softmax(-1)
+        token_loss = -(probs * self.head.logits(model, predicted).float().log_softmax(-1)).sum(-1).mean()
+        yield F.smooth_l1_loss(predicted, truth) + TOKEN_SHARE * token_loss
+
+    def hits(self, model: PreTrainedModel, states: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        """How often each step is right, given the true tokens and the head's own features."""
+        starts, counts = DraftStarts.of(batch), []
+        features = self.head.enter(self._inputs(states))
+        for step, out in enumerate(unroll(self.head, model, features, batch, starts, self.depth)):
+            kept, labels = starts.labels(batch, step)
+            guesses = self.head.token_ids(_five_likeliest(self.head.logits(model, out[kept])))
+            counts.append(_count_hits(guesses, labels))
+        return torch.stack(counts)
+
+    def _inputs(self, states: Tensor) -> Tensor:
+        """The hidden states that the head reads."""
+        return states
+
+
+class FusedEagleLearner(EagleLearner):
+    """Cross-entropy of every step with the model's distribution over the tokens that the head can propose.
+
+    Args:
+        head: The head.
+        depth: Steps trained.
+
+    Source: Li et al. 2025, "EAGLE-3", §3.2; the weight of a step decays as in its published training.
+    """
+
+    head: FusedEagleHead
+
+    def losses(self, model: PreTrainedModel, states: Tensor, batch: dict[str, Tensor]) -> Iterator[Tensor]:
+        """One loss, since each step continues the one before."""
+        starts = DraftStarts.of(batch)
+        last = states[..., -self.head.config.hidden_size :]
+        tokens = self.head.token_ids(torch.arange(len(self.head.d2t), device=states.device))
+        total = torch.zeros((), device=states.device)
+        features = self.head.enter(self._inputs(states))
+        for step, out in enumerate(unroll(self.head, model, features, batch, starts, self.depth)):
+            kept, _ = starts.labels(batch, step)
+            with torch.no_grad():
+                index = (starts.positions + 1 + step).clamp(max=states.shape[1] - 1)
+                truth = unembed(model, take(last, index)[kept]).float()
+                is_known = torch.isin(truth.argmax(-1), tokens)
+                probs = truth[is_known][:, tokens].softmax(-1)
+            if len(probs) > 0:
+                log_probs = self.head.logits(model, out[kept][is_known]).float().log_softmax(-1)
+                total = total - DECAY**step * (probs * log_probs).sum(-1).mean()
+        yield total
+
+    def _inputs(self, states: Tensor) -> Tensor:
+        """The states of the fused layers; those of the last layer come after them."""
+        return states[..., : -self.head.config.hidden_size]
+
+
+def unroll(
+    head: EagleHead, model: PreTrainedModel, features: Tensor, batch: dict[str, Tensor], starts: DraftStarts, steps: int
+) -> Iterator[Tensor]:
+    """Run a head as drafting does: the first step on the model's features, further steps on its own output.
+
+    The tokens are those of the text. At the first step a start attends to all pairs of feature and token up to its own;
+    at later steps also to its own later pairs. So the steps of all starts run together.
+
+    Args:
+        head: The head.
+        model: Its model.
+        features: `[batch, tokens, hidden]`, of the model's hidden states.
+        batch: `input_ids` and `wanted`.
+        starts: Where drafting begins.
+        steps: Number of steps.
+
+    Yields:
+        `[batch, starts, hidden]`: at step s, from 0, the output for the token s + 2 positions after each start;
+        undefined beyond the end of the text.
+
+    Source: Li et al. 2025, "EAGLE-3", §3.2 (training-time test).
+    """
+    layer, ids = head.layer, batch["input_ids"]
+    embeddings = model.get_input_embeddings()(ids).to(features.dtype)
+    position = torch.arange(ids.shape[1] - 1, device=ids.device).expand(len(ids), -1)
+    read, residual = head.pair(features[:, :-1], embeddings[:, 1:])
+    keys, values = layer.keys_values(read, head.rotation(features, position))
+    visible = position[:, None] <= starts.positions[..., None]
+    read, residual = take(read, starts.positions), take(residual, starts.positions)
+    out = residual
+    later: list[tuple[Tensor, Tensor]] = []
+    for step in range(steps):
+        rotation = head.rotation(features, starts.positions + step)
+        if step > 0:
+            token = (starts.positions + 1 + step).clamp(max=ids.shape[1] - 1)
+            read, residual = head.pair(out, take(embeddings, token))
+            later.append(layer.keys_values(read, rotation))
+        context = _attend_with_later(layer.query(read, rotation), keys, values, visible, later)
+        out = layer.finish(residual, context)
+        yield out
+
+
+def _attend_with_later(
+    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, later: list[tuple[Tensor, Tensor]]
+) -> Tensor:
+    """Attention to the pairs of the text, and of each start to its own later pairs.
+
+    Args:
+        query: `[batch, heads, starts, dim]`.
+        keys: `[batch, kv heads, tokens, dim]`.
+        values: As the keys.
+        visible: bool `[batch, starts, tokens]`.
+        later: Keys and values `[batch, kv heads, starts, dim]`.
+    """
+    kv_heads = keys.shape[1]
+    grouped = query.reshape(len(query), kv_heads, -1, *query.shape[2:]) * query.shape[-1] ** -0.5
+    text = torch.einsum("bkgpd,bktd->bkgpt", grouped, keys).masked_fill(~visible[:, None, None], float("-inf"))
+    own = [(grouped * key[:, :, None]).sum(-1, keepdim=True) for key, _ in later]
+    weights = torch.cat((text, *own), dim=-1).softmax(-1, dtype=torch.float32).to(values.dtype)
+    context = torch.einsum("bkgpt,bktd->bkgpd", weights[..., : keys.shape[2]], values)
+    for i, (_, value) in enumerate(later):
+        context = context + weights[..., keys.shape[2] + i, None] * value[:, :, None]
+    return context.reshape(query.shape)
+
+
+def targets(batch: dict[str, Tensor], ahead: int) -> tuple[Tensor, Tensor]:
+    """The positions at which the token `ahead` positions later is to be guessed, and that token.
+
+    Drafting can begin there: the model itself wrote the next token too.
+
+    Args:
+        batch: `input_ids` and `wanted`, `[batch, tokens]`.
+        ahead: At least 1, the token that the LM head gives.
+
+    Returns:
+        int64 `[n]`, positions in the flattened batch, and int64 `[n]`, the tokens.
+    """
+    ids, wanted = batch["input_ids"], batch["wanted"]
+    counts = torch.zeros_like(wanted)
+    end = max(0, wanted.shape[1] - ahead)
+    counts[:, :end] = wanted[:, 1 : 1 + end] & wanted[:, ahead:]
+    positions = counts.flatten().nonzero().squeeze(1)
+    return positions, ids.flatten()[positions + ahead]
+
+
+def _five_likeliest(logits: Tensor) -> Tensor:
+    """The likeliest five tokens, or fewer if there are no five, int64 `[n, 5]` of logits `[n, vocab]`."""
+    return logits.topk(min(5, logits.shape[-1]), dim=-1).indices
+
+
+def _count_hits(guesses: Tensor, labels: Tensor) -> Tensor:
+    """Right first guesses, right ones among all, and trials, int64 `[3]`, of int64 `[n, 5]` and labels `[n]`."""
+    right = guesses == labels[:, None]
+    return torch.stack([right[:, 0].sum(), right.any(1).sum(), torch.tensor(len(labels), device=labels.device)])
