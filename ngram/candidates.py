@@ -52,7 +52,7 @@ def _read_ahead(arena, length, is_open, occurrences, ahead, each):
     """Copy some more of the tokens after an occurrence, -1 at the end of its document.
 
     The open document, the first text if it is the row's own, has no end: it is continued by what followed the
-    occurrence, so that a loop goes on as a loop.
+    occurrence, so that a loop is continued as a loop.
     """
     begin, depth = occurrences[each, _POSITION], occurrences[each, _READ]
     stop = min(depth + _CHUNK, ahead.shape[1])
@@ -159,7 +159,7 @@ def score(after, options, probs, matches, longest, memory, hashes, orders, sourc
     risk = risk_of(table, token) if matches > 0 else 0
     own, foreign = 0, 0
     for at in range(matches):
-        # Options of the first text are ranked among themselves: other texts say little about them.
+        # Options of the first text are ranked separately: other texts are weak evidence for them.
         if is_own(options[at, _SUPPORT]):
             rank, own = own, own + 1
         else:
@@ -181,7 +181,7 @@ def score(after, options, probs, matches, longest, memory, hashes, orders, sourc
     is_long = longest >= _LONG
     left = CEILING
     if longest >= COPY:
-        # A copy keeps its own probability, whatever short matches there are beside it.
+        # Short matches for other tokens do not reduce the probability of a copy.
         probs[0] = min(probs[0], CEILING)
         left = _shrink(probs, 1, matches, CEILING - probs[0])
     elif is_long:

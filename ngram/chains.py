@@ -70,41 +70,6 @@ class Chains(RawArrays):
         self._point_to(arena, heads, links)
         self._pointers[_CAPACITY], self._pointers[_SLOTS] = arena.size, heads.shape[1]
 
-    def find(
-        self,
-        context: Sequence[int] | IntArray | None = None,
-        *,
-        min_ngram: int = 1,
-        max_ngram: int = MAX_CONTEXT,
-        max_links: int = 32,
-        max_continuations: int = 4,
-    ) -> tuple[IntArray, IntArray]:
-        """Find earlier occurrences of the end of a context, and the token after each.
-
-        Args:
-            context: Tokens whose end is looked up; `None` means the open document.
-            min_ngram: Shortest match, in tokens, at least 1.
-            max_ngram: Longest context compared, in tokens, from `min_ngram` to 64.
-            max_links: Maximum number of chain links walked.
-            max_continuations: Stop at this many different next tokens.
-
-        Returns:
-            Positions in `tokens` of the next tokens, and the lengths of the matches in tokens, both int32: the longest
-            chain first, and the most recent first within a chain.
-
-        Raises:
-            TypeError: `context` does not hold whole numbers.
-            ValueError: An argument is out of range.
-        """
-        if not 1 <= min_ngram <= max_ngram <= MAX_CONTEXT:
-            raise ValueError(f"need 1 <= min_ngram <= max_ngram <= {MAX_CONTEXT}, got {min_ngram} and {max_ngram}")
-        if max_links < 1 or max_continuations < 1:
-            raise ValueError(f"max_links and max_continuations must be positive, got {max_links}, {max_continuations}")
-        tail = self.tokens if context is None else as_tokens(context)
-        positions, lengths = np.empty((2, max_links), np.int32)
-        found = find_matches(*self.state, tail, tail.size, min_ngram, max_ngram, max_continuations, positions, lengths)
-        return positions[:found], lengths[:found]
-
 
 class ChainIndex(Chains):
     """An index of documents, the last of which is open and grows.
@@ -119,10 +84,11 @@ class ChainIndex(Chains):
 
     Example:
         >>> index = ChainIndex()
-        >>> index.append([5, 6, 7, 8, 5, 6])
-        >>> positions, lengths = index.find()
-        >>> index.tokens[positions].tolist(), lengths.tolist()  # 7 followed the 2-token match "5 6"
-        ([7], [2])
+        >>> index.append([5, 6, 7])
+        >>> index.end_document()
+        >>> index.append([8])
+        >>> index.tokens.tolist()
+        [-1, 5, 6, 7, -1, 8]
     """
 
     __slots__ = ("_max_tokens",)
@@ -342,9 +308,11 @@ def _is_new(arena, positions, count):
 
 @njit(cache=True, error_model="numpy")
 def find_matches(arena, heads, links, length, context, end, shortest, longest, variety, positions, lengths):
-    """Walk the chains from the longest context down; `Chains.find` checks the arguments.
+    """Find earlier occurrences of the end of a context: walk the chains from the longest context down.
 
-    Fills `positions` and `lengths`, whose size limits the links walked, and returns how many were found.
+    Fills `positions`, of the next tokens, and `lengths`, of the matches: the longest chain first, and the most recent
+    first within a chain. Their size limits the links walked. Stops at `variety` different next tokens. Returns how many
+    were found.
     """
     levels, first, second, third, fourth = _hash_levels(context, end, heads.shape[1] - 1)
     budget, count, distinct = positions.size, 0, 0

@@ -43,7 +43,7 @@ class PoolHeader:
         tokens: Tokens of all documents, at least 1.
         documents: Number of documents.
         largest_token: The largest token id.
-        checksum: XXH3 of all bytes behind the header, 64 bits.
+        checksum: XXH3 of all bytes after the header, 64 bits.
         learned: 1 if the documents are earlier outputs, to which a job adds; 0 if they are a corpus.
     """
 

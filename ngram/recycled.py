@@ -35,17 +35,6 @@ class RecycledTable(RawArrays):
 
     Raises:
         ValueError: `contexts` is not such a number.
-
-    Example:
-        >>> table = RecycledTable(contexts=64)
-        >>> successors = np.array([[3, 9, 1, 0, 2, 4, 5, 6]], np.int32)
-        >>> table.store(
-        ...     np.array([7, 8], np.int32), np.zeros(1, np.int32), np.array([8], np.int32),
-        ...     successors, np.array([[0.5, 0.25, 0.1, 0.05, 0.0, 0.0, 0.0, 0.0]], np.float32),
-        ... )
-        >>> order, tokens, probs = table.find(np.array([1, 7, 8], np.int32))
-        >>> order, tokens[:2].tolist(), probs[:2].round(3).tolist()
-        (2, [3, 9], [0.5, 0.25])
     """
 
     __slots__ = ("_keys", "_now", "_probs", "_times", "_tokens")
@@ -104,21 +93,6 @@ class RecycledTable(RawArrays):
             skipped = np.zeros(nodes, np.bool_)
         _store_tree(*self.state, self._times, self._now, before, parents, tokens, top, probs, skipped)
 
-    def find(self, context: IntArray) -> tuple[int, IntArray, FloatArray]:
-        """Look up the longest known end of a context.
-
-        Args:
-            context: int32 `[n]`.
-
-        Returns:
-            How many tokens of the context are known, 0 to 4; its successors, int32 `[8]`; and their probabilities,
-            float32 `[8]`, rounded to 1/65535. Both are empty if nothing is known.
-        """
-        hashes = np.empty(ORDERS, np.uint64)
-        order, group, way = _look_up(self._keys, context, hashes)
-        found = slice(0, TOP if order else 0)
-        return order, self._tokens[group, way][found], (self._probs[group, way][found] / _UNIT).astype(np.float32)
-
 
 @jit_inline
 def table_at(address):
@@ -171,11 +145,6 @@ def find_context(keys, hashes, orders):
             if keys[group, way] == code:
                 return order + 1, group, way
     return 0, 0, 0
-
-
-@njit(cache=True, error_model="numpy")
-def _look_up(keys, context, hashes):
-    return find_context(keys, hashes, hash_context(context, context.size, context, context, 0, hashes))
 
 
 @jit_inline

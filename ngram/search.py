@@ -40,7 +40,7 @@ _FLOOR = 0.0001  # least probability of a node to be reached
 _MAX_LINKS = 1 << 12
 _VARIETY = 16  # different next tokens looked for in a text
 _COPY_AGE, _COPY_LINKS = 12, 2  # the last copy is searched at this many tokens, along this many links of each
-_MOST_CHANGED = 3  # tokens that may replace as many of a copy's source before the copy goes on
+_MOST_CHANGED = 3  # tokens that may replace as many of a copy's source before the copy resumes
 _NO_TEXT = ChainIndex()
 _NO_TAIL = np.zeros(0, np.int32)
 _NO_MEMORY = RecycledTable(contexts=4)
@@ -143,9 +143,9 @@ def grow_trie(
 ) -> Trie | None:
     """Merge earlier continuations of a context and the target's recycled tokens into a tree, likeliest paths first.
 
-    Each occurrence is followed to the end of its document. One that reaches the end of the open document goes on with
-    the path itself, so that a loop goes on as a loop. The recycled table is looked up at every node. The same token
-    from several sources is one candidate; its probability is the hit rate of its features.
+    Each occurrence is followed to the end of its document; at the end of the open document it continues with the path
+    itself, so that a loop is continued as a loop. The recycled table is looked up at every node. The same token from
+    several sources is one candidate; its probability is the hit rate of its features.
 
     Args:
         texts: Texts to search, at most three.
@@ -198,7 +198,7 @@ def _carve(space, used, rows, columns):
 
 @njit(cache=True, error_model="numpy")
 def _propose(search_at, max_nodes, context, own, floor, budget, max_depth, min_probability, is_chain, costs):
-    """Find, grow and select, by addresses. `own` tells that the first text's open document is the context."""
+    """Find, grow and select, by addresses. With `own` the context is the first text's open document."""
     given = pointers_at(search_at, _POINTERS)
     first, second, third = chains_at(given[0]), chains_at(given[1]), chains_at(given[2])
     memory, (table, frequent) = table_at(given[3]), rates_at(given[4])

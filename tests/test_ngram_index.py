@@ -19,6 +19,7 @@ from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import SEPARATOR, ChainIndex
 from lookahead.ngram.features import RANKS, feature_of_match
 from lookahead.ngram.search import grow_trie
+from tests.support.index_queries import find
 from tests.support.naive_index import continuation, find_by_scan, find_resumed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,11 +41,6 @@ def index_of(documents: list[list[int]], max_tokens: int | None = None) -> Chain
     return index
 
 
-def found(index: ChainIndex, context=None, **limits) -> list[tuple[int, int]]:
-    positions, lengths = index.find(context, **limits)
-    return list(zip(positions.tolist(), lengths.tolist(), strict=True))
-
-
 def paths(tokens: np.ndarray, parents: np.ndarray) -> list[tuple[int, ...]]:
     """For every node, the tokens from below the root to it."""
     walked: list[tuple[int, ...]] = [()]
@@ -58,20 +54,20 @@ def test_the_end_of_the_open_document_is_found_wherever_it_stood_before(document
     index = index_of(documents)
     stream = index.tokens.tolist()
     expected = find_by_scan(stream, stream, min_ngram=shortest, max_ngram=shortest + more)
-    assert found(index, min_ngram=shortest, max_ngram=shortest + more, **NO_LIMIT) == expected
+    assert find(index, min_ngram=shortest, max_ngram=shortest + more, **NO_LIMIT) == expected
 
 
 @given(few_documents, tokens_of)
 def test_a_foreign_context_is_found_wherever_its_end_stands(documents, context):
     index = index_of(documents)
-    assert found(index, context, **NO_LIMIT) == find_by_scan(index.tokens.tolist(), context)
+    assert find(index, context, **NO_LIMIT) == find_by_scan(index.tokens.tolist(), context)
 
 
 @given(few_documents, st.integers(1, 12), st.integers(1, 4))
 def test_limits_cut_the_walk_short_and_change_nothing_else(documents, max_links, variety):
     index = index_of(documents)
-    everything = found(index, **NO_LIMIT)
-    some = found(index, max_links=max_links, max_continuations=variety)
+    everything = find(index, **NO_LIMIT)
+    some = find(index, max_links=max_links, max_continuations=variety)
     assert len(some) <= max_links
     assert [match for match in everything if match in some] == some
     assert len({int(index.tokens[position]) for position, _ in some}) <= variety
@@ -87,7 +83,7 @@ def test_appending_in_pieces_makes_the_index_of_the_whole(tokens, cuts):
         rest = rest[cut:]
     pieces.append(np.array(rest, np.int32))
     assert pieces.tokens.tolist() == whole.tokens.tolist()
-    assert found(pieces, **NO_LIMIT) == found(whole, **NO_LIMIT)
+    assert find(pieces, **NO_LIMIT) == find(whole, **NO_LIMIT)
 
 
 @given(few_documents)
@@ -98,7 +94,7 @@ def test_documents_added_at_once_are_those_added_one_by_one(documents):
     at_once.append_documents(np.array(flat, np.int32))
     one_by_one = index_of(documents)
     assert at_once.tokens.tolist() == one_by_one.tokens.tolist()
-    assert found(at_once, **NO_LIMIT) == found(one_by_one, **NO_LIMIT)
+    assert find(at_once, **NO_LIMIT) == find(one_by_one, **NO_LIMIT)
 
 
 def test_many_tokens_at_once_make_the_chains_that_one_after_the_other_make():
@@ -128,18 +124,17 @@ def test_a_context_that_outgrows_every_table_is_still_found(period):
     index = ChainIndex()
     for piece in np.array_split(tokens, 11):
         index.append(piece)
-    positions, lengths = index.find(max_ngram=64, max_links=1 << 16)
+    matches = find(index, max_ngram=64, max_links=1 << 16)
     stream = index.tokens.tolist()
     expected = dict(find_by_scan(stream, stream, max_ngram=64))
-    assert positions[0] == len(index) - period
-    assert lengths[0] == min(64, tokens.size - period)
-    assert all(expected[position] == length for position, length in zip(positions, lengths, strict=True))
+    assert matches[0] == (len(index) - period, min(64, tokens.size - period))
+    assert all(expected[position] == length for position, length in matches)
 
 
 def test_no_match_crosses_from_one_document_into_the_next():
     index = index_of([[1, 2], [3, 4], [1, 2]])
-    assert found(index) == []  # 3 stands behind "1 2", but in another document
-    assert found(index, [2, 3]) == [(5, 1)]
+    assert find(index) == []  # 3 stands behind "1 2", but in another document
+    assert find(index, [2, 3]) == [(5, 1)]
 
 
 def test_a_capped_index_forgets_the_oldest_and_answers_for_the_rest():
@@ -151,7 +146,7 @@ def test_a_capped_index_forgets_the_oldest_and_answers_for_the_rest():
         assert len(index) <= 1024
     index.append([5])
     stream = index.tokens.tolist()
-    assert found(index, **NO_LIMIT) == find_by_scan(stream, stream)
+    assert find(index, **NO_LIMIT) == find_by_scan(stream, stream)
 
 
 def test_memory_follows_the_content_and_not_the_vocabulary():
@@ -166,8 +161,8 @@ def test_memory_follows_the_content_and_not_the_vocabulary():
 def test_nothing_is_found_where_nothing_repeats(tokens):
     index = ChainIndex()
     index.append(tokens)
-    assert found(index) == []
-    assert found(index, []) == []
+    assert find(index) == []
+    assert find(index, []) == []
     assert grow_trie([index], HitRates(), 8) is None
 
 
@@ -189,7 +184,7 @@ def test_what_is_no_token_is_refused_and_leaves_the_index_as_it_was(tokens, erro
     with pytest.raises(error):
         index.append(tokens)
     with pytest.raises(error):
-        index.find(tokens)
+        grow_trie([index], HitRates(), 4, context=tokens)
     assert len(index) == 1
 
 
@@ -197,11 +192,7 @@ def test_options_out_of_range_are_refused_by_name():
     index = index_of([[1, 1]])
     for limits in ({"min_ngram": 0}, {"min_ngram": 3, "max_ngram": 2}, {"max_ngram": 65}):
         with pytest.raises(ValueError, match="min_ngram <= max_ngram"):
-            index.find(**limits)
-        with pytest.raises(ValueError, match="min_ngram <= max_ngram"):
             grow_trie([index], HitRates(), 4, **limits)
-    with pytest.raises(ValueError, match="max_links"):
-        index.find(max_links=0)
     with pytest.raises(ValueError, match="max_links"):
         grow_trie([index], HitRates(), 4, max_links=0)
     with pytest.raises(ValueError, match="max_tokens"):

@@ -15,6 +15,7 @@ from lookahead.ngram.chains import ChainIndex
 from lookahead.ngram.prune import FREE, Limits
 from lookahead.ngram.search import grow_trie
 from lookahead.proposers.ngram import Memory, NgramProposer
+from tests.support.index_queries import find_recycled
 
 NOTHING = np.zeros(0, np.int32)
 
@@ -304,5 +305,5 @@ def test_what_the_target_copies_from_the_rows_own_text_is_not_kept_for_other_tex
     chances = np.full((5, 8), 0.1, np.float32)
     feedback = Feedback(ids(20, 21, 60), np.arange(3, dtype=np.int32), NOTHING, Top(tree, top, chances))
     proposer.observe(0, feedback, np.arange(5, dtype=np.int32))
-    known = [memory.recycled.find(tree.tokens[: node + 1])[0] for node in range(5)]
+    known = [find_recycled(memory.recycled, tree.tokens[: node + 1])[0] for node in range(5)]
     assert [order > 0 for order in known] == [node == departs for node in range(5)]

@@ -21,6 +21,7 @@ from lookahead.ngram.pool_file import Pool, PoolHeader, read_header, write_pool
 from lookahead.ngram.replacing import replacing
 from lookahead.ngram.search import grow_trie
 from lookahead.pools.open_pool import open_pool
+from tests.support.index_queries import find
 from tests.support.naive_index import find_by_scan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,11 +44,6 @@ def forged(data: bytes) -> bytes:
     return header + xxhash.xxh3_64_digest(header) + body
 
 
-def found(index: Pool | ChainIndex, context: object, **limits: int) -> list[tuple[int, int]]:
-    positions, lengths = index.find(context, **limits)
-    return list(zip(positions.tolist(), lengths.tolist(), strict=True))
-
-
 # Searching
 
 
@@ -62,7 +58,7 @@ def test_a_pool_finds_what_a_scan_finds_and_grows_the_trees_of_an_index(tmp_path
     pool, index = Pool.open(path), ChainIndex()
     index.append_documents(np.array(tokens, np.int32))
     assert pool.tokens.tolist() == index.tokens.tolist() == [SEPARATOR, *tokens]
-    assert found(pool, context, **NO_LIMIT) == find_by_scan(pool.tokens.tolist(), context)
+    assert find(pool, context, **NO_LIMIT) == find_by_scan(pool.tokens.tolist(), context)
     ours, theirs = (grow_trie([each], HitRates(), 12, context=context) for each in (pool, index))
     assert (ours is None) == (theirs is None)
     if ours is not None:
@@ -73,9 +69,9 @@ def test_a_pool_finds_what_a_scan_finds_and_grows_the_trees_of_an_index(tmp_path
 def test_one_compiled_core_serves_a_pool_and_an_index(path):
     index = ChainIndex()
     index.append([1, 2, 1])
-    index.find()
+    find(index)
     compiled = len(find_matches.signatures)
-    assert found(Pool.open(path), [5, 6]) == [(8, 2), (3, 2)]
+    assert find(Pool.open(path), [5, 6]) == [(8, 2), (3, 2)]
     assert len(find_matches.signatures) == compiled
 
 
@@ -106,7 +102,7 @@ def test_what_is_written_to_the_arrays_of_a_pool_never_reaches_the_file(path):
 def test_a_new_pool_takes_the_place_of_the_old_one_and_who_has_that_open_keeps_it(path):
     old = Pool.open(path)
     write_pool(path, np.array([1, 2, 3], np.int32), 78)
-    assert found(old, [5, 6]) == [(8, 2), (3, 2)]
+    assert find(old, [5, 6]) == [(8, 2), (3, 2)]
     assert Pool.open(path, 78).tokens.tolist() == [SEPARATOR, 1, 2, 3]
     assert os.listdir(path.parent) == ["pool.lkp"]
 
@@ -340,4 +336,4 @@ def test_chains_that_run_in_a_circle_end(path):
     for place in range(header.length * LEVELS):
         struct.pack_into("=i", data, links + 4 * place, 3)
     path.write_bytes(forged(bytes(data)))
-    assert set(found(Pool.open(path), [5, 6], max_links=50)) == {(3, 2), (8, 2)}
+    assert set(find(Pool.open(path), [5, 6], max_links=50)) == {(3, 2), (8, 2)}

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import doctest
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookahead.ngram import recycled
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import ChainIndex
 from lookahead.ngram.recycled import RecycledTable
 from lookahead.ngram.search import grow_trie
+from tests.support.index_queries import find_recycled
 from tests.support.naive_index import RecycledByDict
 
 HUGE = 2**31 - 1
@@ -44,9 +42,9 @@ def test_the_longest_known_context_gives_what_was_stored_last(taught, context):
     for lesson in taught:
         teach(table, lesson)
         everything.store(*lesson)
-    order, tokens, chances = table.find(np.array(context, np.int32))
+    order, tokens, chances = find_recycled(table, context)
     known, expected, expected_chances = everything.find(context)
-    assert (order, tokens.tolist()) == (known, list(expected))
+    assert (order, tokens) == (known, list(expected))
     np.testing.assert_allclose(chances, expected_chances, atol=1e-5)
 
 
@@ -57,11 +55,11 @@ def test_a_full_table_forgets_but_never_mixes_contexts(taught, context):
     for lesson in taught:
         teach(table, lesson)
         everything.store(*lesson)
-    order, tokens, _ = table.find(np.array(context, np.int32))
+    order, tokens, _ = find_recycled(table, context)
     assert table.nbytes == size
     assert order <= everything.find(context)[0]
     if order:
-        assert tokens.tolist() == list(everything.successors[tuple(context[len(context) - order :])][0])
+        assert tokens == list(everything.successors[tuple(context[len(context) - order :])][0])
 
 
 def chain(table: RecycledTable, context: list[int], top: list[int], chances: list[float]) -> None:
@@ -73,7 +71,7 @@ def test_the_oldest_context_of_a_set_gives_way():
     table = RecycledTable(contexts=4)
     for context in ([1], [2], [3], [4], [1], [5]):
         chain(table, context, list(range(10, 18)), [0.1] * 8)
-    assert [table.find(np.array([each], np.int32))[0] for each in (1, 2, 3, 4, 5)] == [1, 0, 1, 1, 1]
+    assert [find_recycled(table, [each])[0] for each in (1, 2, 3, 4, 5)] == [1, 0, 1, 1, 1]
 
 
 def test_nothing_is_kept_after_nodes_that_are_skipped():
@@ -81,7 +79,7 @@ def test_nothing_is_kept_after_nodes_that_are_skipped():
     top, chances = np.tile(np.arange(8, dtype=np.int32), (3, 1)), np.full((3, 8), 0.1, np.float32)
     skipped = np.array([False, True, False])
     table.store(tokens[:1], np.array([0, 0, 1], np.int32), tokens, top, chances, skipped)
-    assert [table.find(tokens[: n + 1])[0] for n in range(3)] == [1, 0, 3]
+    assert [find_recycled(table, tokens[: n + 1])[0] for n in range(3)] == [1, 0, 3]
 
 
 def test_a_tree_grows_from_what_the_target_thought_likely():
@@ -122,7 +120,3 @@ def test_a_number_of_contexts_that_is_no_power_of_two_is_refused(contexts):
 def test_successors_that_do_not_fit_the_tree_are_refused():
     with pytest.raises(ValueError, match="8 successors each"):
         teach(RecycledTable(contexts=64), ([1], [0], [1], [[1, 2, 3]], [[0.5, 0.3, 0.2]]))
-
-
-def test_the_example_in_the_docstring_holds():
-    assert doctest.testmod(recycled).failed == 0

@@ -1,4 +1,4 @@
-"""Medusa and MTP heads: head k guesses the token k + 2 positions after a hidden state, whatever the others guess."""
+"""Medusa and MTP heads: head k guesses the token k + 2 positions after a hidden state, independently of the others."""
 
 from __future__ import annotations
 

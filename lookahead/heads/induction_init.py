@@ -68,7 +68,7 @@ def _begin_fused(head: FusedEagleHead, model: PreTrainedModel) -> None:
 def begin_mtp(heads: MtpHeads, model: PreTrainedModel, examples: Iterable[Mapping[str, Tensor]]) -> None:
     """Let untrained heads look up the next token: head k predicts the token k + 1 positions after its last occurrence.
 
-    The model's last hidden states tell the next token, its low ones the tokens at and before a position. The linear
+    The model's last hidden states encode the next token, its low ones the tokens at and before a position. The linear
     maps from states to tokens are found by least squares on the examples.
 
     Args:

@@ -19,7 +19,7 @@ def find_by_scan(
         max_ngram: Longest context compared, in tokens.
 
     Returns:
-        Position and length of every match, in the order of `ChainIndex.find` without limits.
+        Position and length of every match, in the order of `find_matches` without limits.
     """
     matches = []
     for position in range(len(stream)):
@@ -104,7 +104,7 @@ class RecycledByDict:
                     self.successors[context] = (top[node], chances[node])
 
     def find(self, context: Sequence[int]) -> tuple[int, list[int], list[float]]:
-        """As `RecycledTable.find`."""
+        """As `tests.support.index_queries.find_recycled`."""
         for order in range(min(4, len(context)), 0, -1):
             known = self.successors.get(tuple(context[len(context) - order :]))
             if known is not None:

@@ -1,0 +1,39 @@
+"""Queries of the indexes for tests: drafting reads both inside one compiled search."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numba import njit
+
+from lookahead.ngram.chains import MAX_CONTEXT, Chains, IntArray, as_tokens, find_matches
+from lookahead.ngram.recycled import ORDERS, RecycledTable, find_context, hash_context, prob_of
+
+
+def find(
+    chains: Chains,
+    context: Sequence[int] | IntArray | None = None,
+    *,
+    min_ngram: int = 1,
+    max_ngram: int = MAX_CONTEXT,
+    max_links: int = 32,
+    max_continuations: int = 4,
+) -> list[tuple[int, int]]:
+    """Position of the next token and length of every match of the end of a context, None for the open document."""
+    tail = chains.tokens if context is None else as_tokens(context)
+    positions, lengths = np.empty((2, max_links), np.int32)
+    found = find_matches(*chains.state, tail, tail.size, min_ngram, max_ngram, max_continuations, positions, lengths)
+    return list(zip(positions[:found].tolist(), lengths[:found].tolist(), strict=True))
+
+
+def find_recycled(table: RecycledTable, context: Sequence[int] | IntArray) -> tuple[int, list[int], list[float]]:
+    """How many tokens at the end of a context are known, and its successors with their probabilities."""
+    keys, tokens, probs = table.state
+    order, group, way = _look_up(keys, np.asarray(context, np.int32), np.empty(ORDERS, np.uint64))
+    return (order, tokens[group, way].tolist(), prob_of(probs[group, way]).tolist()) if order else (0, [], [])
+
+
+@njit
+def _look_up(keys, context, hashes):
+    return find_context(keys, hashes, hash_context(context, context.size, context, context, 0, hashes))
