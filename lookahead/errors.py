@@ -79,3 +79,8 @@ class TrainingError(LookaheadError, ValueError):
 
 class ClusterError(LookaheadError, RuntimeError):
     """A Ray cluster cannot be reached, or the workers on it do not live to do their work."""
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error in one line, or the name of its type where it has no message."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -219,7 +219,7 @@ def test_data_through_a_pipe_is_read_and_given_up_where_nothing_comes(tmp_path, 
     threading.Thread(target=path.write_bytes, args=[b'{"text": "ab"}\n'], daemon=True).start()
     assert read_records(path) == [Record(None, "ab")]
     monkeypatch.setattr("lookahead.documents.byte_sources.TIMEOUT_S", 0.2)
-    with pytest.raises(TrainingError, match="a pipe through which nothing came"):
+    with pytest.raises(TrainingError, match="no data came through this pipe"):
         read_records(path)
 
 

@@ -77,7 +77,7 @@ def test_of_a_remote_parquet_file_no_more_is_copied_than_there_is_room_for(monke
     memory.pipe("/hostile/large.parquet", b"PAR1" + bytes(5 << 20))
     monkeypatch.setattr(opening, "MOST_COPIED", 2 << 20)
     (reject,) = read_documents(find_inputs(["memory://hostile/large.parquet"]))
-    assert "more than 0.00195 GiB to copy to a temporary file first; download it" in reject.error
+    assert "cannot copy more than 0.00195 GiB to a temporary file; download it" in reject.error
 
 
 @pytest.fixture
@@ -90,7 +90,14 @@ def soon(monkeypatch):
 def test_a_pipe_without_a_writer_is_given_up(tmp_path, soon, name):
     os.mkfifo(tmp_path / name)
     (reject,) = read_documents(find_inputs([str(tmp_path / name)]))
-    assert reject.error == f"{tmp_path / name}: a pipe through which nothing came within 0.2 s"
+    assert reject.error == f"{tmp_path / name}: no data came through this pipe within 0.2 s"
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.parquet", "a.html"])
+def test_a_device_is_refused_before_a_byte_of_it_is_read(tmp_path, name):
+    (tmp_path / name).symlink_to("/dev/zero")
+    (reject,) = read_documents(find_inputs([str(tmp_path / name)]))
+    assert reject.error == f"{tmp_path / name}: a device, not a file; - reads standard input"
 
 
 @pytest.mark.parametrize("name", ["pipe.txt", "pipe.parquet"])
@@ -108,7 +115,7 @@ def test_a_pipe_in_a_folder_is_left_out_and_named(tmp_path):
     (tmp_path / "a.txt").write_text("One.")
     skipped = []
     assert [each.path for each in find_inputs([str(tmp_path)], on_skip=skipped.append)] == [str(tmp_path / "a.txt")]
-    assert skipped == [f"{tmp_path / 'pipe.txt'}: no regular file, or a link to nothing"]
+    assert skipped == [f"{tmp_path / 'pipe.txt'}: not a regular file, or a broken link"]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.jsonl.rejects.jsonl"])
@@ -138,7 +145,7 @@ def test_a_prompt_may_come_through_a_pipe_and_is_not_waited_for_without_end(tmp_
     threading.Thread(target=path.write_text, args=["Once."], daemon=True).start()
     assert read_prompt_file(str(path)) == "Once."
     monkeypatch.setattr(opening, "TIMEOUT_S", 0.2)
-    with pytest.raises(DocumentError, match="a pipe through which nothing came"):
+    with pytest.raises(DocumentError, match="no data came through this pipe"):
         read_prompt_file(str(path))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import http.server
 import io
 import json
@@ -264,14 +263,7 @@ def test_a_page_without_text_is_refused(folder, page):
 @pytest.mark.parametrize(("name", "module"), [("a.html", "trafilatura"), ("a.parquet", "pyarrow")])
 def test_a_reader_that_is_not_installed_is_named_with_what_to_install(folder, monkeypatch, name, module):
     (folder / name).write_text(PAGE)
-    honest = builtins.__import__
-
-    def without(wanted, *rest):
-        if wanted.partition(".")[0] == module:
-            raise ImportError(wanted)
-        return honest(wanted, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, module, None)
     extra = {"trafilatura": "html", "pyarrow": "tables"}[module]
     with pytest.raises(DocumentError, match=rf"needs {module}: pip install 'lookahead-decoding\[{extra}\]'"):
         check_readers(find_inputs([name]))
@@ -390,10 +382,11 @@ def test_a_document_above_the_limit_is_a_reject_in_every_format(folder, name):
     assert "MB; --max-document-mb raises the limit" in error_of(name, limit=1000)
 
 
-def test_lines_in_utf_16_are_read_one_at_a_time(folder):
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_lines_in_utf_16_are_read_one_at_a_time(folder, end):
     long = "x" * 5000
     (folder / "a.jsonl").write_bytes(
-        f'{{"text": "Größe."}}\n{{"text": "{long}"}}\n{{"text": "Three."}}\n'.encode("utf-16")
+        f'{{"text": "Größe."}}\n{{"text": "{long}"}}\n{{"text": "Three."}}{end}'.encode("utf-16")
     )
     first, reject, third = read("a.jsonl", limit=1000)
     assert (first.text, third.text, type(reject)) == ("Größe.", "Three.", Reject)

@@ -369,6 +369,6 @@ def test_files_of_a_folder_that_are_not_read_are_named_a_few_and_counted(summari
     result = summarize("docs", "-o", "out.jsonl")
     assert result.exit_code == 0
     named = [line for line in result.stderr.splitlines() if line.startswith("skipped: ")]
-    assert named[0] == "skipped: docs/00.png: files of suffix .png are not read"
+    assert named[0] == "skipped: docs/00.png: files with suffix .png are not read"
     assert named[20:] == ["skipped: 3 more files, 23 in all"]
     assert "1 document summarized, 23 files skipped" in result.stderr

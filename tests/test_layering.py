@@ -52,9 +52,6 @@ KNOW_THE_TERMINAL = {"cli", "__main__"}
 OPTIONAL = {
     "models.loading": {"gguf"},
     "kernels": {"triton"},
-    "documents.office": {"docx", "pypdf"},
-    "documents.html": {"trafilatura"},
-    "documents.table_files": {"pyarrow"},
     "generation.serving": {"fastapi", "jinja2", "uvicorn"},
     "jobs.worker_pool": {"ray"},
 }

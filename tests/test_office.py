@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
 import io
 import os
+import sys
 import zipfile
 
 import docx
@@ -156,14 +156,8 @@ def test_a_pdf_with_more_text_than_the_limit_is_refused(folder):
 def test_readers_that_are_not_installed_are_told_before_the_work(folder, monkeypatch):
     (folder / "a.pdf").write_bytes(b"")
     (folder / "a.docx").write_bytes(b"")
-    importing = builtins.__import__
-
-    def without(name, *arguments, **options):
-        if name in ("pypdf", "docx"):
-            raise ImportError(name)
-        return importing(name, *arguments, **options)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "pypdf", None)
+    monkeypatch.setitem(sys.modules, "docx", None)
     for name, needs in (("a.pdf", "PDF needs pypdf"), ("a.docx", "Word files need python-docx")):
         with pytest.raises(DocumentError, match=rf"{name}: {needs}: pip install 'lookahead-decoding\[documents\]'"):
             check_readers(find_inputs([name]))
@@ -180,8 +174,8 @@ def test_every_file_of_a_folder_that_is_not_read_is_named(folder):
     found = find_inputs(["."], on_skip=skipped.append)
     assert [each.path for each in found] == ["a.txt", "b.md", "sub/c.txt"]
     assert sorted(skipped) == [
-        "link.txt: no regular file, or a link to nothing",
-        "photo.png: files of suffix .png are not read",
-        "pipe.txt: no regular file, or a link to nothing",
+        "link.txt: not a regular file, or a broken link",
+        "photo.png: files with suffix .png are not read",
+        "pipe.txt: not a regular file, or a broken link",
         "sub/README: files without a suffix are not read",
     ]

@@ -134,7 +134,7 @@ def test_documents_that_cannot_be_used_are_told_counted_and_left_out(pool, folde
     (folder / "bad.jsonl").write_text('{"text": 3}\n{"text": \n{"body": "x"}\n{"text": "Yes."}\n')
     result = pool("build", "a.txt", "empty.txt", "latin.txt", "bad.jsonl", "-o", "pool.lkp")
     assert result.exit_code == 1
-    assert "error: bad.jsonl:1: field 'text' must be a string, got int\n" in result.stderr
+    assert "error: bad.jsonl:1: field 'text' must hold a string, got int\n" in result.stderr
     assert "byte 0xf6 at byte offset 2" in result.stderr
     assert result.stderr.count("error: ") == 5
     assert "16 tokens of 2 documents taken, 5 skipped\n" in result.stderr

@@ -101,8 +101,7 @@ def _fill(
     options: PoolBuildOptions | PoolAddOptions, output: Path, write: Callable[..., Any], *, overwrite: bool
 ) -> None:
     """Write a pool of documents, and show how it goes."""
-    from lookahead.documents.inputs import find_inputs
-    from lookahead.documents.output_paths import check_output
+    from lookahead.documents.inputs import check_output, find_inputs
     from lookahead.documents.readers import check_readers, count_documents
 
     skipped: list[str] = []

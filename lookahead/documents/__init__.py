@@ -1,1 +1,1 @@
-"""Input documents: which files an argument names, how they are read, and where output files may be written."""
+"""Input documents: find the files that an argument names, and read them."""

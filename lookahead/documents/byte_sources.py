@@ -1,4 +1,4 @@
-"""Files, URLs and standard input, opened to be read in bounded bites."""
+"""Files, URLs and standard input as byte streams with bounds on memory, disk and waiting time."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, TimeoutError
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, BinaryIO, TypeVar, cast
 
-from lookahead.errors import DocumentError
+from lookahead.errors import DocumentError, one_line
 
 STDIN = "-"
 MEGABYTE = 1 << 20
-TIMEOUT_S = 120.0  # a server, or the writer of a pipe, that says nothing for so long is given up
+TIMEOUT_S = 120.0  # for each answer of a server, and for the first byte of a pipe
 MOST_COPIED = 16 << 30  # bytes of a temporary file
 Answer = TypeVar("Answer")
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*(::[a-zA-Z0-9+.-]+)*://")
@@ -33,10 +33,10 @@ def is_url(path: str) -> bool:
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """What reads a URL, by fsspec, and the path it has there.
+    """The fsspec file system that reads a URL, and the path in it.
 
     Raises:
-        DocumentError: Nothing that is installed reads such URLs.
+        DocumentError: No installed package reads such URLs.
     """
     from fsspec.core import url_to_fs
 
@@ -44,48 +44,46 @@ def file_system(url: str) -> tuple[Any, str]:
         system, path = in_time(lambda: url_to_fs(url))
     except ImportError as error:
         raise DocumentError(f"{url}: {error}; for http, https and s3: {_EXTRA}") from error
-    except Exception as error:  # drivers raise what they like for a wrong address or missing credentials
-        raise DocumentError(f"{url}: {_line(error)}") from error
+    except Exception as error:  # drivers raise any type for a wrong address or missing credentials
+        raise DocumentError(f"{url}: {one_line(error)}") from error
     return system, str(path)
 
 
 @contextmanager
 def opened(path: str, *, seekable: bool = False) -> Iterator[io.BufferedReader[Any]]:
-    """Open a file, a URL or standard input (`-`) to read bytes.
+    """Open a file, a URL or standard input (`-`) for reading bytes.
 
     Args:
-        path: Which.
-        seekable: Whether the reader jumps about; what cannot be is copied to a temporary file.
+        path: What to open.
+        seekable: Whether the stream must support `seek`. One that does not is copied to a temporary file.
 
     Raises:
-        DocumentError: A URL cannot be read; also while it is read.
-        OSError: A file cannot be.
+        DocumentError: The path is a device, a URL cannot be opened or read, or a pipe stays empty.
+        OSError: A file cannot be opened or read.
     """
-    if path == STDIN:
-        stdin = _peekable(sys.stdin.buffer)
-        with _seekable(stdin, path) if seekable else nullcontext(stdin) as stream:
-            yield stream
-    elif is_url(path):
-        system, inner = file_system(path)
-        with _told(path):
-            file = in_time(lambda: system.open(inner, "rb"))
-        with file:
-            remote: io.BufferedReader[Any] = io.BufferedReader(_Remote(file, path), MEGABYTE)
-            with _seekable(remote, path) if seekable else nullcontext(remote) as stream:
-                yield stream
-    else:
-        with (
-            _opened_here(path) as file,
-            _seekable(file, path) if seekable and not file.seekable() else nullcontext(file) as stream,
-        ):
-            yield stream
+    with ExitStack() as stack:
+        if path == STDIN:
+            stdin: Any = sys.stdin.buffer
+            stream = stdin if isinstance(stdin, io.BufferedReader) else io.BufferedReader(stdin)
+        elif is_url(path):
+            system, inner = file_system(path)
+            with _driver_errors(path):
+                file = in_time(lambda: system.open(inner, "rb"))
+            stream = io.BufferedReader(_Remote(stack.enter_context(file), path), MEGABYTE)
+        else:
+            stream = stack.enter_context(_open_local(path))
+        if seekable and (path == STDIN or not stream.seekable()):
+            copy = stack.enter_context(tempfile.TemporaryFile())
+            _copy(stream, copy, path)
+            stream = cast("io.BufferedReader[Any]", copy)
+        yield stream
 
 
 def in_time(call: Callable[[], Answer]) -> Answer:
-    """What a call to a server gives: some of them take a connection and say nothing for ever.
+    """The result of a call to a server, which may accept a connection and never answer.
 
     Raises:
-        TimeoutError: Nothing, for `TIMEOUT_S` seconds.
+        TimeoutError: There is no answer within `TIMEOUT_S` seconds.
     """
     answer: Future[Answer] = Future()
 
@@ -95,7 +93,7 @@ def in_time(call: Callable[[], Answer]) -> Answer:
         except BaseException as error:
             answer.set_exception(error)
 
-    threading.Thread(target=ask, daemon=True).start()  # one that is never answered does not keep the process
+    threading.Thread(target=ask, daemon=True).start()  # a daemon: the process can exit while the call hangs
     try:
         return answer.result(TIMEOUT_S)
     except TimeoutError:
@@ -104,28 +102,11 @@ def in_time(call: Callable[[], Answer]) -> Answer:
         raise TimeoutError(f"no answer within {TIMEOUT_S:g} s") from None
 
 
-def _opened_here(path: str) -> io.BufferedReader[Any]:
-    """Open a file; a pipe must have something to be read in time, since it may have no writer at all.
-
-    Raises:
-        DocumentError: Nothing came through a pipe.
-        OSError: It cannot be opened.
-    """
-    if not stat.S_ISFIFO(os.stat(path).st_mode):
-        return open(path, "rb")
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if not select.select([descriptor], [], [], TIMEOUT_S)[0]:
-        os.close(descriptor)
-        raise DocumentError(f"{path}: a pipe through which nothing came within {TIMEOUT_S:g} s")
-    os.set_blocking(descriptor, True)
-    return os.fdopen(descriptor, "rb")
-
-
 def read_bounded(path: str, limit: int) -> bytes:
     """All bytes of a file, a URL or standard input.
 
     Raises:
-        DocumentError: There are more than `limit` bytes; no more than those are read.
+        DocumentError: There are more than `limit` bytes. At most one more is read.
     """
     with opened(path) as file:
         data = file.read(limit + 1)
@@ -135,14 +116,14 @@ def read_bounded(path: str, limit: int) -> bytes:
 
 
 def too_long(place: str, limit: int) -> str:
-    """What is said of a document above the limit of bytes."""
+    """The message about a document of more than `limit` bytes."""
     return f"{place}: longer than {limit / MEGABYTE:.3g} MB; --max-document-mb raises the limit"
 
 
 def bounded_lines(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes | None]]:
-    """The lines of a file with the byte offset of each; `None` in place of a line of more than `limit` bytes.
+    """The byte offset and the bytes of each line; `None` for a line of more than `limit` bytes.
 
-    Of such a line no more than that is held in memory.
+    At most `limit + 2` bytes of a line are held in memory.
     """
     offset = 0
     while line := file.readline(limit + 2):
@@ -158,8 +139,22 @@ def bounded_lines(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes | Non
         offset += length
 
 
+def _open_local(path: str) -> io.BufferedReader[Any]:
+    mode = os.stat(path).st_mode
+    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):  # /dev/zero has no end
+        raise DocumentError(f"{path}: a device, not a file; - reads standard input")
+    if not stat.S_ISFIFO(mode):
+        return open(path, "rb")
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a blocking open waits for a writer
+    if not select.select([descriptor], [], [], TIMEOUT_S)[0]:
+        os.close(descriptor)
+        raise DocumentError(f"{path}: no data came through this pipe within {TIMEOUT_S:g} s")
+    os.set_blocking(descriptor, True)
+    return os.fdopen(descriptor, "rb")
+
+
 class _Remote(io.RawIOBase):
-    """A file of fsspec as a plain stream: some of them know neither `readline` nor `seek`."""
+    """An fsspec file as a raw stream: some fsspec files have no `readline` or `seek`."""
 
     def __init__(self, file: Any, url: str) -> None:
         self._file = file
@@ -169,50 +164,31 @@ class _Remote(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        with _told(self._url):
+        with _driver_errors(self._url):
             data: bytes = in_time(lambda: self._file.read(len(buffer)))
         buffer[: len(data)] = data
         return len(data)
 
 
 @contextmanager
-def _told(url: str) -> Iterator[None]:
-    """Turn what a driver raises into an error that names the URL."""
+def _driver_errors(url: str) -> Iterator[None]:
+    """Turn the errors of a driver, which have dozens of types, into one that names the URL."""
     try:
         yield
-    except DocumentError:
-        raise
     except FileNotFoundError as error:
-        raise DocumentError(f"{url}: not found, or not to be reached") from error
-    except Exception as error:  # a driver's own, of dozens of types
-        raise DocumentError(f"{url}: cannot be read: {_line(error)}") from error
+        raise DocumentError(f"{url}: not found or not reachable") from error
+    except Exception as error:
+        raise DocumentError(f"{url}: cannot be read: {one_line(error)}") from error
 
 
-def _peekable(stream: BinaryIO) -> io.BufferedReader[Any]:
-    """A stream whose first bytes can be looked at."""
-    return stream if isinstance(stream, io.BufferedReader) else io.BufferedReader(cast(Any, stream))
-
-
-@contextmanager
-def _seekable(stream: io.BufferedReader[Any], path: str) -> Iterator[io.BufferedReader[Any]]:
-    """A temporary file with all that a stream holds, at its beginning.
-
-    Raises:
-        DocumentError: It holds more than 16 GiB, or than half of what is free on the disk of temporary files.
-    """
-    with tempfile.TemporaryFile() as copy:
-        most = min(MOST_COPIED, shutil.disk_usage(tempfile.gettempdir()).free // 2)
-        while data := stream.read(MEGABYTE):
-            if copy.tell() + len(data) > most:
-                raise DocumentError(
-                    f"{path}: more than {most / (1 << 30):.3g} GiB to copy to a temporary file first; download it, and "
-                    "name the file"
-                )
-            copy.write(data)
-        copy.seek(0)
-        yield cast("io.BufferedReader[Any]", copy)
-
-
-def _line(error: Exception) -> str:
-    """An error in one line, with its type where it says nothing."""
-    return " ".join(str(error).split()) or type(error).__name__
+def _copy(stream: BinaryIO, copy: BinaryIO, path: str) -> None:
+    """Copy a stream, at most to half of the free space for temporary files, and rewind the copy."""
+    most = min(MOST_COPIED, shutil.disk_usage(tempfile.gettempdir()).free // 2)
+    while data := stream.read(MEGABYTE):
+        if copy.tell() + len(data) > most:
+            raise DocumentError(
+                f"{path}: cannot copy more than {most / (1 << 30):.3g} GiB to a temporary file; download it, and name "
+                "the file"
+            )
+        copy.write(data)
+    copy.seek(0)

@@ -1,4 +1,4 @@
-"""What a document is, and bytes to text, with a clear word about what is none."""
+"""Documents, and the decoding of their bytes to text."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _KNOWN_FORMATS = (
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text.
+    """A text with its name.
 
     Attributes:
-        id: The path of a file of one text, `"-"` for standard input; of a line or row the field that names it, a
-            string or a whole number, else `path:line`.
+        id: The path of a file that is one document, `"-"` for standard input; for a line or row the value of its id
+            field, a string or a whole number, else `path:line`.
         text: The text, not empty.
     """
 
@@ -42,9 +42,9 @@ class Reject:
     """A document that could not be read or used.
 
     Attributes:
-        id: As that of a document.
+        id: As for a document.
         error: What went wrong, in one line.
-        document: The document, where it could be read.
+        document: The document if it could be read.
     """
 
     id: DocumentId
@@ -53,15 +53,15 @@ class Reject:
 
 
 def decode_bytes(data: bytes, name: str, start: int = 0) -> str:
-    """Decode text that is UTF-8, or UTF-16 or UTF-32 with a byte order mark.
+    """Decode UTF-8 text, or UTF-16 or UTF-32 text with a byte order mark.
 
     Args:
-        data: The bytes of a file, or of one line of it.
+        data: The bytes of a file or of one line of it.
         name: The file, for the message.
-        start: Where in the file the bytes begin, for the message.
+        start: Byte offset of the data in the file, for the message.
 
     Raises:
-        DocumentError: The bytes are in another encoding or no text at all; the message names the byte offset.
+        DocumentError: The bytes have another encoding or are no text; the message names the byte offset.
     """
     for magic, what, tool in _KNOWN_FORMATS:
         if data.startswith(magic):
@@ -79,15 +79,15 @@ def decode_bytes(data: bytes, name: str, start: int = 0) -> str:
 
 
 def encoding_of(data: bytes) -> str:
-    """The encoding that a byte order mark names, else UTF-8."""
+    """The encoding that a byte order mark declares, else UTF-8."""
     return next((encoding for mark, encoding in _BYTE_ORDER_MARKS if data.startswith(mark)), "utf-8")
 
 
 def check_words(text: str) -> None:
-    """Refuse a text that there is nothing to say about; one word is enough.
+    """Refuse a text without a single word.
 
     Raises:
-        DocumentError: It is empty, or holds no letter and no digit.
+        DocumentError: The text is empty, or has no letter and no digit.
     """
     if not text.strip():
         raise DocumentError("the document is empty")
@@ -96,29 +96,29 @@ def check_words(text: str) -> None:
 
 
 def checked(text: str, place: str) -> str:
-    """Refuse a text without words, and make one that no tokenizer can choke on.
+    """The text in valid Unicode, which every tokenizer can encode, if it has words.
 
     Raises:
-        DocumentError: It is empty, or holds no letter and no digit.
+        DocumentError: As for `check_words`; the message names the place.
     """
     try:
         check_words(text)
     except DocumentError as error:
         raise DocumentError(f"{place}: {error}") from None
-    # JSON can hold half of a surrogate pair, which is no character: such halves are joined or replaced.
+    # JSON can hold half of a surrogate pair, which is no character. Such halves are joined or replaced.
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def given_id(value: object, place: str, field: str | None) -> DocumentId:
-    """The id of a document: what its record says, else its place.
+    """The id of a document: the value of its id field, else its place.
 
     Args:
-        value: What the record holds.
-        place: Where the record stands.
-        field: The field the user named, which must hold an id then; `None` where it only may.
+        value: The value of the id field.
+        place: The place of the line or row, `path:line`.
+        field: The id field that the user named and that must hold an id; `None` if it only may.
 
     Raises:
-        DocumentError: The named field holds none.
+        DocumentError: The named field holds no id.
     """
     if isinstance(value, str | int) and not isinstance(value, bool) and value != "":
         return value

@@ -1,4 +1,4 @@
-"""Which files an invocation names."""
+"""The files that the arguments of a command name: inputs to read, and outputs to write."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import glob
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from lookahead.documents.byte_sources import STDIN, file_system, in_time, is_url
-from lookahead.errors import DocumentError
+from lookahead.errors import ConfigError, DocumentError, one_line
 
 Format = Literal["text", "html", "pdf", "docx", "jsonl", "csv", "tsv", "parquet"]
 Skip = Callable[[str], None]
@@ -27,9 +28,16 @@ SUFFIXES: dict[str, Format] = {
     ".tsv": "tsv",
     ".parquet": "parquet",
 }
+# Optional packages of a format: what to say, the extra that installs them, and their modules.
+PACKAGES: dict[Format, tuple[str, str, tuple[str, ...]]] = {
+    "html": ("HTML needs trafilatura", "html", ("trafilatura",)),
+    "pdf": ("PDF needs pypdf", "documents", ("pypdf",)),
+    "docx": ("Word files need python-docx", "documents", ("docx",)),
+    "parquet": ("Parquet needs pyarrow", "tables", ("pyarrow", "pyarrow.parquet")),
+}
 _ONE_TEXT = ("text", "html", "pdf", "docx")
-_MANIFEST = ".manifest.json"  # beside the results of a job, by their name
-_OF_JOBS = ("", _MANIFEST, ".rejects.jsonl", ".running.jsonl", ".report.html")  # what else stands there by that name
+_MANIFEST = ".manifest.json"  # of a job, beside its results
+_OF_JOBS = ("", _MANIFEST, ".rejects.jsonl", ".running.jsonl", ".report.html")  # suffixes of all that a job writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +46,9 @@ class Input:
 
     Attributes:
         path: The path as the user wrote it; `"-"` is standard input.
-        field: The field of each line or row that holds the document; `None` where the whole file is one document.
-        format: What the file holds.
-        id_field: The field of each line or row that must name the document; `None` where `id` names it if it does.
+        field: The field of each line or row that holds the document; `None` if the whole file is one document.
+        format: The format of the file.
+        id_field: The field of each line or row that must hold an id; `None` if the field `id` may hold one.
     """
 
     path: str
@@ -52,11 +60,6 @@ class Input:
     def is_stdin(self) -> bool:
         """Whether this is standard input."""
         return self.path == STDIN
-
-    @property
-    def is_url(self) -> bool:
-        """Whether this is to be read by fsspec."""
-        return is_url(self.path)
 
 
 def find_inputs(
@@ -70,17 +73,18 @@ def find_inputs(
     """Resolve paths, folders, URLs, patterns and `-` to inputs, each path once, in the order given.
 
     Args:
-        arguments: Paths of files, folders, which stand for all files of known suffixes in them and below, patterns
-            such as `"notes/*.md"` (`**` reaches into folders; folders that match are passed over), URLs of either
-            kind, or `"-"` for standard input.
-        field: The field that holds the document in a line or row; `"text"` where `None`. A file's suffix tells its
-            format, what has no known one is text, and standard input is JSON lines where a field is given.
-        id_field: The field that names the document.
-        leave_out: Files that are not taken from a folder: what a job writes there.
-        on_skip: Told of every other file of a folder that is not taken, hidden ones apart: its path, and why.
+        arguments: Paths of files; folders, which stand for all files of known suffixes in them and below; patterns
+            such as `"notes/*.md"` (`**` matches folders of any depth, and matching folders are skipped); URLs of
+            files, folders or patterns; or `"-"` for standard input.
+        field: The field that holds the document in a line or row; `None` means `"text"`. The suffix of a file tells
+            its format, and unknown suffixes mean text. Standard input is JSON lines if a field is given.
+        id_field: The field that holds the id of a document.
+        leave_out: Files that are not taken from a folder, since a job writes them.
+        on_skip: Called with the path and the reason for every other file of a folder that is not taken, except hidden
+            ones.
 
     Raises:
-        DocumentError: A path does not exist, a folder or pattern holds no file to read, or a field is given and no
+        DocumentError: A path does not exist, a folder or pattern has no file to read, or a field is given and no
             input has fields.
     """
     without = {os.path.realpath(path) for path in leave_out}
@@ -96,8 +100,46 @@ def find_inputs(
     return inputs
 
 
+def load_packages(format: Format, path: str) -> tuple[Any, ...]:
+    """The modules that read a format of `PACKAGES`.
+
+    Raises:
+        DocumentError: They are not installed; the message names the path that needs them and what to install.
+    """
+    needs, extra, modules = PACKAGES[format]
+    try:
+        return tuple(map(import_module, modules))
+    except ImportError as error:
+        raise DocumentError(f"{path}: {needs}: pip install 'lookahead-decoding[{extra}]'") from error
+
+
+def check_output(path: Path, inputs: Sequence[Input], *, overwrite: bool) -> None:
+    """Refuse an output that cannot be written or would destroy a file, before any work is done.
+
+    Args:
+        path: The file to write.
+        inputs: What is read for it.
+        overwrite: Whether an existing file may be replaced.
+
+    Raises:
+        ConfigError: The message names the path and what is wrong with it.
+    """
+    for source in inputs:
+        local = source.path.removeprefix("file://")
+        if not source.is_stdin and os.path.exists(local) and path.exists() and path.samefile(local):
+            raise ConfigError(f"output {path} is an input as well")
+    if path.is_dir():
+        raise ConfigError(f"output {path} is a directory")
+    if path.is_file() and not overwrite:
+        raise ConfigError(f"output {path} exists; pass --overwrite to replace it")
+    if not path.parent.is_dir():
+        raise ConfigError(f"output {path} cannot be written: there is no directory {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"output {path} cannot be written: permission denied")
+
+
 def _input(path: str, field: str | None, id_field: str | None, *, is_lines: bool) -> Input:
-    """How one path is read."""
+    """The input of one path."""
     if path == STDIN:
         format: Format = "jsonl" if is_lines else "text"
     else:
@@ -108,7 +150,7 @@ def _input(path: str, field: str | None, id_field: str | None, *, is_lines: bool
 
 
 def _expand(argument: str, without: Collection[str], on_skip: Skip) -> list[str]:
-    """The files that one argument names."""
+    """The paths that one argument names."""
     if not argument:
         raise DocumentError("an input is an empty string; name files, folders or URLs, or - for stdin")
     if argument == STDIN:
@@ -118,10 +160,10 @@ def _expand(argument: str, without: Collection[str], on_skip: Skip) -> list[str]
     path = Path(argument)
     try:
         if path.is_dir():
-            return _some(argument, list(_walk(path, on_skip)), without, on_skip)
+            return _documents_of(argument, list(_walk(path, on_skip)), without, on_skip)
         if path.exists():
             return [argument]
-    except OSError as error:  # above all the text itself, given in place of a file
+    except OSError as error:  # most often the name is too long, since it is the text itself
         raise DocumentError(
             f"{argument[:40]!r}...: {error.strerror}; a text itself is read from stdin with -"
         ) from error
@@ -134,22 +176,22 @@ def _expand(argument: str, without: Collection[str], on_skip: Skip) -> list[str]
 
 
 def _walk(folder: Path, on_skip: Skip) -> Iterator[str]:
-    """The regular files in a folder and below, in order; hidden folders are passed over."""
+    """The regular files in a folder and below, in order, without those of hidden folders."""
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
             path = os.path.normpath(os.path.join(place, name))
             if os.path.isfile(path):
                 yield path
-            elif _is_known(name):  # a pipe would be waited for
-                on_skip(f"{path}: no regular file, or a link to nothing")
+            elif _is_known(name):  # reading a pipe would block
+                on_skip(f"{path}: not a regular file, or a broken link")
 
 
 def _expand_url(url: str, on_skip: Skip) -> list[str]:
-    """The files that a URL names: itself, or those of a folder or pattern where its system knows such."""
+    """The URLs that a URL names: itself, or the files of a folder or pattern if its file system has such."""
     system, path = file_system(url)
     if url.lower().startswith(("http://", "https://")):
-        return [url]  # a server has neither folders nor patterns, and a `?` begins its query
+        return [url]  # HTTP has neither folders nor patterns, and a `?` begins a query
     try:
         if glob.has_magic(path):
             found = [name for name in in_time(lambda: sorted(system.glob(path))) if not system.isdir(name)]
@@ -157,19 +199,18 @@ def _expand_url(url: str, on_skip: Skip) -> list[str]:
                 raise DocumentError(f"{url}: no file matches this pattern")
         elif in_time(lambda: system.isdir(path)):
             names = in_time(lambda: sorted(system.find(path)))
-            return _some(url, [system.unstrip_protocol(name) for name in names], (), on_skip)
+            return _documents_of(url, [system.unstrip_protocol(name) for name in names], (), on_skip)
         else:
-            return [url]  # whether it can be read is told when it is
+            return [url]  # reading it tells whether it exists
     except DocumentError:
         raise
-    except Exception as error:  # drivers raise what they like: no network, no credentials
-        message = " ".join(str(error).split()) or type(error).__name__
-        raise DocumentError(f"{url}: cannot be read: {message}") from error
+    except Exception as error:  # drivers raise any type: no network, no credentials
+        raise DocumentError(f"{url}: cannot be read: {one_line(error)}") from error
     return [system.unstrip_protocol(name) for name in found]
 
 
-def _some(folder: str, names: Sequence[str], without: Collection[str], on_skip: Skip) -> list[str]:
-    """The files of a folder that are documents, if there are any: not what a job wrote there, nor a page about it."""
+def _documents_of(folder: str, names: Sequence[str], without: Collection[str], on_skip: Skip) -> list[str]:
+    """The files of a folder that hold documents, which the files that a job wrote there do not."""
     jobs = {name.removesuffix(_MANIFEST) for name in names if name.endswith(_MANIFEST)}
     of_jobs = {f"{results}{suffix}" for results in jobs for suffix in _OF_JOBS}
     others = [name for name in names if not (name in of_jobs or (without and os.path.realpath(name) in without))]
@@ -177,20 +218,18 @@ def _some(folder: str, names: Sequence[str], without: Collection[str], on_skip: 
     for name in others:
         if not _is_known(name) and not _is_hidden(name):
             suffix = os.path.splitext(name)[1]
-            on_skip(f"{name}: files {f'of suffix {suffix}' if suffix else 'without a suffix'} are not read")
+            on_skip(f"{name}: files {f'with suffix {suffix}' if suffix else 'without a suffix'} are not read")
     if not known:
         raise DocumentError(
-            f"{folder}: no file to read in this folder; known suffixes are {' '.join(SUFFIXES)}, and what a job wrote "
-            "is left out"
+            f"{folder}: no file to read in this folder; known suffixes are {' '.join(SUFFIXES)}, and files "
+            "written by a job are left out"
         )
     return known
 
 
 def _is_known(name: str) -> bool:
-    """Whether a file of a folder is taken, by its name."""
     return not _is_hidden(name) and os.path.splitext(name)[1].lower() in SUFFIXES
 
 
 def _is_hidden(name: str) -> bool:
-    """Whether a file of a folder is hidden, by its name."""
     return name.rsplit("/", 1)[-1].startswith(".")

@@ -1,4 +1,4 @@
-"""Reading documents: which reader serves which input, and how many there are."""
+"""Reading and counting the documents of inputs of any format."""
 
 from __future__ import annotations
 
@@ -8,56 +8,52 @@ from collections.abc import Iterator, Sequence
 
 from lookahead.documents.byte_sources import MEGABYTE, STDIN, bounded_lines, read_bounded
 from lookahead.documents.decode_text import Document, Reject, checked, decode_bytes
-from lookahead.documents.inputs import Input
+from lookahead.documents.extract_text import docx_text, html_text, pdf_text
+from lookahead.documents.inputs import PACKAGES, Input, load_packages
+from lookahead.documents.table_files import load_pyarrow, read_csv, read_json_lines, read_parquet
 from lookahead.errors import DocumentError, PromptError
 
 DEFAULT_LIMIT = 64 * MEGABYTE
+_EXTRACTORS = {"html": html_text, "pdf": pdf_text, "docx": docx_text}
+_TABLES = {"jsonl": read_json_lines, "csv": read_csv, "tsv": read_csv, "parquet": read_parquet}
 
 
 def read_documents(inputs: Sequence[Input], *, limit: int = DEFAULT_LIMIT) -> Iterator[Document | Reject]:
-    """Read the documents of all inputs one at a time; one that cannot be read comes as a `Reject`.
+    """Read the documents of all inputs one at a time; one that cannot be read becomes a `Reject`.
 
     Args:
-        inputs: Where they are.
-        limit: Most bytes of a document, of the line or the file it is in; no more are read into memory.
+        inputs: The files, URLs and standard input.
+        limit: Most bytes of a document, which is a file, a line or a value. No more are read into memory.
     """
     for source in inputs:
         try:
-            yield from _read(source, limit)
-        except (DocumentError, OSError) as error:
-            yield Reject(source.path, _describe(error, source.path))
+            if source.field is not None:
+                yield from _TABLES[source.format](source, source.field, limit)
+            else:
+                yield Document(source.path, checked(_text_of(source, limit), source.path))
+        except OSError as error:
+            yield Reject(source.path, f"{source.path}: {error.strerror}")
+        except DocumentError as error:
+            yield Reject(source.path, str(error))
 
 
 def check_readers(inputs: Sequence[Input]) -> None:
     """Refuse inputs whose reader is not installed, before any work is done.
 
     Raises:
-        DocumentError: With what to install.
+        DocumentError: A package is missing; the message says what to install.
     """
     formats = {source.format: source.path for source in inputs}
-    if "parquet" in formats:
-        from lookahead.documents.table_files import load_pyarrow
-
-        load_pyarrow(formats["parquet"])
-    if "html" in formats:
-        from lookahead.documents.html import load_trafilatura
-
-        load_trafilatura(formats["html"])
-    if "pdf" in formats:
-        from lookahead.documents.office import load_pypdf
-
-        load_pypdf(formats["pdf"])
-    if "docx" in formats:
-        from lookahead.documents.office import load_docx
-
-        load_docx(formats["docx"])
+    for format in PACKAGES:
+        if format in formats:
+            load_packages(format, formats[format])
 
 
 def read_prompt(argument: str) -> str:
-    """The prompt an argument is, or that standard input holds where it is `-`.
+    """The prompt that an argument is, or that standard input holds for `-`.
 
     Raises:
-        PromptError: It is empty.
+        PromptError: The prompt is empty.
         DocumentError: Standard input is no text.
     """
     prompt = decode_bytes(sys.stdin.buffer.read(), STDIN) if argument == STDIN else argument
@@ -67,26 +63,24 @@ def read_prompt(argument: str) -> str:
 
 
 def count_documents(inputs: Sequence[Input]) -> int | None:
-    """How many documents the inputs hold, or `None` where that is not told without reading them."""
+    """The number of documents, or `None` where only reading the inputs would tell."""
     total = 0
     for source in inputs:
         if source.field is None:
             total += 1
-            continue
-        if source.format not in ("jsonl", "parquet") or not os.path.isfile(source.path):
+        elif source.format not in ("jsonl", "parquet") or not os.path.isfile(source.path):
             return None
-        try:
-            total += _count_rows(source)
-        except (OSError, ValueError):
-            return None
+        else:
+            try:
+                total += _count_rows(source)
+            except (OSError, ValueError):
+                return None
     return total
 
 
 def _count_rows(source: Input) -> int:
-    """Lines that are not blank, or rows."""
+    """The number of rows, or of lines that are not blank."""
     if source.format == "parquet":
-        from lookahead.documents.table_files import load_pyarrow
-
         _, parquet = load_pyarrow(source.path)
         return int(parquet.ParquetFile(source.path).metadata.num_rows)
     with open(source.path, "rb") as file:
@@ -94,35 +88,8 @@ def _count_rows(source: Input) -> int:
         return sum(1 for _, line in lines if line is None or line.strip())
 
 
-def _read(source: Input, limit: int) -> Iterator[Document | Reject]:
-    """Read the documents of one input."""
-    if source.field is None:
-        data = read_bounded(source.path, limit)
-        if source.format == "html":
-            from lookahead.documents.html import main_text
-
-            text = main_text(data, source.path)
-        elif source.format in ("pdf", "docx"):
-            from lookahead.documents.office import docx_text, pdf_text
-
-            text = (pdf_text if source.format == "pdf" else docx_text)(data, source.path, limit)
-        else:
-            text = decode_bytes(data, source.path)
-        yield Document(source.path, checked(text, source.path))
-    elif source.format == "jsonl":
-        from lookahead.documents.json_lines import read_lines
-
-        yield from read_lines(source, source.field, limit)
-    elif source.format == "parquet":
-        from lookahead.documents.table_files import read_parquet
-
-        yield from read_parquet(source, source.field, limit)
-    else:
-        from lookahead.documents.table_files import read_csv
-
-        yield from read_csv(source, source.field, limit)
-
-
-def _describe(error: Exception, path: str) -> str:
-    """One line about an error; those of the system get the path in front."""
-    return f"{path}: {error.strerror}" if isinstance(error, OSError) else str(error)
+def _text_of(source: Input, limit: int) -> str:
+    """The text of an input that is one document."""
+    data = read_bounded(source.path, limit)
+    extract = _EXTRACTORS.get(source.format)
+    return decode_bytes(data, source.path) if extract is None else extract(data, source.path, limit)

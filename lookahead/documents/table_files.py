@@ -1,22 +1,46 @@
-"""Tables: CSV, TSV and Parquet, a document a row."""
+"""Files of one document per line or row: JSON lines, CSV, TSV and Parquet."""
 
 from __future__ import annotations
 
 import csv
 import io
+import json
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
 from lookahead.documents.byte_sources import bounded_lines, opened, too_long
 from lookahead.documents.decode_text import Document, DocumentId, Reject, checked, decode_bytes, encoding_of, given_id
-from lookahead.documents.inputs import DEFAULT_ID_FIELD, Input
-from lookahead.errors import DocumentError
+from lookahead.documents.inputs import DEFAULT_ID_FIELD, Input, load_packages
+from lookahead.errors import DocumentError, one_line
 
-_UNPACKED = 64 << 20  # bytes; a group of rows that unpacks to no more is read however small its file is
-_MOST_FOLD = 100  # how many times its size in the file a larger group may unpack to
+_UNPACKED = 64 << 20  # bytes; a row group that unpacks to no more is read whatever its size in the file
+_MOST_FOLD = 100  # how many times its size in the file a larger row group may unpack to
+UNPACKS_TOO_FAR = f"a group of rows that unpacks to more than {_MOST_FOLD} times its size is not read"
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
-_END = "\x1e"  # a row behind the last one, unless a quote swallows it
+_END = "\x1e"  # an extra last row: a quote that is not closed swallows it
+
+
+def read_json_lines(source: Input, field: str, limit: int) -> Iterator[Document | Reject]:
+    """Read one document per line that is not blank.
+
+    Raises:
+        DocumentError: There is no document, or a URL cannot be read.
+        OSError: The file cannot be read.
+    """
+    is_empty = True
+    with opened(source.path) as file:
+        for number, (offset, line) in enumerate(_utf8_lines(file, source.path, limit), start=1):
+            place = f"{source.path}:{number}"
+            if line is None:
+                yield Reject(place, too_long(place, limit))
+            elif line.strip():
+                yield _json_document(line, place, offset, source, field)
+            else:
+                continue
+            is_empty = False
+    if is_empty:
+        raise DocumentError(f"{source.path}: no documents")
 
 
 def read_csv(source: Input, field: str, limit: int) -> Iterator[Document | Reject]:
@@ -29,8 +53,8 @@ def read_csv(source: Input, field: str, limit: int) -> Iterator[Document | Rejec
     is_empty = True
     csv.field_size_limit(min(limit, (1 << 31) - 1))
     with opened(source.path) as file:
-        wrong: list[DocumentError] = []  # with the lines of the row that was read last
-        lines = chain(_lines(file, source.path, limit, wrong), [_END])
+        wrong: list[DocumentError] = []  # about the lines of the current row
+        lines = chain(_csv_lines(file, source.path, limit, wrong), [_END])
         rows = csv.reader(lines, delimiter=_DELIMITERS[source.format])
         try:
             names = next(filter(None, rows), [])
@@ -47,13 +71,16 @@ def read_csv(source: Input, field: str, limit: int) -> Iterator[Document | Rejec
                     )
                 before = rows.line_num
                 place = f"{source.path}:{before}"
+                if not wrong and not any(cell.strip() for cell in row):
+                    continue
+                is_empty = False
                 if wrong:
-                    is_empty = False
                     yield Reject(place, str(wrong[0]))
                     wrong.clear()
-                elif any(cell.strip() for cell in row):
-                    is_empty = False
-                    yield _csv_row(source, field, row, names, text_at, id_at, place)
+                elif len(row) != len(names):
+                    yield Reject(place, f"{place}: {len(row)} cells, and there are {len(names)} columns")
+                else:
+                    yield _document(place, source, field, row[text_at], None if id_at is None else row[id_at])
         except csv.Error as error:
             where = f"{source.path}:{rows.line_num}"
             message = too_long(where, limit) if "field limit" in str(error) else f"{where}: not valid CSV: {error}"
@@ -63,10 +90,10 @@ def read_csv(source: Input, field: str, limit: int) -> Iterator[Document | Rejec
 
 
 def read_parquet(source: Input, field: str, limit: int) -> Iterator[Document | Reject]:
-    """Read one document per row, some rows at a time.
+    """Read one document per row, a few rows at a time.
 
     Raises:
-        DocumentError: pyarrow is not there, the file is damaged, or the column is missing or holds no text.
+        DocumentError: pyarrow is not installed, the file is damaged, or the column is missing or holds no text.
         OSError: The file cannot be read.
     """
     arrow, parquet = load_pyarrow(source.path)
@@ -77,8 +104,7 @@ def read_parquet(source: Input, field: str, limit: int) -> Iterator[Document | R
             names: list[str] = table.schema_arrow.names
             text_at, id_at = _columns(source, field, names)
             _check_is_text(arrow, table.schema_arrow.field(text_at).type, source.path, field)
-            id_name = None if id_at is None else names[id_at]
-            columns = [name for name in (names[text_at], id_name) if name is not None]
+            columns = [names[at] for at in (text_at, id_at) if at is not None]
             for rows, batches in row_groups(table, columns, max(limit, _UNPACKED)):
                 if batches is None:
                     number += rows
@@ -87,10 +113,10 @@ def read_parquet(source: Input, field: str, limit: int) -> Iterator[Document | R
                     continue
                 for batch in batches:
                     number += 1
-                    yield _parquet_row(source, field, batch, names[text_at], id_name, number, limit)
+                    text, *given = (_cell(batch, name) for name in columns)
+                    yield _document(f"{source.path}:{number}", source, field, text, *given, limit=limit)
         except (arrow.ArrowException, OSError) as error:
-            message = " ".join(str(error).split())
-            raise DocumentError(f"{source.path}: cannot be read as Parquet: {message}") from error
+            raise DocumentError(f"{source.path}: cannot be read as Parquet: {one_line(error)}") from error
     if number == 0:
         raise DocumentError(f"{source.path}: no documents")
 
@@ -98,20 +124,20 @@ def read_parquet(source: Input, field: str, limit: int) -> Iterator[Document | R
 def row_groups(
     table: Any, columns: Sequence[str] | None = None, most: int = _UNPACKED, rows: int = 1
 ) -> Iterator[tuple[int, Iterator[Any] | None]]:
-    """The groups of rows of an open Parquet file, by the sizes that the file declares.
+    """The row groups of an open Parquet file, checked by the sizes that the file declares.
 
-    A file of some kilobytes can stand for gigabytes: one value may be compressed a thousand times, and a value that
-    stands in a dictionary once may be repeated in every row. No value is larger than its group unpacked.
+    A file of some kilobytes can stand for gigabytes: a value may be compressed a thousandfold, and a value of a
+    dictionary may be repeated in every row. No value is larger than its unpacked group.
 
     Args:
         table: A `pyarrow.parquet.ParquetFile`.
-        columns: Names of those to read; all where `None`.
-        most: Bytes that a group may unpack to, however little of the file it takes.
-        rows: Most rows of a batch; it has less where they could take more than 64 MiB together, and 1 at least.
+        columns: Names of the columns to read; `None` means all.
+        most: Bytes that a group may unpack to, whatever its size in the file.
+        rows: Most rows of a batch. A batch has fewer, but at least 1, where they could take more than 64 MiB.
 
     Yields:
-        The number of rows of a group and its record batches; `None` in their place where it would unpack to more than
-        `most` and 100 times what it takes of the file.
+        The number of rows of a group and its record batches. The batches are `None` for a group that would unpack to
+        more than `most` bytes and more than 100 times its size in the file.
     """
     for number in range(table.num_row_groups):
         group = table.metadata.row_group(number)
@@ -125,63 +151,58 @@ def row_groups(
             yield group.num_rows, table.iter_batches(batch_size=at_once, row_groups=[number], columns=columns)
 
 
-UNPACKS_TOO_FAR = f"a group of rows that unpacks to more than {_MOST_FOLD} times its size is not read"
+def load_pyarrow(path: str) -> tuple[Any, Any]:
+    """The modules pyarrow and pyarrow.parquet, see `load_packages`."""
+    arrow, parquet = load_packages("parquet", path)
+    return arrow, parquet
 
 
 def _belongs(path: str, columns: Sequence[str]) -> bool:
-    """Whether the values at a path of a Parquet schema are of some columns."""
+    """Whether a path of a Parquet schema belongs to one of some columns."""
     return any(path == name or path.startswith(f"{name}.") for name in columns)
 
 
-def _parquet_row(
-    source: Input, field: str, batch: Any, text_name: str, id_name: str | None, number: int, limit: int
-) -> Document | Reject:
-    """The document of a batch of one row."""
-    text, given = (None if name is None else _cell(batch, name) for name in (text_name, id_name))
-    return _document(f"{source.path}:{number}", source, field, text, given, limit)
-
-
 def _cell(batch: Any, name: str) -> object:
-    """The value of the first column of a name; what is no text is an error in its place."""
+    """The value of the first column of a name in a batch of one row, or the error that decoding it raises."""
     try:
         return batch.column(batch.schema.names.index(name))[0].as_py()
     except UnicodeDecodeError as error:
         return error
 
 
-def load_pyarrow(path: str) -> tuple[Any, Any]:
-    """The modules pyarrow and pyarrow.parquet.
-
-    Raises:
-        DocumentError: They are not installed; the message names the path that needs them.
-    """
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise DocumentError(f"{path}: Parquet needs pyarrow: pip install 'lookahead-decoding[tables]'") from error
-    return pyarrow, pyarrow.parquet
+def _check_is_text(arrow: Any, kind: Any, path: str, field: str) -> None:
+    if arrow.types.is_dictionary(kind):
+        kind = kind.value_type
+    if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind) or "string" in str(kind)):
+        raise DocumentError(f"{path}: column {field!r} must hold strings, it holds {kind}")
 
 
-def _lines(file: io.BufferedReader, path: str, limit: int, wrong: list[DocumentError]) -> Iterator[str]:
-    """The lines of an open file as text; behind one that is too long nobody knows where a row begins.
-
-    What is wrong with a line that is no text is added to `wrong`, and the line comes with its bytes escaped.
-    """
+def _utf8_lines(file: io.BufferedReader, path: str, limit: int) -> Iterator[tuple[int, bytes | None]]:
+    """The lines as of `bounded_lines`, in UTF-8 whatever Unicode encoding the file has."""
     encoding = encoding_of(file.peek(4)[:4])
-    if encoding != "utf-8":
-        text = io.TextIOWrapper(file, encoding, newline="\n")
-        try:
-            while line := text.readline(limit + 1):
-                if len(line) > limit and not line.endswith("\n"):
-                    raise DocumentError(f"{too_long(path, limit)}; the rest of the file is not read")
-                yield line
-        except UnicodeError as error:
-            raise DocumentError(f"{path}: not {encoding.upper()} text from some line on: {error}") from error
-        finally:
-            text.detach()
+    if encoding == "utf-8":
+        yield from bounded_lines(file, limit)
         return
-    for number, (offset, data) in enumerate(bounded_lines(file, limit), start=1):
+    text = io.TextIOWrapper(file, encoding, newline="\n")
+    try:
+        while line := text.readline(limit + 1):
+            is_whole = len(line) <= limit or line.endswith("\n")
+            yield 0, line.encode("utf-8", "replace") if is_whole else None
+            while not is_whole and not line.endswith("\n") and (line := text.readline(limit + 1)):
+                pass
+    except UnicodeError as error:
+        raise DocumentError(f"{path}: a line is not {encoding.upper()} text: {error}") from error
+    finally:
+        text.detach()  # the caller closes the file
+
+
+def _csv_lines(file: io.BufferedReader, path: str, limit: int, wrong: list[DocumentError]) -> Iterator[str]:
+    """The lines of an open file as text.
+
+    For a line that is no text, an error is added to `wrong` and the line is yielded with its bytes escaped. A line
+    that is too long ends the file, since it is unknown where the next row begins.
+    """
+    for number, (offset, data) in enumerate(_utf8_lines(file, path, limit), start=1):
         place = f"{path}:{number}"
         if data is None:
             raise DocumentError(f"{too_long(place, limit)}; the rest of the file is not read")
@@ -189,12 +210,12 @@ def _lines(file: io.BufferedReader, path: str, limit: int, wrong: list[DocumentE
             line = decode_bytes(data, place, offset)
         except DocumentError as error:
             wrong.append(error)
-            line = data.replace(b"\0", b"").decode("utf-8", "surrogateescape")  # before Python 3.11 csv takes no zeros
+            line = data.replace(b"\0", b"").decode("utf-8", "surrogateescape")  # csv takes zeros from Python 3.11 on
         yield line
 
 
 def _columns(source: Input, field: str, names: list[str]) -> tuple[int, int | None]:
-    """Where the text and the id stand, the latter `None` where there is no such column and none was asked for."""
+    """Indices of the columns of the text and of the id, the latter `None` without an id column."""
     for needed in (field, source.id_field):
         if needed is not None and needed not in names:
             there = ", ".join(names) or "none"
@@ -204,36 +225,49 @@ def _columns(source: Input, field: str, names: list[str]) -> tuple[int, int | No
     return names.index(field), names.index(id_name) if id_name in names else None
 
 
-def _csv_row(
-    source: Input, field: str, row: list[str], names: list[str], text_at: int, id_at: int | None, place: str
-) -> Document | Reject:
-    """The document of one row."""
-    if len(row) != len(names):
-        return Reject(place, f"{place}: {len(row)} cells, and there are {len(names)} columns")
-    return _document(place, source, field, row[text_at], row[id_at] if id_at is not None else None, None)
+def _json_document(line: bytes, place: str, offset: int, source: Input, field: str) -> Document | Reject:
+    """The document of one JSON line that begins at byte `offset` of its file."""
+    try:
+        record = _json_object(decode_bytes(line, place, offset).strip(), place)
+    except DocumentError as error:
+        return Reject(place, str(error))
+    given = record.get(source.id_field or DEFAULT_ID_FIELD)
+    for needed in (field, source.id_field):
+        if needed is not None and needed not in record:
+            there = ", ".join(record) or "none"
+            return Reject(given_id(given, place, None), f"{place}: no field {needed!r}; the fields are {there}")
+    return _document(place, source, field, record[field], given)
+
+
+def _json_object(line: str, place: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except RecursionError as error:
+        raise DocumentError(f"{place}: not valid JSON: nested too deeply") from error
+    except ValueError as error:
+        what = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            what = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
+        raise DocumentError(f"{place}: not valid JSON: {what}") from error
+    if not isinstance(record, dict):
+        raise DocumentError(f"{place}: expected a JSON object, got {type(record).__name__}")
+    return record
 
 
 def _document(
-    place: str, source: Input, field: str, text: object, given: object, limit: int | None
+    place: str, source: Input, field: str, text: object, given: object = None, limit: int | None = None
 ) -> Document | Reject:
-    """The document of one row, or what is wrong with it."""
+    """The document of a line or row that holds this text and this id."""
     name: DocumentId = place
+    where = f"{place}: {'field' if source.format == 'jsonl' else 'column'} {field!r}"
     try:
         name = given_id(given, place, source.id_field)
         if isinstance(text, UnicodeDecodeError):
-            raise DocumentError(f"{place}: column {field!r} is not UTF-8 text: {text.reason} at byte {text.start}")
+            raise DocumentError(f"{where} is not UTF-8 text: {text.reason} at byte {text.start}")
         if not isinstance(text, str):
-            raise DocumentError(f"{place}: column {field!r} must hold a string, got {type(text).__name__}")
+            raise DocumentError(f"{where} must hold a string, got {type(text).__name__}")
         if limit is not None and len(text) > limit // 4 and len(text.encode("utf-8", "replace")) > limit:
             raise DocumentError(too_long(place, limit))
         return Document(name, checked(text, place))
     except DocumentError as error:
         return Reject(name, str(error))
-
-
-def _check_is_text(arrow: Any, kind: Any, path: str, field: str) -> None:
-    """Refuse a column that holds something else than text."""
-    if arrow.types.is_dictionary(kind):
-        kind = kind.value_type
-    if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind) or "string" in str(kind)):
-        raise DocumentError(f"{path}: column {field!r} must hold strings, it holds {kind}")

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lookahead.documents.inputs import Input
-from lookahead.documents.output_paths import check_output
+from lookahead.documents.inputs import Input, check_output
 from lookahead.documents.table_files import load_pyarrow
 from lookahead.errors import ConfigError
 from lookahead.jobs.identity import manifest_path, read_manifest
