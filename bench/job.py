@@ -46,7 +46,7 @@ from lookahead.documents.decode_text import Document
 from lookahead.models.loading import load
 from lookahead.models.model_state import LearnedState, use_learned
 from lookahead.summarization.prompt_fitter import PromptFitter
-from lookahead.summarization.sentences import split_sentences
+from lookahead.summarization.segmentation import split_sentences
 from lookahead.summarization.summarizer import Summarizer
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"

@@ -10,7 +10,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lookahead.summarization.prompting import SUMMARIZE_TEMPLATE, Prompting
-from lookahead.summarization.sentences import split_sentences
+from lookahead.summarization.segmentation import split_sentences
 
 OPENINGS = Path(__file__).with_name("openings.txt")
 """Story openings, one a line."""

@@ -75,37 +75,22 @@ __all__ = [
     "summarize",
 ]
 
-# Everything else is imported on first use: torch, transformers and Numba take seconds.
-_HOME = {
-    "ClusterError": "errors",
-    "Completion": "generation.scheduler",
-    "ConfigError": "errors",
-    "DecodingStats": "stats",
-    "DocumentError": "errors",
-    "DraftModel": "proposers.draft_model",
-    "GenerationResult": "generation.api",
-    "Heads": "proposers.heads",
-    "HeadsError": "errors",
-    "LoadedModel": "models.loading",
-    "LookaheadConfig": "config",
-    "LookaheadError": "errors",
-    "PoolError": "errors",
-    "PromptError": "errors",
-    "ProposerError": "errors",
-    "TrainingError": "errors",
-    "UnsupportedModelError": "errors",
-    "calibrate_costs": "generation.step_costs",
-    "decode": "generation.hf",
-    "enable": "generation.enable",
-    "generate": "generation.api",
-    "load": "models.loading",
-    "load_costs": "generation.step_costs",
-    "prepare_costs": "generation.step_costs",
-    "save_costs": "generation.step_costs",
-    "stream": "generation.api",
-    "stream_many": "generation.scheduler",
-    "summarize": "summarization.summarize_text",
+# The modules of the public names, imported on first use: torch, transformers and Numba take seconds.
+_NAMES_BY_MODULE = {
+    "config": ["LookaheadConfig"],
+    "errors": [name for name in __all__ if name.endswith("Error")],
+    "generation.api": ["GenerationResult", "generate", "stream"],
+    "generation.enable": ["enable"],
+    "generation.hf": ["decode"],
+    "generation.scheduler": ["Completion", "stream_many"],
+    "generation.step_costs": ["calibrate_costs", "load_costs", "prepare_costs", "save_costs"],
+    "models.loading": ["LoadedModel", "load"],
+    "proposers.draft_model": ["DraftModel"],
+    "proposers.heads": ["Heads"],
+    "stats": ["DecodingStats"],
+    "summarization.summarize_text": ["summarize"],
 }
+_HOME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
@@ -118,5 +103,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, and those every module has."""
+    """The public names and the attributes of every module."""
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

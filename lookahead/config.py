@@ -1,4 +1,4 @@
-"""The options of speculative decoding, checked when they are made."""
+"""The options of speculative decoding, validated when they are created."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ PROPOSERS = ("prompt", "outputs", "corpus", "recycled", "jacobi")
 ACCEPTANCES = ("exact", "rejection", "typical")
 PASSES = ("plain", "compiled", "graphs", "compiled graphs")
 
-
-# What `window="auto"` chooses from: the settings published for models of 34B, 7B and 1B, and a smaller one.
+# The choices of `window="auto"`: the published settings for models of 34B, 7B and 1B, and a smaller one.
 _AUTO_SIZES = tuple(BranchSize(*size) for size in ((5, 3, 5), (7, 5, 7), (15, 5, 15), (20, 7, 20)))
 _FIXED_SIZE = BranchSize(7, 5, 7)
 
@@ -30,44 +29,41 @@ class LookaheadConfig:
     Every setting but `acceptance` changes the speed and never a token.
 
     Attributes:
-        proposers: Names of the sources that draft, of `"prompt"` (n-grams of the prompt and the output so far),
-            `"outputs"` (n-grams of earlier requests and their outputs), `"corpus"` (n-grams of a pool), `"recycled"`
-            (what the target thought likely when it last saw such a context) and `"jacobi"` (the lookahead branch).
-            Beside the names stand sources of your own: anything that is called with a
-            `lookahead.drafting.proposal.Call` and gives a `Proposer`, such as its class. Empty means plain decoding.
-        pool: Path of a pool file, made by `lookahead pool build`, to draft from; it adds `"corpus"` to the
-            proposers where that is not named.
-        draft: `"auto"` drafts as many nodes as pay for themselves, by the measured cost of a step;
-            `"fixed"` drafts all that `max_nodes` and `min_probability` allow.
+        proposers: Names of the proposers: `"prompt"` (n-grams of the prompt and the output so far), `"outputs"`
+            (n-grams of earlier requests and their outputs), `"corpus"` (n-grams of a pool file), `"recycled"` (the
+            target's likeliest tokens after the same context) and `"jacobi"` (the lookahead branch). A custom proposer
+            is any callable, such as a class, that takes a `lookahead.drafting.proposal.Call` and returns a
+            `Proposer`. Empty means plain decoding.
+        pool: Path of a pool file, made by `lookahead pool build`, to draft from. It adds `"corpus"` to the proposers.
+        draft: `"auto"` drafts as many nodes as pay for themselves by the measured cost of a step; `"fixed"` drafts as
+            many as `max_nodes` and `min_probability` allow.
         acceptance: `"exact"` accepts what the target itself chooses: the tokens are those of `model.generate`, sampled
-            ones too, from the same seed. `"rejection"` accepts, where tokens are sampled, what draft models drew by
-            speculative sampling: more of it, from the same distribution, but not the tokens of the same seed. It
-            takes proposers that draw (`lookahead.DraftModel`), and none of the names. `"typical"` is lossy: where
-            tokens are sampled it accepts drafts that the target finds likely enough, though it may not have chosen
-            them, which changes their distribution; `DecodingStats.divergence` measures by how much.
-        max_nodes: Most draft nodes one row's tree may hold, the root not counted, 1 to 512.
-            `None` decides: 64, and while the lookahead branch runs its window and its guesses on top; one less where
-            trees are padded to powers of two, the root being one of them.
-        min_probability: A node is drafted only when its chance of being reached is at least this, 0 to 1.
-        max_ngram: Longest context, in tokens, that n-grams are looked up by, 1 to 64.
-        min_ngram: Shortest context that n-grams are looked up by, 1 to `max_ngram`.
+            ones too with the same seed. `"rejection"` applies speculative sampling to the draws of draft models: it
+            accepts more from the same distribution, but not the tokens of the same seed. It takes proposers that draw
+            (`lookahead.DraftModel`), and none of the names. `"typical"` is lossy: with sampling it accepts drafts that
+            the target finds likely enough, which changes the distribution; `DecodingStats.divergence` measures it.
+        max_nodes: Most draft nodes of one row's tree without the root, 1 to 512. `None` decides: 64, plus the window
+            and the guesses while the lookahead branch runs. Where trees are padded to powers of two it is one less,
+            since the root is one of the nodes.
+        min_probability: Least probability of a draft node being reached, 0 to 1.
+        max_ngram: Longest context of an n-gram lookup in tokens, 1 to 64.
+        min_ngram: Shortest context of an n-gram lookup in tokens, 1 to `max_ngram`.
         memory: `"shared"` keeps what `"outputs"` and `"recycled"` collect for all later calls on the same model in
-            this process, at most 1,048,576 tokens and 262,144 contexts (57 MiB). Text of one request can
-            then change the speed of another, and so betray itself to someone who measures, but never a token.
-            `"request"` starts every call with an empty memory; only hit rates and costs outlive it.
+            this process, at most 1,048,576 tokens and 262,144 contexts (57 MiB). The text of one request then changes
+            the speed of another, which someone who measures it can exploit, but never a token. `"request"` starts every
+            call with an empty memory; only hit rates and costs are kept.
         window: Columns W of the Jacobi window, 1 to 64, or `"auto"`: the lookahead branch runs only while it was
-            measured to pay, with W, N and G that suit what steps cost here (with `draft="fixed"`, where no cost is
-            measured, always and with 7, 5 and 7). A window adds `"jacobi"` to the proposers where that is not
-            named; `None` is `"auto"` where it is.
-        ngram_size: N, the length of the n-grams the window closes, 2 to 16. `None` decides: 5, or what suits the
-            window that `"auto"` chose.
+            measured to pay, with W, N and G that suit the measured step costs (with `draft="fixed"`, which measures no
+            costs, it always runs with 7, 5 and 7). A window adds `"jacobi"` to the proposers. With `"jacobi"` there,
+            `None` means `"auto"`.
+        ngram_size: N, the length of the n-grams that the window produces, 2 to 16. `None` decides: 5, or what suits
+            the window that `"auto"` chose.
         guesses: G, the most n-grams of the pool verified in a step, 0 to 64. `None` decides: 7, or likewise.
-        pool_from_prompt: Whether the n-gram pool is filled from the prompt too.
-        compile: Whether the model's passes over drafts are compiled by `torch.compile`, once for every number of rows
-            and nodes (both rounded up to a power of two) when it is first needed. That takes seconds each, much less
-            where an earlier process has left them in PyTorch's cache on disk. A model that cannot be compiled is run
-            as it is; the log says why.
-        cuda_graphs: Whether those passes are recorded as CUDA graphs, likewise; on a GPU only. Compiled passes too.
+        pool_from_prompt: Whether the n-gram pool of the lookahead branch is filled from the prompt too.
+        compile: Whether the model's passes over drafts are compiled by `torch.compile`. Each number of rows and nodes,
+            rounded up to a power of two, is compiled on first use, which takes seconds, or less with PyTorch's cache on
+            disk. A model that cannot be compiled runs as it is; the log says why.
+        cuda_graphs: Whether those passes, compiled ones too, are recorded as CUDA graphs on first use; on a GPU only.
 
     Raises:
         ConfigError: A value is out of its range.
@@ -127,7 +123,7 @@ class LookaheadConfig:
         self._check_branch()
 
     def _check_branch(self) -> None:
-        """Check the sizes of the lookahead branch, and that its window fits."""
+        """Check the sizes of the lookahead branch, and that `max_nodes` holds its window."""
         if self.window not in (None, "auto"):
             _check_range("window", self.window, 1, 64, instead="auto or ")
         if self.ngram_size is not None:
@@ -141,17 +137,17 @@ class LookaheadConfig:
             )
 
     def _check_proposers(self) -> None:
-        """Check that every proposer is a name or can be made, and stands there once."""
+        """Check that every proposer is a known name or a callable, and is given once."""
         for i, each in enumerate(self.proposers):
             if isinstance(each, str) and each not in PROPOSERS:
                 raise ConfigError(f"proposers must be of {', '.join(PROPOSERS)}, got {each!r}")
             if not callable(each) and not isinstance(each, str):
-                raise ConfigError(f"proposers must be names, or called with a Call give a Proposer, got {each!r}")
+                raise ConfigError(f"proposers must be names or callables that return a Proposer, got {each!r}")
             if any(each is other or each == other for other in self.proposers[:i]):
                 raise ConfigError(f"proposers must not repeat one, got {self.proposers!r}")
 
     def _settle_pool(self) -> None:
-        """Check that the pool and the proposer that reads it come together; the path becomes a string."""
+        """Check the path of the pool, and that the pool and `"corpus"` come together."""
         if self.pool is None:
             if "corpus" in self.proposers:
                 raise ConfigError("the proposer 'corpus' needs a pool, the path of a pool file, got None")
@@ -165,25 +161,25 @@ class LookaheadConfig:
 
     @property
     def decides_branch(self) -> bool:
-        """Whether it is left to measured costs if the lookahead branch runs, and how large it is."""
+        """Whether measured costs decide if the lookahead branch runs, and its sizes."""
         return "jacobi" in self.proposers and self.window in (None, "auto") and self.draft == "auto"
 
     @property
     def branch_sizes(self) -> tuple[BranchSize, ...]:
-        """Sizes the lookahead branch may have, the smallest first: one unless costs decide; none without it."""
+        """Possible sizes of the lookahead branch, smallest first: one unless costs decide, none without the branch."""
         if "jacobi" not in self.proposers:
             return ()
         most = MAX_NODES_LIMIT if self.max_nodes is None else self.max_nodes
         return tuple(size for size in self._all_sizes() if size.window_nodes <= most)
 
     def _all_sizes(self) -> tuple[BranchSize, ...]:
-        """Sizes of the lookahead branch by its own options alone."""
+        """Sizes of the lookahead branch without the limit of `max_nodes`."""
         given = {name: getattr(self, name) for name in BranchSize._fields if getattr(self, name) not in (None, "auto")}
         return tuple(size._replace(**given) for size in (_AUTO_SIZES if self.decides_branch else (_FIXED_SIZE,)))
 
     @property
     def node_budget(self) -> int:
-        """Most draft nodes one row's tree may hold, with `max_nodes=None` decided; a branch left to costs is off."""
+        """Most draft nodes of one row's tree, with `max_nodes=None` decided; without a branch that costs decide on."""
         if self.max_nodes is not None:
             return self.max_nodes
         budget = 0 if tuple(self.proposers) in ((), ("jacobi",)) else 64 - self.has_fixed_shapes
@@ -193,16 +189,16 @@ class LookaheadConfig:
 
     @property
     def has_fixed_shapes(self) -> bool:
-        """Whether trees are padded, so that few shapes are compiled or recorded."""
+        """Whether trees are padded, which limits the number of shapes to compile or record."""
         return self.compile or self.cuda_graphs
 
     @property
     def passes(self) -> str:
-        """How the model is run, one of `PASSES`: what steps cost is known apart for each."""
+        """How the model is run, one of `PASSES`. Step costs are kept for each separately."""
         return PASSES[self.compile + 2 * self.cuda_graphs]
 
 
 def _check_range(name: str, value: object, low: int, high: int, instead: str = "") -> None:
-    """Raise ConfigError unless `value` is an int from `low` to `high`; `instead` tells what else there is."""
+    """Raise ConfigError unless `value` is an int from `low` to `high`; `instead` names other allowed values."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ConfigError(f"{name} must be {instead}a whole number from {low} to {high}, got {value!r}")

@@ -1,16 +1,16 @@
-"""What can go wrong, as one tree.
+"""The exceptions of this package.
 
     LookaheadError
     ├── ConfigError            an option is out of its range (also a ValueError)
-    ├── UnsupportedModelError  this model or generation mode cannot be served (also a ValueError)
-    ├── PromptError            a prompt cannot be decoded: empty, or no room left (also a ValueError)
-    │   └── PromptTooLongError it has more tokens than the model has positions
-    ├── LogitsError            the model's logits name no token (also a RuntimeError)
+    ├── UnsupportedModelError  a model or generation mode is not supported (also a ValueError)
+    ├── PromptError            a prompt is empty or leaves no room for output (also a ValueError)
+    │   └── PromptTooLongError a prompt has more tokens than the model has positions
+    ├── LogitsError            the logits of the model are not a number (also a RuntimeError)
     ├── DocumentError          a document cannot be read or summarized (also a ValueError)
-    ├── ProposerError          a proposer of your own is none, or offers what is no tree (also a ValueError)
+    ├── ProposerError          a custom proposer breaks its interface (also a ValueError)
     ├── PoolError              a pool file cannot be read, written or used here (also a ValueError)
     ├── HeadsError             trained heads cannot be read or used with this model (also a ValueError)
-    ├── ClusterError           a Ray cluster cannot be reached, or its workers do not live (also a RuntimeError)
+    ├── ClusterError           a Ray cluster cannot be reached, or its workers fail (also a RuntimeError)
     └── TrainingError          training data or a training job is unusable (also a ValueError)
 
 Every message names the field or file, the allowed range where there is one, and what was received.
@@ -18,7 +18,7 @@ Every message names the field or file, the allowed range where there is one, and
 
 
 class LookaheadError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base class of the errors of this package."""
 
 
 class ConfigError(LookaheadError, ValueError):
@@ -26,19 +26,19 @@ class ConfigError(LookaheadError, ValueError):
 
 
 class UnsupportedModelError(LookaheadError, ValueError):
-    """The model, or the way of generating that was asked for, cannot be served."""
+    """The model or the generation mode is not supported."""
 
 
 class PromptError(LookaheadError, ValueError):
-    """A prompt cannot be decoded: it is empty, or it leaves no room for a new token."""
+    """A prompt is empty, or leaves no room for a new token."""
 
 
 class PromptTooLongError(PromptError):
     """A prompt has more tokens than the model has positions.
 
     Args:
-        lengths: Both numbers, in words.
-        remedy: What to do about it.
+        lengths: What is too long, with both numbers.
+        remedy: How to shorten it.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class PromptTooLongError(PromptError):
 
 
 class LogitsError(LookaheadError, RuntimeError):
-    """The model's logits name no token: they are not a number."""
+    """The logits of the model are not a number."""
 
 
 class DocumentError(LookaheadError, ValueError):
@@ -62,7 +62,7 @@ class DocumentError(LookaheadError, ValueError):
 
 
 class ProposerError(LookaheadError, ValueError):
-    """A proposer that was given beside the names is none, or offers what is no tree of known tokens."""
+    """A custom proposer breaks its interface, or its draft is no tree of known tokens."""
 
 
 class PoolError(LookaheadError, ValueError):
@@ -78,7 +78,7 @@ class TrainingError(LookaheadError, ValueError):
 
 
 class ClusterError(LookaheadError, RuntimeError):
-    """A Ray cluster cannot be reached, or the workers on it do not live to do their work."""
+    """A Ray cluster cannot be reached, or its workers fail."""
 
 
 def one_line(error: BaseException) -> str:

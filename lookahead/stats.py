@@ -1,16 +1,14 @@
-"""What decoding did, counted; the names are those vLLM's users know."""
+"""Counters of a decoding; their names are those of vLLM."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
-
-def _no_chances() -> defaultdict[str, float]:
-    """Nothing expected of anyone."""
-    return defaultdict(float)
+_SECONDS = ("prefill_s", "decode_s", "ttft_s")
 
 
 @dataclass(slots=True)
@@ -23,14 +21,14 @@ class DecodingStats:
         target_forwards: Target passes that verified this row's tree; prefill passes are not counted.
         drafted_tokens: Draft nodes verified, the root not counted.
         accepted_tokens: Draft nodes whose token was emitted.
-        expected_tokens: Draft nodes expected to be accepted, the sum of their chances as the proposers saw them.
-        forwards_by_source: Target passes that verified nodes of a proposer: how often the lookahead branch was on.
-        drafted_by_source: Draft nodes by proposer; a node two proposers offered counts for both.
+        expected_tokens: Sum of the acceptance probabilities that the proposers gave their draft nodes.
+        forwards_by_source: Target passes that verified nodes of a proposer, by proposer.
+        drafted_by_source: Draft nodes by proposer; a node of two proposers counts for both.
         accepted_by_source: Accepted draft nodes by proposer, likewise.
-        expected_by_source: Draft nodes expected to be accepted by proposer, likewise.
-        total_variation: Sum over the emitted tokens of how far what they were taken from is from what the target would
-            have drawn from, in total variation distance; 0 unless `acceptance="typical"`, which is lossy.
-        acceptance_histogram: How many passes emitted 1, 2, 3, … tokens, keyed by that number.
+        expected_by_source: `expected_tokens` by proposer, likewise.
+        total_variation: Sum over the emitted tokens of the total variation distance between the distribution a token
+            was taken from and that of the target; 0 unless `acceptance="typical"`, which is lossy.
+        acceptance_histogram: Number of passes that emitted 1, 2, 3, … tokens, keyed by the number of tokens.
         prefill_s: Seconds from the start to the end of the prefill, shared by the rows of a batch.
         decode_s: Seconds from the end of the prefill, which gives the first token, to the row's last token.
         ttft_s: Seconds from the start to the row's first token.
@@ -45,7 +43,7 @@ class DecodingStats:
     forwards_by_source: Counter[str] = field(default_factory=Counter)
     drafted_by_source: Counter[str] = field(default_factory=Counter)
     accepted_by_source: Counter[str] = field(default_factory=Counter)
-    expected_by_source: defaultdict[str, float] = field(default_factory=_no_chances)
+    expected_by_source: defaultdict[str, float] = field(default_factory=partial(defaultdict, float))
     total_variation: float = 0.0
     acceptance_histogram: Counter[int] = field(default_factory=Counter)
     prefill_s: float = 0.0
@@ -54,7 +52,7 @@ class DecodingStats:
 
     @property
     def decoded_tokens(self) -> int:
-        """Emitted tokens that a counted pass made: all but the first of every row, which the prefill gives."""
+        """Emitted tokens of counted passes: all but the first of every row, which the prefill gives."""
         return sum(length * passes for length, passes in self.acceptance_histogram.items())
 
     @property
@@ -69,12 +67,12 @@ class DecodingStats:
 
     @property
     def calibration_error(self) -> float:
-        """Expected minus realised acceptance of a drafted node, on average: above 0 the proposers claim too much."""
+        """Mean of expected minus actual acceptance of a draft node; above 0 the proposers are overconfident."""
         return _calibration_error(self.expected_tokens, self.accepted_tokens, self.drafted_tokens)
 
     @property
     def calibration_error_by_source(self) -> dict[str, float]:
-        """The same for the nodes of each proposer; of 0 nodes it is 0."""
+        """The same by proposer; 0 for a proposer without nodes."""
         return {
             name: _calibration_error(self.expected_by_source[name], self.accepted_by_source[name], drafted)
             for name, drafted in self.drafted_by_source.items()
@@ -82,10 +80,9 @@ class DecodingStats:
 
     @property
     def divergence(self) -> float:
-        """Total variation distance from the target's distribution, per emitted token, 0 to 1; 0 where it is lossless.
+        """Total variation distance from the target's distribution per emitted token, 0 (lossless) to 1.
 
-        A token taken because it was typical came up with certainty, where the target would have drawn it with its
-        probability p: that is 1 - p away. A token that was drawn is 0 away.
+        A token of probability p that is accepted as typical counts 1 - p, since it was certain. A drawn token counts 0.
         """
         return self.total_variation / self.emitted_tokens if self.emitted_tokens else 0.0
 
@@ -129,28 +126,33 @@ class DecodingStats:
 
 
 def _calibration_error(expected: float, accepted: int, drafted: int) -> float:
-    """Expected minus accepted, per drafted node."""
     return (expected - accepted) / drafted if drafted else 0.0
 
 
 def total(rows: Iterable[DecodingStats]) -> DecodingStats:
-    """Add up rows that were decoded together: counters are summed, the times are those of the slowest row."""
+    """Add up rows that were decoded together: counters are summed, the seconds are those of the slowest row."""
     result = DecodingStats()
     for row in rows:
-        result.prompt_tokens += row.prompt_tokens
-        result.emitted_tokens += row.emitted_tokens
-        result.target_forwards += row.target_forwards
-        result.drafted_tokens += row.drafted_tokens
-        result.accepted_tokens += row.accepted_tokens
-        result.expected_tokens += row.expected_tokens
-        result.total_variation += row.total_variation
-        for name, expected in row.expected_by_source.items():
-            result.expected_by_source[name] += expected
-        result.forwards_by_source.update(row.forwards_by_source)
-        result.drafted_by_source.update(row.drafted_by_source)
-        result.accepted_by_source.update(row.accepted_by_source)
-        result.acceptance_histogram.update(row.acceptance_histogram)
-        result.prefill_s = max(result.prefill_s, row.prefill_s)
-        result.decode_s = max(result.decode_s, row.decode_s)
-        result.ttft_s = max(result.ttft_s, row.ttft_s)
+        for each in fields(DecodingStats):
+            mine, more = getattr(result, each.name), getattr(row, each.name)
+            if each.name in _SECONDS:
+                setattr(result, each.name, max(mine, more))
+            elif isinstance(mine, dict):
+                for key, value in more.items():
+                    mine[key] += value
+            else:
+                setattr(result, each.name, mine + more)
+    return result
+
+
+def total_in_sequence(calls: Iterable[DecodingStats]) -> DecodingStats:
+    """Add up calls that ran one after the other: counters and seconds are summed.
+
+    The time to the first token is that of the last call, with everything before it.
+    """
+    done = list(calls)
+    result = total(done)
+    result.prefill_s = sum(stats.prefill_s for stats in done)
+    result.decode_s = sum(stats.decode_s for stats in done)
+    result.ttft_s = sum(stats.prefill_s + stats.decode_s for stats in done[:-1]) + (done[-1].ttft_s if done else 0.0)
     return result

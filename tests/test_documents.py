@@ -13,7 +13,7 @@ from lookahead.documents.decode_text import Document, Reject
 from lookahead.documents.inputs import find_inputs
 from lookahead.documents.readers import count_documents, read_documents, read_prompt
 from lookahead.errors import DocumentError, PromptError
-from lookahead.summarization.sentences import split_sentences
+from lookahead.summarization.segmentation import split_sentences
 
 
 @pytest.fixture

@@ -17,13 +17,12 @@ import lookahead
 from lookahead import ConfigError
 from lookahead.documents.decode_text import Document
 from lookahead.stats import DecodingStats
-from lookahead.summarization.chunking import cut
-from lookahead.summarization.pipeline import start_course
+from lookahead.summarization.chunking import MeasuredText, cut
+from lookahead.summarization.pipeline import SummaryPipeline
 from lookahead.summarization.prompt_fitter import Approach, PromptFitter
 from lookahead.summarization.prompting import INSTRUCTION, Prompting
-from lookahead.summarization.sections import Break, split_pieces
+from lookahead.summarization.segmentation import Break, split_pieces
 from lookahead.summarization.summarizer import Summarizer
-from lookahead.summarization.token_offsets import MeasuredText
 
 SENTENCE = "The cat sat on the mat. "
 CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[bot]{% endif %}"
@@ -175,12 +174,12 @@ SPEAKERS = {
 
 def summary_of(text, fitter, speak):
     """The summary by a stand-in for a model, and how many prompts each round had."""
-    course = start_course(text, fitter, keep_parts=True)
+    pipeline = SummaryPipeline(text, fitter, keep_parts=True)
     rounds = []
-    while course.summary is None:
-        rounds.append(len(course.prompts))
-        course.take([speak(prompt, course.limit) for prompt in course.prompts], DecodingStats())
-    return course.summary, rounds
+    while pipeline.summary is None:
+        rounds.append(len(pipeline.prompts))
+        pipeline.take([speak(prompt, pipeline.limit) for prompt in pipeline.prompts], DecodingStats())
+    return pipeline.summary, rounds
 
 
 def assert_is_a_tree(summary, text):
@@ -233,7 +232,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 from transformers import AutoConfig, AutoTokenizer
 from lookahead.stats import DecodingStats
-from lookahead.summarization.pipeline import start_course
+from lookahead.summarization.pipeline import SummaryPipeline
 from lookahead.summarization.prompt_fitter import Approach, PromptFitter
 draw, words = random.Random(0), "the old house on hill was quiet that night and nobody came to see him".split()
 def chapter(number):
@@ -244,16 +243,16 @@ model = SimpleNamespace(config=AutoConfig.from_pretrained(sys.argv[1]))
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 memory = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 before = memory()
-course = start_course(text, PromptFitter(model, tokenizer, 128, None, Approach(overlap=64)), keep_parts=True)
-while course.summary is None:
-    assert max(len(tokenizer(prompt)["input_ids"]) for prompt in course.prompts) <= 1152 - 128
-    course.take([prompt[-900:-100] for prompt in course.prompts], DecodingStats())
-levels = [len(level) for level in course.summary.tree]
+pipeline = SummaryPipeline(text, PromptFitter(model, tokenizer, 128, None, Approach(overlap=64)), keep_parts=True)
+while pipeline.summary is None:
+    assert max(len(tokenizer(prompt)["input_ids"]) for prompt in pipeline.prompts) <= 1152 - 128
+    pipeline.take([prompt[-900:-100] for prompt in pipeline.prompts], DecodingStats())
+levels = [len(level) for level in pipeline.summary.tree]
 assert all(after < before for before, after in pairwise(levels)) and levels[-1] == 1
-leaves = course.summary.tree[0]
+leaves = pipeline.summary.tree[0]
 assert leaves[0].chars[0] == 0 and leaves[-1].chars[1] == len(text)
 assert all(before.chars[0] < after.chars[0] <= before.chars[1] < after.chars[1] for before, after in pairwise(leaves))
-print(course.summary.document_tokens, memory() - before)
+print(pipeline.summary.document_tokens, memory() - before)
 """
 
 
@@ -293,21 +292,21 @@ def test_refining_reads_the_parts_in_order_each_with_the_summary_so_far(tiny_lla
     tokenizer = chat(tiny_tokenizer)
     fitter = PromptFitter(tiny_llama, tokenizer, 30, approach=Approach(refine=True))
     text = "".join(f"Sentence {i} is here. " for i in range(50))
-    course = start_course(text, fitter, keep_parts=True)
+    pipeline = SummaryPipeline(text, fitter, keep_parts=True)
     parts = fitter.fit(text).parts.texts
     assert len(parts) > 5
     seen = []
-    while course.summary is None:
-        assert len(course.prompts) == 1 and course.limit == 30
-        seen += course.prompts
-        course.take([f"summary {len(seen)}"], DecodingStats())
+    while pipeline.summary is None:
+        assert len(pipeline.prompts) == 1 and pipeline.limit == 30
+        seen += pipeline.prompts
+        pipeline.take([f"summary {len(seen)}"], DecodingStats())
     assert len(seen) == len(parts)
     for number, (prompt, part) in enumerate(zip(seen, parts, strict=True)):
         assert prompt.endswith(f"{INSTRUCTION.replace('{document}', part)}[bot]")
         assert len(tokenizer(prompt)["input_ids"]) <= 512 - 30
         assert (f"\n\nsummary {number}\n\n" in prompt) == (number > 0)
-    assert [node.summary for node in course.summary.tree[0]] == [f"summary {n}" for n in range(1, len(parts) + 1)]
-    assert str(course.summary) == f"summary {len(parts)}"
+    assert [node.summary for node in pipeline.summary.tree[0]] == [f"summary {n}" for n in range(1, len(parts) + 1)]
+    assert str(pipeline.summary) == f"summary {len(parts)}"
 
 
 def test_refining_decodes_what_generate_does_with_the_same_prompts(tiny_llama, tiny_tokenizer):
@@ -328,14 +327,14 @@ def test_refining_decodes_what_generate_does_with_the_same_prompts(tiny_llama, t
 def test_a_summary_that_is_too_long_for_its_place_is_cut_and_an_empty_one_changes_nothing(tiny_llama, tiny_tokenizer):
     tokenizer = chat(tiny_tokenizer)
     fitter = PromptFitter(tiny_llama, tokenizer, 30, approach=Approach(refine=True))
-    course = start_course(SENTENCE * 40, fitter, keep_parts=True)
+    pipeline = SummaryPipeline(SENTENCE * 40, fitter, keep_parts=True)
     said = iter(["", "s" * 999, " ", *["<eos>" * 200] * 99])
     lengths = []
-    while course.summary is None:
-        lengths.append(len(tokenizer(course.prompts[0])["input_ids"]))
-        course.take([next(said)], DecodingStats())
+    while pipeline.summary is None:
+        lengths.append(len(tokenizer(pipeline.prompts[0])["input_ids"]))
+        pipeline.take([next(said)], DecodingStats())
     assert max(lengths) <= 512 - 30
-    assert [node.summary[:1] for node in course.summary.tree[0]][:4] == ["", "s", "s", "<"]
+    assert [node.summary[:1] for node in pipeline.summary.tree[0]][:4] == ["", "s", "s", "<"]
 
 
 def test_a_document_that_fits_is_not_refined(tiny_llama, tiny_tokenizer):

@@ -16,15 +16,13 @@ import lookahead
 from lookahead import ConfigError, DocumentError, LookaheadConfig, UnsupportedModelError
 from lookahead.jobs.result_lines import JsonLinesFile
 from lookahead.models import loading
-from lookahead.stats import DecodingStats
-from lookahead.summarization.baseline import PlainFigures
-from lookahead.summarization.chunking import cut
-from lookahead.summarization.greedy import total_in_sequence
+from lookahead.stats import DecodingStats, total_in_sequence
+from lookahead.summarization.chunking import MeasuredText, cut
+from lookahead.summarization.decoder import PlainFigures
 from lookahead.summarization.prompt_fitter import PromptFitter, context_length
 from lookahead.summarization.prompting import INSTRUCTION, Prompting
-from lookahead.summarization.sections import split_pieces
+from lookahead.summarization.segmentation import split_pieces
 from lookahead.summarization.summarizer import Summarizer
-from lookahead.summarization.token_offsets import MeasuredText
 
 # With the tokenizer of these tests a token is a character.
 SENTENCE = "The cat sat on the mat. "
@@ -171,7 +169,7 @@ def test_a_document_longer_than_the_context_is_summarized_in_parts(tiny_llama, t
     assert 0 < summary.summary_tokens <= 64
     assert summary.stats.emitted_tokens > summary.summary_tokens  # the parts' own
     assert summary.plain.identical
-    assert summary.plain.emitted_tokens == summary.stats.emitted_tokens
+    assert summary.plain.stats.emitted_tokens == summary.stats.emitted_tokens
 
 
 def test_summaries_of_parts_that_do_not_fit_together_are_summarized_again(tiny_llama, tiny_tokenizer):
@@ -210,7 +208,7 @@ def test_figures_of_a_document_that_failed_are_not_charged_to_the_next(tiny_llam
         patch.setattr(PromptFitter, "fit_summaries", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             summarizer.summarize(SENTENCE * 30)
-    assert summarizer.summarize(SENTENCE).plain.emitted_tokens == 16
+    assert summarizer.summarize(SENTENCE).plain.stats.emitted_tokens == 16
 
 
 @pytest.mark.parametrize("text", ["", " \n\t"])
@@ -251,12 +249,13 @@ def test_calls_in_sequence_add_up_their_seconds():
 
 
 def test_plain_figures_leave_the_prefill_out_of_the_rate():
-    figures = PlainFigures(emitted_tokens=11, decoded_tokens=10, prefill_s=1.0, decode_s=2.0)
-    assert figures.tokens_per_s == 5.0
+    stats = DecodingStats(emitted_tokens=11, acceptance_histogram=Counter({1: 10}), prefill_s=1.0, decode_s=2.0)
+    figures = PlainFigures(stats)
+    assert figures.to_dict()["tokens_per_s"] == 5.0
     assert figures.speedup(DecodingStats(acceptance_histogram=Counter({5: 2}), decode_s=1.0)) == 2.0
     assert PlainFigures().speedup(DecodingStats()) is None
-    both = figures + PlainFigures(emitted_tokens=1, identical=False)
-    assert (both.emitted_tokens, both.decode_s, both.identical) == (12, 2.0, False)
+    both = figures + PlainFigures(DecodingStats(emitted_tokens=1), identical=False)
+    assert (both.stats.emitted_tokens, both.stats.decode_s, both.identical) == (12, 2.0, False)
 
 
 # Lines on disk

@@ -33,7 +33,7 @@ def test_the_path_of_a_file_is_read(folder, summarize):
 def test_the_name_of_a_file_is_not_taken_for_a_text(folder, summarize):
     for name in ("file.txt", str(folder / "file.txt"), " file.txt\n"):
         with pytest.raises(
-            DocumentError, match=r"is the name of a file, not its text; pathlib\.Path\(.*\) has it read"
+            DocumentError, match=r"is the name of a file, not its text; pass pathlib\.Path\(.*\) to read it"
         ):
             summarize(name)
     assert summarize("file").text  # a word that no file is called
@@ -42,13 +42,13 @@ def test_the_name_of_a_file_is_not_taken_for_a_text(folder, summarize):
 
 @pytest.mark.parametrize("name", ["missing.txt", "."])
 def test_a_path_that_is_no_file_is_refused(folder, summarize, name):
-    with pytest.raises(DocumentError, match="is no file"):
+    with pytest.raises(DocumentError, match="is not a file"):
         summarize(Path(name))
 
 
 def test_a_path_of_many_documents_names_the_command_for_them(folder, summarize):
     (folder / "many.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
-    with pytest.raises(DocumentError, match="a document a line or row: 'lookahead summarize' reads those"):
+    with pytest.raises(DocumentError, match="one document per line or row; 'lookahead summarize' reads such files"):
         summarize(Path("many.jsonl"))
 
 

@@ -43,13 +43,13 @@ def test_a_document_of_which_the_model_says_nothing_is_not_done(tiny_llama, tiny
 def test_parts_too_long_for_the_cache_together_are_read_one_after_the_other(tiny_llama, tiny_tokenizer, monkeypatch):
     monkeypatch.setattr("lookahead.generation.scheduler.cache_tokens_of", lambda *_: 900)
     summarizer, together = Summarizer(tiny_llama, tiny_tokenizer, max_new_tokens=16), []
-    decode = summarizer._decoder.decode
+    generate = lookahead.generate
 
-    def watched(prompts, limit):
+    def watched(model, tokenizer, prompts, *, max_new_tokens, **options):
         together.append(len(prompts))
-        assert len(prompts) == 1 or len(prompts) * (max(map(len, prompts)) + limit) <= 900
-        return decode(prompts, limit)
+        assert len(prompts) == 1 or len(prompts) * (max(map(len, prompts)) + max_new_tokens) <= 900
+        return generate(model, tokenizer, prompts, max_new_tokens=max_new_tokens, **options)
 
-    monkeypatch.setattr(summarizer._decoder, "decode", watched)
+    monkeypatch.setattr("lookahead.generation.api.generate", watched)
     assert summarizer.summarize(SENTENCE * 60).parts > 2
     assert max(together[:-1]) == 1

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lookahead.errors import TrainingError
-from lookahead.summarization.sentences import bare_sentences
+from lookahead.summarization.segmentation import bare_sentences
 from tools.train_extractor import blockwise
 from tools.train_extractor.__main__ import main
 from tools.train_extractor.architecture import build, llama_config

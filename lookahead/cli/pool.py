@@ -89,10 +89,10 @@ def add(options: PoolAddOptions) -> None:
     Exit status: 0 all documents were added; 1 some were left out; 2 an argument is
     wrong, or nothing could be written; 130 interrupted, and the pool is as it was.
     """
-    from lookahead.pools.build_pool import add_to_pool
+    from lookahead.pools.build_pool import build_pool
 
     def write(sources: Any, tokenizer: Any, **watched: Any) -> Any:
-        return add_to_pool(options.pool, sources, tokenizer, **watched)
+        return build_pool(options.pool, sources, tokenizer, add=True, **watched)
 
     _fill(options, Path(options.pool), write, overwrite=True)
 
@@ -110,15 +110,15 @@ def _fill(
     check_readers(sources)
     check_output(output, sources, overwrite=overwrite)
     tokenizer = _load_tokenizer(options.model)
-    from lookahead.pools import pool_figures
     from lookahead.pools.build_pool import PoolTotals
+    from lookahead.pools.open_pool import describe_pool
 
     totals = PoolTotals()
     display = PoolDisplay(count_documents(sources))
     with display.progress:
         header = write(sources, tokenizer, limit=options.max_document_bytes, totals=totals, observer=display)
-    console(sys.stderr).print(pool_figures.describe_reading(totals))
-    console(sys.stderr).print(pool_figures.describe_pool(str(output), header))
+    console(sys.stderr).print(str(totals))
+    console(sys.stderr).print(describe_pool(str(output), header))
     raise typer.Exit(1 if totals.rejected else 0)
 
 
@@ -127,8 +127,7 @@ def info(options: PoolOptions) -> None:
 
     For example: lookahead pool info pool.lkp
     """
-    from lookahead.pools.open_pool import read_pool_header
-    from lookahead.pools.pool_figures import header_rows
+    from lookahead.pools.open_pool import header_rows, read_pool_header
 
     console(sys.stdout).print(table(("", ""), header_rows(options.pool, read_pool_header(options.pool))))
 
@@ -143,8 +142,7 @@ def verify(options: PoolVerifyOptions) -> None:
 
     Exit status: 0 it can be used; 2 it cannot, and a line says why.
     """
-    from lookahead.pools.open_pool import open_pool
-    from lookahead.pools.pool_figures import describe_pool
+    from lookahead.pools.open_pool import describe_pool, open_pool
 
     fingerprint = None
     if options.model is not None:

@@ -27,10 +27,15 @@ def read_documents(inputs: Sequence[Input], *, limit: int = DEFAULT_LIMIT) -> It
     """
     for source in inputs:
         try:
-            if source.field is not None:
-                yield from _TABLES[source.format](source, source.field, limit)
-            else:
+            if source.field is None:
                 yield Document(source.path, checked(_text_of(source, limit), source.path))
+                continue
+            is_empty = True
+            for document in _TABLES[source.format](source, source.field, limit):
+                is_empty = False
+                yield document
+            if is_empty:
+                raise DocumentError(f"{source.path}: no documents")
         except OSError as error:
             yield Reject(source.path, f"{source.path}: {error.strerror}")
         except DocumentError as error:

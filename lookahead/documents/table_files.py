@@ -25,10 +25,9 @@ def read_json_lines(source: Input, field: str, limit: int) -> Iterator[Document 
     """Read one document per line that is not blank.
 
     Raises:
-        DocumentError: There is no document, or a URL cannot be read.
+        DocumentError: A URL cannot be read.
         OSError: The file cannot be read.
     """
-    is_empty = True
     with opened(source.path) as file:
         for number, (offset, line) in enumerate(_utf8_lines(file, source.path, limit), start=1):
             place = f"{source.path}:{number}"
@@ -36,21 +35,15 @@ def read_json_lines(source: Input, field: str, limit: int) -> Iterator[Document 
                 yield Reject(place, too_long(place, limit))
             elif line.strip():
                 yield _json_document(line, place, offset, source, field)
-            else:
-                continue
-            is_empty = False
-    if is_empty:
-        raise DocumentError(f"{source.path}: no documents")
 
 
 def read_csv(source: Input, field: str, limit: int) -> Iterator[Document | Reject]:
     """Read one document per row; the first row names the columns.
 
     Raises:
-        DocumentError: The column is missing, there is no row, or the rest of the file cannot be read.
+        DocumentError: The column is missing, or the rest of the file cannot be read.
         OSError: The file cannot be read.
     """
-    is_empty = True
     csv.field_size_limit(min(limit, (1 << 31) - 1))
     with opened(source.path) as file:
         wrong: list[DocumentError] = []  # about the lines of the current row
@@ -71,12 +64,11 @@ def read_csv(source: Input, field: str, limit: int) -> Iterator[Document | Rejec
                     )
                 before = rows.line_num
                 place = f"{source.path}:{before}"
-                if not wrong and not any(cell.strip() for cell in row):
-                    continue
-                is_empty = False
                 if wrong:
                     yield Reject(place, str(wrong[0]))
                     wrong.clear()
+                elif not any(cell.strip() for cell in row):
+                    continue
                 elif len(row) != len(names):
                     yield Reject(place, f"{place}: {len(row)} cells, and there are {len(names)} columns")
                 else:
@@ -85,8 +77,6 @@ def read_csv(source: Input, field: str, limit: int) -> Iterator[Document | Rejec
             where = f"{source.path}:{rows.line_num}"
             message = too_long(where, limit) if "field limit" in str(error) else f"{where}: not valid CSV: {error}"
             raise DocumentError(f"{message}; the rest of the file is not read") from error
-    if is_empty:
-        raise DocumentError(f"{source.path}: no documents")
 
 
 def read_parquet(source: Input, field: str, limit: int) -> Iterator[Document | Reject]:
@@ -113,12 +103,10 @@ def read_parquet(source: Input, field: str, limit: int) -> Iterator[Document | R
                     continue
                 for batch in batches:
                     number += 1
-                    text, *given = (_cell(batch, name) for name in columns)
-                    yield _document(f"{source.path}:{number}", source, field, text, *given, limit=limit)
+                    text, given = (None if at is None else _cell(batch, names[at]) for at in (text_at, id_at))
+                    yield _document(f"{source.path}:{number}", source, field, text, given, limit)
         except (arrow.ArrowException, OSError) as error:
             raise DocumentError(f"{source.path}: cannot be read as Parquet: {one_line(error)}") from error
-    if number == 0:
-        raise DocumentError(f"{source.path}: no documents")
 
 
 def row_groups(

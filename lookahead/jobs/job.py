@@ -10,11 +10,10 @@ from lookahead.documents.decode_text import Document, DocumentId, Reject
 from lookahead.jobs.identity import JobIdentity, text_hash
 from lookahead.jobs.journal import Journal, ResultWriter, Sink, Stream
 from lookahead.jobs.output_location import OutputPaths
-from lookahead.stats import DecodingStats
-from lookahead.summarization.greedy import total_in_sequence
+from lookahead.stats import DecodingStats, total_in_sequence
 
 if TYPE_CHECKING:
-    from lookahead.summarization.baseline import PlainFigures
+    from lookahead.summarization.decoder import PlainFigures
     from lookahead.summarization.summarizer import Summarized
 
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from lookahead.jobs.job import JobTotals
     from lookahead.jobs.output_memory import OutputMemory
     from lookahead.stats import DecodingStats
-    from lookahead.summarization.baseline import PlainFigures
+    from lookahead.summarization.decoder import PlainFigures
     from lookahead.summarization.summarizer import Summary
 
 COMPARISON_HEADINGS = (
@@ -134,7 +134,7 @@ def comparison_row(name: str, stats: DecodingStats, plain: PlainFigures) -> tupl
     return (
         name,
         str(stats.emitted_tokens),
-        f"{plain.tokens_per_s:.1f}",
+        f"{plain.stats.tokens_per_s:.1f}",
         f"{stats.tokens_per_s:.1f}",
         "-" if speedup is None else f"{speedup:.2f}x",
         f"{stats.mean_acceptance_length:.2f}",

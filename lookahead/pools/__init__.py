@@ -1,1 +1,1 @@
-"""Pool files (`lookahead.ngram.pool_file`) and the tokenizers they belong to: making, opening and describing them."""
+"""N-gram pool files for a tokenizer: make, open and describe them."""

@@ -1,4 +1,4 @@
-"""Documents in, a pool file out."""
+"""Making pool files from documents."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.documents.inputs import Input
 from lookahead.documents.readers import DEFAULT_LIMIT, read_documents
-from lookahead.errors import PoolError
+from lookahead.errors import PoolError, one_line
 from lookahead.ngram.chains import SEPARATOR, IntArray
 from lookahead.ngram.pool_file import Pool, PoolHeader, write_pool
-from lookahead.pools.open_pool import pool_errors
+from lookahead.pools.open_pool import count_of_documents, pool_errors
 from lookahead.utils.fingerprints import tokenizer_fingerprint
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ class PoolTotals:
     Attributes:
         documents: Documents taken.
         tokens: Their tokens.
-        rejected: Documents that could not be read, or hold no token.
-        is_full: Whether documents were left out because the pool has all the tokens it may have.
+        rejected: Documents that could not be read or have no tokens.
+        is_full: Whether documents were left out because the pool has its most tokens.
     """
 
     documents: int = 0
@@ -37,18 +37,23 @@ class PoolTotals:
     rejected: int = 0
     is_full: bool = False
 
+    def __str__(self) -> str:
+        skipped = f", {self.rejected:,} skipped" if self.rejected else ""
+        full = "; the pool has its most tokens, and the rest was not read" if self.is_full else ""
+        return f"{self.tokens:,} tokens of {count_of_documents(self.documents)} taken{skipped}{full}"
+
 
 class PoolObserver(Protocol):
-    """Watches a pool in the making, to show how it goes."""
+    """Is told of the progress of making a pool."""
 
     def taken(self, totals: PoolTotals) -> None:
         """A document was taken."""
 
     def rejected(self, reject: Reject) -> None:
-        """A document could not be."""
+        """A document was rejected."""
 
     def writing(self) -> None:
-        """All documents were read, and the pool is made of them now."""
+        """All documents were read, and the pool is written next."""
 
 
 def build_pool(
@@ -56,65 +61,39 @@ def build_pool(
     inputs: Sequence[Input],
     tokenizer: PreTrainedTokenizerBase,
     *,
+    add: bool = False,
     max_tokens: int | None = None,
     limit: int = DEFAULT_LIMIT,
     totals: PoolTotals,
     observer: PoolObserver,
 ) -> PoolHeader:
-    """Make a pool of the documents of all inputs; what is at `path` is replaced when all is done.
+    """Make a pool of the documents of all inputs. An existing file is replaced when the new one is complete.
 
     Args:
         path: The file to write.
-        inputs: Where the documents are.
-        tokenizer: What makes tokens of them.
-        max_tokens: Most tokens to take; the document that goes beyond is cut, those after it are not read.
+        inputs: The files to read.
+        tokenizer: Tokenizes the documents.
+        add: Whether the documents of the existing pool are kept.
+        max_tokens: Most tokens to take. The document that exceeds them is cut, and later ones are not read.
         limit: Most bytes of a document.
-        totals: Counted up as documents are read.
-        observer: Told of each.
+        totals: Updated as documents are read.
+        observer: Told of each document.
 
     Raises:
-        PoolError: There is no document to take, or the file cannot be written; none is left behind.
+        PoolError: There is no document to take, the existing pool cannot be opened or was made with another tokenizer,
+            or the file cannot be written. An existing file is left as it was.
     """
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    with pool_errors(path):
+        before = [np.array(Pool.open(path, fingerprint).tokens[1:])] if add else []
     documents = _read(inputs, tokenizer, max_tokens, limit, totals, observer)
     if not documents:
-        raise PoolError(f"{path}: no document to make it of, {totals.rejected} could not be used")
-    return _write(path, documents, tokenizer, observer)
-
-
-def add_to_pool(
-    path: str,
-    inputs: Sequence[Input],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    limit: int = DEFAULT_LIMIT,
-    totals: PoolTotals,
-    observer: PoolObserver,
-) -> PoolHeader:
-    """Add the documents of all inputs to a pool: a new file takes the place of the old one when all is done.
-
-    The arguments are those of `build_pool`.
-
-    Raises:
-        PoolError: The pool cannot be opened or was made with another tokenizer, there is no document to take, or the
-            file cannot be written; the old one is left as it was.
-    """
-    with pool_errors(path):
-        before = np.array(Pool.open(path, tokenizer_fingerprint(tokenizer)).tokens[1:])
-    documents = _read(inputs, tokenizer, None, limit, totals, observer)
-    if not documents:
-        raise PoolError(f"{path}: no document to add, {totals.rejected} could not be used")
-    return _write(path, [before, *documents], tokenizer, observer)
-
-
-def _write(
-    path: str, documents: Sequence[IntArray], tokenizer: PreTrainedTokenizerBase, observer: PoolObserver
-) -> PoolHeader:
-    """Index documents and write them."""
+        raise PoolError(f"{path}: no document to {'add' if add else 'make it of'}, {totals.rejected} could not be used")
     observer.writing()
     separator = np.array([SEPARATOR], np.int32)
-    parted = [part for document in documents for part in (document, separator)][:-1]
+    separated = [part for document in before + documents for part in (document, separator)][:-1]
     with pool_errors(path):
-        return write_pool(path, np.concatenate(parted), tokenizer_fingerprint(tokenizer))
+        return write_pool(path, np.concatenate(separated), fingerprint)
 
 
 def _read(
@@ -127,18 +106,18 @@ def _read(
 ) -> list[IntArray]:
     """The documents of all inputs as int32 `[tokens]` each, at most `max_tokens` together."""
     documents: list[IntArray] = []
-    for document in _tokenized(inputs, tokenizer, limit):
-        if isinstance(document, Reject):
+    for ids in _tokenized(inputs, tokenizer, limit):
+        if isinstance(ids, Reject):
             totals.rejected += 1
-            observer.rejected(document)
+            observer.rejected(ids)
             continue
-        if max_tokens is not None and totals.tokens + document.size > max_tokens:
+        if max_tokens is not None and totals.tokens + ids.size > max_tokens:
             totals.is_full = True
-            document = document[: max_tokens - totals.tokens]
-        if document.size > 0:
-            documents.append(document)
+            ids = ids[: max_tokens - totals.tokens]
+        if ids.size > 0:
+            documents.append(ids)
             totals.documents += 1
-            totals.tokens += document.size
+            totals.tokens += ids.size
             observer.taken(totals)
         if totals.is_full:
             break
@@ -146,18 +125,16 @@ def _read(
 
 
 def _tokenized(inputs: Sequence[Input], tokenizer: PreTrainedTokenizerBase, limit: int) -> Iterator[IntArray | Reject]:
-    """Read and tokenize one document after the other."""
     for document in read_documents(inputs, limit=limit):
         yield document if isinstance(document, Reject) else _tokens_of(document, tokenizer)
 
 
 def _tokens_of(document: Document, tokenizer: PreTrainedTokenizerBase) -> IntArray | Reject:
-    """The tokens of a document, without those a tokenizer puts around it, or why there are none."""
+    """The tokens of a document without special ones."""
     try:
         ids: Any = tokenizer(document.text, add_special_tokens=False)["input_ids"]
-    except Exception as error:
-        # Whatever a tokenizer makes of one document (a panic in Rust, say), the others still get their turn.
-        return Reject(document.id, f"{document.id}: {type(error).__name__}: {' '.join(str(error).split())}")
+    except Exception as error:  # any error, such as a panic of a Rust tokenizer: the other documents go on
+        return Reject(document.id, f"{document.id}: {type(error).__name__}: {one_line(error)}")
     if not ids:
         return Reject(document.id, f"{document.id}: the document has no tokens")
     return np.array(ids, np.int32)

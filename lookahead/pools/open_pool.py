@@ -1,4 +1,4 @@
-"""Opening pool files: once per process, and with errors of this package."""
+"""Opening and describing pool files, with the errors of this package."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from functools import lru_cache
 
 from lookahead.config import LookaheadConfig
 from lookahead.errors import PoolError
-from lookahead.ngram.pool_file import Pool, PoolHeader, read_header
+from lookahead.ngram.pool_file import VERSION, Pool, PoolHeader, read_header
 
 
 def open_pool(path: str, *, fingerprint: int | None = None, vocabulary: int | None = None) -> Pool:
-    """Open a pool to draft from; one that is open already is not opened again, unless its file was replaced.
+    """Open a pool to draft from. An open pool is reused unless its file was replaced.
 
     Args:
         path: The file.
-        fingerprint: Of the tokenizer whose ids are looked up, see `tokenizer_fingerprint`; `None` where there is none.
-        vocabulary: How many token ids the model knows, where no tokenizer tells more.
+        fingerprint: The `tokenizer_fingerprint` of the tokenizer of the prompts; `None` without one.
+        vocabulary: The number of token ids of the model, checked where there is no tokenizer.
 
     Raises:
-        PoolError: It cannot be read, it is damaged, or it was made with another tokenizer.
+        PoolError: The file cannot be read, is damaged, or was made with another tokenizer.
     """
     with pool_errors(path):
         status = os.stat(path)
         version = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
         pool = _open(path, version)
-        if not pool.is_intact:  # and since then what it was when it was opened
+        if not pool.is_intact:  # the file changed after it was opened
             _open.cache_clear()
             pool = _open(path, version)
         if fingerprint is not None:
@@ -42,34 +42,59 @@ def open_pool(path: str, *, fingerprint: int | None = None, vocabulary: int | No
 
 
 def pool_of(config: LookaheadConfig, *, fingerprint: int | None = None, vocabulary: int | None = None) -> Pool | None:
-    """The pool that a configuration names, opened as by `open_pool`; None where it names none."""
+    """The pool that a configuration names, opened as by `open_pool`; `None` if it names none."""
     if config.pool is None:
         return None
     return open_pool(os.fspath(config.pool), fingerprint=fingerprint, vocabulary=vocabulary)
 
 
 def read_pool_header(path: str) -> PoolHeader:
-    """What a pool file says of itself; its contents are not read.
+    """The header of a pool file, without reading its contents.
 
     Raises:
-        PoolError: It cannot be read, it is no pool, or its header or its size is wrong.
+        PoolError: The file cannot be read, is no pool, or has a wrong header or size.
     """
     with pool_errors(path):
         return read_header(path)
 
 
-@lru_cache(maxsize=8)
-def _open(path: str, version: tuple[int, ...]) -> Pool:
-    """Open the version of a file that `version` tells from others."""
-    return Pool.open(path)
+def header_rows(path: str, header: PoolHeader) -> list[tuple[str, str]]:
+    """The name and the value of each figure in the header of a pool file."""
+    return [
+        ("pool", path),
+        ("documents", f"{header.documents:,}"),
+        ("tokens", f"{header.tokens:,}"),
+        ("largest token id", str(header.largest_token)),
+        ("bytes", f"{header.file_bytes:,}"),
+        ("bytes per token", f"{header.file_bytes / header.tokens:.1f}"),
+        ("tokenizer", f"{header.fingerprint:016x}"),
+        ("checksum", f"{header.checksum:016x}"),
+        ("format", f"version {VERSION}"),
+    ]
+
+
+def describe_pool(path: str, header: PoolHeader) -> str:
+    """The size of a pool in one line."""
+    return f"{path}: {header.tokens:,} tokens in {count_of_documents(header.documents)}"
+
+
+def count_of_documents(number: int) -> str:
+    """`1 document` or `2 documents`."""
+    return f"{number:,} document{'' if number == 1 else 's'}"
 
 
 @contextmanager
 def pool_errors(path: str) -> Iterator[None]:
-    """Turn what goes wrong with a pool file into an error of this package that names it."""
+    """Turn the errors of a pool file into a `PoolError` that names it."""
     try:
         yield
     except OSError as error:
         raise PoolError(f"{path}: {error.strerror or error}") from error
     except ValueError as error:
         raise PoolError(str(error)) from error
+
+
+@lru_cache(maxsize=8)
+def _open(path: str, version: tuple[int, ...]) -> Pool:
+    """Open a file; the cache tells its versions apart."""
+    return Pool.open(path)

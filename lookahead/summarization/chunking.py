@@ -2,15 +2,93 @@
 
 from __future__ import annotations
 
+import re
+from array import array
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Literal, NamedTuple
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from lookahead.summarization.sections import Break
-from lookahead.summarization.token_offsets import MeasuredText
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead.summarization.segmentation import Break, Piece
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Split = Literal["none", "sections", "sentences", "hard"]
+
+# Stands for tokens where a tokenizer gives no offsets: short pieces of words, so that the count is rather too high.
+_WORD_PIECE = re.compile(r"\s*\S{1,3}|\s+$")
+_BLOCK = 1 << 18  # characters tokenized at once: a tokenizer holds 100 times as much per token as is kept here
+_SPACES = np.array([code for code in range(0x3001) if chr(code).isspace()], dtype=np.uint32)
+
+# Where a part may end: the least length, in quarters of the usual one, and the weakest break. The first match counts.
+_CHOICES = (
+    (3, Break.SENTENCE),
+    (1, Break.SENTENCE),
+    (3, Break.LINE),
+    (0, Break.LINE),
+    (0, Break.NOTHING),
+)
+
+
+class MeasuredText:
+    """A text in pieces, with the offsets of its tokens.
+
+    Args:
+        pieces: The text, no piece empty.
+        tokenizer: Counts the tokens.
+        clean: Applied to each piece first. It may change whitespace only.
+        before: Number of characters before the first piece.
+
+    Attributes:
+        text: The cleaned text.
+        pieces: The cleaned pieces.
+        ends: The end of each piece, in characters of the cleaned text.
+        starts: The start of each token without leading whitespace, in characters of the cleaned text.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        tokenizer: PreTrainedTokenizerBase,
+        clean: Callable[[str], str] = str,
+        before: int = 0,
+    ) -> None:
+        self._before = before
+        self._given = "".join(piece.text for piece in pieces)
+        self.pieces = [Piece(clean(piece.text), piece.end) for piece in pieces]
+        self.text = "".join(piece.text for piece in self.pieces)
+        self.ends = array("q", accumulate(len(piece.text) for piece in self.pieces))
+        self.starts = array("q")
+        for begin, block in _blocks(self.text, self.ends):
+            self.starts.extend(begin + start for start in _token_starts(tokenizer, block))
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens."""
+        return len(self.starts)
+
+    def token_at(self, place: int) -> int:
+        """The number of tokens that begin before a character of the cleaned text."""
+        return bisect_left(self.starts, place)
+
+    def given_span(self, begin: int, end: int) -> tuple[int, int]:
+        """The span of the given text that a span of the cleaned text, without outer whitespace, comes from."""
+        if self._given != self.text:
+            given, cleaned = self._letters
+            first, last = np.searchsorted(cleaned, (begin, end - 1))
+            begin, end = int(given[first]), int(given[last]) + 1
+        return begin + self._before, end + self._before
+
+    @cached_property
+    def _letters(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Indices of the characters other than whitespace, given and cleaned: cleaning keeps their number and order."""
+        return _letter_indices(self._given), _letter_indices(self.text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +96,10 @@ class Part:
     """A stretch of a document.
 
     Attributes:
-        text: What it says, whitespace at its ends left out; never empty.
-        chars: Where it stands in the document as it was given: its first character, and the one behind its last.
+        text: Its text without outer whitespace, never empty.
+        chars: Its span in the given document: the first character, and the one after the last.
         tokens: Likewise in tokens of the document.
-        pieces: Likewise in the pieces that the document was made of.
+        pieces: Likewise in pieces of the document.
     """
 
     text: str
@@ -37,9 +115,9 @@ class Parts:
     Attributes:
         parts: The parts in order.
         tokens: Tokens of the whole document.
-        split: `"none"` where the document fits as it is, `"sections"` where it was cut between sections or
-            paragraphs, `"sentences"` where somewhere between sentences or lines, `"hard"` where some stretch had no
-            such place and was cut between words or tokens.
+        split: `"none"` if the document fits as a whole, `"sections"` if it is cut between sections or paragraphs only,
+            `"sentences"` if it is cut between sentences or lines too, `"hard"` if a stretch without such places is cut
+            between words or tokens.
     """
 
     parts: tuple[Part, ...]
@@ -48,22 +126,12 @@ class Parts:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """What the parts say."""
+        """The text of each part."""
         return tuple(part.text for part in self.parts)
 
 
-# From where on a part may end, in quarters of its usual length, and what must end with it; the first that is found.
-_CHOICES = (
-    (3, Break.SENTENCE),
-    (1, Break.SENTENCE),
-    (3, Break.LINE),
-    (0, Break.LINE),
-    (0, Break.NOTHING),
-)
-
-
 class _Span(NamedTuple):
-    """A stretch that is not cut any more, in characters."""
+    """A stretch that is not cut further, in characters."""
 
     begin: int
     end: int
@@ -73,14 +141,14 @@ class _Span(NamedTuple):
 def cut(measured: MeasuredText, budget: int | None, overlap: int = 0) -> Parts:
     """Cut a document into parts of at most `budget` tokens and of similar length.
 
-    A part ends with a section where one ends near enough to a part of the usual length, else with a paragraph, else
-    with a sentence, then a line, and within a word only where nothing else ends.
+    A part ends with a section if one ends near the usual length, else with a paragraph, a sentence or a line, and
+    within a line or word only where nothing else ends.
 
     Args:
         measured: The document.
-        budget: Most tokens of a part, at least 1; `None` is no limit.
-        overlap: Tokens that a part repeats of the end of the one before, less than `budget`; fewer where that part
-            has fewer, or where a character of several tokens would be torn.
+        budget: Most tokens of a part, at least 1; `None` means no limit.
+        overlap: Tokens at the end of a part that the next part repeats, less than `budget`. They are fewer if the part
+            has fewer tokens, or if a character of several tokens would be torn.
     """
     if budget is None or measured.tokens <= budget:
         return Parts(_parts(measured, _trimmed(measured, [(0, len(measured.text))])), measured.tokens, "none")
@@ -95,8 +163,38 @@ def cut(measured: MeasuredText, budget: int | None, overlap: int = 0) -> Parts:
     return Parts(_parts(measured, trimmed), measured.tokens, split)
 
 
+def truncate(text: str, tokenizer: PreTrainedTokenizerBase, budget: int) -> str:
+    """The first `budget` tokens of a text."""
+    starts = _token_starts(tokenizer, text)
+    return text if len(starts) <= budget else text[: starts[budget]]
+
+
+def _token_starts(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The start of each token in characters, after its leading whitespace unless it is nothing else."""
+    if not tokenizer.is_fast:
+        return [match.start() for match in _WORD_PIECE.finditer(text)]
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return [end - len(text[start:end].lstrip() or text[start:end]) for start, end in encoded["offset_mapping"]]
+
+
+def _blocks(text: str, ends: Sequence[int]) -> Iterator[tuple[int, str]]:
+    """Stretches of text to tokenize at once, each with its start; they end between pieces where possible."""
+    begin = 0
+    while begin < len(text):
+        last = bisect_right(ends, begin + _BLOCK) - 1
+        end = ends[last] if last >= 0 and ends[last] > begin else begin + _BLOCK
+        yield begin, text[begin:end]
+        begin = end
+
+
+def _letter_indices(text: str) -> NDArray[np.int64]:
+    """The indices of all characters other than whitespace."""
+    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
+    return np.flatnonzero(~np.isin(codes, _SPACES))
+
+
 def _trimmed(measured: MeasuredText, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The spans without whitespace at their ends; those of nothing else are left out."""
+    """The spans without outer whitespace; blank spans are left out."""
     trimmed = []
     for begin, end in spans:
         stretch = measured.text[begin:end]
@@ -106,7 +204,6 @@ def _trimmed(measured: MeasuredText, spans: list[tuple[int, int]]) -> list[tuple
 
 
 def _parts(measured: MeasuredText, spans: list[tuple[int, int]]) -> tuple[Part, ...]:
-    """The parts that stand in some spans."""
     return tuple(
         Part(
             text=measured.text[begin:end],
@@ -119,12 +216,11 @@ def _parts(measured: MeasuredText, spans: list[tuple[int, int]]) -> tuple[Part, 
 
 
 def _fitting_spans(measured: MeasuredText, budget: int) -> tuple[list[_Span], bool]:
-    """Spans within the budget, and whether one had to be cut where nothing ends."""
+    """Spans within the budget, and whether a piece had to be cut."""
     spans: list[_Span] = []
     is_hard = False
     begin = 0
-    for piece in measured.pieces:
-        end = begin + len(piece.text)
+    for piece, end in zip(measured.pieces, measured.ends, strict=True):
         *cuts, last = _hard_cuts(measured, begin, end, budget)
         spans += [_Span(*each, Break.NOTHING) for each in cuts]
         spans.append(_Span(*last, piece.end))
@@ -134,23 +230,18 @@ def _fitting_spans(measured: MeasuredText, budget: int) -> tuple[list[_Span], bo
 
 
 def _hard_cuts(measured: MeasuredText, begin: int, end: int, budget: int) -> list[tuple[int, int]]:
-    """Cut a stretch at token boundaries, before a word where one begins in the last quarter of a part."""
+    """Cut a piece at token boundaries, before a word if one begins in the last quarter of a part."""
     cuts = []
-    starts = measured.starts
+    text, starts = measured.text, measured.starts
     while measured.token_at(end) - measured.token_at(begin) > budget:
         last = measured.token_at(begin) + budget
-        boundaries = range(last, last - max(1, budget // 4), -1)
-        place = next((starts[i] for i in boundaries if _begins_a_word(measured.text, starts[i])), starts[last])
-        if place <= begin:  # one character of more tokens than a part may hold
+        nearest = (starts[i] for i in range(last, last - max(1, budget // 4), -1))
+        place = next((at for at in nearest if text[at].isspace() or text[at - 1].isspace()), starts[last])
+        if place <= begin:  # one character has more tokens than a part may hold
             place = begin + 1
         cuts.append((begin, place))
         begin = place
     return [*cuts, (begin, end)] if begin < end else cuts
-
-
-def _begins_a_word(text: str, index: int) -> bool:
-    """Whether a word, or the space before it, begins at `index`."""
-    return text[index].isspace() or text[index - 1].isspace()
 
 
 def _pack(measured: MeasuredText, spans: list[_Span], budget: int) -> list[tuple[int, int]]:
@@ -166,36 +257,32 @@ def _pack(measured: MeasuredText, spans: list[_Span], budget: int) -> list[tuple
 
 
 def _last_of_part(spans: list[_Span], marks: list[int], first: int, done: int, budget: int) -> int:
-    """The span that a part should end with.
+    """The index of the best last span of a part.
 
     Args:
         spans: All spans.
-        marks: Tokens up to the end of each.
-        first: The span the part begins with.
-        done: Tokens before it.
+        marks: Tokens up to the end of each span.
+        first: Index of the first span of the part.
+        done: Tokens before the part.
         budget: Most tokens of the part.
     """
     left = marks[-1] - done
     if left <= budget:
         return len(spans) - 1
-    target = -(-left // -(-left // budget))  # of parts of one length
-
-    def is_near(i: int) -> tuple[int, int]:
-        return -abs(marks[i] - done - target), i
-
+    target = -(-left // -(-left // budget))  # tokens, if all parts left had one length
     most = max(first, bisect_right(marks, done + budget) - 1)
     for quarters, weakest in _CHOICES:
         least = max(first, bisect_left(marks, done + target * quarters // 4))
         places = [i for i in range(least, most + 1) if spans[i].closing >= weakest]
         if places:
-            return max(places, key=lambda i: (spans[i].closing, *is_near(i)))
+            return max(places, key=lambda i: (spans[i].closing, -abs(marks[i] - done - target), i))
     return most
 
 
 def _overlapping(
     measured: MeasuredText, spans: list[tuple[int, int]], overlap: int, budget: int
 ) -> list[tuple[int, int]]:
-    """Let every part but the first begin with so many tokens of the part before, as far as whitespace leaves room."""
+    """Extend each span but the first to the last `overlap` tokens of the one before, within the budget."""
     starts = measured.starts
     extended = spans[:1]
     for (first, last), (begin, end) in pairwise(spans):

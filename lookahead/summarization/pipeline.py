@@ -1,156 +1,208 @@
-"""The course of a document from its parts to one summary, whoever decodes the prompts."""
+"""From the parts of a document to one summary, in rounds of prompts that somebody else decodes."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lookahead.stats import DecodingStats
-from lookahead.summarization.greedy import total_in_sequence
+from lookahead.documents.decode_text import Document
+from lookahead.errors import DocumentError
+from lookahead.stats import DecodingStats, total_in_sequence
+from lookahead.summarization.chunking import Split
 from lookahead.summarization.prompt_fitter import FittedDocument, PromptFitter
-from lookahead.summarization.summary import PartSummary, Summary
 
 if TYPE_CHECKING:
+    from lookahead.summarization.decoder import PlainFigures
     from lookahead.verification.stopping import FinishReason
 
 
-class Course(ABC):
-    """A document on its way to a summary, in rounds of prompts that may be decoded beside each other.
-
-    Args:
-        fitted: The document as prompts.
-        fitter: What fitted it.
-        keep_parts: Whether the summary tells those of the parts.
+@dataclass(frozen=True, slots=True)
+class PartSummary:
+    """The summary of a part of a document.
 
     Attributes:
-        prompts: Those of the present round; none at the end.
-        limit: Most new tokens of each.
-        summary: The summary, at the end.
+        chars: The span of the part in the document: the first character, and the one after the last.
+        tokens: Likewise in tokens of the document.
+        summary: The summary of the part; with refining, that of the document up to the end of the part.
+        children: The span of the summaries of the level below that it summarizes; `None` if it summarizes the document
+            itself.
     """
 
-    def __init__(self, fitted: FittedDocument, fitter: PromptFitter, *, keep_parts: bool) -> None:
-        self.summary: Summary | None = None
-        self.prompts: list[str] = []
-        self._whole, self._fitter, self._keeps = fitted, fitter, keep_parts
-        self._rounds: list[DecodingStats] = []
-        self._levels: list[tuple[PartSummary, ...]] = []
+    chars: tuple[int, int]
+    tokens: tuple[int, int]
+    summary: str
+    children: tuple[int, int] | None = None
 
-    @property
-    def limit(self) -> int:
-        """Most new tokens of each prompt."""
-        return self._fitter.max_new_tokens
+    def to_dict(self) -> dict[str, Any]:
+        """The summary as a JSON-ready dict."""
+        record: dict[str, Any] = {"chars": list(self.chars), "tokens": list(self.tokens)}
+        if self.children is not None:
+            record["children"] = list(self.children)
+        return {**record, "summary": self.summary}
 
-    def take(self, texts: Sequence[str], stats: DecodingStats, finish_reason: FinishReason = "stop") -> None:
-        """Take what the prompts were continued with, and go on to the next round.
 
-        Args:
-            texts: New text of each prompt.
-            stats: What decoding did, all prompts together.
-            finish_reason: Why the text of the last prompt ended.
+Levels = tuple[tuple[PartSummary, ...], ...]  # the summaries of the parts, those of their summaries, and so on
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The summary of one document.
+
+    Attributes:
+        text: The summary.
+        document_tokens: Tokens of the document.
+        summary_tokens: Tokens of the summary, an end-of-sequence token included.
+        parts: The number of parts the document was cut into, 1 if it fitted.
+        split: `"none"`, `"sections"`, `"sentences"`, or `"hard"` if a stretch had no sentence or line end to cut at.
+        stats: Counters of the decoding, the summaries of the parts included.
+        plain: Figures of plain decoding for the same prompts, if asked for.
+        tree: The summaries of the parts, level by level, if asked for.
+        finish_reason: `"length"` if the token limit cut the summary off, `"stop"` if the model ended it.
+    """
+
+    text: str
+    document_tokens: int
+    summary_tokens: int
+    parts: int
+    split: Split
+    stats: DecodingStats
+    plain: PlainFigures | None = None
+    tree: Levels | None = None
+    finish_reason: FinishReason = "stop"
+
+    def __str__(self) -> str:
+        return self.text
+
+    def check(self) -> Summary:
+        """This summary, if it is not empty.
+
+        Raises:
+            DocumentError: The summary is empty.
         """
-        self._rounds.append(stats)
-        self._advance([text.strip() for text in texts], finish_reason)
+        if not self.text:
+            raise DocumentError(f"the model wrote no summary of the document's {self.document_tokens} tokens")
+        return self
 
-    @abstractmethod
-    def _advance(self, texts: list[str], finish_reason: FinishReason) -> None:
-        """Make the prompts of the next round, or end."""
-
-    def _end(self, text: str, tokens: int, finish_reason: FinishReason) -> None:
-        """Be done with a summary of so many tokens."""
-        self.prompts = []
-        self.summary = Summary(
-            text=text,
-            document_tokens=self._whole.parts.tokens,
-            summary_tokens=tokens,
-            parts=len(self._whole.parts.parts),
-            split=self._whole.parts.split,
-            stats=total_in_sequence(self._rounds),
-            tree=tuple(self._levels) if self._keeps else None,
-            finish_reason=finish_reason,
-        )
-
-
-class _Merging(Course):
-    """All parts are summarized, then what came of them together, until that is one prompt."""
-
-    def __init__(self, fitted: FittedDocument, fitter: PromptFitter, *, keep_parts: bool) -> None:
-        super().__init__(fitted, fitter, keep_parts=keep_parts)
-        self._leaves = [PartSummary(part.chars, part.tokens, "") for part in fitted.parts.parts]
-        self._round_of(fitted, self._leaves)
-
-    @property
-    def limit(self) -> int:
-        """Most new tokens of each prompt: fewer of a part, so that the parts' summaries are shorter than the parts."""
-        most = self._fitter.max_new_tokens
-        return most if len(self.prompts) == 1 else min(most, self._fitter.partial_summary_limit or most)
-
-    def _advance(self, texts: list[str], finish_reason: FinishReason) -> None:
-        level = tuple(
-            PartSummary(node.chars, node.tokens, text, node.children)
-            for node, text in zip(self._nodes, texts, strict=True)
-        )
-        self._levels.append(level)
-        if len(texts) == 1:
-            self._end(texts[0], self._rounds[-1].emitted_tokens, finish_reason)
-            return
-        said = [number for number, text in enumerate(texts) if text]
-        if not said:
-            # A model with nothing to say of any part may still have something to say of the first.
-            self._round_of(self._whole.first, self._leaves[:1])
-            return
-        fitted = self._fitter.fit_summaries([texts[number] for number in said])
-        ends = [said[part.pieces[1] - 1] + 1 for part in fitted.parts.parts[:-1]]
-        nodes = _above(level, [*ends, len(level)])
-        if len(nodes) >= len(texts):  # what does not become shorter is left out, for there must be an end
-            fitted, nodes = fitted.first, nodes[:1]
-        self._round_of(fitted, nodes)
-
-    def _round_of(self, fitted: FittedDocument, nodes: list[PartSummary]) -> None:
-        """Let prompts be decoded that stand for some nodes."""
-        self.prompts, self._nodes = fitted.prompts, nodes
+    def to_dict(self) -> dict[str, Any]:
+        """The summary as a JSON-ready dict."""
+        record: dict[str, Any] = {
+            "summary": self.text,
+            "document_tokens": self.document_tokens,
+            "summary_tokens": self.summary_tokens,
+            "parts": self.parts,
+            "split": self.split,
+            "finish_reason": self.finish_reason,
+            "stats": self.stats.to_dict(),
+        }
+        if self.tree is not None:
+            record["tree"] = [[part.to_dict() for part in level] for level in self.tree]
+        if self.plain is not None:
+            speedup = self.plain.speedup(self.stats)
+            record["plain"] = self.plain.to_dict()
+            record["speedup"] = None if speedup is None else round(speedup, 3)
+            record["identical"] = self.plain.identical
+        return record
 
 
-class _Refining(Course):
-    """The first part is summarized, then each of the others together with the summary so far."""
+@dataclass(frozen=True, slots=True)
+class Summarized:
+    """A document and its summary."""
 
-    def __init__(self, fitted: FittedDocument, fitter: PromptFitter, *, keep_parts: bool) -> None:
-        super().__init__(fitted, fitter, keep_parts=keep_parts)
-        self.prompts = fitted.prompts[:1]
-        self._steps: list[PartSummary] = []
-        self._text, self._tokens = "", 0
-        self._finish_reason: FinishReason = "stop"
-
-    def _advance(self, texts: list[str], finish_reason: FinishReason) -> None:
-        parts, number = self._whole.parts.parts, len(self._steps)
-        if texts[0] or not self._text:  # a model with nothing to say of a part leaves the summary as it is
-            self._text, self._tokens = texts[0], self._rounds[-1].emitted_tokens
-            self._finish_reason = finish_reason
-        self._steps.append(PartSummary(parts[number].chars, parts[number].tokens, self._text))
-        if number + 1 < len(parts):
-            self.prompts = [self._fitter.refining_prompt(self._whole, number + 1, self._text)]
-        else:
-            self._levels.append(tuple(self._steps))
-            self._end(self._text, self._tokens, self._finish_reason)
+    document: Document
+    summary: Summary
 
 
-def start_course(text: str, fitter: PromptFitter, *, keep_parts: bool) -> Course:
-    """Set out with a document.
+class _Output(NamedTuple):
+    """The text of each prompt of a round, the tokens of all, and why the last one ended."""
+
+    texts: list[str]
+    tokens: int
+    finish_reason: FinishReason
+
+
+# Yields the prompts of a round with the most new tokens of each, is sent their output, and returns the summary's.
+_Rounds = Generator[tuple[list[str], int], _Output, _Output]
+
+
+class SummaryPipeline:
+    """A document on its way to a summary, in rounds of prompts that may be decoded together.
 
     Args:
         text: The document, not blank.
         fitter: Cuts it and renders its prompts.
-        keep_parts: Whether the summary tells those of the parts.
+        keep_parts: Whether the summary keeps those of the parts.
+
+    Attributes:
+        prompts: The prompts of the current round; empty at the end.
+        limit: Most new tokens of each prompt.
+        summary: The summary at the end, `None` before.
 
     Raises:
-        DocumentError: No part of it fits a prompt.
+        DocumentError: No part of the document fits a prompt.
     """
-    kind = _Refining if fitter.approach.refine else _Merging
-    return kind(fitter.fit(text), fitter, keep_parts=keep_parts)
+
+    def __init__(self, text: str, fitter: PromptFitter, *, keep_parts: bool) -> None:
+        self.summary: Summary | None = None
+        self._document, self._keep_parts = fitter.fit(text), keep_parts
+        self._stats: list[DecodingStats] = []
+        self._levels: list[tuple[PartSummary, ...]] = []
+        rounds = _refine if fitter.approach.refine else _merge
+        self._rounds = rounds(self._document, fitter, self._levels)
+        self.prompts, self.limit = next(self._rounds)
+
+    def take(self, texts: Sequence[str], stats: DecodingStats, finish_reason: FinishReason = "stop") -> None:
+        """Take the output of a round, and go on to the next one.
+
+        Args:
+            texts: New text of each prompt.
+            stats: Counters of the decoding, all prompts together.
+            finish_reason: Why the text of the last prompt ended.
+        """
+        self._stats.append(stats)
+        output = _Output([text.strip() for text in texts], stats.emitted_tokens, finish_reason)
+        try:
+            self.prompts, self.limit = self._rounds.send(output)
+        except StopIteration as end:
+            self.prompts = []
+            self.summary = Summary(
+                text=end.value.texts[0],
+                document_tokens=self._document.parts.tokens,
+                summary_tokens=end.value.tokens,
+                parts=len(self._document.parts.parts),
+                split=self._document.parts.split,
+                stats=total_in_sequence(self._stats),
+                tree=tuple(self._levels) if self._keep_parts else None,
+                finish_reason=end.value.finish_reason,
+            )
 
 
-def _above(level: Sequence[PartSummary], ends: Sequence[int]) -> list[PartSummary]:
-    """What summaries of summaries stand for, without a text yet; each reaches up to one of the `ends`."""
+def _merge(document: FittedDocument, fitter: PromptFitter, levels: list[tuple[PartSummary, ...]]) -> _Rounds:
+    """Summarize all parts, then their summaries together, until one prompt holds all of them."""
+    most = fitter.max_new_tokens
+    leaves = [PartSummary(part.chars, part.tokens, "") for part in document.parts.parts]
+    fitted, nodes = document, leaves
+    while True:
+        # The summaries of parts must be shorter than the parts.
+        limit = most if len(nodes) == 1 else min(most, fitter.partial_summary_limit or most)
+        output = yield fitted.prompts, limit
+        level = tuple(replace(node, summary=text) for node, text in zip(nodes, output.texts, strict=True))
+        levels.append(level)
+        if len(level) == 1:
+            return output
+        written = [number for number, text in enumerate(output.texts) if text]
+        if not written:
+            fitted, nodes = document.first, leaves[:1]  # with more tokens the model may write something
+            continue
+        fitted = fitter.fit_summaries([output.texts[number] for number in written])
+        ends = [written[part.pieces[1] - 1] + 1 for part in fitted.parts.parts[:-1]]
+        nodes = _parents(level, [*ends, len(level)])
+        if len(nodes) >= len(level):  # the level did not shrink: leave out the rest, so that the rounds end
+            fitted, nodes = fitted.first, nodes[:1]
+
+
+def _parents(level: Sequence[PartSummary], ends: Sequence[int]) -> list[PartSummary]:
+    """Summaries of summaries, still without a text; each reaches up to one of the `ends`."""
     nodes = []
     begin = 0
     for end in ends:
@@ -160,3 +212,16 @@ def _above(level: Sequence[PartSummary], ends: Sequence[int]) -> list[PartSummar
         nodes.append(PartSummary(chars, tokens, "", (begin, end)))
         begin = end
     return nodes
+
+
+def _refine(document: FittedDocument, fitter: PromptFitter, levels: list[tuple[PartSummary, ...]]) -> _Rounds:
+    """Summarize the first part, then each next part together with the summary so far."""
+    output = _Output([""], 0, "stop")
+    steps = []
+    for number, part in enumerate(document.parts.parts):
+        new = yield [fitter.refining_prompt(document, number, output.texts[0])], fitter.max_new_tokens
+        if new.texts[0] or not output.texts[0]:  # an empty answer leaves the summary as it is
+            output = new
+        steps.append(PartSummary(part.chars, part.tokens, output.texts[0]))
+    levels.append(tuple(steps))
+    return output

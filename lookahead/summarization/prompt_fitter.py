@@ -1,4 +1,4 @@
-"""Documents of any length to prompts that fit the model's context."""
+"""Prompts that fit the model's context from documents of any length."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lookahead.errors import ConfigError, DocumentError
-from lookahead.summarization.chunking import Parts, cut
+from lookahead.summarization.chunking import MeasuredText, Parts, cut, truncate
 from lookahead.summarization.prompting import Prompting, SummaryRequest
-from lookahead.summarization.sections import Break, Section, split_pieces
-from lookahead.summarization.token_offsets import MeasuredText, truncate
+from lookahead.summarization.segmentation import Break, Piece, split_pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MIN_DOCUMENT_TOKENS = 16
-_NO_LIMIT = 10**9  # tokenizers that know no limit say 10**30
+_NO_LIMIT = 10**9  # tokenizers without a limit state 10**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,12 +22,12 @@ class Approach:
     """How a document longer than a prompt is read.
 
     Attributes:
-        overlap: Tokens that a part repeats of the end of the part before, at least 0.
-        refine: Whether one part is read after the other, each with the summary so far, by a model that follows
-            instructions; else all are summarized, and then their summaries together.
+        overlap: Tokens at the end of a part that the next part repeats, at least 0.
+        refine: Whether the parts are read in order, each with the summary so far, by a model that follows
+            instructions. Otherwise all parts are summarized, then their summaries together.
 
     Raises:
-        ConfigError: The overlap is out of its range.
+        ConfigError: The overlap is negative.
     """
 
     overlap: int = 0
@@ -53,7 +52,7 @@ class FittedDocument:
 
     @property
     def first(self) -> FittedDocument:
-        """Its first part alone."""
+        """The first part alone."""
         return FittedDocument(replace(self.parts, parts=self.parts.parts[:1]), self.prompts[:1])
 
 
@@ -61,18 +60,18 @@ class PromptFitter:
     """Renders documents to prompts that leave room for a summary.
 
     Args:
-        model: Its configuration tells the context length.
+        model: Its configuration states the context length.
         tokenizer: Counts tokens and renders templates; its `model_max_length` limits the context too.
         max_new_tokens: Tokens to leave room for.
-        request: What the model is asked for; `None` for a summary in two sentences.
-        approach: How a document longer than a prompt is read; `None` for its parts side by side, without overlap.
+        request: What the model is asked for; `None` means a summary in two sentences.
+        approach: How a document longer than a prompt is read; `None` means its parts separately, without overlap.
 
     Attributes:
         max_new_tokens: As given.
         approach: As given.
 
     Raises:
-        ConfigError: No document would fit, or the model does not understand the request, or cannot refine.
+        ConfigError: No document would fit, or the model cannot follow the request or the approach.
     """
 
     def __init__(
@@ -95,13 +94,13 @@ class PromptFitter:
         context = context_length(model, tokenizer)
         if context is not None:
             template_tokens = self._prompting.count_tokens(self._prompting.render(""))
-            # An encoder's context holds the document alone; the summary has the decoder's.
+            # An encoder's context holds the document only; the summary goes to the decoder's.
             self._prompt_limit = context - (0 if model.config.is_encoder_decoder else max_new_tokens)
             self._document_limit = self._part_limit = self._prompt_limit - template_tokens
             self._check_room(context, template_tokens, has_encoder=model.config.is_encoder_decoder)
 
     def _check_room(self, context: int, template_tokens: int, *, has_encoder: bool) -> None:
-        """Refuse options that leave no room for a document, or for what is new in a part of it."""
+        """Refuse options that leave no room for a document or a part of it."""
         if self._document_limit is None:
             return
         if self._document_limit < MIN_DOCUMENT_TOKENS and has_encoder:
@@ -131,7 +130,7 @@ class PromptFitter:
 
     @property
     def add_special_tokens(self) -> bool:
-        """Whether the tokenizer adds its special tokens to the prompts: not where a template wrote them."""
+        """Whether the tokenizer must add its special tokens, since no template wrote them."""
         return self._prompting.add_special_tokens
 
     def count_tokens(self, prompt: str) -> int:
@@ -142,8 +141,7 @@ class PromptFitter:
     def partial_summary_limit(self) -> int | None:
         """Most tokens of the summary of a part, `None` for no limit.
 
-        With a quarter of what a prompt holds, the summaries of the parts together are always shorter than the
-        document, so that summarizing them in turn comes to an end.
+        It is a quarter of what a prompt holds: the summaries together are shorter than the document, so the rounds end.
         """
         return None if self._document_limit is None else self._document_limit // 4
 
@@ -151,7 +149,7 @@ class PromptFitter:
         """Cut a document into parts whose prompts all fit.
 
         Args:
-            document: Any text that is not blank.
+            document: A text that is not blank.
 
         Raises:
             DocumentError: No part of it fits a prompt.
@@ -162,28 +160,28 @@ class PromptFitter:
         return self._fit(measured, self.approach)
 
     def fit_summaries(self, summaries: list[str]) -> FittedDocument:
-        """Cut the summaries of parts, each kept to `partial_summary_limit`, into as many as fit a prompt together.
+        """Put as many summaries of parts into each prompt as fit together.
 
-        Text can have more tokens than it was generated with, so they are counted again. None is cut, but for one that
-        a prompt cannot hold.
+        Each is first truncated to `partial_summary_limit`, since text can have more tokens than it was generated with.
+        A summary is cut only if no prompt can hold it.
 
         Args:
-            summaries: At least one, and none of them blank.
+            summaries: At least one, and none blank.
         """
         limit = self.partial_summary_limit
         if limit is not None:
             summaries = [truncate(summary, self._tokenizer, limit).strip() for summary in summaries]
-        pieces = [Section(f"{summary}\n\n", Break.PARAGRAPH) for summary in summaries[:-1]]
-        pieces.append(Section(summaries[-1], Break.PARAGRAPH))
+        pieces = [Piece(f"{summary}\n\n", Break.PARAGRAPH) for summary in summaries[:-1]]
+        pieces.append(Piece(summaries[-1], Break.PARAGRAPH))
         return self._fit(MeasuredText(pieces, self._tokenizer, self._prompting.clean), Approach())
 
     def refining_prompt(self, fitted: FittedDocument, number: int, summary: str) -> str:
-        """The prompt for a part of a document and the summary of those before it.
+        """The prompt for a part of a document and the summary of the parts before it.
 
         Args:
             fitted: The document.
-            number: Of the part, counted from 0.
-            summary: The summary; its end is left out where it has more tokens than it was generated with.
+            number: Index of the part.
+            summary: The summary, possibly empty. Its end is left out if it does not fit.
         """
         if not summary:
             return fitted.prompts[number]
@@ -207,7 +205,7 @@ class PromptFitter:
             fitted = FittedDocument(parts, [self._prompting.render(part) for part in parts.texts])
             if limit is None or room is None:
                 return fitted
-            # On its own a part can have a few tokens more than it had within the whole.
+            # A part alone can have a few more tokens than within the document.
             longest = fitted.prompts if so_far is None else [self._prompting.render(part, "") for part in parts.texts]
             excess = max(map(self._prompting.count_tokens, longest)) - room
             if excess <= 0:
@@ -218,15 +216,15 @@ class PromptFitter:
 
 
 def check_max_new_tokens(max_new_tokens: int) -> None:
-    """Raise ConfigError unless a summary may have a token."""
+    """Raise ConfigError unless `max_new_tokens` is at least 1."""
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
 
 
 def context_length(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Most tokens of a prompt and its output together, as the model or its tokenizer states; `None` if neither.
+    """Most tokens of a prompt and its output together, by the model or its tokenizer; `None` if neither states it.
 
-    Of an encoder-decoder model: most tokens its encoder reads.
+    For an encoder-decoder model: most tokens that its encoder reads.
     """
     text_config = model.config.get_text_config()
     names = ("max_encoder_position_embeddings", "max_position_embeddings")

@@ -1,4 +1,4 @@
-"""From a document to the prompt that asks this model for its summary."""
+"""The prompt that asks a model for the summary of a document."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SUMMARIZE_TEMPLATE = "summarize"
-INSTRUCTION = "{document}\n\nSummarize the text above in two sentences."  # small models heed what stands last
+INSTRUCTION = "{document}\n\nSummarize the text above in two sentences."  # small models follow what comes last
 STYLES = {
     "bullets": "Summarize the following text as a list of three to six bullet points, each on a line of its own.",
     "paragraph": "Summarize the following text in one paragraph.",
@@ -25,18 +25,24 @@ REFINING = (
 PLACEHOLDER = "{document}"
 
 _WHITESPACE = re.compile(r"\s+")
+# Why a model cannot follow an instruction, by its template.
+_NO_CHAT = {
+    SUMMARIZE_TEMPLATE: "this model was made to summarize and follows no instructions",
+    "encoder": "the model reads documents, not chats",
+    "plain": "the model's tokenizer has no chat template",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SummaryRequest:
-    """What a model is asked for, where the usual summary is not wanted.
+    """What a model is asked for instead of the usual summary.
 
     Attributes:
-        prompt: The instruction in words; `{document}` in it stands for the document, which else follows it.
+        prompt: The instruction; `{document}` in it stands for the document, which follows it otherwise.
         style: `"bullets"`, `"paragraph"` or `"headline"`.
 
     Raises:
-        ConfigError: The prompt is blank, there is no such style, or both are given.
+        ConfigError: The prompt is blank, the style is unknown, or both are given.
     """
 
     prompt: str | None = None
@@ -57,22 +63,22 @@ class SummaryRequest:
 
 
 class Prompting:
-    """How one tokenizer's model is asked for a summary.
+    """Renders the prompts for one tokenizer.
 
-    A chat template named `"summarize"` gets the bare document; any other chat template gets an instruction and
-    the document as a user's message; without one the prompt is the document and `Summary:`. An encoder-decoder model
-    reads the document itself, behind the prefix its configuration names (T5's `summarize: `).
+    A chat template named `"summarize"` gets the bare document. Any other chat template gets the instruction and the
+    document as a user's message. Without one the prompt is the document and `Summary:`. An encoder-decoder model
+    reads the document itself after the prefix that its configuration names (T5's `summarize: `).
 
     Args:
         tokenizer: The tokenizer whose templates are used.
-        request: What to ask for; `None` for a summary in two sentences.
-        model: Its model; one with an encoder needs no prompt.
+        request: What to ask for; `None` means a summary in two sentences.
+        model: Its model, which tells whether there is an encoder.
 
     Attributes:
         template: `"encoder"`, `"summarize"`, `"chat"` or `"plain"`.
 
     Raises:
-        ConfigError: The model does not follow instructions, and it is asked for something else than a summary.
+        ConfigError: The model follows no instructions, and the request needs it to.
     """
 
     def __init__(
@@ -87,61 +93,55 @@ class Prompting:
         templates = tokenizer.chat_template
         if model is not None and model.config.is_encoder_decoder:
             self.template = "encoder"
-            self._refuse_style("model reads documents, not chats")
             self._prefix = summary_prefix(model)
         elif isinstance(templates, dict) and SUMMARIZE_TEMPLATE in templates:
             self.template = SUMMARIZE_TEMPLATE
-            if self._request.prompt is not None or self._request.style is not None:
-                asked = "prompt" if self._request.prompt is not None else f"style {self._request.style!r}"
-                raise ConfigError(
-                    f"this model was made to summarize and follows no instructions, so a {asked} means nothing to it; "
-                    "give --model an instruction model"
-                )
         elif templates and (isinstance(templates, str) or "default" in templates):
             self.template = "chat"
         else:
             self.template = "plain"
-            self._refuse_style("model's tokenizer has no chat template")
-        markers = {*tokenizer.all_special_tokens, *_special_added_tokens(tokenizer)}
-        longest_first = sorted((marker for marker in markers if len(marker) > 1), key=len, reverse=True)
+        self._check_request()
+        # Some markers, such as `<|im_start|>`, are special without a role among the named special tokens.
+        added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        markers = {marker for marker in (*tokenizer.all_special_tokens, *added) if len(marker) > 1}
+        longest_first = sorted(markers, key=len, reverse=True)
         self._markers = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
     @property
     def add_special_tokens(self) -> bool:
-        """Whether the tokenizer must add its own special tokens, as no template wrote any."""
+        """Whether the tokenizer must add its special tokens, since no template wrote them."""
         return self.template in ("plain", "encoder")
 
-    def _refuse_style(self, reason: str) -> None:
-        """Say that only a prompt of one's own tells the model how to summarize."""
-        if self._request.style is not None:
-            raise ConfigError(
-                f"the {reason}, so a style {self._request.style!r} means nothing to it; give --model an instruction "
-                "model, or ask in your own words with --prompt-file"
-            )
+    def _check_request(self) -> None:
+        """Refuse a request that the model cannot follow. Without a template it can follow a prompt, but no style."""
+        asked = "prompt" if self._request.style is None else f"style {self._request.style!r}"
+        reason = _NO_CHAT.get(self.template)
+        if reason is None or self._request == SummaryRequest():
+            return
+        hint = "give --model an instruction model"
+        if self.template != SUMMARIZE_TEMPLATE:
+            if self._request.style is None:
+                return
+            hint += ", or write a prompt of your own with --prompt-file"
+        raise ConfigError(f"{reason}, so a {asked} has no effect; {hint}")
 
     def check_refining(self) -> None:
-        """Refuse a model that would not know what to do with a summary beside a document.
+        """Refuse a model that cannot be given a summary beside a document.
 
         Raises:
             ConfigError: The model follows no instructions.
         """
-        reasons = {
-            SUMMARIZE_TEMPLATE: "this model was made to summarize and follows no instructions",
-            "encoder": "the model reads documents, not chats",
-            "plain": "the model's tokenizer has no chat template",
-        }
-        if self.template in reasons:
+        if self.template in _NO_CHAT:
             raise ConfigError(
-                f"{reasons[self.template]}, so it cannot refine a summary part by part; give --model an instruction "
+                f"{_NO_CHAT[self.template]}, so it cannot refine a summary part by part; give --model an instruction "
                 "model, or leave --refine out"
             )
 
     def clean(self, text: str) -> str:
-        """Bring a piece of a document into the form the model knows; every document passes here once.
+        """Prepare a piece of a document for the model; every document passes here once.
 
-        A model with a template named `"summarize"` reads every run of whitespace as one space. A special token that
-        stands in the text (`<|endoftext|>` in an article on language models) is spelled out, so that it cannot end
-        the prompt early.
+        A template named `"summarize"` gets every run of whitespace as one space. A special token in the text
+        (`<|endoftext|>` in an article about language models) gets a space, so that it cannot end the prompt early.
         """
         if self.template == SUMMARIZE_TEMPLATE:
             text = _WHITESPACE.sub(" ", text)
@@ -154,31 +154,26 @@ class Prompting:
 
         Args:
             document: The document, or the next part of it.
-            summary: What the parts before say together; `None` where there are none. For chats alone.
+            summary: The summary of the parts before; `None` if there are none. For chats only.
         """
         if self.template == "encoder" and self._request.prompt is None:
             return self._prefix + document
+        if self.template == "plain" and self._request.prompt is None:
+            return f"{document}\n\nSummary:"
         instruction = self._request.instruction
-        if PLACEHOLDER in instruction:
-            asked = instruction.replace(PLACEHOLDER, document)
-        else:
-            asked = f"{instruction}\n\n{document}"
-        if self.template == "encoder":
-            return asked
-        if self.template == "plain":
-            if self._request.prompt is None:
-                return f"{document}\n\nSummary:"
-            return asked if PLACEHOLDER in instruction else f"{asked}\n\nSummary:"
+        has_place = PLACEHOLDER in instruction
+        asked = instruction.replace(PLACEHOLDER, document) if has_place else f"{instruction}\n\n{document}"
+        if self.template in ("encoder", "plain"):
+            return asked if has_place or self.template == "encoder" else f"{asked}\n\nSummary:"
         if summary is not None:
             asked = f"{REFINING.replace('{summary}', summary)}\n\n{asked}"
         named = self.template == SUMMARIZE_TEMPLATE
-        content = document if named else asked
         rendered = self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": content}],
+            [{"role": "user", "content": document if named else asked}],
             chat_template=SUMMARIZE_TEMPLATE if named else None,
             tokenize=False,
             add_generation_prompt=True,
-            enable_thinking=False,  # templates that know it would spend the summary's tokens on a draft of thoughts
+            enable_thinking=False,  # a template that knows it would spend the tokens of the summary on thoughts
         )
         return str(rendered)
 
@@ -189,11 +184,6 @@ class Prompting:
 
 
 def summary_prefix(model: PreTrainedModel) -> str:
-    """What an encoder-decoder model wants to see before a document, by its configuration; often nothing."""
+    """The text that the configuration of an encoder-decoder model puts before a document; often empty."""
     tasks = getattr(model.config, "task_specific_params", None) or {}
     return str((tasks.get("summarization") or {}).get("prefix") or "")
-
-
-def _special_added_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Markers such as `<|im_start|>` that are special without a role among the named special tokens."""
-    return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]

@@ -1,12 +1,4 @@
-"""Summaries of documents of any length, decoded speculatively.
-
-The modules: `sentences` and `sections` find where a document may be cut, `measuring` counts its tokens, `parts` cuts
-it, `prompting` renders prompts, `fitting` fits them to a model, `course` leads from parts to one summary, `decoding`
-and `comparison` generate, `summarizer` turns one document into a `summary`, `together` several at a time.
-`lookahead.jobs` runs many of them.
-
-Importing this package imports none of them, nor torch, so that `import lookahead` stays quick.
-"""
+"""`lookahead.summarize`. Importing this module loads no torch, so that `import lookahead` stays quick."""
 
 from __future__ import annotations
 
@@ -24,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["summarize"]
 
-_LONGEST_PATH = 1024  # characters; what is longer is a text
+_LONGEST_PATH = 1024  # characters
 
 
 def summarize(
@@ -40,30 +32,29 @@ def summarize(
 ) -> Summary:
     """Summarize a text of any length.
 
-    A text longer than the model's context is cut between sections or sentences, its parts are summarized, then
-    the summaries of the parts together. Decoding is greedy, so the same text gives the same summary.
+    A text longer than the model's context is cut between sections or sentences. Its parts are summarized, then their
+    summaries together. Decoding is greedy, so the same text gives the same summary.
 
     Args:
-        text: The document, or the `pathlib.Path` of a file that holds it: text, HTML, PDF or Word. A string is always
-            the text itself.
-        model: Any causal language model; the default one of `lookahead.load` where neither it nor a tokenizer is given.
-            That one is loaded once per process.
+        text: The document, or the `pathlib.Path` of its file: text, HTML, PDF or Word. A string is always the text
+            itself.
+        model: Any causal language model. Without model and tokenizer the default one of `lookahead.load` is used; it is
+            loaded once per process.
         tokenizer: The tokenizer of `model`.
         max_new_tokens: Most tokens of the summary.
         config: How drafts are made; it changes the speed, never the summary.
-        overlap: Tokens that a part repeats of the end of the part before.
-        refine: Whether one part is read after the other, each with the summary so far; takes a model that follows
-            instructions.
-        keep_parts: Whether the summary's `tree` tells the summaries of the parts, level by level.
+        overlap: Tokens at the end of a part that the next part repeats.
+        refine: Whether the parts are read in order, each with the summary so far; the model must follow instructions.
+        keep_parts: Whether the `tree` of the summary holds the summaries of the parts, level by level.
 
     Returns:
         The summary; `str()` of it is its text.
 
     Raises:
         ConfigError: `max_new_tokens` or `overlap` is out of range, the model cannot refine, only one of `model` and
-            `tokenizer` was given, or an argument is of another type.
-        DocumentError: The text holds no letter or digit, or is the name of a file; the file cannot be read; or the
-            model wrote nothing about it.
+            `tokenizer` was given, or an argument has a wrong type.
+        DocumentError: The text has no letter or digit or is the name of a file, the file cannot be read, or the model
+            wrote nothing about it.
         UnsupportedModelError: The model cannot be served, or the default one is not installed.
     """
     from lookahead.models.loading import load_default
@@ -85,42 +76,40 @@ def summarize(
 
 
 def _read(text: Any) -> str:
-    """The text of a document that was given as such, or as the path of its file."""
+    """The text of a document that is given as text or as the path of its file."""
     if isinstance(text, os.PathLike):
         return _read_file(Path(text))
     if isinstance(text, list | tuple):
         raise ConfigError(
-            f"text must be one document, got a {type(text).__name__} of {len(text)}; call summarize for each, or give "
-            "them to lookahead.summarization.summarizer.Summarizer(model, tokenizer).summarize_all, several at a time"
+            f"text must be one document, got a {type(text).__name__} of {len(text)}; call summarize for each, or "
+            "lookahead.summarization.summarizer.Summarizer(model, tokenizer).summarize_all for several at a time"
         )
     if not isinstance(text, str):
         raise ConfigError(f"text must be a string or a pathlib.Path, got {type(text).__name__}")
     name = text.strip()
     if len(name) <= _LONGEST_PATH and name.isprintable() and _is_file(name):
-        raise DocumentError(f"{name!r} is the name of a file, not its text; pathlib.Path({name!r}) has it read")
+        raise DocumentError(f"{name!r} is the name of a file, not its text; pass pathlib.Path({name!r}) to read it")
     return text
 
 
 def _is_file(name: str) -> bool:
-    """Whether a file has this name."""
     try:
         return os.path.isfile(name)
-    except ValueError:  # a zero byte in it
+    except ValueError:  # a zero byte in the name
         return False
 
 
 def _read_file(path: Path) -> str:
-    """The text of the one document in a file."""
     from lookahead.documents.decode_text import Reject
     from lookahead.documents.inputs import find_inputs
     from lookahead.documents.readers import check_readers, read_documents
 
     if not path.is_file():
-        raise DocumentError(f"{path} is no file; text must be a string or the pathlib.Path of a file")
+        raise DocumentError(f"{path} is not a file; text must be a string or the pathlib.Path of a file")
     sources = find_inputs([str(path)])
     check_readers(sources)
     if sources[0].field is not None:
-        raise DocumentError(f"{path} holds a document a line or row: 'lookahead summarize' reads those")
+        raise DocumentError(f"{path} holds one document per line or row; 'lookahead summarize' reads such files")
     (document,) = read_documents(sources)
     if isinstance(document, Reject):
         raise DocumentError(document.error)
@@ -128,7 +117,7 @@ def _read_file(path: Path) -> str:
 
 
 def _check_types(model: Any, tokenizer: Any, config: Any) -> None:
-    """Refuse a model or tokenizer that is a name, or the two in each other's place, and what is no configuration."""
+    """Refuse arguments of a wrong type, with a hint for names and for swapped arguments."""
     from lookahead.config import LookaheadConfig
 
     for what, value in (("model", model), ("tokenizer", tokenizer)):

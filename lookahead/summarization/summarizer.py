@@ -1,53 +1,53 @@
-"""One document to one summary, however long it is."""
+"""Summaries of documents of any length with one model: of one document, or of many in the rows of one scheduler."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import TYPE_CHECKING
 
 from lookahead.documents.decode_text import Document, Reject, check_words
-from lookahead.errors import LookaheadError
-from lookahead.summarization.baseline import ComparingDecoder
-from lookahead.summarization.greedy import Decoder, LookaheadDecoder, total_in_sequence
-from lookahead.summarization.pipeline import Course, start_course
+from lookahead.errors import DocumentError, LookaheadError
+from lookahead.stats import total, total_in_sequence
+from lookahead.summarization.decoder import GreedyDecoder
+from lookahead.summarization.pipeline import Summarized, Summary, SummaryPipeline
 from lookahead.summarization.prompt_fitter import Approach, PromptFitter
 from lookahead.summarization.prompting import SummaryRequest
-from lookahead.summarization.summary import Summarized, Summary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from lookahead.config import LookaheadConfig
-    from lookahead.generation.scheduler import Scheduler
+    from lookahead.generation.scheduler import Completion, Scheduler
     from lookahead.models.target import OnPrefill
 
 __all__ = ["Summarized", "Summarizer", "Summary"]
 
-ROWS_TOGETHER = 8
+Outcome = Summarized | Reject
 
 
 class Summarizer:
     """Summarizes documents with one model.
 
     Attributes:
-        exact: Whether the model computes in fp32, where plain decoding must give the very same tokens.
-        fitter: What cuts documents and renders prompts.
+        exact: Whether the model computes in fp32, where plain decoding must give the same tokens.
+        fitter: Cuts documents and renders prompts.
 
     Args:
         model: Any causal language model.
         tokenizer: Its tokenizer.
         max_new_tokens: Most tokens of a summary.
-        config: How drafts are made; `None` for the defaults.
+        config: How drafts are made; `None` means the defaults.
         compare: Whether every document is decoded plainly too.
-        request: What the model is asked for; `None` for a summary in two sentences.
-        approach: How a document longer than a prompt is read; `None` for its parts side by side, without overlap.
-        keep_parts: Whether summaries tell those of the parts they were made of.
+        request: What the model is asked for; `None` means a summary in two sentences.
+        approach: How a document longer than a prompt is read; `None` means its parts separately, without overlap.
+        keep_parts: Whether summaries keep those of the parts.
 
     Raises:
-        ConfigError: `max_new_tokens` is less than 1, or leaves no room for a document, or the model does not
-            understand the request, or the approach is not for it.
+        ConfigError: `max_new_tokens` is less than 1 or leaves no room for a document, or the model cannot follow the
+            request or the approach.
     """
 
     def __init__(
@@ -64,86 +64,81 @@ class Summarizer:
     ) -> None:
         self.exact = str(model.dtype) == "torch.float32"
         self.fitter = PromptFitter(model, tokenizer, max_new_tokens, request, approach)
-        self._begin = partial(start_course, fitter=self.fitter, keep_parts=keep_parts)
-        decoder = LookaheadDecoder(model, tokenizer, config=config, add_special_tokens=self.fitter.add_special_tokens)
-        self._lookahead = decoder
-        self._comparing = ComparingDecoder(decoder) if compare else None
-        self._decoder: Decoder = self._comparing or decoder
+        self._keep_parts = keep_parts
+        self._decoder = GreedyDecoder(
+            model, tokenizer, config=config, add_special_tokens=self.fitter.add_special_tokens, compare=compare
+        )
 
     def summarize(self, text: str) -> Summary:
-        """Summarize one document: its parts where it is long, and what comes of them.
+        """Summarize one document: its parts if it is long, then their summaries.
 
         Raises:
-            DocumentError: The text holds no letter or digit, or the model wrote nothing about it.
+            DocumentError: The text has no letter or digit, or the model wrote nothing about it.
         """
-        check_words(text)
-        if self._comparing:
-            self._comparing.take_figures()  # of a document that failed half way
-        course = self._begin(text)
-        while course.summary is None:
-            self._decode_round(course)
-        return replace(course.summary.check(), plain=self._comparing.take_figures() if self._comparing else None)
+        self._decoder.take_figures()  # of a document that failed half way
+        pipeline = self._begin(text)
+        while pipeline.summary is None:
+            done = self._decoder.decode(pipeline.prompts, pipeline.limit)
+            texts = [each for result in done for each in result.texts]
+            pipeline.take(texts, total_in_sequence(result.stats for result in done), done[-1].finish_reasons[-1])
+        return replace(pipeline.summary.check(), plain=self._decoder.take_figures())
 
-    def summarize_all(
-        self, documents: Iterable[Document | None], rows: int | None = None
-    ) -> Iterator[Summarized | Reject]:
-        """Summarize many documents, the prompts of several at a time decoded together, each done as it comes.
+    def summarize_all(self, documents: Iterable[Document | None], rows: int | None = None) -> Iterator[Outcome]:
+        """Summarize many documents, the prompts of several decoded together, in the order in which they are done.
 
-        A document is taken when there is a row for it, so memory does not grow with their number; a document that
-        cannot be summarized is rejected alone. The summaries are those of `summarize`, and the parts of a long document
-        are decoded beside each other. With `compare` it is one document after the other.
+        A document is taken when a row is free for it, so memory does not grow with their number. A document that
+        cannot be summarized is rejected alone. The summaries are those of `summarize`. The parts of a long document
+        are decoded together. With `compare`, documents are summarized one after the other.
 
         Args:
-            documents: The documents; they may come from a stream, and None where it has no more yet: only while
-                some that it gave are not done.
-            rows: Prompts that are decoded together, 1 to 1024; None decides.
+            documents: The documents, which may come from a stream. It may give None, while documents that it gave are
+                not done, to say that the next one has not come yet.
+            rows: Prompts that are decoded together, 1 to 1024; `None` decides.
 
         Raises:
             ConfigError: `rows` is out of range.
         """
-        from lookahead.summarization.batch_summarizer import BatchSummarizer
-
-        if self._comparing:
+        if self._decoder.compare:
             return (self.summarize_or_reject(document) for document in documents if document is not None)
-        together = BatchSummarizer(partial(self._open_rows, rows), self._begin, self.summarize_or_reject)
-        return together.run(documents)
+        return _BatchSummarizer(self, rows).run(documents)
 
     def rows_together(self, rows: int | None = None) -> int:
-        """How many prompts `summarize_all` decodes together where it is given `rows`.
+        """The number of prompts that `summarize_all` decodes together for this argument.
 
         Raises:
             ConfigError: `rows` is out of range.
         """
-        return 1 if self._comparing else self._open_rows(rows).rows
+        return 1 if self._decoder.compare else self._open_scheduler(rows).rows
 
-    def summarize_or_reject(self, document: Document) -> Summarized | Reject:
-        """Summarize one document, or say why not."""
+    def summarize_or_reject(self, document: Document) -> Outcome:
+        """Summarize one document, or tell why it cannot be."""
         try:
             return Summarized(document, self.summarize(document.text))
         except LookaheadError as error:
             return Reject(document.id, f"{document.id}: {error}", document)
-        except Exception as error:
-            # Whatever one document meets (out of memory, a tokenizer's panic), the others still get their turn.
+        except Exception as error:  # out of memory, a panic of a tokenizer: the other documents go on
             message = " ".join(str(error).split())
             return Reject(document.id, f"{document.id}: {type(error).__name__}: {message}", document)
 
     def report_prefill(self, on_prefill: OnPrefill | None) -> None:
-        """Let it be called as prompts are read, with the tokens that are read of one and those it has."""
-        self._lookahead.on_prefill = on_prefill
+        """Set a function to call while prompts are read, with the tokens of a prompt read so far and in all."""
+        self._decoder.on_prefill = on_prefill
 
     def warm_up(self) -> None:
         """Decode a few tokens, so that compiling is not charged to the first document."""
         prompts = self.fitter.fit("One, two, three. One, two, three.").prompts
-        self._lookahead.warm_up(prompts[0])
+        self._decoder.warm_up(prompts[0])
         self._decoder.decode(prompts, 8)
-        if self._comparing:
-            self._comparing.take_figures()
 
-    def _open_rows(self, rows: int | None) -> Scheduler:
-        """Rows for prompts that are decoded together."""
+    def _begin(self, text: str) -> SummaryPipeline:
+        """Cut a document into the prompts of its first round."""
+        check_words(text)
+        return SummaryPipeline(text, self.fitter, keep_parts=self._keep_parts)
+
+    def _open_scheduler(self, rows: int | None) -> Scheduler:
         from lookahead.generation.scheduler import Scheduler
 
-        decoder = self._lookahead
+        decoder = self._decoder
         scheduler = Scheduler(
             decoder.model,
             decoder.tokenizer,
@@ -155,16 +150,118 @@ class Summarizer:
         scheduler.on_prefill = decoder.on_prefill
         return scheduler
 
-    def _decode_round(self, course: Course) -> None:
-        """Decode the prompts of a round, as many together as the cache has room for."""
-        from lookahead.generation.scheduler import cache_tokens_of
 
-        longest = max(map(self.fitter.count_tokens, course.prompts)) + course.limit
-        room = cache_tokens_of(self._lookahead.model, ROWS_TOGETHER) // longest
-        together = max(1, min(ROWS_TOGETHER, room))
-        done = [
-            self._decoder.decode(course.prompts[start : start + together], course.limit)
-            for start in range(0, len(course.prompts), together)
-        ]
-        texts = [text for decoded in done for text in decoded.texts]
-        course.take(texts, total_in_sequence(decoded.stats for decoded in done), done[-1].finish_reasons[-1])
+@dataclass(slots=True)
+class _Task:
+    """A document on its way to a summary, and the outputs of its current round by the index of their prompt."""
+
+    document: Document
+    pipeline: SummaryPipeline
+    done: dict[int, Completion] = field(default_factory=dict)
+
+
+class _BatchSummarizer:
+    """Summarizes documents in the rows of a scheduler, as rows become free."""
+
+    def __init__(self, summarizer: Summarizer, rows: int | None) -> None:
+        self._summarizer, self._rows = summarizer, rows
+        self._scheduler = summarizer._open_scheduler(rows)
+        self._numbers = count()
+        self._queue: deque[tuple[_Task, int]] = deque()  # tasks and indices of the prompts that wait
+        self._running: dict[int, tuple[_Task, int]] = {}  # likewise for those being decoded, by their number
+        self._outcomes: list[Outcome] = []
+
+    def run(self, documents: Iterable[Document | None]) -> Iterator[Outcome]:
+        """Summarize documents. If taking one raises, those before it are finished and yielded first."""
+        source, error = iter(documents), None
+        is_open = True
+        while True:
+            while self._scheduler.is_free and (self._queue or is_open) and not self._outcomes:
+                if self._queue:
+                    self._put()
+                    continue
+                try:
+                    document = next(source)
+                except StopIteration:
+                    is_open = False
+                except Exception as raised:
+                    error, is_open = raised, False
+                else:
+                    if document is None:  # none has come yet
+                        break
+                    self._begin(document)
+            if not self._outcomes and self._scheduler.is_idle:
+                if error is not None:
+                    raise error
+                return
+            yield from self._take_outcomes()
+            self._step()
+            yield from self._take_outcomes()
+
+    def _take_outcomes(self) -> list[Outcome]:
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def _begin(self, document: Document) -> None:
+        """Cut a document into prompts, and queue them."""
+        try:
+            task = _Task(document, self._summarizer._begin(document.text))
+        except Exception:
+            self._outcomes.append(self._summarizer.summarize_or_reject(document))
+        else:
+            self._queue_round(task)
+
+    def _queue_round(self, task: _Task) -> None:
+        self._queue.extend((task, index) for index in range(len(task.pipeline.prompts)))
+
+    def _put(self) -> None:
+        """Give the next prompt a row."""
+        task, index = self._queue.popleft()
+        number = next(self._numbers)
+        self._running[number] = task, index
+        try:
+            self._scheduler.put(number, task.pipeline.prompts[index], task.pipeline.limit)
+        except Exception:
+            self._summarize_alone(task)
+
+    def _step(self) -> None:
+        """Run one step of the scheduler. If it fails, every document in its rows is summarized alone."""
+        try:
+            completions = self._scheduler.step()
+        except Exception:
+            tasks = {id(task): task for task, _ in self._running.values()}
+            self._scheduler = self._summarizer._open_scheduler(self._rows)
+            for task in tasks.values():
+                self._summarize_alone(task)
+            return
+        for completion in completions:
+            if completion.index in self._running:  # else its document was summarized alone
+                self._finish(*self._running.pop(completion.index), completion)
+
+    def _finish(self, task: _Task, index: int, completion: Completion) -> None:
+        """Take the output of a prompt, and end the round after the last one."""
+        if completion.error is not None:
+            self._summarize_alone(task)
+            return
+        task.done[index] = completion
+        if len(task.done) < len(task.pipeline.prompts):
+            return
+        done = [task.done.pop(index) for index in range(len(task.pipeline.prompts))]
+        try:
+            task.pipeline.take(
+                [each.text for each in done], total(each.stats for each in done), done[-1].finish_reason or "stop"
+            )
+            if task.pipeline.summary is None:
+                self._queue_round(task)
+            else:
+                self._outcomes.append(Summarized(task.document, task.pipeline.summary.check()))
+        except DocumentError as error:
+            self._outcomes.append(Reject(task.document.id, f"{task.document.id}: {error}", task.document))
+        except Exception:
+            self._summarize_alone(task)
+
+    def _summarize_alone(self, task: _Task) -> None:
+        """Summarize a document by itself, which gives the right error if it cannot be summarized."""
+        self._queue = deque(each for each in self._queue if each[0] is not task)
+        self._running = {number: each for number, each in self._running.items() if each[0] is not task}
+        self._outcomes.append(self._summarizer.summarize_or_reject(task.document))

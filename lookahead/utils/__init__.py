@@ -1,1 +1,1 @@
-"""Files that are written whole or not at all."""
+"""Files, and fingerprints of tokenizers and weights."""

@@ -1,4 +1,4 @@
-"""Text files: written as a whole or not at all, and read though somebody else may have written them."""
+"""Text files: written as a whole or not at all, and read from untrusted sources."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from lookahead.ngram.replacing import replacing
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file beside its place and then move it there, so that nobody meets half of it.
+    """Write a temporary file and move it into place, so that nobody reads half of it.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     with replacing(path) as file:
         file.write(text.encode("utf-8"))
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value that JSON of anybody stands for.
+    """The value of untrusted JSON.
 
     Raises:
-        ValueError: It is no JSON, or nested too deeply to be read.
+        ValueError: The text is no JSON, or is nested too deeply.
     """
     try:
         return json.loads(text)
@@ -36,7 +36,7 @@ def read_regular(path: Path) -> bytes:
     """All bytes of a regular file.
 
     Raises:
-        OSError: It cannot be read, or is a pipe, which would be waited for, a device or a folder.
+        OSError: The file cannot be read, or is a folder, a device or a pipe, which could block.
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -44,10 +44,10 @@ def read_regular(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> Any:
-    """The value that a file of JSON holds.
+    """The value of a JSON file.
 
     Raises:
-        OSError: It cannot be read, or is no regular file.
-        ValueError: It is no JSON.
+        OSError: The file cannot be read, or is no regular file.
+        ValueError: The file holds no JSON.
     """
     return parse_json(read_regular(path).decode("utf-8"))

@@ -1,4 +1,4 @@
-"""Fingerprints of tokenizers and of weights: equal where the thing is the same, and written into files."""
+"""Fingerprints of tokenizers and of weights, which are stored in files."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-_TEXT_TO_IDS = ("added_tokens", "model", "normalizer", "pre_tokenizer")  # the rest is about special tokens and text
-_ROWS = 64  # of the embedding, evenly spaced
-_FIGURES = 4096  # of a parameter, evenly spaced
+_TEXT_TO_IDS = ("added_tokens", "model", "normalizer", "pre_tokenizer")  # the rest concerns special tokens and decoding
+_ROWS = 64  # evenly spaced rows of the embedding
+_VALUES = 4096  # evenly spaced values of a parameter
 
 _known: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> int:
-    """64 bits that are the same for tokenizers that give the same ids to the same text.
+    """64 bits that are equal for tokenizers that give the same ids to the same text.
 
-    What a tokenizer puts around a text, how it cuts and pads, and how it makes text of ids again do not count.
-    Added tokens do. It is computed once for each tokenizer, and again when tokens were added.
+    Added tokens count. Special tokens around a text, truncation, padding and decoding do not count. The fingerprint is
+    computed once for each tokenizer, and again when its length changes.
     """
     size = len(tokenizer)
     known = _known.get(tokenizer)
@@ -38,14 +38,14 @@ def tokenizer_fingerprint(tokenizer: Any) -> int:
 
 
 def model_fingerprint(model: Any, body: nn.Module) -> str:
-    """16 hexadecimal digits that are the same for every copy of a model, whatever its dtype or device.
+    """16 hexadecimal digits that are equal for every copy of a model, whatever its dtype or device.
 
-    They are of its sizes, of some rows of its embedding, and of its norms and biases, which training changes and
-    quantization leaves alone; rounded to bfloat16, so that a copy loaded in another precision has the same ones.
+    They depend on the sizes of the model, some rows of its embedding, and its norms and biases, which training changes
+    and quantization does not. Values are rounded to bfloat16, which makes them independent of the loaded precision.
 
     Args:
         model: The model.
-        body: The same without its LM head.
+        body: The model without its LM head.
     """
     config: Any = model.config.get_text_config()
     digest = xxhash.xxh3_64(f"{config.model_type} {config.num_hidden_layers} {config.hidden_size}".encode())
@@ -57,16 +57,16 @@ def model_fingerprint(model: Any, body: nn.Module) -> str:
 
 
 def weights_fingerprint(model: nn.Module) -> str:
-    """16 hexadecimal digits that change with any weight: of the sizes and some values of every parameter.
+    """16 hexadecimal digits that depend on the sizes and some values of every parameter.
 
-    Training may change some matrices and nothing else, as it does where a LoRA is merged. Parameters that are quantized
-    in a way of their own, or offloaded, count with their sizes.
+    Training may change a few matrices only, for example when a LoRA is merged. Of offloaded parameters, and of those of
+    a quantized class, only the sizes count.
     """
     digest = xxhash.xxh3_64()
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)}".encode())
         if type(parameter) is nn.Parameter and not parameter.is_meta and parameter.numel():
             values = parameter.detach().flatten()
-            places = torch.linspace(0, len(values) - 1, min(len(values), _FIGURES), dtype=torch.float64).long()
+            places = torch.linspace(0, len(values) - 1, min(len(values), _VALUES), dtype=torch.float64).long()
             digest.update(values[places.to(values.device)].cpu().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

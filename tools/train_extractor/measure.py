@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from bench.prompts import SUMMARIZER
 from lookahead.errors import TrainingError
-from lookahead.summarization.sentences import bare_sentences
+from lookahead.summarization.segmentation import bare_sentences
 from tools.train_extractor.corpus import read_documents
 from tools.train_extractor.extractive import central_sentences
 from tools.train_extractor.stream import Stream, inverse_document_frequency

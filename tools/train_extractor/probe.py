@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from lookahead.summarization.sentences import bare_sentences
+from lookahead.summarization.segmentation import bare_sentences
 from tools.train_extractor.rows import EOS_ID, SUM_ID, Batch, RowMaker, pad
 from tools.train_extractor.trainer import wanted_logits
 

@@ -12,7 +12,7 @@ from numba import njit
 from transformers import PreTrainedTokenizerFast
 
 from lookahead.errors import TrainingError
-from lookahead.summarization.sentences import bare_sentences
+from lookahead.summarization.segmentation import bare_sentences
 from tools.train_extractor.corpus import Document
 
 _ENCODE_BATCH = 4096  # sentences handed to the tokenizer at once

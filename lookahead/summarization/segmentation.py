@@ -1,0 +1,197 @@
+"""Where a document may be cut: its sentences, lines, paragraphs and sections."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import NamedTuple
+
+
+class Break(IntEnum):
+    """What ends with a piece of text. A document is better cut at a higher value."""
+
+    NOTHING = 0  # a heading belongs to the text after it
+    LINE = 1
+    SENTENCE = 2
+    PARAGRAPH = 3
+    SECTION = 4
+
+
+class Piece(NamedTuple):
+    """A stretch of a document with the whitespace that follows it."""
+
+    text: str
+    end: Break
+
+
+_NUMBER = (
+    r"(?:\d{1,4}|[ivxlcdm]{1,9}|(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve"
+    r"|(?:thir|four|fif|six|seven|eigh|nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty(?:-\w{3,5})?)"
+    r"|the[ ]\w{3,16})"
+)
+_CHAPTER = (
+    r"(?:chapter|part|book|volume|section|act|scene|canto|letter|stave|appendix|kapitel|teil|chapitre|partie"
+    r"|cap[ií]tulo|parte|capitolo|hoofdstuk|глава|часть)"
+)
+# Every alternative begins at a line start and has a bounded length: no text takes quadratic time.
+_HEADING = re.compile(
+    rf"""
+    ^(?:
+      [ ]{{0,3}}\#{{1,6}}[ \t]+\S.{{0,200}}                          # "## A title"
+    | [ ]{{0,3}}(?:[*_~-][ \t]{{0,8}}){{3,40}}(?=\r?$)               # "* * *", "---"
+    | (?P<alone>
+        \S.{{0,100}}\n(?:={{3,200}}|-{{3,200}})(?=[ \t\r]*$)         # a line that is underlined
+      | [ \t]{{0,80}}(?:
+          {_CHAPTER}[ \t]+{_NUMBER}\b.{{0,80}}(?=\r?$)              # "Chapter IX: in which ..."
+        | (?:prologue|epilogue|preface|foreword|afterword|introduction|conclusion)[.:]?(?=[ \t\r]*$)
+        | (?-i:[IVXLCDM]{{1,8}})\.?(?=[ \t\r]*$)                    # "IX"
+        | 第[0-9〇零一二三四五六七八九十百千]{{1,8}}[章節节回部篇].{{0,40}}(?=\r?$)
+        )
+      )
+    )""",
+    re.VERBOSE | re.MULTILINE | re.IGNORECASE,
+)
+_LINE = re.compile(r"[^\n]*\n\s*|[^\n]+")
+_LINE_REACH = 64  # characters
+
+# Abbreviations whose full stop does not end a sentence.
+_ABBREVIATION = re.compile(
+    r"""
+      mr|mrs|ms|mx|dr|prof|rev|hon|esq|sr|jr|st|mt|ft|gen|col|capt|lt|lieut|sgt|cmdr|maj|gov|sen|rep|pres|messrs|mme|mlle
+    | vs|cf|viz|al|approx|ca|esp|incl|resp|ed|eds|vol|vols|pp|ch|sec|dept|univ|assn|bros
+    | jan|feb|mar|apr|jun|jul|aug|sep|sept|oct|nov|dec
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+# Abbreviations only before a number: "No. 5", but "No. It is not."
+_NUMBERED = re.compile("no|nos|fig|figs|eq|eqs|art|p|para|ref", re.IGNORECASE)
+_OPENERS = "\"'“‘«([{*_¿¡—- "
+
+# A run of stops is matched as a whole, whether it ends a sentence or not: no text takes quadratic time.
+_BOUNDARY = re.compile(
+    r"""
+      (?P<stop>[.!?…]+)["'”’»)\]}*_]*(?P<gap>\s*)
+    | [。！？]+[」』”’）]*(?P<wide>\s*)                  # no space follows these
+    | \n(?P<lines>\s*)
+    """,
+    re.VERBOSE,
+)
+_LAST_WORD = re.compile(r"(?:\w\.)*\w+$")
+_WORD_REACH = 24  # characters
+
+
+def split_pieces(text: str) -> list[Piece]:
+    """Cut a text between its lines and sentences and before its headings.
+
+    A section begins with a heading: a markdown heading, an underlined line, a rule, or a line such as "Chapter IX"
+    after an empty line. A paragraph ends at an empty line.
+
+    Args:
+        text: Any text.
+
+    Returns:
+        The pieces in order. Joined they are the text again.
+    """
+    pieces: list[Piece] = []
+    start = 0
+    for match in _HEADING.finditer(text):
+        if match["alone"] is not None and not _follows_an_empty_line(text, match.start()):
+            continue
+        begin = max(start, match.start())  # the previous heading ends with the indentation of this one
+        pieces += _section_pieces(text[start:begin])
+        start = _end_of_whitespace(text, match.end())
+        pieces.append(Piece(text[begin:start], Break.NOTHING))
+    pieces += _section_pieces(text[start:])
+    return pieces
+
+
+def split_sentences(text: str) -> list[str]:
+    """Cut a text between its sentences.
+
+    A sentence ends at an empty line, and at `.`, `!`, `?` or `…` with closing quotes and brackets if a new sentence
+    begins after it. Abbreviations ("Dr. Watson"), initials ("J. R. Smith"), "e.g.", decimal numbers and single line
+    breaks do not end a sentence.
+
+    Args:
+        text: Any text.
+
+    Returns:
+        The sentences in order, each with the whitespace that follows it. Joined they are the text again.
+    """
+    sentences: list[str] = []
+    start = 0
+    for match in _BOUNDARY.finditer(text):
+        if match.start() > start and _ends_a_sentence(text, start, match):
+            sentences.append(text[start : match.end()])
+            start = match.end()
+    if start < len(text):
+        sentences.append(text[start:])
+    return sentences
+
+
+def bare_sentences(text: str) -> list[str]:
+    """The sentences of a text in order, without the whitespace between them.
+
+    >>> bare_sentences('Mr. J. Hale went out. "Why?" It rained.')
+    ['Mr. J. Hale went out.', '"Why?"', 'It rained.']
+    """
+    return [sentence.strip() for sentence in split_sentences(text)]
+
+
+def _ends_a_sentence(text: str, start: int, match: re.Match[str]) -> bool:
+    """Whether a match of `_BOUNDARY` ends the sentence that begins at `start`."""
+    if match["wide"] is not None:
+        return True
+    if match["lines"] is not None:
+        return "\n" in match["lines"]  # an empty line
+    gap = match["gap"]
+    if not gap or gap.count("\n") > 1:
+        return bool(gap)
+    following = _first_letter(text, match.end())
+    if following.islower():
+        return False  # "What?" she said. Hm ... perhaps.
+    if match["stop"] != ".":
+        return True
+    word = _LAST_WORD.search(text, max(start, match.start() - _WORD_REACH), match.start())
+    return word is None or not _is_abbreviation(word[0], following)
+
+
+def _first_letter(text: str, index: int) -> str:
+    """The first character from `index` on that is no quote, bracket or space; empty at the end."""
+    while index < len(text) and text[index] in _OPENERS:
+        index += 1
+    return text[index : index + 1]
+
+
+def _is_abbreviation(word: str, following: str) -> bool:
+    """Whether a word before a full stop is an abbreviation; `following` is the first character after the stop."""
+    if _NUMBERED.fullmatch(word):
+        return following.isdigit()
+    # "J." is an initial, "e.g." and "U.S." have full stops of their own, and "I." ends a sentence.
+    initials = all(len(letter) == 1 and letter.isalpha() for letter in word.split("."))
+    return _ABBREVIATION.fullmatch(word) is not None or (initials and word != "I")
+
+
+def _section_pieces(section: str) -> Iterator[Piece]:
+    """The lines of the sentences of a section; the last line ends the section."""
+    sentences = split_sentences(section)
+    for number, sentence in enumerate(sentences, start=1):
+        *lines, last = _LINE.findall(sentence)
+        for line in lines:
+            yield Piece(line, Break.LINE)
+        end = Break.PARAGRAPH if last.count("\n") > 1 else Break.SENTENCE
+        yield Piece(last, Break.SECTION if number == len(sentences) else end)
+
+
+def _follows_an_empty_line(text: str, index: int) -> bool:
+    """Whether the line before the one that begins at `index` is blank."""
+    before = text[max(0, index - _LINE_REACH) : index]
+    words = before.rstrip()
+    return not words or before.count("\n", len(words)) > 1
+
+
+def _end_of_whitespace(text: str, index: int) -> int:
+    while index < len(text) and text[index].isspace():
+        index += 1
+    return index
