@@ -67,7 +67,7 @@ def opened(path: str, *, seekable: bool = False) -> Iterator[io.BufferedReader[A
             stream = stdin if isinstance(stdin, io.BufferedReader) else io.BufferedReader(stdin)
         elif is_url(path):
             system, inner = file_system(path)
-            with _driver_errors(path):
+            with driver_errors(path):
                 file = in_time(lambda: system.open(inner, "rb"))
             stream = io.BufferedReader(_Remote(stack.enter_context(file), path), MEGABYTE)
         else:
@@ -164,15 +164,15 @@ class _Remote(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        with _driver_errors(self._url):
+        with driver_errors(self._url):
             data: bytes = in_time(lambda: self._file.read(len(buffer)))
         buffer[: len(data)] = data
         return len(data)
 
 
 @contextmanager
-def _driver_errors(url: str) -> Iterator[None]:
-    """Turn the errors of a driver, which have dozens of types, into one that names the URL."""
+def driver_errors(url: str) -> Iterator[None]:
+    """Turn the errors of an fsspec driver, which have dozens of types, into a `DocumentError` that names the URL."""
     try:
         yield
     except FileNotFoundError as error:

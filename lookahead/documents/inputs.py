@@ -10,8 +10,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from lookahead.documents.byte_sources import STDIN, file_system, in_time, is_url
-from lookahead.errors import ConfigError, DocumentError, one_line
+from lookahead.documents.byte_sources import STDIN, driver_errors, file_system, in_time, is_url
+from lookahead.errors import ConfigError, DocumentError
 
 Format = Literal["text", "html", "pdf", "docx", "jsonl", "csv", "tsv", "parquet"]
 Skip = Callable[[str], None]
@@ -192,21 +192,20 @@ def _expand_url(url: str, on_skip: Skip) -> list[str]:
     system, path = file_system(url)
     if url.lower().startswith(("http://", "https://")):
         return [url]  # HTTP has neither folders nor patterns, and a `?` begins a query
-    try:
-        if glob.has_magic(path):
-            found = [name for name in in_time(lambda: sorted(system.glob(path))) if not system.isdir(name)]
-            if not found:
-                raise DocumentError(f"{url}: no file matches this pattern")
+    is_pattern = glob.has_magic(path)
+    with driver_errors(url):
+        if is_pattern:
+            found = in_time(lambda: sorted(name for name in system.glob(path) if not system.isdir(name)))
         elif in_time(lambda: system.isdir(path)):
-            names = in_time(lambda: sorted(system.find(path)))
-            return _documents_of(url, [system.unstrip_protocol(name) for name in names], (), on_skip)
+            found = in_time(lambda: sorted(system.find(path)))
         else:
             return [url]  # reading it tells whether it exists
-    except DocumentError:
-        raise
-    except Exception as error:  # drivers raise any type: no network, no credentials
-        raise DocumentError(f"{url}: cannot be read: {one_line(error)}") from error
-    return [system.unstrip_protocol(name) for name in found]
+    names = [system.unstrip_protocol(name) for name in found]
+    if not is_pattern:
+        return _documents_of(url, names, (), on_skip)
+    if not names:
+        raise DocumentError(f"{url}: no file matches this pattern")
+    return names
 
 
 def _documents_of(folder: str, names: Sequence[str], without: Collection[str], on_skip: Skip) -> list[str]:

@@ -138,7 +138,7 @@ class _Span(NamedTuple):
     closing: Break
 
 
-def cut(measured: MeasuredText, budget: int | None, overlap: int = 0) -> Parts:
+def cut(measured: MeasuredText, budget: int, overlap: int = 0) -> Parts:
     """Cut a document into parts of at most `budget` tokens and of similar length.
 
     A part ends with a section if one ends near the usual length, else with a paragraph, a sentence or a line, and
@@ -146,11 +146,11 @@ def cut(measured: MeasuredText, budget: int | None, overlap: int = 0) -> Parts:
 
     Args:
         measured: The document.
-        budget: Most tokens of a part, at least 1; `None` means no limit.
+        budget: Most tokens of a part, at least 1.
         overlap: Tokens at the end of a part that the next part repeats, less than `budget`. They are fewer if the part
             has fewer tokens, or if a character of several tokens would be torn.
     """
-    if budget is None or measured.tokens <= budget:
+    if measured.tokens <= budget:
         return Parts(_parts(measured, _trimmed(measured, [(0, len(measured.text))])), measured.tokens, "none")
     spans, is_hard = _fitting_spans(measured, budget - overlap)
     chosen = _pack(measured, spans, budget - overlap)

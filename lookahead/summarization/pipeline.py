@@ -184,7 +184,7 @@ def _merge(document: FittedDocument, fitter: PromptFitter, levels: list[tuple[Pa
     fitted, nodes = document, leaves
     while True:
         # The summaries of parts must be shorter than the parts.
-        limit = most if len(nodes) == 1 else min(most, fitter.partial_summary_limit or most)
+        limit = most if len(nodes) == 1 else min(most, fitter.partial_summary_limit)
         output = yield fitted.prompts, limit
         level = tuple(replace(node, summary=text) for node, text in zip(nodes, output.texts, strict=True))
         levels.append(level)

@@ -88,40 +88,36 @@ class PromptFitter:
         self._prompting = Prompting(tokenizer, request, model)
         if self.approach.refine:
             self._prompting.check_refining()
-        self._prompt_limit: int | None = None
-        self._document_limit: int | None = None
-        self._part_limit: int | None = None  # of a document that does not fit as a whole
-        context = context_length(model, tokenizer)
-        if context is not None:
-            template_tokens = self._prompting.count_tokens(self._prompting.render(""))
-            # An encoder's context holds the document only; the summary goes to the decoder's.
-            self._prompt_limit = context - (0 if model.config.is_encoder_decoder else max_new_tokens)
-            self._document_limit = self._part_limit = self._prompt_limit - template_tokens
-            self._check_room(context, template_tokens, has_encoder=model.config.is_encoder_decoder)
-
-    def _check_room(self, context: int, template_tokens: int, *, has_encoder: bool) -> None:
-        """Refuse options that leave no room for a document or a part of it."""
-        if self._document_limit is None:
-            return
-        if self._document_limit < MIN_DOCUMENT_TOKENS and has_encoder:
-            least = template_tokens + MIN_DOCUMENT_TOKENS
-            raise ConfigError(f"the model's encoder must read at least {least} tokens, and it reads {context}")
-        if self._document_limit < MIN_DOCUMENT_TOKENS:
-            most = context - template_tokens - MIN_DOCUMENT_TOKENS
-            raise ConfigError(
-                f"max_new_tokens must be at most {most} to leave room for a document in the model's context of "
-                f"{context} tokens, got {self.max_new_tokens}"
-            )
+        context, has_encoder = context_length(model, tokenizer), model.config.is_encoder_decoder
+        # An encoder's context holds the document only; the summary goes to the decoder's.
+        self._prompt_limit = context - (0 if has_encoder else max_new_tokens)
+        self._document_limit = self._prompt_limit - self._prompting.count_tokens(self._prompting.render(""))
+        self._part_limit = self._document_limit  # of a document that does not fit as a whole
         if self.approach.refine:
             template_tokens = self._prompting.count_tokens(self._prompting.render("", ""))
-            self._part_limit = context - template_tokens - 2 * self.max_new_tokens
-            if self._part_limit < MIN_DOCUMENT_TOKENS:
-                most = (context - template_tokens - MIN_DOCUMENT_TOKENS) // 2
-                raise ConfigError(
-                    f"max_new_tokens must be at most {most} to leave room for the summary so far and a part beside it "
-                    f"in the model's context of {context} tokens, got {self.max_new_tokens}"
-                )
-        most = (self._part_limit or self._document_limit) // 2
+            self._part_limit = self._prompt_limit - max_new_tokens - template_tokens
+        self._check_room(context, has_encoder=has_encoder)
+
+    def _check_room(self, context: int, *, has_encoder: bool) -> None:
+        """Refuse options that leave no room for a document or a part of it."""
+        missing = MIN_DOCUMENT_TOKENS - self._document_limit
+        if missing > 0 and has_encoder:
+            raise ConfigError(
+                f"the model's encoder must read at least {context + missing} tokens, and it reads {context}"
+            )
+        if missing > 0:
+            raise ConfigError(
+                f"max_new_tokens must be at most {self.max_new_tokens - missing} to leave room for a document in the "
+                f"model's context of {context} tokens, got {self.max_new_tokens}"
+            )
+        missing = MIN_DOCUMENT_TOKENS - self._part_limit
+        if missing > 0:
+            most = self.max_new_tokens + (-missing // 2)
+            raise ConfigError(
+                f"max_new_tokens must be at most {most} to leave room for the summary so far and a part beside it in "
+                f"the model's context of {context} tokens, got {self.max_new_tokens}"
+            )
+        most = self._part_limit // 2
         if self.approach.overlap > most:
             raise ConfigError(
                 f"overlap must be at most {most} tokens, half of what a prompt holds of a document, got "
@@ -133,17 +129,13 @@ class PromptFitter:
         """Whether the tokenizer must add its special tokens, since no template wrote them."""
         return self._prompting.add_special_tokens
 
-    def count_tokens(self, prompt: str) -> int:
-        """Tokens of a rendered prompt, special ones included."""
-        return self._prompting.count_tokens(prompt)
-
     @property
-    def partial_summary_limit(self) -> int | None:
-        """Most tokens of the summary of a part, `None` for no limit.
+    def partial_summary_limit(self) -> int:
+        """Most tokens of the summary of a part.
 
         It is a quarter of what a prompt holds: the summaries together are shorter than the document, so the rounds end.
         """
-        return None if self._document_limit is None else self._document_limit // 4
+        return self._document_limit // 4
 
     def fit(self, document: str) -> FittedDocument:
         """Cut a document into parts whose prompts all fit.
@@ -169,8 +161,7 @@ class PromptFitter:
             summaries: At least one, and none blank.
         """
         limit = self.partial_summary_limit
-        if limit is not None:
-            summaries = [truncate(summary, self._tokenizer, limit).strip() for summary in summaries]
+        summaries = [truncate(summary, self._tokenizer, limit).strip() for summary in summaries]
         pieces = [Piece(f"{summary}\n\n", Break.PARAGRAPH) for summary in summaries[:-1]]
         pieces.append(Piece(summaries[-1], Break.PARAGRAPH))
         return self._fit(MeasuredText(pieces, self._tokenizer, self._prompting.clean), Approach())
@@ -188,7 +179,7 @@ class PromptFitter:
         text, keep = self._prompting.clean(summary), self.max_new_tokens
         while True:
             prompt = self._prompting.render(fitted.parts.texts[number], truncate(text, self._tokenizer, keep))
-            excess = 0 if self._prompt_limit is None else self._prompting.count_tokens(prompt) - self._prompt_limit
+            excess = self._prompting.count_tokens(prompt) - self._prompt_limit
             if excess <= 0 or keep == 0:
                 return prompt
             keep = max(0, keep - excess)
@@ -196,17 +187,14 @@ class PromptFitter:
     def _fit(self, measured: MeasuredText, approach: Approach) -> FittedDocument:
         """Cut a text into parts whose prompts all fit."""
         limit, room = self._document_limit, self._prompt_limit
-        so_far: str | None = None
+        is_refined = False
         while True:
-            is_long = limit is not None and measured.tokens > limit
-            if is_long and approach.refine and so_far is None and room is not None:
-                limit, room, so_far = self._part_limit, room - self.max_new_tokens, ""
+            if approach.refine and not is_refined and measured.tokens > limit:
+                limit, room, is_refined = self._part_limit, room - self.max_new_tokens, True
             parts = cut(measured, limit, approach.overlap)
             fitted = FittedDocument(parts, [self._prompting.render(part) for part in parts.texts])
-            if limit is None or room is None:
-                return fitted
+            longest = [self._prompting.render(part, "") for part in parts.texts] if is_refined else fitted.prompts
             # A part alone can have a few more tokens than within the document.
-            longest = fitted.prompts if so_far is None else [self._prompting.render(part, "") for part in parts.texts]
             excess = max(map(self._prompting.count_tokens, longest)) - room
             if excess <= 0:
                 return fitted
@@ -221,12 +209,12 @@ def check_max_new_tokens(max_new_tokens: int) -> None:
         raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
 
 
-def context_length(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Most tokens of a prompt and its output together, by the model or its tokenizer; `None` if neither states it.
+def context_length(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Most tokens of a prompt and its output together, by the model or its tokenizer; a billion if neither states it.
 
     For an encoder-decoder model: most tokens that its encoder reads.
     """
     text_config = model.config.get_text_config()
     names = ("max_encoder_position_embeddings", "max_position_embeddings")
     stated = (tokenizer.model_max_length, *(getattr(text_config, name, None) for name in names))
-    return min((length for length in stated if isinstance(length, int) and 0 < length < _NO_LIMIT), default=None)
+    return min((length for length in stated if isinstance(length, int) and 0 < length < _NO_LIMIT), default=_NO_LIMIT)

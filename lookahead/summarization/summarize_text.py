@@ -57,18 +57,23 @@ def summarize(
             wrote nothing about it.
         UnsupportedModelError: The model cannot be served, or the default one is not installed.
     """
+    from lookahead.generation.validation import check_config, check_pair
     from lookahead.models.loading import load_default
+    from lookahead.models.support import check_model
     from lookahead.summarization.prompt_fitter import Approach
     from lookahead.summarization.summarizer import Summarizer
 
     approach = Approach(overlap=overlap, refine=refine)
     document = _read(text)
-    _check_types(model, tokenizer, config)
-    if (model is None) != (tokenizer is None):
-        given, missing = ("tokenizer", "model") if model is None else ("model", "tokenizer")
-        raise ConfigError(f"model and tokenizer must be given together, got a {given} but no {missing}")
-    if model is None or tokenizer is None:
+    check_config("config", config)
+    if model is None and tokenizer is None:
         model, tokenizer = load_default()
+    elif model is None:
+        raise ConfigError("model and tokenizer must be given together, got a tokenizer but no model")
+    elif tokenizer is None:
+        check_model(model)
+        raise ConfigError("model and tokenizer must be given together, got a model but no tokenizer")
+    check_pair(model, tokenizer)
     summarizer = Summarizer(
         model, tokenizer, max_new_tokens=max_new_tokens, config=config, approach=approach, keep_parts=keep_parts
     )
@@ -114,23 +119,3 @@ def _read_file(path: Path) -> str:
     if isinstance(document, Reject):
         raise DocumentError(document.error)
     return document.text
-
-
-def _check_types(model: Any, tokenizer: Any, config: Any) -> None:
-    """Refuse arguments of a wrong type, with a hint for names and for swapped arguments."""
-    from lookahead.config import LookaheadConfig
-
-    for what, value in (("model", model), ("tokenizer", tokenizer)):
-        if isinstance(value, str | os.PathLike):
-            name = os.fspath(value)
-            raise ConfigError(
-                f"{what} must be a loaded {what}, got the name {name!r}; load both first: "
-                f"model, tokenizer = lookahead.load({name!r})"
-            )
-    if model is not None and not hasattr(model, "generate"):
-        swapped = "; it stands in the tokenizer's place" if hasattr(tokenizer, "generate") else ""
-        raise ConfigError(f"model must be a language model, got {type(model).__name__}{swapped}")
-    if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
-        raise ConfigError(f"tokenizer must be a tokenizer, got {type(tokenizer).__name__}")
-    if config is not None and not isinstance(config, LookaheadConfig):
-        raise ConfigError(f"config must be a LookaheadConfig, got {type(config).__name__}")
