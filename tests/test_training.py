@@ -15,7 +15,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lookahead.errors import TrainingError
-from lookahead.summarization.segmentation import bare_sentences
 from tools.train_extractor import blockwise
 from tools.train_extractor.__main__ import main
 from tools.train_extractor.architecture import build, llama_config
@@ -24,7 +23,7 @@ from tools.train_extractor.extractive import central_sentences, extract_size
 from tools.train_extractor.optimizer import MasterOptimizer, rate_scale
 from tools.train_extractor.phases import PHASES, phase_at
 from tools.train_extractor.rows import CHANCE, DOC_ID, EOS_ID, IGNORED, KINDS, SUM_ID, Batch, RowMaker, make_batches
-from tools.train_extractor.stream import Stream, inverse_document_frequency
+from tools.train_extractor.stream import Stream, bare_sentences, inverse_document_frequency
 from tools.train_extractor.tokenizer import prompt, train_tokenizer
 from tools.train_extractor.trainer import Trainer, wanted_loss
 

@@ -130,15 +130,6 @@ def split_sentences(text: str) -> list[str]:
     return sentences
 
 
-def bare_sentences(text: str) -> list[str]:
-    """The sentences of a text in order, without the whitespace between them.
-
-    >>> bare_sentences('Mr. J. Hale went out. "Why?" It rained.')
-    ['Mr. J. Hale went out.', '"Why?"', 'It rained.']
-    """
-    return [sentence.strip() for sentence in split_sentences(text)]
-
-
 def _ends_a_sentence(text: str, start: int, match: re.Match[str]) -> bool:
     """Whether a match of `_BOUNDARY` ends the sentence that begins at `start`."""
     if match["wide"] is not None:

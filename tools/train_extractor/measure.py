@@ -32,10 +32,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from bench.prompts import SUMMARIZER
 from lookahead.errors import TrainingError
-from lookahead.summarization.segmentation import bare_sentences
 from tools.train_extractor.corpus import read_documents
 from tools.train_extractor.extractive import central_sentences
-from tools.train_extractor.stream import Stream, inverse_document_frequency
+from tools.train_extractor.stream import Stream, bare_sentences, inverse_document_frequency
 
 SHORTEST, LONGEST = 200, 900
 """Bounds of a passage, in tokens."""

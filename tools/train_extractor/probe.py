@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from lookahead.summarization.segmentation import bare_sentences
 from tools.train_extractor.rows import EOS_ID, SUM_ID, Batch, RowMaker, pad
+from tools.train_extractor.stream import bare_sentences
 from tools.train_extractor.trainer import wanted_logits
 
 

@@ -12,7 +12,7 @@ from numba import njit
 from transformers import PreTrainedTokenizerFast
 
 from lookahead.errors import TrainingError
-from lookahead.summarization.segmentation import bare_sentences
+from lookahead.summarization.segmentation import split_sentences
 from tools.train_extractor.corpus import Document
 
 _ENCODE_BATCH = 4096  # sentences handed to the tokenizer at once
@@ -104,3 +104,12 @@ def _sentences_that_hold(tokens, sentences, vocab_size):
                 last[tokens[position]] = sentence
                 held_by[tokens[position]] += 1
     return held_by
+
+
+def bare_sentences(text: str) -> list[str]:
+    """The sentences of a text in order, without the whitespace between them.
+
+    >>> bare_sentences('Mr. J. Hale went out. "Why?" It rained.')
+    ['Mr. J. Hale went out.', '"Why?"', 'It rained.']
+    """
+    return [sentence.strip() for sentence in split_sentences(text)]
