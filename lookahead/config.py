@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Literal
 
 from lookahead.drafting.sizes import MAX_NODES_LIMIT, BranchSize
 from lookahead.errors import ConfigError
@@ -115,11 +116,12 @@ class LookaheadConfig:
             _check_range("max_nodes", self.max_nodes, 1, MAX_NODES_LIMIT)
         _check_range("max_ngram", self.max_ngram, 1, 64)
         _check_range("min_ngram", self.min_ngram, 1, self.max_ngram)
-        for name in ("compile", "cuda_graphs"):
+        for name in ("pool_from_prompt", "compile", "cuda_graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if not 0.0 <= self.min_probability <= 1.0:
-            raise ConfigError(f"min_probability must be from 0 to 1, got {self.min_probability!r}")
+        least: Any = self.min_probability
+        if not isinstance(least, Real) or not 0.0 <= float(least) <= 1.0:
+            raise ConfigError(f"min_probability must be from 0 to 1, got {least!r}")
         self._check_branch()
 
     def _check_branch(self) -> None:

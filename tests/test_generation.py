@@ -254,6 +254,8 @@ def test_right_padding_is_refused(tiny_llama: PreTrainedModel) -> None:
         ({"min_ngram": 17}, "min_ngram"),
         ({"draft": "none"}, "draft"),
         ({"min_probability": 1.5}, "min_probability"),
+        ({"min_probability": "0.5"}, "min_probability"),
+        ({"pool_from_prompt": "no"}, "pool_from_prompt"),
         ({"proposers": ("oracle",)}, "oracle"),
         ({"proposers": "prompt"}, "sequence"),
         ({"proposers": ("prompt", "prompt")}, "repeat"),
