@@ -343,7 +343,6 @@ def restless(monkeypatch: pytest.MonkeyPatch) -> list[BranchSize | None]:
 
     monkeypatch.setattr(LookaheadBranch, "choose", choose)
     monkeypatch.setattr(EnableRule, "proposes", lambda self, rows: True)
-    monkeypatch.setattr("lookahead.drafting.controller._MASKED", 0.0)  # rows in step are no exception
     return chosen
 
 

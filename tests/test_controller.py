@@ -145,12 +145,10 @@ def test_a_modest_gain_is_kept() -> None:
 
 
 def test_while_every_step_drafts_some_are_plain_so_that_the_plain_speed_stays_known() -> None:
-    slow, fast = Machine(node_cost=0.8), Machine(node_cost=0.01)
+    machine = Machine(node_cost=0.01)
     for _ in range(1000):
-        slow.step([0.999], 1)
-        fast.step([0.99] * 20, 20)
-    assert 1000 / 64 / 2 < slow.steps - slow.drafted < 2 * 1000 / 64
-    assert fast.steps - fast.drafted < (slow.steps - slow.drafted) / 4
+        machine.step([0.99] * 20, 20)
+    assert 1000 / 128 / 2 < machine.steps - machine.drafted < 2 * 1000 / 128
 
 
 def test_a_number_of_rows_for_which_drafting_loses_does_not_stop_another_for_which_it_pays() -> None:
@@ -161,49 +159,6 @@ def test_a_number_of_rows_for_which_drafting_loses_does_not_stop_another_for_whi
         single.step([0.9] * 4, 3)
     assert single.drafted > 250
     assert many.lost < 0.05 * many.seconds
-
-
-def plain_steps_were_taken(rows: int) -> Controller:
-    controller = controller_of()
-    for _ in range(3):
-        plan = controller.plan([100] * rows, 100)
-        root = merge(0, [], Limits(0, 0)).tree, np.zeros(1, np.int32)
-        controller.record(plan, StepRecord([root] * rows, [1] * rows, 1, 0.0, 1.0))
-    return controller
-
-
-def accepts(controller: Controller, chances: list[float], *, left: int, is_even: bool) -> bool:
-    """Whether drafts of such chances are verified for four rows."""
-    plan = controller.plan([left] * 4, 100, is_even=is_even)
-    assert plan.drafts
-    return controller.accepts(plan, fit([merge(0, [chain(chances)], Limits(BUDGET, 99))] * 4, plan.costs, plan.value))
-
-
-def test_rows_of_one_length_are_not_brought_out_of_step_for_a_small_gain() -> None:
-    controller = plain_steps_were_taken(rows=4)
-    small, large = [0.4], [0.9] * 16
-    assert accepts(controller, small, left=100, is_even=False)
-    assert not accepts(controller, small, left=100, is_even=True)
-    assert accepts(controller, small, left=3, is_even=True), "what remains is too short for the difference to matter"
-    assert accepts(controller, large, left=100, is_even=True)
-
-
-@pytest.mark.parametrize("options", [{"is_refilled": True}, {"is_padded": True}], ids=str)
-def test_where_passes_need_a_mask_anyway_rows_of_one_length_are_no_exception(options: dict[str, bool]) -> None:
-    controller = controller_of(is_padded=options.pop("is_padded", False))
-    for _ in range(3):
-        plan = controller.plan([100] * 4, 100, is_even=True, **options)
-        root = merge(0, [], Limits(0, 0)).tree, np.zeros(1, np.int32)
-        controller.record(plan, StepRecord([root] * 4, [1] * 4, 1, 0.0, 1.0))
-    assert controller.plan([100] * 4, 100, is_even=True, **options).even_steps == 0
-
-
-def test_rows_in_step_are_brought_out_of_it_once_small_gains_add_up_to_what_it_costs() -> None:
-    controller = plain_steps_were_taken(rows=4)
-    waited = 0
-    while not accepts(controller, [0.4], left=100, is_even=True):
-        waited += 1
-    assert 3 < waited < 40
 
 
 def outputs(rule: EnableRule, count: int, chances: list[float], accepted: int) -> list[Machine]:
@@ -222,12 +177,12 @@ def test_what_earlier_outputs_saved_is_not_lost_again_once_they_save_nothing() -
     assert max(lost[20:]) < START + REFILL * 50
 
 
-def test_a_lucky_output_among_those_that_save_nothing_is_not_lost_again_in_the_next() -> None:
+def test_of_what_a_lucky_output_saved_the_next_may_lose_half() -> None:
     rule = EnableRule()
     outputs(rule, 20, [], 0)
     outputs(rule, 1, [0.9] * 16, 16)
     (following,) = outputs(rule, 1, [], 0)
-    assert following.lost < 4.0 < CAP
+    assert following.lost < 0.6 * CAP
 
 
 def test_where_outputs_save_a_lot_one_that_lost_it_all_does_not_keep_the_next_from_drafting() -> None:
@@ -385,5 +340,5 @@ def test_slow_first_proposals_and_failed_first_drafts_do_not_blind_a_large_model
         took = 1.7 if drafted else 1.0
         rule.record(1, drafted=drafted, tokens=1.0, forward=took, usual=took, proposing=proposing)
     for _ in range(32):
-        assert rule.steps_to_wait(1) == 0
+        assert rule.proposes(1)
         rule.record(1, drafted=False, tokens=1.0, forward=1.0, usual=1.0, proposing=0.005)

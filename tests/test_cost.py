@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lookahead.drafting.cost_model
-from lookahead.drafting.cost_model import LengthModel, StepCost
+from lookahead.drafting.cost_model import StepCost
 from lookahead.drafting.proposal import Proposal
 from lookahead.drafting.select import merge
 from lookahead.ngram.prune import Limits
@@ -158,16 +158,3 @@ def test_the_curve_follows_what_steps_cost_though_it_is_not_drawn_anew_for_every
             cost.curve(1, 8)
         assert cost.curve(1, 8)[[1, 8]].tolist() == pytest.approx([seconds, 2 * seconds], rel=0.1)
         assert cost.plain(1)[1] == pytest.approx(seconds, rel=0.1)
-
-
-def test_the_chance_that_an_output_runs_to_its_limit_follows_how_outputs_ended() -> None:
-    short, endless = LengthModel(), LengthModel()
-    for _ in range(100):
-        short.count(40, is_early=True)
-        endless.count(128, is_early=False)
-    assert 0.3 < LengthModel().chance_to_last(200) < 0.5
-    assert short.chance_to_last(40) == pytest.approx(np.exp(-1), rel=0.1)
-    assert endless.chance_to_last(128) > 0.98
-    for _ in range(2000):
-        endless.count(40, is_early=True)
-    assert endless.chance_to_last(40) == pytest.approx(np.exp(-1), rel=0.1)

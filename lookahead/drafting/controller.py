@@ -1,10 +1,10 @@
-"""Whether to draft before a step, and how much: measured costs and measured savings decide."""
+"""The controller: decides before every step whether and how much to draft, by measured costs and savings."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 from lookahead.drafting.budget import EnableRule, LookaheadBranch
 from lookahead.drafting.cost_model import SINGLE_ROW, BatchValue, FloatArray, StepCost, padded_nodes
@@ -14,24 +14,22 @@ from lookahead.drafting.sizes import BranchSize
 from lookahead.drafting.tree import TokenTree, count_within, without_sources
 from lookahead.ngram.prune import FREE
 
-_MARGIN = 1.08  # times the cost of a plain step per token: what a draft must promise to be worth the risk
-_MASKED = 0.025  # plain steps that a step of rows of differing lengths takes more, for the mask that it needs
-_LONG_OUTPUT = 256  # steps; most outputs end sooner, whatever they are allowed
+_MARGIN = 1.08  # factor on the cost of drafted nodes: the expected gain of a draft must cover its risk
+_LASTING = 0.5  # probability that rows run to their limits, where an end-of-sequence token may end them
 
 
 class StepPlan(NamedTuple):
-    """What was decided before a step; without a controller, all that the options allow.
+    """The decision before a step; without a controller, all that the options allow.
 
     Attributes:
-        rows: Rows that take the step.
-        context: Tokens of the longest one.
+        rows: Rows of the step.
+        context: Tokens of the longest row.
         drafts: Whether the proposers are asked.
-        max_nodes: Most nodes of a draft, the root not counted.
+        max_nodes: Maximum nodes of a draft, the root not counted.
         costs: float64 `[max_nodes + 2]`, seconds of a step by the nodes of its largest tree; empty: nodes are free.
         plain_s: Seconds of a plain step.
-        value: What a token of each row is worth.
+        value: The value of a token of each row.
         branch: The size of the lookahead branch; None where it is off.
-        even_steps: The most steps that rows which hold equally many tokens can still take so; else 0.
     """
 
     rows: int
@@ -42,19 +40,18 @@ class StepPlan(NamedTuple):
     plain_s: float = 1.0
     value: BatchValue = SINGLE_ROW
     branch: BranchSize | None = None
-    even_steps: int = 0
 
 
 class StepRecord(NamedTuple):
-    """What a step did.
+    """The result of a step.
 
     Attributes:
-        verified: Of every row the tree, and int32 `[a]` the nodes that were accepted, the root first.
+        verified: For every row the tree, and int32 `[a]` the accepted nodes, the root first.
         tokens: Tokens that each row emitted.
         nodes: Nodes of the largest tree, its root counted.
-        host_s: What drafting took, and letting the proposers learn.
-        step_s: What the whole step took.
-        is_cold: Its pass did work that later ones need not do, such as compiling: its time tells nothing.
+        host_s: Time of drafting and of the proposers' learning.
+        step_s: Time of the whole step.
+        is_cold: Whether its pass did one-time work such as compiling; its time is not counted.
     """
 
     verified: Sequence[tuple[TokenTree, IntArray]]
@@ -65,32 +62,24 @@ class StepRecord(NamedTuple):
     is_cold: bool = False
 
 
-@runtime_checkable
-class BudgetedProposer(Protocol):
-    """A proposer that has to be worth its time."""
-
-    def settle(self, *, alone: float, tokens: float, step_s: float) -> float | None:
-        """Learn what a step gave that only this proposer foretold; the seconds that are on its own account alone."""
-
-
 class Controller:
     """Decides before every step of an engine whether and how much to draft, and learns from every step.
 
-    A proposer that has not earned what it takes is on its own account: the rule that turns drafting on and off for all
-    is told what the step would have been without it. So one that costs too much is given up alone, and one that earns
-    its time counts even where the others earn nothing. The same holds for the lookahead branch while it is on trial.
+    The time of a proposer that has not earned it is charged to the budget of that proposer alone: the enable rule is
+    told the step as it would have been without it. So a proposer that costs too much is turned off alone, and one that
+    earns its time counts even where the others earn nothing. The same holds for a lookahead branch on trial.
 
     It reads no clock.
 
     Args:
-        cost: What steps were measured to cost; learns from every step.
-        rule: What drafting was measured to save; learns likewise.
-        branch: Sizes the lookahead branch, where costs decide that; None where it never runs.
+        cost: The measured costs of steps; learns from every step.
+        rule: Turns drafting on and off; learns likewise.
+        branch: Sizes the lookahead branch where costs decide that; None where it never runs.
         proposers: In the order of their sources' bits.
-        node_budget: Most nodes of a draft without the lookahead branch, the root not counted.
-        is_padded: Whether trees are padded to few sizes, so that the cost of a step is a staircase.
+        node_budget: Maximum nodes of a draft without the lookahead branch, the root not counted.
+        is_padded: Whether trees are padded to a few sizes.
         runs_to_limit: Whether nothing ends a row before its limit.
-        by_rejection: Whether all that was drawn must be verified, so that a draft cannot be sized.
+        by_rejection: Whether all drawn nodes must be verified, so that a draft cannot be sized.
     """
 
     def __init__(
@@ -109,12 +98,12 @@ class Controller:
         self._rule = rule
         self._branch = branch if branch is not None else LookaheadBranch(())
         self._branch_bits = 0
-        self._budgeted: dict[int, BudgetedProposer] = {}
+        self._budgeted: dict[int, Any] = {}  # proposers with a budget of their own, by their bits
         first = 0
         for proposer in proposers:
             bits = (1 << len(proposer.sources)) - 1 << first
             first += len(proposer.sources)
-            if isinstance(proposer, BudgetedProposer):
+            if hasattr(proposer, "settle"):
                 self._budgeted[bits] = proposer
             elif proposer.sources == ("jacobi",):
                 self._branch_bits = bits
@@ -122,25 +111,19 @@ class Controller:
         self._is_padded = is_padded
         self._runs_to_limit = runs_to_limit
         self._by_rejection = by_rejection
-        self._forgone = 0.0  # plain steps that drafts promised to save and were not taken for
         rule.begin_output()
 
     def begin_output(self) -> None:
-        """Begin a further output, or as many of them as there are rows: losses are bounded per output."""
+        """Begin a new output, or as many of them as there are rows: losses are bounded per output."""
         self._rule.begin_output()
 
-    def end_output(self, tokens: int, *, is_early: bool) -> None:
-        """Count an output of so many tokens, which ended before its limit or did not."""
-        self._rule.lengths.count(tokens, is_early=is_early)
-
-    def plan(self, left: Sequence[int], context: int, *, is_refilled: bool = False, is_even: bool = False) -> StepPlan:
+    def plan(self, left: Sequence[int], context: int, *, is_refilled: bool = False) -> StepPlan:
         """Decide what is drafted before the coming step.
 
         Args:
-            left: Tokens that each row that takes it may still emit.
-            context: Tokens of the longest one.
-            is_refilled: Whether a row that ends makes room for another.
-            is_even: Whether all rows hold equally many tokens.
+            left: Tokens that each row of the step may still emit.
+            context: Tokens of the longest row.
+            is_refilled: Whether a waiting request takes the place of a row that ends.
         """
         rows = len(left)
         self._branch.rest(rows)
@@ -153,34 +136,26 @@ class Controller:
             self._branch.choose(partial(self._curve, rows, context), self._cost.measured(rows, context))
         nodes = self._branch.nodes_beside(self._node_budget)
         if nodes == 0:
-            return plain  # the branch is all there is, and it is off
+            return plain  # the branch is the only source, and it is off
         curve = self._curve(rows, context, nodes + 1)
         value = SINGLE_ROW
         if rows > 1:
-            # Where rows are refilled, no row has to wait for the last one.
-            lasting = 1.0 if self._runs_to_limit else self._rule.lengths.chance_to_last(max(left))
-            value = BatchValue.of(left, self._cost.plain(rows, context), 0.0 if is_refilled else lasting)
-        # Proposing is paid for whatever comes of it; a draft has to be worth its risk besides.
+            # Where rows are refilled, no row waits for the last one.
+            lasting = 0.0 if is_refilled else 1.0 if self._runs_to_limit else _LASTING
+            value = BatchValue.of(left, self._cost.plain(rows, context), lasting)
+        # The cost of proposing is paid in any case; the margin is for the drafted nodes alone.
         costs = curve.copy()
         costs[2:] *= _MARGIN
         costs += self._rule.proposing_cost(rows) * costs[1]
-        even_steps = max(left) if is_even and rows > 1 and not (is_refilled or self._is_padded) else 0
-        even_steps = min(even_steps, _LONG_OUTPUT)
-        return StepPlan(rows, context, True, nodes, costs, float(curve[1]), value, self._branch.size, even_steps)
+        return StepPlan(rows, context, True, nodes, costs, float(curve[1]), value, self._branch.size)
 
     def accepts(self, plan: StepPlan, drafts: Sequence[Draft]) -> bool:
-        """Whether drafts, one per row, promise enough to be verified.
-
-        A pass over rows of equal length needs no mask. Accepted drafts end that for the rest of the output, so they
-        wait until what they promised to save, taken together, is what all later steps would take more.
-        """
+        """Whether drafts, one per row, are verified."""
+        if plan.branch is not None:
+            return True
         tokens = plan.value.steps_saved([float(draft.path_probs.sum()) for draft in drafts])
         took = float(plan.costs[max(len(draft.tree) for draft in drafts)]) / plan.plain_s
-        if plan.branch is None and not self._rule.verifies(plan.rows, tokens / took, took - 1.0):
-            return False
-        if plan.even_steps:
-            self._forgone += max(0.0, tokens - took)
-        return self._forgone >= _MASKED * plan.even_steps
+        return self._rule.verifies(plan.rows, tokens / took, took - 1.0)
 
     def record(self, plan: StepPlan, step: StepRecord) -> None:
         """Learn from a step."""
@@ -190,12 +165,14 @@ class Controller:
             return
         if not plan.drafts:
             is_probe = self._rule.record_plain(rows)
-            # While the budget is empty most steps are not measured: costs known to be high would be forgotten too soon.
+            # While the budget is empty most steps are not measured: high costs would decay too soon.
             if not (is_probe or self._branch.can_run) and self._cost.knows(rows, plan.context):
                 return
         step_s = step.step_s - host_s
         self._cost.observe(self._width(nodes), step_s, rows=rows, context=plan.context)
-        curve = self._curve(rows, plan.context, nodes) if plan.drafts or self._branch.can_run else plan.costs
+        if not (plan.drafts or self._branch.can_run):
+            return
+        curve = self._curve(rows, plan.context, nodes)
         if self._branch.can_run:
             bits = self._branch_bits if plan.branch is not None else 0
             own_nodes, own_tokens = without_sources(step.verified, tokens, bits) if bits else (nodes, tokens)
@@ -220,7 +197,7 @@ class Controller:
         )
 
     def _charge(self, step: StepRecord) -> tuple[int, float]:
-        """Settle with every proposer that has a budget; the bits and the seconds of those on their own account."""
+        """Settle with every proposer that has a budget; the bits and the seconds charged to these budgets alone."""
         apart, apart_s, rows = 0, 0.0, len(step.tokens)
         for bits, proposer in self._budgeted.items():
             alone = sum(count_within(tree, path, bits) for tree, path in step.verified) / rows

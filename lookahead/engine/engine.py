@@ -178,10 +178,8 @@ class Engine:
         """Whether and how much to draft."""
         if self._controller is None:
             return self._unsized
-        rows = self._rows
-        is_even = len(rows) > 1 and len({row.tokens for row in rows}) == 1
-        left, context = [row.left for row in rows], max([row.length for row in rows])
-        return self._controller.plan(left, context, is_refilled=is_refilled, is_even=is_even)
+        left, context = [row.left for row in self._rows], max([row.length for row in self._rows])
+        return self._controller.plan(left, context, is_refilled=is_refilled)
 
     def _score(self, drafts: list[Draft], needs_argmax: bool) -> tuple[list[Draft], Tensor, Scores, int]:
         """One pass over all trees: the drafts that were scored, logits, what was read of them, nodes of the pass.
@@ -282,8 +280,6 @@ class Engine:
         """Take a row out, the last active row filling the gap, in the target as in the engine."""
         row = self._rows[i]
         self._drafter.finish(row)
-        if self._controller is not None:
-            self._controller.end_output(row.emitted, is_early=row.left > 0)
         self._free_slots.append(row.slot)
         if self._keep_cache:
             self.kept[row.index] = self.cache.take(i)

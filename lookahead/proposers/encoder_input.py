@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lookahead.drafting.controller import BudgetedProposer
 from lookahead.drafting.proposal import Feedback, IntArray, Proposal, Proposer, question_of
 
 
@@ -28,7 +27,7 @@ class EncoderInputProposer:
         self.needs_argmax = proposer.needs_argmax
         self.needs_top = proposer.needs_top
         self.hidden_layers = proposer.hidden_layers
-        if isinstance(proposer, BudgetedProposer):
+        if hasattr(proposer, "settle"):
             self.settle = proposer.settle
 
     def start(self, row: int, prompt: IntArray) -> None:
