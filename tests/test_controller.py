@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from lookahead.drafting.budget import CAP, OVERDRAFT, REFILL, START, EnableRule
 from lookahead.drafting.controller import Controller, StepRecord
-from lookahead.drafting.cost_model import BatchValue, StepCost
+from lookahead.drafting.cost_model import StepCost
 from lookahead.drafting.proposal import Proposal
-from lookahead.drafting.select import Draft, fit, merge
+from lookahead.drafting.select import BatchValue, Draft, fit, merge
 from lookahead.ngram.prune import Limits
 
 BUDGET = 32

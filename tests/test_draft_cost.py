@@ -11,10 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from lookahead import DraftModel, LookaheadConfig
-from lookahead.drafting.budget import ProposerBudget
 from lookahead.drafting.proposal import Call, Feedback, IntArray, Proposal, Proposer
 from lookahead.generation.hf import prepare
-from lookahead.proposers.validated import ValidatedProposer
+from lookahead.proposers.validated import ProposerBudget, ValidatedProposer
 from tests.support.near_models import like, small
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lookahead.drafting.budget import ProposerBudget
+from lookahead.proposers.validated import ProposerBudget
 
 
 def live(budget: ProposerBudget, steps: int, *, spent_s: float, alone: float, others: float = 1.0) -> tuple[float, int]:

@@ -1,4 +1,4 @@
-"""Token buckets that bound the time lost to drafting: of the enable rule, a proposer, and the lookahead branch."""
+"""Token buckets that bound the time lost to drafting: of the enable rule and of the lookahead branch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ _PROBE_EVERY = 128  # drafted steps between two plain ones
 _FIRST_PROBE, _PROBE_GROWTH = 2, 4  # drafted steps before the first of them, and the factor up to _PROBE_EVERY
 _OUTLIER = 1.3  # a step counts as at most so many times the usual time of its size
 _MIN_COUNT = 3  # observations after which an average clips outliers
-_PROPOSER_REFILL = 0.005  # share of the tokens that one proposer may lose in the long run
-_MAX_DEBT = 32.0  # tokens; bounds the time until a proposer is tried again on a new row
+PROPOSER_REFILL = 0.005  # share of the tokens that one proposer may lose in the long run
 _EXPECTED_GAIN = 0.27  # tokens a step that an untried branch is expected to add per doubling of the window
 _TEACHING_GAIN = 0.004  # tokens a step per node of the window, where another source learns from its logits
 _HYSTERESIS = 1.03  # speedup over the current choice that another one must promise
@@ -166,72 +165,11 @@ class EnableRule:
         return state
 
 
-class ProposerBudget:
-    """Bounds what one proposer may lose, in tokens a row.
-
-    A step with its proposal pays in the accepted tokens that only this proposer offered, and pays out the tokens that
-    its time would have given without it; 0.5% of all tokens are paid in. So it is asked as long as its share of the
-    tokens is at least its share of the time.
-
-    - One budget decides each proposal: the proposer is asked while that holds the price of one, or 2. The first
-      proposal of a row is charged the usual price, since a draft model reads the prompt then.
-    - Another decides each new row. It is charged for reading the prompt too, except the very first, which includes
-      warm-up. While it is negative (32 tokens at most) the proposer is not shown another row.
-    """
-
-    def __init__(self) -> None:
-        self._proposals = Budget(START, CAP, _PROPOSER_REFILL)
-        self._rows = Budget(START, CAP, _PROPOSER_REFILL, -_MAX_DEBT)
-        self._price, self._reading = Ema(0.2, clip=2.0), Ema(0.2, clip=2.0)
-        self._earned = Ema(0.1, count=10)
-
-    @property
-    def affords(self) -> bool:
-        """Whether the proposer is asked."""
-        return self._proposals.balance >= min(self._price.value, START)
-
-    @property
-    def begins(self) -> bool:
-        """Whether the proposer is shown a new row."""
-        return self._rows.balance >= 0.0
-
-    @property
-    def earns(self) -> bool:
-        """Whether its last proposals gained more than they cost."""
-        return self._earned.value > 0.0
-
-    def settle(
-        self, *, spent_s: float | None, alone: float, tokens: float, step_s: float, is_first: bool = False
-    ) -> None:
-        """Count a step.
-
-        Args:
-            spent_s: Time of the proposer; None where it was not asked.
-            alone: Accepted tokens a row that only it offered.
-            tokens: Emitted tokens a row.
-            step_s: Time of the whole step, more than `spent_s`.
-            is_first: Whether it was its first proposal since it was shown a row.
-        """
-        gain = of_row = 0.0
-        if spent_s is not None:
-            price = spent_s * (tokens - alone) / (step_s - spent_s)
-            if is_first:
-                gain = min(0.0, alone - self._price.value)
-                is_known = self._reading.count > 0
-                reading = self._reading.add(price)
-                of_row = alone - reading if is_known else gain
-            else:
-                gain = of_row = alone - self._price.add(price)
-                self._earned.add(gain)
-        self._proposals.settle(gain, tokens)
-        self._rows.settle(of_row, tokens)
-
-
 @dataclass(slots=True)
 class BranchState:
     """What was learned of the lookahead branch for one batch size; costs in plain steps, tokens and nodes of a row."""
 
-    budget: Budget = field(default_factory=lambda: Budget(START, CAP, _PROPOSER_REFILL))
+    budget: Budget = field(default_factory=lambda: Budget(START, CAP, PROPOSER_REFILL))
     size: BranchSize | None = None  # None while it is off
     steps: int = 1  # since the size changed
     tokens: Ema = field(default_factory=lambda: Ema(_SLOW, value=1.0))  # of a step without the branch

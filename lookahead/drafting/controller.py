@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from lookahead.drafting.budget import EnableRule, LookaheadBranch
-from lookahead.drafting.cost_model import SINGLE_ROW, BatchValue, FloatArray, StepCost, padded_nodes
+from lookahead.drafting.cost_model import FloatArray, StepCost, padded_nodes
 from lookahead.drafting.proposal import IntArray, Proposer
-from lookahead.drafting.select import Draft
+from lookahead.drafting.select import SINGLE_ROW, BatchValue, Draft
 from lookahead.drafting.sizes import BranchSize
 from lookahead.drafting.tree import TokenTree, count_within, without_sources
 from lookahead.ngram.prune import FREE

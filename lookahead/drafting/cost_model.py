@@ -1,12 +1,11 @@
-"""The measured cost of a target step, and the value of its tokens to a batch."""
+"""The measured cost of a target step by its rows, nodes and context."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from lookahead.errors import ConfigError
@@ -218,51 +217,3 @@ def _observe(ratios: FloatArray, rows: int, nodes: int, seconds: float) -> float
         decays[nearest] = False
         ratios[decays] += _FORGET * (ratios[plain] - ratios[decays])
     return abs(change - 1.0) if is_known else 1.0
-
-
-class BatchValue(NamedTuple):
-    """The value of tokens to a batch: it ends with its longest row, so a token is worth the wall time it saves there.
-
-    Attributes:
-        left: float64 `[rows]`, tokens that each row may still emit.
-        plain: float64 `[rows + 1]`, cost of a plain step of 0, 1, … rows; non-decreasing.
-    """
-
-    left: FloatArray
-    plain: FloatArray
-
-    @classmethod
-    def of(cls, left: Sequence[int], plain: FloatArray, lasting: float) -> BatchValue:
-        """The value where rows run to their limits with probability `lasting`, and else may end at any time.
-
-        If they run to their limits, the last row ends the batch. If not, tokens of all rows are worth the same.
-        """
-        rows = len(left)
-        weights = lasting * plain / plain[-1] + (1.0 - lasting) * np.arange(rows + 1.0) / rows
-        return cls(np.array(left, np.float64), weights)
-
-    def steps_saved(self, tokens: Sequence[float]) -> float:
-        """Plain steps of all rows by which the batch ends sooner for so many tokens of each row."""
-        if len(self.left) == 1:
-            return float(tokens[0])
-        return float(steps_saved(np.array(tokens, np.float64), self.left, self.plain))
-
-
-@njit(cache=True, error_model="numpy")
-def steps_saved(tokens, left, plain):
-    """The core of `BatchValue.steps_saved`."""
-    return (_seconds_left(left, plain) - _seconds_left(left - tokens, plain)) / plain[len(left)]
-
-
-@njit(cache=True, error_model="numpy")
-def _seconds_left(left, plain):
-    """Time of plain decoding until every row has emitted all that is left of it."""
-    seconds, rows = 0.0, len(left)
-    ascending = np.sort(left)
-    for ended in range(rows):
-        # The steps until this row ends would otherwise be steps of one row fewer.
-        seconds += (plain[rows - ended] - plain[rows - ended - 1]) * max(0.0, ascending[ended])
-    return seconds
-
-
-SINGLE_ROW = BatchValue(np.full(1, 1e9), np.arange(2.0))

@@ -9,7 +9,6 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from lookahead.drafting.cost_model import BatchValue, steps_saved
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.ngram.prune import FREE, Limits, node_at, rank, select, union
 
@@ -94,6 +93,37 @@ def merge(
     return Draft(TokenTree(whole[0], whole[1], whole[2], whole[3]), placed, path_probs, whole[4])
 
 
+class BatchValue(NamedTuple):
+    """The value of tokens to a batch: it ends with its longest row, so a token is worth the wall time it saves there.
+
+    Attributes:
+        left: float64 `[rows]`, tokens that each row may still emit.
+        plain: float64 `[rows + 1]`, cost of a plain step of 0, 1, … rows; non-decreasing.
+    """
+
+    left: FloatArray
+    plain: FloatArray
+
+    @classmethod
+    def of(cls, left: Sequence[int], plain: FloatArray, lasting: float) -> BatchValue:
+        """The value where rows run to their limits with probability `lasting`, and else may end at any time.
+
+        If they run to their limits, the last row ends the batch. If not, tokens of all rows are worth the same.
+        """
+        rows = len(left)
+        weights = lasting * plain / plain[-1] + (1.0 - lasting) * np.arange(rows + 1.0) / rows
+        return cls(np.array(left, np.float64), weights)
+
+    def steps_saved(self, tokens: Sequence[float]) -> float:
+        """Plain steps of all rows by which the batch ends sooner for so many tokens of each row."""
+        if len(self.left) == 1:
+            return float(tokens[0])
+        return float(_steps_saved(np.array(tokens, np.float64), self.left, self.plain))
+
+
+SINGLE_ROW = BatchValue(np.full(1, 1e9), np.arange(2.0))
+
+
 def fit(drafts: Sequence[Draft], costs: FloatArray, batch: BatchValue) -> list[Draft]:
     """Cut the drafts of a batch to one size, that which saves most per cost.
 
@@ -156,6 +186,23 @@ def _merge(root, offered, offers, limits, costs):
 
 
 @njit(cache=True, error_model="numpy")
+def _steps_saved(tokens, left, plain):
+    """The core of `BatchValue.steps_saved`."""
+    return (_seconds_left(left, plain) - _seconds_left(left - tokens, plain)) / plain[len(left)]
+
+
+@njit(cache=True, error_model="numpy")
+def _seconds_left(left, plain):
+    """Time of plain decoding until every row has emitted all that is left of it."""
+    seconds, rows = 0.0, len(left)
+    ascending = np.sort(left)
+    for ended in range(rows):
+        # The steps until this row ends would otherwise be steps of one row fewer.
+        seconds += (plain[rows - ended] - plain[rows - ended - 1]) * max(0.0, ascending[ended])
+    return seconds
+
+
+@njit(cache=True, error_model="numpy")
 def _fit(path_probs, required, ends, costs, left, plain):
     """The size to which trees are cut, and the rank of every node in its own tree, int64 `[nodes]`."""
     ranks = np.zeros(len(path_probs), np.int64)
@@ -175,7 +222,7 @@ def _fit(path_probs, required, ends, costs, left, plain):
     for size in range(1, most + 1):
         expected += gains[size]
         if size >= least:
-            rate = steps_saved(expected, left, plain) / costs[size]
+            rate = _steps_saved(expected, left, plain) / costs[size]
             if rate > best_rate:
                 best, best_rate = size, rate
     return best, ranks

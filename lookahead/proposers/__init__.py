@@ -1,4 +1,4 @@
-"""Proposers: sources of drafts behind the interface of `lookahead.drafting.proposal`."""
+"""The proposers of a configuration, and what they learn across calls."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from lookahead.config import LookaheadConfig
-from lookahead.drafting.budget import LookaheadBranch, ProposerBudget
+from lookahead.drafting.budget import LookaheadBranch
 from lookahead.drafting.proposal import Call, Proposer, ProposerFactory
 from lookahead.errors import ProposerError
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.pool_file import Pool
 from lookahead.proposers.jacobi import AutoJacobiProposer, JacobiProposer
 from lookahead.proposers.ngram import SOURCES, Memory, NgramProposer
-from lookahead.proposers.validated import ValidatedProposer
+from lookahead.proposers.validated import ProposerBudget, ValidatedProposer
 
 _MOST_SOURCES = 31  # bits of a node for its sources
 
@@ -27,7 +27,7 @@ class ProposerState:
         ngram: Hit rates of the candidates of a `NgramProposer`.
         jacobi: Hit rates of the lookahead branch.
         memory: Texts and recycled tokens of earlier requests.
-        budgets: Accounts of users' proposers, by their factories.
+        budgets: Budgets of users' proposers, by their factories.
     """
 
     ngram: HitRates = field(default_factory=HitRates)
@@ -37,9 +37,9 @@ class ProposerState:
 
 
 def make_proposers(
-    config: LookaheadConfig, experience: ProposerState, pool: Pool | None, call: Call, branch: LookaheadBranch
+    config: LookaheadConfig, learned: ProposerState, pool: Pool | None, call: Call, branch: LookaheadBranch
 ) -> list[Proposer]:
-    """The proposers of a configuration, first those with a name, then those of its factories.
+    """The proposers of a configuration: first those with a name, then those of its factories.
 
     Raises:
         ProposerError: A factory returns no proposer, or two sources have the same name.
@@ -47,26 +47,26 @@ def make_proposers(
     made: list[Proposer] = []
     mixed = [name for name in config.proposers if name in SOURCES]
     if mixed:
-        memory = experience.memory if config.memory == "shared" else Memory()
+        memory = learned.memory if config.memory == "shared" else Memory()
         made.append(
             NgramProposer(
                 mixed,
                 memory,
-                experience.ngram,
+                learned.ngram,
                 pool,
                 min_ngram=config.min_ngram,
                 max_ngram=config.max_ngram,
                 min_probability=config.min_probability,
             )
         )
-    rates, from_prompt = experience.jacobi, config.pool_from_prompt
+    rates, from_prompt = learned.jacobi, config.pool_from_prompt
     if config.decides_branch:
         made.append(AutoJacobiProposer(branch, pool_from_prompt=from_prompt, rates=rates))
     elif "jacobi" in config.proposers:
         made.append(JacobiProposer(*config.branch_sizes[0], pool_from_prompt=from_prompt, rates=rates))
     for factory in config.proposers:
         if not isinstance(factory, str):
-            made.append(ValidatedProposer(factory, call, _budget_of(factory, experience)))
+            made.append(ValidatedProposer(factory, call, _budget_of(factory, learned)))
     names = [name for proposer in made for name in proposer.sources]
     for name in names:
         if names.count(name) > 1:
@@ -76,9 +76,9 @@ def make_proposers(
     return made
 
 
-def _budget_of(factory: ProposerFactory, experience: ProposerState) -> ProposerBudget:
-    """The account of a proposer; that of an unhashable factory is not kept."""
+def _budget_of(factory: ProposerFactory, learned: ProposerState) -> ProposerBudget:
+    """The budget of a proposer; that of an unhashable factory is not kept for later calls."""
     try:
-        return experience.budgets.setdefault(factory, ProposerBudget())
+        return learned.budgets.setdefault(factory, ProposerBudget())
     except TypeError:
         return ProposerBudget()

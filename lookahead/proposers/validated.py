@@ -1,4 +1,4 @@
-"""Proposers written by users: made for a call, their proposals validated, their time accounted for."""
+"""Proposers written by users: their proposals are validated, and a budget bounds what they may lose."""
 
 from __future__ import annotations
 
@@ -9,25 +9,87 @@ from typing import Any
 import numpy as np
 import torch
 
-from lookahead.drafting.budget import ProposerBudget
+from lookahead.drafting.budget import CAP, PROPOSER_REFILL, START, Budget, Ema
 from lookahead.drafting.proposal import Call, Feedback, IntArray, Proposal, Proposer, ProposerFactory, question_of
 from lookahead.errors import ProposerError
 
 _METHODS = ("start", "propose", "observe", "finish")
 _ATTRIBUTES = ("sources", "needs_argmax", "needs_top", "hidden_layers")
 _PATIENCE = 8  # steps for which hidden states are kept for a proposer that is not asked
+_MAX_DEBT = 32.0  # tokens; bounds the time until a proposer is tried again on a new row
+
+
+class ProposerBudget:
+    """Bounds what one proposer may lose, in tokens a row.
+
+    A step with its proposal pays in the accepted tokens that only this proposer offered, and pays out the tokens that
+    its time would have given without it; 0.5% of all tokens are paid in. So it is asked as long as its share of the
+    tokens is at least its share of the time.
+
+    - One budget decides each proposal: the proposer is asked while that holds the price of one, or 2. The first
+      proposal of a row is charged the usual price, since a draft model reads the prompt then.
+    - Another decides each new row. It is charged for reading the prompt too, except the very first, which includes
+      warm-up. While it is negative (32 tokens at most) the proposer is not shown another row.
+    """
+
+    def __init__(self) -> None:
+        self._proposals = Budget(START, CAP, PROPOSER_REFILL)
+        self._rows = Budget(START, CAP, PROPOSER_REFILL, -_MAX_DEBT)
+        self._price, self._reading = Ema(0.2, clip=2.0), Ema(0.2, clip=2.0)
+        self._earned = Ema(0.1, count=10)
+
+    @property
+    def affords(self) -> bool:
+        """Whether the proposer is asked."""
+        return self._proposals.balance >= min(self._price.value, START)
+
+    @property
+    def begins(self) -> bool:
+        """Whether the proposer is shown a new row."""
+        return self._rows.balance >= 0.0
+
+    @property
+    def earns(self) -> bool:
+        """Whether its last proposals gained more than they cost."""
+        return self._earned.value > 0.0
+
+    def settle(
+        self, *, spent_s: float | None, alone: float, tokens: float, step_s: float, is_first: bool = False
+    ) -> None:
+        """Count a step.
+
+        Args:
+            spent_s: Time of the proposer; None where it was not asked.
+            alone: Accepted tokens a row that only it offered.
+            tokens: Emitted tokens a row.
+            step_s: Time of the whole step, more than `spent_s`.
+            is_first: Whether it was its first proposal since it was shown a row.
+        """
+        gain = of_row = 0.0
+        if spent_s is not None:
+            price = spent_s * (tokens - alone) / (step_s - spent_s)
+            if is_first:
+                gain = min(0.0, alone - self._price.value)
+                is_known = self._reading.count > 0
+                reading = self._reading.add(price)
+                of_row = alone - reading if is_known else gain
+            else:
+                gain = of_row = alone - self._price.add(price)
+                self._earned.add(gain)
+        self._proposals.settle(gain, tokens)
+        self._rows.settle(of_row, tokens)
 
 
 class ValidatedProposer:
-    """Wraps a user's proposer: validates every proposal, and asks it only as long as it is worth its time.
+    """Wraps a user's proposer: validates every proposal, and asks it only while its budget allows.
 
-    With `draft="auto"` it is shown only the rows that its account can pay for. A proposer that reads hidden states,
-    which cost memory, is told to finish a row once it is not asked for it any more.
+    With `draft="auto"` it is shown only the rows that its budget can pay for. A proposer that reads hidden states,
+    which cost memory, finishes a row once it is not asked for it any more.
 
     Args:
         factory: The user's object in the configuration; called once.
         call: The call of `generate`.
-        budget: The account of the proposer.
+        budget: What the proposer may lose.
 
     Raises:
         ProposerError: The factory returns no proposer, or a proposal is no tree of tokens that the target knows.
@@ -67,7 +129,7 @@ class ValidatedProposer:
         return bool(self.hidden_layers and self._roots)
 
     def start(self, row: int, prompt: IntArray) -> None:
-        """Show it a new row, if its account allows."""
+        """Show it a new row, if its budget allows."""
         is_poor = not self._budget.begins or (bool(self.hidden_layers) and not self._budget.affords)
         if self._is_timed and is_poor:
             return
@@ -80,7 +142,7 @@ class ValidatedProposer:
         return self.propose_batch([row], max_nodes)[0]
 
     def propose_batch(self, rows: Sequence[int], max_nodes: int) -> Sequence[Proposal | None]:
-        """Its proposals for some rows, at once if it can; None if it is not worth asking."""
+        """Its proposals for some rows, together if it can; None for every row while it is not asked."""
         known = [row for row in rows if row in self._roots]
         is_poor = self._is_timed and not self._budget.affords
         if is_poor:
@@ -121,8 +183,8 @@ class ValidatedProposer:
         """Count what a step gave, as `ProposerBudget.settle`.
 
         Returns:
-            Seconds it took of the step, if they are charged to its account alone: it has not earned its time, or read
-            the prompt. None if they are charged to all sources, or it was not asked.
+            Seconds it took of the step, if they are charged to its budget alone: it has not earned its time, or read
+            the prompt. None if all sources share them, or it was not asked.
         """
         spent_s, self._spent_s = self._spent_s, None
         is_first = self._is_new

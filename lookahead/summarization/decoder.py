@@ -99,8 +99,7 @@ class GreedyDecoder:
         import numpy as np
 
         from lookahead.config import LookaheadConfig
-        from lookahead.drafting.cost_model import BatchValue
-        from lookahead.drafting.select import Draft, fit
+        from lookahead.drafting.select import BatchValue, Draft, fit
         from lookahead.drafting.tree import TokenTree
         from lookahead.generation.api import generate
 
