@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 from torch import Tensor
 
@@ -13,8 +14,7 @@ from lookahead.drafting.controller import Controller, StepPlan, StepRecord
 from lookahead.drafting.proposal import Proposer
 from lookahead.drafting.select import Draft
 from lookahead.engine.drafter import NO_NODES, TreeDrafter
-from lookahead.engine.outputs import ROOT, Carrying, StepOutput
-from lookahead.engine.row import Pick, Row
+from lookahead.engine.row import ROOT, CarriedError, Pick, Row, StepOutput
 from lookahead.errors import PromptError
 from lookahead.models.cache import RowStates
 from lookahead.models.target import OnPrefill, Target
@@ -31,25 +31,25 @@ class Engine:
 
     Args:
         target: The model behind its cache.
-        proposers: Where drafts come from; none means plain decoding.
+        proposers: The sources of drafts; none means plain decoding.
         controller: Decides whether and how much to draft; None drafts all that the options allow.
         config: The options.
         batch: The rows that `run` decodes, those of one call of `model.generate`, as many as the cache has.
         keep_cache: Whether to keep the KV of rows that end.
         is_chain: Whether the target verifies chains only.
-        by_rejection: Whether what was drawn is accepted by rejection sampling; proposals then tell their draws.
-        isolates: Whether an error that concerns one row ends that row alone, which its `StepOutput` then tells.
-        by_typicality: Whether what the target finds likely enough is accepted, which is lossy.
-        ensemble: The processes that take every pass together; only the one that leads has proposers and a controller.
-        learning: Held while proposers and controller work, which learn together with those of other engines, on any
-            thread. Passes and verification run without it, so that threads that share a model decode side by side.
+        by_rejection: Whether drawn nodes are accepted by rejection sampling; proposals then have `draws`.
+        isolates: Whether an error of one row ends that row alone; its `StepOutput` then holds the error.
+        by_typicality: Whether typical acceptance is used, which is lossy.
+        ensemble: The tensor-parallel processes; only the leading one has proposers and a controller.
+        learning: A lock held while proposers and controller work, which may learn together with other engines on other
+            threads. Passes and verification run without it, so that threads that share a model decode side by side.
 
     Attributes:
         batch: As given.
-        cache: Where the rows' KV stands.
+        cache: The KV cache of the rows.
         sources: The names of the sources of drafts, by their bits in `TokenTree.sources`.
         stats: One per row of the batch.
-        kept: For every row that ended its KV per layer, where it is to be kept.
+        kept: With `keep_cache`, the KV per layer of every row that ended.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Engine:
         return self._target.serving()
 
     def report_prefill(self, on_prefill: OnPrefill | None) -> None:
-        """Let it be called as prompts are read."""
+        """Set the callback that reports the progress of a prefill."""
         self._target.on_prefill = on_prefill
 
     def run(self) -> Iterator[list[StepOutput]]:
@@ -103,13 +103,17 @@ class Engine:
 
         Between steps the model is as it was, unless the loop runs inside `serving`.
         """
-        with Carrying(), self._target.serving():
-            outputs = self.admit(self.batch)
-        yield outputs
-        while self._rows:
-            with Carrying(), self._target.serving():
-                outputs = self.step()
+        advance: Callable[[], list[StepOutput]] = partial(self.admit, self.batch)
+        while True:
+            try:
+                with self._target.serving():
+                    outputs = advance()
+            except StopIteration as error:
+                raise CarriedError("generator raised StopIteration") from error
             yield outputs
+            if not self._rows:
+                return
+            advance = self.step
 
     def admit(self, rows: Sequence[Row]) -> list[StepOutput]:
         """Let rows join those that are running; the model must be in service, and the cache have room for them.
@@ -128,7 +132,7 @@ class Engine:
                 self._begun -= len(self._free_slots) + len(self._rows) + len(rows)
         first = self.cache.join(len(rows))
         self._rows += rows
-        self._target.keeps_hidden = self._drafter.reads_hidden
+        self._target.keeps_hidden = any(reader.reads_hidden for reader in self._drafter.hidden_readers)
         logits = self._target.prefill([row.text for row in rows], first)
         drafts, needs_argmax = self._drafter.bare(rows), self._drafter.needs_argmax
         scores = self._read(logits, needs_argmax, self._drafter.needs_top)
@@ -154,7 +158,10 @@ class Engine:
             outgrown = self._retire_outgrown() if self._target.positions is not None else []
             if not self._rows:
                 return outgrown
-            plan = self._plan(is_refilled)
+            plan = self._unsized
+            if self._controller is not None:
+                left, context = [row.left for row in self._rows], max([row.length for row in self._rows])
+                plan = self._controller.plan(left, context, is_refilled=is_refilled)
             drafts = self._drafter.draft(self._rows, plan)
         drafted = time.perf_counter()
         needs_argmax = self._drafter.needs_argmax or plan.branch is not None
@@ -174,13 +181,6 @@ class Engine:
                 )
             return outgrown + self._retire(drafts, results)
 
-    def _plan(self, is_refilled: bool) -> StepPlan:
-        """Whether and how much to draft."""
-        if self._controller is None:
-            return self._unsized
-        left, context = [row.left for row in self._rows], max([row.length for row in self._rows])
-        return self._controller.plan(left, context, is_refilled=is_refilled)
-
     def _score(self, drafts: list[Draft], needs_argmax: bool) -> tuple[list[Draft], Tensor, Scores, int]:
         """One pass over all trees: the drafts that were scored, logits, what was read of them, nodes of the pass.
 
@@ -189,7 +189,7 @@ class Engine:
         """
         if self._ensemble is not None:
             drafts = self._ensemble.agree(drafts)
-        self._target.keeps_hidden = self._drafter.reads_hidden
+        self._target.keeps_hidden = any(reader.reads_hidden for reader in self._drafter.hidden_readers)
         logits = self._target.score([draft.tree for draft in drafts])
         asked = any(draft.placed is not self._drafter.nothing for draft in drafts)
         scores = self._read(logits, needs_argmax, self._drafter.needs_top and asked)
@@ -204,7 +204,7 @@ class Engine:
 
     def _read(self, logits: Tensor, needs_argmax: bool, needs_top: bool) -> Scores:
         """The likeliest tokens after every node, as far as anyone asks: the step's one read from the device."""
-        wanted = needs_argmax or needs_top or any(row.chooser.is_plain_greedy for row in self._rows)
+        wanted = needs_argmax or needs_top or any(row.is_simple for row in self._rows)
         if not wanted and logits.device.type == "cpu":
             return Scores(NO_NODES)  # elsewhere reading is also what waits for the pass, so that its time is known
         return read_scores(logits, with_top=needs_top)
@@ -263,15 +263,18 @@ class Engine:
 
     def _retire(self, drafts: Sequence[Draft], results: Results, first: int = 0) -> list[StepOutput]:
         """What every row from `first` on emitted; those that ended are taken out."""
-        outputs = []
-        for row, draft, result in zip(self._rows[first:], drafts, results, strict=True):
+        outputs, ended = [], []
+        for i, (draft, result) in enumerate(zip(drafts, results, strict=True), first):
+            row = self._rows[i]
             if isinstance(result, Exception):
                 outputs.append(StepOutput(row.index, NO_NODES, None, draft, error=result))
             else:
                 outputs.append(StepOutput(row.index, result.tokens, row.finish_reason, draft, result.path))
-        for i in reversed([i for i, output in enumerate(outputs, first) if output.finished]):
+            if isinstance(result, Exception) or row.finish_reason is not None:
+                ended.append(i)
+        for i in reversed(ended):
             self._remove(i)
-        if self._rows:
+        if self._rows and not self._rows[0].is_simple:
             # Rows share their draws of random numbers only where they all belong to one batch.
             self._rows[0].chooser.forget_before(min([row.emitted for row in self._rows]))
         return outputs

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
-from lookahead.engine.outputs import Carrying, StepOutput
+from lookahead.engine.row import CarriedError, StepOutput
 from lookahead.models.target import OnPrefill
 from lookahead.stats import DecodingStats
 from lookahead.verification.stopping import FinishReason, reason_of
@@ -46,7 +46,7 @@ class PlainLoop:
         criteria: StoppingCriteriaList,
         context: int | None = None,
     ) -> None:
-        self._criteria = _Heard(criteria)
+        self._criteria = _RecordingCriteria(criteria)
         self.sample = partial(sample, stopping_criteria=self._criteria)
         self._width = input_ids.shape[1]
         self._context = context
@@ -62,8 +62,10 @@ class PlainLoop:
     def run(self) -> Iterator[list[StepOutput]]:
         """Decode every row to its end and yield all of it at once."""
         start = time.perf_counter()
-        with Carrying():
+        try:
             output = self.sample()
+        except StopIteration as error:
+            raise CarriedError("generator raised StopIteration") from error
         sequences: Tensor = getattr(output, "sequences", output)
         seconds = time.perf_counter() - start
         step_outputs = []
@@ -81,7 +83,7 @@ class PlainLoop:
         yield step_outputs
 
 
-class _Heard(StoppingCriteriaList):
+class _RecordingCriteria(StoppingCriteriaList):
     """Criteria that are asked as ever; what they say of every row is kept.
 
     Args:

@@ -1,4 +1,4 @@
-"""One output in the making: its ids, how its tokens are chosen, when it ends, and what was counted of it."""
+"""A row of the engine: its ids, the choice of its tokens, its end and its stats; and what a step returns of it."""
 
 from __future__ import annotations
 
@@ -23,26 +23,60 @@ from lookahead.verification.typical import Walk, longest_typical
 
 Pick = Callable[[int, Tensor], int]
 
+ROOT = np.zeros(1, np.int32)
+"""The path of a step that accepted no node."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """Tokens one row emitted in one step.
+
+    Attributes:
+        row: The row's place in the batch.
+        tokens: int32 `[n]`; empty only where there was an error.
+        finish_reason: Why the row's output ends here; None where it goes on, or there was an error.
+        draft: The verified draft; None where transformers decoded.
+        path: int32 `[a]`, the accepted nodes of the draft, its root first.
+        error: The error that ended the row; it then emitted nothing in this step.
+    """
+
+    row: int
+    tokens: IntArray
+    finish_reason: FinishReason | None
+    draft: Draft | None = None
+    path: IntArray = field(default_factory=lambda: ROOT)
+    error: Exception | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the row's output ends here."""
+        return self.finish_reason is not None or self.error is not None
+
+
+class CarriedError(RuntimeError):
+    """Carries a `StopIteration` of user code, its cause, out of a generator, which must not raise one itself."""
+
 
 @dataclass(slots=True, eq=False)
 class Row:
     """A row of an engine; `ids[:length]` is what `model.generate` would hold, padding included.
 
     Attributes:
-        index: What a `StepOutput` calls it: its place in the batch, or the number of its prompt.
-        ids: int64, with room for all that it may still emit.
+        index: Its number in a `StepOutput`: its place in the batch, or the number of its prompt.
+        ids: int64; the buffer holds all that it may still emit.
         length: Ids so far.
-        padding: How many of them, the first ones, are padding.
-        chooser: How its tokens are chosen.
-        stopping: When it ends.
+        padding: The number of padding ids, which come first.
+        chooser: Chooses its tokens.
+        stopping: Decides when it ends.
         place: Its place in the batch that those two were made for.
-        device: Where logits processors and stopping criteria expect ids.
-        slot: Its number among the rows of its engine; another row has it once this one has ended.
+        device: The device of the ids that logits processors and stopping criteria get.
+        stats: Its counters.
+        slot: Its number among the rows of its engine; reused once it has ended.
         emitted: Tokens it emitted.
-        pending: Those that the proposers do not know of yet.
-        stats: What was counted.
+        pending: Emitted tokens that the proposers have not observed yet.
         prefilled: When its prompt was read, by `time.perf_counter`.
         finish_reason: Why it ended; None while it runs.
+        is_simple: Whether its tokens are the argmax of the raw logits until one of them or its length ends it.
     """
 
     index: int
@@ -59,6 +93,10 @@ class Row:
     pending: list[IntArray] = field(default_factory=list)
     prefilled: float = 0.0
     finish_reason: FinishReason | None = None
+    is_simple: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_simple = self.chooser.is_plain_greedy and not self.stopping.custom
 
     @classmethod
     def begin(
@@ -97,11 +135,6 @@ class Row:
     def left(self) -> int:
         """Tokens it may still emit."""
         return self.stopping.max_length - self.length
-
-    @property
-    def is_simple(self) -> bool:
-        """Whether its tokens are the argmax of the raw logits until one of them or a length ends it."""
-        return self.chooser.is_plain_greedy and not self.stopping.custom
 
     def positions_left(self, positions: int | None) -> int:
         """Positions a model of so many (None for no end to them) has behind the newest token.

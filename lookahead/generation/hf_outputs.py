@@ -15,7 +15,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 
 from lookahead.engine.engine import Engine
 from lookahead.engine.fallback import PlainLoop
-from lookahead.engine.outputs import Carried
+from lookahead.engine.row import CarriedError
 from lookahead.models.cache import RowStates, TreeCache
 from lookahead.stats import DecodingStats
 from lookahead.verification.sampling import TokenChooser
@@ -114,7 +114,7 @@ def collect(
                 for step in range(shown, whole if streamer is not None else shown):
                     streamer.put(torch.tensor([row[step] if step < len(row) else int(pad or 0) for row in outputs]))
                 shown = whole
-    except Carried as carried:
+    except CarriedError as carried:
         assert carried.__cause__ is not None
         raise carried.__cause__ from None
     if streamer is not None:

@@ -11,8 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from lookahead.config import LookaheadConfig
 from lookahead.engine.engine import Engine
-from lookahead.engine.outputs import StepOutput
-from lookahead.engine.row import Row
+from lookahead.engine.row import Row, StepOutput
 from lookahead.errors import ConfigError, PromptError
 from lookahead.generation.hf import assemble
 from lookahead.generation.prompts import Prompt, Prompts, Truncation

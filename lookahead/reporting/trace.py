@@ -11,7 +11,7 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.config import LookaheadConfig
-from lookahead.engine.outputs import StepOutput
+from lookahead.engine.row import StepOutput
 from lookahead.generation.api import prepare_ids
 from lookahead.generation.prompts import Prompt, Truncation, reader_of
 from lookahead.generation.validation import check_options
