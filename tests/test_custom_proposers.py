@@ -36,8 +36,8 @@ class Recorder(Proposer):
     def start(self, row: int, prompt: IntArray) -> None:
         self.texts[row], self.feedbacks[row] = prompt.tolist(), []
 
-    def propose(self, row: int, room: int) -> Proposal | None:
-        return None if self.offer is None else self.offer(row, self.texts[row], room)
+    def propose(self, row: int, max_nodes: int) -> Proposal | None:
+        return None if self.offer is None else self.offer(row, self.texts[row], max_nodes)
 
     def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
         self.texts[row] += feedback.tokens.tolist()
@@ -160,7 +160,7 @@ def test_a_proposer_that_drafts_for_all_rows_at_once_is_asked_once_a_step(
     class Batched(Recorder):
         asked: list[list[int]]
 
-        def propose_batch(self, rows: list[int], room: int) -> list[Proposal | None]:
+        def propose_batch(self, rows: list[int], max_nodes: int) -> list[Proposal | None]:
             self.__dict__.setdefault("asked", []).append(list(rows))
             return [tree([self.texts[row][-1], row + 3], [0, 0]) for row in rows]
 
@@ -178,7 +178,7 @@ def test_hidden_states_are_those_of_the_model_at_every_node(
 ) -> None:
     answers = [[t for t in ids if t] for ids in plain(tiny_llama, **ragged, max_new_tokens=30).tolist()]
 
-    def offer(row: int, text: list[int], room: int) -> Proposal:
+    def offer(row: int, text: list[int], max_nodes: int) -> Proposal:
         right = answers[row][len(text) : len(text) + 3]
         wrong = [(token + 1) % 101 for token in right]
         parents = [0, *range(len(right))], [0, *range(len(right) + 1, 2 * len(right))]
@@ -276,7 +276,7 @@ def test_a_proposal_that_is_no_tree_of_known_tokens_is_named_and_not_decoded(
 ) -> None:
     proposal, message = FAULTS[fault]
 
-    def offer(row: int, text: list[int], room: int) -> Proposal:
+    def offer(row: int, text: list[int], max_nodes: int) -> Proposal:
         tokens = proposal.tokens.copy()
         tokens[tokens == -2] = text[-1]
         return proposal._replace(tokens=tokens)
@@ -318,7 +318,7 @@ def test_more_sources_than_a_node_can_tell_are_refused(tiny_llama: PreTrainedMod
 
 
 def test_an_error_of_a_proposer_leaves_the_model_as_it_was(tiny_llama: PreTrainedModel, ids: torch.Tensor) -> None:
-    def fail(row: int, text: list[int], room: int) -> Proposal:
+    def fail(row: int, text: list[int], max_nodes: int) -> Proposal:
         raise KeyError("mine")
 
     before = tiny_llama.config._attn_implementation
@@ -340,7 +340,7 @@ class Drawing(Proposer):
     def start(self, row: int, prompt: IntArray) -> None:
         self.newest = int(prompt[-1])
 
-    def propose(self, row: int, room: int) -> Proposal:
+    def propose(self, row: int, max_nodes: int) -> Proposal:
         tokens = np.array([self.newest, 4, 5], np.int32)
         draws = Draws(torch.full((1, self.vocab_size), 1 / self.vocab_size), np.zeros(3, np.int32))
         chances = np.array([1.0, 0.5, 0.5], np.float32)

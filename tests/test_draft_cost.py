@@ -125,9 +125,9 @@ class Misleading(Proposer):
     def start(self, row: int, prompt: IntArray) -> None:
         self.newest[row] = int(prompt[-1])
 
-    def propose(self, row: int, room: int) -> Proposal | None:
-        tokens = np.array([self.newest[row], 100, 100], np.int32)[: room + 1]
-        return Proposal(tokens, np.arange(-1, 2, dtype=np.int32).clip(0)[: room + 1], _CHANCES[: room + 1])
+    def propose(self, row: int, max_nodes: int) -> Proposal | None:
+        tokens = np.array([self.newest[row], 100, 100], np.int32)[: max_nodes + 1]
+        return Proposal(tokens, np.arange(-1, 2, dtype=np.int32).clip(0)[: max_nodes + 1], _CHANCES[: max_nodes + 1])
 
     def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
         self.newest[row] = int(feedback.tokens[-1])
@@ -172,10 +172,10 @@ class Reader(Misleading):
         self.takes_s = takes_s
         self.told = 0
 
-    def propose(self, row: int, room: int) -> Proposal | None:
+    def propose(self, row: int, max_nodes: int) -> Proposal | None:
         if self.clock is not None:
             self.clock.now += self.takes_s
-        return super().propose(row, room)
+        return super().propose(row, max_nodes)
 
     def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
         assert feedback.hidden[1].shape[0] >= len(feedback.path)

@@ -148,14 +148,14 @@ class Watched(DraftModel):
         return self.proposer
 
 
-def fresh(draft: DraftModel, call: Call, texts: dict[int, list[int]], room: int) -> list[Proposal | None]:
+def fresh(draft: DraftModel, call: Call, texts: dict[int, list[int]], max_nodes: int) -> list[Proposal | None]:
     """What is drafted by one that reads the texts for the first time."""
     proposer: Any = DraftModel(draft.model, depth=draft.depth, children=draft.children, width=draft.width)(call)
     proposer._rates = draft.proposer._rates
     for row, text in texts.items():
         proposer.start(row, np.array(text, np.int32))
     with torch.inference_mode():
-        return proposer.propose_batch(list(texts), room)
+        return proposer.propose_batch(list(texts), max_nodes)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
@@ -188,12 +188,12 @@ def test_after_every_step_the_draft_is_that_of_a_fresh_cache(
     compared = 0
     original = ModelProposer.propose_batch
 
-    def comparing(self: ModelProposer, rows: list[int], room: int) -> Any:
+    def comparing(self: ModelProposer, rows: list[int], max_nodes: int) -> Any:
         nonlocal compared
-        offers = original(self, rows, room)
+        offers = original(self, rows, max_nodes)
         if self is draft.proposer:
             texts = {row: self._rows[row].ids[: self._rows[row].length].tolist() for row in rows}
-            for mine, other in zip(offers, fresh(draft, self._call, texts, room), strict=True):
+            for mine, other in zip(offers, fresh(draft, self._call, texts, max_nodes), strict=True):
                 if mine is None or other is None:
                     assert mine is other  # nothing to draft before the last token
                     continue

@@ -228,10 +228,10 @@ class Poisoner(Proposer):
     def start(self, row: int, prompt: IntArray) -> None:
         self.told[row] = [int(prompt[-1])]
 
-    def propose(self, row: int, room: int) -> Proposal | None:
+    def propose(self, row: int, max_nodes: int) -> Proposal | None:
         told = self.told[row]
         following = self.right[row][len(told) - 1 :][:1]
-        chain = [self.poison] * min(self.nodes, room - 1)  # each behind the one before, the first behind the root
+        chain = [self.poison] * min(self.nodes, max_nodes - 1)  # each behind the one before, the first behind the root
         tokens = np.array([told[-1], *chain, *following], np.int32)
         parents = np.array([0, *range(len(chain)), *[0 for _ in following]], np.int32)
         self.offers.append(row)

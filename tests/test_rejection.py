@@ -16,8 +16,7 @@ from lookahead.drafting.proposal import Proposal
 from lookahead.drafting.select import merge
 from lookahead.generation.hf import prepare
 from lookahead.ngram.prune import Limits
-from lookahead.proposers.draft_rates import DraftRates
-from lookahead.proposers.draft_tree import DraftTreeBatch
+from lookahead.proposers.draft_tree import DraftRates, DraftTreeBatch
 from lookahead.verification.exact import verify
 from lookahead.verification.rejection import RejectionRounds, coin, draw, draw_several
 

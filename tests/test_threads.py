@@ -233,7 +233,7 @@ class Watched:
     def start(self, row: int, prompt: Any) -> None:
         pass
 
-    def propose(self, row: int, room: int) -> None:
+    def propose(self, row: int, max_nodes: int) -> None:
         own = get_ident()
         self.entered.setdefault(own, Event()).set()
         others = [event for thread, event in list(self.entered.items()) if thread != own]

@@ -1,4 +1,4 @@
-"""Plain decoding by transformers itself, for what cannot be decoded speculatively."""
+"""Plain decoding by transformers, for calls that cannot be decoded speculatively."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STRONGEST_FIRST: tuple[FinishReason, ...] = ("stop", "criteria", "length")
 
 
 class PlainLoop:
-    """Stands in for an `Engine`: one call of transformers' own loop, and the same report of what it emitted.
+    """Has the interface of `Engine`; runs transformers' own loop once and returns all tokens in one step.
 
     Args:
         sample: Runs the loop by `stopping_criteria`; returns ids, int64 `[batch, tokens + new]`.
@@ -53,11 +53,11 @@ class PlainLoop:
         self.stats = [DecodingStats(prompt_tokens=int(length)) for length in lengths]
 
     def serving(self) -> AbstractContextManager[None]:
-        """Nothing to prepare: the model runs as it is."""
+        """Does nothing: the model runs unchanged."""
         return nullcontext()
 
     def report_prefill(self, on_prefill: OnPrefill | None) -> None:
-        """Transformers' loop reads the prompt in one pass and tells nothing of it."""
+        """Does nothing: the loop of transformers reads the prompt in one pass."""
 
     def run(self) -> Iterator[list[StepOutput]]:
         """Decode every row to its end and yield all of it at once."""
@@ -77,20 +77,20 @@ class PlainLoop:
             tokens = ids[: (min(end, limit) if self._criteria.pads else limit) - self._width]
             stats.emitted_tokens = len(tokens)
             stats.target_forwards = stats.acceptance_histogram[1] = len(tokens) - 1
-            # The loop is not watched: its prefill cannot be told from its steps.
+            # The prefill of the loop is not timed apart from its steps.
             stats.decode_s = stats.ttft_s = seconds
             step_outputs.append(StepOutput(row, tokens, reason if end <= limit else "length"))
         yield step_outputs
 
 
 class _RecordingCriteria(StoppingCriteriaList):
-    """Criteria that are asked as ever; what they say of every row is kept.
+    """Stopping criteria that record the end of every row.
 
     Args:
-        criteria: When a row ends.
+        criteria: The criteria of the call.
 
     Attributes:
-        ends: How many ids a row had when it was done, and what ended it, by its place.
+        ends: By row, the number of its ids when it ended, and the reason.
         pads: Whether a row is padded from there on. Without an end-of-sequence token transformers pads nothing: a row
             goes on until all have ended.
     """
@@ -101,7 +101,7 @@ class _RecordingCriteria(StoppingCriteriaList):
         self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        """Ask all of them, once and in order, as transformers' own list does."""
+        """Call all criteria, once and in order, as transformers' own list does."""
         done = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
         fired = dict.fromkeys(_STRONGEST_FIRST, done)
         for criterion in self:

@@ -1,4 +1,4 @@
-"""Which draft model to take for a target, if any: ways of drafting are measured side by side."""
+"""Chooses a draft model for a target, if any, by measuring configurations side by side."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lookahead.stats import DecodingStats, total
 
 PLAIN = "no draft"
 NAMES = "no draft model"
-_MARGIN = 1.02  # times the speed without it: what a draft model must reach to be worth its memory
+_MARGIN = 1.02  # speedup over decoding without it that a draft model must reach, for the memory it takes
 
-# The default: some of what language models are asked to continue.
+# The default prompts.
 PROMPTS = (
     "Once upon a time, there was a little girl named Lily.",
     "The history of the steam engine begins",
@@ -36,12 +36,12 @@ PROMPTS = (
 
 @dataclass(slots=True)
 class Score:
-    """What one way of drafting did with all prompts.
+    """The results of one configuration over all prompts.
 
     Attributes:
-        prompts: How many there were.
-        identical: How many outputs were those of `model.generate`.
-        stats: Of all prompts together; its decode seconds are those of one prompt after the other.
+        prompts: Number of prompts.
+        identical: Number of outputs equal to those of `model.generate`.
+        stats: The sum over all prompts; `decode_s` is the sum too.
     """
 
     prompts: int = 0
@@ -77,7 +77,7 @@ class Score:
 
 @dataclass(slots=True)
 class _Way:
-    """One way of drafting, with what it learned and what it did."""
+    """One configuration, with its learned state and its results."""
 
     config: LookaheadConfig
     learned: LearnedState = field(default_factory=LearnedState)
@@ -94,14 +94,14 @@ def compare(
     told: Callable[[], None] = lambda: None,
     **generate_kwargs: Any,
 ) -> dict[str, Score]:
-    """Decode every prompt in every way, in turn and beginning with another one each time; none learns of the others.
+    """Decode every prompt with every configuration, in rotating order; each has a learned state of its own.
 
     Args:
         model: The target.
         tokenizer: Its tokenizer.
-        prompts: What to continue; at least one.
-        configs: The ways of drafting by their names.
-        warm_up: How many prompts, from the first on, are decoded once before and not counted.
+        prompts: The prompts; at least one.
+        configs: The configurations by name.
+        warm_up: Number of prompts, from the first on, that are decoded once before and not counted.
         told: Called after every prompt.
         **generate_kwargs: As for `model.generate`. Every prompt has a seed of its own.
     """
@@ -122,7 +122,7 @@ def compare(
 def _own_output(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, seed: int, generate_kwargs: dict[str, Any]
 ) -> list[int]:
-    """What transformers' own loop emits."""
+    """The output of transformers' own loop."""
     encoded = tokenizer(prompt, return_tensors="pt").to(input_device(model))
     causal_lm: Any = model
     torch.manual_seed(seed)
@@ -135,13 +135,13 @@ def _own_output(
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way of drafting, measured.
+    """A measured configuration.
 
     Attributes:
-        name: The draft model's, or what is drafted by without one.
-        parameters: The draft model's, 0 without one.
-        pass_s: A pass of it over one token, 0 without one.
-        score: What it did.
+        name: The name of the draft model, or `PLAIN` or `NAMES`.
+        parameters: Number of parameters of the draft model; 0 without one.
+        pass_s: Seconds of its pass over one token; 0 without one.
+        score: The results.
     """
 
     name: str
@@ -152,12 +152,12 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """What was measured, and what follows.
+    """The measurements and the best candidate.
 
     Attributes:
         candidates: Plain decoding, the sources that need no draft model, then these with each draft model.
-        target_pass_s: A pass of the target over one token.
-        best: The name of the one to take.
+        target_pass_s: Seconds of a pass of the target over one token.
+        best: The name of the best candidate.
     """
 
     candidates: list[Candidate]
@@ -190,13 +190,13 @@ def pick_draft(
     told: Callable[[], None] = lambda: None,
     **generate_kwargs: Any,
 ) -> Pick:
-    """Measure draft models beside the sources that need none, and say which one to take.
+    """Measure draft models beside the sources that need none, and choose the best.
 
     Args:
         model: The target.
         tokenizer: Its tokenizer.
-        drafts: The draft models by what to call them.
-        prompts: What to continue.
+        drafts: The draft models by name.
+        prompts: The prompts.
         told: Called after every prompt.
         **generate_kwargs: As for `model.generate`.
 

@@ -1,4 +1,4 @@
-"""A switch on one model: while it is on, every call of its `generate` is decoded speculatively."""
+"""`enable`: every call of `generate` of one model is decoded speculatively while it is on."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def enable(model: PreTrainedModel, config: LookaheadConfig | None = None) -> Ena
     Raises:
         UnsupportedModelError: It is no causal LM, or has no weights.
     """
-    # What torch.compile wraps around a model hands every attribute on to it, but does not hold it.
+    # A model wrapped by torch.compile forwards attributes to the original, but does not store them.
     model = getattr(model, "_orig_mod", model)
     validate_model(model)
     return Enabled(model, config)
@@ -100,7 +100,7 @@ class Generate:
             self._model.generate = self._original
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the model is a model of its own, for which nothing was turned on.
+        # A copy of the model is another model, for which `enable` was not called.
         return _itself, (self._original,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -108,7 +108,7 @@ class Generate:
         if not self.switches or kwargs.get("custom_generate") is not None or kwargs.get("assistant_model") is not None:
             return self._original(*args, **kwargs)
         if kwargs.get("adapter_names") is not None:
-            # PEFT's hooks stay behind when an error passes through them, so it must not get that far.
+            # PEFT does not remove its hooks when an error passes through them.
             warnings.warn("decoded by transformers alone: adapter_names gives every row its own", stacklevel=2)
             return self._original(*args, **kwargs)
         served = dict(kwargs)
@@ -152,7 +152,7 @@ def _decode_or_hand_over(
 ) -> Any:
     """`decode`; a call that it refuses goes to the loop of transformers, with a warning.
 
-    That loop gets what `generate` prepared, so that no encoder reads its input twice.
+    That loop gets the inputs that `generate` prepared, so that no encoder reads its input twice.
 
     Raises:
         UnsupportedModelError: Only `generate` itself can serve the call.

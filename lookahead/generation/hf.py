@@ -1,4 +1,4 @@
-"""Decoding inside `model.generate`: a call of transformers, checked and made into an engine."""
+"""Decoding inside `model.generate`: checks a call of transformers and builds the engine for it."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def prepare(
         stopping=stopping,
         tokenizer=lookahead_tokenizer,
         warp=warp_of(logits_processor) if generation_config.do_sample else None,
-        # Room for what short outputs need; the cache grows when an output turns out long.
+        # Enough for short outputs; the cache grows with a longer one.
         capacity=longest + min(stopping.max_length - longest, 256) + config.node_budget + 1,
         shape=support.shape,
         encoded=encoded,
@@ -217,25 +217,25 @@ def assemble(
     keep_cache: bool = False,
     isolates: bool = False,
 ) -> Engine:
-    """Make an engine of a model behind its cache, sources of drafts, and what was learned of both.
+    """Build an engine: a model with its cache, the proposers, and the controller with its learned state.
 
     Args:
         model: The model.
         config: The options.
-        pool: That of the configuration, opened.
+        pool: The opened pool of the configuration.
         batch: As for `Engine`.
         slots: Rows of the cache.
         stopping: When rows end.
         tokenizer: The model's, where it is known.
         capacity: Tokens per row of the cache to begin with.
-        shape: What the model can score.
-        warp: What tokens are drawn by; None where they are not drawn.
-        encoded: What the decoder of an encoder-decoder model attends to.
+        shape: Whether the model can score trees or chains.
+        warp: As in `Call`; None for greedy decoding.
+        encoded: The output of the encoder of an encoder-decoder model.
         keep_cache: As for `Engine`.
         isolates: As for `Engine`.
 
     Raises:
-        ProposerError: A source of drafts is none.
+        ProposerError: A factory returns no proposer.
         UnsupportedModelError: A source reads hidden states that the model does not show, or the model is spread over
             several processes, and one of them alone cannot draft so.
     """
@@ -294,7 +294,7 @@ def _drafting(
     *,
     runs_to_limit: bool,
 ) -> tuple[Sequence[Proposer], Controller | None]:
-    """The sources of drafts of a call, and what sizes their drafts; both go on from what was learned of the model."""
+    """The proposers of a call and their controller, with the learned state of the model."""
     learned = state_of(model).learned
     with learned.lock:
         branch = LookaheadBranch(
@@ -353,14 +353,14 @@ def _unsupported_reason(
 
 
 def _decoder_vocabulary(model: PreTrainedModel) -> int:
-    """Token ids that the model, or its decoder where it has an encoder, has embeddings for."""
+    """Number of token ids that the model, or its decoder, has embeddings for."""
     return vocabulary_size(model, model.get_decoder() if model.config.is_encoder_decoder else None)
 
 
 def _encoded(
     model: PreTrainedModel, config: GenerationConfig, inputs: Tensor | None, model_kwargs: dict[str, Any]
 ) -> Encoded:
-    """What the decoder attends to, with the cache that `generate` made, where it can be cut."""
+    """The output of the encoder, with the cache that `generate` made if that can be cropped."""
     past, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
     is_returned = is_cache_returned(past, config)
     if not isinstance(past, EncoderDecoderCache) or not isinstance(past.self_attention_cache, DynamicCache):

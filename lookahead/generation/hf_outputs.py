@@ -1,4 +1,4 @@
-"""What goes out: text, piece by piece, or tokens, scores and a cache as transformers returns them."""
+"""Outputs: a stream of text, or tokens, scores and a cache as transformers returns them."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class TextStream(Iterator[str]):
     """The text of one prompt, piece by piece, as soon as its tokens are verified.
 
     Args:
-        engine: Of one row.
-        tokenizer: Makes text of its tokens.
-        finish: Called when the output has ended, and not when it is closed before.
+        engine: An engine of one row.
+        tokenizer: Decodes its tokens.
+        finish: Called when the output has ended, but not when it is closed before.
 
     Attributes:
         token_ids: The new tokens so far, an end-of-sequence token included.
@@ -74,11 +74,11 @@ class TextStream(Iterator[str]):
 
     @property
     def stats(self) -> DecodingStats:
-        """What decoding did so far."""
+        """The counters so far."""
         return self._engine.stats[0]
 
     def _run(self, tokenizer: PreTrainedTokenizerBase) -> Generator[str, None, None]:
-        """Turn the tokens of every step into text, whole words at a time."""
+        """Decode the tokens of every step into text, whole words at a time."""
         streamer: Any = PieceStreamer(tokenizer, skip_special_tokens=True)
         for step_outputs in self._engine.run():
             for step_output in step_outputs:
@@ -123,7 +123,7 @@ def collect(
 
 
 def adopt(past: DynamicCache, cache: TreeCache, padding: NDArray[np.int64]) -> None:
-    """Start every row of an empty tree cache with what a transformers cache holds of it.
+    """Copy the keys and values of a transformers cache into an empty tree cache.
 
     Args:
         past: Keys and values `[batch, heads, held, dim]` per layer, left-padded as the prompts are.
@@ -141,10 +141,10 @@ def adopt(past: DynamicCache, cache: TreeCache, padding: NDArray[np.int64]) -> N
 
 
 def return_cache(engine: Engine | PlainLoop, past: object) -> None:
-    """Append to a transformers cache that was passed in what the rows of a finished engine hold beyond it.
+    """Append the new keys and values of a finished engine to the transformers cache that was passed in.
 
-    It then holds all tokens but the last of the longest row, padded left and right with zeros. A loop of transformers
-    has filled it already.
+    It then holds all tokens but the last of the longest row, padded left and right with zeros. The loop of transformers
+    fills it by itself.
     """
     if not (isinstance(engine, Engine) and engine.kept and isinstance(past, DynamicCache | StaticCache)):
         return
@@ -180,7 +180,7 @@ def output_dict(
     *,
     is_encoder_decoder: bool = False,
 ) -> GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
-    """What `return_dict_in_generate` asks for.
+    """The output class of `return_dict_in_generate`.
 
     Scores and logits of a row that ended before the others are zeros from there on; transformers computes
     them from padding.

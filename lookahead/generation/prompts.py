@@ -1,4 +1,4 @@
-"""Prompts of users, made into token ids: text, chat messages, ids, tensors, or what a tokenizer returned."""
+"""Converts prompts to token ids: text, chat messages, ids, tensors, or the output of a tokenizer."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Message: TypeAlias = Mapping[str, Any]
 """`{"role": ..., "content": ...}`."""
 
 Prompt: TypeAlias = "str | Sequence[Message] | Sequence[int] | Tensor | NDArray[np.integer[Any]] | Mapping[str, Any]"
-"""Text, chat messages, token ids `[tokens]`, or what a tokenizer returned for one text."""
+"""Text, chat messages, token ids `[tokens]`, or the output of a tokenizer for one text."""
 
 Prompts: TypeAlias = "Prompt | Iterable[Prompt]"
-"""One prompt or several; ids, tensors and what a tokenizer returned may be `[batch, tokens]`."""
+"""One prompt or several; ids, tensors and the output of a tokenizer may be `[batch, tokens]`."""
 
 Truncation: TypeAlias = Literal["left", "right"]
 _KINDS = "a string, chat messages or token ids"

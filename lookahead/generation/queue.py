@@ -1,4 +1,4 @@
-"""Requests: prompts that come one by one, checked and made into rows."""
+"""Requests: prompts that arrive one by one are checked and become rows."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from lookahead.verification.stopping import StoppingRule
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt and what is asked for it.
+    """A prompt and its options.
 
     Attributes:
-        index: The caller's number of it.
+        index: The caller's number of the prompt.
         ids: Its token ids.
         max_new_tokens: Its own limit; None for that of the options.
         row: Its row; None if it must be decoded alone.
-        slots: Most slots of the cache that the row may need.
+        slots: Maximum cache slots that the row may need.
     """
 
     index: int
@@ -62,7 +62,7 @@ class _Terms:
 
 
 class RequestReader:
-    """Makes requests of prompts, for one model under the same options; the arguments are those of `stream_many`.
+    """Turns prompts into requests, for one model and the same options; the arguments are those of `stream_many`.
 
     A prompt is decoded alone where nothing else is exact: if tokens are sampled, with a user's own processors, criteria
     or sources of drafts, and with models that score no trees.
@@ -146,7 +146,7 @@ class RequestReader:
         return options if max_new_tokens is None else {**options, "max_new_tokens": max_new_tokens}
 
     def _refuse_limit(self, index: int, tokens: int, options: dict[str, Any]) -> None:
-        """Refuse a prompt that is as long as it may become."""
+        """Refuse a prompt that has reached `max_length`."""
         config = self._settings[0]
         if options.get("max_new_tokens") is not None or (config is not None and config.max_new_tokens is not None):
             return
@@ -155,7 +155,7 @@ class RequestReader:
             raise PromptError(f"max_length must be more than the {tokens} tokens of prompt {index}, got {limit}")
 
     def _terms(self, ids: Sequence[int], options: dict[str, Any]) -> _Terms:
-        """Options resolved by `model.generate`, which is called once if the answer depends on lengths alone."""
+        """The options as `model.generate` resolves them; it is called once if the result depends on lengths alone."""
         new: int | None = options.get("max_new_tokens")
         if new is not None and new in self._simple:
             rule = StoppingRule(max_length=len(ids) + new, eos_tokens=self._simple[new])
@@ -175,7 +175,7 @@ class RequestReader:
 
 
 def _validate_stateless(options: dict[str, Any]) -> None:
-    """Refuse processors and criteria that may carry a state from one prompt to another."""
+    """Refuse processors and criteria that may keep a state from one prompt to another."""
     given = LogitsProcessorList(options.get("logits_processor") or ())
     name = stateful_name(given, StoppingCriteriaList(options.get("stopping_criteria") or ()), GenerationConfig())
     name = name or ("prefix_allowed_tokens_fn" if options.get("prefix_allowed_tokens_fn") is not None else "")
@@ -194,7 +194,7 @@ def _terms_of(
     generation_config: GenerationConfig,
     **model_kwargs: Any,
 ) -> _Terms:
-    """A custom method of `model.generate` that returns what it would decode by."""
+    """A custom method of `model.generate` that returns the resolved options."""
     validate_call(model, generation_config, model_kwargs)
     rule = stopping_rule(stopping_criteria, generation_config)
     return _Terms(logits_processor, rule, bool(generation_config.do_sample))

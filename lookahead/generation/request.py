@@ -31,7 +31,7 @@ from lookahead.verification.stopping import StoppingRule, reason_of
 
 
 def prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> NDArray[np.int64]:
-    """Tokens of each prompt without its left padding, once all of them are known to be in the vocabulary."""
+    """Number of tokens of each prompt without its left padding; checks that all are in the vocabulary."""
     lengths = _prompt_lengths(input_ids, attention_mask)
     for row, ids in enumerate(input_ids.cpu().numpy()):
         check_token_ids(ids[len(ids) - lengths[row] :], row, vocab_size)
@@ -78,7 +78,7 @@ def warn_if_stateful(
     rows: int,
     acceptance: str,
 ) -> bool:
-    """Warn of a processor or criterion that would see other calls than those of `model.generate`; whether there is one.
+    """Warn of a processor or criterion that would see other calls than those of `model.generate`; returns if so.
 
     Such a call is decoded plainly. Rows of a batch advance at different rates, and where tokens are sampled, typical
     acceptance asks processors about tokens that may not be emitted.
@@ -100,7 +100,7 @@ def warn_if_stateful(
 
 
 def stopping_rule(criteria: StoppingCriteriaList, config: GenerationConfig) -> StoppingRule:
-    """Split the criteria that count tokens from those that need to be asked."""
+    """Separate the criteria that count tokens from those that must be called."""
     eos = [int(token) for c in criteria if type(c) is EosTokenCriteria for token in c.eos_token_id.reshape(-1)]
     limits = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
     others = [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]

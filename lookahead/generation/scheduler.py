@@ -24,13 +24,13 @@ from lookahead.verification.stopping import FinishReason
 
 MOST_ROWS = 1024
 _ROWS = {"cpu": 16, "cuda": 32}
-_SLOTS = {"cpu": 2048, "cuda": 4096}  # of the cache for every row, where nothing else is said
-_PASS = {"cpu": 64, "cuda": 512}  # tokens of padding that cost no more than a pass of its own
-_LEAST_CACHE = 256 << 20  # bytes that a cache may have, however small the model
+_SLOTS = {"cpu": 2048, "cuda": 4096}  # default cache slots of a row
+_PASS = {"cpu": 64, "cuda": 512}  # tokens of padding that cost no more than another pass
+_LEAST_CACHE = 256 << 20  # bytes that a cache may take, however small the model
 
 
 def cache_tokens_of(model: PreTrainedModel, rows: int) -> int:
-    """Tokens that a cache of so many rows has room for, all rows together, where nothing else is said.
+    """Default number of tokens of a cache of so many rows, all rows together.
 
     It is 2048 a row on a CPU and 4096 on a GPU, and no more than take the bytes of the model's weights, or 256 MiB.
     """
@@ -40,7 +40,7 @@ def cache_tokens_of(model: PreTrainedModel, rows: int) -> int:
     heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
     layers, size = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
     if not (isinstance(heads, int) and isinstance(layers, int) and isinstance(size, int)):
-        return tokens  # a configuration of its own kind does not tell what a token takes
+        return tokens  # this configuration does not show the size of a token
     head_size = getattr(config, "head_dim", None) or size // (getattr(config, "num_attention_heads", None) or heads)
     most_bytes = max(_LEAST_CACHE, int(model.get_memory_footprint()))
     token_bytes: int = 2 * layers * heads * head_size * model.dtype.itemsize  # keys and values
@@ -49,14 +49,14 @@ def cache_tokens_of(model: PreTrainedModel, rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What came of one prompt.
+    """The result of one prompt.
 
     Attributes:
-        index: Which prompt it was, counted from 0.
+        index: The number of the prompt, counted from 0.
         text: Its new text, special tokens left out.
         token_ids: Its new tokens, an end-of-sequence token included.
-        stats: What decoding it did; its seconds are those that passed meanwhile, spent on other rows too.
-        error: Why there is no text, where the prompt could not be served; the others are not touched by that.
+        stats: The counters of its decoding; seconds are wall time, shared with other rows.
+        error: Why there is no text, where the prompt could not be served; other prompts are not affected.
         finish_reason: Why the output ended, `"stop"`, `"length"` or `"criteria"` as in `GenerationResult`; None where
             there is an error.
     """
@@ -159,7 +159,7 @@ class Scheduler:
 
     Attributes:
         rows: How many prompts are decoded together.
-        on_prefill: Told how many tokens of a prompt are read, and of how many, where it is set.
+        on_prefill: If set, called with the number of prompt tokens read and their total.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class Scheduler:
             self._failed.append(Completion(index, error=error))
 
     def step(self) -> list[Completion]:
-        """Admit the prompts that there is room for; if there are none, advance the running rows by one pass."""
+        """Admit the prompts that fit; if there are none, advance the running rows by one pass."""
         if self._failed:
             failed, self._failed = self._failed, []
             return failed
@@ -239,7 +239,7 @@ class Scheduler:
         return Completion(request.index, result.texts[0], result.token_ids[0], result.stats, finish_reason=reason)
 
     def _joining(self) -> list[Row]:
-        """The next prompts in order that there are rows and slots for."""
+        """Take the next prompts, in order, that there are free rows and slots for."""
         joining: list[Row] = []
         longest = max((request.slots for request in self._running.values()), default=0)
         while self._waiting and len(self._running) < self.rows:

@@ -36,7 +36,7 @@ class EnabledModels(ModelManager):
         config: How to draft; the defaults when None.
         dtype: As `lookahead.load` takes it.
         device: Likewise.
-        timeout_s: Seconds after which a model that nobody asks is unloaded.
+        timeout_s: Seconds without a request after which a model is unloaded.
 
     Raises:
         ConfigError: The dtype is unknown, or the device does not exist.
@@ -63,7 +63,7 @@ class EnabledModels(ModelManager):
         )
         model, _ = self.load_model_and_processor(preload)
         if isinstance(model.generate, Generate):
-            # The first request need not wait until what drafts and attends is compiled.
+            # Compile the kernels before the first request.
             model.generate(torch.arange(1, 9, device=model.device).repeat(1, 4), max_new_tokens=16, do_sample=False)
 
     @staticmethod
@@ -136,7 +136,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        # An address that cannot be resolved has a number below 0, which is none of the system's.
+        # The errno of an address that cannot be resolved is negative, which os.strerror does not know.
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
         raise ConfigError(f"cannot listen on port {port} of {host}: {reason}; --port names another") from error
 
@@ -189,7 +189,7 @@ def make_server(
 
 
 def _answer(status: int | None, code: str) -> Callable[[Any, Exception], Any]:
-    """What a client is told of an error, in the form of the OpenAI API; None is the status that the error has."""
+    """A handler that answers an error in the form of the OpenAI API; status None is the status of the error."""
     from fastapi.responses import JSONResponse
 
     def answer(request: Any, error: Any) -> Any:

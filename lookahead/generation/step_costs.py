@@ -1,4 +1,4 @@
-"""Step costs of a model, kept from one process to the next.
+"""Step costs of a model, saved from one process to the next.
 
 The library learns costs from the steps it takes, and writes no file unasked: a program prepares or loads them for its
 first call, and saves what it learned. The command line prepares them; `lookahead calibrate` measures more of them.
@@ -27,10 +27,9 @@ from lookahead.models.support import validate_causal_lm
 
 
 def load_costs(model: PreTrainedModel, folder: Path | str | None = None) -> bool:
-    """Size a model's drafts by the costs of a file, from the first step on.
+    """Load the step costs of a model from a file, to size drafts from the first step on.
 
-    The first step corrects them for the speed of the machine now, and further steps refine them. Costs that were
-    measured on a busy machine are soon right.
+    The first step scales them to the current speed of the machine, and further steps refine them.
 
     Costs belong to a model of one shape, dtype, device and number of threads, under one version of PyTorch; those
     of another are never used. Steps of compiled and recorded passes have files of their own. A file that cannot be
@@ -71,12 +70,12 @@ def prepare_costs(model: PreTrainedModel, folder: Path | str | None = None) -> b
 
 
 def save_costs(model: PreTrainedModel, folder: Path | str | None = None, *, compile: bool = False) -> Path:
-    """Write what the steps of a model were measured to cost, over a file that is there; returns its path.
+    """Write the measured step costs of a model to a file, replacing an older one; returns its path.
 
     Args:
         model: The model.
         folder: Where to write; the platform's cache folder when None.
-        compile: Whether its compiled steps are meant.
+        compile: Whether to save the costs of compiled steps.
 
     Raises:
         OSError: It cannot be written; an older file is still whole then.
@@ -88,7 +87,7 @@ def save_costs(model: PreTrainedModel, folder: Path | str | None = None, *, comp
 def calibrate_costs(
     model: PreTrainedModel, contexts: Sequence[int] = CONTEXTS, *, compile: bool = False
 ) -> Calibration:
-    """Measure what steps of every size cost, at some lengths of context, instead of learning it bit by bit.
+    """Measure the costs of steps of every size at some lengths of context, instead of learning them while decoding.
 
     Args:
         model: A causal language model.

@@ -18,8 +18,7 @@ from lookahead.models.calibration import pass_seconds
 from lookahead.models.model_state import state_of
 from lookahead.models.support import prefills_at_once, support_of, validate_causal_lm, validate_model, vocabulary_size
 from lookahead.models.target import PREFILL_CHUNK, Shape, Target, input_device
-from lookahead.proposers.draft_rates import DraftRates
-from lookahead.proposers.draft_tree import DraftTree, DraftTreeBatch
+from lookahead.proposers.draft_tree import DraftRates, DraftTree, DraftTreeBatch
 from lookahead.utils.fingerprints import tokenizer_fingerprint
 
 _SHAPE = 8, 4  # children of a node, nodes that a pass scores
@@ -33,8 +32,8 @@ class PassTimes:
     """Seconds measured for one number of rows; 0 where nothing was measured yet.
 
     Attributes:
-        draft: One pass of the draft model over new nodes, and what is made of it.
-        target: From the end of drafting to the target's answer.
+        draft: One pass of the draft model over new nodes.
+        target: From the end of drafting to the end of the step.
     """
 
     draft: float = 0.0
@@ -43,11 +42,11 @@ class PassTimes:
     def pays(self, tokens: float, gain: float, spent: float) -> bool:
         """Whether a further pass of the draft model raises the tokens per second.
 
-        Nothing is known of the target's steps when the first draft is made, so that one stays small.
+        The first draft stays small: no step of the target has been timed then.
 
         Args:
-            tokens: Expected of the draft as it is.
-            gain: Expected of a further pass besides.
+            tokens: Expected tokens of the draft so far.
+            gain: Expected tokens that a further pass adds.
             spent: Seconds of drafting so far.
         """
         return self.target > 0.0 and gain * (self.target + spent) > tokens * self.draft
@@ -63,11 +62,11 @@ class PassTimes:
 
 @dataclass(slots=True)
 class DraftModelState:
-    """What is known of a draft model and one target.
+    """What was learned of a draft model for one target.
 
     Attributes:
-        rates: Its hit rates, for every way tokens are chosen.
-        times: By the number of rows, in powers of two.
+        rates: Its hit rates, by how tokens are chosen: greedy, sampled or drawn.
+        times: The times of passes, by batch size in powers of two.
     """
 
     rates: dict[str, DraftRates] = field(default_factory=dict)
@@ -185,7 +184,7 @@ class DraftModel:
 
 
 def _warn_of_cost(draft: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Warn of a draft model that is larger than its target, with the time of their passes."""
+    """Warn of a draft model that is larger than its target, with the times of their passes."""
     own, others = (sum(parameter.numel() for parameter in model.parameters()) for model in (draft, target))
     if own <= others:
         return
@@ -258,11 +257,11 @@ class ModelProposer(Proposer):
         self._rows[row] = _DraftRow(ids, len(prompt))
         self._target = None
 
-    def propose(self, row: int, room: int) -> Proposal | None:
+    def propose(self, row: int, max_nodes: int) -> Proposal | None:
         """Draft for one row."""
-        return self.propose_batch([row], room)[0]
+        return self.propose_batch([row], max_nodes)[0]
 
-    def propose_batch(self, rows: Sequence[int], room: int) -> list[Proposal | None]:
+    def propose_batch(self, rows: Sequence[int], max_nodes: int) -> list[Proposal | None]:
         """Draft for rows together; those of the call that are not asked for are drafted for as well."""
         target = self._target if self._target is not None else self._open()
         for row in list(self._slots):
@@ -274,7 +273,7 @@ class ModelProposer(Proposer):
         passes = min(self._depth, self._call.max_length - shortest - 1)
         if self._slots and passes > 0:
             with target.serving():
-                proposals = self._grow(target, room, passes)
+                proposals = self._grow(target, max_nodes, passes)
             offers = dict(zip(self._slots, proposals, strict=True))
         self._done = time.perf_counter()
         return [offers.get(row) for row in rows]
@@ -361,5 +360,5 @@ class ModelProposer(Proposer):
         return batch.proposals()
 
     def _pass_times(self) -> PassTimes:
-        """What passes take with so many rows."""
+        """The times of passes for this batch size."""
         return self._times.setdefault((len(self._rows) - 1).bit_length(), PassTimes())

@@ -1,4 +1,4 @@
-"""Trained heads as a proposer: a folder in the configuration, a proposer in every call."""
+"""Draft heads as a proposer."""
 
 from __future__ import annotations
 
@@ -85,15 +85,15 @@ class HeadsProposer(Proposer):
         """Add a row."""
         self._rows[row] = _HeadsRow(int(prompt[-1]), prompt)
 
-    def propose(self, row: int, room: int) -> Proposal | None:
+    def propose(self, row: int, max_nodes: int) -> Proposal | None:
         """Offer the guesses for one row."""
-        return self.propose_batch([row], room)[0]
+        return self.propose_batch([row], max_nodes)[0]
 
-    def propose_batch(self, rows: Sequence[int], room: int) -> Sequence[Proposal | None]:
+    def propose_batch(self, rows: Sequence[int], max_nodes: int) -> Sequence[Proposal | None]:
         """Let the heads read and guess for all rows at once."""
         with torch.inference_mode():
             self._read([row for row in rows if self._rows[row].states])
-            trees = self._drafter.draft(rows, [self._rows[row].root for row in rows], room)
+            trees = self._drafter.draft(rows, [self._rows[row].root for row in rows], max_nodes)
         for row, tree in zip(rows, trees, strict=True):
             self._rows[row].tree = tree
         return [Proposal(*tree[:2], tree.probabilities) if len(tree.tokens) > 1 else None for tree in trees]

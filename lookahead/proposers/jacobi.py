@@ -1,4 +1,4 @@
-"""Proposers of the lookahead branch: of one size, and of the size that pays at the moment."""
+"""Proposers of the lookahead branch: one of a fixed size, one of the size that the controller chooses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lookahead.ngram.window import UNKNOWN, JacobiWindow, WindowTree, ngrams_of_
 _TAIL = 256  # last tokens kept of a row: they are looked up, and new cells are drawn from them
 _POOL_TOKENS = 1 << 17  # of a row's pool; the oldest half is forgotten when it is full
 _LONGEST_KEY = 16
-_LINKS = 64  # more than in a text, since the same n-gram returns often
+_LINKS = 64  # more than in a text: the same n-gram is stored often
 _ROOT = np.zeros(1, np.int32)
 _NOTHING = np.zeros(0, np.int32)
 
@@ -148,7 +148,7 @@ class _AutoJacobiRow:
 
 
 class AutoJacobiProposer:
-    """A `JacobiProposer` of the size that the branch has at the moment; proposes nothing while the branch is off.
+    """A `JacobiProposer` of the current size of the branch; proposes nothing while the branch is off.
 
     While the branch is off, only emitted tokens are remembered: there is no window and no pool, and nothing is read
     from the target. When the branch returns at the same size, a row goes on with its window and its pool; at another

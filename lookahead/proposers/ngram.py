@@ -1,4 +1,4 @@
-"""Drafts without a model: from the row's text, earlier outputs, a corpus, and the target's own logits."""
+"""Drafts without a model: from the text of the row, earlier outputs, a corpus, and the target's logits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OUTPUT_TOKENS = 1 << 20  # of earlier outputs; the oldest half is forgotten whe
 
 
 class Memory:
-    """What is kept of finished requests for later ones, in bounded memory.
+    """Texts and logits of earlier requests, in bounded memory.
 
     Attributes:
         outputs: Texts of finished requests: at most 1,048,576 tokens.

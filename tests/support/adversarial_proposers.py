@@ -18,7 +18,7 @@ class Scripted:
     """A proposer that offers what a function tells it to.
 
     Args:
-        offer: Takes a row's place in the batch, its text so far and the room for nodes, and gives a proposal.
+        offer: Takes a row's place in the batch, its text so far and the maximum number of nodes, and gives a proposal.
     """
 
     sources, needs_argmax, needs_top, hidden_layers = ("scripted",), False, False, ()
@@ -30,8 +30,8 @@ class Scripted:
     def start(self, row: int, prompt: IntArray) -> None:
         self._ids[row] = prompt.tolist()
 
-    def propose(self, row: int, room: int) -> Proposal | None:
-        return self._offer(row, self._ids[row], room)
+    def propose(self, row: int, max_nodes: int) -> Proposal | None:
+        return self._offer(row, self._ids[row], max_nodes)
 
     def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
         self._ids[row] += feedback.tokens.tolist()
@@ -53,20 +53,22 @@ def chain(tokens: list[int]) -> Proposal:
     return Proposal(np.array(tokens, np.int32), parents, np.ones(len(tokens), np.float32))
 
 
-def nothing(row: int, text: list[int], room: int) -> None:
+def nothing(row: int, text: list[int], max_nodes: int) -> None:
     """No draft."""
 
 
 def perfect(answers: list[list[int]]) -> Offer:
     """Draft what every row will say: `answers` hold the whole texts, the prompts included."""
-    return lambda row, text, room: chain(answers[row][len(text) - 1 : len(text) + room] or text[-1:])
+    return lambda row, text, max_nodes: chain(answers[row][len(text) - 1 : len(text) + max_nodes] or text[-1:])
 
 
 def always_wrong(answers: list[list[int]], vocab_size: int) -> Offer:
     """Draft, for every row, what it will never say."""
 
-    def offer(row: int, text: list[int], room: int) -> Proposal:
-        return chain([text[-1], *((token + 1) % vocab_size for token in answers[row][len(text) : len(text) + room])])
+    def offer(row: int, text: list[int], max_nodes: int) -> Proposal:
+        return chain(
+            [text[-1], *((token + 1) % vocab_size for token in answers[row][len(text) : len(text) + max_nodes])]
+        )
 
     return offer
 
@@ -74,10 +76,10 @@ def always_wrong(answers: list[list[int]], vocab_size: int) -> Offer:
 def random_trees(vocab_size: int) -> Offer:
     """Draft trees of maximal size and random shape, each text's own."""
 
-    def offer(row: int, text: list[int], room: int) -> Proposal:
+    def offer(row: int, text: list[int], max_nodes: int) -> Proposal:
         rng = np.random.default_rng([row, len(text)])
         tokens, parents, edges = [text[-1]], [0], set[tuple[int, int]]()
-        while len(tokens) <= room:
+        while len(tokens) <= max_nodes:
             edge = (int(rng.integers(len(tokens))), int(rng.integers(vocab_size)))
             if edge not in edges:
                 edges.add(edge)
