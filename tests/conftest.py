@@ -14,6 +14,8 @@ from hypothesis import settings
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tests.support.default_run import mark_exhaustive
+
 ROOT = Path(__file__).resolve().parent.parent
 CLI_TEXT = "The cat sat on the mat. The dog sat by the door. "
 
@@ -35,9 +37,15 @@ def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
         yield folder
 
 
-# The first example compiles: a deadline would measure Numba.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the number of Hypothesis examples by the tests that are asked for."""
+    settings.load_profile("brief" if "not exhaustive" in config.option.markexpr else "exhaustive")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave a full product to the exhaustive run where a test asks for a covering selection."""
+    mark_exhaustive(items)
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.generation.enable import Enabled
+from tests.support.default_run import examples
 
 CONFIGS = st.sampled_from(
     [
@@ -135,4 +136,4 @@ def test_any_sequence_of_calls_gives_the_outputs_of_an_untouched_twin(
     class OurSession(Session):
         original, tokenizer = tiny_llama, tiny_tokenizer
 
-    run_state_machine_as_test(OurSession, settings=settings(max_examples=60, stateful_step_count=15, deadline=None))
+    run_state_machine_as_test(OurSession, settings=settings(max_examples=examples(60), stateful_step_count=12))

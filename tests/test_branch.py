@@ -26,6 +26,7 @@ from lookahead.drafting.tree import TokenTree, without_sources
 from lookahead.errors import ConfigError
 from lookahead.models.model_state import LearnedState, use_learned
 from lookahead.proposers.jacobi import AutoJacobiProposer, JacobiProposer
+from tests.support.default_run import examples
 
 AUTO = LookaheadConfig(window="auto")
 SIZES = AUTO.branch_sizes
@@ -152,7 +153,7 @@ def test_where_it_never_adds_anything_it_costs_no_more_than_its_share(node_cost:
     st.sampled_from([(1, 1.0), (16, 2.0)]),
     st.lists(st.integers(0, 3), min_size=1, max_size=200),
 )
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_whatever_steps_cost_and_the_branch_adds_the_time_lost_is_bounded(node_cost, width, host, own, pattern) -> None:
     machine = Machine(flat_to(width, node_cost), *own, host=host)
     without = Machine(flat_to(width, node_cost), *own, host=host, branch_sizes=())

@@ -16,6 +16,7 @@ from lookahead.drafting.cost_model import StepCost
 from lookahead.drafting.proposal import Proposal
 from lookahead.drafting.select import BatchValue, Draft, fit, merge
 from lookahead.ngram.prune import Limits
+from tests.support.default_run import examples
 
 BUDGET = 32
 
@@ -92,7 +93,7 @@ class Machine:
     st.sampled_from([1, 4, 16]),
     st.lists(st.tuples(st.lists(st.sampled_from([0.1, 0.6, 0.99]), max_size=20), st.integers(0, 20)), min_size=1),
 )
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_whatever_steps_cost_and_drafts_claim_the_time_lost_is_the_share_for_probing(node_cost, look, rows, pattern):
     machine = Machine(node_cost, look, rows)
     for i in range(400):

@@ -20,6 +20,7 @@ TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 3e-3}
 DTYPES = list(TOLERANCE)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("slots", [90, BLOCK, 3 * BLOCK + 1])
 @pytest.mark.parametrize("name", CASES)

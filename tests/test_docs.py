@@ -118,6 +118,8 @@ class Desk:
             return done.stdout + done.stderr
         if "--model" in _options_of(words[1:]) and not {"--model", "--job"} & {*words}:
             words += ["--model", "PATH_OR_ID"]  # a real model would take minutes
+        if "--max-new-tokens" in _options_of(words[1:]) and "--max-new-tokens" not in words:
+            words += ["--max-new-tokens", "24"]
         result = CliRunner().invoke(app, words[1:], input=source)  # it expands patterns itself
         assert result.exit_code == 0, f"{line}\n{result.output}\n{result.exception!r}"
         return result.output
@@ -163,7 +165,7 @@ def desk(
         ("corpus", "text", 6),
         ("handbook", "text", 6),
         ("answers", "text", 6),
-        ("prompts", "prompt", 24),
+        ("prompts", "prompt", 12),
     ):
         lines = [json.dumps({"id": i, field: paragraph}) for i, paragraph in enumerate(paragraphs[:count])]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))

@@ -64,6 +64,7 @@ def both(model: PreTrainedModel, config: LookaheadConfig, **kwargs: Any) -> tupl
     return expected, model.generate(**kwargs, custom_generate=lookahead.decode, lookahead_config=config)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_a_ragged_batch_gives_the_tokens_of_generate(
@@ -158,6 +159,7 @@ def fresh(draft: DraftModel, call: Call, texts: dict[int, list[int]], max_nodes:
         return proposer.propose_batch(list(texts), max_nodes)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
 def test_after_every_step_the_draft_is_that_of_a_fresh_cache(

@@ -123,6 +123,7 @@ def test_a_decoder_that_cannot_verify_chains_is_decoded_plainly_and_says_so(fami
         generate(model, ONE, custom_generate=lookahead.decode, lookahead_config=FIXED)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("name", ["Bart", "Pegasus", "T5"])
 def test_processors_see_the_text_that_generate_would_show_them(name: str, options: dict[str, Any]) -> None:

@@ -104,6 +104,7 @@ ENDINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS.keys())
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("options", ENDINGS.values(), ids=ENDINGS.keys())

@@ -142,6 +142,7 @@ def check(
     assert not torch.equal(expected, model.generate(**common)), "the option does nothing here"
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS.keys())
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("options", PROCESSORS.values(), ids=PROCESSORS.keys())
@@ -158,6 +159,7 @@ def test_an_option_that_changes_the_output_changes_ours_alike(
     check(looping_llama, foretell, accepted, common, options)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS.keys())
 @pytest.mark.parametrize("options", WARPERS.values(), ids=WARPERS.keys())
 def test_an_option_of_sampling_changes_ours_alike(

@@ -63,6 +63,7 @@ def both(
     return expected, got
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 @pytest.mark.parametrize("options", [GREEDY, PROCESSED, *SAMPLING], ids=["greedy", "processed", "warm", "hot"])
 def test_one_prompt_gives_the_tokens_of_generate(
@@ -72,6 +73,7 @@ def test_one_prompt_gives_the_tokens_of_generate(
     assert torch.equal(got, expected)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 @pytest.mark.parametrize("options", [GREEDY, PROCESSED, *SAMPLING], ids=["greedy", "processed", "warm", "hot"])
 def test_same_seed_gives_the_tokens_of_generate_for_a_ragged_batch(

@@ -68,6 +68,7 @@ def prompts(seed: int, rows: int = 1, length: int = 12) -> torch.Tensor:
     return torch.randint(3, 100, (rows, length + seed), generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_plain_steps_give_the_tokens_and_logits_of_generate(name: str, dtype: torch.dtype) -> None:

@@ -35,6 +35,7 @@ from lookahead.training.examples import (
 from lookahead.training.learners import IndependentHeadsLearner, targets
 from lookahead.training.train_heads import Settings, train_heads
 
+MORE_KINDS = [pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("eagle", "mtp")]
 SETTINGS = Settings(kind="medusa", heads=2, steps=6, batch_size=4, learning_rate=1e-2, max_new_tokens=24)
 
 
@@ -44,11 +45,16 @@ def loaded(looping_llama, tiny_tokenizer):
     return LoadedModel(copy.deepcopy(looping_llama), tiny_tokenizer)
 
 
-@pytest.fixture
-def data(tmp_path):
-    """Forty prompts that the model answers itself."""
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps({"prompt": chr(97 + i % 16) * (1 + i // 16)}) + "\n" for i in range(40)))
+@pytest.fixture(scope="module")
+def data(looping_llama, tiny_tokenizer, tmp_path_factory):
+    """Forty prompts with what the model answers."""
+    prompts = [chr(97 + i % 16) * (1 + i // 16) for i in range(40)]
+    inputs = tiny_tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
+    tokens = looping_llama.generate(**inputs, max_new_tokens=24, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+    path = tmp_path_factory.mktemp("data") / "data.jsonl"
+    outputs = tiny_tokenizer.batch_decode(tokens)
+    lines = [{"prompt": prompt, "output": output} for prompt, output in zip(prompts, outputs, strict=True)]
+    path.write_text("\n".join(map(json.dumps, lines)))
     return path
 
 
@@ -229,7 +235,7 @@ def test_a_line_of_data_ends_at_its_line_break_and_not_within_its_text(tmp_path)
     assert read_records(path) == [Record(None, "a\u2028b\x85c"), Record(None, "d")]
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle", "eagle3", "mtp"])
+@pytest.mark.parametrize("kind", ["medusa", *MORE_KINDS, "eagle3"])
 def test_heads_of_a_model_in_half_precision_can_be_trained(tmp_path, loaded, data, kind):
     loaded.model.bfloat16()
     metrics = train_heads(loaded, data, tmp_path / "heads", replace(SETTINGS, kind=kind))
@@ -255,7 +261,7 @@ def test_training_raises_held_out_accuracy_and_leaves_the_model_alone(tmp_path, 
     assert not (tmp_path / "heads" / "model").exists()
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle", "eagle3"])
+@pytest.mark.parametrize("kind", ["medusa", *MORE_KINDS, "eagle3"])
 def test_a_run_that_was_killed_goes_on_to_the_very_same_heads(tmp_path, loaded, data, kind):
     settings = replace(SETTINGS, kind=kind)
     train_heads(loaded, data, tmp_path / "whole", settings)

@@ -14,6 +14,7 @@ from lookahead.ngram.prune import Limits
 from lookahead.ngram.search import Trie
 from lookahead.ngram.window import UNKNOWN, JacobiWindow
 from lookahead.proposers.jacobi import JacobiProposer
+from tests.support.default_run import examples
 
 NOTHING = np.zeros(0, np.int32)
 sizes = st.tuples(st.integers(1, 20), st.integers(2, 8), st.integers(0, 20))
@@ -57,7 +58,7 @@ def grown_window(width: int, ngram_size: int, steps: int) -> JacobiWindow:
     return window
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(sizes, st.integers(0, 9))
 def test_the_tree_has_the_published_mask_at_every_stage_of_the_warm_up(size, steps):
     width, ngram_size, guesses = size
@@ -178,7 +179,7 @@ def decode(proposer, prompt, target, count, room=1000, budget=1000):
     return text[len(prompt) :], proposals, sizes
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(
     st.tuples(st.integers(1, 6), st.integers(2, 6), st.integers(0, 5)),
     st.booleans(),

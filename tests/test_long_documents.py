@@ -218,12 +218,13 @@ def test_nodes_partition_the_level_below_and_the_last_holds_all(tiny_llama, tiny
     assert summary.tree[-1][0].tokens == (0, summary.document_tokens)
 
 
-def test_a_document_that_fits_is_a_tree_of_one():
-    summary = lookahead.summarize("  The storm hit the coast at dawn. ", max_new_tokens=8, keep_parts=True)
+def test_a_document_that_fits_is_a_tree_of_one(tiny_llama, tiny_tokenizer):
+    text = "  The storm hit the coast at dawn. "
+    summary = lookahead.summarize(text, tiny_llama, tiny_tokenizer, max_new_tokens=8, keep_parts=True)
     assert summary.to_dict()["tree"] == [
         [{"chars": [2, 34], "tokens": [0, summary.document_tokens], "summary": summary.text}]
     ]
-    assert "tree" not in lookahead.summarize("The storm hit.", max_new_tokens=4).to_dict()
+    assert "tree" not in lookahead.summarize(text, tiny_llama, tiny_tokenizer, max_new_tokens=4).to_dict()
 
 
 BOOK = """
@@ -238,7 +239,7 @@ draw, words = random.Random(0), "the old house on hill was quiet that night and 
 def chapter(number):
     sentences = (" ".join(draw.choices(words, k=draw.randrange(4, 24))).capitalize() + "." for _ in range(80))
     return f"Chapter {number}" + "\\n\\n" + " ".join(sentences)
-text = "\\n\\n".join(map(chapter, range(900)))
+text = "\\n\\n".join(map(chapter, range(int(sys.argv[2]))))
 model = SimpleNamespace(config=AutoConfig.from_pretrained(sys.argv[1]))
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 memory = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
@@ -256,8 +257,15 @@ print(pipeline.summary.document_tokens, memory() - before)
 """
 
 
+def test_a_book_comes_to_an_end(summarizer_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["book", str(summarizer_path), "60"])
+    exec(BOOK, {})
+    assert int(capsys.readouterr().out.split()[0]) > 50_000
+
+
+@pytest.mark.exhaustive
 def test_a_book_of_a_million_tokens_comes_to_an_end_in_little_memory(summarizer_path):
-    run = subprocess.run([sys.executable, "-c", BOOK, str(summarizer_path)], capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", BOOK, str(summarizer_path), "900"], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     tokens, megabytes = map(int, run.stdout.split())
     assert tokens > 1_000_000

@@ -91,13 +91,14 @@ def run(pool, documents, output, observer=None):
 def test_a_job_on_a_cluster_goes_on_with_a_local_one_and_writes_the_same(summarize, docs):
     assert summarize(docs, "-o", "local.jsonl").exit_code == 1  # one line of docs is none
     assert summarize(docs, "-o", "out.jsonl", "--limit", "3").exit_code == 0
-    done = summarize(docs, "-o", "out.jsonl", "--resume", *TWO)
+    done = summarize(docs, "-o", "out.jsonl", "--resume", "--ray", "--workers", "1")
     assert "6 documents summarized, 1 with the text of another, 3 finished before, 1 failed" in done.stderr
     assert lines_of("out.jsonl") == lines_of("local.jsonl")
     assert lines_of("out.jsonl.rejects.jsonl") == lines_of("local.jsonl.rejects.jsonl")
     assert manifest("out.jsonl")["job"] == manifest("local.jsonl")["job"]
 
 
+@pytest.mark.exhaustive
 def test_a_local_job_goes_on_with_one_of_a_cluster(summarize, docs):
     assert summarize(docs, "-o", "out.jsonl", "--limit", "3", *TWO, "--rows", "2").exit_code == 0
     done = summarize(docs, "-o", "out.jsonl", "--resume")
@@ -107,14 +108,15 @@ def test_a_local_job_goes_on_with_one_of_a_cluster(summarize, docs):
 
 
 def test_a_worker_killed_on_the_way_loses_nothing_and_nothing_is_done_twice(summarize, model_folder, cli_folder):
-    documents = [Document(f"d{i}", f"Text number {i}, which has a few words.") for i in range(40)]
+    documents = [Document(f"d{i}", f"Text number {i}, which has a few words.") for i in range(20)]
     (cli_folder / "docs.jsonl").write_text("\n".join(json.dumps({"id": d.id, "text": d.text}) for d in documents))
-    summarize("docs.jsonl", "-o", "local.jsonl", "--max-new-tokens", "60")
-    pool, observer = pool_for(model_folder, max_new_tokens=60), KillsAWorker(after=5)
-    totals = run(pool, documents, "out.jsonl", observer)
+    summarize("docs.jsonl", "-o", "local.jsonl", "--max-new-tokens", "30")
+    pool, observer = pool_for(model_folder, max_new_tokens=30), KillsAWorker(after=5)
+    totals = run(pool, [*documents[:9], Document("blank", " "), *documents[9:]], "out.jsonl", observer)
     assert observer.killed == 1
     assert [note.split(":")[0] for note in pool.notes] == ["a worker died, and its documents went to others"]
-    assert (totals.summarized, totals.rejected) == (40, 0)
+    assert (totals.summarized, totals.rejected) == (20, 1)
+    assert [record["error"] for record in lines_of("out.jsonl.rejects.jsonl")] == ["blank: the document is empty"]
     names = [record["id"] for record in lines_of("out.jsonl")]
     assert names == [document.id for document in documents]
     mine, local = ([{**each, "model": None} for each in lines_of(name)] for name in ("out.jsonl", "local.jsonl"))
@@ -130,6 +132,7 @@ class DeadlyWorker(RayWorker):
         return await super().summarize(document)
 
 
+@pytest.mark.exhaustive
 def test_what_fails_in_a_worker_and_what_kills_workers_is_put_aside_and_the_rest_is_done(
     model_folder, cli_folder, monkeypatch
 ):
@@ -156,7 +159,9 @@ def test_what_fails_in_a_worker_and_what_kills_workers_is_put_aside_and_the_rest
         (["--ray", "--device", "cuda:1"], "device must be cpu or cuda, got 'cuda:1'"),
         (["--ray", "--model", "./gone"], "model './gone' does not exist"),
         (["--ray", "--ray-address", "127.0.0.1:1"], "the Ray cluster at '127.0.0.1:1' cannot be reached"),
-        ([*TWO, "--style", "bullets"], "the model's tokenizer has no chat template"),  # found out by a worker
+        pytest.param(  # found out by a worker
+            [*TWO, "--style", "bullets"], "the model's tokenizer has no chat template", marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_what_a_cluster_cannot_do_is_refused_in_one_line_and_nothing_is_written(

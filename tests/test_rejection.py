@@ -163,6 +163,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("zeros", [0.0, 0.4], ids=["all possible", "some impossible"])
 @pytest.mark.parametrize("seed", [1, 2])

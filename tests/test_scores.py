@@ -23,6 +23,7 @@ def logits_of(vocabulary: int, dtype: torch.dtype, seed: int, *, levels: int | N
     return (4 * torch.randn(2, 5, vocabulary, generator=generator)).to(dtype)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 @pytest.mark.parametrize("levels", [None, 1, 2, 40])
@@ -57,6 +58,7 @@ def test_a_cpu_reads_what_torch_reads(vocabulary, dtype):
 NAN, INFINITY = float("nan"), float("inf")
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocabulary", [5, 8, 200])
 @pytest.mark.parametrize(

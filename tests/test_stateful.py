@@ -107,6 +107,7 @@ def outcome(model: PreTrainedModel, options: dict[str, Any], **extra: Any) -> tu
     return getattr(got, "sequences", got).tolist(), calls_of(options)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS.keys())
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
 def test_what_keeps_a_state_sees_the_calls_of_generate_and_no_others(

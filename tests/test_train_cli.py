@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -24,8 +23,6 @@ from lookahead.errors import TrainingError
 from lookahead.models.loading import load
 
 ROOT = Path(__file__).resolve().parent.parent
-QUIET = "import sys; sys.modules['torchao'] = None; "  # it complains on stderr of what it cannot load
-COMMAND = [sys.executable, "-c", QUIET + "from lookahead.cli.app import main; main()"]
 OPTIONS = ["--heads", "2", "--batch-size", "4", "--max-new-tokens", "16", "--threads", "1"]
 
 
@@ -43,7 +40,7 @@ def folder(tmp_path, monkeypatch):
     """A working directory with prompts; stderr and stdout are wide enough not to wrap."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
-    lines = [json.dumps({"prompt": chr(97 + i % 16) * (1 + i // 16)}) for i in range(40)]
+    lines = [json.dumps({"prompt": chr(97 + i % 16) * (1 + i // 16)}) for i in range(24)]
     (tmp_path / "data.jsonl").write_text("\n".join(lines))
     # The commands set up their process, which here is that of all tests.
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -62,7 +59,7 @@ def lookahead(folder, model_folder):
 def test_heads_are_trained_measured_and_drafted_with(lookahead, folder, model_folder):
     trained = lookahead("train", "medusa", "--data", "data.jsonl", "-o", "heads", "--steps", 6, *OPTIONS)
     assert trained.exit_code == 0, trained.stderr
-    assert "40 prompts without an output: the model answers them first" in trained.stderr
+    assert "24 prompts without an output: the model answers them first" in trained.stderr
     assert "step 6 of 6: loss" in trained.stderr and "written to heads" in trained.stderr
     rows = [line.split() for line in trained.stdout.splitlines() if "%" in line]
     assert [row[0] for row in rows] == ["1", "2"] and all(len(row) == 3 for row in rows)
@@ -134,32 +131,30 @@ def test_heads_of_another_model_are_one_line_and_status_2(lookahead, tiny_llama,
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
-def test_a_killed_process_goes_on_with_resume_to_the_same_heads(folder, model_folder):
+def test_a_killed_process_goes_on_with_resume_to_the_same_heads(lookahead, folder, model_folder):
     def command(output):
-        arguments = [
-            "train",
-            "mtp",
-            "--model",
-            str(model_folder),
-            "--data",
-            "data.jsonl",
-            "-o",
-            output,
-            "--steps",
-            "40",
-        ]
-        return [*COMMAND, *arguments, *OPTIONS]
+        return ["train", "mtp", "--data", "data.jsonl", "-o", output, "--steps", 6, *OPTIONS]
 
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run(command("whole"), env=environment, check=True, capture_output=True, timeout=600)
-    process = subprocess.Popen(command("cut"), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    until = time.monotonic() + 500
-    while not list((folder / "cut").glob("checkpoints/checkpoint-*/trainer_state.json")):
-        assert process.poll() is None and time.monotonic() < until, "no checkpoint was written"
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    assert lookahead(*command("whole")).exit_code == 0
+    killed = (
+        "import os, signal, sys; sys.modules['torchao'] = None\n"
+        "from transformers import Trainer\n"
+        "save = Trainer._save_checkpoint\n"
+        "def once(self, *rest):\n"
+        "    save(self, *rest)\n"
+        "    if self.state.global_step == 3:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "Trainer._save_checkpoint = once\n"
+        "from lookahead.cli.app import main\n"
+        "main()\n"
+    )
+    words = [sys.executable, "-c", killed, *map(str, command("cut")), "--model", str(model_folder)]
+    run = subprocess.run(words, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, timeout=600)
+    assert run.returncode == -signal.SIGKILL, run.stderr
     assert not (folder / "cut" / "config.json").exists()
-    subprocess.run([*command("cut"), "--resume"], env=environment, check=True, capture_output=True, timeout=600)
+    assert lookahead(*command("cut")).exit_code == 2  # without --resume
+    resumed = lookahead(*command("cut"), "--resume")
+    assert resumed.exit_code == 0, resumed.stderr
+    assert "step 4 of 6" in resumed.stderr and "step 3 of 6" not in resumed.stderr
     whole, resumed = (load_file(folder / each / "model.safetensors") for each in ("whole", "cut"))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
