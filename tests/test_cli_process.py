@@ -71,7 +71,7 @@ def test_ctrl_c_leaves_whole_lines_and_status_130(folder):
     assert re.fullmatch(rf"interrupted: {len(done)} finished summar(y|ies) in out\.jsonl; --resume goes on\n", stderr)
 
 
-@pytest.mark.parametrize("option", ["--compare", "--format=text"])
+@pytest.mark.parametrize("option", ["--compare", pytest.param("--format=text", marks=pytest.mark.exhaustive)])
 def test_ctrl_c_while_summaries_are_shown_says_what_there_is(folder, option):
     shown = folder / "shown"
     with shown.open("w") as file:

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 import lookahead
 from lookahead.cli.app import app
-from lookahead.models import loading
+from lookahead.models import calibration, loading
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
@@ -118,7 +118,7 @@ class Desk:
             return done.stdout + done.stderr
         if "--model" in _options_of(words[1:]) and not {"--model", "--job"} & {*words}:
             words += ["--model", "PATH_OR_ID"]  # a real model would take minutes
-        if "--max-new-tokens" in _options_of(words[1:]) and "--max-new-tokens" not in words:
+        if "--max-new-tokens" in _options_of(words[1:]) and not {"--max-new-tokens", "--job"} & {*words}:
             words += ["--max-new-tokens", "24"]
         result = CliRunner().invoke(app, words[1:], input=source)  # it expands patterns itself
         assert result.exit_code == 0, f"{line}\n{result.output}\n{result.exception!r}"
@@ -179,6 +179,8 @@ def desk(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(socket.socket, "connect", _refuse)
     monkeypatch.setattr(loading, "DEFAULT_MODEL", str(summarizer_path))
+    for name in ("_ROUNDS", "_WARM_UPS"):  # of steps that are timed
+        monkeypatch.setattr(calibration, name, 1)
     loading.load_default.cache_clear()
     # The commands set up their process, which here is that of all tests.
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

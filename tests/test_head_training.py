@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import importlib.util
-import json
 import os
 import re
 import threading
@@ -34,6 +33,7 @@ from lookahead.training.examples import (
 )
 from lookahead.training.learners import IndependentHeadsLearner, targets
 from lookahead.training.train_heads import Settings, train_heads
+from tests.support.answered_prompts import write_answered
 
 MORE_KINDS = [pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("eagle", "mtp")]
 SETTINGS = Settings(kind="medusa", heads=2, steps=6, batch_size=4, learning_rate=1e-2, max_new_tokens=24)
@@ -49,13 +49,7 @@ def loaded(looping_llama, tiny_tokenizer):
 def data(looping_llama, tiny_tokenizer, tmp_path_factory):
     """Forty prompts with what the model answers."""
     prompts = [chr(97 + i % 16) * (1 + i // 16) for i in range(40)]
-    inputs = tiny_tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
-    tokens = looping_llama.generate(**inputs, max_new_tokens=24, do_sample=False)[:, inputs["input_ids"].shape[1] :]
-    path = tmp_path_factory.mktemp("data") / "data.jsonl"
-    outputs = tiny_tokenizer.batch_decode(tokens)
-    lines = [{"prompt": prompt, "output": output} for prompt, output in zip(prompts, outputs, strict=True)]
-    path.write_text("\n".join(map(json.dumps, lines)))
-    return path
+    return write_answered(tmp_path_factory.mktemp("data") / "data.jsonl", looping_llama, tiny_tokenizer, prompts, 24)
 
 
 def _weights(folder):

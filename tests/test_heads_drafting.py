@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 from typing import Any
 
@@ -24,6 +23,7 @@ from lookahead.heads.induction_init import fresh_fused
 from lookahead.models.loading import LoadedModel, load
 from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.training.train_heads import Settings, train_heads
+from tests.support.answered_prompts import write_answered
 
 KINDS = ["medusa", "eagle", "eagle3", "mtp"]
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -57,12 +57,9 @@ def trained(kind, looping_llama, tiny_tokenizer, tmp_path_factory):
     """A folder with heads that were shown how the model counts."""
     folder = tmp_path_factory.mktemp(kind)
     prompts = ["".join(chr(97 + (i * j) % 23) for j in range(1, 6)) for i in range(40)]
-    inputs = tiny_tokenizer(prompts, return_tensors="pt")
-    outputs = tiny_tokenizer.batch_decode(looping_llama.generate(**inputs, max_new_tokens=40, do_sample=False)[:, 5:])
-    lines = [{"prompt": prompt, "output": output} for prompt, output in zip(prompts, outputs, strict=True)]
-    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    data = write_answered(folder / "data.jsonl", looping_llama, tiny_tokenizer, prompts, max_new_tokens=40)
     settings = Settings(kind=kind, heads=3, steps=20, batch_size=8, learning_rate=2e-2, draft_vocab=60)
-    train_heads(LoadedModel(looping_llama, tiny_tokenizer), folder / "data.jsonl", folder / "heads", settings)
+    train_heads(LoadedModel(looping_llama, tiny_tokenizer), data, folder / "heads", settings)
     return folder / "heads"
 
 

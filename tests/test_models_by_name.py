@@ -308,7 +308,10 @@ finally:
 """
 
 
-@pytest.mark.parametrize("command", ["generate", "summarize", "explain", "calibrate", "train"])
+MORE_COMMANDS = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("generate", "explain", "calibrate")]
+
+
+@pytest.mark.parametrize("command", ["summarize", "train", *MORE_COMMANDS])
 def test_a_misspelt_model_is_told_before_torch_is_imported(command: str, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("A text.")
     (tmp_path / "models").mkdir()
