@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 import lookahead
 from lookahead.cli.app import app
-from lookahead.models import calibration, loading
+from lookahead.models import loading
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
@@ -179,8 +179,6 @@ def desk(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(socket.socket, "connect", _refuse)
     monkeypatch.setattr(loading, "DEFAULT_MODEL", str(summarizer_path))
-    for name in ("_ROUNDS", "_WARM_UPS"):  # of steps that are timed
-        monkeypatch.setattr(calibration, name, 1)
     loading.load_default.cache_clear()
     # The commands set up their process, which here is that of all tests.
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

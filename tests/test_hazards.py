@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -284,15 +283,12 @@ def test_a_step_scored_again_counts_as_the_drafted_one_it_was_and_such_drafts_st
     poison = next(token for token in range(3, 100) if token not in answer[0] + IDS[0].tolist())
     model.get_input_embeddings().weight.data[poison] = float("nan")
     scored: list[int] = []
-    seconds = [0.0]
     score = model.forward
 
     def counted(*arguments: Any, **options: Any) -> Any:
         scored.append(options["input_ids"].shape[1])
-        seconds[0] += 0.01 + 0.0001 * scored[-1]  # on any machine, however busy
         return score(*arguments, **options)
 
-    monkeypatch.setattr("lookahead.engine.engine.time", SimpleNamespace(perf_counter=lambda: seconds[0]))
     model.forward = counted  # type: ignore[method-assign]
     offers: list[int] = []
     config = LookaheadConfig(proposers=(lambda _: Poisoner(answer, poison, 24, offers),), memory="request")

@@ -58,6 +58,7 @@ def test_plain_decoding_is_the_tree_of_one_node() -> None:
         ([], [], "non-empty"),
         ([1, 2], [0], "equal"),
         ([1, 2], [0, 1], "before their children"),
+        ([1, 2], [0, -1], "before their children"),
         ([1, 2, 3], [0, 2, 1], "before their children"),
         ([1, 2], [1, 0], "start with 0"),
         ([1, 2, 2], [0, 0, 0], "same token"),
