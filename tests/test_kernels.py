@@ -43,7 +43,7 @@ def test_the_kernels_agree_with_their_references_in_the_interpreter(request):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/interpreted_kernels.py"]
     command += ["-m", request.config.option.markexpr]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
     assert run.returncode == 0 and "skipped" not in run.stdout, run.stdout + run.stderr
 
 
