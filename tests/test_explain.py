@@ -15,8 +15,7 @@ import lookahead
 from lookahead.cli.app import app
 from lookahead.config import LookaheadConfig
 from lookahead.models import loading
-from lookahead.reporting.trace import Step, Trace, TracePiece, trace
-from lookahead.reporting.trace_page import render_trace, source_rows
+from lookahead.reporting.trace import Step, Trace, TracePiece, render_trace, source_rows, trace
 from lookahead.stats import DecodingStats
 from tests.support.adversarial_proposers import always_wrong, drafting_by, nothing, perfect
 
@@ -268,7 +267,8 @@ def test_a_prompt_comes_from_stdin_too(explain, plain) -> None:
     [
         (["none.txt"], b"", "none.txt: No such file"),
         (["bad.txt"], b"", "bad.txt holds no prompt"),
-        (["bad.txt"], b"\xff\xfe\x00", "bad.txt is no UTF-8 text"),
+        (["bad.txt"], b"\xff\xfe\x00", "bad.txt: not UTF-16 text: byte 0x00 at byte offset 2"),
+        (["bad.txt"], b"\x80", "bad.txt: not UTF-8 text"),
         (["prompt.txt", "--html", "none/page.html"], b"", "html must be a file in a folder that exists"),
     ],
 )

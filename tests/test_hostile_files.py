@@ -13,6 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from lookahead.cli.options import read_prompt_file
 from lookahead.documents import byte_sources as opening
 from lookahead.documents.decode_text import Reject
 from lookahead.documents.inputs import find_inputs
@@ -22,7 +23,6 @@ from lookahead.errors import ConfigError, DocumentError
 from lookahead.jobs.jobfile import read_job_file
 from lookahead.models.calibration import cost_path, read_costs
 from lookahead.reporting.report_page import write_report
-from lookahead.reporting.trace_page import read_prompt_file
 
 BOMBS = {
     "large values": ([20_000_000] * 16, {"use_dictionary": False}),

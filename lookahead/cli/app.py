@@ -9,9 +9,8 @@ from typing import Annotated
 import typer
 
 from lookahead.cli.chat import chat
-from lookahead.cli.draft import pick_draft
 from lookahead.cli.generate import generate
-from lookahead.cli.measure import calibrate, explain
+from lookahead.cli.measure import calibrate, explain, pick_draft
 from lookahead.cli.options import App
 from lookahead.cli.pool import pool_app
 from lookahead.cli.report import report
@@ -31,7 +30,7 @@ app.add_typer(pool_app, name="pool")
 def main() -> None:
     """Run the command line."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # file names can hold bytes that are not text
+        sys.stdout.reconfigure(errors="backslashreplace")  # file names can hold bytes that are not UTF-8
     app(prog_name="lookahead")
 
 

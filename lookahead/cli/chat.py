@@ -1,4 +1,4 @@
-"""The command that chats: messages in, answers out as they are generated."""
+"""The command that chats with a model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ChatOptions(SamplingOptions, DraftingOptions, ModelOptions):
 
 
 def chat(options: ChatOptions) -> None:
-    """Chat with a model; answers come as they are generated, token for token those of transformers.
+    """Chat with a model: answers are shown as they are generated, token for token those of transformers.
 
     Each answer is followed by its speed, on stderr. When the model's context is
     full, the oldest turns are left out. Without a terminal every line of stdin is
@@ -62,7 +62,7 @@ def chat(options: ChatOptions) -> None:
 
 
 def _talk(conversation: Conversation, max_new_tokens: int) -> bool:
-    """Answer line after line until they end; whether every message of a pipe was answered."""
+    """Answer every line of input; returns False if a message of a pipe was not answered."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         with suppress(ImportError):
@@ -86,7 +86,7 @@ def _talk(conversation: Conversation, max_new_tokens: int) -> bool:
 
 
 def _take(conversation: Conversation, line: str, max_new_tokens: int, is_terminal: bool) -> bool:
-    """Do what a line says; False for a message of a pipe that cannot be answered."""
+    """Run a command or answer a message; returns False if a message of a pipe cannot be answered."""
     if line == "/reset":
         conversation.reset()
     elif line.startswith("/") and line[1:].isalpha():
@@ -101,14 +101,14 @@ def _take(conversation: Conversation, line: str, max_new_tokens: int, is_termina
 
 
 def _read(is_terminal: bool) -> str:
-    """The next line; on a terminal after a sign that one is waited for."""
+    """The next line, after a prompt if stdin is a terminal."""
     if is_terminal and not sys.stdout.isatty():
         console(sys.stderr).print("> ", end="")
     return input("> " if is_terminal and sys.stdout.isatty() else "")
 
 
 def _answer(conversation: Conversation, line: str, max_new_tokens: int, *, stops_alone: bool) -> None:
-    """Write the answer to a message to stdout as it comes, and its speed to stderr."""
+    """Stream the answer to stdout, and print its speed to stderr."""
     pieces = conversation.ask(line)
     if conversation.dropped:
         say("note", f"the context is full: {conversation.dropped} of the oldest messages were left out")

@@ -1,4 +1,4 @@
-"""The command that answers a prompt or continues it."""
+"""The command that answers or continues a prompt."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class GenerateOptions(PromptOptions, SamplingOptions, DraftingOptions, ModelOpti
 def generate(options: GenerateOptions) -> None:
     """Answer a prompt or continue it, token for token as transformers does.
 
-    Where the tokenizer has a chat template, the prompt is a user's message to the
+    If the tokenizer has a chat template, the prompt is a user's message to the
     model; with --raw, and for other models, it is text to continue.
 
     For example:

@@ -1,4 +1,4 @@
-"""The commands that measure step costs and trace a decoding."""
+"""The commands that measure: step costs, the steps of a decoding, and draft models."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from lookahead.cli.options import PromptOptions, truncation_named
+from lookahead.cli.options import PromptOptions, read_prompt_file, truncation_named
 from lookahead.cli.terminal import console, load, table
 from lookahead.config import LookaheadConfig
+from lookahead.errors import ConfigError
 from lookahead.jobs.job_options import DraftingOptions, ModelOptions, new_tokens_option, option
 from lookahead.models.loading import locate_model
+from lookahead.utils.atomic import write_atomically
 
 if TYPE_CHECKING:
+    from lookahead.generation.draft_selection import Pick
     from lookahead.reporting.trace import Trace
 
 _STYLES = ("black on green", "black on yellow", "white on blue", "white on magenta")
+_PICK_HEADINGS = ("", "parameters", "ms/pass", "tokens/pass", "drafted/pass", "tokens/s", "same")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +38,13 @@ class CalibrateOptions(ModelOptions):
 
 
 def calibrate(options: CalibrateOptions) -> None:
-    """Measure what drafts cost with a model on this machine, and keep it for later.
+    """Measure the cost of drafts with a model on this machine, and save it.
 
-    A step of every number of nodes is timed, and set beside what the machine would
-    need at its best. "Tokens to break even" is how many tokens a step of that size
-    must emit, the one plain decoding would give included, to be no slower.
-    The costs are written to a file that later commands read; `load_costs` reads it
-    in Python. Without it a command measures a few sizes, quickly, and keeps them.
+    A step of every number of nodes is timed, and compared with what the machine
+    needs at its best. "Tokens to break even" is how many tokens a step of that size
+    must emit, the one of plain decoding included, to be no slower. The costs are
+    written to a file that later commands read; `load_costs` reads it in Python.
+    Without it a command measures a few sizes, quickly, and saves them.
 
     For example:
 
@@ -50,7 +54,7 @@ def calibrate(options: CalibrateOptions) -> None:
     loaded = load(options, measures_costs=False)
     from lookahead.generation.step_costs import calibrate_costs, save_costs
     from lookahead.models.calibration import CONTEXTS
-    from lookahead.reporting.trace_page import SWEEP_HEADINGS, machine_line, sweep_rows
+    from lookahead.reporting.trace import SWEEP_HEADINGS, machine_line, sweep_rows
 
     with console(sys.stderr).status("measuring"):
         calibration = calibrate_costs(loaded.model, options.context or CONTEXTS, compile=options.compile)
@@ -78,10 +82,10 @@ class ExplainOptions(PromptOptions, DraftingOptions, ModelOptions):
 def explain(options: ExplainOptions) -> None:
     """Answer a prompt and show, step by step, what was drafted and accepted.
 
-    Where the tokenizer has a chat template, the prompt is a user's message to the
+    If the tokenizer has a chat template, the prompt is a user's message to the
     model; with --raw, and for other models, it is text to continue.
 
-    The text is coloured by the source of each token; what the model gave itself is
+    The text is coloured by the source of each token; the model's own tokens are
     plain. For every step: the nodes drafted, how many of them were expected to be
     accepted, how many were, and the time. For every source: in how many passes it
     drafted, and the same figures. The prompt is decoded once more without drafts,
@@ -98,15 +102,15 @@ def explain(options: ExplainOptions) -> None:
     check_max_new_tokens(options.max_new_tokens)
     locate_model(options.model)
     config = options.config()
-    from lookahead.reporting.trace_page import check_page, read_prompt_file, write_page
+    from lookahead.reporting.render import check_page
 
     text = read_prompt_file(options.prompt)
-    check_page(options.html)
+    if options.html is not None:
+        check_page(options.html, "html")
     loaded = load(options)
     from lookahead.generation.api import generate
     from lookahead.generation.prompts import as_chat
-    from lookahead.reporting.trace import trace
-    from lookahead.reporting.trace_page import model_line
+    from lookahead.reporting.trace import model_line, render_trace, trace
 
     prompt = text if options.raw else as_chat(loaded.tokenizer, text)
     settings: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "do_sample": False}
@@ -117,12 +121,12 @@ def explain(options: ExplainOptions) -> None:
     traced = replace(traced, model=model_line(options.model, loaded.model), plain=plain)
     _print_trace(traced, console(sys.stdout))
     if options.html is not None:
-        write_page(traced, options.html)
+        write_atomically(options.html, render_trace(traced))
 
 
 def _print_trace(trace: Trace, out: Console) -> None:
-    """Print the text coloured by the source of each token, a legend, every step, and the totals."""
-    from lookahead.reporting.trace_page import STEP_HEADINGS, source_rows, step_cells, total_line
+    """Print the text coloured by source, a legend, every step, and the sums."""
+    from lookahead.reporting.trace import STEP_HEADINGS, source_rows, step_cells, total_line
 
     styles = {name: _STYLES[i % len(_STYLES)] for i, name in enumerate(trace.sources)}
     text, legend = Text(), Text("from: ")
@@ -134,8 +138,7 @@ def _print_trace(trace: Trace, out: Console) -> None:
         legend.append(", ")
     legend.append("plain: the model itself")
     if trace.model:
-        out.print(f"model: {trace.model}", soft_wrap=True)
-        out.print()
+        out.print(f"model: {trace.model}\n", soft_wrap=True)
     out.print(text)
     out.print()
     out.print(legend)
@@ -143,3 +146,71 @@ def _print_trace(trace: Trace, out: Console) -> None:
     headings, *rows, total = source_rows(trace)
     out.print(table(headings, rows, total))
     out.print(total_line(trace))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PickDraftOptions(ModelOptions):
+    """Options of `lookahead pick-draft`."""
+
+    candidates: str = option(help="Draft models to try, named as --model is.", metavar="MODEL,...")
+    prompts: Path | None = option(
+        None, "Prompts to continue, one a line. (default: a few of several kinds)", metavar="FILE"
+    )
+    max_new_tokens: int = new_tokens_option(128, "Most tokens to write for each prompt.", min=2)
+    temperature: float = option(0.0, "Sample at this temperature; 0 takes the likeliest token.", min=0.0)
+    as_json: bool = option(False, "Print one JSON object.", "--json")
+
+
+def pick_draft(options: PickDraftOptions) -> None:
+    """Try draft models with a target, and say which one makes it fastest, if any.
+
+    Each is tried beside the sources that need no draft model, and these are
+    tried without it: a draft model has to be faster than none.
+
+    For example:
+
+      lookahead pick-draft --model ./large --candidates ./small,./smaller
+      lookahead pick-draft --model ./large --candidates ./small --prompts mine.txt --json
+    """
+    names = [name.strip() for name in options.candidates.split(",") if name.strip()]
+    if not names or len(set(names)) < len(names):
+        raise ConfigError(f"candidates must be models, each named once, got {options.candidates!r}")
+    lines = [] if options.prompts is None else read_prompt_file(str(options.prompts)).splitlines()
+    prompts = [line.strip() for line in lines if line.strip()]
+    loaded = load(options, measures_costs=False)
+    from lookahead.generation.draft_selection import PROMPTS, pick_draft
+    from lookahead.proposers.draft_model import DraftModel
+
+    drafts = {}
+    for name in names:
+        draft, tokenizer = load(options, name, measures_costs=False)
+        drafts[name] = DraftModel(draft, tokenizer=tokenizer, name=name)
+    temperature = options.temperature
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    with console(sys.stderr).status("measuring"):
+        pick = pick_draft(*loaded, drafts, prompts or PROMPTS, max_new_tokens=options.max_new_tokens, **sampling)
+    if options.as_json:
+        print(json.dumps(pick.to_dict()))
+    else:
+        _print_pick(pick)
+
+
+def _print_pick(pick: Pick) -> None:
+    rows = [
+        (
+            each.name.rstrip("/").rpartition("/")[2],
+            f"{each.parameters:,}" if each.parameters else "",
+            f"{1e3 * each.pass_s:.2f}" if each.pass_s else "",
+            f"{each.score.stats.mean_acceptance_length:.2f}",
+            f"{each.score.drafted_per_step:.1f}",
+            f"{each.score.stats.tokens_per_s:.1f}",
+            f"{each.score.identical}/{each.score.prompts}",
+        )
+        for each in pick.candidates
+    ]
+    out = console(sys.stdout)
+    out.print(table(_PICK_HEADINGS, rows))
+    out.print(
+        f"a pass of the target: {1e3 * pick.target_pass_s:.2f} ms; same: outputs that are those of model.generate"
+    )
+    out.print(f"fastest: {pick.best}", soft_wrap=True)

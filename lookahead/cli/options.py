@@ -1,4 +1,4 @@
-"""Commands of Typer from functions that take one dataclass of options, and options that several commands share."""
+"""Typer commands from functions of one options dataclass, and options that several commands share."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from lookahead.cli.terminal import usage_errors
-from lookahead.errors import PromptTooLongError
+from lookahead.documents.byte_sources import opened
+from lookahead.documents.decode_text import decode_bytes
+from lookahead.errors import PromptError, PromptTooLongError
 from lookahead.jobs.job_options import option, options_of
 
 
 class Side(str, Enum):
-    """Which end of a prompt is left out."""
+    """The end of a prompt that is cut off."""
 
     left = "left"
     right = "right"
@@ -26,7 +28,7 @@ class Side(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How tokens are chosen."""
+    """How tokens are sampled."""
 
     panel: ClassVar[str] = "Sampling"
 
@@ -37,7 +39,7 @@ class SamplingOptions:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Arguments of `model.generate`; greedy if no option is given or the temperature is 0."""
+        """Arguments of `model.generate`: greedy without an option or with temperature 0."""
         chosen = {"temperature": self.temperature or None, "top_k": self.top_k, "top_p": self.top_p}
         given = {name: value for name, value in chosen.items() if value is not None and self.temperature != 0}
         return {"do_sample": bool(given), **given}
@@ -57,7 +59,7 @@ class PromptOptions:
 
 
 def _parameters_of(options: type) -> list[inspect.Parameter]:
-    """The options of a dataclass as keyword parameters that Typer reads."""
+    """The options of a dataclass as keyword parameters for Typer."""
     hints, parameters = get_type_hints(options), []
     for each, owner in options_of(options):
         details: dict[str, Any] = {name: value for name, value in each.metadata.items() if name != "identifies"}
@@ -75,11 +77,10 @@ def _parameters_of(options: type) -> list[inspect.Parameter]:
 
 
 class _BareFlags:
-    """Shows flags without a type in the help: they take no value."""
+    """Shows flags without a type in the help, since they take no value."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """All parameters, as help lists them."""
-        parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]  # of the class this is mixed into
+        parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]  # a mixin
         for parameter in parameters:
             if getattr(parameter, "is_bool_flag", False):
                 parameter.metavar = ""
@@ -87,26 +88,26 @@ class _BareFlags:
 
 
 class _Command(_BareFlags, TyperCommand):
-    """A command."""
+    pass
 
 
 class _Group(_BareFlags, TyperGroup):
-    """A group of commands."""
+    pass
 
 
 class App(typer.Typer):
-    """A Typer application whose commands take one dataclass of options and tell usage errors in one line."""
+    """A Typer application whose commands take one options dataclass and print an error as one line."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(cls=_Group, no_args_is_help=True, **settings)
 
     def add(self, function: Callable[[Any], None]) -> None:
-        """Add a command: a function whose only parameter is annotated with its dataclass of options."""
+        """Add a command: a function whose only parameter is its options dataclass."""
         (options,) = (hint for name, hint in get_type_hints(function).items() if name != "return")
         arguments = {each.name for each in fields(options) if each.metadata.get("argument")}
 
         def run(ctx: typer.Context, **values: Any) -> None:
-            job_file = ctx.default_map or {}  # click takes options from it, but no arguments
+            job_file = ctx.default_map or {}  # click takes options from it, but not arguments
             values.update({name: job_file[name] for name in arguments & {*job_file} if not values[name]})
             with usage_errors():
                 function(options(**values))
@@ -120,9 +121,24 @@ class App(typer.Typer):
 
 @contextmanager
 def truncation_named() -> Iterator[None]:
-    """Let the error on a prompt that is too long name the option of the command line."""
+    """Name the command line option in the error about a prompt that is too long."""
     try:
         yield
     except PromptTooLongError as error:
         remedy = "shorten it, or cut off its beginning with --truncate left or its end with --truncate right"
         raise PromptTooLongError(error.lengths, remedy) from error
+
+
+def read_prompt_file(name: str) -> str:
+    """The text of a file, or of standard input for the name `-`.
+
+    Raises:
+        DocumentError: It is not text, a URL cannot be read, or a pipe sends nothing in time.
+        PromptError: It is empty.
+        OSError: The file cannot be read.
+    """
+    with opened(name) as file:
+        text = decode_bytes(file.read(), name)
+    if not text.strip():
+        raise PromptError(f"{name} holds no prompt: it is empty")
+    return text

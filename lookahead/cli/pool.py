@@ -1,12 +1,12 @@
-"""The commands on pools of documents."""
+"""The commands that make and check pools of documents."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import MISSING, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -14,6 +14,9 @@ from lookahead.cli.options import App
 from lookahead.cli.terminal import PoolDisplay, console, convert, say_skipped, table
 from lookahead.jobs.job_options import INPUTS, DocumentOptions, option
 from lookahead.models.loading import locate_model
+
+if TYPE_CHECKING:
+    from lookahead.ngram.pool_file import PoolHeader
 
 _MODEL = "The model that will draft from it, or its tokenizer: a folder, a GGUF file, a name on the Hub."
 
@@ -55,8 +58,8 @@ class PoolBuildOptions(DocumentOptions):
 def build(options: PoolBuildOptions) -> None:
     """Make a pool of documents.
 
-    A document that cannot be read is reported and left out. The file is there once
-    all of it is written, and not before.
+    A document that cannot be read is reported and left out. The file appears only
+    when all of it is written.
 
     For example:
 
@@ -69,17 +72,15 @@ def build(options: PoolBuildOptions) -> None:
     """
     from lookahead.pools.build_pool import build_pool
 
-    def write(sources: Any, tokenizer: Any, **watched: Any) -> Any:
-        return build_pool(str(options.output), sources, tokenizer, max_tokens=options.max_tokens, **watched)
-
+    write = partial(build_pool, str(options.output), max_tokens=options.max_tokens)
     _fill(options, options.output, write, overwrite=options.overwrite)
 
 
 def add(options: PoolAddOptions) -> None:
     """Add documents to a pool.
 
-    A new file takes the place of the old one when all of it is written; processes
-    that have the old one open go on with that.
+    A new file replaces the old one when all of it is written; processes that have
+    the old one open continue to read it.
 
     For example:
 
@@ -91,16 +92,13 @@ def add(options: PoolAddOptions) -> None:
     """
     from lookahead.pools.build_pool import build_pool
 
-    def write(sources: Any, tokenizer: Any, **watched: Any) -> Any:
-        return build_pool(options.pool, sources, tokenizer, add=True, **watched)
-
-    _fill(options, Path(options.pool), write, overwrite=True)
+    _fill(options, Path(options.pool), partial(build_pool, options.pool, add=True), overwrite=True)
 
 
 def _fill(
-    options: PoolBuildOptions | PoolAddOptions, output: Path, write: Callable[..., Any], *, overwrite: bool
+    options: PoolBuildOptions | PoolAddOptions, output: Path, write: partial[PoolHeader], *, overwrite: bool
 ) -> None:
-    """Write a pool of documents, and show how it goes."""
+    """Write a pool of documents and show the progress."""
     from lookahead.documents.inputs import check_output, find_inputs
     from lookahead.documents.readers import check_readers, count_documents
 
@@ -123,7 +121,7 @@ def _fill(
 
 
 def info(options: PoolOptions) -> None:
-    """Show what a pool file says of itself; its contents are not read.
+    """Show the header of a pool file; its contents are not read.
 
     For example: lookahead pool info pool.lkp
     """
@@ -133,7 +131,7 @@ def info(options: PoolOptions) -> None:
 
 
 def verify(options: PoolVerifyOptions) -> None:
-    """Check every byte of a pool, and with --model that it was made for it.
+    """Check every byte of a pool, and with --model that it was made for that model.
 
     For example:
 
@@ -156,7 +154,7 @@ def verify(options: PoolVerifyOptions) -> None:
 
 
 def _load_tokenizer(model: str) -> Any:
-    """Load a tokenizer, with a sign of life for the seconds that takes."""
+    """Load a tokenizer with a status line."""
     from lookahead.models.loading import TOKENIZER_FILES, load_tokenizer, prepare_process
 
     location, _ = locate_model(model, TOKENIZER_FILES)

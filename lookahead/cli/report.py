@@ -1,4 +1,4 @@
-"""The command that shows the results of a job as a page."""
+"""The command that shows the results of a job as an HTML page."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def report(options: ReportOptions) -> None:
     """Show the results of a job as one HTML page.
 
     Speedups, acceptance by source, tokens per pass, time by length, speed over the
-    job, failures by reason, totals, and the documents that took longest or gained
-    most and least with their summaries. The page needs nothing else, no network
-    either. What the results do not hold is left out; lines that are none are named.
-    It may be made while the job runs. An earlier report is replaced, no other file.
+    job, failures by reason, totals, and the summaries of the documents that took
+    longest or gained most and least. The page is one file and needs no network.
+    What the results do not hold is left out; malformed lines are named. It may be
+    made while the job runs. An earlier report is replaced, but no other file.
 
     For example:
 

@@ -1,4 +1,4 @@
-"""The command that serves models over HTTP."""
+"""The command that serves models over HTTP, with the server of transformers."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def serve(options: ServeOptions) -> None:
     address = f"[{options.host}]" if ":" in options.host else options.host
     say("serving", f"{name} at http://{address}:{listener.getsockname()[1]}/v1; Ctrl-C ends")
     try:
-        with suppress(KeyboardInterrupt):  # uvicorn has ended its work before it passes the signal on
+        with suppress(KeyboardInterrupt):  # uvicorn finishes its work and then passes the signal on
             server.run(sockets=[listener])
     finally:
         models.shutdown()

@@ -6,13 +6,13 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, cast
+from typing import TYPE_CHECKING, NamedTuple, TextIO, cast
 
 import typer
 
-from lookahead.cli.terminal import Display, console, load, say_skipped, table, usage_errors
+from lookahead.cli.terminal import JobDisplay, console, load, say_skipped, table, usage_errors
 from lookahead.errors import ClusterError, ConfigError, LookaheadError
 from lookahead.jobs import job_figures as report
 from lookahead.jobs.job_options import JobOptions, option
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def _use_job_file(context: typer.Context, path: Path | None) -> Path | None:
-    """Take the options of a job file as defaults; those of the command line go before them."""
+    """Take the options of a job file as defaults of the command line."""
     if path is not None:
         with usage_errors():
             context.default_map = read_job_file(path)
@@ -38,7 +38,7 @@ def _use_job_file(context: typer.Context, path: Path | None) -> Path | None:
 
 @dataclass(frozen=True, kw_only=True)
 class SummarizeOptions(JobOptions):
-    """What a job file can set, and the job file."""
+    """Options of `lookahead summarize`: those of a job file, and the file."""
 
     job: Path | None = option(
         None, "Take these options from a TOML file.", metavar="FILE", callback=_use_job_file, is_eager=True
@@ -51,12 +51,12 @@ def summarize(options: SummarizeOptions) -> None:
 
     A document longer than the model's context is cut between sections or sentences;
     its parts are summarized, then their summaries together, or with --refine one
-    part after the other. One that cannot be read is reported and put aside, and the
-    others go on. Equal texts are summarized once.
+    part after the other. A document that cannot be read is reported and goes to the
+    rejects. Equal texts are summarized once.
 
-    With --output every summary is on the disk as soon as it is there. After a
-    kill or a loss of power, the same command with --resume does the rest; at the
-    end the lines stand in the order of the inputs.
+    With --output every summary is on the disk as soon as it is finished. After a
+    kill or a power failure, the same command with --resume does the rest; at the
+    end the lines are in the order of the inputs.
 
     For example:
 
@@ -110,24 +110,24 @@ def summarize(options: SummarizeOptions) -> None:
         total = min((number for number in (known, options.limit, options.sample) if number is not None), default=None)
         is_stdout, is_text = options.output is None, _prints_text(options)
         shows_bar = not is_stdout or is_text or not sys.stdout.isatty()
-        display = Display(total if known is not None else None, as_text=is_stdout and is_text, with_bar=shows_bar)
+        display = JobDisplay(total if known is not None else None, as_text=is_stdout and is_text, with_bar=shows_bar)
         if not options.ray:
             summarizer.report_prefill(display.reading)
-        status = runner.run(options, documents, paths, display, is_part=total != known, skipped=len(skipped))
+        status = _run(runner, options, documents, paths, display, is_part=total != known, skipped=len(skipped))
     raise typer.Exit(status)
 
 
 def _prints_text(options: JobOptions) -> bool:
-    """Whether stdout gets text to read rather than JSON."""
+    """Whether stdout gets text, not JSON."""
     return options.format == "text" or (options.format == "auto" and sys.stdout.isatty())
 
 
 def _find_memory(options: JobOptions) -> Path | None:
-    """The pool, if it is a file of earlier outputs and not a corpus.
+    """The pool, if it is a memory of outputs and not a corpus.
 
     Raises:
-        ConfigError: Nothing would be drafted from it, or workers would share it.
-        PoolError: It can be neither.
+        ConfigError: No proposer would read it, or several workers would write it.
+        PoolError: It is no pool.
     """
     if options.pool is None:
         return None
@@ -136,8 +136,9 @@ def _find_memory(options: JobOptions) -> Path | None:
     if not is_memory(options.pool):
         return None
     if "outputs" not in options.proposers:
-        names = f"--proposers must name outputs, got {options.proposers!r}"
-        raise ConfigError(f"pool {options.pool} is for earlier outputs; {names}")
+        raise ConfigError(
+            f"pool {options.pool} is for earlier outputs; --proposers must name outputs, got {options.proposers!r}"
+        )
     check_memory(Path(options.pool))
     if options.ray:
         raise ConfigError(
@@ -146,7 +147,16 @@ def _find_memory(options: JobOptions) -> Path | None:
     return Path(options.pool)
 
 
-def _local(options: JobOptions, loaded: LoadedModel, summarizer: Summarizer, memory: Path | None) -> JobRunner:
+class _Runner(NamedTuple):
+    """A worker, the identity of the job, the memory of outputs if there is one, and notes of the worker."""
+
+    worker: Worker
+    identity: JobIdentity
+    memory: OutputMemory | None
+    notes: list[str]
+
+
+def _local(options: JobOptions, loaded: LoadedModel, summarizer: Summarizer, memory: Path | None) -> _Runner:
     """A summarizer in this process, warmed up."""
     from lookahead.jobs.identity import JobIdentity
     from lookahead.jobs.output_memory import OutputMemory
@@ -154,12 +164,12 @@ def _local(options: JobOptions, loaded: LoadedModel, summarizer: Summarizer, mem
     opened = None if memory is None else OutputMemory(memory, *loaded)
     with console(sys.stderr).status("warming up"):
         summarizer.warm_up()
-    return JobRunner(summarizer, JobIdentity.of(options, *loaded), opened)
+    return _Runner(summarizer, JobIdentity.of(options, *loaded), opened, [])
 
 
 @contextmanager
-def _worker_pool(options: JobOptions) -> Iterator[JobRunner]:
-    """Workers on a Ray cluster, until this is left."""
+def _worker_pool(options: JobOptions) -> Iterator[_Runner]:
+    """Workers on a Ray cluster while the context lasts."""
     from lookahead.jobs.worker_pool import OwnStdout, WorkerPool, connect, plan_workers
 
     sent = options.for_workers()
@@ -170,11 +180,11 @@ def _worker_pool(options: JobOptions) -> Iterator[JobRunner]:
             status.update(f"waiting for the first of {report.count(plan.workers, 'worker')}")
             identity = pool.wait_ready().identity
             status.stop()
-            yield JobRunner(pool, identity, notes=pool.notes)
+            yield _Runner(pool, identity, None, pool.notes)
 
 
 def _estimate(options: JobOptions, documents: Iterator[Document | Reject], summarizer: Summarizer) -> int:
-    """Print what the job would take; the exit status."""
+    """Print what the job would take; returns the exit status."""
     from lookahead.jobs.estimate import estimate_job
 
     with console(sys.stderr).status("counting"):
@@ -186,82 +196,53 @@ def _estimate(options: JobOptions, documents: Iterator[Document | Reject], summa
     return 1 if estimate.failed else 0
 
 
-@dataclass(slots=True)
-class JobRunner:
-    """Runs a job and shows how it goes.
+def _run(
+    runner: _Runner,
+    options: JobOptions,
+    documents: Iterator[Document | Reject],
+    paths: OutputPaths,
+    display: JobDisplay,
+    *,
+    is_part: bool,
+    skipped: int,
+) -> int:
+    """Run a job and show it; returns the exit status."""
+    from lookahead.jobs.job import JobTotals, run_job
+    from lookahead.jobs.result_lines import JsonLinesStdout
 
-    Attributes:
-        worker: Summarizes documents: a summarizer, or a pool of workers.
-        identity: Tells the job from others.
-        memory: The earlier outputs that are kept, if they are.
-        notes: What the worker pool has to say at the end.
-    """
-
-    worker: Worker
-    identity: JobIdentity
-    memory: OutputMemory | None = None
-    notes: list[str] = field(default_factory=list)
-
-    def run(
-        self,
-        options: JobOptions,
-        documents: Iterator[Document | Reject],
-        paths: OutputPaths,
-        display: Display,
-        *,
-        is_part: bool,
-        skipped: int,
-    ) -> int:
-        """Summarize documents.
-
-        Args:
-            options: How.
-            documents: The documents.
-            paths: Where results go, checked.
-            display: Shows the job.
-            is_part: Whether the inputs hold documents besides these.
-            skipped: Number of files that are not read.
-
-        Returns:
-            The exit status.
-        """
-        from lookahead.jobs.job import JobTotals, run_job
-        from lookahead.jobs.result_lines import JsonLinesStdout
-
-        totals, is_exact = JobTotals(skipped=skipped), self.identity.dtype == "float32"
-        with display.progress:
-            try:
-                run_job(
-                    documents if self.memory is None else self.memory.save_while(documents),
-                    self.worker, paths, self.identity, totals=totals, observer=display, rows=options.rows,
-                    retry_rejects=options.retry_rejects, is_part=is_part,
-                    shown=None if display.as_text else JsonLinesStdout(),
-                )  # fmt: skip
-            except KeyboardInterrupt:
-                self._save_memory(display)
-                display.say("interrupted", report.describe_stop(totals, paths.results))
-                return 130
-            except ClusterError as error:
-                display.say("error", f"{error}; {report.describe_stop(totals, paths.results)}")
-                return 1
-            except OSError as error:
-                if not isinstance(error, BrokenPipeError):  # a reader such as `head` has seen enough
-                    stopped = report.describe_stop(totals, paths.results)
-                    display.say("error", f"writing failed: {error.strerror}; {stopped}")
-                return 1
-        is_saved = self._save_memory(display)
-        totals.notes += self.notes
-        display.conclude(totals, exact=is_exact)
-        if self.memory is not None and is_saved:
-            console(sys.stderr).print(report.describe_memory(self.memory, totals), soft_wrap=True)
-        return 1 if totals.rejected or (totals.different and is_exact) or not is_saved else 0
-
-    def _save_memory(self, display: Display) -> bool:
-        """Save the earlier outputs, if they are kept; whether nothing went wrong."""
+    totals, memory, is_exact = JobTotals(skipped=skipped), runner.memory, runner.identity.dtype == "float32"
+    with display.progress:
         try:
-            if self.memory is not None:
-                self.memory.save()
-        except LookaheadError as error:
-            display.say("error", str(error))
-            return False
-        return True
+            run_job(
+                documents if memory is None else memory.save_while(documents),
+                runner.worker, paths, runner.identity, totals=totals, observer=display, rows=options.rows,
+                retry_rejects=options.retry_rejects, is_part=is_part,
+                shown=None if display.as_text else JsonLinesStdout(),
+            )  # fmt: skip
+        except (KeyboardInterrupt, ClusterError, OSError) as error:
+            stopped = report.describe_stop(totals, paths.results)
+            if isinstance(error, KeyboardInterrupt):
+                _save(memory, display)
+                display.say("interrupted", stopped)
+                return 130
+            if not isinstance(error, BrokenPipeError):  # a reader such as `head` has seen enough
+                what = f"writing failed: {error.strerror}" if isinstance(error, OSError) else str(error)
+                display.say("error", f"{what}; {stopped}")
+            return 1
+    is_saved = _save(memory, display)
+    totals.notes += runner.notes
+    display.conclude(totals, exact=is_exact)
+    if memory is not None and is_saved:
+        console(sys.stderr).print(report.describe_memory(memory, totals), soft_wrap=True)
+    return 1 if totals.rejected or (totals.different and is_exact) or not is_saved else 0
+
+
+def _save(memory: OutputMemory | None, display: JobDisplay) -> bool:
+    """Save the memory, if there is one; returns False on an error, which is printed."""
+    try:
+        if memory is not None:
+            memory.save()
+    except LookaheadError as error:
+        display.say("error", str(error))
+        return False
+    return True

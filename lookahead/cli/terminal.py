@@ -1,4 +1,4 @@
-"""What the command line shows: progress, errors, summaries to read, tables, and the exit status of an error."""
+"""What the commands print: messages, tables, progress bars, and the exit status of an error."""
 
 from __future__ import annotations
 
@@ -42,31 +42,31 @@ if TYPE_CHECKING:
 
 MOST_TABLE_ROWS = 20
 MOST_SKIPPED = 20  # files that are named
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but for tabs and line breaks
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # except tabs and line breaks
 
-_SILENT_S = 1.0  # seconds of preparation that are not worth a line
+_SILENT_S = 1.0  # preparation that takes less is not reported
 _COMPILING = "compiling what drafts and attends, once after an install: about 20 s"
 _MEASURING = "measuring what steps cost, once for this model on this machine"
 
 
 def console(file: TextIO) -> Console:
-    """A console that prints text as it is."""
+    """A console that prints text unchanged."""
     return Console(file=file, highlight=False, markup=False, emoji=False)
 
 
 def harmless(text: str) -> str:
-    """Text of others without what commands a terminal."""
+    """Untrusted text with U+FFFD in place of control characters."""
     return _CONTROL.sub("\ufffd", text)
 
 
-def say(kind: str, message: str) -> None:
-    """Print one line to stderr."""
+def say(kind: str, message: str, out: Console | None = None) -> None:
+    """Print one line to stderr, or above the progress bar of the console `out`."""
     line = Text.assemble((f"{kind}: ", "bold red"), harmless(" ".join(message.splitlines())))
-    console(sys.stderr).print(line, soft_wrap=True)
+    (out or console(sys.stderr)).print(line, soft_wrap=True)
 
 
 def say_skipped(files: Sequence[str]) -> None:
-    """Name the files of folders that are not read, one a line."""
+    """Name the files of folders that are not read."""
     for file in files[:MOST_SKIPPED]:
         say("skipped", file)
     if len(files) > MOST_SKIPPED:
@@ -75,10 +75,7 @@ def say_skipped(files: Sequence[str]) -> None:
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """Turn what goes wrong before the work, or stops it, into one line on stderr and an exit status.
-
-    What is warned of is one line too, without the place in the code.
-    """
+    """Print an error as one line and exit with its status; print warnings as one line each."""
     try:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_: say("warning", str(message))
@@ -86,10 +83,10 @@ def usage_errors() -> Iterator[None]:
     except LookaheadError as error:
         say("error", str(error))
         raise typer.Exit(2) from error
-    except BrokenPipeError:  # typer knows what to do with a closed stdout
+    except BrokenPipeError:  # typer handles a closed stdout
         raise
     except OSError as error:
-        # A file is told by its name and was refused before the work; without a name it is stdout.
+        # An input or output file has a name and fails before the work; without a name it is stdout.
         say("error", f"{error.filename or 'writing failed'}: {error.strerror or error}")
         raise typer.Exit(2 if error.filename else 1) from error
     except KeyboardInterrupt as error:
@@ -101,30 +98,28 @@ def usage_errors() -> Iterator[None]:
 
 @functools.cache
 def watch_compilation() -> Any:
-    """Say in one line that code is being compiled, once that has taken a second; later processes load it from disk.
-
-    It lasts as long as the command (`usage_errors`).
+    """Print one line once Numba has compiled for a second; later processes load the code from disk.
 
     Returns:
-        A listener of Numba's that knows the seconds `spent` so far.
+        The listener, whose `spent` is the time in seconds. `usage_errors` removes it at the end of the command.
     """
     from numba.core import event
 
     class Notice(event.Listener):
+        """Counts the time of the outermost functions; those they call are compiled meanwhile."""
+
         def __init__(self) -> None:
-            self.spent, self._depth, self._since, self._told = 0.0, 0, 0.0, False
+            self.spent, self._depth, self._since, self._is_said = 0.0, 0, 0.0, False
 
         def on_start(self, event: Any) -> None:
-            """Of one function; it compiles those it calls on the way."""
             if self._depth == 0:
                 self._since = time.perf_counter()
             self._depth += 1
-            if not self._told and self.spent + time.perf_counter() - self._since > _SILENT_S:
-                self._told = True
+            if not self._is_said and self.spent + time.perf_counter() - self._since > _SILENT_S:
+                self._is_said = True
                 say("note", _COMPILING)
 
         def on_end(self, event: Any) -> None:
-            """Count the seconds of the outermost one."""
             self._depth -= 1
             if self._depth == 0:
                 self.spent += time.perf_counter() - self._since
@@ -135,7 +130,7 @@ def watch_compilation() -> Any:
 
 
 def _end_compilation() -> None:
-    """Take the listener away, where a command has one: the next command in this process gets its own."""
+    """Remove the listener, so that the next command in this process gets its own."""
     if watch_compilation.cache_info().currsize:
         from numba.core import event
 
@@ -144,42 +139,23 @@ def _end_compilation() -> None:
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]], total: Sequence[str] | None = None) -> Table:
-    """A table with its figures to the right, and a last row set apart."""
+    """A table with its numbers aligned right, and the totals below a line."""
     drawn = Table(show_header=any(headings), show_footer=total is not None, box=SIMPLE)
     for i, heading in enumerate(headings):
-        figures = i > 0
         footer = total[i] if total else ""
-        drawn.add_column(heading, footer, justify="right" if figures else "left", no_wrap=figures, overflow="fold")
+        drawn.add_column(heading, footer, justify="right" if i else "left", no_wrap=i > 0, overflow="fold")
     for row in rows:
         drawn.add_row(*row)
     return drawn
 
 
-def _bar(words: str, *, shown: bool) -> Progress:
-    """A bar on stderr, where that is a terminal, with some words about the task behind its numbers."""
-    stderr = console(sys.stderr)
-    return Progress(
-        SpinnerColumn(),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(words),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=stderr,
-        transient=True,
-        redirect_stdout=False,  # rich would send what is printed meanwhile to stderr
-        disable=not (shown and stderr.is_terminal),
-    )
-
-
 def load(options: ModelOptions, model: str | None = None, *, measures_costs: bool = True) -> LoadedModel:
-    """Load a model and what its steps cost, with a status line for the seconds that takes.
+    """Load a model and its step costs, with a status line meanwhile.
 
     Args:
-        options: Which model, and how; it is looked for before torch is imported.
-        model: Another model, loaded in the same way.
-        measures_costs: Whether costs that no file holds are measured quickly, and kept.
+        options: The model, its precision and its device. It is located before torch is imported.
+        model: Another model to load in the same way.
+        measures_costs: Whether costs that no file holds are measured quickly, and saved.
     """
     name = options.model if model is None else model
     location, _ = locate_model(name)
@@ -192,17 +168,17 @@ def load(options: ModelOptions, model: str | None = None, *, measures_costs: boo
         loading.prepare_process(options.threads)
         convert(location)
         loaded = loading.load(name, dtype=options.dtype, device=options.device)
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as caught:  # printed when the status line is gone
             warnings.simplefilter("always")
             if measures_costs:
                 status.update(_MEASURING)
-                started, known = time.perf_counter() - compilation.spent, False
+                started, are_known = time.perf_counter() - compilation.spent, False
                 try:
-                    known = prepare_costs(loaded.model)
+                    are_known = prepare_costs(loaded.model)
                 except OSError as error:
                     warnings.warn(f"step costs are not kept for the next time: {error}", stacklevel=1)
                 seconds = time.perf_counter() - compilation.spent - started
-                if known and seconds > _SILENT_S and not out.is_terminal:
+                if are_known and seconds > _SILENT_S and not out.is_terminal:
                     say("note", f"{_MEASURING}: {seconds:.1f} s")
             else:
                 load_costs(loaded.model)
@@ -212,16 +188,16 @@ def load(options: ModelOptions, model: str | None = None, *, measures_costs: boo
 
 
 def convert(location: str) -> None:
-    """Convert what was located, where it is a GGUF file and this was not done before, and say so."""
+    """Convert a GGUF file, unless an earlier run did, and say so."""
     if is_gguf(location):
         convert_once(Path(location), lambda line: say("note", line))
 
 
 @contextmanager
 def reading() -> Iterator[Callable[[int, int], None]]:
-    """A line on stderr, where that is a terminal, that tells how far a prompt is read, and goes when it is.
+    """A status line about reading the prompt; yields the function that updates it.
 
-    Call what this gives with equal numbers before anything is printed.
+    Call that with equal numbers, which remove the line, before anything is printed.
     """
     status = console(sys.stderr).status("reading the prompt")
 
@@ -235,16 +211,45 @@ def reading() -> Iterator[Callable[[int, int], None]]:
         yield show
 
 
-class Display:
-    """Shows a job: progress and errors on stderr, and on stdout the summaries to read, if they are wanted.
-
-    Args:
-        total: Documents to come, `None` if unknown.
-        as_text: Whether to show the summaries.
-        with_bar: Whether to show the bar, where stderr is a terminal.
+class _Bar:
+    """A progress bar on stderr, shown if that is a terminal.
 
     Attributes:
-        progress: The bar; it is there while this is entered.
+        progress: Its context manager.
+    """
+
+    def __init__(self, template: str, total: int | None, *, is_shown: bool = True, **values: Any) -> None:
+        stderr = console(sys.stderr)
+        self.progress = Progress(
+            SpinnerColumn(),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn(template),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=stderr,
+            transient=True,
+            redirect_stdout=False,  # rich would print it to stderr
+            disable=not (is_shown and stderr.is_terminal),
+        )
+        self._task = self.progress.add_task("", total=total, **values)
+
+    def say(self, kind: str, message: str) -> None:
+        """Print one line to stderr, above the bar."""
+        say(kind, message, self.progress.console)
+
+    def _update(self, **values: Any) -> None:
+        self.progress.update(self._task, **values)
+
+
+class JobDisplay(_Bar):
+    """Shows a job: progress and errors on stderr, and the summaries on stdout if they are wanted.
+
+    Args:
+        total: Number of documents, `None` if unknown.
+        as_text: Whether to print the summaries.
+        with_bar: Whether to show the bar on a terminal.
     """
 
     def __init__(self, total: int | None, *, as_text: bool, with_bar: bool) -> None:
@@ -252,52 +257,38 @@ class Display:
         self._rows: list[tuple[str, ...]] = []
         self._started = time.monotonic()
         words = "documents, {task.fields[speed]:.0f} tokens/s, {task.fields[accepted]:.2f} a pass{task.fields[read]}"
-        self.progress = _bar(words, shown=with_bar)
-        self._task = self.progress.add_task("", total=total, speed=0.0, accepted=0.0, read="")
-
-    @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Take the progress bar away while something is printed."""
-        self.progress.stop()
-        yield
-        self.progress.start()
-
-    def say(self, kind: str, message: str) -> None:
-        """Print one line to stderr."""
-        with self._aside():
-            say(kind, message)
+        super().__init__(words, total, is_shown=with_bar, speed=0.0, accepted=0.0, read="")
 
     def reading(self, done: int, tokens: int) -> None:
         """Show how far a prompt is read."""
-        read = f", reading: {done:,} of {tokens:,} tokens" if done < tokens else ""
-        self.progress.update(self._task, read=read)
+        self._update(read=f", reading: {done:,} of {tokens:,} tokens" if done < tokens else "")
 
     def summarized(self, done: Summarized, totals: JobTotals) -> None:
-        """Show a summary, and how far the job is."""
+        """Show a summary and the progress."""
         name, summary = harmless(str(done.document.id)), done.summary
         if self.as_text:
-            with self._aside():
-                out = console(sys.stdout)
-                out.print(Rule(Text(name, "bold"), align="left"))
-                out.print(Text(harmless(summary.text)))
-                out.print(Text(report.describe_summary(summary) + "\n", "dim"))
+            self.progress.stop()
+            out = console(sys.stdout)
+            out.print(Rule(Text(name, "bold"), align="left"))
+            out.print(Text(harmless(summary.text)))
+            out.print(Text(report.describe_summary(summary) + "\n", "dim"))
+            self.progress.start()
         if summary.plain is not None and len(self._rows) < MOST_TABLE_ROWS:
             self._rows.append(report.comparison_row(name, summary.stats, summary.plain))
         speed = report.speed_of(totals, time.monotonic() - self._started)
-        accepted = totals.stats.mean_acceptance_length
-        self.progress.update(self._task, advance=1, speed=speed, accepted=accepted)
+        self._update(advance=1, speed=speed, accepted=totals.stats.mean_acceptance_length)
 
     def passed(self, name: DocumentId, totals: JobTotals) -> None:
-        """Show that a document needed no work."""
-        self.progress.update(self._task, advance=1)
+        """Count a document that needed no work."""
+        self._update(advance=1)
 
     def rejected(self, reject: Reject, totals: JobTotals) -> None:
         """Show why a document failed."""
         self.say("error", reject.error)
-        self.progress.update(self._task, advance=1)
+        self._update(advance=1)
 
     def conclude(self, totals: JobTotals, *, exact: bool) -> None:
-        """Show how the job went: after the summaries where they are shown, else on stderr."""
+        """Show the figures of the job: on stdout after the summaries, else on stderr."""
         out, seconds = console(sys.stdout if self.as_text else sys.stderr), time.monotonic() - self._started
         if totals.plain is not None:
             everything = report.comparison_row("all", totals.stats, totals.plain)
@@ -311,31 +302,25 @@ class Display:
             say("NOT IDENTICAL", report.describe_difference(totals, exact=exact))
 
 
-class PoolDisplay:
-    """Shows a pool in the making: progress and errors on stderr.
+class PoolDisplay(_Bar):
+    """Shows how a pool is made: progress and errors on stderr.
 
     Args:
-        total: Documents to come, `None` if unknown.
-
-    Attributes:
-        progress: The bar; it is there while this is entered.
+        total: Number of documents, `None` if unknown.
     """
 
     def __init__(self, total: int | None) -> None:
-        self.progress = _bar("documents, {task.fields[tokens]:,} tokens{task.fields[stage]}", shown=True)
-        self._task = self.progress.add_task("", total=total, tokens=0, stage="")
+        super().__init__("documents, {task.fields[tokens]:,} tokens{task.fields[stage]}", total, tokens=0, stage="")
 
     def taken(self, totals: PoolTotals) -> None:
         """Show how many documents and tokens were taken."""
-        self.progress.update(self._task, advance=1, tokens=totals.tokens)
+        self._update(advance=1, tokens=totals.tokens)
 
     def rejected(self, reject: Reject) -> None:
-        """Show why a document was not."""
-        self.progress.stop()
-        say("error", reject.error)
-        self.progress.start()
-        self.progress.update(self._task, advance=1)
+        """Show why a document failed."""
+        self.say("error", reject.error)
+        self._update(advance=1)
 
     def writing(self) -> None:
-        """Show that the pool is made of them now."""
-        self.progress.update(self._task, stage=", indexing and writing")
+        """Show that the documents are read and the pool is written."""
+        self._update(stage=", indexing and writing")

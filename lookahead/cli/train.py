@@ -1,10 +1,10 @@
-"""The command that trains heads."""
+"""The command that trains draft heads."""
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
 import typer
@@ -24,7 +24,7 @@ class TrainOptions(ModelOptions):
     )
     output: Path = option(MISSING, "Folder for the heads.", "--output", "-o", metavar="DIR")
     heads: int = option(4, "Tokens drafted beyond the next one: heads, or steps of EAGLE.")
-    joint: bool = option(False, "medusa, mtp: train the model too; it is written to DIR/model.")
+    is_joint: bool = option(False, "medusa, mtp: train the model too; it is written to DIR/model.", "--joint")
     draft_vocab: int = option(32_000, "eagle3: size of the draft vocabulary, the most frequent tokens.")
     steps: int | None = option(None, "Batches to train on. (default: the data once)")
     batch_size: int = option(8, "Examples in a batch.")
@@ -38,11 +38,11 @@ class TrainOptions(ModelOptions):
 
 
 def train(options: TrainOptions) -> None:
-    r"""Train heads that guess several tokens at once, to draft with.
+    r"""Train heads that draft several tokens at once.
 
-    A prompt without an output is first answered by the model itself: what it writes
-    is what its heads will have to guess. Prints for every place how many held-out
-    tokens are guessed right, at once and by one of five guesses. Needs accelerate:
+    A prompt without an output is first answered by the model itself, since its
+    heads predict what it writes. Prints for every position how many held-out tokens
+    the first guess and one of five guesses predict. Needs accelerate:
     pip install 'lookahead-decoding\[train]'.
 
     For example:
@@ -56,19 +56,7 @@ def train(options: TrainOptions) -> None:
     locate_model(options.model)
     from lookahead.training.train_heads import Settings, check_trainer, train_heads
 
-    settings = Settings(
-        kind=options.kind,
-        heads=options.heads,
-        is_joint=options.joint,
-        draft_vocab=options.draft_vocab,
-        steps=options.steps,
-        batch_size=options.batch_size,
-        learning_rate=options.learning_rate,
-        max_length=options.max_length,
-        max_new_tokens=options.max_new_tokens,
-        hold_out_every=options.hold_out_every,
-        seed=options.seed,
-    )
+    settings = Settings(**{each.name: getattr(options, each.name) for each in fields(Settings)})
     check_trainer()
     loaded = load(options, measures_costs=False)
     stderr = console(sys.stderr)

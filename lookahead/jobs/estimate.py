@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.documents.inputs import Input
@@ -147,8 +147,7 @@ def estimate_job(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Trial:
+class _Trial(NamedTuple):
     """The part of a document that is summarized to measure the time, and the size of the whole."""
 
     excerpt: Document

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from lookahead.documents.decode_text import Document, DocumentId, Reject
 from lookahead.jobs.identity import JobIdentity, text_hash
-from lookahead.jobs.journal import Journal, ResultWriter, Sink, Stream
+from lookahead.jobs.journal import Journal, Sink, Stream
 from lookahead.jobs.output_location import OutputPaths
 from lookahead.stats import DecodingStats, total_in_sequence
 
@@ -42,14 +42,12 @@ class JobTotals:
     """What a job has done so far.
 
     Attributes:
-        summarized: Documents summarized.
+        summarized: Documents summarized, with `document_tokens` tokens.
         copied: Documents with the text of another, whose summary was copied.
         earlier: Documents that an earlier run finished.
         rejected: Documents that failed, in this run or an earlier one.
         skipped: Files of folders that were not read.
         cut: Summaries cut off at the token limit.
-        document_tokens: Tokens of the documents summarized.
-        stats: Counters of decoding.
         plain: Figures of plain decoding, if it was asked for.
         different: Documents for which plain decoding gave other tokens.
         notes: Further remarks for the user.
@@ -120,7 +118,7 @@ def run_job(
         ConfigError: A file cannot be created, or the results are of another job.
         OSError: A line cannot be written; those before it are whole.
     """
-    writer: ResultWriter
+    writer: Journal | Stream
     if paths.is_journal:
         writer = Journal(paths, identity, retry_rejects=retry_rejects, is_part=is_part)
     else:
@@ -134,7 +132,7 @@ def run_job(
 class _Run:
     """One run of a job."""
 
-    def __init__(self, writer: ResultWriter, totals: JobTotals, observer: JobObserver) -> None:
+    def __init__(self, writer: Journal | Stream, totals: JobTotals, observer: JobObserver) -> None:
         self._writer, self._totals, self._observer = writer, totals, observer
         self._twins: dict[bytes, list[DocumentId]] = {}  # documents that wait for an equal text, by its hash
 

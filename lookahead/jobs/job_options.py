@@ -59,7 +59,7 @@ def options_of(kind: type) -> list[tuple[Field[Any], type]]:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceOptions:
-    """The precision and the device of a model."""
+    """Options for the precision and the device of a model."""
 
     panel: ClassVar[str] = "Model"
 
@@ -220,8 +220,8 @@ class JobOptions(DocumentOptions, WorkerOptions):
     price_per_hour: float | None = option(None, "Price of an hour on this machine, for --dry-run.", min=0.0)
     pool: str | None = option(
         None,
-        "Draft from this too: a corpus made by 'lookahead pool build', or else a file that keeps this job's outputs "
-        "for later ones.",
+        "Draft from this too: a corpus made by 'lookahead pool build', or a file that keeps this job's outputs for "
+        "later jobs.",
         metavar="FILE",
     )
     ray: bool = option(False, "Use workers on a Ray cluster, or several on this machine.")

@@ -31,10 +31,7 @@ class Sink(Protocol):
 
 
 class ResultWriter:
-    """Writes the lines of a job. This class holds what a journal and a stream share.
-
-    Args:
-        identity: The job.
+    """What a journal and a stream share: the fields of a line, and copies of lines.
 
     Attributes:
         notes: What the user should know about the files.
@@ -44,18 +41,6 @@ class ResultWriter:
         self.notes: list[str] = []
         self._identity = identity
         self._files = ExitStack()
-
-    def take(self, document: Document) -> tuple[bytes | None, Before]:
-        """Register a document of the inputs.
-
-        Returns:
-            The hash of its text, `None` if its line is not written; and what an earlier run did with it.
-        """
-        raise NotImplementedError
-
-    def has(self, content: bytes) -> bool:
-        """Whether the line of a document with this text hash can be copied."""
-        raise NotImplementedError
 
     def write(self, document: Document, record: Record) -> None:
         """Write the line of a document.
@@ -68,27 +53,12 @@ class ResultWriter:
         self._append({"id": document.id, **record, "document": content.hex(), **job}, content)
 
     def copy(self, name: DocumentId, content: bytes) -> None:
-        """Write the line of a document whose text already has a line.
+        """Write the line of a document whose text already has a line, by the hash of the text.
 
         Raises:
             OSError: As `write`.
         """
         self._append(copy_of(self._line_of(content), name), content)
-
-    def reject(self, reject: Reject, content: bytes | None = None) -> None:
-        """Write the line of a document that failed.
-
-        Args:
-            reject: The document and its error.
-            content: The hash of its text, if it was read.
-
-        Raises:
-            OSError: As `write`.
-        """
-        raise NotImplementedError
-
-    def finish(self) -> None:
-        """Complete the files after all documents."""
 
     def _append(self, record: Record, content: bytes) -> None:
         raise NotImplementedError
@@ -120,7 +90,7 @@ class Stream(ResultWriter):
         self._lines: OrderedDict[bytes, Record] = OrderedDict()  # by text hash, the newest last
 
     def take(self, document: Document) -> tuple[bytes | None, Before]:
-        """As the base class; no earlier run is known."""
+        """The hash of a document's text, `None` if its line is not written; and that no earlier run is known."""
         return (None if self._results is None else text_hash(document.text)), None
 
     def has(self, content: bytes) -> bool:
@@ -128,9 +98,12 @@ class Stream(ResultWriter):
         return content in self._lines
 
     def reject(self, reject: Reject, content: bytes | None = None) -> None:
-        """As the base class."""
+        """Write the line of a document that failed."""
         if self._rejects is not None:
             self._rejects.write({"id": reject.id, "error": reject.error})
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
 
     def _append(self, record: Record, content: bytes) -> None:
         if self._results is None:
@@ -184,7 +157,7 @@ class Journal(ResultWriter):
             self._files = self._files.pop_all()
 
     def take(self, document: Document) -> tuple[bytes | None, Before]:
-        """As the base class."""
+        """Register a document of the inputs; returns the hash of its text and what an earlier run did with it."""
         content = text_hash(document.text)
         key = key_of(document.id, content)
         self._order.append(key)
@@ -203,7 +176,15 @@ class Journal(ResultWriter):
         return content in self._offsets
 
     def reject(self, reject: Reject, content: bytes | None = None) -> None:
-        """As the base class. A line of an earlier run is not written again."""
+        """Write the line of a document that failed, unless an earlier run did.
+
+        Args:
+            reject: The document and its error.
+            content: The hash of its text, if it was read.
+
+        Raises:
+            OSError: As `write`.
+        """
         key = key_of(reject.id, content or reject.error)
         if content is None:
             self._unreadable.add(id_key(reject.id))

@@ -1,16 +1,9 @@
 """A pool of workers on a Ray cluster, used like one summarizer.
 
-The workers are Ray actors, not a pool of `map_batches`. Without failures the two are equally fast. Otherwise
-`map_batches` differs:
-
-- `from_items` reads all documents before the first result. Here the journal, which skips finished documents and copies
-  of equal ones, runs in this process document by document, and documents wait until a worker has room.
-- A document that kills workers is retried without end by default. With a bound (`max_task_retries`,
-  `max_errored_blocks`) the job ends, but documents in flight beside it are lost and not named.
-- Work of a dead worker waits until Ray has restarted it and the model is loaded.
-
-So one document is one call. A worker has a few more documents in flight than it has rows, and decodes them together.
-Documents of a dead worker go to others. Those that several workers died with are retried last and alone.
+The workers are Ray actors; one document is one call. A worker has a few more documents in flight than it has rows, and
+decodes them together. Documents of a dead worker go to others; those that several workers died with are retried last
+and alone. Ray's own `map_batches` is as fast, but it reads all documents before the first result, retries a document
+that kills workers without end or loses its neighbours, and waits with the work of a dead worker until it is restarted.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Totals of a results file. Memory grows by a few numbers a document and by no text."""
+"""Totals of a results file. Memory grows by a few numbers per document and by no text."""
 
 from __future__ import annotations
 
-import heapq
 import re
 from array import array
 from collections import Counter
@@ -14,47 +13,40 @@ import numpy as np
 from lookahead.reporting.charts import Values
 from lookahead.reporting.results_file import MOST_NAME, Result, SourceCounts, as_text
 
-COLUMNS = (
-    *("document_tokens", "summary_tokens", "forwards", "decoded", "drafted", "accepted", "prefill_s", "decode_s"),
-    *("seconds", "acceptance_length", "plain_decoded", "plain_decode_s", "speedup"),
-)
 MOST_SHOWN = 5  # documents of a list
 MOST_NAMED = 500  # documents whose ids are kept for the scatter plots
-MOST_DIFFERENT = 20  # ids of documents that plain decoding summarized differently
-MOST_REASONS = 1000  # failure reasons told apart
+MOST_DIFFERENT = 20  # ids kept of documents with other tokens by plain decoding
+MOST_REASONS = 1000  # distinct failure reasons
 MOST_EXAMPLES = 3  # ids per reason
-MOST_KINDS = 50  # models, and proposers, told apart
+MOST_KINDS = 50  # distinct models, and proposers
 _LOCATION = re.compile(r"^(?:(?!: ).)*:\d+: ")  # `docs.jsonl:12: `
 
 
 class Ranking:
-    """The `MOST_SHOWN` results with the largest values; of equal values the first.
+    """The `MOST_SHOWN` results with the largest values of a column; the earlier of equal values.
 
     Args:
-        column: Name of the value.
+        column: Name of the column.
         sign: -1 for the smallest values.
+
+    Attributes:
+        results: The best first.
     """
 
     def __init__(self, column: str, sign: int = 1) -> None:
-        self._column = column
-        self._sign = sign
-        self._heap: list[tuple[float, int, Result]] = []
+        self._column, self._sign = column, sign
+        self._values: list[float] = []
+        self.results: list[Result] = []
 
-    def add(self, place: int, result: Result) -> None:
-        """Rank a result; `place` is its place in the file."""
-        value = getattr(result, self._column)
+    def add(self, result: Result) -> None:
+        """Rank a result."""
+        value = result.figures[self._column]
         if value is None:
             return
-        entry = (self._sign * value, -place, result)
-        if len(self._heap) < MOST_SHOWN:
-            heapq.heappush(self._heap, entry)
-        else:
-            heapq.heappushpop(self._heap, entry)
-
-    @property
-    def results(self) -> list[Result]:
-        """The best first."""
-        return [result for _, _, result in sorted(self._heap, key=lambda entry: entry[:2], reverse=True)]
+        place = sum(self._sign * value <= each for each in self._values)
+        self._values.insert(place, self._sign * value)
+        self.results.insert(place, result)
+        del self._values[MOST_SHOWN:], self.results[MOST_SHOWN:]
 
 
 class Failures:
@@ -62,7 +54,7 @@ class Failures:
 
     Attributes:
         total: Number of failures.
-        count: Failures by reason, up to `MOST_REASONS` reasons.
+        count: Failures by reason, for up to `MOST_REASONS` reasons.
         first: The first message of each reason.
         examples: The first ids of each reason.
     """
@@ -94,19 +86,13 @@ class Aggregate:
     Attributes:
         documents: Number of lines.
         copies: Lines with the summary of an equal document.
-        known_ends: Lines that say whether the token limit cut their summary off.
-        cut: Lines that say that it did.
+        known_ends: Lines that say whether the token limit cut their summary off; `cut` of them did.
         names: Ids of the first lines.
-        compared: Lines that say whether plain decoding gave the same summary.
-        different: Lines that say that it did not.
+        compared: Lines that say whether plain decoding gave the same summary; `different` of them did not.
         names_of_different: Ids of the first of those.
         models: Lines by model.
         sources: Draft nodes by proposer.
-        longest: Documents that took the most seconds.
-        most_speedup: Documents with the largest speedups.
-        least_speedup: Documents with the smallest speedups.
-        most_accepted: Documents with the most tokens per forward pass.
-        least_accepted: Documents with the fewest tokens per forward pass.
+        longest: The documents with the longest times. The other rankings are by speedup and by tokens per pass.
     """
 
     def __init__(self, results: Iterable[Result]) -> None:
@@ -118,12 +104,12 @@ class Aggregate:
         self.longest = Ranking("seconds")
         self.most_speedup, self.least_speedup = Ranking("speedup"), Ranking("speedup", -1)
         self.most_accepted, self.least_accepted = Ranking("acceptance_length"), Ranking("acceptance_length", -1)
-        self._columns = {name: array("d") for name in COLUMNS}
+        self._columns = {name: array("d") for name in Result.from_record({}).figures}
         for result in results:
             self._add(result)
 
     def column(self, name: str) -> Values:
-        """A value of every line, in the order of the file; NaN where a line has none."""
+        """A value of every line, in the order of the file; NaN if a line has none."""
         return np.array(self._columns[name], np.float64)
 
     def known(self, *names: str) -> list[Values]:
@@ -133,7 +119,7 @@ class Aggregate:
         return [column[whole] for column in columns]
 
     def sum(self, name: str) -> float | None:
-        """Sum of a column; `None` where no line has it."""
+        """Sum of a column; `None` if no line has it."""
         (known,) = self.known(name)
         return float(known.sum()) if known.size else None
 
@@ -145,36 +131,35 @@ class Aggregate:
     @property
     def speedup(self) -> float | None:
         """Tokens per second over those of plain decoding, of all documents decoded both ways."""
-        ours, ours_s, plain, plain_s = (
-            each.sum() for each in self.known("decoded", "decode_s", "plain_decoded", "plain_decode_s")
-        )
+        columns = self.known("decoded", "decode_s", "plain_decoded", "plain_decode_s")
+        ours, ours_s, plain, plain_s = (column.sum() for column in columns)
         return float((ours / ours_s) / (plain / plain_s)) if ours_s and plain_s and plain else None
 
     def _add(self, result: Result) -> None:
         for name, column in self._columns.items():
-            value = getattr(result, name)
+            value = result.figures[name]
             column.append(np.nan if value is None else value)
         speedups, lengths = (self.most_speedup, self.least_speedup), (self.most_accepted, self.least_accepted)
         for ranking in (self.longest, *speedups, *lengths):
-            ranking.add(self.documents, result)
+            ranking.add(result)
         if len(self.names) < MOST_NAMED:
             self.names.append(result.name)
         self.documents += 1
         self.copies += result.is_copy
         self.known_ends += result.is_cut is not None
         self.cut += bool(result.is_cut)
-        if result.identical is not None:
-            self.compared += 1
-            if not result.identical:
-                self.different += 1
-                self.names_of_different += [result.name] * (len(self.names_of_different) < MOST_DIFFERENT)
+        self.compared += result.identical is not None
+        if result.identical is False:
+            self.different += 1
+            self.names_of_different += [result.name] * (len(self.names_of_different) < MOST_DIFFERENT)
         if result.model is not None:
             self.models[_kind(result.model, self.models)] += 1
         for name, counts in result.sources.items():
             kind = _kind(name, self.sources)
-            self.sources[kind] = self.sources.get(kind, SourceCounts()) + counts
+            earlier = self.sources.get(kind, SourceCounts())
+            self.sources[kind] = SourceCounts(*map(sum, zip(earlier, counts, strict=True)))
 
 
 def _kind(name: str, known: Mapping[str, object]) -> str:
-    """The name, or `others` where too many names are counted already."""
+    """The name, or `others` if too many names are counted already."""
     return name if name in known or len(known) < MOST_KINDS else "others"

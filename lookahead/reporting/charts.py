@@ -1,11 +1,11 @@
-"""Geometry of the charts: scales, bins and shapes in SVG units. The templates draw them."""
+"""Charts as SVG shapes: scales, histograms and scatter plots. `charts.html.j2` draws them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 Values = NDArray[np.float64]
 
 MOST_POINTS = 500  # points of a scatter plot; more documents are binned
-_STEPS = (1.0, 2.0, 5.0, 10.0)
 _LOG_FROM = 100.0  # ratio of the largest to the smallest value from which a scale is logarithmic
 _BINS = (8, 24)  # least and largest number of bins aimed at
 _TAIL = 100  # number of values from which the largest 1% may share the last bin
@@ -26,10 +25,10 @@ class Scale:
     """An axis.
 
     Attributes:
-        low: Lower end.
+        low: Lower end; above 0 if the axis is logarithmic.
         high: Upper end, above `low`.
-        is_log: Whether it is logarithmic; then `low` is above 0.
-        least_step: Least difference of two marks, 1 for counts.
+        is_log: Whether it is logarithmic.
+        least_step: Smallest difference of two marks, 1 for counts.
     """
 
     low: float
@@ -37,14 +36,14 @@ class Scale:
     is_log: bool = False
     least_step: float = 0.0
 
-    def place(self, value: float) -> float:
-        """Position of a value, from 0 to 1."""
+    def place(self, value: Any) -> Any:
+        """Position of a value, or of an array of values, from 0 to 1."""
         if self.is_log:
-            return math.log(value / self.low) / math.log(self.high / self.low)
+            return np.log(value / self.low) / np.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
 
     def marks(self, most: int = 6) -> list[float]:
-        """Round values to write at the axis."""
+        """Round values to label, about `most` of them."""
         if self.is_log:
             powers = range(math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9) + 1)
             every = -(-len(powers) // most)
@@ -57,7 +56,7 @@ class Scale:
 def round_step(least: float) -> float:
     """The smallest of 1, 2 and 5 times a power of 10 that is not below `least`."""
     power = 10.0 ** math.floor(math.log10(least))
-    return next((step * power for step in _STEPS if step * power >= least * (1 - 1e-9)), 10.0 * power)
+    return next((step * power for step in (1.0, 2.0, 5.0) if step * power >= least * (1 - 1e-9)), 10.0 * power)
 
 
 def scale_from_zero(largest: float) -> Scale:
@@ -67,7 +66,7 @@ def scale_from_zero(largest: float) -> Scale:
 
 
 def scale_of(smallest: float, largest: float) -> Scale:
-    """A linear axis from 0, or a logarithmic one between powers of 10 where the values differ widely."""
+    """A linear axis from 0, or a logarithmic one between powers of 10 if the values differ widely."""
     if smallest > 0 and largest / smallest >= _LOG_FROM:
         low, high = math.floor(math.log10(smallest) + 1e-9), math.ceil(math.log10(largest) - 1e-9)
         return Scale(10.0**low, 10.0**high, is_log=True)
@@ -107,15 +106,8 @@ def units(number: float) -> str:
     return f"{number:.1f}".removesuffix(".0")
 
 
-@dataclass(frozen=True, slots=True)
-class SvgElement:
-    """An SVG element.
-
-    Attributes:
-        tag: Its name, for example `rect`.
-        attributes: Its attributes.
-        tooltip: Text shown under the pointer.
-    """
+class Shape(NamedTuple):
+    """An SVG element with a tooltip."""
 
     tag: str
     attributes: dict[str, str]
@@ -124,7 +116,7 @@ class SvgElement:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A plot: two axes and what is drawn between them.
+    """A plot. Positions are in SVG units, from the top left.
 
     Attributes:
         x: Horizontal axis.
@@ -145,50 +137,37 @@ class Chart:
     y: Scale
     x_name: str
     y_name: str
-    shapes: list[SvgElement] = field(default_factory=list)
+    shapes: list[Shape] = field(default_factory=list)
 
     def left(self, value: float) -> float:
-        """Horizontal position of a value, in units."""
-        return self.LEFT + (self.RIGHT - self.LEFT) * self.x.place(value)
+        """Horizontal position of a value."""
+        return float(self.LEFT + (self.RIGHT - self.LEFT) * self.x.place(value))
 
     def top(self, value: float) -> float:
-        """Vertical position of a value, in units from the top."""
-        return self.BOTTOM - (self.BOTTOM - self.TOP) * self.y.place(value)
+        """Vertical position of a value."""
+        return float(self.BOTTOM - (self.BOTTOM - self.TOP) * self.y.place(value))
+
+    def add(self, tag: str, tooltip: str = "", /, **attributes: str | float) -> None:
+        """Draw an element. Numbers are positions; `style` is its class."""
+        named = {"class" if name == "style" else name: value for name, value in attributes.items()}
+        texts = {name: value if isinstance(value, str) else units(value) for name, value in named.items()}
+        self.shapes.append(Shape(tag, texts, tooltip))
 
     def add_point(self, x: float, y: float, tooltip: str = "") -> None:
-        """Draw a dot."""
-        self._add("circle", {"class": "point", "r": "3.5"}, tooltip, cx=self.left(x), cy=self.top(y))
-
-    def add_rectangle(self, style: str, x: float, y: float, width: float, height: float, tooltip: str) -> None:
-        """Draw a filled rectangle at a position in units."""
-        self._add("rect", {"class": style}, tooltip, x=x, y=y, width=width, height=height)
-
-    def add_rule(self, style: str, value: float) -> None:
-        """Draw a vertical line at a value of the horizontal axis."""
-        self._add("path", {"class": style, "d": f"M{units(self.left(value))} {self.TOP}V{self.BOTTOM}"})
+        """Draw a dot at a pair of values."""
+        self.add("circle", tooltip, style="point", r="3.5", cx=self.left(x), cy=self.top(y))
 
     def add_line(self, style: str, xs: Values, ys: Values) -> None:
         """Draw a line through points; a single point becomes a dot."""
         points = zip(xs.tolist(), ys.tolist(), strict=True)
         places = " ".join(f"{units(self.left(x))},{units(self.top(y))}" for x, y in points)
-        self._add("polyline", {"class": style, "points": places})
+        self.add("polyline", style=style, points=places)
         if len(xs) == 1:
             self.add_point(float(xs[0]), float(ys[0]))
 
-    def _add(self, tag: str, attributes: dict[str, str], tooltip: str = "", **places: float) -> None:
-        placed = {name: units(number) for name, number in places.items()}
-        self.shapes.append(SvgElement(tag, attributes | placed, tooltip))
 
-
-@dataclass(frozen=True, slots=True)
-class Bins:
-    """A histogram.
-
-    Attributes:
-        edges: Ends of the bins, one more than there are bins.
-        counts: Number of values in each.
-        beyond: Number of values of the last bin that are above its upper end.
-    """
+class Bins(NamedTuple):
+    """A histogram: `[bins + 1]` edges, the counts, and how many of the last count are above the last edge."""
 
     edges: Values
     counts: list[int]
@@ -196,11 +175,7 @@ class Bins:
 
 
 def bin_values(values: Values) -> Bins:
-    """Sort values into bins of a round width. A long tail is counted in the last bin.
-
-    Args:
-        values: At least one.
-    """
+    """A histogram of at least one value, with bins of a round width. The last bin counts a long tail too."""
     low, high = float(values.min()), float(values.max())
     if values.size >= _TAIL and high - low > 2 * (cut := float(np.quantile(values, 0.99)) - low):
         high = low + cut if cut else high
@@ -215,13 +190,7 @@ def bin_values(values: Values) -> Bins:
 
 
 def histogram(bins: Bins, x_name: str, rules: dict[str, float]) -> Chart:
-    """A histogram of documents.
-
-    Args:
-        bins: The bars.
-        x_name: Name of the horizontal axis.
-        rules: Positions of vertical lines, by their style.
-    """
+    """A bar for each bin, and vertical lines at the values of `rules`, by their style."""
     ends = [float(bins.edges[0]), float(bins.edges[-1]), *rules.values()]
     most = max(bins.counts)
     y = Scale(0.0, scale_from_zero(most).high if most >= 5 else float(most), least_step=1.0)
@@ -232,14 +201,15 @@ def histogram(bins: Bins, x_name: str, rules: dict[str, float]) -> Chart:
             is_tail = bins.beyond and i == len(bins.counts) - 1
             span = f"{exact(bins.edges[i])} {'and more' if is_tail else f'to {exact(bins.edges[i + 1])}'}"
             width = max(right - left - 1, 0.5)
-            chart.add_rectangle("bar", left + 0.5, top, width, chart.BOTTOM - top, f"{span}: {count:,}")
-    for style, place in rules.items():
-        chart.add_rule(style, place)
+            height = chart.BOTTOM - top
+            chart.add("rect", f"{span}: {count:,}", style="bar", x=left + 0.5, y=top, width=width, height=height)
+    for style, value in rules.items():
+        chart.add("path", style=style, d=f"M{units(chart.left(value))} {chart.TOP}V{chart.BOTTOM}")
     return chart
 
 
 def scatter(x: Values, y: Values, names: Sequence[str], x_name: str, y_name: str) -> Chart:
-    """A point for each document. More than `MOST_POINTS` documents are binned into shaded cells.
+    """A point for each document, or shaded cells for more than `MOST_POINTS` documents.
 
     Args:
         x: `[documents]`, at least one.
@@ -259,13 +229,11 @@ def scatter(x: Values, y: Values, names: Sequence[str], x_name: str, y_name: str
 
 def _add_cells(chart: Chart, x: Values, y: Values) -> None:
     """Shade cells by the logarithm of the number of documents in them."""
-    across, up = _CELLS
-    columns = np.clip([int(chart.x.place(each) * across) for each in x.tolist()], 0, across - 1)
-    rows = np.clip([int(chart.y.place(each) * up) for each in y.tolist()], 0, up - 1)
-    counts = np.bincount(columns * up + rows, minlength=across * up)
-    width, height = (chart.RIGHT - chart.LEFT) / across, (chart.BOTTOM - chart.TOP) / up
-    for cell in np.flatnonzero(counts).tolist():
-        column, row, count = cell // up, cell % up, int(counts[cell])
+    across, up = np.clip(chart.x.place(x), 0.0, 1.0), np.clip(chart.y.place(y), 0.0, 1.0)
+    counts = np.histogram2d(across, up, bins=_CELLS, range=[(0.0, 1.0)] * 2)[0].astype(np.int64)
+    width, height = (chart.RIGHT - chart.LEFT) / _CELLS[0], (chart.BOTTOM - chart.TOP) / _CELLS[1]
+    for column, row in np.argwhere(counts).tolist():
+        count = int(counts[column, row])
         shade = 1 + int((_SHADES - 1) * math.log(count) / math.log(max(int(counts.max()), 2)))
         left, top = chart.LEFT + column * width, chart.BOTTOM - (row + 1) * height
-        chart.add_rectangle(f"shade-{shade}", left, top, width, height, f"{count:,}")
+        chart.add("rect", f"{count:,}", style=f"shade-{shade}", x=left, y=top, width=width, height=height)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from lookahead.reporting.charts import (
     scale_from_zero,
     scatter,
 )
-from lookahead.reporting.render import render
+from lookahead.reporting.render import check_page, render
 from lookahead.reporting.results_file import Reading, Result, read_rejects, read_results
 from lookahead.utils.atomic import write_atomically
 
@@ -31,15 +31,10 @@ _MOST_STRETCHES = 60  # points of the speed over the job
 _LEAST_VALUES = 5  # of a histogram
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenReport:
-    """A page that was written.
+class WrittenReport(NamedTuple):
+    """A page that was written: its path, the documents summarized and failed, and what could not be read.
 
-    Attributes:
-        path: The page.
-        documents: Number of documents summarized.
-        failed: Number of documents that failed, `None` where no file tells.
-        problems: What could not be read.
+    `failed` is `None` without a rejects file.
     """
 
     path: Path
@@ -48,16 +43,10 @@ class WrittenReport:
     problems: list[str]
 
 
-@dataclass(frozen=True, slots=True)
-class Distribution:
-    """The values of a column.
+class Distribution(NamedTuple):
+    """The values of a column: `[documents]` values and their histogram.
 
-    Attributes:
-        values: `[documents]`.
-        median: Their median.
-        chart: Their histogram, `None` where there are too few values or all are equal.
-        beyond: Number of values above the end of the histogram.
-        end: The end of the histogram.
+    `chart` is `None` if there are too few values or all are equal; `beyond` values are above its `end`.
     """
 
     values: Values
@@ -67,15 +56,8 @@ class Distribution:
     end: float
 
 
-@dataclass(frozen=True, slots=True)
-class JobSpeed:
-    """Tokens per second along the file.
-
-    Attributes:
-        chart: The plot.
-        has_plain: Whether it shows plain decoding too.
-        stretch: Number of documents of each point.
-    """
+class JobSpeed(NamedTuple):
+    """Tokens per second along the file, in stretches of `stretch` documents."""
 
     chart: Chart
     has_plain: bool
@@ -83,17 +65,17 @@ class JobSpeed:
 
 
 def write_report(results: Path, output: Path | None = None, rejects: Path | None = None) -> WrittenReport:
-    """Write an HTML page about the results of `lookahead summarize`. The write is atomic.
+    """Write an HTML page about the results of `lookahead summarize`, atomically.
 
     Args:
-        results: JSON lines, or Parquet where the name ends in `.parquet`.
+        results: JSON lines, or Parquet if the name ends in `.parquet`.
         output: The page; `None` is `RESULTS.report.html`. Only an earlier report is overwritten.
-        rejects: Documents that failed; `None` is `RESULTS.rejects.jsonl`, if it exists.
+        rejects: The file of documents that failed; `None` is `RESULTS.rejects.jsonl`, if it exists.
 
     Raises:
-        ConfigError: `output` cannot be written, or is another file.
+        ConfigError: `output` cannot be written, or exists and is no report.
         DocumentError: `results` is empty or holds no results.
-        OSError: A file cannot be read; its name is in the error.
+        OSError: A file cannot be read.
     """
     page = Path(f"{results}.report.html") if output is None else output
     _check_output(page)
@@ -141,7 +123,7 @@ def _render_report(
 
 
 def _distribution(aggregate: Aggregate, column: str, x_name: str, rules: dict[str, float]) -> Distribution | None:
-    """A column's values, with vertical lines at the median and at `rules`; `None` where no line has it."""
+    """A column and its histogram, with lines at the median and at `rules`; `None` if no line has it."""
     (values,) = aggregate.known(column)
     if not values.size:
         return None
@@ -167,7 +149,7 @@ def _job_speed(aggregate: Aggregate) -> JobSpeed | None:
 
 
 def _speed_by_stretch(decoded: Values, seconds: Values) -> tuple[Values, Values] | None:
-    """Middle and tokens per second of each stretch of documents in the file."""
+    """The middle of each stretch of the file, counted in documents, and its tokens per second."""
     known = np.flatnonzero(np.isfinite(decoded) & np.isfinite(seconds) & (seconds > 0))
     if not known.size:
         return None
@@ -177,7 +159,7 @@ def _speed_by_stretch(decoded: Values, seconds: Values) -> tuple[Values, Values]
 
 
 def _times(aggregate: Aggregate, column: str, x_name: str) -> tuple[Chart, int] | None:
-    """Seconds by a length, and the number of documents; `None` where no line has both."""
+    """A plot of seconds by a length, and its number of documents; `None` if no line has both."""
     lengths, seconds = aggregate.known(column, "seconds")
     if not lengths.size:
         return None
@@ -187,11 +169,11 @@ def _times(aggregate: Aggregate, column: str, x_name: str) -> tuple[Chart, int] 
 
 
 def _document_lists(aggregate: Aggregate) -> list[tuple[str, list[Result]]]:
-    """The slowest documents, and those that gained most and least."""
+    """The documents with the longest times, and with the largest and smallest gains."""
     most, least, what = aggregate.most_speedup.results, aggregate.least_speedup.results, "speedup"
     if not most:
         most, least, what = aggregate.most_accepted.results, aggregate.least_accepted.results, "tokens per pass"
-    # A document stands in one of the two lists only.
+    # No document is in both lists.
     half = MOST_SHOWN if len(most) == MOST_SHOWN and aggregate.documents >= 2 * MOST_SHOWN else (len(most) + 1) // 2
     best = most[:half]
     worst = [result for result in least if not any(result is each for each in best)][:half]
@@ -204,9 +186,8 @@ def _document_lists(aggregate: Aggregate) -> list[tuple[str, list[Result]]]:
 
 
 def _check_output(path: Path) -> None:
-    """Refuse an output before the work that could not be written after it, or is another file."""
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ConfigError(f"output must be a file in a folder that exists, got {str(path)!r}")
+    """Refuse a page that cannot be written or is another file, before any work is done."""
+    check_page(path, "output")
     if path.exists():
         if not path.is_file() or not _is_report(path):
             raise ConfigError(f"output {path} exists and is no report; name another file with --output")

@@ -1,4 +1,4 @@
-"""Results and rejects files, read leniently. A malformed line is counted and named; a missing field is `None`."""
+"""Read results and rejects leniently: a malformed line is counted and named, and a missing field is `None`."""
 
 from __future__ import annotations
 
@@ -8,113 +8,64 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, NamedTuple
 
 from lookahead.documents.table_files import UNPACKS_TOO_FAR, load_pyarrow, row_groups
 from lookahead.errors import DocumentError
+from lookahead.utils.atomic import parse_json
 
 MOST_TEXT = 1200  # characters kept of a summary
 MOST_NAME = 200  # characters kept of an id
 MOST = 1e15  # largest number accepted
 MOST_BYTES = 64 << 20  # of a line
 MOST_COMPLAINTS = 5
-PATIENCE = 1000  # malformed lines after which a file without a good one is given up
-_ROWS_AT_ONCE = 1024
+PATIENCE = 1000  # malformed lines after which a file without a valid one is given up
+_BATCH_ROWS = 1024
 _AS_JSON = ("stats", "plain")  # columns that a Parquet file holds as JSON strings
 _LENGTH = re.compile("[0-9]{1,9}")
 
 
-@dataclass(frozen=True, slots=True)
-class SourceCounts:
+class SourceCounts(NamedTuple):
     """Draft nodes of one proposer."""
 
     drafted: float = 0.0
     accepted: float = 0.0
     expected: float = 0.0
 
-    def __add__(self, other: SourceCounts) -> SourceCounts:
-        return SourceCounts(
-            self.drafted + other.drafted, self.accepted + other.accepted, self.expected + other.expected
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One document's line. What the line does not hold, or holds with another type, is `None`.
+    """One line of results. A field that the line lacks, or holds with another type, is `None`.
 
     Attributes:
-        name: Its id.
-        text: Its summary, up to `MOST_TEXT` characters.
-        document_tokens: Tokens of the document.
-        summary_tokens: Tokens of the summary.
-        forwards: Forward passes after the prefill.
-        decoded: Tokens those passes gave.
-        drafted: Draft nodes verified.
-        accepted: Draft nodes accepted.
-        prefill_s: Seconds until the first token.
-        decode_s: Seconds after it.
-        acceptance_length: Mean tokens per forward pass.
-        plain_decoded: Tokens of plain decoding's passes.
-        plain_decode_s: Seconds those took.
-        speedup: Tokens per second over those of plain decoding.
+        name: The id, up to `MOST_NAME` characters.
+        text: The summary, up to `MOST_TEXT` characters.
+        figures: Numbers of the line, by name: tokens, draft nodes, passes after the prefill, and seconds.
         identical: Whether plain decoding gave the same summary.
         is_cut: Whether the token limit cut the summary off.
-        is_copy: Whether it has the summary of an equal document, and so no statistics.
+        is_copy: Whether the summary is that of an equal document; then there are no statistics.
         model: The model.
         sources: Draft nodes by proposer.
     """
 
     name: str
     text: str
-    document_tokens: float | None
-    summary_tokens: float | None
-    forwards: float | None
-    decoded: float | None
-    drafted: float | None
-    accepted: float | None
-    prefill_s: float | None
-    decode_s: float | None
-    acceptance_length: float | None
-    plain_decoded: float | None
-    plain_decode_s: float | None
-    speedup: float | None
+    figures: dict[str, float | None]
     identical: bool | None
     is_cut: bool | None
     is_copy: bool
     model: str | None
-    sources: dict[str, SourceCounts] = field(default_factory=dict)
-
-    @property
-    def seconds(self) -> float | None:
-        """Seconds of prefill and decoding."""
-        return None if self.prefill_s is None or self.decode_s is None else self.prefill_s + self.decode_s
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Tokens after the first per decode second."""
-        return self.decoded / self.decode_s if self.decoded and self.decode_s else None
+    sources: dict[str, SourceCounts]
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Result:
-        """Take the fields that are there and valid."""
-        stats, plain = _mapping(record.get("stats")), _mapping(record.get("plain"))
-        decode_s, plain_decode_s = _number(stats.get("decode_s")), _number(plain.get("decode_s"))
+        """The valid fields of a line."""
+        stats = _mapping(record.get("stats"))
         identical, text, reason = record.get("identical"), record.get("summary"), record.get("finish_reason")
         return cls(
             name=as_text(record.get("id"))[:MOST_NAME],
             text=_shorten(text) if isinstance(text, str) else "",
-            document_tokens=_number(record.get("document_tokens")),
-            summary_tokens=_number(record.get("summary_tokens")),
-            forwards=_number(stats.get("target_forwards")),
-            decoded=_decoded(stats, decode_s),
-            drafted=_number(stats.get("drafted_tokens")),
-            accepted=_number(stats.get("accepted_tokens")),
-            prefill_s=_number(stats.get("prefill_s")),
-            decode_s=decode_s,
-            acceptance_length=(_number(stats.get("mean_acceptance_length")) or None),
-            plain_decoded=_product(_number(plain.get("tokens_per_s")), plain_decode_s),
-            plain_decode_s=plain_decode_s,
-            speedup=_number(record.get("speedup")),
+            figures=_figures(record, stats, _mapping(record.get("plain"))),
             identical=identical if isinstance(identical, bool) else None,
             is_cut=None if reason not in ("stop", "length") else reason == "length",
             is_copy=record.get("copy_of") is not None,
@@ -123,22 +74,37 @@ class Result:
         )
 
 
+def _figures(record: Mapping[str, Any], stats: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, float | None]:
+    prefill_s, decode_s = _number(stats.get("prefill_s")), _number(stats.get("decode_s"))
+    decoded, plain_decode_s = _decoded(stats, decode_s), _number(plain.get("decode_s"))
+    return {
+        "document_tokens": _number(record.get("document_tokens")),
+        "summary_tokens": _number(record.get("summary_tokens")),
+        "forwards": _number(stats.get("target_forwards")),
+        "drafted": _number(stats.get("drafted_tokens")),
+        "accepted": _number(stats.get("accepted_tokens")),
+        "acceptance_length": _number(stats.get("mean_acceptance_length")) or None,
+        "prefill_s": prefill_s,  # until the first token
+        "decode_s": decode_s,  # after it
+        "seconds": None if prefill_s is None or decode_s is None else prefill_s + decode_s,
+        "decoded": decoded,  # tokens after the first
+        "tokens_per_s": decoded / decode_s if decoded and decode_s else None,
+        "plain_decoded": _product(_number(plain.get("tokens_per_s")), plain_decode_s),
+        "plain_decode_s": plain_decode_s,
+        "speedup": _number(record.get("speedup")),
+    }
+
+
 def as_text(value: Any) -> str:
     """A field of any type as text."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _number(value: Any) -> float | None:
-    """A number from 0 to `MOST`, or `None`; below 1 / `MOST` it is 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    """A number from 0 to `MOST`, else `None`; below 1 / `MOST` it is 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST:  # false for NaN
         return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    if not 0 <= number <= MOST:  # false for NaN too
-        return None
-    return number if number >= 1 / MOST else 0.0
+    return float(value) if value >= 1 / MOST else 0.0
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -172,10 +138,10 @@ def _sources(stats: Mapping[str, Any]) -> dict[str, SourceCounts]:
 
 @dataclass(slots=True)
 class Reading:
-    """What was read of a file.
+    """Counts of the lines of a file.
 
     Attributes:
-        taken: Lines of the expected kind.
+        taken: Valid lines.
         malformed: Other lines.
         complaints: What is wrong with the first of those.
         is_torn: Whether the last line is incomplete.
@@ -187,7 +153,7 @@ class Reading:
     is_torn: bool = False
 
     def complain(self, number: int, what: str) -> None:
-        """Count a malformed line; `number` counts from 1."""
+        """Count a malformed line; `number` begins at 1."""
         self.malformed += 1
         if len(self.complaints) < MOST_COMPLAINTS:
             self.complaints.append(f"line {number} {what}")
@@ -198,7 +164,7 @@ class Reading:
         return not self.taken and self.malformed >= PATIENCE
 
     def describe(self) -> str:
-        """What could not be read; empty where all could."""
+        """What could not be read; empty if nothing."""
         if not self.malformed:
             return ""
         more = "; …" if self.malformed > len(self.complaints) else ""
@@ -208,7 +174,7 @@ class Reading:
 
 
 def read_results(path: Path, reading: Reading) -> Iterator[Result]:
-    """The lines of a results file: JSON lines, or Parquet where the name ends in `.parquet`.
+    """The lines of a results file: JSON lines, or Parquet if the name ends in `.parquet`.
 
     Args:
         path: The file.
@@ -223,8 +189,11 @@ def read_results(path: Path, reading: Reading) -> Iterator[Result]:
         if "summary" in record or "stats" in record:
             reading.taken += 1
             yield Result.from_record(record)
+        elif "error" in record:
+            reading.complain(number, "is of a file of rejects")
         else:
-            reading.complain(number, _other_kind(record))
+            keys = ", ".join(map(repr, islice(record, 4))) or "nothing"
+            reading.complain(number, f"has neither summary nor stats, but {keys}")
         if reading.is_hopeless:
             break
     if not reading.taken and reading.malformed:
@@ -248,12 +217,6 @@ def read_rejects(path: Path, reading: Reading) -> Iterator[dict[str, Any]]:
             reading.complain(number, "has no error")
 
 
-def _other_kind(record: dict[str, Any]) -> str:
-    if "error" in record:
-        return "is of a file of rejects"
-    return f"has neither summary nor stats, but {', '.join(map(repr, islice(record, 4))) or 'nothing'}"
-
-
 def _check_is_file(path: Path) -> None:
     """Refuse devices, and pipes, which would block."""
     if path.exists() and not path.is_file():
@@ -269,35 +232,29 @@ def _json_lines(path: Path, reading: Reading) -> Iterator[tuple[int, dict[str, A
             number += 1
             is_whole = line.endswith(b"\n")
             if not is_whole and len(line) == MOST_BYTES:
-                _skip_line(file)
+                while (rest := file.readline(MOST_BYTES)) and not rest.endswith(b"\n"):
+                    pass
                 reading.complain(number, f"is longer than {MOST_BYTES >> 20} MiB")
             elif line.strip():
                 record, problem = _parse(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
                 if record is not None:
                     yield number, record
-                elif is_whole:
-                    reading.complain(number, problem)
                 else:
-                    reading.is_torn = True
-                    reading.complain(number, "is torn, the last one")
+                    reading.is_torn = not is_whole
+                    reading.complain(number, problem if is_whole else "is torn, the last one")
 
 
 def _parse(line: bytes) -> tuple[dict[str, Any] | None, str]:
     """The object of a line, or what is wrong with the line."""
     try:
-        record = json.loads(line.decode("utf-8"))
+        record = parse_json(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         return None, f"is no UTF-8 text: {error.reason} at byte {error.start}"
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         return None, f"is no JSON: {error}"
     if not isinstance(record, dict):
         return None, f"is no JSON object but a {type(record).__name__}"
     return record, ""
-
-
-def _skip_line(file: BinaryIO) -> None:
-    while (piece := file.readline(MOST_BYTES)) and not piece.endswith(b"\n"):
-        pass
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -307,17 +264,15 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     arrow, parquet = load_pyarrow(str(path))
     number = 0
     try:
-        for _, batches in row_groups(parquet.ParquetFile(path), rows=_ROWS_AT_ONCE):
+        for _, batches in row_groups(parquet.ParquetFile(path), rows=_BATCH_ROWS):
             if batches is None:
                 raise DocumentError(f"{path}: {UNPACKS_TOO_FAR}")
             for row in (row for batch in batches for row in batch.to_pylist()):
                 number += 1
-                yield number, {name: _decode_column(name, value) for name, value in row.items() if value is not None}
+                record = {name: value for name, value in row.items() if value is not None}
+                for name in _AS_JSON:
+                    if isinstance(record.get(name), str):
+                        record[name] = _parse(record[name].encode("utf-8", "replace"))[0]
+                yield number, record
     except arrow.ArrowException as error:
         raise DocumentError(f"{path} is no Parquet file that can be read: {' '.join(str(error).split())}") from error
-
-
-def _decode_column(name: str, value: Any) -> Any:
-    if name in _AS_JSON and isinstance(value, str):
-        return _parse(value.encode("utf-8", "replace"))[0]
-    return value

@@ -1,4 +1,4 @@
-"""What every step of a decoding drafted, expected and accepted, and where each token came from."""
+"""A decoding step by step: the source of every token, the figures of every step, and the HTML page about them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.config import LookaheadConfig
@@ -15,10 +16,23 @@ from lookahead.engine.row import StepOutput
 from lookahead.generation.api import prepare_ids
 from lookahead.generation.prompts import Prompt, Truncation, reader_of
 from lookahead.generation.validation import check_options
+from lookahead.models.calibration import Calibration, Sweep
 from lookahead.models.support import validate_model
+from lookahead.reporting.render import render
 from lookahead.stats import DecodingStats
 
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of a character whose other bytes are to come
+STEP_HEADINGS = ("step", "drafted", "expected", "accepted", "ms")
+SOURCE_HEADINGS = ("source", "passes", "drafted", "expected", "accepted", "calibration error")
+SWEEP_HEADINGS = (
+    "nodes",
+    "ms\nmeasured",
+    "ms at\nbest",
+    "FLOP\nper byte",
+    "tokens to\nbreak even",
+    "accepted\nto break even",
+)
+_COLOURS = (("#bfe3c4", "#1f5a2b"), ("#ffd9a8", "#6e4310"), ("#c9d8ff", "#2a3f80"), ("#f5c6e4", "#6b2456"))
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # how a tokenizer decodes a character before its last byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +40,9 @@ class TracePiece:
     """One emitted token.
 
     Attributes:
-        text: What it adds to the text; empty for a special token, and where a later one completes a character.
-        sources: The proposers that drafted it; none where the model itself gave it.
-        special: The name of a special token, which adds no text.
+        text: The text it adds; empty for a special token, and until a character is complete.
+        sources: The proposers that drafted it; empty if it is the model's own.
+        special: The name of a special token.
     """
 
     text: str
@@ -37,21 +51,21 @@ class TracePiece:
 
     @property
     def visible(self) -> str:
-        """The text with its line breaks and tabs marked, and its spaces where it is blank; a special token's name."""
+        """The text with marks for line breaks, tabs and blank tokens, or the name of a special token."""
         marked = self.text.replace("\t", "⇥\t").replace("\n", "⏎\n")
         return (marked.replace(" ", "␣") if self.text.isspace() else marked) or self.special
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One pass of the model; the first is the prefill, whose token no draft gave.
+    """One pass of the model. The first is the prefill, which emits one token without a draft.
 
     Attributes:
         pieces: The tokens it emitted, in order.
         drafted: Draft nodes verified.
-        expected: Draft nodes expected to be accepted, by their chances.
+        expected: Draft nodes expected to be accepted: the sum of their path probabilities.
         accepted: Draft nodes accepted.
-        seconds: From the step's begin to its end.
+        seconds: Duration.
     """
 
     pieces: list[TracePiece]
@@ -63,15 +77,15 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One prompt's decoding.
+    """The decoding of one prompt.
 
     Attributes:
-        prompt: As given; where that is no text, what the model reads.
+        prompt: The prompt; chat messages as the model reads them.
         sources: The names of all proposers.
-        steps: In order.
+        steps: The steps in order.
         stats: Their sums.
-        model: What was asked, in words; empty where that is not known.
-        plain: What decoding without drafts did with the same prompt, where it was tried.
+        model: A line about the model, if known.
+        plain: The counters of decoding the prompt without drafts, if that was done.
     """
 
     prompt: str
@@ -97,57 +111,140 @@ def trace(
     clock: Callable[[], float] = time.perf_counter,
     **generate_kwargs: Any,
 ) -> Trace:
-    """Generate from one prompt, text or chat messages, and keep what every step did.
+    """Generate from one prompt, a text or chat messages, and record every step.
 
-    The arguments are those of `lookahead.generate`; `clock` gives seconds.
+    The arguments are those of `lookahead.generate`; `clock` returns seconds.
     """
     validate_model(model)
     check_options(model, config, None, generate_kwargs, None)
     ids = reader_of(model, tokenizer, None, True, truncate, None, generate_kwargs).read(prompt, 0)
     engine = prepare_ids(model, tokenizer, [ids], config, None, None, generate_kwargs)
     names = list(getattr(engine, "sources", ()))
-    texts = _Texts(tokenizer)
+    decoder = _PieceDecoder(tokenizer)
     steps = []
     with engine.serving():
         begin = clock()
         for step_outputs in engine.run():
             seconds = clock() - begin
-            steps.append(_step(step_outputs[0], names, texts, seconds))
+            steps.append(_step(step_outputs[0], names, decoder, seconds))
             begin = clock()
     read = prompt if isinstance(prompt, str) else str(tokenizer.decode(ids))
     return Trace(read, names, steps, engine.stats[0])
 
 
-def _step(step_output: StepOutput, names: list[str], texts: _Texts, seconds: float) -> Step:
-    """One row's part of a step."""
+def _step(step_output: StepOutput, names: list[str], decoder: _PieceDecoder, seconds: float) -> Step:
+    """The step of the only row."""
     tokens = step_output.tokens.tolist()
     if step_output.draft is None:
-        return Step([texts.add(token) for token in tokens], 0, 0.0, 0, seconds)
+        return Step([decoder.add(token) for token in tokens], 0, 0.0, 0, seconds)
     origins = step_output.draft.tree.sources[step_output.path[1:]].tolist()
-    # The last token is no draft's, and a stop leaves out what was behind it.
+    # The last token is the model's own. After a stop there are fewer tokens than origins.
     pieces = [
-        texts.add(token, tuple(name for bit, name in enumerate(names) if origin >> bit & 1))
+        decoder.add(token, tuple(name for bit, name in enumerate(names) if origin >> bit & 1))
         for token, origin in zip(tokens, [*origins, 0], strict=False)
     ]
     expected = float(np.sum(step_output.draft.path_probs)) - 1.0
     return Step(pieces, len(step_output.draft.tree) - 1, expected, len(step_output.path) - 1, seconds)
 
 
-class _Texts:
-    """Turns tokens into pieces of text that add up to the text of all of them."""
+class _PieceDecoder:
+    """Decodes tokens one at a time, so that the pieces add up to the text of all."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
-        self._told = ""
+        self._text = ""
         self._specials = set(tokenizer.all_special_ids)
 
     def add(self, token: int, sources: tuple[str, ...] = ()) -> TracePiece:
-        """What one more token adds."""
+        """The piece of the next token."""
         self._tokens.append(token)
         text = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
-        if text.endswith(_UNFINISHED):
+        if text.endswith(_INCOMPLETE):
             return TracePiece("", sources)
-        piece, self._told = text[len(self._told) :], text
+        piece, self._text = text[len(self._text) :], text
         special = str(self._tokenizer.convert_ids_to_tokens(token)) if token in self._specials and not piece else ""
         return TracePiece(piece, sources, special)
+
+
+def step_cells(number: int, step: Step) -> tuple[str, ...]:
+    """One row under `STEP_HEADINGS`."""
+    return (str(number), str(step.drafted), f"{step.expected:.2f}", str(step.accepted), f"{1e3 * step.seconds:.2f}")
+
+
+def source_rows(trace: Trace) -> list[tuple[str, ...]]:
+    """`SOURCE_HEADINGS`, a row for each proposer that drafted, and the sums."""
+    stats = trace.stats
+    rows: list[tuple[str, ...]] = [SOURCE_HEADINGS]
+    for name, error in stats.calibration_error_by_source.items():
+        if stats.drafted_by_source[name]:
+            nodes = stats.drafted_by_source[name], stats.expected_by_source[name], stats.accepted_by_source[name]
+            rows.append(_source_row(name, stats.forwards_by_source[name], *nodes, error))
+    sums = stats.drafted_tokens, stats.expected_tokens, stats.accepted_tokens
+    rows.append(_source_row("all", stats.target_forwards, *sums, stats.calibration_error))
+    return rows
+
+
+def _source_row(name: str, passes: int, drafted: int, expected: float, accepted: int, error: float) -> tuple[str, ...]:
+    return name, str(passes), str(drafted), f"{expected:.1f}", str(accepted), f"{error:+.3f}"
+
+
+def total_line(trace: Trace) -> str:
+    """The sums of a trace in a line."""
+    stats, plain = trace.stats, trace.plain
+    compared = ""
+    if plain is not None and plain.tokens_per_s > 0.0:
+        factor = stats.tokens_per_s / plain.tokens_per_s
+        compared = f" ({factor:.2f}x of {plain.tokens_per_s:.1f} tokens/s without drafts)"
+    return (
+        f"{stats.emitted_tokens} tokens from {stats.target_forwards} passes and the prefill, "
+        f"{stats.mean_acceptance_length:.2f} tokens per pass, {stats.tokens_per_s:.1f} tokens/s{compared}; "
+        f"{stats.drafted_tokens} drafted, {stats.expected_tokens:.1f} expected and {stats.accepted_tokens} accepted"
+    )
+
+
+def model_line(name: str, model: nn.Module) -> str:
+    """The name, type, size and dtype of a model in a line."""
+    parameters = sum(each.numel() for each in model.parameters())
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    return f"{name} ({type(model).__name__}, {parameters:,} parameters, {dtype})"
+
+
+def machine_line(calibration: Calibration) -> str:
+    """The measured peaks of the machine in a line."""
+    machine = calibration.machine
+    ridge = machine.flops / machine.bytes_per_s
+    return (
+        f"at best {machine.flops / 1e9:.1f} GFLOP/s and {machine.bytes_per_s / 1e9:.1f} GB/s, "
+        f"so a step is bound by memory below {ridge:.1f} FLOP per byte"
+    )
+
+
+def sweep_rows(sweep: Sweep) -> list[tuple[str, ...]]:
+    """A row under `SWEEP_HEADINGS` for each number of nodes."""
+    return [
+        (
+            str(point.nodes),
+            f"{1e3 * point.seconds:.3f}",
+            f"{1e3 * point.bound_s:.3f}",
+            f"{point.intensity:.2f}",
+            f"{point.break_even:.2f}",
+            f"{point.acceptance_needed:.0%}" if point.nodes > 1 else "-",
+        )
+        for point in sweep.points
+    ]
+
+
+def render_trace(trace: Trace) -> str:
+    """A self-contained HTML page: the text coloured by source, every step, and the sums."""
+    headings, *rows = source_rows(trace)
+    return render(
+        "trace.html.j2",
+        trace=trace,
+        colours=[_COLOURS[i % len(_COLOURS)] for i in range(len(trace.sources))],
+        total=total_line(trace),
+        source_headings=headings,
+        source_rows=rows,
+        step_headings=STEP_HEADINGS,
+        steps=[(step, step_cells(number, step)) for number, step in enumerate(trace.steps)],
+    )
