@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
@@ -62,12 +61,3 @@ def compactor_for(buffers: Sequence[Tensor]) -> Callable[..., None] | None:
 
     right = compaction_is_right(buffers[0].device, compact, SlotBuffers)
     return partial(compact, SlotBuffers(buffers)) if right else None
-
-
-def products_for(tokens: int, device: torch.device, dtype: torch.dtype) -> AbstractContextManager[object]:
-    """A context in which products of so many tokens with weights use the fastest library."""
-    if device.type != "cpu":
-        return nullcontext()
-    from lookahead.kernels.linear import DnnLinear, pays
-
-    return DnnLinear() if pays(tokens, dtype) else nullcontext()

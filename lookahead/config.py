@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 PROPOSERS = ("prompt", "outputs", "corpus", "recycled", "jacobi")
 ACCEPTANCES = ("exact", "rejection", "typical")
-PASSES = ("plain", "compiled", "graphs", "compiled graphs")
+PASSES = ("plain", "compiled", "graphs", "compiled graphs", "fast")
 
 # The choices of `window="auto"`: the published settings for models of 34B, 7B and 1B, and a smaller one.
 _AUTO_SIZES = tuple(BranchSize(*size) for size in ((5, 3, 5), (7, 5, 7), (15, 5, 15), (20, 7, 20)))
@@ -43,6 +43,10 @@ class LookaheadConfig:
             accepts more from the same distribution, but not the tokens of the same seed. It takes proposers that draw
             (`lookahead.DraftModel`), and none of the names. `"typical"` is lossy: with sampling it accepts drafts that
             the target finds likely enough, which changes the distribution; `DecodingStats.divergence` measures it.
+        exactness: `"auto"` gives the passes of a single prompt in half precision on a CPU the bits of decoding token by
+            token, if a comparison on the model's first use shows that this works; `DecodingStats.exactness` tells. In
+            all other cases, and with `"fast"`, a pass scores its draft under one mask and rounds differently. In half
+            precision this can change a token where two are about equally likely.
         max_nodes: Most draft nodes of one row's tree without the root, 1 to 512. `None` decides: 64, plus the window
             and the guesses while the lookahead branch runs. Where trees are padded to powers of two it is one less,
             since the root is one of the nodes.
@@ -61,6 +65,8 @@ class LookaheadConfig:
             the window that `"auto"` chose.
         guesses: G, the most n-grams of the pool verified in a step, 0 to 64. `None` decides: 7, or likewise.
         pool_from_prompt: Whether the n-gram pool of the lookahead branch is filled from the prompt too.
+        pack: `"auto"` keeps a second copy of the linear weights, packed for passes of few tokens on a CPU, where it is
+            faster and takes at most a quarter of the machine's memory. `False` keeps none.
         compile: Whether the model's passes over drafts are compiled by `torch.compile`. Each number of rows and nodes,
             rounded up to a power of two, is compiled on first use, which takes seconds, or less with PyTorch's cache on
             disk. A model that cannot be compiled runs as it is; the log says why.
@@ -80,6 +86,7 @@ class LookaheadConfig:
     pool: str | os.PathLike[str] | None = None
     draft: Literal["auto", "fixed"] = "auto"
     acceptance: Literal["exact", "rejection", "typical"] = "exact"
+    exactness: Literal["auto", "fast"] = "auto"
     max_nodes: int | None = None
     min_probability: float = 0.02
     max_ngram: int = 16
@@ -89,6 +96,7 @@ class LookaheadConfig:
     ngram_size: int | None = None
     guesses: int | None = None
     pool_from_prompt: bool = True
+    pack: Literal["auto", False] = "auto"
     compile: bool = False
     cuda_graphs: bool = False
 
@@ -110,6 +118,10 @@ class LookaheadConfig:
                 f"acceptance='rejection' takes proposers that draw, such as DraftModel(...), and {names[0]!r} does "
                 "not: leave it out"
             )
+        if self.exactness not in ("auto", "fast"):
+            raise ConfigError(f"exactness must be auto or fast, got {self.exactness!r}")
+        if self.pack != "auto" and self.pack is not False:
+            raise ConfigError(f"pack must be auto or False, got {self.pack!r}")
         if self.memory not in ("shared", "request"):
             raise ConfigError(f"memory must be shared or request, got {self.memory!r}")
         if self.max_nodes is not None:
@@ -197,6 +209,8 @@ class LookaheadConfig:
     @property
     def passes(self) -> str:
         """How the model is run, one of `PASSES`. Step costs are kept for each separately."""
+        if self.exactness == "fast" and not self.has_fixed_shapes:
+            return "fast"
         return PASSES[self.compile + 2 * self.cuda_graphs]
 
 

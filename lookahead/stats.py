@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 _SECONDS = ("prefill_s", "decode_s", "ttft_s")
 
@@ -19,6 +19,7 @@ class DecodingStats:
         prompt_tokens: Tokens of the prompt.
         emitted_tokens: New tokens, an end-of-sequence token included.
         target_forwards: Target passes that verified this row's tree; prefill passes are not counted.
+        bitwise_forwards: Those of them that computed what `model.generate` computes bit for bit.
         drafted_tokens: Draft nodes verified, the root not counted.
         accepted_tokens: Draft nodes whose token was emitted.
         expected_tokens: Sum of the acceptance probabilities that the proposers gave their draft nodes.
@@ -37,6 +38,7 @@ class DecodingStats:
     prompt_tokens: int = 0
     emitted_tokens: int = 0
     target_forwards: int = 0
+    bitwise_forwards: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     expected_tokens: float = 0.0
@@ -54,6 +56,14 @@ class DecodingStats:
     def decoded_tokens(self) -> int:
         """Emitted tokens of counted passes: all but the first of every row, which the prefill gives."""
         return sum(length * passes for length, passes in self.acceptance_histogram.items())
+
+    @property
+    def exactness(self) -> Literal["bitwise", "rounding"]:
+        """`"bitwise"` if every pass computed what `model.generate` computes bit for bit, else `"rounding"`.
+
+        Rounding changes a token only where two are about equally likely.
+        """
+        return "bitwise" if self.bitwise_forwards == self.target_forwards > 0 else "rounding"
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -102,6 +112,8 @@ class DecodingStats:
             "prompt_tokens": self.prompt_tokens,
             "emitted_tokens": self.emitted_tokens,
             "target_forwards": self.target_forwards,
+            "bitwise_forwards": self.bitwise_forwards,
+            "exactness": self.exactness,
             "drafted_tokens": self.drafted_tokens,
             "accepted_tokens": self.accepted_tokens,
             "mean_acceptance_length": round(self.mean_acceptance_length, 4),

@@ -1,4 +1,4 @@
-"""Half precision: a step without drafts is that of `model.generate` to the last bit."""
+"""Half precision: plain steps, and drafts of a single prompt on a CPU, have the bits of `model.generate`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,15 @@ from transformers import (
 )
 
 import lookahead
-from lookahead import LookaheadConfig
+from lookahead import DecodingStats, LookaheadConfig
+from lookahead.generation.hf import prepare
+from lookahead.models.support import is_bitwise
 from lookahead.models.target import Target
+from tests.support.adversarial_proposers import always_wrong, drafting_by, perfect, random_trees
 
 PLAIN = LookaheadConfig(proposers=())
+DRAFTED = LookaheadConfig(draft="fixed", min_probability=0.0)
+LARGE = LookaheadConfig(draft="fixed", min_probability=0.0, window=15, max_nodes=120)
 SIZES: dict[str, Any] = {
     "vocab_size": 101, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6,
     "num_key_value_heads": 2, "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
@@ -52,13 +57,13 @@ def made(name: str, dtype: torch.dtype) -> Any:
         return kind(config(**SIZES, **options)).to(dtype).eval()
 
 
-def compare(model: Any, prompts: torch.Tensor, **options: Any) -> None:
-    """Tokens and logits of `proposers=()` and of transformers."""
+def compare(model: Any, prompts: torch.Tensor, config: LookaheadConfig = PLAIN, **options: Any) -> None:
+    """Tokens and logits of lookahead and of transformers."""
     kwargs = {"return_dict_in_generate": True, "output_logits": True, "pad_token_id": 0, **options}
     torch.manual_seed(5)
     expected = model.generate(prompts, **kwargs)
     torch.manual_seed(5)
-    got = model.generate(prompts, **kwargs, custom_generate=lookahead.decode, lookahead_config=PLAIN)
+    got = model.generate(prompts, **kwargs, custom_generate=lookahead.decode, lookahead_config=config)
     assert torch.equal(got.sequences, expected.sequences)
     assert len(got.logits) == len(expected.logits)
     assert all(map(torch.equal, got.logits, expected.logits))
@@ -76,6 +81,65 @@ def test_plain_steps_give_the_tokens_and_logits_of_generate(name: str, dtype: to
     for seed in range(3):
         compare(model, prompts(seed), max_new_tokens=64, do_sample=False)
     compare(model, prompts(3), max_new_tokens=24, do_sample=True, temperature=1.3)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "sinks" not in name])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_drafts_of_one_prompt_give_the_tokens_and_logits_of_generate(name: str, dtype: torch.dtype) -> None:
+    model = made(name, dtype)
+    assert is_bitwise(model)
+    for seed in range(3):
+        compare(model, prompts(seed).repeat(1, 2), DRAFTED, max_new_tokens=48, do_sample=False)
+    compare(model, prompts(3).repeat(1, 2), DRAFTED, max_new_tokens=24, do_sample=True, temperature=1.3)
+    compare(model, prompts(4), LARGE, max_new_tokens=24, do_sample=False)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral, its window", "gemma2, softcapping"])
+def test_drafts_that_are_always_wrong_or_right_give_the_logits_of_generate(name: str) -> None:
+    model, prompt = made(name, torch.bfloat16), prompts(5)
+    answers = model.generate(prompt, max_new_tokens=40, do_sample=False).tolist()
+    for offer in (perfect(answers), always_wrong(answers, 101), random_trees(101)):
+        with drafting_by(offer):
+            compare(model, prompt, DRAFTED, max_new_tokens=40, do_sample=False)
+
+
+def stats_of(model: Any, prompts: torch.Tensor, **options: Any) -> list[DecodingStats]:
+    """Stats of the rows of a decoding."""
+    config = LookaheadConfig(draft="fixed", **options)
+    engine = model.generate(
+        prompts, max_new_tokens=12, pad_token_id=0, custom_generate=prepare, lookahead_config=config
+    )
+    for _ in engine.run():
+        pass
+    stats: list[DecodingStats] = engine.stats
+    return stats
+
+
+def test_stats_tell_whether_the_bits_are_those_of_generate() -> None:
+    half, single = made("llama", torch.bfloat16), made("llama", torch.float32)
+    experts = made("gpt-oss, sinks", torch.bfloat16)
+    (stats,) = stats_of(half, prompts(1))
+    assert stats.exactness == "bitwise" and stats.to_dict()["exactness"] == "bitwise"
+    assert stats.bitwise_forwards == stats.target_forwards
+    assert [each.exactness for each in stats_of(half, prompts(1), exactness="fast")] == ["rounding"]
+    assert [each.exactness for each in stats_of(half, prompts(1, rows=2))] == ["rounding"] * 2
+    assert [each.exactness for each in stats_of(single, prompts(1))] == ["rounding"]
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), prompts(1)], 1)
+    assert [each.exactness for each in stats_of(half, padded)] == ["rounding"], "padding changes the order of summation"
+    assert not is_bitwise(experts), "the products of an expert depend on the rows that chose it"
+
+
+def test_a_model_whose_rows_depend_on_each_other_is_found_out() -> None:
+    model = made("llama", torch.bfloat16)
+    layer = model.model.layers[1].mlp.down_proj
+    layer.register_forward_hook(lambda module, inputs, output: output * (1 + 0.01 * (output.shape[1] > 1)))
+    assert not is_bitwise(model)
+    assert [each.exactness for each in stats_of(model, prompts(1))] == ["rounding"]
+
+
+def test_the_option_takes_auto_or_fast() -> None:
+    with pytest.raises(lookahead.ConfigError, match=r"exactness must be auto or fast, got 'exact'"):
+        LookaheadConfig(exactness="exact")  # type: ignore[arg-type]
 
 
 def test_a_batch_of_prompts_of_one_length_is_that_of_generate_as_well() -> None:

@@ -232,7 +232,7 @@ class Engine:
                 self.cache.wipe(i)
             else:
                 self._target.commit(i, result.path)
-                self._rows[i].count(draft, result, self.sources)
+                self._rows[i].count(draft, result, self.sources, is_bitwise=self._target.is_bitwise)
 
     def _observe(
         self, drafts: Sequence[Draft], results: Results, scores: Scores, needs_argmax: bool, first: int = 0

@@ -210,11 +210,12 @@ class Row:
         """The ids so far, and some more, as processors and criteria see them, int64 `[1, tokens]`."""
         return torch.from_numpy(self.ids[: self.length + more])[None].to(self.device)
 
-    def count(self, draft: Draft, result: VerifyResult, sources: Sequence[str]) -> None:
+    def count(self, draft: Draft, result: VerifyResult, sources: Sequence[str], *, is_bitwise: bool) -> None:
         """Count a verified draft; the first token of a row comes from the prefill, not from a draft's pass."""
         stats = self.stats
         if stats.emitted_tokens:
             stats.target_forwards += 1
+            stats.bitwise_forwards += is_bitwise
             stats.acceptance_histogram[len(result.tokens)] += 1
         stats.emitted_tokens += len(result.tokens)
         if len(draft.tree) == 1:

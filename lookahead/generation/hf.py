@@ -43,7 +43,7 @@ from lookahead.generation.validation import (
 )
 from lookahead.models.encoder_decoder import DecoderTarget, Encoded, decoder_support, empty_cache
 from lookahead.models.model_state import state_of
-from lookahead.models.support import Support, prefills_at_once, support_of, vocabulary_size
+from lookahead.models.support import Support, is_bitwise, prefills_at_once, support_of, vocabulary_size
 from lookahead.models.target import PREFILL_CHUNK, Shape, Target, input_device
 from lookahead.models.tensor_parallel import tensor_parallel_group, validate_tensor_parallel
 from lookahead.ngram.pool_file import Pool
@@ -257,6 +257,7 @@ def assemble(
         target = DecoderTarget(model, encoded)
     else:
         longest = max((row.length for row in batch), default=PREFILL_CHUNK)
+        is_single = slots == 1 and not any(row.padding for row in batch)  # `generate` attends to padding under a mask
         target = Target(
             model,
             rows=slots,
@@ -268,6 +269,8 @@ def assemble(
             compiles=config.compile,
             captures=config.cuda_graphs,
             most_nodes=config.node_budget + 1,
+            is_bitwise=is_single and shape == "trees" and config.exactness == "auto" and is_bitwise(model),
+            packs=config.pack == "auto",
         )
     return Engine(
         target,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
+from lookahead.models.exact_attention import attend_in_turn, own_attention
 from lookahead.models.model_state import state_of
 from lookahead.models.tree_pass import AttentionSpan, TreePass
 
@@ -167,6 +168,10 @@ def tree_attention(
     tree_pass: TreePass = _thread.tree_pass
     span = _span_of(module, kwargs, key.shape[2])
     softcap = softcap if tree_pass.has_softcap else None
+    if tree_pass.is_exact:
+        options = {"softcap": softcap, "s_aux": s_aux, "scaling": scaling, **kwargs}
+        window = _span_of(module, kwargs, key.shape[2] + 1).window
+        return _attend_alone(tree_pass, module, query, key, value, window, options), None
     rows, heads, width, dim = query.shape
     kv_heads = key.shape[1]
     groups = heads // kv_heads
@@ -196,6 +201,26 @@ def tree_attention(
         out = _softmax_attention(packed, key, value, mask, scaling or dim**-0.5, softcap, s_aux)
     out = out.view(rows, kv_heads, width, groups, -1).permute(0, 2, 1, 3, 4)
     return out.reshape(rows, width, heads, -1), None
+
+
+def _attend_alone(
+    tree_pass: TreePass,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """Attention of an exact pass."""
+    steps, start, scored = tree_pass.turns
+    windows, layer = tree_pass.windows or (), module.layer_idx
+    return attend_in_turn(
+        module, query, key, value, steps,
+        start=start, scored=scored, window=window, crops=layer < len(windows) and windows[layer] is not None,
+        own=own_attention(module, _real(module.config)),
+        options={name: option for name, option in options.items() if option is not None},
+    )  # fmt: skip
 
 
 def _span_of(module: Any, kwargs: dict[str, Any], kv_length: int) -> AttentionSpan:

@@ -25,7 +25,7 @@ from lookahead.config import PASSES
 from lookahead.drafting.cost_model import StepCost
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import ConfigError, UnsupportedModelError
-from lookahead.models.support import support_of
+from lookahead.models.support import is_bitwise, support_of
 from lookahead.models.target import Target, input_device, position_limit
 from lookahead.utils.atomic import read_json, write_atomically
 from lookahead.verification.topk import likeliest
@@ -42,7 +42,7 @@ QUICK_S = 3.0  # aim of a quick sweep; a slow model takes longer, with one round
 LONGEST_QUICK_S = 30.0
 _STEP_TO_PLAIN = 2.0  # assumed mean time of a step of a sweep, in plain steps
 
-_VERSION = 2  # of the files of step costs
+_VERSION = 3  # of the files of step costs
 
 Clock = Callable[[], float]
 
@@ -236,7 +236,14 @@ def _sweep(
         raise UnsupportedModelError(f"{type(model).__name__} cannot verify drafts: {support.reason}")
     device = input_device(model)
     target = Target(
-        model, rows=1, capacity=length, device=device, shape=support.shape, compiles=compiles, most_nodes=max(nodes)
+        model,
+        rows=1,
+        capacity=length,
+        device=device,
+        shape=support.shape,
+        compiles=compiles,
+        most_nodes=max(nodes),
+        is_bitwise=support.shape == "trees" and is_bitwise(model),
     )
     if target.positions is not None and length > target.positions:
         raise ConfigError(f"context must leave room for {max(nodes)} nodes in {target.positions} positions")

@@ -49,6 +49,7 @@ class ModelState:
         compiled: Compiled passes by their shapes.
         failed: Which of `compile` and `capture` failed; they are not tried again.
         views: The attention views that compiled passes hold.
+        linears: Packed weights by linear layer.
         tokenizers: Tokenizers that were compared with the model.
         is_encoder: Whether the model is an encoder; None before the first check.
     """
@@ -59,6 +60,7 @@ class ModelState:
         self.compiled: dict[Any, Any] = {}
         self.failed: set[str] = set()
         self.views: tuple[Any, ...] = ()
+        self.linears: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self.tokenizers: WeakSet[Any] = WeakSet()
         self.is_encoder: bool | None = None
         self._probed: dict[str, tuple[Hashable, Any]] = {}

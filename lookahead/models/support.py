@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import ConfigError, UnsupportedModelError
+from lookahead.models.exact_attention import MAX_ROWS
 from lookahead.models.model_state import state_of
 from lookahead.models.target import Shape, Target, input_device
 
@@ -213,6 +214,50 @@ def _scores_like_the_model(model: PreTrainedModel, shape: Shape, tokens: Sequenc
     ]
     checks.append(([*texts[0], *tree.tokens[path].tolist(), tokens[0], tokens[3]], third[0, 0]))
     return all(agree(model, logits, _own_logits(model, ids, logits.device)) for ids, logits in checks)
+
+
+def is_bitwise(model: PreTrainedModel) -> bool:
+    """Whether the logits of a tree can have the bits of decoding token by token: half precision on a CPU.
+
+    The first call for a model compares the nodes of a tree with passes over one token each.
+    """
+    config: Any = model.config.get_text_config()
+    if model.dtype not in _TOLERANCE or input_device(model).type != "cpu" or not model._can_set_attn_implementation():
+        return False
+    # Masks of chunks change the order of summation, and the products of an expert depend on which rows chose it.
+    if config._attn_implementation not in ("sdpa", "eager") or getattr(config, "attention_chunk_size", None):
+        return False
+    if any("experts" in name for name, _ in model.named_modules()):
+        return False
+    return state_of(model).probed("bitwise", model, partial(_has_bits_of_single_tokens, model, config.vocab_size))
+
+
+@torch.inference_mode()
+def _has_bits_of_single_tokens(model: PreTrainedModel, vocabulary: int) -> bool:
+    """Compare a tree of `MAX_ROWS` nodes, a chain with branches, with decoding two of its paths."""
+    prompt = (np.arange(8, dtype=np.int32) * 7 + 1) % vocabulary
+    chain, branches = np.arange(-1, 7).clip(0), np.arange(8, MAX_ROWS) % 8
+    try:
+        tree = TokenTree.from_parents((np.arange(MAX_ROWS) + prompt[-1]) % vocabulary, [*chain, *branches])
+        targets = [
+            Target(model, rows=1, capacity=64, device=input_device(model), is_bitwise=each) for each in (True, False)
+        ]
+        for target in targets:
+            with target.serving():
+                target.prefill([prompt])
+        with targets[0].serving():
+            scores = targets[0].score([tree])[0]
+        with targets[1].serving():
+            for path in ((*range(8), MAX_ROWS - 1), (0, 1, 9)):
+                targets[1].cache.slots.lengths[0] = len(prompt) - 1
+                for node in path:
+                    alone = targets[1].score([TokenTree.root(int(tree.tokens[node]))])
+                    if not torch.equal(alone[0, 0], scores[node]):
+                        return False
+                    targets[1].commit(0, np.zeros(1, np.int32))
+    except Exception:  # a model's own attention may raise anything here, and masks still serve it
+        return False
+    return True
 
 
 def agree(model: PreTrainedModel, logits: Tensor, expected: Tensor) -> bool:

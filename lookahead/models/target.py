@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lookahead.drafting.tree import IntArray, TokenTree
@@ -19,6 +19,7 @@ from lookahead.errors import UnsupportedModelError
 from lookahead.models.attention import AttentionScope
 from lookahead.models.cache import TreeCache, windows_of
 from lookahead.models.compiled import CompiledRunner
+from lookahead.models.linears import LinearScope, take_has_packed
 from lookahead.models.tree_pass import AttentionSpan, TreePass, padded_slots
 
 Shape = Literal["trees", "chains"]
@@ -69,8 +70,12 @@ class Target:
         compiles: Whether `score` compiles the model, with trees padded to few sizes.
         captures: Whether `score` records CUDA graphs, with the same padding.
         most_nodes: Nodes of the largest expected tree, its root included.
+        is_bitwise: Whether every node attends alone, so that in half precision on a CPU the logits have the bits of
+            decoding token by token (`lookahead.models.exact_attention`); for a single row.
+        packs: Whether linear layers may keep packed copies of their weights (`lookahead.models.linears`).
 
     Attributes:
+        is_bitwise: Whether all passes since the newest prefill, itself included, have the bits of `model.generate`.
         positions: Positions the model has a table for; None if unlimited.
         on_prefill: Called before the first pass of a prefill and after every pass, if set.
         keeps_hidden: Whether later passes keep hidden states.
@@ -92,6 +97,8 @@ class Target:
         compiles: bool = False,
         captures: bool = False,
         most_nodes: int = 64,
+        is_bitwise: bool = False,
+        packs: bool = True,
     ) -> None:
         self._model = model
         self._device = device
@@ -100,8 +107,6 @@ class Target:
         self._keeps_logits = "logits_to_keep" in takes
         self._takes_positions = "position_ids" in takes
         self._takes_masks = shape == "trees"
-        # Each process measures whether oneDNN is faster, and tensor-parallel processes must compute the same bits.
-        self._is_alone = (getattr(model, "_tp_size", None) or 1) == 1
         self._scope = None
         if self._takes_masks and model._can_set_attn_implementation():
             self._scope = AttentionScope(model)
@@ -119,7 +124,14 @@ class Target:
         self._is_served = False
         self._has_softcap = model.config.get_text_config()._attn_implementation != "sdpa"
         # In float32 the last bits do not change tokens, and packed heads are faster.
-        self._is_bitwise = model.dtype in (torch.bfloat16, torch.float16)
+        self._is_half = model.dtype in (torch.bfloat16, torch.float16)
+        self._is_exact = is_bitwise and self._is_half and self._scope is not None and rows == 1 and not is_fixed
+        self.is_bitwise = self._is_exact
+        # Compiled passes have their own products. Each process measures whether packing pays, and tensor-parallel
+        # processes must compute the same bits.
+        is_apart = (is_fixed and compiles) or (getattr(model, "_tp_size", None) or 1) > 1
+        self._linears = LinearScope(nn.Identity() if is_apart else model, packs=packs)
+        self._has_packed = False  # whether the newest pass packed weights
         self._fast = None
         if is_fixed:
             self._fast = CompiledRunner(
@@ -130,7 +142,7 @@ class Target:
     @property
     def is_cold(self) -> bool:
         """Whether the newest pass did work, such as compiling, that later passes of its shape do not repeat."""
-        return self._fast is not None and self._fast.is_cold
+        return self._has_packed or (self._fast is not None and self._fast.is_cold)
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -139,12 +151,12 @@ class Target:
         Blocks may be nested. Other calls of the model, on this thread or another, are not affected.
         """
         with torch.inference_mode():
-            if self._scope is None or self._is_served:
+            if self._is_served:
                 yield
                 return
             self._is_served = True
             try:
-                with self._scope.serving():
+                with self._linears.serving(), nullcontext() if self._scope is None else self._scope.serving():
                     yield
             finally:
                 self._is_served = False
@@ -177,6 +189,7 @@ class Target:
         hidden: list[dict[int, Tensor]] = []
         is_whole = bool((new == width).all()) and not np.ptp(cached)
         size = width if is_whole and self._reads_whole(width, is_continued=bool(cached.any())) else self._prefill_chunk
+        self.is_bitwise = self._is_exact and size >= width
         self._report(0, width)
         for start in range(0, width, size):
             chunk = np.ascontiguousarray(padded[:, start : start + size])
@@ -200,7 +213,7 @@ class Target:
         """Whether to read prompts of one length in one pass, bit-identical to `model.generate`."""
         # Without fused causal attention the memory of a pass grows quadratically with its tokens.
         is_fused = not (self._has_softcap or is_continued or any(self._windows))
-        return self._is_bitwise and (is_fused or width <= _MAX_WHOLE)
+        return self._is_half and (is_fused or width <= _MAX_WHOLE)
 
     def _report(self, done: int, tokens: int) -> None:
         if self.on_prefill is not None:
@@ -266,9 +279,8 @@ class Target:
         scored: NDArray[np.int64] | None = None,
     ) -> Tensor:
         """One pass of the model over `[active, width]` tokens; returns the logits of all columns, or of `keep`."""
-        from lookahead.kernels.dispatch import products_for
-
-        is_plain = self._is_bitwise and self._is_plain(tokens, trees, keep, scored)
+        is_exact = self._is_exact and trees is not None
+        is_plain = self._is_half and not is_exact and self._is_plain(tokens, trees, keep, scored)
         self.cache.slots.begin(tokens.shape[1], is_plain=is_plain)
         options: dict[str, object] = {}
         columns = None if keep is None else torch.from_numpy(keep).to(self._device)
@@ -278,7 +290,8 @@ class Target:
         if self._takes_positions:
             options["position_ids"] = torch.from_numpy(positions).to(self._device)
         if self._takes_masks and not is_plain:
-            tree_pass = TreePass(self.cache.slots, trees, scored, has_softcap=self._has_softcap)
+            windows = self._windows if is_exact else None
+            tree_pass = TreePass(self.cache.slots, trees, scored, has_softcap=self._has_softcap, windows=windows)
             if self._scope is not None:
                 scope = self._scope.running(tree_pass)
             else:
@@ -286,14 +299,15 @@ class Target:
         keeps_hidden = self.keeps_hidden and bool(self._hidden_layers)
         if keeps_hidden:
             options["output_hidden_states"] = True
-        products = products_for(tokens.size, self._device, self._model.dtype) if self._is_alone else nullcontext()
-        with products, scope:
+        take_has_packed()
+        with self._linears.running(is_exact=is_exact), scope:
             output = self._model(
                 input_ids=torch.from_numpy(tokens).to(self._device),
                 past_key_values=self.cache,
                 use_cache=True,
                 **options,
             )
+        self._has_packed = take_has_packed()
         self.hidden = _choose_layers(output, self._hidden_layers) if keeps_hidden else {}
         logits: Tensor = output.logits
         return logits if columns is None or self._keeps_logits else logits[:, columns]

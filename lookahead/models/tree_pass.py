@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from lookahead.drafting.tree import IntArray, TokenTree, fill_ancestor_words
 from lookahead.models.cache import TreeSlots
+from lookahead.models.exact_attention import Steps, depth_first
 
 _NO_END = np.iinfo(np.int64).max
 # The bits of -inf, by the integer type of the same width: masks are written by Numba, which knows no bfloat16.
@@ -68,9 +70,13 @@ class TreePass:
         scored: int64 `[active]`; how many of its first nodes earlier passes scored. Their KV is in their slots and
             counts as committed in `slots.lengths`. None: no node was scored.
         has_softcap: Whether the model's own attention applies softcapping; SDPA does not.
+        windows: For a pass of one row whose nodes attend alone, with the bits of decoding token by token: how many
+            positions each layer of the model's own cache keeps for a query; None for all.
 
     Attributes:
         has_softcap: As given.
+        windows: As given.
+        is_exact: Whether every node attends alone; never in a prefill.
         is_prefill: Whether rows write prompt tokens.
         scores_trees: Whether the pass scores whole trees, as the kernels do.
         is_from_empty: No row has committed tokens and every row writes a chain: plain causal attention.
@@ -84,11 +90,14 @@ class TreePass:
         scored: NDArray[np.int64] | None = None,
         *,
         has_softcap: bool = True,
+        windows: Sequence[int | None] | None = None,
     ) -> None:
         self._slots = slots
         self._trees = trees
         self._scored = scored
         self.has_softcap = has_softcap
+        self.windows = windows
+        self.is_exact = windows is not None and trees is not None
         self.is_prefill = trees is None
         self.scores_trees = trees is not None and scored is None
         self.is_from_empty = trees is None and slots.kv_length == slots.width
@@ -121,6 +130,13 @@ class TreePass:
         if key not in self._masks:
             self._masks[key] = self._make_mask(groups, span, dtype).to(device, non_blocking=True)
         return self._masks[key]
+
+    @cached_property
+    def turns(self) -> tuple[Steps, int, int]:
+        """The order in which the nodes of the only row attend, the slot of its root, and how many were scored."""
+        assert self._trees is not None
+        tree, scored = self._trees[0], 0 if self._scored is None else int(self._scored[0])
+        return depth_first(tree.parents, tree.depths), int(self._slots.lengths[0]) - scored, scored
 
     def _make_mask(self, groups: int, span: AttentionSpan, dtype: torch.dtype) -> Tensor:
         """Fill a host mask with Numba and view it as `dtype`."""

@@ -1,0 +1,234 @@
+"""Linear layers with packed weights: right products, nowhere else than in our passes, and gone with the model."""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+import lookahead
+from lookahead import ConfigError, LookaheadConfig
+from lookahead.models import linears
+from lookahead.models.linears import LinearScope, PackedLinear
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+
+
+@pytest.fixture
+def multiplied(monkeypatch) -> list[int]:
+    """Rows of every product that oneDNN was given."""
+    rows: list[int] = []
+    run = torch.ops.mkldnn._linear_pointwise
+
+    def recorded(x: Any, *arguments: Any) -> Any:
+        rows.append(x.numel() // x.shape[-1])
+        return run(x, *arguments)
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", recorded)
+    return rows
+
+
+@pytest.fixture(autouse=True)
+def packs_everything(monkeypatch) -> None:
+    """Small layers are packed too, and no product is measured."""
+    monkeypatch.setattr(linears, "_FEWEST_WEIGHTS", 1)
+    monkeypatch.setattr(linears, "is_faster", lambda dtype, threads: True)
+
+
+def model_of(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 19, **options))
+
+
+def run(scope: LinearScope, model: nn.Module, x: torch.Tensor, *, is_exact: bool = False) -> torch.Tensor:
+    with torch.inference_mode(), scope.serving(), scope.running(is_exact=is_exact):
+        return model(x)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(2,), (16,), (1, 7), (3, 37), (2, 5, 9)])
+def test_products_agree_with_those_in_float64_whatever_their_shape(shape, bias, multiplied):
+    model, x = model_of(bias=bias), torch.randn(*shape, 24)
+    got = run(LinearScope(model), model, x)
+    assert got.dtype == torch.float32 and got.shape == (*shape, 19)
+    assert (got - copy.deepcopy(model).double()(x.double())).abs().max() < 1e-5
+    assert len(multiplied) == 1
+
+
+def test_activations_that_are_not_contiguous_are_read_as_they_stand():
+    model, x = model_of(), torch.randn(24, 3, 40).transpose(0, 2)
+    assert torch.allclose(run(LinearScope(model), model, x), model(x.contiguous()), atol=1e-5)
+
+
+def test_a_single_row_of_float32_has_the_bits_of_the_model(multiplied):
+    model, x = model_of(), torch.randn(1, 1, 24)
+    assert torch.equal(run(LinearScope(model), model, x), model(x))
+    assert not multiplied
+
+
+def test_without_packing_only_many_rows_go_to_onednn(multiplied):
+    model = model_of()
+    for rows in (2, 31, 32, 80):
+        run(LinearScope(model, packs=False), model, torch.randn(rows, 24))
+    assert multiplied == [32, 80]
+
+
+def test_weights_that_would_take_too_much_memory_are_not_packed(multiplied, monkeypatch):
+    monkeypatch.setattr(linears, "_SHARE_OF_MEMORY", 1e-12)
+    model = model_of()
+    run(LinearScope(model), model, torch.randn(5, 24))
+    assert not multiplied
+
+
+class Other(torch.Tensor):
+    """A tensor with behaviour of its own, as quantized weights have."""
+
+
+@pytest.mark.parametrize("kind", ["float64", "subclass", "quantized layer", "own forward", "inference tensor"])
+def test_layers_that_are_more_than_a_product_stay_as_they_are(kind, multiplied):
+    model: Any = model_of()
+    layer, x = model[0], torch.randn(5, 24)
+    if kind == "float64":
+        model, x = model.double(), x.double()
+    elif kind == "subclass":
+        layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Other))
+    elif kind == "quantized layer":
+        layer.__class__ = type("Quantized", (nn.Linear,), {})
+    elif kind == "own forward":
+        layer.forward = lambda x: linear(x, layer.weight)
+    else:
+        with torch.inference_mode():
+            layer.weight = nn.Parameter(torch.randn(19, 24), requires_grad=False)
+    before = dict(layer.__dict__)
+    run(LinearScope(model), model, x)
+    assert not multiplied and dict(layer.__dict__) == before
+
+
+def test_a_weight_that_changes_is_packed_anew():
+    model, x = model_of(), torch.randn(5, 24)
+    scope = LinearScope(model)
+    run(scope, model, x)
+    with torch.no_grad():
+        model[0].weight.mul_(2.0)
+    assert torch.allclose(run(scope, model, x), model(x), atol=1e-5)
+    model[0].weight = nn.Parameter(torch.randn(19, 24))
+    assert torch.allclose(run(scope, model, x), model(x), atol=1e-5)
+
+
+def test_a_weight_is_packed_once_for_all_calls(monkeypatch):
+    model, packed, pack = model_of(), [], linears._pack
+    monkeypatch.setattr(linears, "_pack", lambda weight: packed.append(weight) or pack(weight))
+    for _ in range(3):
+        run(LinearScope(model), model, torch.randn(5, 24))
+    assert len(packed) == 1
+    assert linears.take_has_packed() and not linears.take_has_packed()
+
+
+def test_other_threads_and_calls_outside_use_the_models_own_products(multiplied):
+    model, x = model_of(), torch.randn(5, 24)
+    scope = LinearScope(model)
+    with torch.inference_mode(), scope.serving(), scope.running(is_exact=False):
+        other = threading.Thread(target=lambda: torch.inference_mode()(model)(x))
+        other.start()
+        other.join()
+        assert not multiplied
+        model(x)
+        assert multiplied == [5]
+    model(x)
+    assert multiplied == [5] and "forward" not in model[0].__dict__
+
+
+def test_blocks_of_several_targets_end_in_any_order():
+    model = model_of()
+    scopes = [LinearScope(model), LinearScope(model)]
+    blocks = [scope.serving() for scope in scopes]
+    for block in blocks:
+        block.__enter__()
+    blocks[0].__exit__(None, None, None)
+    assert "forward" in model[0].__dict__
+    blocks[1].__exit__(None, None, None)
+    assert "forward" not in model[0].__dict__
+
+
+@pytest.mark.parametrize("way", ["copied", "pickled"])
+def test_a_copy_made_while_a_model_is_in_service_has_its_own_weights(way):
+    model, x = model_of(), torch.randn(5, 24)
+    scope = LinearScope(model)
+    with scope.serving():
+        with torch.inference_mode(), scope.running(is_exact=False):
+            model(x)
+        if way == "copied":
+            twin = copy.deepcopy(model)
+        else:
+            file = io.BytesIO()
+            torch.save(model, file)
+            file.seek(0)
+            twin = torch.load(file, weights_only=False)
+    with torch.no_grad():
+        twin[0].weight.zero_()
+        twin[0].bias.zero_()
+    assert not twin(x).any() and model(x).any()
+    assert not run(LinearScope(twin), twin, x).any()
+
+
+def test_more_rows_of_half_precision_than_keep_their_bits_are_multiplied_in_parts():
+    model = model_of().bfloat16()
+    x = torch.randn(1, 75, 24).bfloat16()
+    alone = torch.cat([model(row) for row in x.split(1, 1)], 1)
+    assert torch.equal(run(LinearScope(model), model, x, is_exact=True), alone)
+    assert torch.equal(run(LinearScope(model), model, x), model(x)), "a prompt is read as generate reads it"
+
+
+def test_packed_weights_that_change_the_bits_of_half_precision_are_not_used(monkeypatch):
+    weight = torch.randn(64, 48).bfloat16()
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", lambda weight, rows: weight)
+    monkeypatch.setattr(linears, "_multiply", lambda x, weight, bias: linear(x, weight, bias))
+    assert torch.equal(linears._pack(weight), weight)
+    monkeypatch.setattr(linears, "_multiply", lambda x, weight, bias: linear(x, weight, bias) * 1.01)
+    assert linears._pack(weight) is None
+
+
+@pytest.mark.parametrize("name", ["_linear_pointwise", "_reorder_linear_weight"])
+def test_where_torch_was_built_without_it_torch_multiplies(name, monkeypatch):
+    def missing(*arguments: Any) -> Any:
+        raise AttributeError(f"'_OpNamespace' 'mkldnn' object has no attribute '{name}'")
+
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.ops.mkldnn, name, missing)
+    linears.is_faster.cache_clear()
+    try:
+        assert not linears.is_faster(torch.float32, 1)
+    finally:
+        linears.is_faster.cache_clear()
+
+
+def test_a_model_decodes_by_packed_weights_to_the_tokens_of_generate(tiny_llama, multiplied):
+    torch.manual_seed(1)
+    ids = torch.randint(5, 90, (3, 45))
+    ids[0, :20] = 0
+    options = {"attention_mask": (ids != 0).long(), "max_new_tokens": 24, "do_sample": False}
+    expected = tiny_llama.generate(ids, **options)
+    assert not multiplied
+    for pack in ("auto", False):
+        config = LookaheadConfig(draft="fixed", pack=pack)
+        got = tiny_llama.generate(ids, **options, custom_generate=lookahead.decode, lookahead_config=config)
+        assert torch.equal(got, expected)
+        assert any(rows < 32 for rows in multiplied) is (pack == "auto")
+        multiplied.clear()
+    assert not any("forward" in module.__dict__ for module in tiny_llama.modules())
+
+
+def test_the_option_takes_auto_or_false():
+    for wrong in (True, "never", None):
+        with pytest.raises(ConfigError, match=r"pack must be auto or False, got"):
+            LookaheadConfig(pack=wrong)
+
+
+def test_an_empty_packed_weight_is_made_of_a_copy():
+    assert copy.deepcopy(PackedLinear()).uses == 0
