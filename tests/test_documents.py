@@ -173,6 +173,14 @@ def test_json_lines_are_read_in_unicode_encodings(folder, encoding):
     assert read("a.jsonl", field="body") == [Document("a.jsonl:1", "Größe.")]
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+def test_a_line_as_long_as_the_limit_is_read(folder, encoding):
+    line = json.dumps({"text": "Two."})
+    (folder / "a.jsonl").write_bytes(f"{line}\n{line}\n".encode(encoding))
+    documents = read_documents(find_inputs(["a.jsonl"]), limit=len(line))
+    assert [document.text for document in documents] == ["Two.", "Two."]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

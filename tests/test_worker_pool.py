@@ -137,9 +137,11 @@ def test_a_stream_that_breaks_is_told_after_what_was_in_flight():
 def test_a_document_that_kills_workers_is_put_aside_and_its_neighbours_are_done():
     ray = Ray([READY], deadly=("x",))
     pool = pool_of(ray)
-    done = outcomes(pool, documents("a", "x", "b", "c", "d"))
-    assert done == {"a": "a", "x": "reject", "b": "b", "c": "c", "d": "d"}
+    good = [*"abcdefgh"]
+    done = outcomes(pool, documents("a", "x", *good[1:]))
+    assert done == dict(zip(good, good, strict=True)) | {"x": "reject"}
     assert [name for _, name in ray.given].count("x") == TRIES
+    assert ray.given[-1][1] == "x"  # its last try is alone, when all others are done
     assert ray.added == 2 + TRIES
     assert pool.notes == ["a worker died, and its documents went to others: the worker died"] * TRIES
 
