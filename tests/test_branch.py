@@ -259,8 +259,9 @@ def test_where_it_is_the_only_source_a_step_without_it_is_plain() -> None:
     assert not controller.plan([900], 100).drafts
 
 
+@pytest.mark.parametrize("steps_off", [1, 3])
 @pytest.mark.parametrize("from_prompt", [False, True])
-def test_a_row_goes_on_as_if_it_had_been_told_all_the_while(from_prompt: bool) -> None:
+def test_a_row_goes_on_as_if_it_had_been_told_all_the_while(from_prompt: bool, steps_off: int) -> None:
     branch = LookaheadBranch(SIZES)
     auto = AutoJacobiProposer(branch, pool_from_prompt=from_prompt)
     fixed = JacobiProposer(*SIZES[1], pool_from_prompt=from_prompt)
@@ -276,14 +277,16 @@ def test_a_row_goes_on_as_if_it_had_been_told_all_the_while(from_prompt: bool) -
     for each in (auto, fixed):
         each.start(0, ids(1, 2, 3, 1, 2))
     for i in range(12):
-        branch.size = SIZES[1] if i % 6 < 3 else None
+        turn = i % (3 + steps_off)
+        branch.size = SIZES[1] if turn < 3 else None
         if branch.size is not None:
             step(ids(i, i + 1))
         else:
             assert auto.propose(0, 90) is None
             auto.observe(0, Feedback(ids(7, i), ids(0), NOTHING), NOTHING)
-            if i % 6 == 5:  # told all at once, as rows are told that were not asked
-                fixed.observe(0, Feedback(ids(7, i - 2, 7, i - 1, 7, i), ids(0), NOTHING), NOTHING)
+            if turn == 2 + steps_off:  # told all at once, as rows are told that were not asked
+                missed = [token for k in range(i - steps_off + 1, i + 1) for token in (7, k)]
+                fixed.observe(0, Feedback(ids(*missed), ids(0), NOTHING), NOTHING)
 
 
 def test_a_row_served_at_another_size_begins_anew() -> None:
