@@ -220,6 +220,7 @@ def test_a_folder_of_the_name_of_the_default_model_does_not_stand_in_for_it(
 
 
 @needs_the_default_model
+@pytest.mark.exhaustive
 def test_the_default_model_answers_a_question() -> None:
     model, tokenizer = lookahead.load(device="cpu")
     assert tokenizer.decode(model.generation_config.eos_token_id) == "<|im_end|>"
