@@ -169,7 +169,11 @@ def test_buffers_that_compaction_cannot_move_are_refused_by_index():
         SlotBuffers([torch.zeros(2, 8, 1, 3)])
 
 
-@pytest.mark.parametrize("options", [frozenset(), frozenset({"window", "softcap", "sinks"})], ids=["plain", "options"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(frozenset(), marks=pytest.mark.exhaustive), frozenset({"window", "softcap", "sinks"})],
+    ids=["plain", "options"],
+)
 def test_they_pass_the_self_test_that_lets_them_serve_on_a_gpu(options, monkeypatch):
     monkeypatch.setattr(self_test, "_SLOTS", (150, 600))  # as many as the interpreter has time for
     part = KernelVariant(torch.device("cpu"), FULL, 64, 64, 2, options)
