@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from threading import Lock, local
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -44,15 +45,22 @@ class PackedLinear:
         self.uses = 0
         self._own: Tensor | None = None
         self._version = 0
+        self._digest = 0
         self._packed: Tensor | None = None
 
     def __reduce__(self) -> Any:
         return PackedLinear, ()
 
+    def check(self) -> None:
+        """Forget the packed weight if the layer's own has other bytes: writes through `.data` count no version up."""
+        if self._packed is not None and self._own is not None and _digest(self._own) != self._digest:
+            self._own = None
+
     def weight(self, own: Tensor) -> Tensor | None:
         """The packed form of a layer's weight, made anew where that has changed; None where there is none."""
         if self._own is not own or self._version != own._version:
             self._packed = _pack(own)
+            self._digest = 0 if self._packed is None else _digest(own)
             self._own, self._version = own, own._version
             _thread.has_packed = True
         return self._packed
@@ -70,7 +78,7 @@ class LinearScope:
     """
 
     def __init__(self, model: nn.Module, *, packs: bool = True) -> None:
-        self._layers: list[tuple[nn.Linear, PackedLinear]] = []
+        self._layers: list[tuple[nn.Linear, PackedLinear, Callable[[Tensor], Tensor]]] = []
         layers = [each for each in model.modules() if isinstance(each, nn.Linear) and _is_plain(each)]
         if "forward" in model.__dict__ or not layers:
             return
@@ -83,20 +91,22 @@ class LinearScope:
         self._packs = packs and pays and size <= _SHARE_OF_MEMORY * memory
         known = state_of(model).linears
         for layer in layers:
-            self._layers.append((layer, known.setdefault(layer, PackedLinear())))
+            packed = known.setdefault(layer, PackedLinear())
+            packed.check()
+            self._layers.append((layer, packed, partial(_forward, layer, packed)))
 
     @contextmanager
     def serving(self) -> Iterator[None]:
         """Let the layers look for packed weights until the last open block of any thread ends."""
         with _guard:
-            for layer, packed in self._layers:
+            for layer, packed, forward in self._layers:
                 packed.uses += 1
-                layer.__dict__["forward"] = partial(_forward, layer, packed)
+                layer.__dict__["forward"] = forward
         try:
             yield
         finally:
             with _guard:
-                for layer, packed in self._layers:
+                for layer, packed, _ in self._layers:
                     packed.uses -= 1
                     if not packed.uses:
                         layer.__dict__.pop("forward", None)
@@ -147,6 +157,11 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A product by oneDNN, with a packed weight or another."""
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return out
+
+
+def _digest(weight: Tensor) -> int:
+    """The hash of a contiguous weight's bytes."""
+    return int(xxhash.xxh3_64_intdigest(weight.detach().view(torch.uint8).numpy()))
 
 
 def _is_plain(layer: nn.Linear) -> bool:
