@@ -245,6 +245,7 @@ def test_what_goes_wrong_within_a_document_is_that_document_s_alone(summarize, m
         (["a.txt", "--window", "0"], "window must be auto or a whole number from 1 to 64, got 0"),
         (["a.txt", "--ngram-size", "1"], "ngram_size must be a whole number from 2 to 16, got 1"),
         (["a.txt", "--guesses", "65"], "guesses must be a whole number from 0 to 64, got 65"),
+        (["a.txt", "--exactness", "slow"], "exactness must be auto or fast, got 'slow'"),
         (["a.txt", "--max-nodes", "0"], "max_nodes must be a whole number from 1 to 512, got 0"),
         (
             ["a.txt", "--proposers", "magic"],

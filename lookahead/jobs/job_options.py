@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import MISSING, Field, dataclass, field, fields
 from inspect import get_annotations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from lookahead.config import LookaheadConfig
 from lookahead.documents.byte_sources import MEGABYTE, read_bounded
@@ -97,6 +97,7 @@ class DraftingOptions:
     guesses: int | None = option(
         None, "G, most n-grams of the window that a step verifies. (default: 7, or chosen by auto)"
     )
+    exactness: str = option("auto", "auto, or fast: quicker drafts in bf16, whose rounding may change a token.")
     compile: bool = option(False, "Compile the model while it runs; pays for long or many outputs.")
     cuda_graphs: bool = option(False, "Record the model's passes as CUDA graphs, on a GPU.")
 
@@ -113,7 +114,8 @@ class DraftingOptions:
         columns: Any = int(self.window) if self.window is not None and self.window.isdecimal() else self.window
         config = LookaheadConfig(
             proposers=sources, pool=self.pool, max_nodes=self.max_nodes, window=columns, ngram_size=self.ngram_size,
-            guesses=self.guesses, compile=self.compile, cuda_graphs=self.cuda_graphs,
+            guesses=self.guesses, exactness=cast(Any, self.exactness), compile=self.compile,
+            cuda_graphs=self.cuda_graphs,
         )  # fmt: skip
         return None if config == LookaheadConfig() else config
 
