@@ -288,7 +288,7 @@ def test_a_proposal_that_is_no_tree_of_known_tokens_is_named_and_not_decoded(
 
 @pytest.mark.parametrize("factory", [3, None, object()])
 def test_what_makes_no_proposer_is_refused_when_it_is_named(factory: Any) -> None:
-    with pytest.raises(ConfigError, match="must be names, or called with a Call"):
+    with pytest.raises(ConfigError, match="must be names or callables that return a Proposer"):
         LookaheadConfig(proposers=("prompt", factory))
 
 
