@@ -161,7 +161,7 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _digest(weight: Tensor) -> int:
     """The hash of a contiguous weight's bytes."""
-    return int(xxhash.xxh3_64_intdigest(weight.detach().view(torch.uint8).numpy()))
+    return int(xxhash.xxh3_64_intdigest(weight.detach().view(torch.uint8).numpy().data))
 
 
 def _is_plain(layer: nn.Linear) -> bool:
