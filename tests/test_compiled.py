@@ -286,6 +286,7 @@ def test_what_is_neither_true_nor_false_is_refused(name: str) -> None:
 
 
 def test_a_configuration_says_how_the_model_is_run() -> None:
-    options = [{}, {"compile": True}, {"cuda_graphs": True}, {"compile": True, "cuda_graphs": True}]
+    both = {"compile": True, "cuda_graphs": True}
+    options: list[dict[str, Any]] = [{}, {"compile": True}, {"cuda_graphs": True}, both, {"exactness": "fast"}]
     assert tuple(LookaheadConfig(**each).passes for each in options) == PASSES
-    assert [LookaheadConfig(**each).node_budget for each in options] == [64, 63, 63, 63]
+    assert [LookaheadConfig(**each).node_budget for each in options] == [64, 63, 63, 63, 64]

@@ -212,19 +212,20 @@ def test_where_torch_was_built_without_it_torch_multiplies(name, monkeypatch):
 
 
 def test_a_model_decodes_by_packed_weights_to_the_tokens_of_generate(tiny_llama, multiplied):
+    model = copy.deepcopy(tiny_llama)
     torch.manual_seed(1)
     ids = torch.randint(5, 90, (3, 45))
     ids[0, :20] = 0
     options = {"attention_mask": (ids != 0).long(), "max_new_tokens": 24, "do_sample": False}
-    expected = tiny_llama.generate(ids, **options)
+    expected = model.generate(ids, **options)
     assert not multiplied
     for pack in ("auto", False):
         config = LookaheadConfig(draft="fixed", pack=pack)
-        got = tiny_llama.generate(ids, **options, custom_generate=lookahead.decode, lookahead_config=config)
+        got = model.generate(ids, **options, custom_generate=lookahead.decode, lookahead_config=config)
         assert torch.equal(got, expected)
         assert any(rows < 32 for rows in multiplied) is (pack == "auto")
         multiplied.clear()
-    assert not any("forward" in module.__dict__ for module in tiny_llama.modules())
+    assert not any("forward" in module.__dict__ for module in model.modules())
 
 
 def test_the_option_takes_auto_or_false():

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.errors import UnsupportedModelError
-from lookahead.kernels import linear
+from lookahead.models import linears
 from lookahead.models.model_state import state_of
 from lookahead.models.tensor_parallel import tensor_parallel_group, validate_tensor_parallel
 
@@ -69,7 +69,7 @@ def work(rank: int, folder: Path) -> None:
         ensemble = tensor_parallel_group(model)
         assert ensemble is not None and ensemble.leads == (rank == 0)
         # Every process measures whether oneDNN is faster, and no two need find the same.
-        linear._is_faster = lambda threads: rank == 0
+        linears.is_faster = lambda dtype, threads: rank == 0
         compare(model, tokenizer, rank)
         fixed = LookaheadConfig(draft="fixed")
         alone = [lookahead.generate(model, tokenizer, text, config=fixed, max_new_tokens=30) for text in PROMPTS]

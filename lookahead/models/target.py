@@ -225,7 +225,7 @@ class Target:
         Args:
             trees: One tree per active row, in the order of the rows.
         """
-        outputs = None
+        outputs, self._has_packed = None, False
         if self._fast is not None:
             outputs = self._fast.score(trees, has_softcap=self._has_softcap)
         if outputs is None:
