@@ -79,7 +79,7 @@ class LinearScope:
 
     def __init__(self, model: nn.Module, *, packs: bool = True) -> None:
         self._layers: list[tuple[nn.Linear, PackedLinear, Callable[[Tensor], Tensor]]] = []
-        layers = [each for each in model.modules() if isinstance(each, nn.Linear) and _is_plain(each)]
+        layers = [each for each in model.modules() if type(each) is nn.Linear and _is_plain(each)]
         if "forward" in model.__dict__ or not layers:
             return
         dtype = layers[0].weight.dtype
@@ -165,15 +165,14 @@ def _digest(weight: Tensor) -> int:
 
 
 def _is_plain(layer: nn.Linear) -> bool:
-    """Whether a layer is nothing but a product with its weight, on the CPU."""
+    """Whether a layer is nothing but a product with its weight, on the CPU, and has something to gain."""
     weight, forward = layer.weight, layer.__dict__.get("forward")
     return (
-        type(layer) is nn.Linear
-        and (forward is None or getattr(forward, "func", None) is _forward)
+        (forward is None or getattr(forward, "func", None) is _forward)
         and type(weight) is nn.Parameter
         and weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and weight.device.type == "cpu"
-        and weight.numel() > 0
+        and weight.numel() >= (_FEWEST_WEIGHTS if weight.dtype == torch.float32 else 1)
         and weight.is_contiguous()
         and not weight.is_inference()
     )
