@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -162,6 +163,13 @@ def test_costs_come_back_from_their_file_as_they_were(tiny_llama, tmp_path) -> N
 
 def test_without_a_file_nothing_is_known_and_nothing_is_said(tiny_llama, tmp_path) -> None:
     assert not read_costs(tiny_llama, StepCost(), tmp_path)
+
+
+def test_a_file_of_an_older_release_is_measured_anew_without_a_word(tiny_llama, tmp_path) -> None:
+    cost_path(tiny_llama, tmp_path).write_text(_content(tiny_llama, tmp_path, version=1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not read_costs(tiny_llama, StepCost(), tmp_path)
 
 
 def _content(tiny_llama, tmp_path, **changes) -> str:

@@ -369,6 +369,8 @@ def read_costs(model: nn.Module, cost: StepCost, folder: Path | str | None = Non
     known = identity(model, passes)
     try:
         content = read_json(path)
+        if isinstance(content, dict) and content.get("version") in range(1, _VERSION):
+            return False  # an older release wrote it
         if not isinstance(content, dict) or content.get("version") != _VERSION or content.get("for") != known:
             raise ConfigError("it is not of this version or for this model")
         cost.update(content["costs"])
