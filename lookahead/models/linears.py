@@ -87,8 +87,7 @@ class LinearScope:
         if dtype == torch.float32 and not pays:
             return
         size = sum({id(each.weight): each.weight.nbytes for each in layers}.values())
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        self._packs = packs and pays and size <= _SHARE_OF_MEMORY * memory
+        self._packs = packs and pays and size <= _SHARE_OF_MEMORY * _memory()
         known = state_of(model).linears
         for layer in layers:
             packed = known.setdefault(layer, PackedLinear())
@@ -124,6 +123,14 @@ class LinearScope:
             yield
         finally:
             _thread.mode = outer
+
+
+def _memory() -> int:
+    """Bytes of the machine's memory; 0 where the system does not tell, as on Windows."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return 0
 
 
 def take_has_packed() -> bool:
