@@ -178,7 +178,7 @@ def desk(
     monkeypatch.setenv("COLUMNS", "110")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(socket.socket, "connect", _refuse)
-    monkeypatch.setattr(loading, "DEFAULT_MODEL", str(summarizer_path))
+    monkeypatch.setattr(loading, "_default_file", lambda: summarizer_path)
     loading.load_default.cache_clear()
     # The commands set up their process, which here is that of all tests.
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

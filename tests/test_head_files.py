@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -18,6 +16,7 @@ from lookahead.heads.independent_heads import MedusaHeads, MtpHeads
 from lookahead.heads.induction_init import fresh_fused
 from lookahead.heads.layers import body_of, hidden_states, unembed
 from lookahead.utils.fingerprints import model_fingerprint
+from tests.support.forked import status_of
 
 
 def fingerprint(model):
@@ -69,19 +68,11 @@ def test_heads_that_could_not_be_written_leave_those_before_and_nothing_beside(f
 
 
 def test_what_a_killed_process_left_of_heads_is_removed_when_they_are_written_again(tmp_path, tiny_llama):
-    killed = (
-        "import os, sys\n"
-        "from transformers import AutoModelForCausalLM\n"
-        "from lookahead.heads.head_files import write_heads\n"
-        "from lookahead.heads.independent_heads import MedusaHeads\n"
-        "model = AutoModelForCausalLM.from_pretrained(sys.argv[2])\n"
-        "os.replace = lambda *_: os._exit(9)\n"
-        "write_heads(MedusaHeads.fresh(model, heads=1), sys.argv[1], model)\n"
-    )
-    tiny_llama.save_pretrained(tmp_path / "model")
-    command = [sys.executable, "-c", killed, str(tmp_path / "heads"), str(tmp_path / "model")]
-    ended = subprocess.run(command, capture_output=True, check=False)
-    assert ended.returncode == 9
+    def killed():
+        os.replace = lambda *_: os._exit(9)
+        write_heads(MedusaHeads.fresh(tiny_llama, heads=1), tmp_path / "heads", tiny_llama)
+
+    assert status_of(killed) == 9
     (left,) = os.listdir(tmp_path / "heads")
     write_heads(MedusaHeads.fresh(tiny_llama, heads=1), tmp_path / "heads", tiny_llama)
     assert sorted(os.listdir(tmp_path / "heads")) == ["config.json", "medusa_lm_head.safetensors"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
+import resource
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from lookahead.jobs.output_location import OutputPaths
 from lookahead.jobs.result_lines import JsonLinesFile
 from lookahead.stats import DecodingStats
 from lookahead.summarization.summarizer import Summarized, Summary
+from tests.support.forked import status_of
 
 OPTIONS = JobOptions(max_new_tokens=8).identity
 JOB = JobIdentity(model="some-model", weights="w", tokenizer="t", dtype="float32", options=OPTIONS)
@@ -315,29 +316,17 @@ def test_two_processes_do_not_write_one_output():
 
 
 def test_no_space_for_a_line_leaves_whole_lines_and_the_job_can_be_resumed():
-    script = f"""
-import resource, signal, sys
-sys.path.insert(0, {str(Path(__file__).resolve().parent.parent)!r})
-from pathlib import Path
-from lookahead.documents.decode_text import Document
-from lookahead.jobs import job_figures as report
-from lookahead.jobs.identity import JobIdentity
-from lookahead.jobs.journal import Journal
-from lookahead.jobs.output_location import OutputPaths
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-job = JobIdentity(model="some-model", weights="w", tokenizer="t", dtype="float32", options={OPTIONS!r})
-with Journal(OutputPaths(Path("out.jsonl"), resume=True), job) as journal:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-    try:
-        for i in range(99):
-            journal.write(Document(i, f"text {{i}}"), {{"summary": "x" * 100}})
-    except OSError as error:
-        print(type(error).__name__, i)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("OSError ")
-    count = int(done.stdout.split()[1])
-    assert count > 0 and ids() == list(range(count)) and OUT.read_bytes().endswith(b"\n")
+
+    def fill():
+        with Journal(OutputPaths(OUT, resume=True), JOB) as journal:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+            with pytest.raises(OSError):
+                for i in range(99):
+                    journal.write(Document(i, f"text {i}"), {"summary": "x" * 100})
+        sys.exit(i)
+
+    count = status_of(fill)
+    assert 0 < count < 99 and ids() == list(range(count)) and OUT.read_bytes().endswith(b"\n")
     assert run([Document(i, f"text {i}") for i in range(12)], resume=True).earlier == count
 
 

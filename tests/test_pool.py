@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import struct
-import subprocess
-import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +20,11 @@ from lookahead.ngram.pool_file import Pool, PoolHeader, read_header, write_pool
 from lookahead.ngram.replacing import replacing
 from lookahead.ngram.search import grow_trie
 from lookahead.pools.open_pool import open_pool
+from lookahead.proposers.ngram import NgramProposer
+from tests.support.forked import status_of
 from tests.support.index_queries import find
 from tests.support.naive_index import find_by_scan
 
-ROOT = Path(__file__).resolve().parent.parent
 NO_LIMIT = {"max_links": 1 << 16, "max_continuations": 1 << 16}
 HEADER = 128
 TOKENS = np.array([5, 6, 7, 8, SEPARATOR, 5, 6, 9, SEPARATOR, 2], np.int32)
@@ -138,15 +138,12 @@ def test_what_fails_half_way_leaves_the_old_file_and_nothing_else(path, monkeypa
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_a_process_that_is_killed_while_it_writes_leaves_the_old_file_whole(path, call):
     before = path.read_bytes()
-    script = (
-        "import os, signal, sys\n"
-        "import numpy as np\n"
-        "from lookahead.ngram.pool_file import write_pool\n"
-        f"os.{call} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "write_pool(sys.argv[1], np.array([1, 2, 3], np.int32), 78)\n"
-    )
-    run = subprocess.run([sys.executable, "-c", script, str(path)], cwd=ROOT, timeout=300)
-    assert run.returncode == -signal.SIGKILL
+
+    def killed():
+        setattr(os, call, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        write_pool(path, np.array([1, 2, 3], np.int32), 78)
+
+    assert status_of(killed) == -signal.SIGKILL
     assert path.read_bytes() == before
     assert Pool.open(path, 77).tokens.tolist() == [SEPARATOR, *TOKENS.tolist()]
     assert len(os.listdir(path.parent)) == 2
@@ -236,36 +233,35 @@ def test_what_is_no_file_is_refused_at_once(tmp_path):
         Pool.open(tmp_path / "gone.lkp")
 
 
-CHANGES = {
-    "cut short": "os.truncate(path, 0)",
-    "made longer": "open(path, 'ab').write(bytes(4))",
-    "written over": "file = open(path, 'r+b'); file.seek(128); file.write(b'\\x7f' * 4096); file.close()",
-}
+def lengthen(path):
+    with path.open("ab") as file:
+        file.write(bytes(4))
+
+
+def write_over(path):
+    with path.open("r+b") as file:
+        file.seek(128)
+        file.write(b"\x7f" * 4096)
+
+
+CHANGES = {"cut short": lambda path: os.truncate(path, 0), "made longer": lengthen, "written over": write_over}
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_file_that_somebody_changes_while_it_is_drafted_from_is_told_and_ends_nothing(path, change):
-    script = (
-        "import os, sys, warnings\n"
-        "import numpy as np\n"
-        "from lookahead.ngram.pool_file import Pool\n"
-        "from lookahead.proposers.ngram import NgramProposer\n"
-        "path = sys.argv[1]\n"
-        "proposer = NgramProposer(('corpus',), pool=Pool.open(path))\n"
-        "proposer.start(0, np.array([1, 5, 6], np.int32))\n"
-        "assert 7 in proposer.propose(0, 4).tokens\n"
-        f"{CHANGES[change]}\n"
-        "with warnings.catch_warnings(record=True) as caught:\n"
-        "    warnings.simplefilter('always')\n"
-        "    proposer.start(1, np.array([1, 5, 6], np.int32))\n"
-        "    assert proposer.propose(0, 4) is None and proposer.propose(1, 4) is None\n"
-        "print(*[each.message for each in caught], sep='|')\n"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", script, str(path)], cwd=ROOT, timeout=300, capture_output=True, text=True
-    )
-    assert run.returncode == 0, (run.returncode, run.stderr)
-    assert run.stdout.strip() == f"{path}: changed while it was in use; no more is drafted from it"
+    def draft():
+        proposer = NgramProposer(("corpus",), pool=Pool.open(path))
+        proposer.start(0, np.array([1, 5, 6], np.int32))
+        assert 7 in proposer.propose(0, 4).tokens
+        CHANGES[change](path)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            proposer.start(1, np.array([1, 5, 6], np.int32))
+            assert proposer.propose(0, 4) is None and proposer.propose(1, 4) is None
+        said = f"{path}: changed while it was in use; no more is drafted from it"
+        assert [str(each.message) for each in caught] == [said]
+
+    assert status_of(draft) == 0
 
 
 def test_a_pool_that_was_changed_and_made_good_again_is_opened_anew(path):

@@ -5,10 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,11 +17,9 @@ from lookahead.config import LookaheadConfig
 from lookahead.ngram.chains import SEPARATOR
 from lookahead.ngram.pool_file import Pool, read_header
 from lookahead.utils.fingerprints import tokenizer_fingerprint
+from tests.support import forked
 
 ROOT = Path(__file__).resolve().parent.parent
-# Where torchao is installed transformers imports it, and it complains on stderr of what it cannot load.
-QUIET = "import sys; sys.modules['torchao'] = None; "
-COMMAND = [sys.executable, "-c", QUIET + "from lookahead.cli.app import main; main()"]
 
 
 @pytest.fixture(scope="session")
@@ -212,22 +206,13 @@ def test_no_space_left_is_told_and_leaves_the_old_pool(pool, folder, monkeypatch
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to see that the work began")
 def test_ctrl_c_leaves_no_file_behind(folder, model_folder):
     (folder / "many.jsonl").write_text('{"text": "The cat sat on the mat."}\n' * 300_000)
-    process = subprocess.Popen(
-        [*COMMAND, "pool", "build", "many.jsonl", "-o", "pool.lkp", "--model", str(model_folder)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        text=True,
-        stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    opened = Path(f"/proc/{process.pid}/fd")
-    deadline = time.monotonic() + 120
-    while not any(str(link.resolve()).endswith("many.jsonl") for link in opened.iterdir()):
-        assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
-    assert (process.returncode, stderr) == (130, "interrupted: stopped before anything was finished\n")
+    words = ("pool", "build", "many.jsonl", "-o", "pool.lkp", "--model", str(model_folder))
+    with forked.command(*words, folder=folder) as process:
+        opened = Path(f"/proc/{process.process.pid}/fd")
+        process.until(lambda: any(str(link.resolve()).endswith("many.jsonl") for link in opened.iterdir()))
+        process.interrupt()
+        assert process.wait() == 130
+    assert process.stderr == "interrupted: stopped before anything was finished\n"
     assert not [path for path in os.listdir(folder) if "pool.lkp" in path]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import resource
 import subprocess
 import sys
 from collections import Counter
@@ -23,6 +24,7 @@ from lookahead.summarization.prompt_fitter import PromptFitter, context_length
 from lookahead.summarization.prompting import INSTRUCTION, Prompting
 from lookahead.summarization.segmentation import split_pieces
 from lookahead.summarization.summarizer import Summarizer
+from tests.support.forked import status_of
 
 # With the tokenizer of these tests a token is a character.
 SENTENCE = "The cat sat on the mat. "
@@ -262,20 +264,16 @@ def test_plain_figures_leave_the_prefill_out_of_the_rate():
 
 
 def test_a_line_that_does_not_fit_the_disk_leaves_only_whole_lines(tmp_path):
-    script = f"""
-import resource, pathlib
-from lookahead.jobs.result_lines import JsonLinesFile
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-file = JsonLinesFile(pathlib.Path({str(tmp_path / "out.jsonl")!r}))
-try:
-    for i in range(99):
-        file.write({{"id": i, "text": "x" * 100}})
-except OSError as error:
-    print(type(error).__name__, i)
-file.write({{"id": "short"}})
-"""
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert run.stdout == "OSError 8\n"
+    def fill():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        file = JsonLinesFile(tmp_path / "out.jsonl")
+        with pytest.raises(OSError):
+            for i in range(99):
+                file.write({"id": i, "text": "x" * 100})
+        file.write({"id": "short"})
+        sys.exit(i)
+
+    assert status_of(fill) == 8
     lines = (tmp_path / "out.jsonl").read_bytes().splitlines(keepends=True)
     assert [json.loads(line)["id"] for line in lines] == [*range(8), "short"]
     assert lines[-1].endswith(b"\n")
@@ -365,7 +363,7 @@ def test_a_saved_model_is_loaded_in_the_dtype_asked_for(tmp_path, tiny_llama, ti
 
 
 def test_a_default_model_summarizes_from_one_call_and_is_loaded_once(monkeypatch, summarizer_path):
-    monkeypatch.setattr(loading, "DEFAULT_MODEL", str(summarizer_path))
+    monkeypatch.setattr(loading, "_default_file", lambda: summarizer_path)
     loading.load_default.cache_clear()
     text = "The storm hit the coast at dawn. Two ships were lost. The harbour of Brest stayed open. " * 3
     summary = lookahead.summarize(text, max_new_tokens=24)

@@ -6,14 +6,13 @@ import importlib.util
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import Trainer
 from transformers.utils import logging
 from typer.testing import CliRunner
 
@@ -21,8 +20,8 @@ from lookahead import Heads, LookaheadConfig, generate
 from lookahead.cli.app import app
 from lookahead.errors import TrainingError
 from lookahead.models.loading import load
+from tests.support import forked
 
-ROOT = Path(__file__).resolve().parent.parent
 OPTIONS = ["--heads", "2", "--batch-size", "4", "--max-new-tokens", "16", "--threads", "1"]
 
 
@@ -131,26 +130,22 @@ def test_heads_of_another_model_are_one_line_and_status_2(lookahead, tiny_llama,
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
-def test_a_killed_process_goes_on_with_resume_to_the_same_heads(lookahead, folder, model_folder):
+def test_a_killed_process_goes_on_with_resume_to_the_same_heads(lookahead, folder, model_folder, monkeypatch):
     def command(output):
         return ["train", "mtp", "--data", "data.jsonl", "-o", output, "--steps", 6, *OPTIONS]
 
     assert lookahead(*command("whole")).exit_code == 0
-    killed = (
-        "import os, signal, sys; sys.modules['torchao'] = None\n"
-        "from transformers import Trainer\n"
-        "save = Trainer._save_checkpoint\n"
-        "def once(self, *rest):\n"
-        "    save(self, *rest)\n"
-        "    if self.state.global_step == 3:\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "Trainer._save_checkpoint = once\n"
-        "from lookahead.cli.app import main\n"
-        "main()\n"
-    )
-    words = [sys.executable, "-c", killed, *map(str, command("cut")), "--model", str(model_folder)]
-    run = subprocess.run(words, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, timeout=600)
-    assert run.returncode == -signal.SIGKILL, run.stderr
+    save = Trainer._save_checkpoint
+
+    def dies_after_three(self, *rest):
+        save(self, *rest)
+        if self.state.global_step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "_save_checkpoint", dies_after_three)
+        with forked.command(*map(str, command("cut")), "--model", str(model_folder), folder=folder) as process:
+            assert process.wait() == -signal.SIGKILL, process.stderr
     assert not (folder / "cut" / "config.json").exists()
     assert lookahead(*command("cut")).exit_code == 2  # without --resume
     resumed = lookahead(*command("cut"), "--resume")

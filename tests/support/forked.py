@@ -1,0 +1,97 @@
+"""Commands as processes of their own, forked from the tests' so that they import nothing anew."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from lookahead.cli.app import main
+
+_FORK = multiprocessing.get_context("fork")
+
+
+class Forked:
+    """A process that runs a function, with its standard error in a file.
+
+    Args:
+        run: What the process runs; the exit status is 0, that of `SystemExit`, or 1 after an exception.
+        stderr: Where its standard error goes.
+        stdout: A file descriptor for its standard output; that of the tests when None.
+        closes: A file descriptor that it closes: the other end of the pipe `stdout`.
+
+    Attributes:
+        process: The process.
+    """
+
+    def __init__(
+        self, run: Callable[[], object], stderr: Path, stdout: int | None = None, closes: int | None = None
+    ) -> None:
+        def work() -> None:
+            if closes is not None:
+                os.close(closes)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            with stderr.open("w") as errors:
+                os.dup2(errors.fileno(), 2)
+            if stdout is not None:
+                os.dup2(stdout, 1)
+            sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", 1, closefd=False)
+            run()
+
+        self._stderr = stderr
+        self.process = _FORK.Process(target=work)
+        self.process.start()
+
+    def until(self, happened: Callable[[], object]) -> None:
+        """Wait until something happened; fail if the process ends before."""
+        deadline = time.monotonic() + 120
+        while not happened():
+            assert self.process.is_alive(), self.stderr
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def interrupt(self) -> None:
+        """Send what Ctrl-C sends."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGINT)
+
+    def wait(self) -> int | None:
+        """The exit status, negative after a signal."""
+        self.process.join(120)
+        return self.process.exitcode
+
+    @property
+    def stderr(self) -> str:
+        """What was written to standard error so far."""
+        return self._stderr.read_text()
+
+
+def status_of(run: Callable[[], object]) -> int | None:
+    """Run a function in a process, print what it writes to standard error, and return the exit status."""
+    with tempfile.TemporaryDirectory() as folder:
+        forked = Forked(run, Path(folder, "stderr"))
+        status = forked.wait()
+        print(forked.stderr)
+    return status
+
+
+@contextlib.contextmanager
+def command(*words: str, folder: Path, stdout: int | None = None, closes: int | None = None) -> Iterator[Forked]:
+    """Run a command line in a process, which ends with the block."""
+
+    def run() -> None:
+        sys.argv = ["lookahead", *words]
+        main()
+
+    forked = Forked(run, folder / "stderr", stdout, closes)
+    try:
+        yield forked
+    finally:
+        forked.process.kill()
+        forked.process.join()
