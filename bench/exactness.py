@@ -6,12 +6,12 @@
     python -m bench.exactness --model FOLDER --prompts spec_bench.jsonl --field turns --limit 6
 
 In fp32 every output must be the same, seed for seed; the command fails where one is not, and names it. In half
-precision no engine is equal across batch shapes: a pass over several tokens rounds differently from a pass over
-one. There the share of prompts that part from greedy decoding is reported, and how near to a tie the two likeliest
-tokens were where they parted, beside what transformers' own prompt lookup does in the same run. Steps without drafts
-are those of `model.generate` there too: with `proposers=()` no prompt of its own may part, and the command fails where
-one does. Give `--prompts` to include the tests' summarizer on real passages, or `--model` to compare that model in bf16
-alone. The last line is one JSON object.
+precision a pass over several tokens rounds differently from a pass over one, unless every node attends alone. Models
+for which lookahead's own check says that it does must give the same outputs too, greedy and sampled. For the others the
+command reports the share of prompts that part from greedy decoding, and how near to a tie the two likeliest tokens were
+there. Transformers' own prompt lookup runs beside it. Steps without drafts are those of `model.generate` always: with
+`proposers=()` no prompt may part. Give `--prompts` to include the tests' summarizer on real passages, or `--model` to
+compare that model in bf16 alone. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from bench.prompts import SUMMARIZER, read_texts, summary_prompts
 from bench.report import publish
 from lookahead import LookaheadConfig
 from lookahead.models.loading import load
+from lookahead.models.support import is_bitwise
 from tests.support.adversarial_proposers import always_wrong, drafting_by, nothing, perfect
 from tests.support.families import ENCODER_DECODERS, FAMILIES, Family, build
 from tests.support.stateful import DoneTracker, Grammar, calls_of
@@ -69,6 +70,18 @@ class Divergence:
 
     runs: int = 0
     gaps: list[float] = field(default_factory=list)
+
+    def note(self, whole: Any, begin: int, sequence: torch.Tensor) -> bool:
+        """Compare a sequence with what `model.generate` returned, from the token `begin` on; whether they part."""
+        self.runs += 1
+        expected, got = whole.sequences[0, begin:].tolist(), sequence[0, begin:].tolist()
+        if expected == got:
+            return False
+        parted = next((i for i, pair in enumerate(zip(expected, got, strict=False)) if pair[0] != pair[1]), None)
+        at = min(len(expected), len(got)) - 1 if parted is None else parted
+        likeliest, second = whole.logits[at][0].float().topk(2).values.tolist()
+        self.gaps.append(likeliest - second)
+        return True
 
     def report(self) -> dict[str, Any]:
         """As JSON."""
@@ -141,11 +154,17 @@ def check_family(family: Family) -> tuple[int, list[dict[str, str]]]:
 
 @dataclass(slots=True)
 class Half:
-    """What half precision makes of greedy decoding: without drafts, with them, and in transformers' prompt lookup."""
+    """How half precision parts: without drafts, with them, with them and sampling, and in transformers' prompt lookup.
+
+    Attributes:
+        promised: Outputs that parted though the model passed the check of bits.
+    """
 
     plain: Divergence = field(default_factory=Divergence)
     drafted: Divergence = field(default_factory=Divergence)
+    sampled: Divergence = field(default_factory=Divergence)
     lookup: Divergence = field(default_factory=Divergence)
+    promised: int = 0
 
     def compare(self, model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> None:
         """Decode one prompt in every way and note where each parts from token by token."""
@@ -154,27 +173,30 @@ class Half:
             peer = model.generate(ids, **kwargs, prompt_lookup_num_tokens=LOOKUP_TOKENS)
         except ValueError:
             return  # transformers does no prompt lookup with this model: there is nothing to stand beside
-        whole = model.generate(ids, **kwargs, return_dict_in_generate=True, output_logits=True)
-        ours = partial(model.generate, ids, **kwargs, custom_generate=lookahead.decode)
         begin = 1 if model.config.is_encoder_decoder else ids.shape[1]
-        expected = whole.sequences[0, begin:].tolist()
-        ways = ((self.plain, ours(lookahead_config=PLAIN)), (self.drafted, ours()), (self.lookup, peer))
-        for divergence, sequence in ways:
-            divergence.runs += 1
-            got = sequence[0, begin:].tolist()
-            parted = next((i for i, pair in enumerate(zip(expected, got, strict=False)) if pair[0] != pair[1]), None)
-            if parted is not None:
-                likeliest, second = whole.logits[parted][0].float().topk(2).values.tolist()
-                divergence.gaps.append(likeliest - second)
+        is_promised = not model.config.is_encoder_decoder and is_bitwise(model)
+        for mode in ("greedy", "warm"):
+            kwargs |= MODES[mode]
+            torch.manual_seed(7)
+            whole = model.generate(ids, **kwargs, return_dict_in_generate=True, output_logits=True)
+            ours = partial(model.generate, ids, **kwargs, custom_generate=lookahead.decode)
+            torch.manual_seed(7)
+            ways = [(self.drafted if mode == "greedy" else self.sampled, ours(), is_promised)]
+            if mode == "greedy":
+                ways += [(self.plain, ours(lookahead_config=PLAIN), False), (self.lookup, peer, False)]
+            for divergence, sequence, must_agree in ways:
+                has_parted = divergence.note(whole, begin, sequence)
+                self.promised += has_parted and must_agree
 
     def report(self) -> dict[str, Any]:
         """As JSON."""
-        ways = {"without_drafts": self.plain, "lookahead": self.drafted, "prompt_lookup": self.lookup}
-        return {name: divergence.report() for name, divergence in ways.items()}
+        ways = {"without_drafts": self.plain, "lookahead": self.drafted, "sampled": self.sampled}
+        return {name: each.report() for name, each in {**ways, "prompt_lookup": self.lookup}.items()}
 
     def failures(self, family: str) -> list[dict[str, str]]:
-        """One for every prompt that parted without drafts."""
-        return [{"family": family, "batch": "one", "mode": "half", "draft": "none"}] * len(self.plain.gaps)
+        """One for every output that parted without drafts, or against the promise."""
+        drafts = ["none"] * len(self.plain.gaps) + ["real"] * self.promised
+        return [{"family": family, "batch": "one", "mode": "half", "draft": draft} for draft in drafts]
 
 
 def stateful_outcome(
@@ -200,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", help="names, comma separated; all when left out")
     parser.add_argument("--encoder-decoders", action="store_true", help="those rows instead of the causal models")
-    parser.add_argument("--model", help="a folder: greedy decoding of it in bf16, and nothing else")
+    parser.add_argument("--model", help="a folder: decoding with it in bf16, greedy and sampled, and nothing else")
     parser.add_argument("--max-new-tokens", type=int, default=96, help="of --model")
     parser.add_argument("--prompts", type=Path, help="real documents for the tests' summarizer, or prompts for --model")
     parser.add_argument("--field", default="document", help="field of a .jsonl file of documents")
@@ -266,7 +288,7 @@ def check_summarizer(arguments: argparse.Namespace, failures: list[dict[str, str
 def check_model(arguments: argparse.Namespace) -> int:
     """Continue prompts, spread over the file, with a model in bf16; its chat template is used if it has one.
 
-    Returns 1 if any output without drafts differs.
+    Returns 1 if an output differs that must not.
     """
     loaded = load(arguments.model, dtype="bf16", device="cpu")
     tokenizer: Any = loaded.tokenizer
@@ -281,7 +303,7 @@ def check_model(arguments: argparse.Namespace) -> int:
         print(f"{name:16} {divergence['identical']:3} of {divergence['runs']} identical")
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     publish({"model": type(loaded.model).__name__, "bf16": half.report()} | versions, arguments.output)
-    return 1 if half.plain.gaps else 0
+    return 1 if half.failures("") else 0
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from torch.nn.functional import linear
 import lookahead
 from lookahead import ConfigError, LookaheadConfig
 from lookahead.models import linears
-from lookahead.models.linears import LinearScope
+from lookahead.models.linears import LinearScope, keeps_bits
+from lookahead.models.support import is_bitwise
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 
@@ -126,7 +127,7 @@ def test_a_weight_that_changes_is_packed_anew():
 
 def test_a_weight_is_packed_once_for_all_calls(monkeypatch):
     model, packed, pack = model_of(), [], linears._pack
-    monkeypatch.setattr(linears, "_pack", lambda weight: packed.append(weight) or pack(weight))
+    monkeypatch.setattr(linears, "_pack", lambda *layer: packed.append(layer) or pack(*layer))
     for _ in range(3):
         run(LinearScope(model), model, torch.randn(5, 24))
     assert len(packed) == 1
@@ -181,25 +182,76 @@ def test_a_copy_made_while_a_model_is_in_service_has_its_own_weights(way):
     assert not run(LinearScope(twin), twin, x).any()
 
 
-def test_more_rows_of_half_precision_than_keep_their_bits_are_multiplied_in_parts(monkeypatch):
-    model, rows = model_of().bfloat16(), []
-    x = torch.randn(1, 75, 24).bfloat16()
-    alone = torch.cat([model(row) for row in x.split(1, 1)], 1)
-    scope = LinearScope(model, packs=False)
-    monkeypatch.setattr(linears, "linear", lambda x, *rest: rows.append(x.numel() // 24) or linear(x, *rest))
-    assert torch.equal(run(scope, model, x, is_exact=True), alone) and rows == [32, 32, 11]
-    rows.clear()
-    run(scope, model, x)
-    assert rows == [75], "a prompt is read as generate reads it"
+@pytest.fixture
+def rows_of_torch(monkeypatch) -> list[int]:
+    """Rows of every product of torch's own; what was compared before is forgotten."""
+    rows: list[int] = []
+    monkeypatch.setattr(linears, "_rows_of", {})
+    monkeypatch.setattr(linears, "linear", lambda x, *rest: rows.append(len(x)) or linear(x, *rest))
+    return rows
+
+
+def half_model(inputs: int = 24, outputs: int = 19) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(inputs, outputs)).bfloat16()
+
+
+def test_rows_of_a_small_layer_of_half_precision_are_multiplied_one_by_one(rows_of_torch):
+    model, x = half_model(), torch.randn(75, 24).bfloat16()
+    alone = torch.cat([model(row) for row in x.split(1)])
+    assert torch.equal(run(LinearScope(model), model, x, is_exact=True), alone) and rows_of_torch == [1] * 75
+    rows_of_torch.clear()
+    run(LinearScope(model), model, x)
+    assert rows_of_torch == [75], "a prompt is read as generate reads it"
+
+
+@pytest.mark.parametrize("most", [1, 8, 32])
+def test_larger_layers_are_given_as_many_rows_as_keep_their_bits(most, rows_of_torch, monkeypatch):
+    monkeypatch.setattr(linears, "_FEWEST_HALF_WEIGHTS", 1)
+    monkeypatch.setattr(linears, "_compare_rows", lambda *layer: linears.Rows(most, 32))
+    model = half_model()
+    run(LinearScope(model, packs=False), model, torch.randn(1, 75, 24).bfloat16(), is_exact=True)
+    assert rows_of_torch == [most] * (75 // most) + [75 % most] * bool(75 % most)
+
+
+def changing(multiply: Any, is_changed: Any, share: int) -> Any:
+    """A product whose bits change, in one element of `share`, where `is_changed` says so of the rows."""
+
+    def product(x: Any, *rest: Any) -> Any:
+        out = multiply(x, *rest)
+        if is_changed(len(x)):
+            out[torch.rand(out.shape) < 1 / share] += 1
+        return out
+
+    return product
+
+
+@pytest.mark.parametrize(("share", "rows"), [(10**9, 32), (100, 16), (30_000, 1)])
+def test_bits_that_change_with_the_rows_are_found_even_where_few_do(share, rows, monkeypatch):
+    monkeypatch.setattr(linears, "_rows_of", {})
+    monkeypatch.setattr(linears, "linear", changing(lambda x, *rest: x.clone(), lambda n: n > 16, share))
+    torch.manual_seed(0)
+    assert linears.rows_of(torch.randn(512, 512).bfloat16(), None, 0).alone == rows
+
+
+def test_a_model_whose_rows_change_their_bits_is_said_to_round(tiny_llama, monkeypatch):
+    model = copy.deepcopy(tiny_llama).bfloat16()
+    assert keeps_bits(model), "its layers are small"
+    monkeypatch.setattr(linears, "_FEWEST_HALF_WEIGHTS", 1)
+    monkeypatch.setattr(linears, "rows_of", lambda *layer: linears.Rows(2, 2))
+    assert not keeps_bits(model) and not is_bitwise(model)
 
 
 def test_packed_weights_that_change_the_bits_of_half_precision_are_not_used(monkeypatch):
     weight = torch.randn(64, 48).bfloat16()
+    monkeypatch.setattr(linears, "_rows_of", {})
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", lambda weight, rows: weight)
     monkeypatch.setattr(linears, "_multiply", lambda x, weight, bias: linear(x, weight, bias))
-    assert torch.equal(linears._pack(weight), weight)
+    packed, rows = linears._pack(weight, None)
+    assert packed is not None and torch.equal(packed, weight) and rows.together == 32
+    linears._rows_of.clear()
     monkeypatch.setattr(linears, "_multiply", lambda x, weight, bias: linear(x, weight, bias) * 1.01)
-    assert linears._pack(weight) is None
+    assert linears._pack(weight, None)[0] is None
 
 
 @pytest.mark.parametrize("name", ["_linear_pointwise", "_reorder_linear_weight"])

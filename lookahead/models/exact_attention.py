@@ -118,9 +118,10 @@ def attend_in_turn(
     is_moved = any(moves for _, _, moves in steps)
     held = [(each, each[:, :, tree].clone()) for each in (key, value)] if is_moved else []
     # With one row of a batch for each KV head, SDPA reads shared heads in place and computes the same bits.
-    queries = query[0].unflatten(0, (kv_heads, heads // kv_heads))
+    queries = query[0].unflatten(0, (kv_heads, heads // kv_heads)).split(1, 2)
     keys, values = (each[0][:, None].expand(-1, heads // kv_heads, -1, -1) for each in (key, value))
     is_sdpa, scale = own is sdpa_attention_forward, options.get("scaling")
+    seen: dict[int, tuple[Tensor, Tensor]] = {}  # views of the slots up to an end
     out: list[Any] = [None] * width
     for node, depth, moves in steps:
         if moves:
@@ -130,9 +131,10 @@ def attend_in_turn(
             continue
         column, end = node - scored, start + depth + 1
         if is_sdpa and (window is None or end < window):
-            one = queries[:, :, column : column + 1]
-            attended = scaled_dot_product_attention(one, keys[:, :, :end], values[:, :, :end], scale=scale)
-            out[column] = attended.reshape(1, 1, heads, -1)
+            if end not in seen:
+                seen[end] = keys.narrow(2, 0, end), values.narrow(2, 0, end)
+            attended = scaled_dot_product_attention(queries[column], *seen[end], scale=scale)
+            out[column] = attended.view(1, 1, heads, -1)
             continue
         first, mask = 0, None
         if window is not None and end >= window:  # transformers makes a mask from here on

@@ -18,6 +18,7 @@ from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import ConfigError, UnsupportedModelError
 from lookahead.models.exact_attention import MAX_ROWS
+from lookahead.models.linears import keeps_bits
 from lookahead.models.model_state import state_of
 from lookahead.models.target import Shape, Target, input_device
 
@@ -227,9 +228,10 @@ def is_bitwise(model: PreTrainedModel) -> bool:
     # Masks of chunks change the order of summation, and the products of an expert depend on which rows chose it.
     if config._attn_implementation not in ("sdpa", "eager") or getattr(config, "attention_chunk_size", None):
         return False
-    if any("experts" in name for name, _ in model.named_modules()):
+    if any("experts" in name for name, _ in model.named_modules()) or not keeps_bits(model):
         return False
-    return state_of(model).probed("bitwise", model, partial(_has_bits_of_single_tokens, model, config.vocab_size))
+    name = f"bitwise, {torch.get_num_threads()} threads"
+    return state_of(model).probed(name, model, partial(_has_bits_of_single_tokens, model, config.vocab_size))
 
 
 @torch.inference_mode()

@@ -280,7 +280,7 @@ class Target:
     ) -> Tensor:
         """One pass of the model over `[active, width]` tokens; returns the logits of all columns, or of `keep`."""
         is_exact = self._is_exact and trees is not None
-        is_plain = self._is_half and not is_exact and self._is_plain(tokens, trees, keep, scored)
+        is_plain = self._is_half and self._is_plain(tokens, trees, keep, scored)
         self.cache.slots.begin(tokens.shape[1], is_plain=is_plain)
         options: dict[str, object] = {}
         columns = None if keep is None else torch.from_numpy(keep).to(self._device)

@@ -1,0 +1,158 @@
+"""What one pass of a real model over a token tree takes on one core, and what a perfect pass would take.
+
+    python -m bench.passes --dtype bf16
+    python -m bench.passes --model DIR --dtype fp32 --contexts 300,2000 --nodes 1,8,64
+
+The ways of ours take turns with one step of transformers: "exact" lets every node attend alone (half precision only),
+"fast" uses a mask, "unpacked" is fast without packed weights. Figures are medians of processor milliseconds. A perfect
+pass reads every weight once at the measured bandwidth of this core, or multiplies at its measured peak, whichever
+takes longer; "% of perfect" is its time over that of the way. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import DynamicCache, PreTrainedModel
+
+from bench.llm import processor
+from bench.report import publish
+from lookahead import load
+from lookahead.drafting.tree import TokenTree
+from lookahead.models.support import is_bitwise
+from lookahead.models.target import Target, input_device
+
+STEP = "transformers, 1 token"
+WAYS: dict[str, dict[str, Any]] = {"exact": {"is_bitwise": True}, "fast": {}, "unpacked": {"packs": False}}
+_READ = 1 << 28  # floats whose sum shows the bandwidth: 1 GiB, more than a cache holds
+_SIDE = 2048  # of the matrices whose product shows the peak
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Processor seconds of one call."""
+    begin = time.process_time()
+    work()
+    return time.process_time() - begin
+
+
+def machine(dtype: torch.dtype) -> tuple[float, float]:
+    """Bytes and floating-point operations a second of this core: the best of five trials each."""
+    values = torch.ones(_READ)
+    read = min(seconds_of(values.sum) for _ in range(5))
+    square = torch.ones(_SIDE, _SIDE, dtype=dtype)
+    product = min(seconds_of(lambda: square @ square) for _ in range(5))
+    return values.nbytes / read, 2 * _SIDE**3 / product
+
+
+def perfect_ms(model: PreTrainedModel, nodes: int, bandwidth: float, peak: float) -> float:
+    """Milliseconds of a pass that does nothing but read or multiply the weights of the linear layers."""
+    weights = {id(each.weight): each.weight for each in model.modules() if type(each) is torch.nn.Linear}
+    size = sum(each.nbytes for each in weights.values())
+    products = 2 * nodes * sum(each.numel() for each in weights.values())
+    return 1e3 * max(size / bandwidth, products / peak)
+
+
+def branching_tree(nodes: int, vocabulary: int) -> TokenTree:
+    """A tree with a long path and branches, as drafts have."""
+    parents = [0] + [max(0, (node - 1) // 2) if node % 3 else node - 1 for node in range(1, nodes)]
+    return TokenTree.from_parents((np.arange(nodes) * 31 + 5) % vocabulary, parents)
+
+
+def measure(model: PreTrainedModel, context: int, widths: list[int], rounds: int) -> dict[str, dict[int, float]]:
+    """Median milliseconds of every way for every number of nodes, after so many tokens of context."""
+    vocabulary = model.config.get_text_config().vocab_size
+    prompt = ((np.arange(context) * 7919 + 13) % vocabulary).astype(np.int32)
+    ways = {name: options for name, options in WAYS.items() if name != "exact" or is_bitwise(model)}
+    targets = {
+        name: Target(model, rows=1, capacity=context + max(widths), device=input_device(model), **options)
+        for name, options in ways.items()
+    }
+    for target in targets.values():
+        with target.serving():
+            target.prefill([prompt])
+    own = DynamicCache(config=model.config)
+    causal_lm: Any = model
+    with torch.inference_mode():
+        causal_lm(torch.from_numpy(prompt[None].astype(np.int64)), past_key_values=own, logits_to_keep=1)
+
+    def step() -> None:
+        with torch.inference_mode():
+            causal_lm(torch.tensor([[5]]), past_key_values=own)
+        own.crop(-1)
+
+    times: dict[str, dict[int, list[float]]] = {name: {} for name in (STEP, *ways)}
+    trees = {width: branching_tree(width, vocabulary) for width in widths}
+    for lap in range(rounds + 1):  # the first packs weights and compiles
+        seconds = {STEP: {1: seconds_of(step)}}
+        for name, target in targets.items():
+            with target.serving():
+                seconds[name] = {width: seconds_of(partial(target.score, [tree])) for width, tree in trees.items()}
+        for name, each in seconds.items():
+            for width, taken in each.items():
+                times[name].setdefault(width, []).extend([taken] * bool(lap))
+    return {
+        name: {width: round(1e3 * statistics.median(taken), 2) for width, taken in each.items()}
+        for name, each in times.items()
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, print a table and publish the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a folder, or a name on the Hub; the default model when left out")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
+    parser.add_argument("--contexts", default="60,700", help="tokens, with commas between them")
+    parser.add_argument("--nodes", default="1,4,8,16,32", help="likewise")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--core", type=int, help="the core to stay on; the last one when left out")
+    parser.add_argument("-o", "--output", type=Path, help="a file for the figures")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0)) if arguments.core is None else arguments.core})
+    model = load(*([arguments.model] if arguments.model else []), dtype=arguments.dtype, device="cpu").model
+    bandwidth, peak = machine(model.dtype)
+    widths = [int(each) for each in arguments.nodes.split(",")]
+    perfect = {width: round(perfect_ms(model, width, bandwidth, peak), 2) for width in widths}
+    print(f"{bandwidth / 1e9:.1f} GB/s, {peak / 1e9:.0f} GFLOP/s, {model.dtype}")
+    tables = {}
+    for context in map(int, arguments.contexts.split(",")):
+        tables[context] = measure(model, context, widths, arguments.rounds)
+        print(f"\n{context} tokens of context, ms (% of perfect) by nodes: {', '.join(map(str, widths))}")
+        for name, times in tables[context].items():
+            print(f"{name:24}" + "".join(f"{ms:9.1f} ({perfect[n] / ms:4.0%})" for n, ms in times.items()))
+    publish(
+        {
+            "model": arguments.model or "default",
+            "dtype": arguments.dtype,
+            "device": f"cpu, {processor()}",
+            "threads": 1,
+            "gb_per_s": round(bandwidth / 1e9, 2),
+            "gflop_per_s": round(peak / 1e9, 1),
+            "perfect_ms": perfect,
+            "ms": tables,
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+            },
+        },
+        arguments.output,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
