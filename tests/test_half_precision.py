@@ -9,6 +9,8 @@ import torch
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -134,6 +136,13 @@ def test_a_model_whose_rows_depend_on_each_other_is_found_out() -> None:
     layer = model.model.layers[1].mlp.down_proj
     layer.register_forward_hook(lambda module, inputs, output: output * (1 + 0.01 * (output.shape[1] > 1)))
     assert not is_bitwise(model)
+    assert [each.exactness for each in stats_of(model, prompts(1))] == ["rounding"]
+
+
+def test_a_model_with_products_that_are_no_linear_layers_is_said_to_round() -> None:
+    config = GPT2Config(vocab_size=101, n_embd=48, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=1)
+    model = GPT2LMHeadModel(config).bfloat16().eval()
+    assert not is_bitwise(model), "its rows are multiplied all at once"
     assert [each.exactness for each in stats_of(model, prompts(1))] == ["rounding"]
 
 

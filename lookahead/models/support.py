@@ -25,6 +25,8 @@ from lookahead.models.target import Shape, Target, input_device
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.02}  # rounding error, relative to the norm of the logits
 _TOLERANCE_FP32 = 1e-3
+_SMALL_MODEL = 1 << 22  # parameters up to which the bits of several trees are compared
+_TRIALS = 8
 # In half precision rounding may change the routing to experts, so one correct probe of three is enough.
 PROBES = ((1, 2, 3, 4, 5, 6), (7, 3, 1, 6, 2, 5), (4, 8, 5, 1, 7, 2))
 
@@ -228,7 +230,11 @@ def is_bitwise(model: PreTrainedModel) -> bool:
     # Masks of chunks change the order of summation, and the products of an expert depend on which rows chose it.
     if config._attn_implementation not in ("sdpa", "eager") or getattr(config, "attention_chunk_size", None):
         return False
-    if any("experts" in name for name, _ in model.named_modules()) or not keeps_bits(model):
+    if any("experts" in name for name, _ in model.named_modules()):
+        return False
+    # Linear layers multiply as many rows as keep their bits. Other products, as those of GPT-2, take all rows at once.
+    others = (each for each in model.modules() if type(each) is not nn.Linear and not isinstance(each, nn.Embedding))
+    if any(weight.dim() > 1 for each in others for weight in each.parameters(recurse=False)) or not keeps_bits(model):
         return False
     name = f"bitwise, {torch.get_num_threads()} threads"
     return state_of(model).probed(name, model, partial(_has_bits_of_single_tokens, model, config.vocab_size))
@@ -236,29 +242,36 @@ def is_bitwise(model: PreTrainedModel) -> bool:
 
 @torch.inference_mode()
 def _has_bits_of_single_tokens(model: PreTrainedModel, vocabulary: int) -> bool:
-    """Compare a tree of `MAX_ROWS` nodes, a chain with branches, with decoding two of its paths."""
-    prompt = (np.arange(8, dtype=np.int32) * 7 + 1) % vocabulary
-    chain, branches = np.arange(-1, 7).clip(0), np.arange(8, MAX_ROWS) % 8
+    """Compare trees of `MAX_ROWS` nodes, chains with branches, with decoding two of their paths."""
+    # Products of activations that change few bits show in a small model only after many of them.
+    trials = 1 if model.num_parameters() > _SMALL_MODEL else _TRIALS
     try:
-        tree = TokenTree.from_parents((np.arange(MAX_ROWS) + prompt[-1]) % vocabulary, [*chain, *branches])
-        targets = [
-            Target(model, rows=1, capacity=64, device=input_device(model), is_bitwise=each) for each in (True, False)
-        ]
-        for target in targets:
-            with target.serving():
-                target.prefill([prompt])
-        with targets[0].serving():
-            scores = targets[0].score([tree])[0]
-        with targets[1].serving():
-            for path in ((*range(8), MAX_ROWS - 1), (0, 1, 9)):
-                targets[1].cache.slots.lengths[0] = len(prompt) - 1
-                for node in path:
-                    alone = targets[1].score([TokenTree.root(int(tree.tokens[node]))])
-                    if not torch.equal(alone[0, 0], scores[node]):
-                        return False
-                    targets[1].commit(0, np.zeros(1, np.int32))
+        return all(_has_bits_after(model, vocabulary, step) for step in range(7, 7 + trials))
     except Exception:  # a model's own attention may raise anything here, and masks still serve it
         return False
+
+
+def _has_bits_after(model: PreTrainedModel, vocabulary: int, step: int) -> bool:
+    """Compare one tree, behind a prompt of tokens that are `step` apart."""
+    prompt = (np.arange(8, dtype=np.int32) * step + 1) % vocabulary
+    chain, branches = np.arange(-1, 7).clip(0), np.arange(8, MAX_ROWS) % 8
+    tree = TokenTree.from_parents((np.arange(MAX_ROWS) * (step - 6) + prompt[-1]) % vocabulary, [*chain, *branches])
+    targets = [
+        Target(model, rows=1, capacity=64, device=input_device(model), is_bitwise=each) for each in (True, False)
+    ]
+    for target in targets:
+        with target.serving():
+            target.prefill([prompt])
+    with targets[0].serving():
+        scores = targets[0].score([tree])[0]
+    with targets[1].serving():
+        for path in ((*range(8), MAX_ROWS - 1), (0, 1, 9)):
+            targets[1].cache.slots.lengths[0] = len(prompt) - 1
+            for node in path:
+                alone = targets[1].score([TokenTree.root(int(tree.tokens[node]))])
+                if not torch.equal(alone[0, 0], scores[node]):
+                    return False
+                targets[1].commit(0, np.zeros(1, np.int32))
     return True
 
 
