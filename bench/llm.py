@@ -10,9 +10,10 @@ prompt. Seconds are the processor's and the wall's; decode seconds begin at the 
 the call. Tokens per pass leave the prefill out. An output that repeats 16 of its own tokens loops, which flatters
 n-grams: the figures "without loops" leave its prompt out for every method.
 
-The gate comes before any figure: in fp32, greedy or sampled, a token of ours that is not that of `model.generate` ends
-the run. In bf16 the first difference of every output is counted, with the gap between the two likeliest logits of
-greedy decoding there. The last line is one JSON object.
+The gate comes before any figure: in fp32, and in bf16 where the stats say that every pass kept its bits, a token of
+ours that is not that of `model.generate` ends the run, greedy or sampled. Elsewhere in bf16 the first difference of
+every output is counted, with the gap between the two likeliest logits of greedy decoding there. The last line is one
+JSON object.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def of_transformers(model: PreTrainedModel, arguments: argparse.Namespace, **opt
 
 def of_ours(model: PreTrainedModel, arguments: argparse.Namespace, config: LookaheadConfig) -> Method:
     """Decoding with lookahead, with a memory of its own."""
-    learned = LearnedState()
+    learned, exactness = LearnedState(), [""]
 
     def blocks(ids: torch.Tensor) -> Iterator[list[int]]:
         shared = sampling(arguments)
@@ -144,8 +145,9 @@ def of_ours(model: PreTrainedModel, arguments: argparse.Namespace, config: Looka
             with engine.serving():  # as `lookahead.decode` does
                 for step in engine.run():
                     yield step[0].tokens.tolist()
+                exactness[0] = engine.stats[0].exactness
 
-    return lambda ids: Run(**timed(blocks(ids)))
+    return lambda ids: Run(**timed(blocks(ids)), is_bitwise=exactness[0] == "bitwise")
 
 
 def make_methods(model: PreTrainedModel, arguments: argparse.Namespace) -> dict[str, Method]:
@@ -359,7 +361,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for run in methods.values():
             run(prompt.ids)
     runs = run_in_turn(methods, prompts)
-    check_lossless(runs, arguments.dtype)
+    for name in (name for name in CONFIGS if name in runs):
+        check_lossless(runs[name], runs[GREEDY], arguments.dtype, repr(name))
     places = first_of_each(prompts, arguments.cold)
     cold = run_cold([prompts[i] for i in places], arguments) if OURS in methods else []
     for peer in arguments.peer:

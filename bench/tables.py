@@ -37,7 +37,7 @@ class Caption(NamedTuple):
     note: str = ""
 
 
-_LLM = "llm --prompts spec_bench.jsonl --stories squality_dev.jsonl --offset 16 --dtype"
+_LLM = "llm --prompts spec_bench.jsonl --stories squality_dev.jsonl --offset 14 --dtype"
 _JOB = "job --text squality_dev.jsonl --dtype"
 _REPLAY = "replay --tokenizer DIR --pairs FILE"
 CAPTIONS = {
@@ -62,6 +62,11 @@ CAPTIONS = {
         "Text with nothing to copy. Speedups are over the engine's own decoding without drafts.",
     ),
     "exactness": Caption("Tokens of `model.generate`", "exactness --prompts squality_dev.jsonl"),
+    "exactness_llm": Caption(
+        "Tokens of `model.generate` on a real model, bf16",
+        "exactness --model DIR --prompts spec_bench.jsonl --field turns --limit 50 --max-new-tokens 128",
+        "Greedy and sampled, in the default mode.",
+    ),
     "fuzz": Caption("Random settings", "fuzz --runs 10000"),
     "compiled_fp32": Caption("Compiled passes, fp32", "compiled --dtype fp32"),
     "compiled_bf16": Caption("Compiled passes, bf16", "compiled --dtype bf16"),
@@ -223,12 +228,14 @@ def llm_table(results: Sequence[Mapping[str, Any]]) -> str:
     }
     if all("cold" in result for result in results):
         rows["the first request of a fresh process: lookahead"] = "{cold[cold][speedup][cpu]:.2f}x"
-    peers = [name for result in results for name in result["methods"] if name.startswith(("vLLM", "llama.cpp"))]
-    for name in dict.fromkeys(peers):
-        rows[name] = f"{{methods[{name}][speedup][cpu]:.2f}}x"
+    methods = dict.fromkeys(name for result in results for name in result["methods"])
+    some = {name: name for name in methods if name.startswith(("vLLM", "llama.cpp"))}
+    if "fast" in methods:
+        some['lookahead, `exactness="fast"`'] = "fast"
+    rows |= {what: f"{{methods[{name}][speedup][cpu]:.2f}}x" for what, name in some.items()}
     lines = [f"| | {' | '.join(result['dtype'] for result in results)} |", "|---|" + "---|" * len(results)]
     for what, form in rows.items():
-        is_there = [what not in peers or what in result["methods"] for result in results]
+        is_there = [what not in some or some[what] in result["methods"] for result in results]
         cells = (form.format(**each) if there else "" for each, there in zip(results, is_there, strict=True))
         lines.append(f"| {what} | {' | '.join(cells)} |")
     first = results[0]
@@ -251,30 +258,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.tables", description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=BENCH, help="holds results/, and gets RESULTS.md")
     folder: Path = parser.parse_args(argv).folder
-    (folder / "RESULTS.md").write_text(page(folder / "results"), encoding="utf-8")
-    print(f"wrote {folder / 'RESULTS.md'}")
     measured = llm_results(folder / "results")
+    draw(folder, measured)
+    (folder / "RESULTS.md").write_text(page(folder / "results"), encoding="utf-8")  # it shows the plots that are there
+    print(f"wrote {folder / 'RESULTS.md'}")
     readme = folder.parent / "README.md"
     if readme.exists():
         readme.write_text(with_table(readme.read_text(encoding="utf-8"), measured), encoding="utf-8")
         print(f"wrote {readme}")
+    return 0
+
+
+def draw(folder: Path, measured: Sequence[Mapping[str, Any]]) -> None:
+    """Draw the plots, where matplotlib is installed."""
     try:
         from bench import plots
     except ImportError:
-        print("matplotlib is missing, so nothing was plotted: pip install 'lookahead-decoding[plot]'")
-        return 0
+        print("matplotlib is missing, so nothing is plotted: pip install 'lookahead-decoding[plot]'")
+        return
     (folder / PLOTS).mkdir(parents=True, exist_ok=True)
     drawn = {PLOT: plots.draw_replay}
     drawn |= {
         PLOTS / f"{name}.svg": draw for name, draw in plots.PLOTS.items() if (folder / f"results/{name}.json").exists()
     }
-    for path, draw in drawn.items():
-        draw(folder / "results", folder / path)
+    for path, draw_one in drawn.items():
+        draw_one(folder / "results", folder / path)
         print(f"wrote {folder / path}")
     if measured:
         plots.draw_llm(measured, folder / LLM_PLOT)
         print(f"wrote {folder / LLM_PLOT}")
-    return 0
 
 
 if __name__ == "__main__":
