@@ -192,7 +192,8 @@ def _half_product(
     most = 0 if weight is None else packed.rows.alone
     if not most:
         weight, most = None, 1 if is_small else max(1, rows_of(own, bias, 0).alone)
-    parts = x.reshape(rows, -1).split(most)
+    flat = x.reshape(rows, -1)
+    parts = (flat,) if rows <= most else flat.split(most)  # a split takes as long as a small product
     products = [linear(part, own, bias) if weight is None else _multiply(part, weight, bias) for part in parts]
     return (torch.cat(products) if len(products) > 1 else products[0]).view(*x.shape[:-1], -1)
 
