@@ -153,7 +153,7 @@ class ChainIndex(Chains):
             self._arena[1 : kept + 1] = self._arena[self._length - kept : self._length].copy()
             self._set_length(kept + 1)
             self._heads[:] = 0
-            _link(self._arena, self._heads, self._links, 1, self._length)
+            _link_again(self._arena, self._heads, self._links, self._length)
         needed = self._length + extra
         if needed > self._arena.size:
             capacity = max(needed, int(_GROWTH * self._arena.size))
@@ -161,7 +161,7 @@ class ChainIndex(Chains):
             heads, slots = self._heads, 1 << (capacity.bit_length() - 1)
             if slots > heads.shape[1]:
                 heads = np.zeros((LEVELS, slots), np.int32)
-                _link(arena, heads, links, 1, self._length)
+                _link_again(arena, heads, links, self._length)
             self._replace(arena, heads, links, self._length)
 
 
@@ -263,6 +263,12 @@ def _link(arena, heads, links, begin, end):
                     links[first + at, level] = heads[level, slot]
                     heads[level, slot] = first + at
     return digest
+
+
+@njit(cache=True, error_model="numpy")
+def _link_again(arena, heads, links, length):
+    """Insert all tokens into empty chains. Called from Python, `_link` itself would not be compiled."""
+    _link(arena, heads, links, 1, length)
 
 
 @njit(cache=True, error_model="numpy")
