@@ -230,7 +230,8 @@ def _propose(search_at, max_nodes, context, own, floor, budget, max_depth, min_p
         nodes[0, TOKEN], nodes[0, STOP] = tail[-1], found
         known = (memory, hashes[0].view(np.uint64), table, frequent, source)
         space_of_options = (options, likely[0].view(np.float64))
-        count = _grow((first, second, third), own, matches, known, tail, floor, nodes, tips, probs, space_of_options)
+        begin = (tail, floor, is_chain)
+        count = _grow((first, second, third), own, matches, known, begin, nodes, tips, probs, space_of_options)
     return _write(nodes, probs[0], probs[3], count, limits, costs)
 
 
@@ -307,12 +308,14 @@ def _last_copy(arena, links, length):
 
 
 @jit_inline
-def _grow(texts, own, found, known, tail, floor, nodes, tips, numbers, space_of_options):
+def _grow(texts, own, found, known, begin, nodes, tips, numbers, space_of_options):
     """Best first: turn the likeliest tip into a node and add the candidates after it; returns the number of nodes.
 
-    No more tips are kept than nodes can still be made, so a scan for the best is as fast as a heap.
+    No more tips are kept than nodes can still be made, so a scan for the best is as fast as a heap. Of a chain only the
+    likeliest candidate after each node is kept.
     """
     options, likely = space_of_options
+    tail, floor, is_chain = begin
     memory, hashes, table, frequent, source = known
     probs, tip_probs, tip_path_probs, path_probs = numbers[0], numbers[1], numbers[2], numbers[3]
     recalls, max_nodes, orders = memory[0].shape[0] > 1, tips.shape[0], 0
@@ -328,7 +331,8 @@ def _grow(texts, own, found, known, tail, floor, nodes, tips, numbers, space_of_
             orders = hash_context(tail, tail.size, nodes[:, TOKEN], nodes[:, PARENT], node, hashes)
         after = (nodes[node, TOKEN], floor / path_prob)
         offered = score(after, options, likely, matches, longest, memory, hashes, orders, source, table, frequent)
-        for option in range(offered):
+        first_option = _greatest(likely, offered) if is_chain else 0
+        for option in range(first_option, min(first_option + 1, offered) if is_chain else offered):
             value = likely[option] * path_prob
             if value < floor:
                 continue
@@ -344,10 +348,7 @@ def _grow(texts, own, found, known, tail, floor, nodes, tips, numbers, space_of_
             tip_path_probs[at], tip_probs[at] = value, likely[option]
         if live == 0 or node == max_nodes:
             return count
-        best = 0
-        for tip in range(1, live):
-            if tip_path_probs[tip] > tip_path_probs[best]:
-                best = tip
+        best = _greatest(tip_path_probs, live)
         live -= 1
         probs[count], path_prob = tip_probs[best], tip_path_probs[best]
         path_probs[count] = path_prob
@@ -355,6 +356,16 @@ def _grow(texts, own, found, known, tail, floor, nodes, tips, numbers, space_of_
         for column in range(COLUMNS):
             nodes[count, column], tips[best, column] = tips[best, column], tips[live, column]
         count += 1
+
+
+@jit_inline
+def _greatest(probs, count):
+    """The index of the greatest of the first `count` numbers; 0 if there are none."""
+    best = 0
+    for at in range(1, count):
+        if probs[at] > probs[best]:
+            best = at
+    return best
 
 
 @jit_inline
