@@ -24,7 +24,7 @@ FLOORS = (
     {"drafting"},
     {"config"},
     {"verification", "heads", "pools"},
-    {"models"},
+    {"models", "integrations"},
     {"proposers"},
     {"engine"},
     {"generation"},

@@ -59,11 +59,11 @@ class StepCost:
         self._is_warm |= warms_up
         return warms_up
 
-    def observe(self, nodes: int, seconds: float, *, rows: int = 1, context: int = 0) -> None:
+    def observe(self, nodes: float, seconds: float, *, rows: int = 1, context: int = 0) -> None:
         """Learn from a step.
 
         Args:
-            nodes: Nodes of the largest tree, its root counted.
+            nodes: Nodes of the largest tree, its root counted; where rows differ, their mean may stand for it.
             seconds: Time of the step without the host work on its draft.
             rows: Rows of the step.
             context: Tokens in the cache of the longest row.
@@ -194,7 +194,7 @@ def _point(tokens: float) -> int:
     return int(np.abs(np.log(_POINTS / tokens)).argmin())
 
 
-def _observe(ratios: FloatArray, rows: int, nodes: int, seconds: float) -> float:
+def _observe(ratios: FloatArray, rows: int, nodes: float, seconds: float) -> float:
     """Move the nearest point towards a measurement, or all points after a plain step; the others decay a little.
 
     Returns:

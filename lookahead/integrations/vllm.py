@@ -1,0 +1,221 @@
+"""Drafts of lookahead inside vLLM, as a proposer of its own class.
+
+    vllm serve MODEL --speculative-config '{"method": "custom_class", "num_speculative_tokens": 16,
+        "model": "lookahead.integrations.vllm.LookaheadProposer"}'
+
+Neither vLLM nor torch is imported here.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead.drafting.chain_lengths import ChainLengths
+from lookahead.errors import ConfigError
+from lookahead.integrations.known_requests import KnownRequests
+from lookahead.ngram.chain_proposer import ChainProposer
+from lookahead.ngram.chains import IntArray
+
+_log = logging.getLogger(__name__)
+_NONE: NDArray[np.int64] = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmOptions:
+    """Options of `LookaheadProposer`: the object `lookahead` of vLLM's `additional_config`.
+
+    Attributes:
+        pool: A pool file to draft from, made with the tokenizer of the model.
+        memory_tokens: Maximum number of tokens of earlier outputs, at least 1,024. The oldest half is forgotten when
+            they are full.
+        min_probability: Tokens less likely than this to be accepted are not drafted, from 0 to below 1.
+
+    Raises:
+        ConfigError: A value is out of its range.
+    """
+
+    pool: str | None = None
+    memory_tokens: int = 1 << 20
+    min_probability: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.pool is not None and not isinstance(self.pool, str):
+            raise ConfigError(f"lookahead.pool must be the name of a file, got {self.pool!r}")
+        if type(self.memory_tokens) is not int or self.memory_tokens < 1024:
+            raise ConfigError(f"lookahead.memory_tokens must be at least 1024, got {self.memory_tokens!r}")
+        if type(self.min_probability) not in (int, float) or not 0.0 <= self.min_probability < 1.0:
+            raise ConfigError(f"lookahead.min_probability must be from 0 to below 1, got {self.min_probability!r}")
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> VllmOptions:
+        """The options that a `VllmConfig` holds.
+
+        Raises:
+            ConfigError: They are no object, one is unknown, or a value is out of its range.
+        """
+        additional = getattr(vllm_config, "additional_config", None)
+        given = additional.get("lookahead", {}) if isinstance(additional, Mapping) else {}
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"additional_config.lookahead must be an object, got {given!r}")
+        known = [field.name for field in fields(cls)]
+        if unknown := [str(name) for name in given if name not in known]:
+            raise ConfigError(f"additional_config.lookahead knows {', '.join(known)}, got {', '.join(unknown)}")
+        return cls(**given)
+
+
+class LookaheadProposer:
+    """Drafts for vLLM: named in `speculative_config` with the method `custom_class`.
+
+    Chains come from the text of each request, from outputs of earlier requests, and from a pool. How much of them is
+    verified is decided for the whole batch by the measured times of steps; where no draft pays, none is made. vLLM
+    accepts or rejects every drafted token, so drafts change the speed alone.
+
+    vLLM passes the tokens of every row of its batch and not whose they are; a request is recognized by its tokens. No
+    exception leaves `propose`: a fault is logged once, and nothing is drafted.
+
+    Args:
+        vllm_config: vLLM's `VllmConfig`.
+        clock: Seconds from some point on.
+
+    Raises:
+        ConfigError: `num_speculative_tokens` or an option of `VllmOptions` is out of its range.
+        PoolError: The pool file cannot be read, is damaged, or holds tokens that the model does not know.
+    """
+
+    def __init__(self, vllm_config: Any, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        options = VllmOptions.of(vllm_config)
+        self._max_length = int(vllm_config.model_config.max_model_len)
+        self._pool = None
+        if options.pool is not None:
+            from lookahead.pools.open_pool import open_pool
+
+            self._pool = open_pool(options.pool, vocabulary=int(vllm_config.model_config.get_vocab_size()))
+        try:
+            self._proposer = ChainProposer(
+                vllm_config.speculative_config.num_speculative_tokens,
+                memory_tokens=options.memory_tokens,
+                pool=self._pool,
+                min_probability=options.min_probability,
+            )
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"num_speculative_tokens: {error}") from error
+        self._known = KnownRequests(int(vllm_config.scheduler_config.max_num_seqs), options.memory_tokens)
+        self._lengths = ChainLengths()
+        self._clock = clock
+        self._told: set[str] = set()
+        self._before = (_NONE, 0, 0.0)  # tokens of each row, tokens the step verifies, and the time, at the last return
+        self._warm_up()
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: there is no draft model. vLLM calls it."""
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: NDArray[Any],
+        token_ids_cpu: NDArray[Any],
+        slot_mappings: object = None,
+    ) -> list[list[int]]:
+        """Draft for every row of the batch.
+
+        Args:
+            sampled_token_ids: The tokens of the last step for each row; none where its prompt is not read to the end.
+            num_tokens_no_spec: int32 `[rows or more]`, the tokens of each row, these counted.
+            token_ids_cpu: int32 `[rows or more, max_model_len]`, the tokens.
+            slot_mappings: Not read.
+
+        Returns:
+            For each row at most `num_speculative_tokens` tokens.
+        """
+        try:
+            return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+        except Exception as error:
+            self._tell(error)
+            self._known.rows, self._before = [], (_NONE, 0, 0.0)
+            return [[] for _ in sampled_token_ids] if isinstance(sampled_token_ids, Sequence) else []
+
+    def _propose(self, sampled: Sequence[Sequence[int]], counts: NDArray[Any], tokens: NDArray[Any]) -> list[list[int]]:
+        now, rows = self._clock(), len(sampled)
+        counts = np.array(counts[:rows], np.int64)  # a copy: vLLM changes its own in place
+        if tokens.dtype != np.int32 or tokens.ndim != 2 or counts.shape != (rows,) or len(tokens) < rows:
+            raise ValueError(f"{rows} rows need int32 tokens and as many counts, got {tokens.dtype} {tokens.shape}")
+        if rows and not 0 <= counts.min() <= counts.max() <= tokens.shape[1]:
+            raise ValueError(f"rows hold 0 to {tokens.shape[1]} tokens, got {counts.min()} to {counts.max()}")
+        self._learn_cost(sampled, counts, now)
+        drafts: list[list[int]] = [[] for _ in range(rows)]
+        if not self._lengths.rests():
+            self._draft(sampled, counts, tokens, drafts)
+        self._before = (counts, rows + sum(map(len, drafts)), self._clock())
+        return drafts
+
+    def _draft(
+        self, sampled: Sequence[Sequence[int]], counts: NDArray[np.int64], tokens: IntArray, drafts: list[list[int]]
+    ) -> None:
+        """Fill `drafts`."""
+        if self._pool is not None and not self._pool.is_intact:
+            self._tell(RuntimeError(f"{self._pool.path}: changed while it was in use; no more is drafted from it"))
+            self._pool = None
+        for request in self._known.match(tokens, counts, sampled):
+            self._proposer.finish(request)
+        places, chains, path_probs = [], [], []
+        for row, new in enumerate(sampled):
+            if not new:
+                continue
+            try:
+                chain, probs = self._chain(row, tokens[row, : counts[row]])
+            except Exception as error:
+                self._tell(error)
+                self._known.enter(row, None)
+                continue
+            places.append(row)
+            chains.append(chain)
+            path_probs.append(probs)
+        for row, chain, length in zip(places, chains, self._lengths.choose(path_probs), strict=True):
+            if length:
+                drafts[row] = chain[:length].tolist()
+
+    def _chain(self, row: int, text: IntArray) -> tuple[IntArray, NDArray[np.float64]]:
+        """The chain after a row's text, and the probability of each of its tokens to be accepted."""
+        request = self._known.rows[row]
+        if request is None:
+            request = self._proposer.start(text)
+            self._known.enter(row, request)
+        else:
+            self._proposer.observe(request, text[len(request) :])
+        return self._proposer.draft(request, self._max_length - len(text) - 1)
+
+    def _learn_cost(self, sampled: Sequence[Sequence[int]], counts: NDArray[np.int64], now: float) -> None:
+        """Learn the time of the last step, if it did nothing but decode the rows of the step before."""
+        before, verified, then = self._before
+        rows = len(counts)
+        if rows and before.size == rows and (before + [len(new) for new in sampled] == counts).all() and all(sampled):
+            self._lengths.observe(rows=rows, tokens=verified, seconds=now - then)
+
+    def _tell(self, error: Exception) -> None:
+        """Log a fault, once for each type of exception."""
+        name = type(error).__name__
+        if name not in self._told:
+            self._told.add(name)
+            _log.error("lookahead drafts nothing where this happens: %s", error, exc_info=error)
+
+    def _warm_up(self) -> None:
+        """Compile, or load from the cache, all that a step calls."""
+        proposer, known = ChainProposer(2), KnownRequests(1, 0)
+        tokens = np.arange(2048, dtype=np.int32)[None] % 8
+        for count in (4, 2048):  # the index grows
+            known.match(tokens, np.array([count]), [True])
+            request = known.rows[0] or proposer.start(tokens[0, :2])
+            known.enter(0, request)
+            proposer.observe(request, tokens[0, len(request) : count])
+            proposer.draft(request, 2)
+        proposer.observe(request, tokens[0, :2])
+        for rows in (0, 1):
+            for request in known.match(tokens, np.full(rows, 8), [True] * rows):
+                proposer.finish(request)

@@ -1,0 +1,135 @@
+"""Chains for many requests of an engine that verifies chains: no model, no torch, and memory that requests share."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead.ngram.acceptance import HitRates
+from lookahead.ngram.chains import ChainIndex, Chains, IntArray
+from lookahead.ngram.prune import FREE, Limits
+from lookahead.ngram.search import MAX_NODES, Search
+
+_SHORTEST, _LONGEST, _MAX_LINKS = 1, 16, 32  # tokens of a match; links walked in each text
+_CONTEXT = 16  # tokens before an output that are kept with it, so that its beginning is found too
+_NOTHING: NDArray[np.float64] = np.zeros(0)
+
+
+class ChainRequest:
+    """One request: its text, its search, and the chain drafted last.
+
+    Attributes:
+        text: Prompt and output, one open document.
+        search: What is searched for continuations.
+        kept: Tokens of the text that the shared memory has or does not need; at first those of the prompt.
+        drafted: int32 `[11, k]`, as `lookahead.ngram.search.Grown.written`; None if nothing was drafted.
+    """
+
+    __slots__ = ("drafted", "kept", "search", "text")
+
+    def __init__(self, text: ChainIndex, search: Search, kept: int) -> None:
+        self.text = text
+        self.search = search
+        self.kept = kept
+        self.drafted: IntArray | None = None
+
+    def __len__(self) -> int:
+        """Tokens of the prompt and the output so far."""
+        return len(self.text) - 1
+
+
+class ChainProposer:
+    """Drafts chains from the text of a request, from outputs of earlier ones, and from a pool.
+
+    A chain follows the likeliest candidate after each token. Hit rates of candidates are learned from every request, so
+    the probability of a chain to be accepted up to each of its tokens is known before it is verified.
+
+    Args:
+        max_draft: Maximum number of tokens of a chain, from 1 to 1,024.
+        memory_tokens: Maximum number of tokens of earlier outputs, at least 1,024. The oldest half is forgotten when
+            they are full.
+        pool: A corpus, of token ids that the target knows; it is not changed.
+        min_probability: A chain ends before a token that is less likely than this to be reached.
+
+    Raises:
+        ValueError: A number is out of its range.
+
+    Example:
+        >>> proposer = ChainProposer(max_draft=4)
+        >>> request = proposer.start(np.array([5, 6, 7, 8, 9, 5, 6], np.int32))
+        >>> proposer.draft(request, 2)[0].tolist()
+        [7, 8]
+        >>> proposer.observe(request, np.array([7, 1], np.int32))
+        >>> proposer.finish(request)
+    """
+
+    def __init__(
+        self,
+        max_draft: int,
+        *,
+        memory_tokens: int = 1 << 20,
+        pool: Chains | None = None,
+        min_probability: float = 0.02,
+    ) -> None:
+        if not 1 <= max_draft <= MAX_NODES:
+            raise ValueError(f"max_draft must be from 1 to {MAX_NODES}, got {max_draft}")
+        if not 0.0 <= min_probability < 1.0:
+            raise ValueError(f"min_probability must be from 0 to below 1, got {min_probability}")
+        self.max_draft = max_draft
+        self.min_probability = min_probability
+        self.rates = HitRates()
+        self.outputs = ChainIndex(memory_tokens)
+        self._shared: list[Chains] = [self.outputs] if pool is None else [self.outputs, pool]
+
+    def start(self, prompt: IntArray) -> ChainRequest:
+        """Index the prompt of a new request, int32 `[n]`.
+
+        Raises:
+            TypeError: The prompt does not hold whole numbers.
+            ValueError: It is not flat, or an id is negative or above int32.
+        """
+        text = ChainIndex()
+        text.append(prompt)
+        search = Search([text, *self._shared], self.rates, None, (_SHORTEST, _LONGEST, _MAX_LINKS))
+        return ChainRequest(text, search, len(prompt))
+
+    def draft(self, request: ChainRequest, most: int) -> tuple[IntArray, NDArray[np.float64]]:
+        """Draft the tokens after a request's text.
+
+        Args:
+            request: What `start` returned.
+            most: Maximum number of tokens, at most `max_draft`.
+
+        Returns:
+            The tokens, int32 `[n]`, and the probability that the target accepts the chain up to each, float64 `[n]`.
+        """
+        most = min(most, self.max_draft)
+        if most < 1:
+            request.drafted = None
+            return np.empty(0, np.int32), _NOTHING
+        limits = Limits(most, most, self.min_probability, is_chain=True)
+        written, path_probs = request.search.grow(most, self.min_probability, limits, FREE)
+        request.drafted = written
+        return written[0, 1:], path_probs[1:]
+
+    def observe(self, request: ChainRequest, tokens: IntArray) -> None:
+        """Add tokens that the target chose, int32 `[n]`, and learn how far the last chain foretold them.
+
+        Raises:
+            TypeError: They are not whole numbers.
+            ValueError: They are not flat, or an id is negative or above int32.
+        """
+        request.text.append(tokens)
+        if request.drafted is not None:
+            chain, parents, features = request.drafted[:3]
+            self.rates.learn(parents, chain, features, tokens)
+            request.drafted = None
+        self.rates.count(tokens)
+
+    def finish(self, request: ChainRequest) -> None:
+        """Keep the output of a request for later ones. The request may go on afterwards, and finish again."""
+        if len(request) > request.kept:
+            self.outputs.end_document()
+            self.outputs.append(request.text.tokens[1 + max(0, request.kept - _CONTEXT) :])
+            request.kept = len(request)
+        request.drafted = None

@@ -1,0 +1,201 @@
+"""Chains for engines that verify chains: what is drafted, what is learned, and how much of it is verified."""
+
+from __future__ import annotations
+
+import doctest
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import lookahead.drafting.chain_lengths
+import lookahead.ngram.chain_proposer
+from lookahead.drafting.chain_lengths import ChainLengths
+from lookahead.ngram.acceptance import HitRates
+from lookahead.ngram.chain_proposer import ChainProposer
+from lookahead.ngram.chains import ChainIndex
+from lookahead.ngram.search import grow_trie
+
+
+def ids(*tokens: int) -> np.ndarray:
+    return np.array(tokens, np.int32)
+
+
+def decode(proposer: ChainProposer, prompt: np.ndarray, output: np.ndarray) -> int:
+    """Decode `output` as a target that says just that; returns the number of steps."""
+    request, at, steps = proposer.start(prompt), 0, 0
+    while at < len(output):
+        chain, path_probs = proposer.draft(request, len(output) - at - 1)
+        assert len(chain) == len(path_probs) <= proposer.max_draft
+        kept = 0
+        while kept < len(chain) and chain[kept] == output[at + kept]:
+            kept += 1
+        proposer.observe(request, output[at : at + kept + 1])
+        at, steps = at + kept + 1, steps + 1
+    proposer.finish(request)
+    return steps
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=60), st.integers(1, 20))
+def test_a_chain_begins_with_the_likeliest_candidate_of_a_tree_and_gets_no_likelier(text, most):
+    proposer = ChainProposer(max_draft=20)
+    chain, path_probs = proposer.draft(proposer.start(ids(*text)), most)
+    index = ChainIndex()
+    index.append(text)
+    tree = grow_trie([index], HitRates(), 20, min_probability=proposer.min_probability)
+    assert (len(chain) > 0) == (tree is not None)
+    if tree is not None:
+        assert chain[0] == tree.tokens[1]
+        assert len(chain) <= most
+        assert (np.diff(path_probs) <= 0).all()
+        assert path_probs.min() >= proposer.min_probability
+
+
+def test_outputs_of_earlier_requests_are_drafted_from_their_first_token_on():
+    rng = np.random.default_rng(0)
+    proposer = ChainProposer(max_draft=8)
+    prompt, output = rng.integers(0, 1000, 50).astype(np.int32), rng.integers(0, 1000, 80).astype(np.int32)
+    assert decode(proposer, prompt, output) > 70
+    assert decode(proposer, prompt, output) < 20
+    assert decode(ChainProposer(max_draft=8), prompt, output) > 70
+
+
+def test_a_request_that_goes_on_after_its_end_is_kept_once():
+    proposer = ChainProposer(max_draft=4)
+    request = proposer.start(ids(1, 2, 3))
+    proposer.finish(request)
+    assert len(proposer.outputs) == 1  # nothing but the separator: a prompt is no output
+    for _ in range(2):
+        proposer.observe(request, ids(4, 5))
+        proposer.finish(request)
+        proposer.finish(request)
+    assert proposer.outputs.tokens.tolist() == [-1, 1, 2, 3, 4, 5, -1, 1, 2, 3, 4, 5, 4, 5]
+
+
+def test_outputs_are_kept_in_bounded_memory():
+    proposer, rng = ChainProposer(max_draft=4, memory_tokens=1024), np.random.default_rng(0)
+    for _ in range(40):
+        decode(proposer, ids(1), rng.integers(0, 9, 100).astype(np.int32))
+        assert len(proposer.outputs) <= 1024
+    longest = proposer.start(ids(1))
+    proposer.observe(longest, rng.integers(0, 9, 5000).astype(np.int32))
+    proposer.finish(longest)
+    assert len(proposer.outputs) <= 1024
+
+
+def test_a_chain_that_is_always_wrong_is_soon_no_longer_promised():
+    proposer = ChainProposer(max_draft=8)
+    request = proposer.start(ids(1, 2, 3, 4, 1, 2))
+    before = float(proposer.draft(request, 8)[1].sum())
+    for token in range(100):
+        proposer.observe(request, ids(5 + token, 1, 2))
+        after = float(proposer.draft(request, 8)[1].sum())
+    assert after < before / 2
+
+
+def test_a_pool_is_drafted_from():
+    pool = ChainIndex()
+    pool.append([7, 8, 9, 10])
+    proposer = ChainProposer(max_draft=2, pool=pool)
+    assert proposer.draft(proposer.start(ids(1, 7, 8)), 2)[0].tolist() == [9, 10]
+
+
+def test_no_room_gives_no_chain():
+    proposer = ChainProposer(max_draft=4)
+    request = proposer.start(ids(1, 2, 1))
+    for most in (0, -3):
+        chain, path_probs = proposer.draft(request, most)
+        assert len(chain) == len(path_probs) == 0
+    assert len(proposer.draft(proposer.start(ids()), 4)[0]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"max_draft": 0}, "max_draft must be from 1 to 1024, got 0"),
+        ({"max_draft": 4, "min_probability": 1.0}, "min_probability must be from 0 to below 1, got 1.0"),
+        ({"max_draft": 4, "memory_tokens": 10}, "max_tokens must be at least 1024, got 10"),
+    ],
+)
+def test_options_out_of_range_are_refused_by_name(options, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        ChainProposer(**options)
+
+
+def test_what_is_no_token_is_refused_and_leaves_the_text_as_it_was():
+    proposer = ChainProposer(max_draft=4)
+    request = proposer.start(ids(1, 2))
+    with pytest.raises(ValueError, match="must not be negative"):
+        proposer.observe(request, ids(3, -1))
+    assert len(request) == 2
+
+
+def learned(costs: dict[tuple[int, int], float]) -> ChainLengths:
+    """Lengths after many steps: seconds by rows and tokens."""
+    lengths = ChainLengths()
+    for _ in range(60):
+        for (rows, tokens), seconds in costs.items():
+            lengths.observe(rows=rows, tokens=tokens, seconds=seconds)
+    return lengths
+
+
+def test_drafts_that_cost_nothing_are_verified_whole():
+    lengths = learned({(1, 1): 0.01, (1, 16): 0.01})
+    assert lengths.choose([np.linspace(0.9, 0.05, 15)]) == [15]
+
+
+def test_a_draft_is_cut_where_the_next_token_costs_more_than_it_is_expected_to_give():
+    lengths = learned({(1, 1): 0.01, (1, 2): 0.012, (1, 4): 0.016, (1, 8): 0.024})
+    probs = np.array([0.9, 0.7, 0.05, 0.04])
+    (length,) = lengths.choose([probs])
+    assert length == 2
+
+
+def test_drafts_that_cost_more_than_they_give_are_left_out_and_tried_again_after_a_rest():
+    lengths = learned({(1, 1): 0.01, (1, 2): 0.1, (1, 4): 0.1, (1, 8): 0.1})
+    tried = 0
+    for _ in range(200):
+        if not lengths.rests():
+            tried += 1
+            assert lengths.choose([np.array([0.9, 0.8, 0.7])]) == [0]
+    assert 200 / 16 <= tried <= 20
+
+
+def test_the_likeliest_tokens_of_a_batch_are_verified_whoever_they_belong_to():
+    lengths = learned({(4, 4): 0.01, (4, 8): 0.011, (4, 16): 0.05, (4, 32): 0.1})
+    sure, unsure, nothing = np.full(4, 0.95), np.full(4, 0.1), np.zeros(0)
+    chosen = lengths.choose([unsure, sure, nothing, unsure])
+    assert chosen == [0, 4, 0, 0]
+
+
+@given(
+    st.lists(st.lists(st.floats(0.0, 1.0), max_size=6), max_size=8),
+    st.lists(st.tuples(st.integers(1, 8), st.integers(1, 40), st.floats(1e-6, 10.0)), max_size=20),
+)
+def test_lengths_fit_the_chains_whatever_was_measured(chains, measured):
+    lengths = ChainLengths()
+    for rows, tokens, seconds in measured:
+        lengths.observe(rows=rows, tokens=max(rows, tokens), seconds=seconds)
+    path_probs = [np.sort(np.array(each))[::-1] for each in chains]
+    chosen = lengths.choose(path_probs)
+    assert len(chosen) == len(chains)
+    assert all(0 <= length <= len(each) for length, each in zip(chosen, chains, strict=True))
+
+
+def test_neither_part_needs_torch():
+    script = (
+        "import sys, lookahead.ngram.chain_proposer, lookahead.drafting.chain_lengths, lookahead.integrations.vllm\n"
+        "print(*[name for name in ('torch', 'transformers', 'vllm') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("module", [lookahead.ngram.chain_proposer, lookahead.drafting.chain_lengths])
+def test_the_examples_in_the_docstrings_hold(module):
+    results = doctest.testmod(module)
+    assert results.attempted > 0
+    assert results.failed == 0
