@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
-from lookahead.drafting.cost_model import FloatArray, StepCost
+from lookahead.drafting.cost_model import StepCost
 
 _MARGIN = 1.05  # factor on the cost of drafted tokens: the expected gain of a draft must cover its risk
+_NOTHING: NDArray[np.float64] = np.zeros(0)
 _LONGEST_REST = 16  # steps at most from one try of drafting to the next where it does not pay
 _PROBES = 3  # plain steps taken at first to be timed; some are lost, as the engine did other work in them too
 
@@ -51,23 +53,19 @@ class ChainLengths:
                 accepted up to each token.
         """
         rows = len(path_probs)
-        probs = np.concatenate(path_probs) if rows > 1 else path_probs[0] if rows else np.zeros(0)
+        probs = np.concatenate(path_probs) if rows > 1 else path_probs[0] if rows else _NOTHING
         if probs.size == 0:
             return [0] * rows
-        ranked = np.sort(probs)[::-1]
-        costs = self._costs(rows, ranked.size)
-        rates = (rows + np.concatenate(([0.0], np.cumsum(ranked)))) / costs
-        count = int(rates.argmax())
         bucket = (rows - 1).bit_length()
         if self._probes.setdefault(bucket, _PROBES) > 0:
             self._probes[bucket] -= 1
             return [0] * rows
-        if count == 0:
+        least = _least_verified(probs, self.cost.curve(rows, 2 + probs.size // rows), rows)
+        if least > 1.0:
             self._rests[bucket] = self._left = min(_LONGEST_REST, 2 * self._rests.get(bucket, 1))
             return [0] * rows
         self._rests.pop(bucket, None)
-        least = ranked[count - 1]
-        return [int(np.count_nonzero(each >= least)) for each in path_probs]
+        return [int(np.count_nonzero(each >= least)) if each.size else 0 for each in path_probs]
 
     def observe(self, *, rows: int, tokens: int, seconds: float) -> None:
         """Learn the time of a step that verified so many tokens in so many requests, the last token of each counted."""
@@ -76,11 +74,21 @@ class ChainLengths:
         if not self.cost.warms_up(tokens // rows):
             self.cost.observe(tokens / rows, seconds, rows=rows)
 
-    def _costs(self, rows: int, drafted: int) -> FloatArray:
-        """Seconds of a step with 0, 1, …, `drafted` drafted tokens in all requests together."""
-        nodes = 2 + drafted // rows
-        curve = self.cost.curve(rows, nodes)
-        tokens = 1.0 + np.arange(drafted + 1) / rows
-        costs = np.interp(tokens, np.arange(nodes + 1), curve)
-        costs[1:] = costs[0] + _MARGIN * (costs[1:] - costs[0])
-        return costs
+
+@njit(cache=True, error_model="numpy")
+def _least_verified(probs, curve, rows):
+    """The probability from which on drafted tokens are verified; 2 if none is.
+
+    `curve` has the seconds of a step by the tokens of each row, if all rows have as many; between these it is linear.
+    """
+    ranked = np.sort(probs)[::-1]
+    expected, best, least = float(rows), rows / curve[1], 2.0
+    for at in range(ranked.size):
+        expected += ranked[at]
+        nodes = 1.0 + (at + 1) / rows
+        below = int(nodes)
+        seconds = curve[below] + (nodes - below) * (curve[below + 1] - curve[below])
+        rate = expected / (curve[1] + _MARGIN * (seconds - curve[1]))
+        if rate > best:
+            best, least = rate, ranked[at]
+    return least

@@ -25,6 +25,7 @@ from lookahead.ngram.chains import IntArray
 
 _log = logging.getLogger(__name__)
 _NONE: NDArray[np.int64] = np.zeros(0, np.int64)
+_NO_CHAIN: tuple[IntArray, NDArray[np.float64]] = (np.zeros(0, np.int32), np.zeros(0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,22 +165,17 @@ class LookaheadProposer:
             self._pool = None
         for request in self._known.match(tokens, counts, sampled):
             self._proposer.finish(request)
-        places, chains, path_probs = [], [], []
+        chains = [_NO_CHAIN] * len(drafts)
         for row, new in enumerate(sampled):
-            if not new:
-                continue
-            try:
-                chain, probs = self._chain(row, tokens[row, : counts[row]])
-            except Exception as error:
-                self._tell(error)
-                self._known.enter(row, None)
-                continue
-            places.append(row)
-            chains.append(chain)
-            path_probs.append(probs)
-        for row, chain, length in zip(places, chains, self._lengths.choose(path_probs), strict=True):
+            if new:
+                try:
+                    chains[row] = self._chain(row, tokens[row, : counts[row]])
+                except Exception as error:
+                    self._tell(error)
+                    self._known.enter(row, None)
+        for row, length in enumerate(self._lengths.choose([path_probs for _, path_probs in chains])):
             if length:
-                drafts[row] = chain[:length].tolist()
+                drafts[row] = chains[row][0][:length].tolist()
 
     def _chain(self, row: int, text: IntArray) -> tuple[IntArray, NDArray[np.float64]]:
         """The chain after a row's text, and the probability of each of its tokens to be accepted."""
