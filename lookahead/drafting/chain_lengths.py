@@ -13,6 +13,7 @@ from lookahead.drafting.cost_model import StepCost
 _MARGIN = 1.05  # factor on the cost of drafted tokens: the expected gain of a draft must cover its risk
 _NOTHING: NDArray[np.float64] = np.zeros(0)
 _LONGEST_REST = 16  # steps at most from one try of drafting to the next where it does not pay
+_ALL_TIMED, _TIMED_EVERY = 64, 4  # after so many steps of as many rows, one in four is learned from
 _PROBES = 3  # plain steps taken at first to be timed; some are lost, as the engine did other work in them too
 
 
@@ -38,6 +39,7 @@ class ChainLengths:
         self.cost = StepCost()
         self._rests: dict[int, int] = {}  # steps of the last rest, by the bucket of rows
         self._probes: dict[int, int] = {}  # plain steps still taken only to be timed, by the bucket of rows
+        self._timed: dict[int, int] = {}  # steps whose time was told, by the bucket of rows
         self._left = 0
 
     def rests(self) -> bool:
@@ -69,8 +71,12 @@ class ChainLengths:
 
     def observe(self, *, rows: int, tokens: int, seconds: float) -> None:
         """Learn the time of a step that verified so many tokens in so many requests, the last token of each counted."""
+        bucket = (rows - 1).bit_length()
         if tokens == rows:
-            self._probes[(rows - 1).bit_length()] = 0
+            self._probes[bucket] = 0
+        timed = self._timed[bucket] = self._timed.get(bucket, 0) + 1
+        if timed > _ALL_TIMED and timed % _TIMED_EVERY:
+            return
         if not self.cost.warms_up(tokens // rows):
             self.cost.observe(tokens / rows, seconds, rows=rows)
 
