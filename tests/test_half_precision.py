@@ -27,6 +27,7 @@ from lookahead.generation.hf import prepare
 from lookahead.models.support import is_bitwise
 from lookahead.models.target import Target
 from tests.support.adversarial_proposers import always_wrong, drafting_by, perfect, random_trees
+from tests.support.families import FAMILIES, build
 
 PLAIN = LookaheadConfig(proposers=())
 DRAFTED = LookaheadConfig(draft="fixed", min_probability=0.0)
@@ -94,6 +95,14 @@ def test_drafts_of_one_prompt_give_the_tokens_and_logits_of_generate(name: str, 
         compare(model, prompts(seed).repeat(1, 2), DRAFTED, max_new_tokens=48, do_sample=False)
     compare(model, prompts(3).repeat(1, 2), DRAFTED, max_new_tokens=24, do_sample=True, temperature=1.3)
     compare(model, prompts(4), LARGE, max_new_tokens=24, do_sample=False)
+
+
+@pytest.mark.parametrize("name", ["Gemma3n", "Gemma4"])
+def test_layers_that_read_the_window_of_another_layer_keep_the_bits_of_generate(name: str) -> None:
+    model = build(FAMILIES[name]).to(torch.bfloat16)
+    assert is_bitwise(model)
+    for seed in range(3):
+        compare(model, prompts(seed).repeat(1, 2), DRAFTED, max_new_tokens=40, do_sample=False)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral, its window", "gemma2, softcapping"])

@@ -24,6 +24,7 @@ from lookahead.models.support import (
     probe_passes,
     rope_parameters_of,
     unsupported_reason,
+    vocabulary_size,
 )
 from lookahead.models.target import Target, input_device, position_limit
 
@@ -155,6 +156,7 @@ def _probe_decoder(model: PreTrainedModel) -> Support:
     reason = probe_passes(
         partial(_chains_score_like_the_model, model),
         lambda ids: seq2seq(input_ids=ids.to(device), decoder_input_ids=ids.to(device)),
+        vocabulary=min(vocabulary_size(model, side) for side in (seq2seq.get_encoder(), seq2seq.get_decoder())),
         mismatch="its decoder does not read several tokens as it reads one after the other",
         failure="its decoder does not continue from a truncated cache",
     )
