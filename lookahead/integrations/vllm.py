@@ -24,7 +24,6 @@ from lookahead.ngram.chain_proposer import ChainProposer
 from lookahead.ngram.chains import IntArray
 
 _log = logging.getLogger(__name__)
-_NONE: NDArray[np.int64] = np.zeros(0, np.int64)
 _NO_CHAIN: tuple[IntArray, NDArray[np.float64]] = (np.zeros(0, np.int32), np.zeros(0))
 
 
@@ -111,7 +110,8 @@ class LookaheadProposer:
         self._lengths = ChainLengths()
         self._clock = clock
         self._told: set[str] = set()
-        self._before = (_NONE, 0, 0.0)  # tokens of each row, tokens the step verifies, and the time, at the last return
+        # At the last return: tokens of each row, drafted tokens of all, and the time.
+        self._before: tuple[list[int], int, float] = ([], 0, 0.0)
         self._warm_up()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -139,7 +139,7 @@ class LookaheadProposer:
             return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
         except Exception as error:
             self._tell(error)
-            self._known.rows, self._before = [], (_NONE, 0, 0.0)
+            self._known.rows, self._before = [], ([], 0, 0.0)
             return [[] for _ in sampled_token_ids] if isinstance(sampled_token_ids, Sequence) else []
 
     def _propose(self, sampled: Sequence[Sequence[int]], counts: NDArray[Any], tokens: NDArray[Any]) -> list[list[int]]:
@@ -147,13 +147,14 @@ class LookaheadProposer:
         counts = np.array(counts[:rows], np.int64)  # a copy: vLLM changes its own in place
         if tokens.dtype != np.int32 or tokens.ndim != 2 or counts.shape != (rows,) or len(tokens) < rows:
             raise ValueError(f"{rows} rows need int32 tokens and as many counts, got {tokens.dtype} {tokens.shape}")
-        if rows and not 0 <= counts.min() <= counts.max() <= tokens.shape[1]:
-            raise ValueError(f"rows hold 0 to {tokens.shape[1]} tokens, got {counts.min()} to {counts.max()}")
-        self._learn_cost(sampled, counts, now)
+        lengths = counts.tolist()
+        if rows and not 0 <= min(lengths) <= max(lengths) <= tokens.shape[1]:
+            raise ValueError(f"rows hold 0 to {tokens.shape[1]} tokens, got {min(lengths)} to {max(lengths)}")
+        self._learn_cost(sampled, lengths, now)
         drafts: list[list[int]] = [[] for _ in range(rows)]
         if not self._lengths.rests():
             self._draft(sampled, counts, tokens, drafts)
-        self._before = (counts, rows + sum(map(len, drafts)), self._clock())
+        self._before = (lengths, sum(map(len, drafts)), self._clock())
         return drafts
 
     def _draft(
@@ -187,12 +188,11 @@ class LookaheadProposer:
             self._proposer.observe(request, text[len(request) :])
         return self._proposer.draft(request, self._max_length - len(text) - 1)
 
-    def _learn_cost(self, sampled: Sequence[Sequence[int]], counts: NDArray[np.int64], now: float) -> None:
+    def _learn_cost(self, sampled: Sequence[Sequence[int]], lengths: list[int], now: float) -> None:
         """Learn the time of the last step, if it did nothing but decode the rows of the step before."""
-        before, verified, then = self._before
-        rows = len(counts)
-        if rows and before.size == rows and (before + [len(new) for new in sampled] == counts).all() and all(sampled):
-            self._lengths.observe(rows=rows, tokens=verified, seconds=now - then)
+        before, drafted, then = self._before
+        if lengths and all(sampled) and before == [n - len(new) for n, new in zip(lengths, sampled, strict=True)]:
+            self._lengths.observe(rows=len(lengths), drafted=drafted, seconds=now - then)
 
     def _tell(self, error: Exception) -> None:
         """Log a fault, once for each type of exception."""
@@ -212,6 +212,7 @@ class LookaheadProposer:
             proposer.observe(request, tokens[0, len(request) : count])
             proposer.draft(request, 2)
         proposer.observe(request, tokens[0, :2])
+        ChainLengths.warm_up()
         for rows in (0, 1):
             for request in known.match(tokens, np.full(rows, 8), [True] * rows):
                 proposer.finish(request)

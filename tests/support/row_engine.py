@@ -97,6 +97,10 @@ class RowEngine:
             request.draft = draft
             self.drafted += len(draft)
 
+    def following(self, request: StubRequest) -> int:
+        """The token that the target chooses next."""
+        return self._target(request.tokens)
+
     def _pass(self, request: StubRequest) -> list[int]:
         """Read a chunk of a prompt, or verify a draft; returns the tokens that the target chose."""
         request.read = min(len(request.tokens), request.read + self._chunk)
@@ -104,7 +108,7 @@ class RowEngine:
             return []
         before, draft = len(request.tokens), [*request.draft, None]
         for guess in draft:
-            token = self._target(request.tokens)
+            token = self.following(request)
             request.tokens.append(token)
             if token != guess or len(request.tokens) >= request.limit:
                 break

@@ -1,0 +1,129 @@
+"""vLLM plain, with its n-grams, with suffix decoding, and with lookahead: tokens per step, ms per token, same outputs.
+
+    python -m bench.vllm_peer --python VLLM_VENV/bin/python --prompts spec_bench.jsonl --stories squality_dev.jsonl
+    python -m bench.vllm_peer --python VLLM_VENV/bin/python --prompts spec_bench.jsonl --batch 16 --record outputs.json
+
+`--python` is a Python with vLLM, such as that of `make test-vllm`. Every method is a process of its own on one thread,
+and decodes the same prompts: those of Spec-Bench in order, then several questions about each of some stories, which
+share a prompt ("shared"). Outputs are compared with vLLM's own plain ones at the same batch.
+
+At batch 1 seconds begin at the first token. At larger ones they include the prefills, which are the same for all.
+`tokens per pass` leaves the prefills out. `--record` keeps the plain outputs for `bench.vllm_replay`. The last line is
+one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from bench.llm import as_chat, cut, job_of, processor, read_prompts
+from bench.llm_figures import GREEDY, Prompt, Run, figures_of, print_table
+from bench.llm_peers import KINDS, peer_of, run_peer
+from bench.report import publish
+from lookahead.models.loading import DEFAULT_MODEL, load
+
+SHARED = "shared"
+PLAIN, OURS = "vLLM plain", "vLLM lookahead"
+OTHERS = ("vLLM n-gram", "vLLM suffix")
+
+
+def shared_prompts(path: Path, tokenizer: Any, *, stories: int, longest: int) -> list[Prompt]:
+    """All questions about each of the first stories, the story first and cut to `longest` tokens."""
+    prompts = []
+    for line in path.read_text(encoding="utf-8").splitlines()[:stories]:
+        entry = json.loads(line)
+        story = cut(entry["document"].strip(), tokenizer, longest)
+        for question in entry["questions"]:
+            text = f"{story}\n\n{question['question_text']}"
+            prompts.append(Prompt(SHARED, as_chat(text, tokenizer)))
+    return prompts
+
+
+def measure(prompts: Sequence[Prompt], job: Mapping[str, Any], python: Path, batch: int) -> dict[str, list[Run]]:
+    """The runs of every method at a batch, plain vLLM under the name of greedy decoding too."""
+    found = run_peer(peer_of(f"vllm:{python}"), {**job, "batch": batch})
+    runs = {name: [Run(**run) for run in each] for name, each in found.items()}
+    return {GREEDY: runs[PLAIN], **runs}
+
+
+def ratios(methods: Mapping[str, Any]) -> dict[str, Any]:
+    """Ours against the others: tokens per pass, and the others' ms per token over ours."""
+    ours = methods[OURS]
+    return {
+        name: {
+            "tokens_per_pass": round(ours["tokens_per_pass"] / methods[name]["tokens_per_pass"], 3),
+            "speed": round(methods[name]["ms_per_token"]["cpu"] / ours["ms_per_token"]["cpu"], 3),
+        }
+        for name in (PLAIN, *OTHERS)
+        if name in methods
+    }
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", type=Path, required=True, help="a Python that has vLLM")
+    parser.add_argument("--model", help="a folder, or a name on the Hub; the default model when left out")
+    parser.add_argument("--prompts", type=Path, required=True, help="JSON lines with a category, as in Spec-Bench")
+    parser.add_argument("--stories", type=Path, help="JSON lines with a document and questions each")
+    parser.add_argument("--shared", type=int, default=3, help="stories that are asked about (default 3)")
+    parser.add_argument("--longest", type=int, default=1000, help="tokens of a story that are read (default 1000)")
+    parser.add_argument("--per-category", type=int, default=5)
+    parser.add_argument("--offset", type=int, default=0, help="prompts of each category to leave out")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
+    parser.add_argument("--batch", default="1,16", help="requests at a time, commas between (default 1,16)")
+    parser.add_argument("--methods", default=",".join(KINDS["vllm"]), help="commas between; plain is always measured")
+    parser.add_argument("--temperature", type=float, default=0.0, help="sample; outputs then differ")
+    parser.add_argument("--record", type=Path, help="a file for the plain outputs of the last batch")
+    parser.add_argument("-o", "--output", type=Path, help="a file for the figures")
+    arguments = parser.parse_args(argv)
+    arguments.field, arguments.warmup = "turns", 0
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run every method at every batch, and print."""
+    arguments = parse_arguments(argv)
+    transformers.logging.set_verbosity_error()
+    model, tokenizer = load(*filter(None, [arguments.model]), dtype=arguments.dtype, device="cpu")
+    stories, arguments.stories = arguments.stories, None  # of bench.llm they would be summaries
+    prompts, _ = read_prompts(tokenizer, arguments)
+    if stories:
+        prompts += shared_prompts(stories, tokenizer, stories=arguments.shared, longest=arguments.longest)
+    kinds = list(dict.fromkeys(["plain", *arguments.methods.split(",")]))
+    job = {**job_of(model, prompts, arguments), "kinds": kinds}
+    result: dict[str, Any] = {
+        "model": Path(arguments.model or DEFAULT_MODEL).name,
+        "dtype": arguments.dtype,
+        "device": f"cpu, {processor()}",
+        "prompts": len(prompts),
+        "max_new_tokens": arguments.max_new_tokens,
+        "temperature": arguments.temperature,
+        "batches": {},
+    }
+    for batch in map(int, arguments.batch.split(",")):
+        runs = measure(prompts, job, arguments.python, batch)
+        methods = figures_of(runs, prompts)
+        del methods[GREEDY]
+        for each in methods.values():
+            del each["parted"], each["lowest"]
+        result["batches"][batch] = {"methods": methods, "ours_over": ratios(methods) if OURS in methods else None}
+        print(f"batch {batch}; greedy is vLLM's own")
+        table = {name: {**each, "lowest": None} for name, each in methods.items()}
+        print_table({"prompts": len(prompts), "methods": table})
+    if arguments.record:
+        pairs = zip(prompts, runs[GREEDY], strict=True)
+        lines = [{"category": p.category, "prompt": p.ids[0].tolist(), "output": run.tokens} for p, run in pairs]
+        arguments.record.write_text(json.dumps(lines) + "\n", encoding="utf-8")
+    publish(result, arguments.output)
+
+
+if __name__ == "__main__":
+    main()
