@@ -60,7 +60,6 @@ NOT_RUN = {
     ("docs/ray.md", "ray start --head"),
     ("docs/ray.md", "python -m bench.ray_job"),
     ("docs/vllm.md", "pip install lookahead-decoding"),
-    ("docs/vllm.md", "vllm serve PATH_OR_ID"),
     ("docs/vllm.md", "vllm serve MODEL"),
     ("docs/vllm.md", "from vllm import"),
     ("docs/vllm.md", "python -m bench.vllm_peer"),

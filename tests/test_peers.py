@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench import vllm_replay
 from bench.baselines import LongestSuffix
 
 
@@ -25,3 +30,24 @@ def test_the_longest_suffix_rule_drafts_what_followed_the_first_of_the_longest_m
         if length > best:
             best, expected = length, text[end : end + 10]
     assert LongestSuffix(shortest, longest).draft(tokens).tolist() == expected
+
+
+def test_proposers_for_vllm_are_replayed_on_recorded_outputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, 500, 60).tolist()
+    pairs = [
+        {"category": kind, "prompt": rng.integers(0, 500, 20).tolist(), "output": shared[: 50 + i] * copies}
+        for kind, copies in (("once", 1), ("loops", 3))
+        for i in range(4)
+    ]
+    path, output = tmp_path / "outputs.json", tmp_path / "figures.json"
+    path.write_text(json.dumps(pairs), encoding="utf-8")
+    vllm_replay.main(["--outputs", str(path), "--batch", "1,3", "-o", str(output)])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result == json.loads(output.read_text(encoding="utf-8")) and result["outputs"] == 8
+    for methods in result["batches"].values():
+        ours, ngram = methods["lookahead"], methods["n-gram"]
+        assert ours["tokens_per_step"] > ngram["tokens_per_step"] > 1
+        assert ours["by_category"]["once"] > 1
+        assert 1 < ours["gain"] <= ours["tokens_per_step"]
+        assert ours["drafted_per_step"] <= vllm_replay.LONGEST_DRAFT

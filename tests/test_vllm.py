@@ -28,10 +28,10 @@ os.environ |= {
     "HF_HUB_OFFLINE": "1",
 }
 
-from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
-from vllm import LLM, SamplingParams  # noqa: E402
-from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
-from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM
+from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
 
 DRAFTS = {
     "method": "custom_class",
@@ -72,7 +72,7 @@ def expected(options: dict[str, Any]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def drafting(options: dict[str, Any], expected: object) -> Iterator[LLM]:
-    """An engine with drafts, whose cache is too small for four requests; there is one, as vLLM fails after Numba came."""
+    """An engine with drafts and a cache too small for four requests; one for all tests, as vLLM starts before Numba."""
     gc.collect()
     yield LLM(**options, speculative_config=DRAFTS, num_gpu_blocks_override=10, block_size=32)
 
@@ -153,9 +153,11 @@ def test_preempted_requests_give_the_same(
 ) -> None:
     scheduler = drafting.llm_engine.engine_core.engine_core.scheduler
     preempted, preempt = [], scheduler._preempt_request
-    monkeypatch.setattr(
-        scheduler, "_preempt_request", lambda *given, **named: preempted.append(preempt(*given, **named))
-    )
+
+    def counted(*given: Any, **named: Any) -> None:
+        preempted.append(preempt(*given, **named))
+
+    monkeypatch.setattr(scheduler, "_preempt_request", counted)
     assert tokens_of(drafting.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
     assert preempted
     assert not proposer_of(drafting)._told
