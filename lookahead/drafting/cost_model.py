@@ -15,7 +15,7 @@ FloatArray = NDArray[np.float64]
 _POINTS = np.array(
     [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096], np.float64
 )
-_NODE_COST = 0.04  # first guess: cost of one more node, as a share of a step with one node
+NODE_COST = 0.04  # first guess: cost of one more node, as a share of a step with one node
 _RATE = 0.2  # EMA rate
 _OUTLIER = 2.0  # a measurement counts as at most so many times the expected one
 _FORGET = 0.002  # rate at which the excess of a point over the plain step decays while the point is not measured
@@ -30,7 +30,8 @@ class StepCost:
 
     Rows and contexts fall into buckets: 1, 2, 3-4, 5-8, … rows; up to 512, 2048, 8192, … tokens. Within a bucket the
     cost depends on rows times nodes. At some points the ratio to a first guess is learned, a straight line that adds 4%
-    of a one-token step per token; other points are interpolated. A new bucket starts as a copy of the nearest one.
+    of a one-token step per token, or what `assume` says; other points are interpolated. A new bucket starts as a copy
+    of the nearest one.
 
     - A plain step scales the whole bucket, so costs from a file keep their shape and adapt to this machine. A larger
       step moves its point.
@@ -47,11 +48,21 @@ class StepCost:
     """
 
     def __init__(self) -> None:
+        self._node_cost = NODE_COST
         self._ratios: dict[Bucket, FloatArray] = {}  # measured / guessed at every point; 0: not measured
         self._measured: set[Bucket] = set()  # in this process
         self._curves: dict[tuple[Bucket | None, int, int], FloatArray] = {}
         self._drift = 0.0  # summed relative change of the ratios since the cached curves
         self._is_warm = False
+
+    def assume(self, node_cost: float) -> None:
+        """Set the first guess of the cost of one more node, as a share of a step of one node; measured costs stay."""
+        if node_cost == self._node_cost:
+            return
+        seconds = [ratios * self._guess(_POINTS) for ratios in self._ratios.values()]
+        self._node_cost = node_cost
+        self._ratios = {bucket: each / self._guess(_POINTS) for bucket, each in zip(self._ratios, seconds, strict=True)}
+        self._curves.clear()
 
     def warms_up(self, nodes: int) -> bool:
         """Whether a step of so many nodes is the first with a draft; it includes compilation and is not counted."""
@@ -75,9 +86,9 @@ class StepCost:
         if bucket not in self._measured:
             self._measured.add(bucket)
             # Keep the shape of what was measured elsewhere, and take the scale from one step.
-            self._ratios[bucket] *= seconds / float(_seconds(self._ratios[bucket], rows * nodes))
+            self._ratios[bucket] *= seconds / float(self._seconds(self._ratios[bucket], rows * nodes))
             self._curves.clear()
-        self._drift += _FORGET + _observe(self._ratios[bucket], rows, nodes, seconds)
+        self._drift += _FORGET + self._move(self._ratios[bucket], rows, nodes, seconds)
         if self._drift > _STALE:
             self._curves.clear()
             self._drift = 0.0
@@ -101,7 +112,7 @@ class StepCost:
         key = (nearest, rows, nodes)
         if key not in self._curves:
             ratios = self._ratios[nearest] if nearest is not None else np.zeros(len(_POINTS))
-            self._curves[key] = _seconds(ratios, np.maximum(1, rows * np.arange(nodes + 1)))
+            self._curves[key] = self._seconds(ratios, np.maximum(1, rows * np.arange(nodes + 1)))
         return self._curves[key]
 
     def plain(self, rows: int, context: int = 0) -> FloatArray:
@@ -126,7 +137,7 @@ class StepCost:
             raise ConfigError(f"a sweep needs positive nodes and seconds, got {list(nodes)} and {list(seconds)}")
         tokens = rows * np.array(nodes, np.float64)
         ratios = np.zeros(len(_POINTS))
-        ratios[[_point(each) for each in tokens]] = np.array(seconds) / _guess(tokens)
+        ratios[[_point(each) for each in tokens]] = np.array(seconds) / self._guess(tokens)
         bucket = bucket_of(rows, context)
         self._ratios[bucket] = ratios
         self._measured.add(bucket)
@@ -134,7 +145,10 @@ class StepCost:
 
     def to_dict(self) -> list[dict[str, Any]]:
         """All learned costs, JSON-ready."""
-        return [{"bucket": list(bucket), "ratios": ratios.tolist()} for bucket, ratios in self._ratios.items()]
+        return [
+            {"bucket": list(bucket), "seconds": (ratios * self._guess(_POINTS)).tolist()}
+            for bucket, ratios in self._ratios.items()
+        ]
 
     def update(self, known: Sequence[Mapping[str, Any]]) -> None:
         """Load the output of `to_dict`; what was measured in this process is kept.
@@ -144,17 +158,18 @@ class StepCost:
         """
         try:
             buckets: list[Bucket] = [(int(each["bucket"][0]), int(each["bucket"][1])) for each in known]
-            tables = [np.array(each["ratios"], np.float64) for each in known]
+            tables = [np.array(each["seconds"], np.float64) for each in known]
         except (IndexError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"step costs must be the output of StepCost.to_dict, got {error!r}") from error
-        for ratios in tables:
-            good = ratios.shape == _POINTS.shape and np.isfinite(ratios).all() and (ratios >= 0).all()
-            if not (good and (ratios > 0).any()):
+        for seconds in tables:
+            good = seconds.shape == _POINTS.shape and np.isfinite(seconds).all() and (seconds >= 0).all()
+            if not (good and (seconds > 0).any()):
                 raise ConfigError(f"step costs must be {len(_POINTS)} positive numbers a bucket")
-        for bucket, ratios in zip(buckets, tables, strict=True):
+        for bucket, seconds in zip(buckets, tables, strict=True):
+            ratios = seconds / self._guess(_POINTS)
             if bucket in self._measured:
                 own, tokens = self._ratios[bucket], 1 << bucket[0]
-                ratios = np.where(own > 0, own, ratios * _seconds(own, tokens) / _seconds(ratios, tokens))
+                ratios = np.where(own > 0, own, ratios * self._seconds(own, tokens) / self._seconds(ratios, tokens))
             self._ratios[bucket] = ratios
         self._curves.clear()
 
@@ -164,6 +179,40 @@ class StepCost:
             return bucket
         distance = {other: (abs(other[0] - bucket[0]), abs(other[1] - bucket[1])) for other in self._ratios}
         return min(distance, key=lambda other: distance[other], default=None)
+
+    def _guess(self, tokens: FloatArray | float) -> FloatArray | float:
+        """Cost of a step before anything was measured, in steps of one token."""
+        return 1.0 + self._node_cost * (tokens - 1.0)
+
+    def _seconds(self, ratios: FloatArray, tokens: NDArray[Any] | float) -> FloatArray:
+        """Cost of steps of so many tokens: the first guess times the ratio, interpolated between measured points."""
+        known = ratios > 0.0
+        ratio = np.interp(tokens, _POINTS[known], ratios[known]) if known.any() else 1.0
+        return np.asarray(self._guess(tokens) * ratio)
+
+    def _move(self, ratios: FloatArray, rows: int, nodes: float, seconds: float) -> float:
+        """Move the nearest point towards a measurement, or all points after a plain step; the others decay a little.
+
+        Returns:
+            Relative change of the point.
+        """
+        nearest, plain = _point(rows * nodes), _point(rows)
+        is_known, is_first = ratios[nearest] > 0.0, not ratios.any()
+        change = seconds / float(self._seconds(ratios, rows * nodes))
+        expected = seconds / change / float(self._guess(rows * nodes))
+        if not is_first:
+            # The first measurement of a point replaces the interpolated value. So does one below half of it: what was
+            # known was a step held up by other work.
+            rate = _RATE if is_known and change * _OUTLIER > 1.0 else 1.0
+            change = 1.0 + rate * (min(change, _OUTLIER) - 1.0)
+        if nearest == plain:
+            ratios *= change
+        ratios[nearest] = expected * change
+        if ratios[plain] > 0.0:
+            decays = ratios > ratios[plain]
+            decays[nearest] = False
+            ratios[decays] += _FORGET * (ratios[plain] - ratios[decays])
+        return abs(change - 1.0) if is_known else 1.0
 
 
 def padded_nodes(nodes: int, most: int) -> int:
@@ -177,43 +226,6 @@ def bucket_of(rows: int, context: int) -> Bucket:
     return (rows - 1).bit_length(), (beyond.bit_length() + 1) // 2
 
 
-def _guess(tokens: FloatArray | float) -> FloatArray | float:
-    """Cost of a step before anything was measured, in steps of one token."""
-    return 1.0 + _NODE_COST * (tokens - 1.0)
-
-
-def _seconds(ratios: FloatArray, tokens: NDArray[Any] | float) -> FloatArray:
-    """Cost of steps of so many tokens: the first guess times the ratio, interpolated between the measured points."""
-    known = ratios > 0.0
-    ratio = np.interp(tokens, _POINTS[known], ratios[known]) if known.any() else 1.0
-    return np.asarray(_guess(tokens) * ratio)
-
-
 def _point(tokens: float) -> int:
     """The point nearest to a number of tokens, by their ratio."""
     return int(np.abs(np.log(_POINTS / tokens)).argmin())
-
-
-def _observe(ratios: FloatArray, rows: int, nodes: float, seconds: float) -> float:
-    """Move the nearest point towards a measurement, or all points after a plain step; the others decay a little.
-
-    Returns:
-        Relative change of the point.
-    """
-    nearest, plain = _point(rows * nodes), _point(rows)
-    is_known, is_first = ratios[nearest] > 0.0, not ratios.any()
-    change = seconds / float(_seconds(ratios, rows * nodes))
-    expected = seconds / change / float(_guess(rows * nodes))
-    if not is_first:
-        # The first measurement of a point replaces the interpolated value. So does one below half of it: what was
-        # known was a step held up by other work.
-        rate = _RATE if is_known and change * _OUTLIER > 1.0 else 1.0
-        change = 1.0 + rate * (min(change, _OUTLIER) - 1.0)
-    if nearest == plain:
-        ratios *= change
-    ratios[nearest] = expected * change
-    if ratios[plain] > 0.0:
-        decays = ratios > ratios[plain]
-        decays[nearest] = False
-        ratios[decays] += _FORGET * (ratios[plain] - ratios[decays])
-    return abs(change - 1.0) if is_known else 1.0

@@ -42,6 +42,7 @@ from lookahead.generation.validation import (
     validate_positions,
 )
 from lookahead.models.encoder_decoder import DecoderTarget, Encoded, decoder_support, empty_cache
+from lookahead.models.machine import node_cost
 from lookahead.models.model_state import state_of
 from lookahead.models.support import Support, is_bitwise, prefills_at_once, support_of, vocabulary_size
 from lookahead.models.target import PREFILL_CHUNK, Shape, Target, input_device
@@ -310,6 +311,7 @@ def _drafting(
             config, learned.of(ProposerState, ProposerState), pool, call, branch
         )
         cost, rule = learned.costs[config.passes], learned.rules[config.passes]
+        cost.assume(node_cost(model))
     reads_hidden = any(proposer.hidden_layers for proposer in proposers)
     if encoded is not None:
         if reads_hidden:

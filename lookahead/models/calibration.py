@@ -9,7 +9,7 @@ import platform
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from lookahead.config import PASSES
 from lookahead.drafting.cost_model import StepCost
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import ConfigError, UnsupportedModelError
+from lookahead.models.machine import Clock, Machine, measure_machine, timed
 from lookahead.models.support import is_bitwise, support_of
 from lookahead.models.target import Target, input_device, position_limit
 from lookahead.utils.atomic import read_json, write_atomically
@@ -42,22 +43,7 @@ QUICK_S = 3.0  # aim of a quick sweep; a slow model takes longer, with one round
 LONGEST_QUICK_S = 30.0
 _STEP_TO_PLAIN = 2.0  # assumed mean time of a step of a sweep, in plain steps
 
-_VERSION = 3  # of the files of step costs
-
-Clock = Callable[[], float]
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """Measured speed of a device.
-
-    Attributes:
-        flops: Floating-point operations a second in a large matrix product.
-        bytes_per_s: Bytes read and written a second by a copy of a buffer as large as the weights.
-    """
-
-    flops: float
-    bytes_per_s: float
+_VERSION = 4  # of the files of step costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,30 +178,6 @@ def calibrate_quickly(
     return bool(seconds)
 
 
-def measure_machine(model: PreTrainedModel, clock: Clock = time.perf_counter) -> Machine:
-    """Measure the model's device in the model's dtype by a matrix product and a copy."""
-    device, dtype = input_device(model), model.dtype
-    side = 8192 if device.type == "cuda" else 1024
-    left = torch.ones(side, side, dtype=dtype, device=device)
-    weights = sum(each.nbytes for each in model.parameters())
-    buffer = torch.ones(min(max(weights, 1 << 24), 1 << 30), dtype=torch.uint8, device=device)
-    copy = torch.empty_like(buffer)
-    product_s = min(_timed(lambda: left @ left, device, clock) for _ in range(4))
-    copy_s = min(_timed(lambda: copy.copy_(buffer), device, clock) for _ in range(4))
-    return Machine(flops=2.0 * side**3 / product_s, bytes_per_s=2.0 * buffer.nbytes / copy_s)
-
-
-def _timed(work: Callable[[], object], device: torch.device, clock: Clock) -> float:
-    """Seconds of some work, with the device synchronized."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = clock()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return max(clock() - start, 1e-9)
-
-
 def _sweep(
     model: PreTrainedModel,
     context: int,
@@ -254,7 +216,7 @@ def _sweep(
     spent: list[list[float]] = []
     with target.serving():
         target.prefill([prompt[:2]])  # a model that is too slow reads no more than this
-        plain_s = min(_timed(partial(_step, target, trees[nodes.index(1)]), device, clock) for _ in range(2))
+        plain_s = min(timed(partial(_step, target, trees[nodes.index(1)]), device, clock) for _ in range(2))
         round_s, warm_ups = plain_s * len(nodes) * _STEP_TO_PLAIN, _WARM_UPS
         if within_s < math.inf:
             rounds, warm_ups = max(1, min(rounds, int(QUICK_S / round_s) - 1)), 1
@@ -262,7 +224,7 @@ def _sweep(
             return [], 0.0
         target.prefill([prompt])
         for _ in range(warm_ups + rounds):
-            spent.append([_timed(partial(_step, target, tree), device, clock) for tree in trees])
+            spent.append([timed(partial(_step, target, tree), device, clock) for tree in trees])
     layers: list[Any] = [layer for layer in cast(list[Any], target.cache.layers) if layer.is_initialized]
     per_slot = [each.nbytes / each.shape[1] for layer in layers for each in (layer.keys, layer.values)]
     return [statistics.median(each) for each in zip(*spent[warm_ups:], strict=True)], sum(per_slot)
