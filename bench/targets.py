@@ -27,6 +27,12 @@ class Goal:
         """The bound in words."""
         return "" if self.bound is None else f"{self.side} {self.bound:g}"
 
+    def is_missed(self, figure: float | None) -> bool:
+        """Whether a measured figure falls short of the bound."""
+        if figure is None or self.bound is None:
+            return False
+        return not (figure >= self.bound if self.side == "at least" else figure <= self.bound)
+
 
 GPU_DECODE = (
     Goal("weight_read_share", "time to read the weights at the memory's pace, over a step of 1 node", 0.85),
