@@ -2,9 +2,12 @@
 
     python -m bench.ablation --model DIR --prompts spec_bench.jsonl --stories squality_dev.jsonl --nodes 31
     python -m bench.ablation --model DIR --prompts spec_bench.jsonl --memory shared --sources "prompt,prompt+recycled"
+    python -m bench.ablation --prompts spec_bench.jsonl --nodes 16,32,64 --sources "prompt lookup,token recycling"
 
 Every prompt is decoded greedily with at most `--nodes` draft nodes a step and no cost model, so that a figure does not
-depend on the machine. `window W N G` is the lookahead branch with these sizes. With `--memory shared` each combination
+depend on the machine. `window W N G` is the lookahead branch with these sizes. Rules of others, each alone: `prompt
+lookup` (transformers), `longest suffix` (vLLM), `first occurrence` (SAM decoding) draft chains as long as the nodes
+allow, `token recycling` a static tree of as many nodes (80 in the paper). With `--memory shared` each combination
 remembers the prompts before; with `request` every prompt starts anew. "Before loops" counts, of each output, the
 tokens up to the place where 16 tokens repeat, as small models loop and that flatters n-grams. In fp32 a token that is
 not that of `model.generate` ends the run. The last line is one JSON object.
@@ -16,6 +19,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +27,14 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from bench.baselines import ChainRule, FirstOccurrence, LongestSuffix, PromptLookup, TokenRecycling
 from bench.llm import read_prompts
 from bench.prompts import loop_start
 from bench.report import publish
 from lookahead import LookaheadConfig
+from lookahead.drafting.proposal import Call, Proposer
 from lookahead.generation.hf import prepare
-from lookahead.models.loading import load
+from lookahead.models.loading import DEFAULT_MODEL, load
 from lookahead.models.model_state import LearnedState, use_learned
 
 SOURCES = (
@@ -39,6 +45,28 @@ SOURCES = (
     "window 7 5 7",
     "window 15 5 15",
 )
+
+
+RULES = {
+    "prompt lookup": lambda nodes: PromptLookup(nodes),
+    "longest suffix": lambda nodes: LongestSuffix(length=nodes),
+    "first occurrence": lambda nodes: FirstOccurrence(nodes),
+}
+
+
+class Rule:
+    """Makes the proposer of a rule of others, for calls that share what it remembers or do not."""
+
+    def __init__(self, name: str, nodes: int, memory: str) -> None:
+        self._name, self._nodes, self._memory = name, nodes, memory
+        self._known: TokenRecycling | None = None
+
+    def __call__(self, call: Call) -> Proposer:
+        if self._name in RULES:
+            return ChainRule(lambda: RULES[self._name](self._nodes))
+        if self._known is None or self._memory == "request":
+            self._known = TokenRecycling(call.vocab_size, self._nodes)
+        return self._known
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +98,12 @@ class Decoded:
 
 
 def config_of(name: str, nodes: int, memory: Any) -> LookaheadConfig:
-    """The configuration of sources joined by `+`."""
+    """The configuration of sources joined by `+`, or of a rule of others."""
     sources = name.split("+")
     windows = [each for each in sources if each.startswith("window")]
     options: dict[str, Any] = {"proposers": tuple(each for each in sources if each not in windows)}
+    if name in (*RULES, "token recycling"):
+        options["proposers"] = (Rule(name, nodes, memory),)
     for window in windows:
         sizes = dict(zip(("window", "ngram_size", "guesses"), map(int, window.split()[1:]), strict=True))
         options = {"proposers": (*options["proposers"], "jacobi"), **sizes}
@@ -114,7 +144,7 @@ def figures(outputs: Sequence[Decoded]) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Check, measure, print; 1 where a token differs in fp32."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="a folder, or a name on the Hub")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="a folder, or a name on the Hub; else the default model")
     parser.add_argument("--prompts", type=Path, required=True, help="JSON lines with a category and a text")
     parser.add_argument("--field", default="turns", help="the field of the text (default turns)")
     parser.add_argument("--stories", type=Path, help="JSON lines with documents to summarize")
@@ -123,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--per-category", type=int, default=1, help="prompts of a category (default 1)")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--nodes", type=int, default=31, help="most draft nodes a step (default 31)")
+    parser.add_argument("--nodes", default="31", help="most draft nodes a step, commas between (default 31)")
     parser.add_argument("--memory", choices=("request", "shared"), default="request")
     parser.add_argument("--sources", default=",".join(SOURCES), help=f"combinations (default {','.join(SOURCES)})")
     parser.add_argument("--output", type=Path, help="a file for the figures")
@@ -135,16 +165,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     plain = LookaheadConfig(proposers=())
     expected = [decode(model, each.category, each.ids, options.max_new_tokens, plain).tokens for each in prompts]
     results: dict[str, Any] = {}
-    for name in options.sources.split(","):
-        config = config_of(name, options.nodes, options.memory)
+    budgets = list(map(int, options.nodes.split(",")))
+    for name, nodes in product(options.sources.split(","), budgets):
+        config = config_of(name, nodes, options.memory)
         with use_learned(model, LearnedState()):
             outputs = [decode(model, each.category, each.ids, options.max_new_tokens, config) for each in prompts]
         differing = [i for i, output in enumerate(outputs) if output.tokens != expected[i]]
         if differing and options.dtype == "fp32":
             print(f"outputs of {name} differ from those without drafts: {differing}")
             return 1
-        results[name] = figures(outputs) | {"identical": len(prompts) - len(differing)}
-        print(name, results[name], flush=True)
+        key = name if len(budgets) == 1 else f"{name} @ {nodes}"
+        results[key] = figures(outputs) | {"identical": len(prompts) - len(differing)}
+        print(key, results[key], flush=True)
     report = {
         "model": Path(options.model).name,
         "dtype": options.dtype,
@@ -152,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "prompts": len(prompts),
         "max_new_tokens": options.max_new_tokens,
-        "nodes": options.nodes,
+        "nodes": budgets,
         "memory": options.memory,
         "sources": results,
     }

@@ -1,7 +1,10 @@
-"""The drafting rules of others, as chains, for comparison on recorded outputs."""
+"""The drafting rules of others, for comparison on recorded outputs and as proposers of a model."""
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Callable
+from itertools import count
 from typing import Protocol
 
 import numpy as np
@@ -10,7 +13,12 @@ from numba import njit
 from numpy.typing import NDArray
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
+from lookahead.drafting.proposal import Feedback, Proposal
+from lookahead.ngram.recycled import TOP
+
 IntArray = NDArray[np.int32]
+_HIT_RATES = (0.4, 0.11, 0.065, 0.04, 0.025, 0.018, 0.014, 0.01)  # of the successors of a token, by rank
+_CERTAIN = 0.999  # probability of a drafted token: the whole draft is verified
 
 
 class Chain(Protocol):
@@ -97,6 +105,110 @@ class FirstOccurrence:
         self._span.append(span)
         self._first.append(first)
         return len(self._next) - 1
+
+
+class _Rows:
+    """What proposers of fixed rules share: they learn nothing of hidden states, and their drafts are not sized."""
+
+    sources: tuple[str, ...] = ("rule",)
+    needs_argmax = False
+    needs_top = False
+    hidden_layers: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        self._texts: dict[int, IntArray] = {}
+
+    def start(self, row: int, prompt: IntArray) -> None:
+        """Keep the prompt."""
+        self._texts[row] = prompt
+
+    def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
+        """Keep the emitted tokens."""
+        self._texts[row] = np.concatenate((self._texts[row], feedback.tokens))
+
+    def finish(self, row: int) -> None:
+        """Forget the row."""
+        del self._texts[row]
+
+
+class ChainRule(_Rows):
+    """A proposer of the chain of a rule, cut at the nodes allowed.
+
+    Args:
+        make: Makes the rule of a row.
+    """
+
+    def __init__(self, make: Callable[[], Chain]) -> None:
+        super().__init__()
+        self._make = make
+        self._rules: dict[int, Chain] = {}
+
+    def start(self, row: int, prompt: IntArray) -> None:
+        """Begin the rule anew."""
+        super().start(row, prompt)
+        self._rules[row] = self._make()
+
+    def propose(self, row: int, max_nodes: int) -> Proposal | None:
+        """What the rule drafts."""
+        text = self._texts[row]
+        tokens = np.concatenate((text[-1:], self._rules[row].draft(text)[:max_nodes]))
+        parents = np.maximum(np.arange(len(tokens), dtype=np.int32) - 1, 0)
+        return Proposal(tokens, parents, np.full(len(tokens), _CERTAIN, np.float32))
+
+
+class TokenRecycling(_Rows):
+    """Token Recycling: the target's newest 8 likeliest successors of every token, on a static tree.
+
+    The paper gives its tree by a figure. Here a tree of any size holds the nodes likeliest by the product of the hit
+    rates of their ranks, as measured for such successors.
+
+    Args:
+        vocab_size: Token ids are those below.
+        nodes: Nodes of the tree besides the root.
+
+    Source: Luo et al. 2024, "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token
+        Recycling", §3.
+    """
+
+    needs_top = True
+
+    def __init__(self, vocab_size: int, nodes: int = 80) -> None:
+        super().__init__()
+        self._successors = np.full((vocab_size, TOP), -1, np.int32)
+        self._ranks, self._parents = static_tree(nodes)
+
+    def propose(self, row: int, max_nodes: int) -> Proposal | None:
+        """The static tree without the nodes whose parents have no known successors."""
+        tokens, parents, place = [int(self._texts[row][-1])], [0], {0: 0}
+        for node in range(1, min(max_nodes, len(self._ranks) - 1) + 1):
+            before = place.get(self._parents[node])
+            token = -1 if before is None else int(self._successors[tokens[before], self._ranks[node]])
+            if before is not None and token >= 0:
+                place[node] = len(tokens)
+                tokens.append(token)
+                parents.append(before)
+        probabilities = np.full(len(tokens), _CERTAIN, np.float32)
+        return Proposal(np.array(tokens, np.int32), np.array(parents, np.int32), probabilities)
+
+    def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
+        """Store the successors of every node."""
+        super().observe(row, feedback, placed)
+        if feedback.top is not None:
+            self._successors[feedback.top.tree.tokens] = feedback.top.tokens
+
+
+def static_tree(nodes: int) -> tuple[list[int], list[int]]:
+    """Ranks and parents of the nodes of a static tree, the root first."""
+    ranks, parents, order = [0], [0], count()
+    tips = [(-_HIT_RATES[0], next(order), 0, 0)]  # falling probability; the parent and the rank of a node
+    for node in range(1, nodes + 1):
+        prob, _, parent, rank = heapq.heappop(tips)
+        ranks.append(rank)
+        parents.append(parent)
+        heapq.heappush(tips, (prob * _HIT_RATES[0], next(order), node, 0))
+        if rank + 1 < TOP:
+            heapq.heappush(tips, (prob / _HIT_RATES[rank] * _HIT_RATES[rank + 1], next(order), parent, rank + 1))
+    return ranks, parents
 
 
 @njit(cache=True)

@@ -7,11 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bench import vllm_replay
-from bench.baselines import LongestSuffix
+from bench.ablation import config_of, decode
+from bench.baselines import LongestSuffix, TokenRecycling
+from lookahead import LookaheadConfig
+from lookahead.drafting.proposal import Feedback, Top
+from lookahead.drafting.tree import TokenTree
 
 
 @given(
@@ -51,3 +56,29 @@ def test_proposers_for_vllm_are_replayed_on_recorded_outputs(tmp_path: Path, cap
         assert ours["by_category"]["once"] > 1
         assert 1 < ours["gain"] <= ours["tokens_per_step"]
         assert ours["drafted_per_step"] <= vllm_replay.LONGEST_DRAFT
+
+
+RULE_NAMES = ("prompt lookup", "longest suffix", "first occurrence", "token recycling")
+
+
+@pytest.mark.parametrize("memory", ["request", "shared"])
+def test_rules_of_others_draft_for_a_model_within_the_nodes_and_change_no_token(tiny_llama, memory):
+    ids = torch.randint(0, 100, (1, 900), generator=torch.Generator().manual_seed(0))
+    plain = decode(tiny_llama, "", ids, 24, LookaheadConfig(proposers=()))
+    for name in RULE_NAMES:
+        config = config_of(name, 7, memory)
+        for _ in range(2):
+            drafted = decode(tiny_llama, "", ids, 24, config)
+            assert drafted.tokens == plain.tokens
+            assert 0 < drafted.drafted <= 7 * (len(drafted.steps) - 1)
+
+
+def test_token_recycling_offers_the_newest_successors_of_every_token_on_its_static_tree():
+    rule, root = TokenRecycling(vocab_size=20, nodes=3), np.zeros(1, np.int32)
+    rule.start(0, np.array([4], np.int32))
+    assert rule.propose(0, 3).tokens.tolist() == [4]
+    tree = TokenTree.from_parents([4, 5], [0, 0])
+    top = np.array([[5, 6, 7, 8, 9, 10, 11, 12], [4, 1, 2, 3, 0, 13, 14, 15]], np.int32)
+    rule.observe(0, Feedback(np.array([4], np.int32), root, root, Top(tree, top, np.zeros((2, 8), np.float32))), root)
+    offer = rule.propose(0, 3)
+    assert offer.tokens.tolist() == [4, 5, 4, 6] and offer.parents.tolist() == [0, 0, 1, 0]
