@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 import lookahead
@@ -20,7 +21,7 @@ from lookahead.kernels import checks, reference
 from lookahead.kernels import dispatch as choice
 from lookahead.models.cache import TreeCache, TreeSlots
 from lookahead.models.target import Target
-from lookahead.models.tree_pass import AttentionSpan, TreePass
+from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, TreePass, TreeTensors, _mask_of
 
 SIZES: dict[str, Any] = {
     "vocab_size": 101,
@@ -153,6 +154,69 @@ def test_the_tensors_of_a_pass_say_what_its_mask_says(span: AttentionSpan) -> No
         assert torch.equal(sees[row, : len(tree)], mask[row, : len(tree)])
         assert not sees[row, len(tree) :].any()
     assert tree_pass.tensors(device) is tree_pass.tensors(device), "made once per pass"
+    on_device = _mask_of(tree_pass.tensors(device), slots.kv_length, 2, span, torch.bfloat16)
+    of_host = tree_pass.mask(2, span, torch.bfloat16, device)
+    for row, tree in enumerate(trees):
+        assert torch.equal(on_device[row, 0, : 2 * len(tree)], of_host[row, 0, : 2 * len(tree)])
+    assert (on_device == 0).any(-1).all(), "padding sees something"
+
+
+class Transfers(TorchDispatchMode):
+    """Counts copies from the host to the meta device, which stands in for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        sources = [each for each in args if isinstance(each, Tensor) and each.device.type == "cpu"]
+        if sources and isinstance(made, Tensor) and made.is_meta:
+            self.bytes.append(sum(each.nbytes for each in sources))
+        return made
+
+
+@pytest.mark.parametrize("serves", ["kernel", "masks"])
+def test_a_pass_reads_the_host_in_one_transfer_that_does_not_grow_with_the_context(
+    serves: str, wide_llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meta = torch.device("meta")
+
+    def kernel(query: Tensor, keys: Tensor, values: Tensor, **arguments: Any) -> Tensor:
+        assert all(arguments[name].device == meta for name in TreeTensors._fields)
+        return query.transpose(1, 2).contiguous()
+
+    monkeypatch.setattr(choice, "attention_for", lambda *_: kernel if serves == "kernel" else None)
+    target = Target(wide_llama.to(meta), rows=3, capacity=200, device=meta, prefill_chunk=64)
+    with target.serving():
+        target.prefill([np.zeros(n, np.int32) for n in (150, 10, 100)])
+        for nodes in ((1, 1, 1), (5, 1, 9)):
+            with Transfers() as transfers:
+                target.score([random_tree(n, n) for n in nodes])
+            assert len(transfers.bytes) == 1 and transfers.bytes[0] < 2000
+        static = FixedShapePass(target.cache.slots, 4, 16, meta, has_softcap=False)
+        with Transfers() as transfers:
+            static.fill([random_tree(n, n) for n in (5, 1, 9)])
+        assert len(transfers.bytes) == 1
+        target.cache.slots.lengths[:] = 0  # rows of one length need no mask but one of few numbers
+        with Transfers() as transfers:
+            target.prefill([np.zeros(128, np.int32)] * 3)
+    assert len(transfers.bytes) <= 3 and max(transfers.bytes) < 10_000
+
+
+def test_further_parts_of_a_prompt_need_no_mask_where_flash_attention_takes_them(
+    wide_llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [np.arange(3, 3 + n, dtype=np.int32) for n in (37, 50)]
+    logits = []
+    for size in (64, 16):
+        target = Target(wide_llama, rows=2, capacity=64, device=torch.device("cpu"), prefill_chunk=size)
+        with target.serving():
+            logits.append(target.prefill(prompts))
+        monkeypatch.setattr(choice, "attention_for", lambda *_: None)
+        monkeypatch.setattr("lookahead.models.attention._takes_flash", lambda *_: True)
+        monkeypatch.setattr(TreePass, "mask", None)
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
 
 
 def test_commits_by_compaction_leave_the_cache_that_moving_each_layer_leaves(

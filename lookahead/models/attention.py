@@ -12,6 +12,8 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
@@ -192,6 +194,11 @@ def tree_attention(
         # Causal attention from an empty cache needs no mask, and SDPA skips half of the work.
         out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
         return out.transpose(1, 2).contiguous(), None
+    if plain and tree_pass.is_causal and span == AttentionSpan() and _takes_flash(query, key, value):
+        # Nor does a further part of a prompt, where flash attention aligns the last query with the last key.
+        last = causal_lower_right(width, key.shape[2])
+        out = scaled_dot_product_attention(query, key, value, attn_mask=last, scale=scaling, enable_gqa=groups > 1)
+        return out.transpose(1, 2).contiguous(), None
     mask = None
     if span != AttentionSpan() or not tree_pass.sees_all:
         mask = tree_pass.mask(groups, span, query.dtype, query.device)
@@ -201,6 +208,13 @@ def tree_attention(
         out = _softmax_attention(packed, key, value, mask, scaling or dim**-0.5, softcap, s_aux)
     out = out.view(rows, kv_heads, width, groups, -1).permute(0, 2, 1, 3, 4)
     return out.reshape(rows, width, heads, -1), None
+
+
+def _takes_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether flash attention of a GPU takes these; for other kernels torch would make a mask."""
+    if query.device.type != "cuda":
+        return False
+    return can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, True, query.shape[1] != key.shape[1]))
 
 
 def _attend_alone(

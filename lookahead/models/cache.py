@@ -34,6 +34,7 @@ class TreeSlots:
         capacity: Slots of a row.
         allocations: Allocations of slots by layers so far; when it grows, old addresses are invalid.
         index: int64 `[active * width]`; the slots a fixed-shape pass writes, rows laid end to end; None in others.
+        flat: `places` of the running pass, by device.
     """
 
     def __init__(self, rows: int, capacity: int) -> None:
@@ -49,7 +50,7 @@ class TreeSlots:
         self.is_plain = False
         self.index: Tensor | None = None
         self.begun_at = 0
-        self._flat: dict[torch.device, Tensor] = {}
+        self.flat: dict[torch.device, Tensor] = {}
 
     def begin(self, width: int, *, is_plain: bool = False) -> None:
         """Begin a pass that writes `width` nodes per active row; a plain one runs as in the model's own decoding."""
@@ -57,7 +58,7 @@ class TreeSlots:
         self.begun_at = lengths[0]
         self.is_even = all(length == self.begun_at for length in lengths)
         self.is_plain = is_plain
-        self._flat = {}
+        self.flat = {}
         self.index = None
         self.width = width
         self.kv_length = max(lengths) + width
@@ -105,13 +106,16 @@ class TreeSlots:
                 index = self._index(buffer.device) if self.index is None else self.index
                 buffer.flatten(0, 1).index_copy_(0, index, new.transpose(1, 2).flatten(0, 1))
 
-    def _index(self, device: torch.device) -> Tensor:
+    def places(self) -> NDArray[np.int64]:
         """The slots of the pass's nodes, int64 `[active * width]`, numbered over all rows."""
-        if device not in self._flat:
-            starts = self.lengths[: self.active] + (self.first + np.arange(self.active)) * self.capacity
-            slots = (starts[:, None] + np.arange(self.width)).reshape(-1)
-            self._flat[device] = torch.from_numpy(slots).to(device)
-        return self._flat[device]
+        starts = self.lengths[: self.active] + (self.first + np.arange(self.active)) * self.capacity
+        return (starts[:, None] + np.arange(self.width)).reshape(-1)
+
+    def _index(self, device: torch.device) -> Tensor:
+        """`places` on a device."""
+        if device not in self.flat:
+            self.flat[device] = torch.from_numpy(self.places()).to(device)
+        return self.flat[device]
 
 
 class TreeLayer(CacheLayerMixin):

@@ -20,7 +20,7 @@ from lookahead.models.attention import AttentionScope
 from lookahead.models.cache import TreeCache, windows_of
 from lookahead.models.compiled import CompiledRunner
 from lookahead.models.linears import LinearScope, take_has_packed
-from lookahead.models.tree_pass import AttentionSpan, TreePass, padded_slots
+from lookahead.models.tree_pass import AttentionSpan, TreePass, copy_together, padded_slots
 
 Shape = Literal["trees", "chains"]
 OnPrefill = Callable[[int, int], None]
@@ -282,27 +282,29 @@ class Target:
         is_exact = self._is_exact and trees is not None
         is_plain = self._is_half and self._is_plain(tokens, trees, keep, scored)
         self.cache.slots.begin(tokens.shape[1], is_plain=is_plain)
-        options: dict[str, object] = {}
-        columns = None if keep is None else torch.from_numpy(keep).to(self._device)
-        if self._keeps_logits and columns is not None:
-            options["logits_to_keep"] = 1 if is_plain else columns
-        scope: AbstractContextManager[None] = nullcontext()
-        if self._takes_positions:
-            options["position_ids"] = torch.from_numpy(positions).to(self._device)
+        tree_pass, load = None, copy_together
         if self._takes_masks and not is_plain:
             windows = self._windows if is_exact else None
             tree_pass = TreePass(self.cache.slots, trees, scored, has_softcap=self._has_softcap, windows=windows)
-            if self._scope is not None:
-                scope = self._scope.running(tree_pass)
-            else:
-                options["attention_mask"] = tree_pass.mask(1, AttentionSpan(), self._model.dtype, self._device)
+            load = tree_pass.load
+        ids, places, *kept = load([tokens, positions, *([] if keep is None else [keep])], self._device)
+        options: dict[str, object] = {}
+        if self._keeps_logits and kept:
+            options["logits_to_keep"] = 1 if is_plain else kept[0]
+        if self._takes_positions:
+            options["position_ids"] = places
+        scope: AbstractContextManager[None] = nullcontext()
+        if tree_pass is not None and self._scope is not None:
+            scope = self._scope.running(tree_pass)
+        elif tree_pass is not None:
+            options["attention_mask"] = tree_pass.mask(1, AttentionSpan(), self._model.dtype, self._device)
         keeps_hidden = self.keeps_hidden and bool(self._hidden_layers)
         if keeps_hidden:
             options["output_hidden_states"] = True
         take_has_packed()
         with self._linears.running(is_exact=is_exact), scope:
             output = self._model(
-                input_ids=torch.from_numpy(tokens).to(self._device),
+                input_ids=ids,
                 past_key_values=self.cache,
                 use_cache=True,
                 **options,
@@ -310,7 +312,7 @@ class Target:
         self._has_packed = take_has_packed()
         self.hidden = _choose_layers(output, self._hidden_layers) if keeps_hidden else {}
         logits: Tensor = output.logits
-        return logits if columns is None or self._keeps_logits else logits[:, columns]
+        return logits[:, kept[0]] if kept and not self._keeps_logits else logits
 
     def _is_plain(
         self,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +26,9 @@ _MINUS_INF_BITS = {
     torch.float64: (torch.int64, -(1 << 52)),
 }
 _MIN_SLOTS = 256
+_ALIGNMENT = 16  # bytes; of tensors that share a buffer
+
+_Kind = tuple[tuple[int, ...], torch.dtype]  # shape and type of a tensor
 
 
 class AttentionSpan(NamedTuple):
@@ -79,7 +83,8 @@ class TreePass:
         is_exact: Whether every node attends alone; never in a prefill.
         is_prefill: Whether rows write prompt tokens.
         scores_trees: Whether the pass scores whole trees, as the kernels do.
-        is_from_empty: No row has committed tokens and every row writes a chain: plain causal attention.
+        is_causal: Every row writes a chain behind as many committed tokens: causal attention without a mask of its own.
+        is_from_empty: And there are none.
         sees_all: Every query may look at every slot, so that no mask is needed.
     """
 
@@ -100,6 +105,7 @@ class TreePass:
         self.is_exact = windows is not None and trees is not None
         self.is_prefill = trees is None
         self.scores_trees = trees is not None and scored is None
+        self.is_causal = trees is None and slots.is_even
         self.is_from_empty = trees is None and slots.kv_length == slots.width
         self.sees_all = slots.width == 1 and slots.is_even
         if scored is not None and trees is not None:
@@ -107,15 +113,28 @@ class TreePass:
         self._masks: dict[_MaskKey, Tensor] = {}
         self._tensors: dict[torch.device, TreeTensors] = {}
 
+    def load(self, arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+        """Copy arrays to a device, and in the same transfer what attention and cache read of the trees there."""
+        places = [] if self._slots.is_even else [self._slots.places()]
+        trees = self._arrays() if self.scores_trees and device.type != "cpu" else ()
+        copies = copy_together([*arrays, *places, *trees], device)
+        if places:
+            self._slots.flat[device] = copies[len(arrays)]
+        if trees:
+            self._tensors[device] = TreeTensors(*copies[-len(trees) :])
+        return copies[: len(arrays)]
+
     def tensors(self, device: torch.device) -> TreeTensors:
         """The trees on `device`."""
         if device not in self._tensors:
-            parents, depths, nodes = self._pad_trees()
-            lengths = self._slots.lengths[: self._slots.active].astype(np.int32)
-            arrays = (lengths, nodes, depths, _pack_ancestors(parents, nodes))
-            copies = (torch.from_numpy(each).to(device, non_blocking=True) for each in arrays)
-            self._tensors[device] = TreeTensors(*copies)
+            self._tensors[device] = TreeTensors(*copy_together(self._arrays(), device))
         return self._tensors[device]
+
+    def _arrays(self) -> Sequence[NDArray[Any]]:
+        """The fields of `TreeTensors`."""
+        parents, depths, nodes = self._pad_trees()
+        lengths = self._slots.lengths[: self._slots.active].astype(np.int32)
+        return lengths, nodes, depths, _pack_ancestors(parents, nodes)
 
     def mask(self, groups: int, span: AttentionSpan, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Additive mask `[active, 1, width * groups, kv]`; node t has the rows t * groups … t * groups + groups - 1.
@@ -128,7 +147,10 @@ class TreePass:
         """
         key = (groups, span, dtype, device)
         if key not in self._masks:
-            self._masks[key] = self._make_mask(groups, span, dtype).to(device, non_blocking=True)
+            if device.type == "cpu" or self._scored is not None:
+                self._masks[key] = self._make_mask(groups, span, dtype).to(device, non_blocking=True)
+            else:  # behind a long context a mask is large, and what it follows from is small
+                self._masks[key] = _mask_of(self.tensors(device), self._slots.kv_length, groups, span, dtype)
         return self._masks[key]
 
     @cached_property
@@ -200,14 +222,15 @@ class FixedShapePass(TreePass):
         self._rows, self._capacity = rows, slots.capacity
         words = (width + 63) // 64
         on_gpu = device.type == "cuda"
-        long_shapes = [(rows, width), (rows, width), (rows * width,), (rows, width, words)]
-        int_shapes = [(rows,), (rows,), (rows, width)]
-        self._host = [torch.zeros(shape, dtype=torch.int64, pin_memory=on_gpu) for shape in long_shapes]
-        self._host += [torch.zeros(shape, dtype=torch.int32, pin_memory=on_gpu) for shape in int_shapes]
-        self._buffers = [each.to(device) for each in self._host]  # on a CPU the same tensors
+        kinds: list[_Kind] = [
+            *((shape, torch.int64) for shape in ((rows, width), (rows, width), (rows * width,), (rows, width, words))),
+            *((shape, torch.int32) for shape in ((rows,), (rows,), (rows, width))),
+        ]
+        self._host = torch.zeros(_bytes_of(kinds), dtype=torch.uint8, pin_memory=on_gpu)
+        self._buffer = self._host.to(device)  # on a CPU the same tensor
         self._copied = torch.cuda.Event() if on_gpu else None
-        self._filled = tuple(each.numpy() for each in self._host)
-        self.tokens, self.positions, self.index, tree_words, lengths, nodes, depths = self._buffers
+        self._filled = tuple(each.numpy() for each in _views(self._host, kinds))
+        self.tokens, self.positions, self.index, tree_words, lengths, nodes, depths = _views(self._buffer, kinds)
         self.trees = TreeTensors(lengths, nodes, depths, tree_words)
 
     def fill(self, trees: Sequence[TokenTree]) -> None:
@@ -221,9 +244,8 @@ class FixedShapePass(TreePass):
         zero = np.zeros(1, np.int32)
         for row in range(len(trees), self._rows):
             _fill_row(self._filled, row, root, zero, zero, 0, self._capacity)
-        for buffer, host in zip(self._buffers, self._host, strict=True):
-            if buffer is not host:
-                buffer.copy_(host, non_blocking=True)
+        if self._buffer is not self._host:
+            self._buffer.copy_(self._host, non_blocking=True)
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self.tokens.device))
 
@@ -245,26 +267,62 @@ class FixedShapePass(TreePass):
         self._masks.clear()
 
     def _build_mask(self, groups: int, span: AttentionSpan, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Make a mask with tensor operations alone, which can be compiled and captured."""
-        lengths, _, depths, words = self.trees
-        nodes = torch.arange(self.width, device=depths.device)
-        own = lengths[:, None] + depths
-        slots = torch.arange(self._capacity, device=depths.device, dtype=torch.int32)
-        # The position of the token in a slot, and -1 where a node must not look.
-        seen = torch.where(slots < lengths[:, None], slots, -1)[:, None].expand(-1, self.width, -1)
-        is_ancestor = (words[:, :, nodes // 64] >> (nodes % 64)) & 1
-        ahead = torch.where(is_ancestor == 1, own[:, None], -1)
-        places = (lengths[:, None] + nodes).long()[:, None].expand(-1, self.width, -1)
-        seen = seen.scatter(2, places, ahead)
-        first = torch.zeros_like(own)
-        if span.window is not None:
-            first = torch.maximum(first, own - span.window + 1)
-        if span.chunk is not None:
-            first = torch.maximum(first, own // span.chunk * span.chunk)
-        hidden = torch.full((), -torch.inf, dtype=dtype, device=depths.device)
-        mask = torch.where(seen >= first[:, :, None], torch.zeros_like(hidden), hidden)
-        mask = mask[:, :, None].expand(-1, -1, groups, -1).reshape(self._rows, 1, self.width * groups, self._capacity)
-        return mask.to(device)
+        return _mask_of(self.trees, self._capacity, groups, span, dtype).to(device)
+
+
+def copy_together(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Copies of arrays on a device, made by one transfer; on a CPU tensors that share their memory."""
+    tensors = [torch.from_numpy(each) for each in arrays]
+    if device.type == "cpu":
+        return tensors
+    kinds: list[_Kind] = [(tuple(each.shape), each.dtype) for each in tensors]
+    host = torch.empty(_bytes_of(kinds), dtype=torch.uint8)
+    for view, each in zip(_views(host, kinds), tensors, strict=True):
+        view.copy_(each)
+    return _views(host.to(device, non_blocking=True), kinds)
+
+
+def _views(buffer: Tensor, kinds: Sequence[_Kind]) -> list[Tensor]:
+    """Tensors that share a buffer of bytes."""
+    views, start = [], 0
+    for shape, dtype in kinds:
+        end = start + math.prod(shape) * dtype.itemsize
+        views.append(buffer[start:end].view(dtype).view(shape))
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+    return views
+
+
+def _bytes_of(kinds: Sequence[_Kind]) -> int:
+    """Bytes of a buffer for `_views`."""
+    return sum(-(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for shape, dtype in kinds)
+
+
+def _mask_of(trees: TreeTensors, slots: int, groups: int, span: AttentionSpan, dtype: torch.dtype) -> Tensor:
+    """Additive mask `[rows, 1, width * groups, slots]` on the device of the trees.
+
+    It is made with tensor operations alone, which can be compiled and captured. Padding nodes see the root at least,
+    so that their softmax is finite.
+    """
+    lengths, counts, depths, words = trees
+    rows, width = depths.shape
+    nodes = torch.arange(width, device=depths.device)
+    own = lengths[:, None] + depths
+    at = torch.arange(slots, device=depths.device, dtype=torch.int32)
+    # The position of the token in a slot, and -1 where a node must not look.
+    seen = torch.where(at < lengths[:, None], at, -1)[:, None].expand(-1, width, -1)
+    is_ancestor = ((words[:, :, nodes // 64] >> (nodes % 64)) & 1) == 1
+    is_ancestor = is_ancestor | ((nodes[:, None] >= counts[:, None, None]) & (nodes == 0))
+    ahead = torch.where(is_ancestor, own[:, None], -1)
+    places = (lengths[:, None] + nodes).long()[:, None].expand(-1, width, -1)
+    seen = seen.scatter(2, places, ahead)
+    first = torch.zeros_like(own)
+    if span.window is not None:
+        first = torch.maximum(first, own - span.window + 1)
+    if span.chunk is not None:
+        first = torch.maximum(first, own // span.chunk * span.chunk)
+    hidden = torch.full((), -torch.inf, dtype=dtype, device=depths.device)
+    mask = torch.where(seen >= first[:, :, None], torch.zeros_like(hidden), hidden)
+    return mask[:, :, None].expand(-1, -1, groups, -1).reshape(rows, 1, width * groups, slots)
 
 
 @njit(cache=True)
