@@ -15,7 +15,6 @@ not that of `model.generate` ends the run. The last line is one JSON object.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,13 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import PreTrainedModel
 
 from bench.baselines import ChainRule, FirstOccurrence, LongestSuffix, PromptLookup, TokenRecycling
+from bench.command import parser_of, publish, use_one_thread
 from bench.llm import read_prompts
 from bench.prompts import loop_start
-from bench.report import publish
 from lookahead import LookaheadConfig
 from lookahead.drafting.proposal import Call, Proposer
 from lookahead.generation.hf import prepare
@@ -143,8 +141,7 @@ def figures(outputs: Sequence[Decoded]) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check, measure, print; 1 where a token differs in fp32."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="a folder, or a name on the Hub; else the default model")
+    parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="fp32")
     parser.add_argument("--prompts", type=Path, required=True, help="JSON lines with a category and a text")
     parser.add_argument("--field", default="turns", help="the field of the text (default turns)")
     parser.add_argument("--stories", type=Path, help="JSON lines with documents to summarize")
@@ -152,14 +149,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--offset", type=int, default=0, help="prompts of a category that are passed over")
     parser.add_argument("--per-category", type=int, default=1, help="prompts of a category (default 1)")
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--nodes", default="31", help="most draft nodes a step, commas between (default 31)")
     parser.add_argument("--memory", choices=("request", "shared"), default="request")
     parser.add_argument("--sources", default=",".join(SOURCES), help=f"combinations (default {','.join(SOURCES)})")
-    parser.add_argument("--output", type=Path, help="a file for the figures")
     options = parser.parse_args(argv)
     options.warmup = 0
-    torch.set_num_threads(1)
+    use_one_thread()
     model, tokenizer = load(options.model, dtype=options.dtype, device="cpu")
     prompts, _ = read_prompts(tokenizer, options)
     plain = LookaheadConfig(proposers=())
@@ -181,7 +176,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "model": Path(options.model).name,
         "dtype": options.dtype,
         "device": "cpu",
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "prompts": len(prompts),
         "max_new_tokens": options.max_new_tokens,
         "nodes": budgets,

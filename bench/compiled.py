@@ -12,7 +12,6 @@ the first round compiles, and counts for nothing but the seconds that passed. In
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -22,11 +21,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from bench.command import parser_of, publish, use_one_thread
 from bench.prompts import SUMMARIZER, continuation_prompts, summary_prompts
-from bench.report import publish
 from lookahead import LookaheadConfig
 from lookahead.drafting.tree import TokenTree
 from lookahead.generation.api import prepare_ids
@@ -151,9 +149,7 @@ def _generate(model: Any, tokenizer: Any, prompt: str, max_new_tokens: int) -> l
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=SUMMARIZER)
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser = parser_of(__doc__, model=SUMMARIZER, dtype="fp32")
     parser.add_argument("--text", type=Path, default=ROOT / "examples" / "dust_unto_dust.txt")
     parser.add_argument("--context", type=int, default=300, help="tokens before the steps")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 8, 16, 32])
@@ -161,12 +157,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="over all prompts; 0 leaves whole outputs out")
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--output", type=Path, help="also write the JSON object here")
     arguments = parser.parse_args(argv)
-    torch.set_num_threads(1)
+    use_one_thread()
     model, tokenizer = load(arguments.model, dtype=arguments.dtype, device="cpu")
-    report: dict[str, Any] = {"dtype": arguments.dtype, "torch": torch.__version__}
-    report["transformers"] = transformers.__version__
+    report: dict[str, Any] = {"dtype": arguments.dtype}
     report["steps"] = (
         compare_steps(model, arguments.context, arguments.sizes, arguments.steps) if arguments.steps else []
     )

@@ -10,9 +10,8 @@ made beforehand. The last line is one JSON object.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from bench.command import parser_of, publish, use_one_thread
 from lookahead.kernels import dispatch as choice
 from lookahead.kernels import reference
 from lookahead.kernels.cpu_attention import tree_attention
@@ -81,15 +81,15 @@ def compare(kv_heads: int, groups: int, dim: int, context: int, width: int, dtyp
     }
 
 
-def main() -> None:
+def main() -> int:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--shapes", nargs="+", default=["2x2x64", "8x4x128"])
     parser.add_argument("--contexts", nargs="+", type=int, default=[128, 640, 2048])
     parser.add_argument("--widths", nargs="+", type=int, default=[1, 2, 4, 8, 16, 33, 64])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
+    use_one_thread()
     results = []
     print("shape     context  width  dtype    torch   kernel  speedup  errors, chosen")
     for shape in arguments.shapes:
@@ -104,8 +104,9 @@ def main() -> None:
                         f"{result['kernel_us']:8.0f} {result['speedup']:8.2f}  {errors}, {result['chosen']}",
                         flush=True,
                     )
-    print(json.dumps({"results": results, "torch": torch.__version__}))
+    publish({"results": results}, arguments.output)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -14,8 +14,6 @@ branch. Every output must be that of plain decoding. The last line is one JSON o
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +26,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from bench.command import parser_of, publish, use_one_thread
 from bench.prompts import OPENINGS, SUMMARIZER, read_texts
 from lookahead import LookaheadConfig
 from lookahead.engine.drafter import TreeDrafter
@@ -134,15 +133,14 @@ def compare(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=SUMMARIZER, help="a folder, or a name on the Hub")
+    parser = parser_of(__doc__, model=SUMMARIZER)
     parser.add_argument("--file", type=Path, default=OPENINGS, help="prompts, one a line, or JSON lines")
     parser.add_argument("--field", default="prompt", help="field of the JSON lines that holds the prompt")
     parser.add_argument("--prompts", type=int, default=40, help="how many prompts (default 40)")
     parser.add_argument("--tokens", type=int, default=160, help="new tokens a prompt (default 160)")
     parser.add_argument("--min-probability", type=float, default=0.02, help="of the configuration (default 0.02)")
     arguments = parser.parse_args(argv)
-    torch.set_num_threads(1)
+    use_one_thread()
     model, tokenizer = load(arguments.model, dtype="fp32", device="cpu")
     texts = islice(read_texts(arguments.file, arguments.field), arguments.prompts)
     prompts = [tokenizer(text, return_tensors="pt").input_ids for text in texts]
@@ -151,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         report[device] = compare(model, prompts, arguments.tokens, cost, {"min_probability": arguments.min_probability})
         for name, row in report[device].items():
             print(f"{device:5} {name:25} {row}", flush=True)
-    print(json.dumps(report))
+    publish(report, arguments.output)
     return 0
 
 

@@ -9,23 +9,20 @@ process grows over many calls once it is warm. The last line is one JSON object.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-import transformers
 from transformers import PreTrainedModel
 
 import lookahead
+from bench.command import parser_of, publish, resident_bytes, use_one_thread
 from bench.prompts import SUMMARIZER
-from bench.report import publish
 from lookahead.models.loading import load
 
 PROMPT_LENGTHS = (16, 128, 512, 1024)
@@ -59,12 +56,6 @@ def single_token_ratios(model: PreTrainedModel, trials: int) -> dict[int, float]
     return ratios
 
 
-def resident_bytes() -> int:
-    """Resident memory of this process (Linux)."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * 4096
-
-
 def growth(model: PreTrainedModel, calls: int, warm_up: int) -> dict[str, float]:
     """MiB of resident memory before and after many calls of varied lengths, and live tensors."""
     generator = torch.Generator().manual_seed(0)
@@ -92,12 +83,11 @@ def growth(model: PreTrainedModel, calls: int, warm_up: int) -> dict[str, float]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--trials", type=int, default=31)
     parser.add_argument("--calls", type=int, default=1000)
-    parser.add_argument("--output", type=Path, help="also write the JSON object here")
     arguments = parser.parse_args(argv)
-    torch.set_num_threads(1)
+    use_one_thread()
     model = load(SUMMARIZER, dtype="fp32", device="cpu").model
     report: dict[str, Any] = {"switch_ms": round(switch_seconds(model, 1000) * 1e3, 4)}
     print(f"enable and disable: {report['switch_ms']} ms")
@@ -106,7 +96,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"one token after {length:4} tokens: {ratio:.3f} x transformers' own call")
     report["memory"] = growth(model, arguments.calls, warm_up=300)
     print(f"memory over {arguments.calls} calls: {report['memory']}")
-    report |= {"torch": torch.__version__, "transformers": transformers.__version__}
     publish(report, arguments.output)
     return 0
 

@@ -28,12 +28,12 @@ from statistics import median
 from typing import Any
 
 import torch
-import transformers
 from transformers import PreTrainedModel
 
 import lookahead
+from bench.command import parser_of, publish, use_one_thread
+from bench.llm import as_chat
 from bench.prompts import SUMMARIZER, read_texts, summary_prompts
-from bench.report import publish
 from lookahead import LookaheadConfig
 from lookahead.models.loading import load
 from lookahead.models.support import is_bitwise
@@ -219,7 +219,7 @@ def passages(arguments: argparse.Namespace, dtype: str) -> tuple[PreTrainedModel
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison; returns 1 if any fp32 output differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--families", help="names, comma separated; all when left out")
     parser.add_argument("--encoder-decoders", action="store_true", help="those rows instead of the causal models")
     parser.add_argument("--model", help="a folder: decoding with it in bf16, greedy and sampled, and nothing else")
@@ -227,9 +227,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=Path, help="real documents for the tests' summarizer, or prompts for --model")
     parser.add_argument("--field", default="document", help="field of a .jsonl file of documents")
     parser.add_argument("--limit", type=int, default=50, help="passages")
-    parser.add_argument("--output", type=Path, help="also write the JSON object here")
     arguments = parser.parse_args(argv)
-    torch.set_num_threads(1)
+    use_one_thread()
     warnings.simplefilter("ignore", UserWarning)
     if arguments.model:
         if arguments.prompts is None:
@@ -256,8 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     if arguments.prompts:
         report["summarizer"] = check_summarizer(arguments, failures)
-    report |= {"failures": failures, "torch": torch.__version__, "transformers": transformers.__version__}
-    publish(report, arguments.output)
+    publish(report | {"failures": failures}, arguments.output)
     return 1 if failures else 0
 
 
@@ -291,18 +289,12 @@ def check_model(arguments: argparse.Namespace) -> int:
     Returns 1 if an output differs that must not.
     """
     loaded = load(arguments.model, dtype="bf16", device="cpu")
-    tokenizer: Any = loaded.tokenizer
     texts, half = list(read_texts(arguments.prompts, arguments.field)), Half()
     for text in texts[:: max(1, len(texts) // arguments.limit)][: arguments.limit]:
-        if tokenizer.chat_template:
-            chat = [{"role": "user", "content": text}]
-            text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        ids = tokenizer(text, return_tensors="pt", add_special_tokens=not tokenizer.chat_template).input_ids
-        half.compare(loaded.model, ids, max_new_tokens=arguments.max_new_tokens)
+        half.compare(loaded.model, as_chat(text, loaded.tokenizer), max_new_tokens=arguments.max_new_tokens)
     for name, divergence in half.report().items():
         print(f"{name:16} {divergence['identical']:3} of {divergence['runs']} identical")
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    publish({"model": type(loaded.model).__name__, "bf16": half.report()} | versions, arguments.output)
+    publish({"model": type(loaded.model).__name__, "bf16": half.report()}, arguments.output)
     return 1 if half.failures("") else 0
 
 

@@ -26,11 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
+from bench.command import parser_of, publish, use_one_thread
 from bench.prompts import SUMMARIZER
-from bench.report import publish
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.documents.inputs import find_inputs
 from lookahead.documents.readers import read_documents
@@ -181,18 +178,15 @@ def disturb(job: Job, folder: Path, expected: Sequence[str], seconds: float, arg
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run undisturbed, run and kill, compare, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=SUMMARIZER, help="a folder, a name on the Hub, or none")
+    parser = parser_of(__doc__, model=SUMMARIZER)
     parser.add_argument("--documents", type=int, default=1000)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--cut", type=float, default=0.25, help="share of kills after which the last line is cut")
     parser.add_argument("--max-new-tokens", type=int, default=4)
     parser.add_argument("--start-s", type=float, default=0.05, help="what a child needs before its first document")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, help="also write the JSON object here")
     arguments = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
+    use_one_thread()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_documents(folder / "documents.jsonl", arguments.documents, arguments.seed)
@@ -222,8 +216,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "rejects_identical": same_rejects,
         "identical": not (counts.lost or counts.doubled or counts.different) and same_rejects,
         "undisturbed_s": round(seconds, 1),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
     }
     publish(report, arguments.output)
     return 0 if report["identical"] else 1

@@ -8,7 +8,6 @@ line is one JSON object.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import warnings
 from collections.abc import Sequence
@@ -16,16 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 import lookahead
-from bench.report import publish
+from bench.command import parser_of, publish, use_one_thread
 from lookahead import LookaheadConfig
 from lookahead.models.support import vocabulary_size
 from tests.support.adversarial_proposers import drafting_by, random_trees
@@ -164,12 +161,11 @@ def outcome_of(model: PreTrainedModel, seed: int, call: dict[str, Any]) -> tuple
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the cases; returns 1 if any fails."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--runs", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
-    parser.add_argument("--output", type=Path, help="also write the JSON object here")
     arguments = parser.parse_args(argv)
-    torch.set_num_threads(1)
+    use_one_thread()
     warnings.simplefilter("ignore", UserWarning)
     failures: list[int] = []
     for number in range(arguments.first, arguments.first + arguments.runs):
@@ -180,7 +176,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif number % 500 == 0:
             print(f"case {number} of {arguments.first + arguments.runs}", flush=True)
     report = {"runs": arguments.runs, "first": arguments.first, "failures": failures}
-    report |= {"torch": torch.__version__, "transformers": transformers.__version__}
     publish(report, arguments.output)
     return 1 if failures else 0
 

@@ -11,7 +11,6 @@ short. The command fails where a part fails; a figure that falls short is told, 
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from xml.etree import ElementTree
 
 import torch
 
-from bench.report import publish
+from bench.command import parser_of, publish
 from bench.targets import GPU_DECODE, KERNEL
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,10 +44,8 @@ def run_part(name: str, arguments: Sequence[str], result: Path) -> dict[str, Any
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all parts, and say what failed and what falls short."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, default=ROOT / "build" / "gpu", help="folder of the results")
+    parser = parser_of(__doc__)
+    parser.set_defaults(output=ROOT / "build" / "gpu")
     folder: Path = parser.parse_args(argv).output.resolve()
     if not torch.cuda.is_available():
         print("bench.gpu needs a CUDA GPU, and torch finds none", file=sys.stderr)
@@ -70,9 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     counts = ", ".join(f"{parts['tests'].get(key, 0)} {key}" for key in COUNTS)
     print(f"== {torch.cuda.get_device_name()}: {counts}")
     print("\n".join([f"failed: {name}" for name in failed] + [f"falls short: {each}" for each in short]))
-    versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
-    report = {"device": torch.cuda.get_device_name(), "versions": versions, "parts": parts, "short": short}
-    publish(report | {"failed": failed}, folder / "gpu.json")
+    report = {"device": torch.cuda.get_device_name(), "parts": parts, "short": short, "failed": failed}
+    publish(report, folder / "gpu.json")
     return 1 if failed else 0
 
 

@@ -24,7 +24,6 @@ runs in their place: it shows that the command works, and nothing about a GPU. T
 from __future__ import annotations
 
 import argparse
-import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,14 +32,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from bench.command import parser_of, publish
 from bench.decoding_rates import check_lossless, compare_dictated, compare_plain
 from bench.gpu_steps import measure_steps, read_bandwidth, step_bytes
 from bench.replay import load_tokenizer, read_pairs
 from bench.replay_target import Trace
-from bench.report import publish
 from bench.targets import GPU_DECODE
 from lookahead.kernels.dispatch import runs_on
 
@@ -153,9 +151,7 @@ def show(result: dict[str, Any]) -> None:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.gpu_decode", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -166,7 +162,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--pairs", type=Path, help="recorded prompts and outputs, as bench.replay takes them")
     parser.add_argument("--tokenizer", help="folder of the tokenizer they are read with")
     parser.add_argument("--limit", type=int, default=8, help="recorded outputs")
-    parser.add_argument("--output", type=Path, help="also write the JSON object here")
     arguments = parser.parse_args(argv)
     if arguments.device == "cpu" and arguments.shape != "tiny":
         parser.error("--device cpu takes --shape tiny alone")
@@ -202,11 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "tree_attention_kernel": runs_on(device),
         "traces": len(traces),
         "median_trace_prompt": median(len(trace.prompt) for trace in traces) if traces else None,
-        "versions": {
-            "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
-            "transformers": transformers.__version__,
-        },
-    }  # fmt: skip
+    }
     report |= measure(model, traces, arguments)
     show(report)
     publish(report, arguments.output)

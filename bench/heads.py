@@ -8,8 +8,8 @@
 The first form cuts passages for training out of texts, as prompts that ask for a summary, which the model answers
 itself. The last writes texts that a model which continues any beginning writes from none. The third decodes held-out
 prompts greedily with at most `--nodes` draft nodes a step, the heads alone drafting (no cost model, so that a figure
-does not depend on the machine). Every output must be that of greedy `model.generate`, or nothing is printed but the
-prompts that differ. The last line is one JSON object.
+does not depend on the machine). Every output must be that of greedy `model.generate`, or no figure is printed. The last
+line is one JSON object.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
-import lookahead
+from bench.command import parser_of, publish, use_one_thread
 from bench.prompts import SUMMARIZER, passages, read_texts, summary_prompts
 from lookahead import Heads, LookaheadConfig
+from lookahead.generation.draft_selection import compare
 from lookahead.models.loading import LoadedModel, load
-from lookahead.stats import DecodingStats, total
 from lookahead.summarization.prompting import Prompting
 from tools.train_extractor.corpus import read_documents
 
@@ -69,22 +69,9 @@ def write_samples(loaded: LoadedModel, file: Path, limit: int) -> None:
     print(f"{len(texts)} examples written to {file}")
 
 
-def decode_all(
-    loaded: LoadedModel, prompts: Sequence[str], config: LookaheadConfig, tokens: int
-) -> Iterator[tuple[DecodingStats, bool]]:
-    """For every prompt what decoding did, and whether its tokens are those of greedy decoding."""
-    for prompt in prompts:
-        options = {"max_new_tokens": tokens, "do_sample": False}
-        result = lookahead.generate(*loaded, prompt, config=config, **options)
-        ids = loaded.tokenizer(prompt, return_tensors="pt").input_ids
-        expected = loaded.model.generate(ids, **options)  # type: ignore[operator]
-        yield result.stats, result.token_ids[0] == expected[0, ids.shape[1] :].tolist()
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--model", default=SUMMARIZER, help="a folder, or a name on the Hub")
+    options = parser_of(__doc__, model=SUMMARIZER)
     options.add_argument("--write", type=Path, metavar="FILE", help="write texts to train with, and stop")
     options.add_argument(
         "--text", type=Path, nargs="+", default=[], metavar="PATH", help="what to cut them from; sampled without"
@@ -101,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check, measure, print; 1 where an output differs."""
     options = parser().parse_args(arguments)
-    torch.set_num_threads(1)
+    use_one_thread()
     loaded = load(options.model, dtype="fp32", device="cpu")
     if options.write is not None:
         if options.text:
@@ -114,12 +101,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = LookaheadConfig(
         proposers=(Heads(options.heads),), draft="fixed", max_nodes=options.nodes, min_probability=0.0
     )
-    runs = list(decode_all(loaded, prompts, config, options.tokens))
-    differing = [i for i, (_, same) in enumerate(runs, 1) if not same]
-    if differing:
-        print(f"outputs differ from model.generate: {differing}")
+    greedy = {"max_new_tokens": options.tokens, "do_sample": False}
+    score = compare(*loaded, prompts, {"heads": config}, warm_up=0, **greedy)["heads"]
+    if score.identical < len(prompts):
+        print(f"only {score.identical} of {len(prompts)} outputs are those of model.generate")
         return 1
-    stats = total([stats for stats, _ in runs])
+    stats = score.stats
     figures = {
         "bench": "heads",
         "model": options.model,
@@ -132,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "accepted_per_forward": round(stats.accepted_tokens / stats.target_forwards, 4),
         "new_tokens": stats.emitted_tokens,
     }
-    print(json.dumps(figures))
+    publish(figures, options.output)
     return 0
 
 

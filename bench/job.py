@@ -34,14 +34,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 import lookahead
-from bench.dropin import resident_bytes
+from bench.command import parser_of, publish, resident_bytes, use_one_thread
 from bench.prompts import SUMMARIZER, read_texts
-from bench.report import publish
 from lookahead.documents.decode_text import Document
 from lookahead.models.loading import load
 from lookahead.models.model_state import LearnedState, use_learned
@@ -235,8 +232,7 @@ def measure_speed(arguments: argparse.Namespace, model: PreTrainedModel, tokeniz
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=SUMMARIZER, help="a folder, or a name on the Hub")
+    parser = parser_of(__doc__, model=SUMMARIZER, dtype="fp32")
     parser.add_argument("--documents", type=int, default=500, help="how many to summarize; fewer where texts end")
     parser.add_argument("--text", type=Path, help="a .txt or .jsonl file to cut them from")
     parser.add_argument("--field", default="document", help="the field of each JSON line")
@@ -245,12 +241,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--rows", type=int, help="documents together; left to lookahead where not given")
     parser.add_argument("--trials", type=int, default=1, help="timed rounds")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--streamed", type=int, default=100_000, help="documents through the dry engine; 0 for none")
-    parser.add_argument("--output", type=Path, help="also write the JSON object here")
     arguments = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
+    use_one_thread()
     model, tokenizer = load(arguments.model, dtype=arguments.dtype, device="cpu")
     report: dict[str, Any] = {}
     if arguments.streamed:  # first, while nothing was given back that would be taken again unseen
@@ -258,7 +251,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.documents:
         report = measure_speed(arguments, model, tokenizer) | report
     report |= {"model": Path(arguments.model).name, "dtype": arguments.dtype, "device": "cpu", "threads": 1}
-    report |= {"torch": torch.__version__, "transformers": transformers.__version__}
     publish(report, arguments.output)
     return 0
 

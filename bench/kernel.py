@@ -20,15 +20,14 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench.attention_methods import Layer, Step, methods
+from bench.command import parser_of, publish
 from bench.gpu_steps import ByHand, Stopwatch
-from bench.report import publish
 from bench.targets import KERNEL
 from lookahead.kernels import reference
 from lookahead.models.cuda_graphs import CudaGraphs, Graph
@@ -182,9 +181,7 @@ def figures_of(results: Sequence[dict[str, Any]], groups: int, compaction: float
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.kernel", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192, 32768])
     parser.add_argument("--widths", type=int, nargs="+", default=[1, 16, 64, 128], help="nodes of a tree")
@@ -196,7 +193,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--replays", type=int, default=30)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--output", type=Path, help="also write the JSON object here")
     return parser.parse_args(argv)
 
 
@@ -230,8 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             target = f"  (target: {goal.target})" if device.type == "cuda" else ""
             print(f"{goal.what}: {figures[goal.key]:.3f}{target}")
     options = {key: each for key, each in vars(args).items() if key != "output"}
-    versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
-    measured = {"device": name, "versions": versions, "copy_gb_per_s": pace, "figures": figures, "results": results}
+    measured = {"device": name, "copy_gb_per_s": pace, "figures": figures, "results": results}
     publish(options | measured, args.output)
     return 0
 

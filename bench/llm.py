@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -32,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
+from bench.command import parser_of, processor, publish, stay_on_one_core
 from bench.llm_figures import (
     CLOCKS,
     CONFIGS,
@@ -51,7 +49,6 @@ from bench.llm_figures import (
     print_table,
 )
 from bench.llm_peers import peer_of, read_clocks, run_peer, timed
-from bench.report import publish
 from lookahead import LookaheadConfig
 from lookahead.generation.hf import prepare
 from lookahead.models.loading import DEFAULT_MODEL, load
@@ -240,15 +237,6 @@ def serve_cold(model: PreTrainedModel, arguments: argparse.Namespace) -> None:
     print(json.dumps(asdict(of_ours(model, arguments, LookaheadConfig())(ids))))
 
 
-def processor() -> str:
-    """What the machine calls its processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
 def setting(
     prompts: Sequence[Prompt], runs: Mapping[str, Sequence[Run]], arguments: argparse.Namespace
 ) -> dict[str, Any]:
@@ -256,7 +244,7 @@ def setting(
     lengths = [prompt.ids.shape[1] for prompt in prompts]
     categories = list(dict.fromkeys(prompt.category for prompt in prompts))
     return {
-        "model": arguments.label or Path(arguments.model or DEFAULT_MODEL).name,
+        "model": arguments.label or Path(arguments.model).name,
         "dtype": arguments.dtype,
         "device": f"cpu, {processor()}",
         "threads": 1,
@@ -268,11 +256,6 @@ def setting(
         "max_new_tokens": arguments.max_new_tokens,
         "temperature": arguments.temperature,
         "looping": [i for i in range(len(prompts)) if any(loops(each[i]) for each in runs.values())],
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
     }
 
 
@@ -299,8 +282,7 @@ def first_of_each(prompts: Sequence[Prompt], count: int) -> list[int]:
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a folder, or a name on the Hub; the default model when left out")
+    parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="fp32")
     parser.add_argument("--label", help="what the result calls the model; its last part when left out")
     parser.add_argument(
         "--prompts", type=Path, required=True, help="JSON lines with a category, as Spec-Bench has them"
@@ -316,7 +298,6 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--cold", type=int, default=1, help="prompts of each category for fresh processes")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0, help="sample, every method from the same seed")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument(
         "--methods",
         default=",".join(DEFAULT_METHODS),
@@ -324,7 +305,6 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--core", type=int, help="the core to stay on; the last one when left out")
     parser.add_argument("--peer", action="append", default=[], type=peer_of, help="NAME:PYTHON, NAME:PYTHON:MODEL")
-    parser.add_argument("-o", "--output", type=Path, help="a file for the figures")
     parser.add_argument("--plot", type=Path, help="a file for the speedups by category, .svg or .png")
     parser.add_argument("--cold-worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -335,24 +315,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def stay_on_one_core(core: int | None) -> None:
-    """One thread, and where the system can, one core; processes started later stay on it too."""
-    torch.set_num_threads(1)
-    if hasattr(os, "sched_setaffinity"):
-        try:
-            os.sched_setaffinity(0, {max(os.sched_getaffinity(0)) if core is None else core})
-        except OSError as error:
-            sys.exit(f"--core {core}: {error}")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
     arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
     stay_on_one_core(arguments.core)
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    named = (arguments.model,) if arguments.model else ()
-    model, tokenizer = load(*named, dtype=arguments.dtype, device="cpu")
+    model, tokenizer = load(arguments.model, dtype=arguments.dtype, device="cpu")
     if arguments.cold_worker:
         return serve_cold(model, arguments)
     prompts, warming = read_prompts(tokenizer, arguments)

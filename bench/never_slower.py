@@ -18,7 +18,6 @@ timed. The last line is one JSON object.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -31,9 +30,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from bench.command import parser_of, publish, use_one_thread
 from bench.prompts import SUMMARIZER, read_texts
 from lookahead import LookaheadConfig
 from lookahead.engine.engine import Engine
@@ -180,8 +179,7 @@ def pair_means(ratios: list[float]) -> list[float]:
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=SUMMARIZER, help="a folder, or a name on the Hub")
+    parser = parser_of(__doc__, model=SUMMARIZER)
     parser.add_argument("--prompts", type=Path, required=True, help="a .jsonl file, or a text file of one text a line")
     parser.add_argument("--field", default="text", help="the field of each JSON line")
     parser.add_argument("--batch-sizes", default="1,4,16")
@@ -206,8 +204,7 @@ def read_tokens(tokenizer: PreTrainedTokenizerBase, arguments: argparse.Namespac
 def main() -> None:
     """Run the benchmark."""
     arguments = parse_arguments()
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
+    use_one_thread()
     config = LookaheadConfig(proposers=arguments.proposers.split(",")) if arguments.proposers else None
     config = LookaheadConfig(proposers=()) if arguments.control else config
     results = {}
@@ -225,21 +222,17 @@ def main() -> None:
                 print(f"{name:26} {results[name]}", flush=True)
     worst = min(results, key=lambda name: results[name]["speedup"])
     print(f"worst: {worst}, {results[worst]['speedup']:.3f}x of plain decoding")
-    print(
-        json.dumps(
-            {
-                "worst": results[worst]["speedup"],
-                "worst_case": worst,
-                "model": arguments.model,
-                "device": "cpu",
-                "threads": 1,
-                "pairs": arguments.pairs,
-                "is_control": arguments.control,
-                "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-                "cases": results,
-            }
-        )
-    )
+    report = {
+        "worst": results[worst]["speedup"],
+        "worst_case": worst,
+        "model": arguments.model,
+        "device": "cpu",
+        "threads": 1,
+        "pairs": arguments.pairs,
+        "is_control": arguments.control,
+        "cases": results,
+    }
+    publish(report, arguments.output)
 
 
 if __name__ == "__main__":

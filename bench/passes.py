@@ -11,9 +11,6 @@ takes longer; "% of perfect" is its time over that of the way. The last line is 
 
 from __future__ import annotations
 
-import argparse
-import os
-import platform
 import statistics
 import sys
 import time
@@ -24,13 +21,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from transformers import DynamicCache, PreTrainedModel
 
-from bench.llm import processor
-from bench.report import publish
+from bench.command import parser_of, processor, publish, stay_on_one_core
 from lookahead import load
 from lookahead.drafting.tree import TokenTree
+from lookahead.models.loading import DEFAULT_MODEL
 from lookahead.models.support import is_bitwise
 from lookahead.models.target import Target, input_device
 
@@ -110,19 +106,14 @@ def measure(model: PreTrainedModel, context: int, widths: list[int], rounds: int
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, print a table and publish the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a folder, or a name on the Hub; the default model when left out")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
+    parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="bf16")
     parser.add_argument("--contexts", default="60,700", help="tokens, with commas between them")
     parser.add_argument("--nodes", default="1,4,8,16,32", help="likewise")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--core", type=int, help="the core to stay on; the last one when left out")
-    parser.add_argument("-o", "--output", type=Path, help="a file for the figures")
     arguments = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0)) if arguments.core is None else arguments.core})
-    model = load(*([arguments.model] if arguments.model else []), dtype=arguments.dtype, device="cpu").model
+    stay_on_one_core(arguments.core)
+    model = load(arguments.model, dtype=arguments.dtype, device="cpu").model
     bandwidth, peak = machine(model.dtype)
     widths = [int(each) for each in arguments.nodes.split(",")]
     perfect = {width: round(perfect_ms(model, width, bandwidth, peak), 2) for width in widths}
@@ -133,24 +124,17 @@ def main(argv: list[str] | None = None) -> int:
         print(f"\n{context} tokens of context, ms (% of perfect) by nodes: {', '.join(map(str, widths))}")
         for name, times in tables[context].items():
             print(f"{name:24}" + "".join(f"{ms:9.1f} ({perfect[n] / ms:4.0%})" for n, ms in times.items()))
-    publish(
-        {
-            "model": arguments.model or "default",
-            "dtype": arguments.dtype,
-            "device": f"cpu, {processor()}",
-            "threads": 1,
-            "gb_per_s": round(bandwidth / 1e9, 2),
-            "gflop_per_s": round(peak / 1e9, 1),
-            "perfect_ms": perfect,
-            "ms": tables,
-            "versions": {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-            },
-        },
-        arguments.output,
-    )
+    report = {
+        "model": Path(arguments.model).name,
+        "dtype": arguments.dtype,
+        "device": f"cpu, {processor()}",
+        "threads": 1,
+        "gb_per_s": round(bandwidth / 1e9, 2),
+        "gflop_per_s": round(peak / 1e9, 1),
+        "perfect_ms": perfect,
+        "ms": tables,
+    }
+    publish(report, arguments.output)
     return 0
 
 

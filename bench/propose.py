@@ -16,21 +16,17 @@ object.
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from bench.baselines import IntArray, LongestSuffix, PromptLookup
+from bench.command import parser_of, publish, use_one_thread
 from bench.replay import load_tokenizer
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.proposal import Feedback, Top
@@ -127,13 +123,13 @@ def percentiles(took: Sequence[float]) -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--tokenizer", required=True, help="folder of a tokenizer")
     parser.add_argument("--text", type=Path, required=True, help="a long text file, such as a novel")
     parser.add_argument("--contexts", default=",".join(map(str, CONTEXTS)), help="tokens, commas between")
     parser.add_argument("--steps", type=int, default=3_000, help="tokens decoded at each length (default 3000)")
     options = parser.parse_args(argv)
-    torch.set_num_threads(1)
+    use_one_thread()
     tokenizer = load_tokenizer(options.tokenizer)
     text = np.array(tokenizer(options.text.read_text(encoding="utf-8"), verbose=False)["input_ids"], np.int32)
     lengths = [int(length) for length in options.contexts.split(",")]
@@ -152,23 +148,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(
             f"{length:8d} {figures}  {row['append_bulk_us']:7.3f}/{row['append_us']:.2f} {row['bytes_per_token']:12.1f}"
         )
-    print(
-        json.dumps(
-            {
-                "propose_p50_us": {length: row["propose"]["p50"] for length, row in results.items()},
-                "propose_p99_us": {length: row["propose"]["p99"] for length, row in results.items()},
-                "mixture_p50_us": {length: row["mixture"]["p50"] for length, row in results.items()},
-                "append_bulk_us": max(row["append_bulk_us"] for row in results.values()),
-                "append_us": max(row["append_us"] for row in results.values()),
-                "bytes_per_token": max(row["bytes_per_token"] for row in results.values()),
-                "nodes": NODES,
-                "steps": options.steps,
-                "text": options.text.name,
-                "versions": {"python": platform.python_version(), "numba": numba.__version__, "numpy": np.__version__},
-                "contexts": results,
-            }
-        )
-    )
+    report = {
+        "propose_p50_us": {length: row["propose"]["p50"] for length, row in results.items()},
+        "propose_p99_us": {length: row["propose"]["p99"] for length, row in results.items()},
+        "mixture_p50_us": {length: row["mixture"]["p50"] for length, row in results.items()},
+        "append_bulk_us": max(row["append_bulk_us"] for row in results.values()),
+        "append_us": max(row["append_us"] for row in results.values()),
+        "bytes_per_token": max(row["bytes_per_token"] for row in results.values()),
+        "nodes": NODES,
+        "steps": options.steps,
+        "text": options.text.name,
+        "contexts": results,
+    }
+    publish(report, options.output)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Model-backed proposers side by side: tokens per target pass, speed, nodes drafted, and are outputs those of generate?
 
-    python -m bench.proposers --model DIR --draft DIR --pair-heads DIR --json proposers.json
-    python -m bench.proposers --heads DIR --documents squality_dev.jsonl --json proposers.json
+    python -m bench.proposers --model DIR --draft DIR --pair-heads DIR --output proposers.json
+    python -m bench.proposers --heads DIR --documents squality_dev.jsonl --output proposers.json
 
 With a pair of models: `draft_model` is one draft model; `specinfer` two of them in one tree, the second made of the
 target's own first layers with its norm and head; `medusa`, `mtp`, `eagle` and `eagle3` heads of the target, where a
@@ -14,8 +14,8 @@ Every way decodes every prompt in turn, greedily and at temperature 1, with `--n
 cost model, so that tokens per pass do not depend on the machine; then greedily with the cost model ("auto"), which may
 turn drafting off; those that can draw also at temperature 1 by rejection sampling, and all by typical acceptance, which
 is lossy: `divergence` says by how much. In these two outputs are other ones than from the same seed and `identical`
-says nothing. Memory is fresh for each prompt. The last line is one JSON object. What the file of `--json` already holds
-of the other models stays there, so that the pair and the heads can be measured one after the other.
+says nothing. Memory is fresh for each prompt. The last line is one JSON object. What the file of `--output`
+already holds of the other models stays there, so that the pair and the heads can be measured one after the other.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from bench.command import parser_of, publish, use_one_thread
 from bench.prompts import OPENINGS, SUMMARIZER, read_texts, summary_prompts
-from bench.report import publish
 from lookahead import DraftModel, Heads, LookaheadConfig
 from lookahead.drafting.proposal import ProposerFactory
 from lookahead.generation.draft_selection import Score, compare
@@ -147,7 +146,7 @@ def figures(scores: Mapping[str, Mapping[str, Score]]) -> Iterator[tuple[str, di
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = parser_of(__doc__)
     options.add_argument("--model", help="folder of a HuggingFace causal LM")
     options.add_argument("--draft", help="folder of a smaller one with its tokenizer")
     options.add_argument("--layers", type=int, default=4, help="of the target in the second draft model (default 4)")
@@ -159,7 +158,6 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--prompts", type=int, default=20, help="how many prompts (default 20)")
     options.add_argument("--tokens", type=int, default=128, help="new tokens a prompt (default 128)")
     options.add_argument("--nodes", type=int, default=32, help="most draft nodes a step (default 32)")
-    options.add_argument("--json", type=Path, help="write the result here too")
     return options
 
 
@@ -168,12 +166,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     if (options.model is None) != (options.draft is None) or (options.heads is None) != (options.documents is None):
         parser().error("--model goes with --draft, and --heads with --documents")
-    torch.set_num_threads(1)
+    use_one_thread()
     warnings.filterwarnings("ignore", message="the draft model has")
     result: dict[str, Any] = {"settings": {}, "proposers": {}}
-    if options.json is not None and options.json.exists():
-        result = json.loads(options.json.read_text(encoding="utf-8"))
-    result["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
+    if options.output is not None and options.output.exists():
+        result = json.loads(options.output.read_text(encoding="utf-8"))
     stages, is_exact = {}, True
     if options.model is not None:
         stages["pair"], result["pass_ms"] = pair_stage(options)
@@ -188,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{mode:14} {name:14} {score.to_dict()}", flush=True)
                 is_exact &= mode in LOSSY or score.identical == score.prompts
         result["proposers"] |= dict(figures(scores))
-    publish(result, options.json)
+    publish(result, options.output)
     return int(not is_exact)
 
 

@@ -14,7 +14,6 @@ other work on the machine, both are rough. The last line is one JSON object.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -30,12 +29,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
-import transformers
 
+from bench.command import parser_of, publish
 from bench.faults import Silent
 from bench.prompts import SUMMARIZER
-from bench.report import publish
 from lookahead.documents.decode_text import Document
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, Worker, run_job
@@ -124,20 +121,13 @@ def summaries(paths: Sequence[Path]) -> list[tuple[str, str]]:
     return sorted((line["id"], line["summary"]) for line in lines)
 
 
-def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """The command line of a benchmark of jobs on Ray."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=SUMMARIZER, help="the path of a folder, or a name on the Hub")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print."""
+    parser = parser_of(__doc__, model=SUMMARIZER)
     parser.add_argument("--documents", type=int, default=200)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--output", type=Path, help="also write the JSON object here")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print."""
-    arguments = parser_of(__doc__).parse_args(argv)
+    arguments = parser.parse_args(argv)
     import ray
 
     documents, workers = cut(arguments.documents), arguments.workers
@@ -168,7 +158,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "model": Path(model).name,
         "cpus": os.cpu_count(),
     }
-    report |= {"ray": ray.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
     publish(report, arguments.output)
     return 0
 

@@ -17,7 +17,6 @@ object.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from numba import njit
 from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase
 
 from bench.baselines import Chain, FirstOccurrence, IntArray, LongestSuffix, PromptLookup
+from bench.command import parser_of, publish
 from lookahead.drafting.proposal import Feedback
 from lookahead.ngram.acceptance import HitRates
 from lookahead.proposers.ngram import Memory, NgramProposer
@@ -140,7 +140,7 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Replay and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--tokenizer", required=True, help="folder of a tokenizer")
     parser.add_argument("--pairs", type=Path, required=True, help="JSON lines")
     parser.add_argument("--budgets", default="8,16,32,64", help="draft nodes a step (default 8,16,32,64)")
@@ -175,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             result["calibration"][name] = {"promised": round(tally.promised, 1), "accepted": tally.kept}
             kept = f"{tally.promised:9.0f} {tally.kept:9d}"
         print(f"{name:20} {row['tokens_per_step']:12.3f} {row['drafted_per_step']:13.2f} {kept}")
-    print(json.dumps(result))
+    publish(result, options.output)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ JSON object.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 import time
@@ -22,13 +21,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import lookahead
-from bench.dropin import resident_bytes
+from bench.command import parser_of, publish, resident_bytes, use_one_thread
 from bench.prompts import SUMMARIZER, read_texts
-from bench.report import publish
 from lookahead.models.loading import load
 from lookahead.models.model_state import state_of
 from lookahead.proposers import ProposerState
@@ -96,15 +93,12 @@ class Requests:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Warm up, serve, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=SUMMARIZER, help="a folder, or a name on the Hub")
+    parser = parser_of(__doc__, model=SUMMARIZER)
     parser.add_argument("--prompts", type=Path, required=True, help="a .jsonl file, or a text file of one text a line")
     parser.add_argument("--field", default="text", help="the field of each JSON line")
     parser.add_argument("--requests", type=int, default=10_000, help="after those that warm up")
-    parser.add_argument("--output", type=Path, help="also write the JSON object here")
     arguments = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
+    use_one_thread()
     loaded = load(arguments.model, dtype="fp32", device="cpu")
     texts = [
         loaded.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -130,8 +124,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "python_objects_grown": sizes[-1]["python_objects"] - sizes[0]["python_objects"],
         "sizes": sizes,
         "seconds": round(time.perf_counter() - started),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
     }
     publish(report, arguments.output)
     return 0

@@ -20,12 +20,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import transformers
-
-from bench.llm import as_chat, cut, job_of, processor, read_prompts
+from bench.command import parser_of, processor, publish, use_one_thread
+from bench.llm import as_chat, cut, job_of, read_prompts
 from bench.llm_figures import GREEDY, Prompt, Run, figures_of, print_table
 from bench.llm_peers import KINDS, peer_of, run_peer
-from bench.report import publish
 from lookahead.models.loading import DEFAULT_MODEL, load
 
 SHARED = "shared"
@@ -67,9 +65,8 @@ def ratios(methods: Mapping[str, Any]) -> dict[str, Any]:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="bf16")
     parser.add_argument("--python", type=Path, required=True, help="a Python that has vLLM")
-    parser.add_argument("--model", help="a folder, or a name on the Hub; the default model when left out")
     parser.add_argument("--prompts", type=Path, required=True, help="JSON lines with a category, as in Spec-Bench")
     parser.add_argument("--stories", type=Path, help="JSON lines with a document and questions each")
     parser.add_argument("--shared", type=int, default=3, help="stories that are asked about (default 3)")
@@ -77,12 +74,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--per-category", type=int, default=5)
     parser.add_argument("--offset", type=int, default=0, help="prompts of each category to leave out")
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
     parser.add_argument("--batch", default="1,16", help="requests at a time, commas between (default 1,16)")
     parser.add_argument("--methods", default=",".join(KINDS["vllm"]), help="commas between; plain is always measured")
     parser.add_argument("--temperature", type=float, default=0.0, help="sample; outputs then differ")
     parser.add_argument("--record", type=Path, help="a file for the plain outputs of the last batch")
-    parser.add_argument("-o", "--output", type=Path, help="a file for the figures")
     arguments = parser.parse_args(argv)
     arguments.field, arguments.warmup = "turns", 0
     return arguments
@@ -91,8 +86,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run every method at every batch, and print."""
     arguments = parse_arguments(argv)
-    transformers.logging.set_verbosity_error()
-    model, tokenizer = load(*filter(None, [arguments.model]), dtype=arguments.dtype, device="cpu")
+    use_one_thread()
+    model, tokenizer = load(arguments.model, dtype=arguments.dtype, device="cpu")
     stories, arguments.stories = arguments.stories, None  # of bench.llm they would be summaries
     prompts, _ = read_prompts(tokenizer, arguments)
     if stories:
@@ -100,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     kinds = list(dict.fromkeys(["plain", *arguments.methods.split(",")]))
     job = {**job_of(model, prompts, arguments), "kinds": kinds}
     result: dict[str, Any] = {
-        "model": Path(arguments.model or DEFAULT_MODEL).name,
+        "model": Path(arguments.model).name,
         "dtype": arguments.dtype,
         "device": f"cpu, {processor()}",
         "prompts": len(prompts),

@@ -14,7 +14,6 @@ tokens per that time, over plain decoding. Prefills are left out. The last line 
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import time
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.baselines import LongestSuffix
-from bench.report import publish
+from bench.command import parser_of, publish
 from lookahead.integrations.vllm import LookaheadProposer
 from tests.support.row_engine import RowEngine, StubRequest, stub_config
 
@@ -158,11 +157,10 @@ def per_step(requests: Sequence[Recorded]) -> float:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Replay and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--outputs", type=Path, required=True, help="a file of bench.vllm_peer --record")
     parser.add_argument("--batch", default="1,16", help="requests at a time, commas between (default 1,16)")
     parser.add_argument("--token-cost", type=float, default=0.015, help="of a drafted token, in steps (default 0.015)")
-    parser.add_argument("-o", "--output", type=Path, help="a file for the figures")
     options = parser.parse_args(argv)
     pairs = [pair for pair in json.loads(options.outputs.read_text(encoding="utf-8")) if len(pair["output"]) > 1]
     methods: dict[str, Callable[[ReplayEngine, Any], Any]] = {"n-gram": NgramRows, "lookahead": make_ours}

@@ -183,7 +183,7 @@ def test_the_benchmark_measures_every_way_and_checks_its_outputs(
     folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "prompts.txt").write_text("abcab\nxyz\n")
-    places = ["--model", str(folders["target"]), "--draft", str(folders["draft"]), "--json", str(tmp_path / "r.json")]
+    places = ["--model", str(folders["target"]), "--draft", str(folders["draft"]), "--output", str(tmp_path / "r.json")]
     sizes = [
         "--layers",
         "1",

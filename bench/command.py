@@ -1,0 +1,85 @@
+"""What the benchmarks share: the command line, one thread on one core, and the figures as one JSON object."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+
+def parser_of(page: str | None, *, model: str | None = None, dtype: str | None = None) -> argparse.ArgumentParser:
+    """A parser whose help is the docstring of a benchmark, with `--output` and the options that have a default.
+
+    Args:
+        page: The docstring.
+        model: The default of `--model`.
+        dtype: The default of `--dtype`, `fp32` or `bf16`.
+    """
+    parser = argparse.ArgumentParser(description=page, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path, help="also write the JSON object here")
+    if model is not None:
+        parser.add_argument("--model", default=model, help=f"a folder, or a name on the Hub (default {model})")
+    if dtype is not None:
+        parser.add_argument("--dtype", choices=("fp32", "bf16"), default=dtype)
+    return parser
+
+
+def use_one_thread() -> None:
+    """One thread, and no warnings or progress bars of transformers."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def stay_on_one_core(core: int | None) -> None:
+    """One thread and, where the system can, one core, the last if None; processes started later stay on it too."""
+    use_one_thread()
+    if hasattr(os, "sched_setaffinity"):
+        try:
+            os.sched_setaffinity(0, {max(os.sched_getaffinity(0)) if core is None else core})
+        except OSError as error:
+            sys.exit(f"--core {core}: {error}")
+
+
+def processor() -> str:
+    """What the machine calls its processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process (Linux)."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and of the packages that figures depend on."""
+    found = {"python": platform.python_version()}
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    for package in ("torch", "transformers", "numba", "numpy", "ray"):
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+def publish(report: Mapping[str, Any], output: Path | None) -> None:
+    """Print the figures and the versions as the last line, and write them to `output` too."""
+    report = {**report, "versions": versions()}
+    if output:
+        output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(report))
