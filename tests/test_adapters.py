@@ -26,9 +26,8 @@ RAGGED = {
     "attention_mask": torch.tensor([[0] * 8 + [1] * 4, [1] * 12]),
 }
 CALLS: list[dict[str, Any]] = [
-    {**inputs, **options, "max_new_tokens": 20}
-    for inputs in (ONE, {**RAGGED, "eos_token_id": [10, 35, 67, 90]})
-    for options in ({"do_sample": False}, {"do_sample": True, "top_k": 20})
+    {**ONE, "do_sample": False, "max_new_tokens": 20},
+    {**RAGGED, "eos_token_id": [10, 35, 67, 90], "do_sample": True, "top_k": 20, "max_new_tokens": 20},
 ]
 LORA: dict[str, Any] = {"r": 4, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,10 +16,14 @@ CPU = torch.device("cpu")
 OPTIONS = [frozenset(), frozenset({"window"}), frozenset({"chunk", "sinks"}), frozenset({"softcap"})]
 
 
+SLOTS = self_test._SLOTS
+
+
 @pytest.fixture(autouse=True)
-def nothing_heard_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nothing_tested_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No outcome is kept from before, and the long text is short: the reference takes a second for it."""
     monkeypatch.setattr(self_test, "_outcomes", {})
-    yield
+    monkeypatch.setattr(self_test, "_SLOTS", (150, 600))
 
 
 def part(dtype: torch.dtype = torch.float32, options: frozenset[str] = frozenset(), groups: int = 3) -> KernelVariant:
@@ -79,6 +82,15 @@ def test_a_kernel_that_is_wrong_anywhere_does_not_serve_and_the_log_says_so_once
         assert not attention_is_right(part(dtype), kernel)
     (record,) = caplog.records
     assert f"{dtype}, head size 64 and 48, 3 heads a KV head on cpu is not used" in record.getMessage()
+
+
+def test_a_kernel_that_is_wrong_after_long_texts_only_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_the_last_slots(query: Tensor, keys: Tensor, values: Tensor, **arguments: Any) -> Tensor:
+        return right(query, keys[:, :8192], values[:, :8192], **arguments)
+
+    assert attention_is_right(part(), without_the_last_slots)
+    monkeypatch.setattr(self_test, "_SLOTS", SLOTS)
+    assert not attention_is_right(part(groups=1), without_the_last_slots)
 
 
 @pytest.mark.parametrize("options", OPTIONS[1:], ids=lambda options: "+".join(sorted(options)))
