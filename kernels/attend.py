@@ -12,7 +12,7 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 # These change from call to call. Specialized (on 1, on multiples of 16), tree widths would run different machine code,
 # and a chain's result could depend on how many nodes are scored at once.
-_VARYING = ["width", "word_count", "splits", "window", "chunk"]
+_VARYING = ["width", "word_count", "splits", "split_size", "window", "chunk"]
 _UNALIGNED = ["lengths", "nodes", "depths", "words", "sinks"]
 
 
@@ -101,9 +101,9 @@ def _share(peak, total, sink, HAS_SINKS: tl.constexpr):
 def attend(
     query, keys, values, lengths, nodes, depths, words, sinks, out, sums, peaks,
     q_row, q_head, q_node, k_row, k_slot, k_head, v_row, v_slot, v_head,
-    width, word_count, splits, factor, squeeze, window, chunk,
+    width, word_count, splits, split_size, factor, squeeze, window, chunk,
     GROUPS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     STAGES: tl.constexpr, HAS_LIMIT: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     IN_ONE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -121,8 +121,8 @@ def attend(
     packed = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     node = packed // GROUPS
     is_live = node < count
-    start = split * SPLIT
-    stop = tl.minimum(start + SPLIT, length + count)
+    start = split * split_size
+    stop = tl.minimum(start + split_size, length + count)
     begin = start
     nearest = 0
     first = tl.zeros([BLOCK_ROWS], tl.int32)
@@ -192,8 +192,8 @@ def attend(
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
 def merge(
-    lengths, nodes, depths, sinks, out, sums, peaks, width, splits, window, chunk,
-    GROUPS: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr, SPLIT: tl.constexpr,
+    lengths, nodes, depths, sinks, out, sums, peaks, width, splits, split_size, window, chunk,
+    GROUPS: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     AT_ONCE: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of one packed query row: a left fold over groups of AT_ONCE splits, counted from split 0."""
@@ -204,11 +204,11 @@ def merge(
     head = kv_head * GROUPS + packed % GROUPS
     length = tl.load(lengths + row)
     count = tl.load(nodes + row)
-    last = tl.cdiv(length + count, SPLIT)
+    last = tl.cdiv(length + count, split_size)
     nearest = 0
     if HAS_LIMIT:
         first = _first_position(depths, node, node < count, row, length, width, window, chunk)
-        nearest = tl.maximum(first, 0) // SPLIT
+        nearest = tl.maximum(first, 0) // split_size
     if node >= count:
         last = 0
     dims = tl.arange(0, BLOCK_VALUE)

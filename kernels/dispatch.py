@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from lookahead.kernels.checks import shortcoming, slot_shortcoming
-from lookahead.kernels.self_test import KernelVariant, attention_is_right, compaction_is_right
+from lookahead.kernels.self_test import KernelVariant, attention_is_right, compaction_is_right, tests_run
+
+__all__ = ["attention_for", "compactor_for", "runs_on", "tests_run"]
 
 NO_OPTIONS: Mapping[str, Any] = {}
 
@@ -25,7 +27,10 @@ def runs_on(device: torch.device) -> bool:
 def attention_for(
     query: Tensor, keys: Tensor, values: Tensor, options: Mapping[str, Any] = NO_OPTIONS
 ) -> Callable[..., Tensor] | None:
-    """The tree attention kernel for these tensors, or None where torch's own attention is used.
+    """The tree attention kernel for tensors like these, or None where torch's own attention is used.
+
+    It takes what `lookahead.kernels.tree_attention.tree_attention` takes, with the shapes and strides given here, and
+    checks nothing.
 
     On a GPU the first call for a combination of heads, types and options runs the self-test
     (`lookahead.kernels.self_test`).
@@ -42,12 +47,12 @@ def attention_for(
         return cpu_attention.tree_attention if cpu_attention.pays(query, keys, values) else None
     if not runs_on(query.device) or shortcoming(query, keys, values) is not None:
         return None
-    from lookahead.kernels.tree_attention import tree_attention
+    from lookahead.kernels.tree_attention import launch, tree_attention
 
     groups = query.shape[1] // keys.shape[2]
     given = frozenset(name for name, option in options.items() if option is not None)
     variant = KernelVariant(query.device, query.dtype, keys.shape[3], values.shape[3], groups, given)
-    return tree_attention if attention_is_right(variant, tree_attention) else None
+    return launch if attention_is_right(variant, tree_attention) else None
 
 
 def compactor_for(buffers: Sequence[Tensor]) -> Callable[..., None] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,8 +17,8 @@ Precision = Literal["tf32x3", "ieee"]
 _LOG2E = 1.4426950408889634
 _NO_LIMIT = 1 << 30  # positions
 MERGED_AT_ONCE = 16  # splits
-_SPLIT = 512  # slots
-_MOST_SPLITS = 64
+_LEAST_SPLIT = 128  # slots
+_PROGRAMS = 2  # on a multiprocessor at once
 # The compiler must not fuse a multiplication with an addition in one loop and not in the other.
 OPTIONS = {"enable_fp_fusion": False}
 # Without it ptxas spills a few words of some variants to fit more programs on a multiprocessor.
@@ -50,22 +50,34 @@ def blocks_for(dtype: torch.dtype, block_dim: int, precision: Precision, major: 
         dtype: Type of query, keys and values.
         block_dim: The larger head size, padded to a power of two.
         precision: How float32 is multiplied.
-        major: Compute capability of the GPU; from 9 on 4 warps hold accumulators of 64 rows.
+        major: Major compute capability of the GPU. Those of 9 and 10 multiply 64 rows by 4 warps, and have more shared
+            memory than all others.
         is_padded: Whether a head size is no power of two, and its loads take masks.
     """
+    is_large = major in (9, 10)
     if dtype == torch.float32:
         return Blocks(16, 16, 8, 3) if precision == "ieee" else Blocks(16, 32, 4, 2)
     if block_dim > 128:
-        return Blocks(64, 32, 8, 3 if major >= 9 else 2)
-    if major >= 9:
-        return Blocks(64, 64, 4, 3)
-    return Blocks(64, 32 if is_padded else 64, 8, 3)
+        return Blocks(64, 32, 8, 3 if is_large else 2)
+    keys = 32 if major >= 12 or (is_padded and major != 9) else 64
+    return Blocks(64, keys, 4 if is_large else 8, 3)
 
 
-def split_for(slots: int) -> int:
-    """Slots per split: few, so that short contexts fill a GPU, but at most 64 splits of partial sums."""
-    split = _SPLIT
-    while slots > split * _MOST_SPLITS:
+@lru_cache(1024)
+def split_for(slots: int, packed: int, programs: int, processors: int) -> int:
+    """Slots per split, a power of two: as few as one wave of programs has room for.
+
+    A split writes a partial sum for every query, so it has at least as many slots as there are queries. Not measured on
+    a GPU.
+
+    Args:
+        slots: Slots of a row.
+        packed: Packed query rows of a KV head.
+        programs: Programs that a split takes, over all rows and KV heads.
+        processors: Multiprocessors of the GPU.
+    """
+    split = max(_LEAST_SPLIT, 1 << (packed - 1).bit_length())
+    while split < slots and programs * -(-slots // split) > _PROGRAMS * processors:
         split *= 2
     return split
 
@@ -109,7 +121,7 @@ def tree_attention(
         window: Positions a node may look back, itself included.
         chunk: A node looks at positions of its own chunk of so many only.
         sinks: Floating point `[heads]`; a logit per head that takes part in the softmax only.
-        split: Slots per split, a multiple of 64; by the number of slots when None.
+        split: Slots per split, a multiple of 64; as shapes and the GPU suggest when None.
         precision: How float32 is multiplied: as three TF32 products, which lose about two of its 24 bits, or exactly
             ("ieee"), as always with head sizes above 128.
 
@@ -128,77 +140,82 @@ def tree_attention(
         check_positive(name, number)
     require(split is None or (split > 0 and split % 64 == 0), f"split must be a multiple of 64, got {split}")
     require(precision in ("tf32x3", "ieee"), f"precision must be 'tf32x3' or 'ieee', got {precision!r}")
-    return _launch(
-        query, keys, values, (lengths, nodes, depths), words, sinks,
-        scaling=query.shape[3] ** -0.5 if scaling is None else scaling, softcap=softcap, window=window, chunk=chunk,
-        split=split_for(keys.shape[1]) if split is None else split, precision=precision,
+    return launch(
+        query, keys, values, lengths=lengths, nodes=nodes, depths=depths, words=words, scaling=scaling, softcap=softcap,
+        window=window, chunk=chunk, sinks=sinks, split=split, precision=precision,
     )  # fmt: skip
 
 
-def _launch(
+def launch(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    rows_at: tuple[Tensor, Tensor, Tensor],
-    words: Tensor,
-    sinks: Tensor | None,
     *,
-    scaling: float,
-    softcap: float | None,
-    window: int | None,
-    chunk: int | None,
-    split: int,
-    precision: Precision,
+    lengths: Tensor,
+    nodes: Tensor,
+    depths: Tensor,
+    words: Tensor,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    chunk: int | None = None,
+    sinks: Tensor | None = None,
+    split: int | None = None,
+    precision: Precision = "tf32x3",
 ) -> Tensor:
-    """Launch `attend` and, where there is more than one split, `merge`."""
+    """`tree_attention` without checks, for tensors like those of a call that was checked."""
     rows, heads, width, dim = query.shape
     _, slots, kv_heads, value_dim = values.shape
     out = query.new_empty(rows, width, heads, value_dim)
     if rows == 0:
         return out
-    packed, splits = width * heads // kv_heads, triton.cdiv(slots, split)
+    packed, (major, processors) = width * heads // kv_heads, _gpu(query.device)
     blocks, shared, own = constants(
-        query.dtype, dim, value_dim, heads // kv_heads, split=split, in_one=splits == 1,
+        query.dtype, dim, value_dim, heads // kv_heads,
         has_limit=window is not None or chunk is not None, has_softcap=softcap is not None,
-        has_sinks=sinks is not None, precision=precision, major=_major(query.device),
+        has_sinks=sinks is not None, precision=precision, major=major,
     )  # fmt: skip
+    row_blocks = -(-packed // blocks.rows)  # not triton.cdiv, which takes 2 us
+    if split is None:
+        split = split_for(slots, packed, row_blocks * kv_heads * rows, processors)
+    splits = -(-slots // split)
     sums, peaks = out, out  # unused with one split
     if splits > 1:
         sums = query.new_empty(rows, kv_heads, splits, packed, shared["BLOCK_VALUE"], dtype=torch.float32)
         peaks = query.new_empty(rows, kv_heads, splits, packed, 2, dtype=torch.float32)
     limits = (_NO_LIMIT if window is None else window, _NO_LIMIT if chunk is None else chunk)
-    sinks = rows_at[0] if sinks is None else sinks
+    sinks = lengths if sinks is None else sinks  # any pointer
+    scaling = dim**-0.5 if scaling is None else scaling
     factor, squeeze = (scaling, 1.0) if softcap is None else (softcap, scaling / softcap)
     with torch.cuda.device_of(query):
-        attend[(splits * triton.cdiv(packed, blocks.rows), kv_heads, rows)](
-            query, keys, values, *rows_at, words, sinks, out, sums, peaks,
+        attend[(splits * row_blocks, kv_heads, rows)](
+            query, keys, values, lengths, nodes, depths, words, sinks, out, sums, peaks,
             *_strides(query), *_strides(keys), *_strides(values),
-            width, words.shape[2], splits, factor * _LOG2E, squeeze, *limits,
-            **shared, **own, num_warps=blocks.warps, **ATTEND_OPTIONS,
+            width, words.shape[2], splits, split, factor * _LOG2E, squeeze, *limits,
+            **shared, **own, IN_ONE=splits == 1, num_warps=blocks.warps, **ATTEND_OPTIONS,
         )  # fmt: skip
         if splits > 1:
             merge[(packed, kv_heads, rows)](
-                *rows_at, sinks, out, sums, peaks, width, splits, *limits,
+                lengths, nodes, depths, sinks, out, sums, peaks, width, splits, split, *limits,
                 **shared, AT_ONCE=MERGED_AT_ONCE, num_warps=4, **OPTIONS,
             )  # fmt: skip
     return out
 
 
+@cache
 def constants(
     dtype: torch.dtype,
     dim: int,
     value_dim: int,
     groups: int,
     *,
-    split: int,
-    in_one: bool,
     has_limit: bool,
     has_softcap: bool,
     has_sinks: bool,
     precision: Precision,
     major: int,
 ) -> tuple[Blocks, dict[str, Any], dict[str, Any]]:
-    """Compile-time constants: the blocks, those of both `attend` and `merge`, and those of `attend` only."""
+    """Compile-time constants: the blocks, those of both `attend` and `merge`, those of `attend`; IN_ONE is left out."""
     block_dim, block_value = triton.next_power_of_2(dim), triton.next_power_of_2(value_dim)
     precision = "ieee" if max(dim, value_dim) > 128 else precision
     is_padded = (block_dim, block_value) != (dim, value_dim)
@@ -207,7 +224,6 @@ def constants(
         "GROUPS": groups,
         "VALUE_DIM": value_dim,
         "BLOCK_VALUE": block_value,
-        "SPLIT": split,
         "HAS_LIMIT": has_limit,
         "HAS_SINKS": has_sinks,
     }
@@ -218,7 +234,6 @@ def constants(
         "BLOCK_KEYS": blocks.keys,
         "STAGES": blocks.stages,
         "SOFTCAP": has_softcap,
-        "IN_ONE": in_one,
         "UPCAST": _interprets() and dtype == torch.bfloat16,
         "PRECISION": precision,
     }
@@ -226,14 +241,18 @@ def constants(
 
 
 @cache
-def _major(device: torch.device) -> int:
-    """Major compute capability of a GPU; interpreted on the CPU, the blocks of the newest are used."""
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
+def _gpu(device: torch.device) -> tuple[int, int]:
+    """Major compute capability and multiprocessors of a GPU; of an H100 where the CPU interprets."""
+    if device.type != "cuda":
+        return 9, 132
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major, properties.multi_processor_count
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
     """Strides of all but the last dimension; 0, which has every alignment, for a dimension of size 1."""
-    return tuple(step if size > 1 else 0 for size, step in zip(tensor.shape[:3], tensor.stride()[:3], strict=True))
+    steps, (first, second, third, _) = tensor.stride(), tensor.shape
+    return steps[0] if first > 1 else 0, steps[1] if second > 1 else 0, steps[2] if third > 1 else 0
 
 
 def _interprets() -> bool:

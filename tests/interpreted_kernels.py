@@ -175,7 +175,7 @@ def test_buffers_that_compaction_cannot_move_are_refused_by_index():
     ids=["plain", "options"],
 )
 def test_they_pass_the_self_test_that_lets_them_serve_on_a_gpu(options, monkeypatch):
-    monkeypatch.setattr(self_test, "_SLOTS", (150, 600))  # as many as the interpreter has time for
+    monkeypatch.setattr(self_test, "_SLOTS", {100: None, 600: 64})  # as many as the interpreter has time for
     part = KernelVariant(torch.device("cpu"), FULL, 64, 64, 1, options)
     assert attention_is_right(part, tree_attention)
     assert compaction_is_right(part.device, compact, SlotBuffers)

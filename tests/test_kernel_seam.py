@@ -17,8 +17,9 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 import lookahead
 from lookahead.drafting.tree import TokenTree
-from lookahead.kernels import checks, reference
+from lookahead.kernels import checks, reference, self_test
 from lookahead.kernels import dispatch as choice
+from lookahead.kernels.self_test import KernelVariant
 from lookahead.models.cache import TreeCache, TreeSlots
 from lookahead.models.target import Target
 from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, TreePass, TreeTensors, _mask_of
@@ -73,7 +74,9 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         assert problem is None, problem
 
         def announced(*tensors: Tensor, **arguments: Any) -> Tensor:
-            assert all(arguments[name] is option for name, option in options.items())
+            # Chosen for one layer, it serves all that are alike; sinks are a layer's own.
+            own = [arguments[name] if option is None or name != "sinks" else option for name, option in options.items()]
+            assert own == list(options.values())
             return attention(*tensors, **arguments)
 
         return announced
@@ -202,6 +205,33 @@ def test_a_pass_reads_the_host_in_one_transfer_that_does_not_grow_with_the_conte
         with Transfers() as transfers:
             target.prefill([np.zeros(128, np.int32)] * 3)
     assert len(transfers.bytes) <= 3 and max(transfers.bytes) < 10_000
+
+
+def test_kernels_are_chosen_once_a_pass_and_tested_for_later_windows_in_a_pass_that_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    meta = torch.device("meta")
+    asked: list[int | None] = []
+
+    def attention_for(query: Tensor, keys: Tensor, values: Tensor, options: Mapping[str, Any]) -> Callable[..., Tensor]:
+        asked.append(options["window"])
+        variant = KernelVariant(meta, query.dtype, 16, 16, 2, frozenset({str(options["window"])}))
+        assert self_test.attention_is_right(variant, attention_for)
+        return lambda query, *tensors, **arguments: query.transpose(1, 2).contiguous()
+
+    monkeypatch.setattr(self_test, "_outcomes", {})
+    monkeypatch.setattr(self_test, "_attention_error", lambda *_: 0.0)
+    monkeypatch.setattr(choice, "attention_for", attention_for)
+    target = Target(build("Mistral").to(meta), rows=1, capacity=64, device=meta)
+    told = []
+    with target.serving():
+        target.prefill([np.zeros(4, np.int32)])
+        for length in (3, 3, 30):
+            target.cache.slots.lengths[:] = length
+            asked.clear()
+            target.score([random_tree(1, 3)])
+            told.append((list(asked), target.is_cold))
+    assert told == [([None, 9], True), ([None, 9], False), ([9], False)]
 
 
 def test_further_parts_of_a_prompt_need_no_mask_where_flash_attention_takes_them(

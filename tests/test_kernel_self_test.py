@@ -30,7 +30,7 @@ def part(dtype: torch.dtype = torch.float32, options: frozenset[str] = frozenset
     return KernelVariant(CPU, dtype, 64, 48, groups, options)
 
 
-def right(query: Tensor, keys: Tensor, values: Tensor, **arguments: Any) -> Tensor:
+def right(query: Tensor, keys: Tensor, values: Tensor, split: int | None = None, **arguments: Any) -> Tensor:
     return reference.tree_attention(query, keys, values, **arguments, dtype=torch.float32).to(query.dtype)
 
 

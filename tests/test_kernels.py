@@ -13,11 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.support.random_trees import random_trees
 
 ROOT = Path(__file__).resolve().parent.parent
-SHARED_MEMORY = {90: 232_448, 80: 166_912}  # bytes a program may have
+# Bytes a program may have. Source: CUDA C++ programming guide, technical specifications per compute capability.
+SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 POINTERS = {"query", "keys", "values", "out", "sums", "peaks", "addresses"}
 TYPES = {"lengths": "*i32", "nodes": "*i32", "depths": "*i32", "words": "*i64", "sinks": "*i32", "sums": "*fp32"}
 TYPES |= {"peaks": "*fp32", "factor": "fp32", "squeeze": "fp32"}
@@ -84,12 +87,12 @@ def cold_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-PLAIN = {"has_limit": False, "has_softcap": False, "has_sinks": False, "in_one": False}
-EVERYTHING = {"has_limit": True, "has_softcap": True, "has_sinks": True, "in_one": True}
+PLAIN = {"has_limit": False, "has_softcap": False, "has_sinks": False}
+EVERYTHING = {"has_limit": True, "has_softcap": True, "has_sinks": True}
 # Type, head sizes of keys and of values, query heads a KV head, options. The number of nodes is not compiled in.
 VARIANTS = {
     "Llama 3": (torch.bfloat16, 128, 128, 4, PLAIN),
-    "Phi-3": (torch.float16, 96, 96, 1, PLAIN | {"in_one": True}),
+    "Phi-3": (torch.float16, 96, 96, 1, PLAIN),
     "head size 80, everything": (torch.float16, 80, 80, 3, EVERYTHING),
     "gpt-oss": (torch.bfloat16, 64, 64, 8, PLAIN | {"has_limit": True, "has_sinks": True}),
     "Gemma 2": (torch.bfloat16, 256, 256, 2, PLAIN | {"has_limit": True, "has_softcap": True}),
@@ -101,25 +104,18 @@ VARIANTS = {
 }
 
 
-# For sm_80 one variant of each type; the others are exhaustive.
-OLDER = {"Llama 3", "Phi-3", "float32, everything, head size 80"}
-
-
 @needs_triton
-@pytest.mark.parametrize(
-    ("name", "capability"),
-    [(name, 90) for name in VARIANTS]
-    + [pytest.param(name, 80, marks=() if name in OLDER else pytest.mark.exhaustive) for name in VARIANTS],
-)
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_attention_compiles_without_spills_and_within_shared_memory(name, capability, cold_cache):
     from lookahead.kernels.attend import attend
     from lookahead.kernels.tree_attention import ATTEND_OPTIONS, constants
 
     dtype, dim, value_dim, groups, flags = VARIANTS[name]
     element = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
-    blocks, shared, own = constants(
-        dtype, dim, value_dim, groups, split=512, precision="tf32x3", major=capability // 10, **flags
-    )
+    blocks, shared, own = constants(dtype, dim, value_dim, groups, precision="tf32x3", major=capability // 10, **flags)
+    own = own | {"IN_ONE": flags == EVERYTHING or name == "Phi-3"}
     types = TYPES | dict.fromkeys(("query", "keys", "values", "out"), f"*{element}")
     machine = compiled(attend, types, shared | own, capability, ATTEND_OPTIONS | {"num_warps": blocks.warps})
     print(
@@ -129,7 +125,7 @@ def test_attention_compiles_without_spills_and_within_shared_memory(name, capabi
     assert machine.shared <= SHARED_MEMORY[capability]
     assert re.search(r"cp\.async\.c[ag]\.shared\.global[^;]*, 0x10", machine.ptx), "no 16-byte asynchronous copy"
     if dtype != torch.float32:
-        assert ("wgmma.mma_async" if capability == 90 else "mma.sync") in machine.ptx
+        assert {90: "wgmma.mma_async", 100: "tcgen05.mma"}.get(capability, "mma.sync") in machine.ptx
 
 
 @needs_triton
@@ -139,8 +135,7 @@ def test_merging_and_compaction_compile_without_spills(capability, cold_cache):
     from lookahead.kernels.compaction import _compact
     from lookahead.kernels.tree_attention import MERGED_AT_ONCE, OPTIONS, constants
 
-    flags = EVERYTHING | {"split": 512, "precision": "tf32x3", "major": capability // 10}
-    _, shared, _ = constants(torch.bfloat16, 256, 256, 4, **flags)
+    _, shared, _ = constants(torch.bfloat16, 256, 256, 4, **EVERYTHING, precision="tf32x3", major=capability // 10)
     merging = shared | {"AT_ONCE": MERGED_AT_ONCE}
     machine = compiled(merge, TYPES | {"out": "*bf16"}, merging, capability, OPTIONS | {"num_warps": 4})
     assert machine.stack == 0
@@ -149,6 +144,33 @@ def test_merging_and_compaction_compile_without_spills(capability, cold_cache):
     loads, barrier, stores = (machine.ptx.find(word) for word in ("ld.global.b32 ", "bar.sync", "st.global"))
     assert -1 < loads < barrier < stores
     assert machine.ptx.rfind("ld.global") < machine.ptx.rfind("bar.sync", 0, stores), "every load before any store"
+
+
+@needs_triton
+@given(
+    st.integers(1, 200_000), st.integers(1, 4096), st.integers(1, 64), st.sampled_from([1, 8, 32]), st.integers(1, 200)
+)
+def test_splits_fill_a_gpu_in_one_wave_and_write_no_more_sums_than_they_read(
+    slots: int, packed: int, rows: int, kv_heads: int, processors: int
+) -> None:
+    from lookahead.kernels.tree_attention import split_for
+
+    programs = -(-packed // 64) * kv_heads * rows
+    split = split_for(slots, packed, programs, processors)
+    splits = -(-slots // split)
+    assert split % 128 == 0 and split >= packed
+    assert splits == 1 or programs * splits <= 2 * processors
+    finer = split // 2
+    assert finer < max(128, packed) or programs * -(-slots // finer) > 2 * processors
+
+
+def test_short_contexts_are_split_finer_and_long_trees_coarser() -> None:
+    tree_attention = pytest.importorskip("lookahead.kernels.tree_attention")
+    h100 = 132
+    assert tree_attention.split_for(1024, 4, 8, h100) == 128
+    assert tree_attention.split_for(32768, 4, 8, h100) == 1024
+    assert tree_attention.split_for(32768, 256, 4 * 8, h100) == 4096
+    assert tree_attention.split_for(8192, 64, 64 * 8, h100) == 8192, "a large batch fills it without splits"
 
 
 class Rehearsal:

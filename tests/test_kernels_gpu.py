@@ -74,6 +74,7 @@ def test_a_chain_gets_the_same_bits_however_many_nodes_are_scored_at_once(shape,
     chosen = dict(OPTIONS[options])
     if chosen.pop("sinks", False):
         chosen["sinks"] = torch.linspace(-2, 2, 2 * groups, device="cuda", dtype=dtype)
+    chosen["split"] = 512
     together = tree_attention(**inputs, **chosen)
     one = torch.ones(1, 1, dtype=torch.int32, device="cuda")
     for node in range(width):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from threading import Lock, local
@@ -181,11 +182,9 @@ def tree_attention(
     # `generate` reads it: rounding differences in all of its KV could change tokens.
     is_cpu_prompt = tree_pass.is_prefill and query.device.type == "cpu" and query.dtype == torch.float32
     if (tree_pass.scores_trees or is_cpu_prompt) and not torch.compiler.is_compiling():
-        from lookahead.kernels.dispatch import attention_for
-
         slots = (key.transpose(1, 2), value.transpose(1, 2))  # as the cache holds them
         limits = {"window": span.window, "chunk": span.chunk, "softcap": softcap, "sinks": s_aux}
-        kernel = attention_for(query, *slots, limits)
+        kernel = _kernel_for(tree_pass, module, kwargs, query, slots, limits)
         if kernel is not None:
             return kernel(query, *slots, **tree_pass.tensors(query.device)._asdict(), scaling=scaling, **limits), None
     packed = query.view(rows, kv_heads, groups, width, dim).transpose(2, 3).reshape(rows, kv_heads, width * groups, dim)
@@ -208,6 +207,35 @@ def tree_attention(
         out = _softmax_attention(packed, key, value, mask, scaling or dim**-0.5, softcap, s_aux)
     out = out.view(rows, kv_heads, width, groups, -1).permute(0, 2, 1, 3, 4)
     return out.reshape(rows, width, heads, -1), None
+
+
+def _kernel_for(
+    tree_pass: TreePass,
+    module: nn.Module,
+    kwargs: dict[str, Any],
+    query: Tensor,
+    slots: tuple[Tensor, Tensor],
+    limits: dict[str, Any],
+) -> Callable[..., Tensor] | None:
+    """The kernel of a layer; chosen and checked once in a pass for layers that are alike."""
+    layouts = [(each.shape, each.stride()) for each in (query, *slots)]
+    kind = (
+        query.device,
+        query.dtype,
+        *layouts,
+        limits["window"],
+        limits["chunk"],
+        limits["softcap"],
+        limits["sinks"] is None,
+    )
+    if kind not in tree_pass.kernels:
+        from lookahead.kernels.dispatch import attention_for
+
+        tree_pass.kernels[kind] = attention_for(query, *slots, limits)
+        later = _span_of(module, kwargs, sys.maxsize)._asdict()
+        if query.device.type != "cpu" and any(limits[name] != limit for name, limit in later.items()):
+            attention_for(query, *slots, limits | later)  # tested now, not in the middle of a text
+    return tree_pass.kernels[kind]
 
 
 def _takes_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:

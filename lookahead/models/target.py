@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import UnsupportedModelError
+from lookahead.kernels.dispatch import tests_run
 from lookahead.models.attention import AttentionScope
 from lookahead.models.cache import TreeCache, windows_of
 from lookahead.models.compiled import CompiledRunner
@@ -132,6 +133,7 @@ class Target:
         is_apart = (is_fixed and compiles) or (getattr(model, "_tp_size", None) or 1) > 1
         self._linears = LinearScope(nn.Identity() if is_apart else model, packs=packs)
         self._has_packed = False  # whether the newest pass packed weights
+        self._tested = 0  # self-tests of kernels before the newest pass
         self._fast = None
         if is_fixed:
             self._fast = CompiledRunner(
@@ -142,7 +144,8 @@ class Target:
     @property
     def is_cold(self) -> bool:
         """Whether the newest pass did work, such as compiling, that later passes of its shape do not repeat."""
-        return self._has_packed or (self._fast is not None and self._fast.is_cold)
+        is_cold = self._has_packed or tests_run() > self._tested
+        return is_cold or (self._fast is not None and self._fast.is_cold)
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -225,7 +228,7 @@ class Target:
         Args:
             trees: One tree per active row, in the order of the rows.
         """
-        outputs, self._has_packed = None, False
+        outputs, self._has_packed, self._tested = None, False, tests_run()
         if self._fast is not None:
             outputs = self._fast.score(trees, has_softcap=self._has_softcap)
         if outputs is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -86,6 +86,7 @@ class TreePass:
         is_causal: Every row writes a chain behind as many committed tokens: causal attention without a mask of its own.
         is_from_empty: And there are none.
         sees_all: Every query may look at every slot, so that no mask is needed.
+        kernels: The kernels of its layers by their shapes; None where torch's attention serves.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class TreePass:
         self.sees_all = slots.width == 1 and slots.is_even
         if scored is not None and trees is not None:
             self.sees_all = self.sees_all and all(int(tree.depths[-1]) == len(tree) - 1 for tree in trees)
+        self.kernels: dict[Hashable, Callable[..., Tensor] | None] = {}
         self._masks: dict[_MaskKey, Tensor] = {}
         self._tensors: dict[torch.device, TreeTensors] = {}
 
