@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import openai
 import pytest
@@ -23,8 +18,8 @@ from typer.testing import CliRunner
 from lookahead.cli.app import app
 from lookahead.engine.engine import Engine
 from lookahead.generation.serving import EnabledModels, listen, make_server
+from tests.support.forked import command
 
-ROOT = Path(__file__).resolve().parent.parent
 QUESTIONS = ["the cat sat on the cat", "abab abab", "what? what?", "xyz"]
 
 
@@ -221,26 +216,18 @@ def test_a_model_that_does_not_exist_is_told_in_a_line(cli_folder):
     assert "model './missing' does not exist" in result.stderr
 
 
-def test_the_command_answers_and_ctrl_c_ends_it_quietly(folder, plain):
-    # torchao complains on stderr of what it cannot load, and the first run on a machine says that it compiles.
-    quiet = "import sys; sys.modules['torchao'] = None; from lookahead.cli import terminal; terminal._SILENT_S = 1e9; "
-    process = subprocess.Popen(
-        [sys.executable, "-c", quiet + "from lookahead.cli.app import main; main()", "serve", folder, "--port", "0"],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    try:
-        line = process.stderr.readline()
-        assert line.startswith(f"serving: {folder} at http://localhost:"), line
-        client = openai.OpenAI(base_url=line.split()[3].rstrip(";"), api_key="none", timeout=120)
-        chat = [{"role": "user", "content": QUESTIONS[0]}]
-        got = client.chat.completions.create(model=folder, messages=chat, max_tokens=40, temperature=0)
-        assert json.loads(got.to_json())["choices"][0]["message"]["content"] == plain(QUESTIONS[0])[0]
-        process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=60) == ("", "")
-        assert process.returncode == 0
-    finally:
-        process.kill()
+def test_the_command_answers_and_ctrl_c_ends_it_quietly(folder, plain, tmp_path):
+    said = tmp_path / "stdout"
+    with said.open("w") as stdout:
+        words = ("serve", folder, "--port", "0")
+        with command(*words, folder=tmp_path, stdout=stdout.fileno()) as process:
+            process.until(lambda: process.stderr.endswith("\n"))
+            line = process.stderr
+            assert line.startswith(f"serving: {folder} at http://localhost:"), line
+            client = openai.OpenAI(base_url=line.split()[3].rstrip(";"), api_key="none", timeout=120)
+            chat = [{"role": "user", "content": QUESTIONS[0]}]
+            got = client.chat.completions.create(model=folder, messages=chat, max_tokens=40, temperature=0)
+            assert json.loads(got.to_json())["choices"][0]["message"]["content"] == plain(QUESTIONS[0])[0]
+            process.interrupt()
+            assert process.wait() == 0
+    assert (said.read_text(), process.stderr) == ("", line)

@@ -82,7 +82,8 @@ def work(rank: int, folder: Path) -> None:
 
 
 def test_every_process_of_a_model_emits_the_tokens_of_generate(folder: Path) -> None:
-    torch.multiprocessing.spawn(work, args=(folder,), nprocs=PROCESSES)
+    # Forked, so that they import nothing anew.
+    torch.multiprocessing.start_processes(work, args=(folder,), nprocs=PROCESSES, start_method="fork")
     assert {path.name for path in folder.glob("done*")} == {"done0", "done1"}
 
 
