@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import UnsupportedModelError
-from lookahead.kernels.dispatch import tests_run
 from lookahead.models.attention import AttentionScope
 from lookahead.models.cache import TreeCache, windows_of
 from lookahead.models.compiled import CompiledRunner
@@ -144,7 +143,7 @@ class Target:
     @property
     def is_cold(self) -> bool:
         """Whether the newest pass did work, such as compiling, that later passes of its shape do not repeat."""
-        is_cold = self._has_packed or tests_run() > self._tested
+        is_cold = self._has_packed or _tests_run() > self._tested
         return is_cold or (self._fast is not None and self._fast.is_cold)
 
     @contextmanager
@@ -228,7 +227,7 @@ class Target:
         Args:
             trees: One tree per active row, in the order of the rows.
         """
-        outputs, self._has_packed, self._tested = None, False, tests_run()
+        outputs, self._has_packed, self._tested = None, False, _tests_run()
         if self._fast is not None:
             outputs = self._fast.score(trees, has_softcap=self._has_softcap)
         if outputs is None:
@@ -331,6 +330,13 @@ class Target:
         if trees is not None:
             return bool(tokens.shape[1] == 1)
         return keep is not None and list(keep) == [tokens.shape[1] - 1]
+
+
+def _tests_run() -> int:
+    """Self-tests of kernels in this process so far."""
+    from lookahead.kernels.dispatch import tests_run
+
+    return tests_run()
 
 
 def _choose_layers(output: Any, layers: Sequence[int]) -> dict[int, Tensor]:
