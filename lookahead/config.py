@@ -50,7 +50,8 @@ class LookaheadConfig:
         max_nodes: Most draft nodes of one row's tree without the root, 1 to 512. `None` decides: 64, plus the window
             and the guesses while the lookahead branch runs. Where trees are padded to powers of two it is one less,
             since the root is one of the nodes.
-        min_probability: Least probability of a draft node being reached, 0 to 1.
+        min_probability: Least probability of a draft node being reached, 0 to 1. With `draft="auto"` the measured cost
+            of a node sets a higher one where nodes are expensive.
         max_ngram: Longest context of an n-gram lookup in tokens, 1 to 64.
         min_ngram: Shortest context of an n-gram lookup in tokens, 1 to `max_ngram`.
         memory: `"shared"` keeps what `"outputs"` and `"recycled"` collect for all later calls on the same model in
@@ -88,7 +89,7 @@ class LookaheadConfig:
     acceptance: Literal["exact", "rejection", "typical"] = "exact"
     exactness: Literal["auto", "fast"] = "auto"
     max_nodes: int | None = None
-    min_probability: float = 0.02
+    min_probability: float = 0.002
     max_ngram: int = 16
     min_ngram: int = 1
     memory: Literal["shared", "request"] = "shared"

@@ -22,12 +22,14 @@ class Limits(NamedTuple):
         max_depth: Maximum depth of a node.
         min_probability: Nodes less likely to be reached than this are left out.
         is_chain: Whether only the likeliest child of a node is kept.
+        worth: Tokens that a verified node is worth whether accepted or not, as a source learns from its logits.
     """
 
     max_nodes: int
     max_depth: int
     min_probability: float = 0.0
     is_chain: bool = False
+    worth: float = 0.0
 
 
 NOTHING = Limits(0, 0)
@@ -59,7 +61,7 @@ def _best_nodes(parents, probabilities, max_nodes):
     path_probs, zeros = probabilities.copy(), np.zeros(len(parents), np.int32)
     for node in range(1, len(parents)):
         path_probs[node] *= path_probs[parents[node]]
-    scratch, size = select(parents, zeros, path_probs, zeros, (max_nodes, 0, 0.0, False), path_probs[:0])
+    scratch, size = select(parents, zeros, path_probs, zeros, (max_nodes, 0, 0.0, False, 0.0), path_probs[:0])
     nodes, kept_parents, places = np.empty(size, np.int32), np.empty(size, np.int32), np.zeros(len(parents), np.int32)
     for place in range(size):
         nodes[place] = scratch[_ORDER, place]
@@ -79,8 +81,8 @@ def select(parents, depths, path_probs, required, limits, costs):
     """Select the nodes that give the most expected tokens per cost, and lay them out depth first.
 
     The root and the required nodes are always selected, then the nodes with the highest path probability. The expected
-    number of tokens is the sum of the path probabilities. The likelier child comes first, so that the likeliest path is
-    0, 1, 2, ….
+    number of tokens is the sum of the path probabilities, and of what the nodes are worth besides. The likelier child
+    comes first, so that the likeliest path is 0, 1, 2, ….
 
     Args:
         parents: Integers `[k]`; a parent comes before its children.
@@ -95,7 +97,7 @@ def select(parents, depths, path_probs, required, limits, costs):
     Returns:
         Memory from which `node_at` reads the layout, and the number of nodes in it.
     """
-    max_nodes, max_depth, min_probability, is_chain = limits
+    max_nodes, max_depth, min_probability, is_chain, worth = limits
     count = len(path_probs)
     scratch = np.empty((5, count), np.int64)
     rank(path_probs, scratch[_RANKED])
@@ -105,7 +107,7 @@ def select(parents, depths, path_probs, required, limits, costs):
         if required[node] and depths[node] <= max_depth and size <= max_nodes:
             scratch[_KEPT, node] = 1
             size += 1
-            expected += path_probs[node]
+            expected += path_probs[node] + worth
     best_size, last, best_rate = size, 0, 0.0
     if costs.size > 0:
         best_rate = expected / costs[size]
@@ -117,7 +119,7 @@ def select(parents, depths, path_probs, required, limits, costs):
             continue
         scratch[_KEPT, node] = 1
         size, end = size + 1, node
-        expected += path_probs[node]
+        expected += path_probs[node] + worth
         if costs.size == 0 or expected / costs[size] > best_rate:
             best_size, last = size, at
             best_rate = expected / costs[size] if costs.size > 0 else 0.0

@@ -197,13 +197,13 @@ def _carve(space, used, rows, columns):
 
 
 @njit(cache=True, error_model="numpy")
-def _propose(search_at, max_nodes, context, own, floor, budget, max_depth, min_probability, is_chain, costs):
+def _propose(search_at, max_nodes, context, own, floor, budget, max_depth, min_probability, is_chain, worth, costs):
     """Find, grow and select, by addresses. With `own` the context is the first text's open document."""
     given = pointers_at(search_at, _POINTERS)
     first, second, third = chains_at(given[0]), chains_at(given[1]), chains_at(given[2])
     memory, (table, frequent) = table_at(given[3]), rates_at(given[4])
     shortest, longest, walked, source = given[5], given[6], given[7], given[8]
-    limits = (budget, max_depth, min_probability, is_chain)
+    limits = (budget, max_depth, min_probability, is_chain, worth)
     tail = first[0][: first[3]] if own else context
     most = _MOST_TEXTS * walked + 1
     rest = MOST_OPTIONS * (COLUMNS + 1) + ORDERS

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookahead.drafting.budget import CAP, OVERDRAFT, REFILL, START, EnableRule
+from lookahead.drafting.budget import CAP, OVERDRAFT, REFILL, START, EnableRule, LookaheadBranch
 from lookahead.drafting.controller import Controller, StepRecord
 from lookahead.drafting.cost_model import StepCost
 from lookahead.drafting.proposal import Proposal
@@ -241,6 +241,20 @@ def test_where_outputs_save_a_lot_a_bad_beginning_of_one_does_not_stop_drafting_
     for accepted in 3 * [0] + 47 * [16]:
         machine.step([0.9] * 16, accepted)
     assert machine.drafted > 40
+
+
+@pytest.mark.parametrize("teaches", [False, True])
+def test_the_more_a_node_costs_the_likelier_it_has_to_be(teaches) -> None:
+    least = []
+    for node_cost in (0.002, 0.1):
+        cost, rule = StepCost(), EnableRule()
+        rule.record_plain(1)  # the first step is plain
+        cost.calibrate([1, 33], [1.0, 1.0 + 32 * node_cost], rows=1, context=0)
+        plan = controller_of(cost, rule, branch=LookaheadBranch((), teaches=teaches)).plan([100], 100)
+        assert (plan.worth > 0.0) == teaches
+        least.append(plan.min_probability)
+        assert plan.min_probability < node_cost, "a node may cost less than the mean"
+    assert least[0] < 0.002 < 0.02 < least[1]
 
 
 def test_the_trees_of_rows_that_step_together_are_sized_together() -> None:

@@ -220,6 +220,14 @@ def test_a_draft_ends_where_expected_tokens_over_cost_are_highest(chances: list[
     assert rates[len(tree) - 1] == pytest.approx(rates.max())
 
 
+def test_a_node_that_teaches_a_source_is_drafted_where_its_chance_alone_does_not_pay() -> None:
+    chain = Proposal(np.array([0, 1], np.int32), np.zeros(2, np.int32), np.array([1.0, 0.05], np.float32))
+    costs = np.array([0.0, 1.0, 1.06])
+    assert len(merge(0, [chain], Limits(1, 9), costs=costs).tree) == 1
+    assert len(merge(0, [chain], Limits(1, 9, worth=0.02), costs=costs).tree) == 2
+    assert len(merge(0, [chain], Limits(1, 9, min_probability=0.1, worth=0.02), costs=costs).tree) == 1
+
+
 def test_nodes_that_cost_too_much_are_not_drafted_at_all() -> None:
     chain = Proposal(np.array([0, 1], np.int32), np.zeros(2, np.int32), np.array([1.0, 0.5], np.float32))
     assert len(merge(0, [chain], Limits(4, 9), costs=np.array([0.0, 1.0, 2.0, 3.0, 4.0, 5.0])).tree) == 1

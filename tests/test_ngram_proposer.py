@@ -211,7 +211,7 @@ def test_each_node_tells_which_sources_offered_it():
 )
 def test_the_draft_it_makes_by_itself_is_that_merged_from_its_proposal(text, room, limits, node_cost):
     costs = np.append(0.0, 1.0 + node_cost * np.arange(limits.max_nodes + 1)) if node_cost else FREE
-    proposer = NgramProposer(["prompt"])
+    proposer = NgramProposer(["prompt"], min_probability=limits.min_probability)
     proposer.start(0, ids(*text))
     proposal = proposer.propose(0, room)
     expected = merge(text[-1], [proposal], limits, costs=costs)
@@ -234,6 +234,15 @@ def test_the_draft_it_makes_by_itself_is_that_merged_from_its_proposal(text, roo
         offered = paths(TokenTree.from_parents(proposal.tokens, proposal.parents))
         for path, node in zip(offered, drafted.placed[0], strict=True):
             assert paths(tree)[node] == (path if path in paths(tree) else ())
+
+
+def test_what_is_less_likely_than_the_limits_of_a_draft_allow_is_not_looked_for():
+    proposer = NgramProposer(["prompt"])
+    proposer.start(0, ids(1, 2, 3, 1, 2, 4, 1, 2))
+    whole = proposer.draft(0, 20, Limits(20, 20), FREE)
+    likely = proposer.draft(0, 20, Limits(20, 20, min_probability=0.3), FREE)
+    assert whole.path_probs.min() < 0.3 <= likely.path_probs.min()
+    assert len(likely.placed[0]) == len(likely.tree) < len(whole.tree)
 
 
 def paths(tree: TokenTree) -> list[tuple[int, ...]]:

@@ -21,7 +21,7 @@ _OUTLIER = 1.3  # a step counts as at most so many times the usual time of its s
 _MIN_COUNT = 3  # observations after which an average clips outliers
 PROPOSER_REFILL = 0.005  # share of the tokens that one proposer may lose in the long run
 _EXPECTED_GAIN = 0.27  # tokens a step that an untried branch is expected to add per doubling of the window
-_TEACHING_GAIN = 0.004  # tokens a step per node of the window, where another source learns from its logits
+_TEACHING_GAIN = 0.008  # tokens that a verified node is worth besides, where a source learns from its logits
 _HYSTERESIS = 1.03  # speedup over the current choice that another one must promise
 _REVIEW_EVERY = 16  # steps between two choices of a size
 _SLOW = 1 / 64  # EMA rate of the branch
@@ -190,12 +190,13 @@ class LookaheadBranch:
         sizes: To choose from, the smallest first; none where the branch cannot run.
         states: What was learned of the model before, by batch size.
         max_nodes: Maximum nodes of a draft, the branch included, the root not counted.
-        teaches: Whether another source learns from the logits at the nodes of the window.
+        teaches: Whether a source learns from the logits at all nodes, as the recycled ones do.
 
     Attributes:
         can_run: Whether there is any size to choose.
         size: Size in the coming step; None where it is off.
         host_s: Time of its proposer in the step so far.
+        teaching: Tokens that a verified node is worth whether accepted or not.
 
     Source: Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding", §4 (steps
         saved grow linearly with the logarithm of the window).
@@ -215,7 +216,7 @@ class LookaheadBranch:
         self._states = states if states is not None else {}
         self._state = BranchState()
         self._max_nodes = max_nodes
-        self._teaching = _TEACHING_GAIN if teaches else 0.0
+        self.teaching = _TEACHING_GAIN if teaches else 0.0
         self.can_run = bool(sizes)
 
     @property
@@ -285,7 +286,7 @@ class LookaheadBranch:
         best, best_rate = None, state.tokens.value / costs[nodes] * (_HYSTERESIS if state.size is None else 1.0)
         for size in self._sizes:
             whole = nodes + _likely_nodes(size)
-            tokens = state.tokens.value + state.worth.value * _expected_gain(size) + self._teaching * size.window_nodes
+            tokens = state.tokens.value + state.worth.value * _expected_gain(size) + self.teaching * size.window_nodes
             rate = tokens / (costs[max(nodes, min(whole, measured))] + state.host.value)
             rate *= _HYSTERESIS if size == state.size else 1.0
             if rate > best_rate:

@@ -15,6 +15,7 @@ from lookahead.drafting.tree import TokenTree, count_within, without_sources
 from lookahead.ngram.prune import FREE
 
 _MARGIN = 1.08  # factor on the cost of drafted nodes: the expected gain of a draft must cover its risk
+_CHEAPEST = 0.5  # cost of a node where it is cheap, over the mean of all nodes: costs rise in steps
 _LASTING = 0.5  # probability that rows run to their limits, where an end-of-sequence token may end them
 
 
@@ -30,6 +31,8 @@ class StepPlan(NamedTuple):
         plain_s: Seconds of a plain step.
         value: The value of a token of each row.
         branch: The size of the lookahead branch; None where it is off.
+        min_probability: Nodes less likely to be reached than this cannot pay for themselves.
+        worth: Tokens that a verified node is worth besides, as a source learns from it.
     """
 
     rows: int
@@ -40,6 +43,8 @@ class StepPlan(NamedTuple):
     plain_s: float = 1.0
     value: BatchValue = SINGLE_ROW
     branch: BranchSize | None = None
+    min_probability: float = 0.0
+    worth: float = 0.0
 
 
 class StepRecord(NamedTuple):
@@ -147,7 +152,10 @@ class Controller:
         costs = curve.copy()
         costs[2:] *= _MARGIN
         costs += self._rule.proposing_cost(rows) * costs[1]
-        return StepPlan(rows, context, True, nodes, costs, float(curve[1]), value, self._branch.size)
+        plain_s = float(curve[1])
+        worth = self._branch.teaching
+        least = _CHEAPEST * (float(curve[-1]) / plain_s - 1.0) / nodes - worth
+        return StepPlan(rows, context, True, nodes, costs, plain_s, value, self._branch.size, least, worth)
 
     def accepts(self, plan: StepPlan, drafts: Sequence[Draft]) -> bool:
         """Whether drafts, one per row, are verified."""

@@ -138,7 +138,8 @@ class NgramProposer:
             self._pool = None
         context = None if self._from_prompt else state.text.tokens[1:][-self.max_ngram :]
         max_nodes = max_nodes if max_nodes < MAX_NODES else MAX_NODES
-        state.grown = state.search.grow(max_nodes, self.min_probability, limits, costs, context)
+        least = max(self.min_probability, limits.min_probability)
+        state.grown = state.search.grow(max_nodes, least, limits, costs, context)
         return state.grown
 
     def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
