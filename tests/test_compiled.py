@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -41,13 +40,6 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False}
 def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets Dynamo trace as ever, and leaves Inductor out, whose C++ compiler takes seconds a shape."""
     monkeypatch.setattr(compiled, "_BACKEND", "aot_eager")
-
-
-@pytest.fixture
-def quick_to_build() -> Iterator[None]:
-    """The C++ compiler does not build its headers first, which is worth it where more is compiled than once."""
-    with torch._inductor.config.patch(cpp_cache_precompile_headers=False):
-        yield
 
 
 def fresh(name: str) -> PreTrainedModel:
@@ -88,7 +80,6 @@ def one_layer(hidden_size: int = 32) -> LlamaForCausalLM:
         return LlamaForCausalLM(config).float().eval()
 
 
-@pytest.mark.usefixtures("quick_to_build")
 def test_compiled_passes_give_the_tokens_of_generate_and_another_process_finds_them_on_disk() -> None:
     model, ids = one_layer(), text(0, 12)
     expected = model.generate(ids, **GREEDY)
