@@ -15,31 +15,23 @@ branch. Every output must be that of plain decoding. The last line is one JSON o
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from bench.command import parser_of, publish, use_one_thread
 from bench.prompts import OPENINGS, SUMMARIZER, read_texts
 from lookahead import LookaheadConfig
-from lookahead.engine.drafter import TreeDrafter
-from lookahead.engine.engine import Engine
-from lookahead.generation.hf import prepare
 from lookahead.models.loading import load
 from lookahead.models.model_state import LearnedState, use_learned
-from lookahead.models.target import Target
-from lookahead.stats import DecodingStats, total
+from lookahead.stats import total
+from tests.support.simulated_devices import DEVICES, Cost, decode, on_device
 
-Cost = Callable[[int], float]
 HOST = 0.01  # plain steps that looking for drafts takes
-MIXED = ("prompt", "outputs", "recycled")
 CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {"proposers": ()},
     "default": {},
@@ -48,59 +40,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "window 7 alone": {"proposers": ("jacobi",), "window": 7},
     "window auto alone": {"proposers": ("jacobi",)},
 }
-
-
-def through(points: dict[int, float]) -> Cost:
-    """A curve through some points, straight between them and beyond."""
-    nodes, costs = (np.array(each, float) for each in zip(*points.items(), strict=True))
-    slope = (costs[-1] - costs[-2]) / (nodes[-1] - nodes[-2])
-    return lambda n: float(np.interp(n, nodes, costs) + max(0.0, n - nodes[-1]) * slope)
-
-
-DEVICES: dict[str, Cost] = {
-    "dear": through({1: 1.0, 8: 1.5, 16: 1.83, 32: 2.5, 64: 3.83}),
-    "half": through({1: 1.0, 8: 1.4, 16: 1.6, 32: 2.3, 64: 3.5}),
-    "wide": through({1: 1.0, 128: 1.05, 256: 2.0}),
-}
-
-
-@contextmanager
-def on_device(cost: Cost, host: float = 0.0) -> Iterator[None]:
-    """Let engines read a clock that goes on by what their passes and their drafts cost on a device."""
-    now = [0.0]
-    score, draft = Target.score, TreeDrafter.draft
-
-    def timed_score(self: Target, trees: Any) -> torch.Tensor:
-        now[0] += cost(max(len(tree) for tree in trees))
-        return score(self, trees)
-
-    def timed_draft(self: TreeDrafter, rows: Any, plan: Any) -> Any:
-        now[0] += host * plan.drafts
-        return draft(self, rows, plan)
-
-    class Clock:
-        @staticmethod
-        def perf_counter() -> float:
-            return now[0]
-
-    with (
-        patch("lookahead.engine.engine.time", Clock),
-        patch("lookahead.proposers.jacobi.time", Clock),
-        patch.object(Target, "score", timed_score),
-        patch.object(TreeDrafter, "draft", timed_draft),
-    ):
-        yield
-
-
-def decode(
-    model: PreTrainedModel, ids: torch.Tensor, tokens: int, config: LookaheadConfig
-) -> tuple[list[int], DecodingStats]:
-    """The output, and what its decoding did, by the simulated clock."""
-    engine: Engine = model.generate(
-        ids, max_new_tokens=tokens, do_sample=False, custom_generate=prepare, lookahead_config=config
-    )
-    output = [token for step in engine.run() for step_output in step for token in step_output.tokens.tolist()]
-    return output, engine.stats[0]
 
 
 def compare(

@@ -21,14 +21,12 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from bench.command import parser_of, publish, use_one_thread
 from bench.prompts import SUMMARIZER
-from lookahead.documents.decode_text import Document, Reject
 from lookahead.documents.inputs import find_inputs
 from lookahead.documents.readers import read_documents
 from lookahead.jobs.identity import JobIdentity
@@ -36,29 +34,11 @@ from lookahead.jobs.job import JobTotals, Worker, run_job
 from lookahead.jobs.job_options import JobOptions
 from lookahead.jobs.output_location import OutputPaths
 from lookahead.models.loading import load
-from lookahead.stats import DecodingStats
-from lookahead.summarization.summarizer import Summarized, Summarizer, Summary
+from lookahead.summarization.summarizer import Summarizer
+from tests.support.stand_ins import Silent, StandIn
 
 WORDS = "the storm hit coast at dawn two ships were lost and a harbour of Brest stayed open while nobody slept"
 TWINS, MALFORMED = 20, 50  # after so many documents comes one with the text of another; a line that is none
-
-
-class StandIn:
-    """Summarizes without a model: the first words of a document, in upper case."""
-
-    def summarize_all(self, documents: Iterable[Document], rows: int) -> Iterator[Summarized | Reject]:
-        """Documents one by one, with some work for each."""
-        for document in documents:
-            words = document.text.upper().split()
-            yield Summarized(document, Summary(" ".join(words[:8]), len(words), 8, 1, "none", DecodingStats()))
-
-
-class Silent:
-    """Watches a job and says nothing."""
-
-    def summarized(self, *_: Any) -> None: ...
-    def passed(self, *_: Any) -> None: ...
-    def rejected(self, *_: Any) -> None: ...
 
 
 @dataclass

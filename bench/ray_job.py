@@ -31,7 +31,6 @@ from typing import Any
 import psutil
 
 from bench.command import parser_of, publish
-from bench.faults import Silent
 from bench.prompts import SUMMARIZER
 from lookahead.documents.decode_text import Document
 from lookahead.jobs.identity import JobIdentity
@@ -41,6 +40,7 @@ from lookahead.jobs.output_location import OutputPaths
 from lookahead.jobs.worker_pool import Plan, WorkerPool
 from lookahead.models.loading import load, prepare_process
 from lookahead.summarization.summarizer import Summarizer
+from tests.support.stand_ins import Silent
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 import lookahead
-from bench.devices import decode, on_device
 from lookahead import LookaheadConfig
 from lookahead.drafting.budget import CAP, REFILL, EnableRule, LookaheadBranch
 from lookahead.drafting.controller import Controller, StepRecord
@@ -27,6 +26,7 @@ from lookahead.errors import ConfigError
 from lookahead.models.model_state import LearnedState, use_learned
 from lookahead.proposers.jacobi import AutoJacobiProposer, JacobiProposer
 from tests.support.default_run import examples
+from tests.support.simulated_devices import decode, on_device
 
 AUTO = LookaheadConfig(window="auto")
 SIZES = AUTO.branch_sizes

@@ -14,7 +14,6 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from bench.faults import Silent, StandIn
 from lookahead.documents.decode_text import Document
 from lookahead.errors import ConfigError
 from lookahead.jobs import journal as stream
@@ -25,6 +24,7 @@ from lookahead.jobs.jobfile import to_toml
 from lookahead.jobs.output_location import OutputPaths
 from lookahead.jobs.result_lines import JsonLinesFile
 from lookahead.models.loading import load
+from tests.support.stand_ins import Silent, StandIn
 
 if sys.version_info >= (3, 11):
     import tomllib

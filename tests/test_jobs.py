@@ -12,7 +12,6 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
-from bench.faults import Silent
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.errors import ConfigError
 from lookahead.jobs import job_figures as report
@@ -25,6 +24,7 @@ from lookahead.jobs.result_lines import JsonLinesFile
 from lookahead.stats import DecodingStats
 from lookahead.summarization.summarizer import Summarized, Summary
 from tests.support.forked import status_of
+from tests.support.stand_ins import Silent
 
 OPTIONS = JobOptions(max_new_tokens=8).identity
 JOB = JobIdentity(model="some-model", weights="w", tokenizer="t", dtype="float32", options=OPTIONS)

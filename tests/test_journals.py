@@ -12,7 +12,6 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
-from bench.faults import Silent, StandIn
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.errors import ConfigError
 from lookahead.jobs.identity import JobIdentity, Manifest
@@ -22,6 +21,7 @@ from lookahead.jobs.jobfile import read_job_file
 from lookahead.jobs.journal import Journal
 from lookahead.jobs.output_location import OutputPaths
 from lookahead.jobs.result_lines import copy_of
+from tests.support.stand_ins import Silent, StandIn
 
 OPTIONS = JobOptions(max_new_tokens=8).identity
 JOB = JobIdentity(model="some-model", weights="w", tokenizer="t", dtype="float32", options=OPTIONS)

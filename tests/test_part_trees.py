@@ -9,12 +9,12 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
-from bench.faults import Silent
 from lookahead.documents.decode_text import Document
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, run_job
 from lookahead.jobs.output_location import OutputPaths
 from lookahead.summarization.summarizer import Summarizer
+from tests.support.stand_ins import Silent
 
 LONG = [Document(name, f"{name}. " + "The cat sat on the mat. " * count) for name, count in (("a", 60), ("b", 2))]
 LONG.append(Document("same as a", LONG[0].text))

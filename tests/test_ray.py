@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.faults import Silent
 from lookahead.documents.decode_text import Document
 from lookahead.jobs import worker_pool
 from lookahead.jobs.job import JobTotals, run_job
@@ -20,6 +19,7 @@ from lookahead.jobs.job_options import WorkerOptions
 from lookahead.jobs.output_location import OutputPaths
 from lookahead.jobs.ray_worker import RayWorker
 from lookahead.jobs.worker_pool import TRIES, Plan, WorkerPool
+from tests.support.stand_ins import Silent
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'lookahead-decoding[ray]'")
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from bench.faults import StandIn
 from lookahead.documents.decode_text import Document
 from lookahead.documents.inputs import find_inputs
 from lookahead.documents.readers import read_documents
@@ -15,6 +14,7 @@ from lookahead.jobs import estimate as estimating
 from lookahead.jobs.estimate import MOST_PARTS, estimate_job, select_documents
 from lookahead.jobs.job_options import JobOptions
 from lookahead.summarization.prompt_fitter import PromptFitter
+from tests.support.stand_ins import StandIn
 
 
 @pytest.fixture

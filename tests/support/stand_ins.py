@@ -1,0 +1,28 @@
+"""What takes part in a job without a model or a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from lookahead.documents.decode_text import Document, Reject
+from lookahead.stats import DecodingStats
+from lookahead.summarization.summarizer import Summarized, Summary
+
+
+class StandIn:
+    """Summarizes without a model: the first words of a document, in upper case."""
+
+    def summarize_all(self, documents: Iterable[Document], rows: int) -> Iterator[Summarized | Reject]:
+        """Documents one by one, with some work for each."""
+        for document in documents:
+            words = document.text.upper().split()
+            yield Summarized(document, Summary(" ".join(words[:8]), len(words), 8, 1, "none", DecodingStats()))
+
+
+class Silent:
+    """Watches a job and says nothing."""
+
+    def summarized(self, *_: Any) -> None: ...
+    def passed(self, *_: Any) -> None: ...
+    def rejected(self, *_: Any) -> None: ...
