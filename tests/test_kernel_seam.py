@@ -22,7 +22,7 @@ from lookahead.kernels import dispatch as choice
 from lookahead.kernels.self_test import KernelVariant
 from lookahead.models.cache import TreeCache, TreeSlots
 from lookahead.models.target import Target
-from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, TreePass, TreeTensors, _mask_of
+from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, TreePass, TreeTensors, mask_of
 
 SIZES: dict[str, Any] = {
     "vocab_size": 101,
@@ -157,7 +157,7 @@ def test_the_tensors_of_a_pass_say_what_its_mask_says(span: AttentionSpan) -> No
         assert torch.equal(sees[row, : len(tree)], mask[row, : len(tree)])
         assert not sees[row, len(tree) :].any()
     assert tree_pass.tensors(device) is tree_pass.tensors(device), "made once per pass"
-    on_device = _mask_of(tree_pass.tensors(device), slots.kv_length, 2, span, torch.bfloat16)
+    on_device = mask_of(tree_pass.tensors(device), slots.kv_length, 2, span, torch.bfloat16)
     of_host = tree_pass.mask(2, span, torch.bfloat16, device)
     for row, tree in enumerate(trees):
         assert torch.equal(on_device[row, 0, : 2 * len(tree)], of_host[row, 0, : 2 * len(tree)])
@@ -320,3 +320,30 @@ def test_rows_of_a_plain_step_that_differ_in_length_see_their_own_slots_and_no_o
         assert (mask[row] == 0).sum() == groups * (length + 1)
         assert (mask[row, :, :, : length + 1] == 0).all()
         assert (mask[row, :, :, length + 1 :] == -torch.inf).all()
+
+
+@pytest.mark.parametrize(
+    ("family", "serves"), [("GptOss", True), pytest.param("Gemma2", False, marks=pytest.mark.exhaustive)]
+)
+def test_compiled_passes_keep_the_kernel_and_attend_under_a_mask_where_it_does_not_serve(
+    family: str, serves: bool, stand_ins: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # On a CPU compiled code has no kernel; this is what it does on a GPU.
+    monkeypatch.setattr("lookahead.models.attention._keeps_kernel", lambda _: True)
+    monkeypatch.setattr("lookahead.models.compiled._BACKEND", "aot_eager")
+    if not serves:
+        monkeypatch.setattr(choice, "attention_for", lambda *_: None)
+    model = build(family)
+    trees = [random_tree(1, 5), random_tree(2, 8)]
+    prompts = [np.arange(3, 3 + n, dtype=np.int32) for n in (30, 12)]
+    logits = []
+    for compiles in (True, False):
+        target = Target(model, rows=2, capacity=64, device=torch.device("cpu"), compiles=compiles, most_nodes=8)
+        with target.serving():
+            target.prefill(prompts)
+            told = stand_ins["words"]
+            logits.append(target.score(trees))
+            assert (stand_ins["words"] > told) == serves
+    for row, tree in enumerate(trees):
+        got, want = (each[row, : len(tree)] for each in logits)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from lookahead.models.exact_attention import attend_in_turn, own_attention
 from lookahead.models.model_state import state_of
-from lookahead.models.tree_pass import AttentionSpan, TreePass
+from lookahead.models.tree_pass import AttentionSpan, TreePass, TreeTensors, mask_of
 
 ATTENTION_NAME = "lookahead_tree"
 
@@ -175,19 +175,19 @@ def tree_attention(
         options = {"softcap": softcap, "s_aux": s_aux, "scaling": scaling, **kwargs}
         window = _span_of(module, kwargs, key.shape[2] + 1).window
         return _attend_alone(tree_pass, module, query, key, value, window, options), None
-    rows, heads, width, dim = query.shape
-    kv_heads = key.shape[1]
-    groups = heads // kv_heads
+    width, groups = query.shape[2], query.shape[1] // key.shape[1]
     # A prompt's chain is a tree too. The GPU kernel is built for few queries. In half precision a prompt is read as
     # `generate` reads it: rounding differences in all of its KV could change tokens.
     is_cpu_prompt = tree_pass.is_prefill and query.device.type == "cpu" and query.dtype == torch.float32
+    if tree_pass.scores_trees and torch.compiler.is_compiling() and _keeps_kernel(query):
+        tensors = tree_pass.tensors(query.device)
+        return _in_compiled_code(query, key, value, *tensors, s_aux, scaling, softcap, *span), None
     if (tree_pass.scores_trees or is_cpu_prompt) and not torch.compiler.is_compiling():
         slots = (key.transpose(1, 2), value.transpose(1, 2))  # as the cache holds them
         limits = {"window": span.window, "chunk": span.chunk, "softcap": softcap, "sinks": s_aux}
         kernel = _kernel_for(tree_pass, module, kwargs, query, slots, limits)
         if kernel is not None:
             return kernel(query, *slots, **tree_pass.tensors(query.device)._asdict(), scaling=scaling, **limits), None
-    packed = query.view(rows, kv_heads, groups, width, dim).transpose(2, 3).reshape(rows, kv_heads, width * groups, dim)
     plain = softcap is None and s_aux is None
     if plain and tree_pass.is_from_empty and span == AttentionSpan():
         # Causal attention from an empty cache needs no mask, and SDPA skips half of the work.
@@ -201,12 +201,74 @@ def tree_attention(
     mask = None
     if span != AttentionSpan() or not tree_pass.sees_all:
         mask = tree_pass.mask(groups, span, query.dtype, query.device)
-    if plain:
+    return _attend_masked(query, key, value, mask, scaling, softcap, s_aux), None
+
+
+def _attend_masked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """Attention under a mask, with the heads that share a KV head packed into query rows."""
+    rows, heads, width, dim = query.shape
+    kv_heads = key.shape[1]
+    groups = heads // kv_heads
+    packed = query.view(rows, kv_heads, groups, width, dim).transpose(2, 3).reshape(rows, kv_heads, width * groups, dim)
+    if softcap is None and s_aux is None:
         out = scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
     else:
         out = _softmax_attention(packed, key, value, mask, scaling or dim**-0.5, softcap, s_aux)
     out = out.view(rows, kv_heads, width, groups, -1).permute(0, 2, 1, 3, 4)
-    return out.reshape(rows, width, heads, -1), None
+    return out.reshape(rows, width, heads, -1)
+
+
+def _keeps_kernel(query: Tensor) -> bool:
+    """Whether compiled code calls the kernel, rather than torch's attention under a mask over all slots."""
+    return query.device.type == "cuda"
+
+
+@torch.library.custom_op(
+    "lookahead::tree_attention",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor lengths, Tensor nodes, Tensor depths, Tensor words, "
+    "Tensor? sinks, float? scaling, float? softcap, int? window, int? chunk) -> Tensor",
+)
+def _in_compiled_code(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor,
+    nodes: Tensor,
+    depths: Tensor,
+    words: Tensor,
+    sinks: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    window: int | None,
+    chunk: int | None,
+) -> Tensor:
+    """Tree attention as an operation that `torch.compile` does not look into."""
+    from lookahead.kernels.dispatch import attention_for
+
+    trees, slots = TreeTensors(lengths, nodes, depths, words), (key.transpose(1, 2), value.transpose(1, 2))
+    limits = {"window": window, "chunk": chunk, "softcap": softcap, "sinks": sinks}
+    kernel = attention_for(query, *slots, limits)
+    if kernel is not None:
+        return kernel(query, *slots, **trees._asdict(), scaling=scaling, **limits)
+    groups, span = query.shape[1] // key.shape[1], AttentionSpan(window, chunk)
+    return _attend_masked(
+        query, key, value, mask_of(trees, key.shape[2], groups, span, query.dtype), scaling, softcap, sinks
+    )
+
+
+@_in_compiled_code.register_fake
+def _shape_in_compiled_code(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Tensor:
+    rows, heads, width, _ = query.shape
+    return query.new_empty(rows, width, heads, value.shape[3])
 
 
 def _kernel_for(

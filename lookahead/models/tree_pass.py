@@ -152,7 +152,7 @@ class TreePass:
             if device.type == "cpu" or self._scored is not None:
                 self._masks[key] = self._make_mask(groups, span, dtype).to(device, non_blocking=True)
             else:  # behind a long context a mask is large, and what it follows from is small
-                self._masks[key] = _mask_of(self.tensors(device), self._slots.kv_length, groups, span, dtype)
+                self._masks[key] = mask_of(self.tensors(device), self._slots.kv_length, groups, span, dtype)
         return self._masks[key]
 
     @cached_property
@@ -269,7 +269,7 @@ class FixedShapePass(TreePass):
         self._masks.clear()
 
     def _build_mask(self, groups: int, span: AttentionSpan, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return _mask_of(self.trees, self._capacity, groups, span, dtype).to(device)
+        return mask_of(self.trees, self._capacity, groups, span, dtype).to(device)
 
 
 def copy_together(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
@@ -299,7 +299,7 @@ def _bytes_of(kinds: Sequence[_Kind]) -> int:
     return sum(-(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for shape, dtype in kinds)
 
 
-def _mask_of(trees: TreeTensors, slots: int, groups: int, span: AttentionSpan, dtype: torch.dtype) -> Tensor:
+def mask_of(trees: TreeTensors, slots: int, groups: int, span: AttentionSpan, dtype: torch.dtype) -> Tensor:
     """Additive mask `[rows, 1, width * groups, slots]` on the device of the trees.
 
     It is made with tensor operations alone, which can be compiled and captured. Padding nodes see the root at least,
