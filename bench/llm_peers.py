@@ -53,7 +53,7 @@ def peer_of(text: str) -> Peer:
         raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(PEERS)}")
     if not Path(python).is_file():
         raise argparse.ArgumentTypeError(f"no Python of {name} at {python!r}")
-    return Peer(name, Path(python), model or None)
+    return Peer(name, Path(python).absolute(), model or None)  # it starts in another folder
 
 
 def run_peer(peer: Peer, job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:

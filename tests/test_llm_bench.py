@@ -152,6 +152,12 @@ def test_a_file_that_is_not_there_is_refused(given: list[str], capsys: pytest.Ca
     assert "no such file: missing.jsonl" in capsys.readouterr().err
 
 
+def test_a_peer_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "python").touch()
+    monkeypatch.chdir(tmp_path)
+    assert llm_peers.peer_of("vllm:python").python == tmp_path / "python"
+
+
 def test_a_peer_that_fails_is_left_out_and_the_rest_is_kept(
     given: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
