@@ -24,6 +24,7 @@ from lookahead.ngram.chain_proposer import ChainProposer
 from lookahead.ngram.chains import IntArray
 
 _log = logging.getLogger(__name__)
+_SHARED_EARLY = 16  # tokens of an output that requests beside it draft from before it ends
 _NO_CHAIN: tuple[IntArray, NDArray[np.float64]] = (np.zeros(0, np.int32), np.zeros(0))
 
 
@@ -186,6 +187,8 @@ class LookaheadProposer:
             self._known.enter(row, request)
         else:
             self._proposer.observe(request, text[len(request) :])
+            if len(self._known.rows) > 1 and len(request) >= request.kept + _SHARED_EARLY:
+                self._proposer.finish(request)
         return self._proposer.draft(request, self._max_length - len(text) - 1)
 
     def _learn_cost(self, sampled: Sequence[Sequence[int]], lengths: list[int], now: float) -> None:
