@@ -85,7 +85,9 @@ CAPTIONS = {
     ),
     "propose": Caption("What a proposal costs the host", "propose --tokenizer DIR --text FILE", "No model runs."),
     "vllm_replay": Caption(
-        "Proposers for vLLM on recorded outputs", "vllm_replay --outputs outputs.json --batch 1,16,128", "No model runs."
+        "Proposers for vLLM on recorded outputs",
+        "vllm_replay --outputs outputs.json --batch 1,16,128",
+        "No model runs.",
     ),
     "vllm_peer": Caption(
         "Inside vLLM, beside its own proposers",

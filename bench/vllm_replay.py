@@ -4,9 +4,10 @@
     python -m bench.vllm_replay --outputs outputs.json --batch 1,16,128 --token-cost 0.02
 
 `outputs.json` is what `bench.vllm_peer --record` writes: `outputs` is a list of `category`, `prompt` and `output`, in
-token ids; what else it tells goes into the figures. A stub of vLLM's model runner passes a proposer what vLLM passes, and verifies its drafts against the recorded output.
-Methods: the rule of vLLM's n-grams (2 to 5 tokens, 10 drafted), the suffix decoding of arctic-inference with vLLM's
-options where that is installed, and lookahead with at most 16 tokens.
+token ids; what else it tells goes into the figures. A stub of vLLM's model runner passes a proposer what vLLM passes,
+and verifies its drafts against the recorded output. Methods: the rule of vLLM's n-grams (2 to 5 tokens, 10 drafted),
+the suffix decoding of arctic-inference with vLLM's options where that is installed, and lookahead with at most 16
+tokens.
 
 An output that repeats 16 of its own tokens loops, which flatters n-grams: "no loops" leaves it out for every method.
 

@@ -171,6 +171,30 @@ def test_drafts_that_cost_more_than_they_give_are_left_out_and_tried_again_after
     assert 0 < sum(map(bool, chosen)) < 90  # measured anew, and found as costly
 
 
+def test_unlikely_drafts_do_not_keep_likely_ones_from_being_verified_in_the_next_steps():
+    lengths = learned({(1, 0): 0.01, (1, 2): 0.012, (1, 8): 0.018})
+    unlikely, likely = np.array([0.05]), np.array([0.9, 0.8])
+    for _ in range(5):
+        assert lengths.choose([unlikely]) == [0] and not lengths.rests()
+    assert lengths.choose([likely]) == [2]
+    for _ in range(100):
+        if not lengths.rests():
+            lengths.choose([unlikely])
+    assert sum(not lengths.rests() and lengths.choose([unlikely]) == [0] for _ in range(160)) == 10
+    while lengths.rests():
+        pass
+    assert lengths.choose([likely]) == [2]  # what drafts cost is still known
+
+
+def test_a_plain_step_that_took_long_once_is_not_believed_where_all_steps_draft():
+    lengths = ChainLengths()
+    for _ in range(5):
+        lengths.observe(rows=1, drafted=0, seconds=0.1)
+    for drafted in [2, 8, 16] * 20:
+        lengths.observe(rows=1, drafted=drafted, seconds=0.030 + 0.0016 * drafted)
+    assert lengths.choose([np.array([0.9, 0.8, 0.7, 0.1])]) == [3]
+
+
 def test_the_likeliest_tokens_of_a_batch_are_verified_whoever_they_belong_to():
     lengths = learned({(4, 0): 0.01, (4, 4): 0.012, (4, 16): 0.018, (4, 32): 0.026})
     sure, unsure, nothing = np.full(4, 0.95), np.full(4, 0.1), np.zeros(0)

@@ -10,8 +10,10 @@ from numpy.typing import NDArray
 
 _MARGIN = 1.05  # factor on the cost of drafted tokens: the expected gain of a draft must cover its risk
 _LONGEST_REST = 16  # steps at most from one try of drafting to the next where it does not pay
+_PATIENCE = 8  # steps in a row without a likely draft after which drafting rests; the next one may have a good one
 _PROBES = 3  # plain steps taken at first to be timed; some are lost, as the engine did other work in them too
-_RATE = 0.1  # EMA rate of the time of a plain step
+_RATE = 0.1  # EMA rate of the time of a plain step, after the first ones, which count alike
+_STALE = 16  # steps with drafts after which the time of a plain step is believed less than theirs
 _OUTLIER = 2.0  # a measurement counts as at most so many times the expected one
 _FEW = 3.0  # the first measurements of drafted steps count as they are
 _MEMORY = 0.98  # share of the measurements of drafted steps that each further one leaves
@@ -26,16 +28,18 @@ class BatchCost:
 
     A plain step has a time of its own, as engines have faster kernels for it. The time of a step with drafts is a line
     through those measured, fitted by least squares; older ones count less. The first one is left out: engines compile
-    then.
+    then. Where every step drafts, plain ones are not measured any more; one that took longer than steps with drafts do
+    by now is then taken to be as fast as these without their drafted tokens.
 
     Attributes:
         plain: Seconds of a plain step; None before one is measured.
     """
 
-    __slots__ = ("_is_warm", "_sums", "plain")
+    __slots__ = ("_is_warm", "_plain_steps", "_since_plain", "_sums", "plain")
 
     def __init__(self) -> None:
         self.plain: float | None = None
+        self._plain_steps = self._since_plain = 0
         self._is_warm = False
         self._sums = [0.0] * 5  # weight, tokens, seconds, tokens², tokens × seconds; in Python faster than in an array
 
@@ -43,28 +47,36 @@ class BatchCost:
         """Learn the time of a step."""
         if drafted == 0:
             usual = self.plain if self.plain is not None else seconds
-            self.plain = usual + _RATE * (min(seconds, _OUTLIER * usual) - usual)
+            self._plain_steps, self._since_plain = self._plain_steps + 1, 0
+            rate = max(_RATE, 1.0 / self._plain_steps)
+            self.plain = usual + rate * (min(seconds, _OUTLIER * usual) - usual)
             return
+        self._since_plain += 1
         if not self._is_warm:
             self._is_warm = True
             return
         if self.plain is not None and self._sums[0] > _FEW:
-            first, per_token = self.line(rows)
-            seconds = min(seconds, _OUTLIER * (first + per_token * drafted))
+            first, per_token = self._fit(rows)
+            seconds = min(seconds, _OUTLIER * (max(self.plain, first) + per_token * drafted))
+            if self._since_plain > _STALE and first > 0.0:
+                self.plain = min(self.plain, first)
         measured = (1.0, drafted, seconds, drafted * drafted, drafted * seconds)
         self._sums = [_MEMORY * old + new for old, new in zip(self._sums, measured, strict=True)]
 
     def line(self, rows: int) -> tuple[float, float]:
         """Seconds of a step with drafts without its drafted tokens, and of each of these; a plain step is measured."""
+        first, per_token = self._fit(rows)
+        return max(self.plain or 0.0, first), per_token
+
+    def _fit(self, rows: int) -> tuple[float, float]:
         plain, most = self.plain or 0.0, 8.0 * rows
         weight, tokens, seconds, squares, products = self._sums
         for guessed in (0.0, most):  # two measurements that were never made, as a first guess
             time = plain * (1.0 + _TOKEN_COST * guessed / rows)
             weight, tokens, seconds = weight + _GUESSED, tokens + _GUESSED * guessed, seconds + _GUESSED * time
             squares, products = squares + _GUESSED * guessed * guessed, products + _GUESSED * guessed * time
-        per_token = (weight * products - tokens * seconds) / (weight * squares - tokens * tokens)
-        per_token = max(0.0, per_token)
-        return max(plain, (seconds - per_token * tokens) / weight), per_token
+        per_token = max(0.0, (weight * products - tokens * seconds) / (weight * squares - tokens * tokens))
+        return (seconds - per_token * tokens) / weight, per_token
 
     def doubt(self) -> None:
         """Trust what was measured with drafts a little less."""
@@ -75,8 +87,9 @@ class ChainLengths:
     """Decides how much of the drafted chains of a batch is verified, by measured times of steps.
 
     A step verifies the drafted tokens that are likeliest to be reached, in all requests together. How many is the
-    number that gives the most expected tokens per second. Where that is none, drafting rests for 1 step, then for 3, 7
-    and 15. The first steps of each power of two of requests verify nothing, until a plain step is timed.
+    number that gives the most expected tokens per second. Where that is none for some steps, or drafts cost so much
+    that not even certain ones would pay, drafting rests for 1 step, then for 3, 7 and 15. The first steps of each power
+    of two of requests verify nothing, until a plain step is timed.
 
     It reads no clock.
 
@@ -93,7 +106,7 @@ class ChainLengths:
     def __init__(self) -> None:
         self._costs: dict[int, BatchCost] = {}  # this and the others by the bucket of rows
         self._probes: dict[int, int] = {}  # plain steps still taken only to be timed
-        self._rests: dict[int, int] = {}  # length of the last rest
+        self._fruitless: dict[int, int] = {}  # steps without a likely draft, less two for each with one
         self._left = 0
 
     def rests(self) -> bool:
@@ -117,12 +130,18 @@ class ChainLengths:
         if cost.plain is None:
             tried = self._probes[bucket] = self._probes.get(bucket, 0) + 1
             return [0 if tried <= _PROBES else len(each) for each in path_probs]
-        least = _least_verified(probs, rows, cost.plain, *cost.line(rows))
+        line = (cost.plain, *cost.line(rows))
+        least = _least_verified(probs, rows, *line)
         if least > 1.0:
-            cost.doubt()
-            self._rests[bucket] = self._left = min(_LONGEST_REST, 2 * self._rests.get(bucket, 1))
+            fruitless = min(self._fruitless.get(bucket, 0) + 1, 2 * _PATIENCE)
+            if _least_verified(np.ones(probs.size), rows, *line) > 1.0:
+                fruitless = max(fruitless, _PATIENCE + 1)
+            self._fruitless[bucket] = fruitless
+            if fruitless > _PATIENCE:
+                cost.doubt()
+                self._left = min(_LONGEST_REST, 1 << (fruitless - _PATIENCE))
             return [0] * rows
-        self._rests[bucket] = max(1, self._rests.get(bucket, 1) // 2)
+        self._fruitless[bucket] = max(0, self._fruitless.get(bucket, 0) - 2)
         return [int(np.count_nonzero(each >= least)) if each.size else 0 for each in path_probs]
 
     @staticmethod

@@ -71,6 +71,11 @@ class VllmOptions:
         return cls(**given)
 
 
+def _clock_of(vllm_config: Any) -> Callable[[], float]:
+    device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
+    return time.process_time if device == "cpu" else time.perf_counter
+
+
 class LookaheadProposer:
     """Drafts for vLLM: named in `speculative_config` with the method `custom_class`.
 
@@ -83,14 +88,15 @@ class LookaheadProposer:
 
     Args:
         vllm_config: vLLM's `VllmConfig`.
-        clock: Seconds from some point on.
+        clock: Seconds from some point on. By default those of this process's processors where the model runs on them,
+            so that other work beside does not count, and those of the wall elsewhere.
 
     Raises:
         ConfigError: `num_speculative_tokens` or an option of `VllmOptions` is out of its range.
         PoolError: The pool file cannot be read, is damaged, or holds tokens that the model does not know.
     """
 
-    def __init__(self, vllm_config: Any, *, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, vllm_config: Any, *, clock: Callable[[], float] | None = None) -> None:
         options = VllmOptions.of(vllm_config)
         self._max_length = int(vllm_config.model_config.max_model_len)
         self._pool = None
@@ -109,7 +115,7 @@ class LookaheadProposer:
             raise ConfigError(f"num_speculative_tokens: {error}") from error
         self._known = KnownRequests(int(vllm_config.scheduler_config.max_num_seqs), options.memory_tokens)
         self._lengths = ChainLengths()
-        self._clock = clock
+        self._clock = clock or _clock_of(vllm_config)
         self._told: set[str] = set()
         # At the last return: tokens of each row, drafted tokens of all, and the time.
         self._before: tuple[list[int], int, float] = ([], 0, 0.0)
