@@ -275,6 +275,7 @@ def test_a_book_of_a_million_tokens_comes_to_an_end_in_little_memory(summarizer_
 # Several documents together
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "approach", [Approach(), Approach(overlap=20), Approach(refine=True), Approach(overlap=9, refine=True)]
 )
