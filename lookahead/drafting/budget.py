@@ -21,7 +21,8 @@ _OUTLIER = 1.3  # a step counts as at most so many times the usual time of its s
 _MIN_COUNT = 3  # observations after which an average clips outliers
 PROPOSER_REFILL = 0.005  # share of the tokens that one proposer may lose in the long run
 _EXPECTED_GAIN = 0.27  # tokens a step that an untried branch is expected to add per doubling of the window
-_TEACHING_GAIN = 0.008  # tokens that a verified node is worth besides, where a source learns from its logits
+_TEACHING_GAIN = 0.012  # tokens that a verified node is worth besides, where a source learns from its logits
+_WINDOW_SHARE = 1 / 3  # of that, for a node of the window
 _HYSTERESIS = 1.03  # speedup over the current choice that another one must promise
 _REVIEW_EVERY = 16  # steps between two choices of a size
 _SLOW = 1 / 64  # EMA rate of the branch
@@ -286,7 +287,8 @@ class LookaheadBranch:
         best, best_rate = None, state.tokens.value / costs[nodes] * (_HYSTERESIS if state.size is None else 1.0)
         for size in self._sizes:
             whole = nodes + _likely_nodes(size)
-            tokens = state.tokens.value + state.worth.value * _expected_gain(size) + self.teaching * size.window_nodes
+            tokens = state.tokens.value + state.worth.value * _expected_gain(size)
+            tokens += _WINDOW_SHARE * self.teaching * size.window_nodes
             rate = tokens / (costs[max(nodes, min(whole, measured))] + state.host.value)
             rate *= _HYSTERESIS if size == state.size else 1.0
             if rate > best_rate:
