@@ -44,10 +44,10 @@ _AHEAD, _CLOSE = 48, 8  # tokens
 # The bucket of a recycled token: its rank among the successors of the longest known context (first, second, later) and
 # its probability. 0: it is not among them.
 _BUCKET_STARTS = np.array([[0.0, 0.3, 0.5, 0.7, 0.9], [0.0, 0.1, 0.2, 0.3, np.inf], [0.0, 0.01, 0.03, 0.07, 0.15]])
-_BUCKET_PRIOR = np.array([0.45, 0.5, 0.62, 0.75, 0.93, 0.04, 0.1, 0.14, 0.2, 0.003, 0.01, 0.02, 0.05, 0.13])
+_BUCKET_PRIOR = np.array([0.4, 0.52, 0.6, 0.7, 0.93, 0.07, 0.11, 0.19, 0.22, 0.008, 0.018, 0.035, 0.075, 0.17])
 _FIRST_BUCKET = np.array([1, 6, 10])
 _BUCKETS = 1 + len(_BUCKET_PRIOR)
-_ORDER_SHARE = np.array([0.5, 0.8, 0.9, 1.0])  # factor for a known context of 1 to 4 tokens
+_ORDER_SHARE = np.array([0.65, 0.85, 0.9, 1.0])  # factor for a known context of 1 to 4 tokens
 
 # A match of one token with a recycled context: by its rank (first, second, later), its support, its proximity, the
 # known context (short, long), and the bucket of the recycled token.
@@ -117,8 +117,8 @@ def _of_matches() -> FloatArray:
 def _of_both() -> FloatArray:
     """Priors of tokens that a match and the recycled table offer, in the order of `feature_of_both`.
 
-    A token that is first in both is likelier than in either. Otherwise the prior is between theirs, and not below that
-    of a token that the table does not hold.
+    A token that is first in both is likelier than in either. Otherwise the prior is between theirs, nearer to that of
+    the table, and not below that of a token that the table does not hold.
     """
     length = _LENGTH_PRIOR[0]
     prob = length * ((1.0 - length) * _LATER_RANK) ** np.arange(_BOTH_RANKS)
@@ -128,8 +128,8 @@ def _of_both() -> FloatArray:
     prob = _ORDER_SHARE[[1, -1], None] * _BUCKET_PRIOR
     memory = prob / (1.0 - prob)
     odds = np.empty((_BOTH_RANKS, _SUPPORTS, _BOTH_PROXIMITIES, _BOTH_ORDERS, _BUCKETS))
-    odds[..., 0] = 0.6 * match[..., 0]
-    odds[..., 1:] = np.maximum(odds[..., :1], np.sqrt(match * memory))
+    odds[..., 0] = 0.3 * match[..., 0]
+    odds[..., 1:] = np.maximum(odds[..., :1], match**0.25 * memory**0.75)
     firsts = slice(_FIRST_BUCKET[0], _FIRST_BUCKET[1])
     odds[0, ..., firsts] = 1.3 * memory[:, :5] * np.maximum(1.0, np.sqrt(match[0]))
     prior: FloatArray = _prob(odds).reshape(-1)
