@@ -20,7 +20,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import GenerateNonBeamOutput
+from transformers.generation.utils import GenerateBeamOutput, GenerateNonBeamOutput
 
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.budget import LookaheadBranch
@@ -31,6 +31,7 @@ from lookahead.engine.engine import Engine
 from lookahead.engine.fallback import PlainLoop
 from lookahead.engine.row import Row
 from lookahead.errors import UnsupportedModelError
+from lookahead.generation.beams import BEAM_MODES, beam_search
 from lookahead.generation.hf_outputs import adopt, collect, output_dict, padded_sequences, return_cache
 from lookahead.generation.request import prompt_lengths, stopping_rule, warn_if_stateful
 from lookahead.generation.validation import (
@@ -66,7 +67,7 @@ def decode(
     lookahead_tokenizer: PreTrainedTokenizerBase | None = None,
     inputs_tensor: Tensor | None = None,
     **model_kwargs: Any,
-) -> Tensor | GenerateNonBeamOutput:
+) -> Tensor | GenerateNonBeamOutput | GenerateBeamOutput:
     """Decode speculatively inside `model.generate`, without changing a token.
 
     Example:
@@ -97,6 +98,11 @@ def decode(
         UnsupportedModelError: The generation mode or an input cannot be served; the message names it.
     """
     arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config)
+    if generation_config.get_generation_mode() in BEAM_MODES:
+        if lookahead_streamer is not None:
+            raise UnsupportedModelError("a streamer is not served with beams")
+        check_config("lookahead_config", lookahead_config)
+        return beam_search(*arguments, lookahead_config, **model_kwargs)
     engine = prepare(*arguments, lookahead_config, lookahead_tokenizer, inputs_tensor, **model_kwargs)
     if lookahead_streamer is not None:
         lookahead_streamer.put(input_ids.cpu())

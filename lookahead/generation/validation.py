@@ -199,8 +199,19 @@ def context_limit(model: PreTrainedModel) -> int | None:
     return limit
 
 
-def validate_call(model: PreTrainedModel, config: GenerationConfig, model_kwargs: Mapping[str, Any]) -> None:
+def validate_call(
+    model: PreTrainedModel,
+    config: GenerationConfig,
+    model_kwargs: Mapping[str, Any],
+    modes: Sequence[GenerationMode] = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE),
+) -> None:
     """Refuse what cannot be served of a call of `model.generate`.
+
+    Args:
+        model: The model.
+        config: Resolved by `generate`.
+        model_kwargs: What `generate` would pass to the model.
+        modes: The generation modes that are served.
 
     Raises:
         UnsupportedModelError: It names the mode or the input, and what to do instead.
@@ -215,7 +226,7 @@ def validate_call(model: PreTrainedModel, config: GenerationConfig, model_kwargs
             "leave out custom_generate for it"
         )
     mode = config.get_generation_mode()
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+    if mode not in modes:
         given = {name: getattr(config, name, None) for name in _MODE_OPTIONS}
         named = ", ".join(f"{name}={value!r}" for name, value in given.items() if value)
         raise UnsupportedModelError(

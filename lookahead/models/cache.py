@@ -285,11 +285,17 @@ class TreeCache(Cache):
             layer.wipe(row, start)
         self.slots.lengths[row] = start
 
-    def commit(self, row: int, path: NDArray[np.int32]) -> None:
-        """Keep the KV of the nodes of `path` (int32 `[a]`, ascending from 0) and drop the tree's other nodes."""
+    def commit(self, row: int, path: NDArray[np.int32], live: int = 0) -> None:
+        """Keep the KV of the nodes of `path` (int32 `[a]`, ascending from 0) and drop the tree's other nodes.
+
+        Args:
+            row: The row.
+            path: The nodes.
+            live: How many of them, the last ones, stay nodes of a tree: their KV stays behind the committed tokens.
+        """
         if len(path) and path[-1] >= len(path):  # else every node is in its slot already
             self._gather(row, int(self.slots.lengths[row]), path)
-        self.slots.lengths[row] += len(path)
+        self.slots.lengths[row] += len(path) - live
 
     def _gather(self, row: int, start: int, path: NDArray[np.int32]) -> None:
         """Move the KV of the nodes of `path`, in slots `start + path`, to the slots from `start` on."""

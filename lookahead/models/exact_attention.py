@@ -8,7 +8,7 @@ its own path, in the call that the model would make for one token.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,43 +24,60 @@ from lookahead.errors import UnsupportedModelError
 
 Attention = Callable[..., tuple[Tensor, Any]]
 MAX_ROWS = 32  # rows of a product up to which half precision was seen to give each the bits it has alone
-Steps = list[tuple[int, int, bool]]
-"""For every node, depth first: the node, its depth, and whether its KV must be moved to the slot of its depth."""
+Step = tuple[int, int, int, int | Tensor | None]
+"""A node, its depth, the first depth whose slot must change before it attends, and the nodes whose KV goes there."""
 
 
 @njit(cache=True)
-def _depth_first(parents, depths):
-    """Nodes depth first, and whether a node is out of place: int64 `[n, 3]` of node, depth, 0 or 1.
+def _depth_first(parents, depths, scored):
+    """The nodes from `scored` on, depth first, and the nodes to move: int64 `[n, 4]` and `[moves]`.
 
-    Slot d holds node d at first, and the newest node of depth d after that.
+    Of every node: the node, its depth, the first depth to change, and where its moves end. Slot d holds node d at
+    first, and after that the newest node of depth d that was moved there.
     """
     nodes = len(parents)
     child, sibling = np.full(nodes, -1), np.full(nodes, -1)
     for node in range(nodes - 1, 0, -1):
         sibling[node] = child[parents[node]]
         child[parents[node]] = node
-    steps = np.empty((nodes, 3), np.int64)
-    held = np.arange(nodes)
+    steps = np.empty((nodes - scored, 4), np.int64)
+    moves = np.empty(nodes + (nodes - scored) * (depths.max() + 1), np.int64)
+    held, path = np.arange(nodes), np.empty(nodes, np.int64)
     waiting = np.zeros(nodes + 1, np.int64)
-    count = 1
-    for place in range(nodes):
-        count -= 1
-        node = waiting[count]
+    waits, step, moved = 1, 0, 0
+    while waits:
+        waits -= 1
+        node = waiting[waits]
         depth = depths[node]
-        steps[place, 0], steps[place, 1], steps[place, 2] = node, depth, held[depth] != node
-        held[depth] = node
+        path[depth] = node
+        if node >= scored:
+            first = 0
+            while first <= depth and held[first] == path[first]:
+                first += 1
+            for at in range(first, depth + 1):
+                held[at] = moves[moved] = path[at]
+                moved += 1
+            steps[step, 0], steps[step, 1], steps[step, 2], steps[step, 3] = node, depth, first, moved
+            step += 1
         if node and sibling[node] >= 0:
-            waiting[count] = sibling[node]
-            count += 1
+            waiting[waits] = sibling[node]
+            waits += 1
         if child[node] >= 0:
-            waiting[count] = child[node]
-            count += 1
-    return steps
+            waiting[waits] = child[node]
+            waits += 1
+    return steps, moves[:moved]
 
 
-def depth_first(parents: NDArray[np.int32], depths: NDArray[np.int32]) -> Steps:
-    """The order in which the nodes of a tree (int32 `[n]` each) attend."""
-    return [(int(node), int(depth), bool(moves)) for node, depth, moves in _depth_first(parents, depths).tolist()]
+def depth_first(parents: NDArray[np.int32], depths: NDArray[np.int32], scored: int = 0) -> list[Step]:
+    """The order in which the nodes of a tree (int32 `[n]` each) attend, those before `scored` left out."""
+    steps, moves = _depth_first(parents, depths, scored)
+    order: list[Step] = []
+    begin = 0
+    for node, depth, first, end in steps.tolist():
+        moved: int | Tensor | None = torch.from_numpy(moves[begin:end]) if end > begin else None
+        order.append((node, depth, first, node if end == begin + 1 else moved))
+        begin = end
+    return order
 
 
 def own_attention(module: Any, config: PretrainedConfig) -> Attention:
@@ -83,7 +100,7 @@ def attend_in_turn(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    steps: Steps,
+    steps: Sequence[Step],
     *,
     start: int,
     scored: int,
@@ -101,7 +118,7 @@ def attend_in_turn(
         query: `[1, heads, width, dim]`; the nodes from `scored` on.
         key: `[1, kv_heads, kv, dim]`, a view of the cache.
         value: `[1, kv_heads, kv, value_dim]`, likewise.
-        steps: The nodes, depth first.
+        steps: The nodes from `scored` on, depth first.
         start: The slot of the root.
         scored: First nodes of the tree that an earlier pass scored.
         window: How far back a query may look, itself included; None for no limit.
@@ -115,7 +132,7 @@ def attend_in_turn(
     heads, width = query.shape[1:3]
     kv_heads = key.shape[1]
     tree = slice(start, start + scored + width)
-    is_moved = any(moves for _, _, moves in steps)
+    is_moved = any(moved is not None for _, _, _, moved in steps)
     held = [(each, each[:, :, tree].clone()) for each in (key, value)] if is_moved else []
     # With one row of a batch for each KV head, SDPA reads shared heads in place and computes the same bits.
     queries = query[0].unflatten(0, (kv_heads, heads // kv_heads)).split(1, 2)
@@ -123,13 +140,13 @@ def attend_in_turn(
     is_sdpa, scale = own is sdpa_attention_forward, options.get("scaling")
     seen: dict[int, tuple[Tensor, Tensor]] = {}  # views of the slots up to an end
     out: list[Any] = [None] * width
-    for node, depth, moves in steps:
-        if moves:
-            for each, kept in held:
-                each[:, :, start + depth] = kept[:, :, node]
-        if node < scored:
-            continue
+    for node, depth, first_moved, moved in steps:
         column, end = node - scored, start + depth + 1
+        if moved is not None:
+            for each, kept in held:
+                each[:, :, start + first_moved : end] = (
+                    kept[:, :, moved] if isinstance(moved, Tensor) else kept[:, :, moved, None]
+                )
         if is_sdpa and (window is None or end < window):
             if end not in seen:
                 seen[end] = keys.narrow(2, 0, end), values.narrow(2, 0, end)

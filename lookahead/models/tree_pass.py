@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lookahead.drafting.tree import IntArray, TokenTree, fill_ancestor_words
 from lookahead.models.cache import TreeSlots
-from lookahead.models.exact_attention import Steps, depth_first
+from lookahead.models.exact_attention import Step, depth_first
 
 _NO_END = np.iinfo(np.int64).max
 # The bits of -inf, by the integer type of the same width: masks are written by Numba, which knows no bfloat16.
@@ -156,11 +156,11 @@ class TreePass:
         return self._masks[key]
 
     @cached_property
-    def turns(self) -> tuple[Steps, int, int]:
+    def turns(self) -> tuple[list[Step], int, int]:
         """The order in which the nodes of the only row attend, the slot of its root, and how many were scored."""
         assert self._trees is not None
         tree, scored = self._trees[0], 0 if self._scored is None else int(self._scored[0])
-        return depth_first(tree.parents, tree.depths), int(self._slots.lengths[0]) - scored, scored
+        return depth_first(tree.parents, tree.depths, scored), int(self._slots.lengths[0]) - scored, scored
 
     def _make_mask(self, groups: int, span: AttentionSpan, dtype: torch.dtype) -> Tensor:
         """Fill a host mask with Numba and view it as `dtype`."""
