@@ -4,18 +4,17 @@
     python -m bench.beams --model DIR --prompts spec_bench.jsonl --dtype bf16
     python -m bench.beams --encoder-decoder
 
-With `--families` tiny models of many architectures search with 2, 4 and 8 beams, one prompt and three ragged ones, with
-the options of beam search. Sequences must be the same, beam indices too, and scores within 1e-5; the command fails where
-they are not. Otherwise one model searches on one thread of one core, transformers and lookahead in turn on every prompt,
-and their order rotates; in fp32, and in bf16 where a row keeps its bits, a difference ends the run before any figure.
-Memory is that of keys and values, counted from shapes. `--encoder-decoder` takes a model of BART-base's shape with
+With `--families` tiny models of many architectures search with 2, 4 and 8 beams, for one prompt and three ragged ones,
+with the options of beam search. Sequences and beam indices must be the same, and scores within 1e-5; the command fails
+where they are not. Otherwise one model searches on one thread of one core, transformers and lookahead in turn on every
+prompt, and their order rotates; in fp32, and in bf16 where rows keep their bits, a difference ends the run.
+`--encoder-decoder` takes a model of BART-base's shape with
 random weights and inputs of 700 tokens. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -28,13 +27,15 @@ import transformers
 from transformers import BartConfig, BartForConditionalGeneration, PreTrainedModel
 
 import lookahead
-from bench.exactness import ROWS, batches
-from bench.llm import as_chat, processor
+from bench.exactness import batches
+from bench.llm import as_chat, processor, stay_on_one_core
 from bench.llm_peers import read_clocks
 from bench.prompts import read_texts
 from bench.report import publish
 from lookahead import LookaheadConfig, UnsupportedModelError
-from lookahead.models.loading import load
+from lookahead.models.linears import rows_alike
+from lookahead.models.loading import DEFAULT_MODEL, load
+from lookahead.models.support import is_bitwise
 from tests.support.families import ENCODER_DECODERS, FAMILIES, Family, build
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -94,3 +95,133 @@ def check_families(names: str) -> dict[str, Any]:
         print(f"{family.name:24} {family_runs - len(family_failures):3} of {family_runs} identical", flush=True)
         runs, failures = runs + family_runs, failures + family_failures
     return {"families": len(chosen), "runs": runs, "identical": runs - len(failures), "failures": failures}
+
+
+def search(model: PreTrainedModel, ids: torch.Tensor, options: Mapping[str, Any]) -> tuple[Any, dict[str, float]]:
+    """One timed search; what it returned, and its seconds by clock."""
+    begin = read_clocks()
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, output_scores=True, **options
+    )
+    end = read_clocks()
+    return out, {clock: end[clock] - begin[clock] for clock in end}
+
+
+def compare(
+    model: PreTrainedModel, prompts: Sequence[torch.Tensor], ways: Mapping[str, Mapping[str, Any]], must_agree: str
+) -> list[dict[str, Any]]:
+    """Search for every prompt in every way, in turn; the first way is that of transformers.
+
+    A difference of the way `must_agree` ends the run.
+    """
+    names, rows = list(ways), []
+    for i, ids in enumerate(prompts):
+        found = {name: search(model, ids, ways[name]) for name in names[i % len(names) :] + names[: i % len(names)]}
+        (theirs, _), begin = found[names[0]], 0 if model.config.is_encoder_decoder else ids.shape[1]
+        row: dict[str, Any] = {"prompt_tokens": ids.shape[1], "new_tokens": theirs.sequences.shape[1] - begin}
+        for name, (out, seconds) in found.items():
+            is_same = torch.equal(out.sequences, theirs.sequences)
+            if name == must_agree and not is_same:
+                sys.exit(f"prompt {i}: {name} found another sequence than transformers")
+            difference = float((out.sequences_scores - theirs.sequences_scores).abs().max()) if is_same else None
+            row[name] = {**seconds, "identical": is_same, "score_difference": difference}
+        rows.append(row)
+        speeds = ", ".join(f"{row[names[0]]['cpu'] / row[name]['cpu']:.2f}x {name}" for name in names[1:])
+        print(f"{i + 1}/{len(prompts)}: {ids.shape[1]} tokens of prompt, {speeds}", file=sys.stderr, flush=True)
+    return rows
+
+
+def summary(rows: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> dict[str, Any]:
+    """Speeds of the whole, and how many prompts had the same sequences."""
+    total = {name: {clock: sum(row[name][clock] for row in rows) for clock in ("cpu", "wall")} for name in ways}
+    return {
+        name: {
+            **{f"speedup_{clock}": round(total[ways[0]][clock] / total[name][clock], 3) for clock in ("cpu", "wall")},
+            "cpu_s": round(total[name]["cpu"], 2),
+            "identical": sum(row[name]["identical"] for row in rows),
+            "score_difference": max((row[name]["score_difference"] or 0.0 for row in rows), default=0.0),
+        }
+        for name in ways
+    }
+
+
+def bart_base() -> PreTrainedModel:
+    """A model of the shape of facebook/bart-base, with random weights; the defaults are those of bart-large."""
+    config = BartConfig(
+        d_model=768, encoder_layers=6, decoder_layers=6, encoder_attention_heads=12, decoder_attention_heads=12,
+        encoder_ffn_dim=3072, decoder_ffn_dim=3072, vocab_size=50265, forced_eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = BartForConditionalGeneration(config).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare, or measure; returns 1 if a search over families differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", help="names, comma separated, or all: the comparison on tiny models")
+    parser.add_argument("--model", help="a folder, or a name on the Hub; the default model when left out")
+    parser.add_argument("--encoder-decoder", action="store_true", help="a model of BART-base's shape instead")
+    parser.add_argument("--prompts", type=Path, help="JSON lines with a category, as Spec-Bench has them")
+    parser.add_argument("--categories", default="summarization,rag", help="comma separated")
+    parser.add_argument("--limit", type=int, default=3, help="prompts of a category")
+    parser.add_argument("--offset", type=int, default=0, help="prompts of each category to leave out")
+    parser.add_argument("--num-beams", type=int, default=4)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--core", type=int, help="the core to stay on; the last one when left out")
+    parser.add_argument("-o", "--output", type=Path, help="a file for the figures")
+    arguments = parser.parse_args(argv)
+    warnings.simplefilter("ignore", UserWarning)
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    if arguments.families:
+        torch.set_num_threads(1)
+        report = check_families(arguments.families)
+        publish(report | {"versions": versions}, arguments.output)
+        return 1 if report["failures"] else 0
+    stay_on_one_core(arguments.core)
+    if arguments.encoder_decoder:
+        model, name = bart_base(), "BART-base's shape, random weights"
+        prompts = [torch.randint(5, 50265, (1, 700)) for _ in range(arguments.limit)]
+    elif arguments.prompts is None:
+        parser.error("--prompts is missing")
+    else:
+        loaded = load(arguments.model or DEFAULT_MODEL, dtype=arguments.dtype, device="cpu")
+        model, name, prompts = loaded.model, Path(arguments.model or DEFAULT_MODEL).name, []
+        for category in arguments.categories.split(","):
+            texts = list(read_texts(arguments.prompts, "turns", category))
+            chosen = texts[arguments.offset : arguments.offset + arguments.limit]
+            prompts += [as_chat(text, loaded.tokenizer) for text in chosen]
+    shared = {"num_beams": arguments.num_beams, "max_new_tokens": arguments.max_new_tokens, "do_sample": False}
+    ways: dict[str, dict[str, Any]] = {"transformers": shared}
+    configs = {"lookahead": LookaheadConfig(), "no drafts": LookaheadConfig(proposers=())}
+    if arguments.encoder_decoder:
+        del configs["no drafts"]
+    elif arguments.dtype != "fp32":
+        configs["fast"] = LookaheadConfig(exactness="fast")
+    for way, config in configs.items():
+        ways[way] = {**shared, "custom_generate": lookahead.decode, "lookahead_config": config}
+    for way in ways.values():  # probes, packed weights and compiled code come first
+        search(model, prompts[0][:, :40], {**way, "max_new_tokens": 4})
+    is_exact = arguments.dtype == "fp32" or (is_bitwise(model) and rows_alike(model) >= arguments.num_beams)
+    rows = compare(model, prompts, ways, must_agree="lookahead" if is_exact else "")
+    report = {
+        "model": name,
+        "dtype": arguments.dtype,
+        "device": f"cpu, {processor()}",
+        "threads": 1,
+        "beams": arguments.num_beams,
+        "prompts": len(prompts),
+        "prompt_tokens": [row["prompt_tokens"] for row in rows],
+        "max_new_tokens": arguments.max_new_tokens,
+        "summary": summary(rows, list(ways)),
+        "rows": rows,
+        "versions": versions,
+    }
+    publish(report, arguments.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

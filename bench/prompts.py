@@ -20,15 +20,20 @@ SUMMARIZER = "tests/models/summarizer"
 """Folder of the small extractive summarizer of the tests, from the root of the repository."""
 
 
-def read_texts(path: Path, field: str) -> Iterator[str]:
-    """Yield the texts of a JSON lines file (the first string of `field` where it holds a list), or a file's lines."""
+def read_texts(path: Path, field: str, category: str = "") -> Iterator[str]:
+    """Yield the texts of a JSON lines file (the first string of `field` where it holds a list), or a file's lines.
+
+    With a category those alone whose field `category` names it.
+    """
     with path.open(encoding="utf-8") as lines:
         for line in lines:
             if path.suffix != ".jsonl":
                 yield line.strip()
                 continue
-            value = json.loads(line)[field]
-            yield value[0] if isinstance(value, list) else value
+            record = json.loads(line)
+            value = record[field]
+            if not category or record["category"] == category:
+                yield value[0] if isinstance(value, list) else value
 
 
 def passages(

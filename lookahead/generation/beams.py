@@ -32,7 +32,8 @@ from lookahead.generation.hf_outputs import adopt
 from lookahead.generation.request import prompt_lengths
 from lookahead.generation.validation import validate_call, validate_lengths, validate_positions
 from lookahead.models.cache import TreeCache
-from lookahead.models.linears import rows_alike
+from lookahead.models.encoder_decoder import empty_cache
+from lookahead.models.linears import LinearScope, rows_alike
 from lookahead.models.support import is_bitwise, prefills_at_once, support_of, vocabulary_size
 from lookahead.models.target import PREFILL_CHUNK, Target, input_device
 
@@ -72,12 +73,15 @@ def beam_search(
         raise UnsupportedModelError("past_key_values of your own are not served with beams")
     lm: Any = type(model)
     arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
-    if model.config.is_encoder_decoder:
-        if isinstance(past, EncoderDecoderCache) and isinstance(past.cross_attention_cache, DynamicCache):
-            model_kwargs["past_key_values"] = _SharedInput(past.self_attention_cache, past.cross_attention_cache)
-        return cast(Tensor | GenerateBeamOutput, lm._beam_search(model, *arguments, **model_kwargs))
     config = lookahead_config if lookahead_config is not None else LookaheadConfig()
-    beams, mask = generation_config.num_beams, model_kwargs.get("attention_mask")
+    beams = generation_config.num_beams
+    if model.config.is_encoder_decoder:
+        linears = LinearScope(model, packs=config.pack == "auto")
+        with linears.serving(), linears.running(is_exact=False):
+            if isinstance(past, EncoderDecoderCache) and isinstance(past.cross_attention_cache, DynamicCache):
+                model_kwargs["past_key_values"] = _shared_input(model, past, input_ids, beams, model_kwargs)
+            return cast(Tensor | GenerateBeamOutput, lm._beam_search(model, *arguments, **model_kwargs))
+    mask = model_kwargs.get("attention_mask")
     prompts = input_ids[::beams]
     lengths = prompt_lengths(prompts, None if mask is None else mask[::beams], vocabulary_size(model))
     validate_lengths(model, lengths)
@@ -108,6 +112,33 @@ def beam_search(
     if not isinstance(output, Tensor):
         output.past_key_values = None
     return cast(Tensor | GenerateBeamOutput, output)
+
+
+def _shared_input(
+    model: PreTrainedModel, past: EncoderDecoderCache, input_ids: Tensor, beams: int, model_kwargs: dict[str, Any]
+) -> EncoderDecoderCache:
+    """A cache whose keys and values of an input are shared by its beams.
+
+    In float32 they are computed once for each input. In half precision their bits depend on the rows of the pass.
+    """
+    cross = cast(DynamicCache, past.cross_attention_cache)
+    if model.dtype == torch.float32:
+        seq2seq: Any = model
+        outputs, mask, own = model_kwargs["encoder_outputs"], model_kwargs.get("attention_mask"), empty_cache(model)
+        seq2seq(
+            encoder_outputs=type(outputs)(last_hidden_state=outputs.last_hidden_state[::beams]),
+            attention_mask=None if mask is None else mask[::beams],
+            decoder_input_ids=input_ids[::beams, :1],
+            past_key_values=own,
+            use_cache=True,
+        )
+        cross = cast(DynamicCache, own.cross_attention_cache)
+        for layer in cast(Any, cross.layers):
+            if len(input_ids) > beams:
+                layer.batch_repeat_interleave(beams)
+            else:  # one copy for all
+                layer.keys, layer.values = (each.expand(beams, -1, -1, -1) for each in (layer.keys, layer.values))
+    return _SharedInput(past.self_attention_cache, cross)
 
 
 class _SharedInput(EncoderDecoderCache):
