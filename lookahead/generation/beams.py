@@ -121,7 +121,7 @@ def _shared_input(
 
     In float32 they are computed once for each input. In half precision their bits depend on the rows of the pass.
     """
-    cross = cast(DynamicCache, past.cross_attention_cache)
+    cross = past.cross_attention_cache
     if model.dtype == torch.float32:
         seq2seq: Any = model
         outputs, mask, own = model_kwargs["encoder_outputs"], model_kwargs.get("attention_mask"), empty_cache(model)
@@ -132,7 +132,7 @@ def _shared_input(
             past_key_values=own,
             use_cache=True,
         )
-        cross = cast(DynamicCache, own.cross_attention_cache)
+        cross = own.cross_attention_cache
         for layer in cast(Any, cross.layers):
             if len(input_ids) > beams:
                 layer.batch_repeat_interleave(beams)
