@@ -6,12 +6,15 @@ Here the beams of a prompt are nodes of one tree behind one copy of the prompt, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import torch
-from numba import njit
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -23,22 +26,24 @@ from transformers import (
 )
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerateBeamOutput
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lookahead.config import LookaheadConfig
-from lookahead.drafting.tree import IntArray, TokenTree
-from lookahead.errors import UnsupportedModelError
+from lookahead.drafting.tree import IntArray
+from lookahead.engine.fallback import PlainLoop
+from lookahead.engine.row import CarriedError, StepOutput
+from lookahead.errors import PromptError, UnsupportedModelError
 from lookahead.generation.hf_outputs import adopt
 from lookahead.generation.request import prompt_lengths
 from lookahead.generation.validation import validate_call, validate_lengths, validate_positions
-from lookahead.models.cache import TreeCache
+from lookahead.models.beam_tree import DEAD_NODES, BeamModel
 from lookahead.models.encoder_decoder import empty_cache
 from lookahead.models.linears import LinearScope, rows_alike
 from lookahead.models.support import is_bitwise, prefills_at_once, support_of, vocabulary_size
 from lookahead.models.target import PREFILL_CHUNK, Target, input_device
+from lookahead.stats import DecodingStats
+from lookahead.verification.stopping import FinishReason, reason_of
 
 BEAM_MODES = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
-_DEAD_NODES = 64  # nodes that a tree gains before those that no beam comes from are dropped
 
 
 def beam_search(
@@ -48,6 +53,7 @@ def beam_search(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     lookahead_config: LookaheadConfig | None = None,
+    stats: DecodingStats | None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateBeamOutput:
     """Search with beams inside `model.generate`, for its sequences and scores; see `lookahead.decode`.
@@ -58,7 +64,8 @@ def beam_search(
         logits_processor: Prepared by `generate`.
         stopping_criteria: Prepared by `generate`.
         generation_config: Resolved by `generate`.
-        lookahead_config: `exactness`, `pack` and `proposers` are heeded.
+        lookahead_config: Its `exactness` and `pack` are heeded.
+        stats: Counts the passes behind the prefill, where given.
         **model_kwargs: What `generate` would pass to the model.
 
     Returns:
@@ -99,19 +106,40 @@ def beam_search(
     target = Target(
         model,
         rows=len(prompts),
-        capacity=input_ids.shape[1] + min(generation_config.max_length - input_ids.shape[1], 256) + _DEAD_NODES,
+        capacity=input_ids.shape[1] + min(generation_config.max_length - input_ids.shape[1], 256) + DEAD_NODES,
         device=input_device(model),
         prefill_chunk=int(lengths.max()) if prefills_at_once(model) else PREFILL_CHUNK,
         is_bitwise=is_exact,
         packs=config.pack == "auto",
     )
     texts = [ids[len(ids) - length :] for ids, length in zip(prompts.cpu().numpy(), lengths.tolist(), strict=True)]
-    search = _Search(model, target, texts, beams, model_kwargs if is_exact else None)
+    read = partial(_read_for_each_beam, model, target, model_kwargs) if is_exact else partial(_read_once, target, texts)
+    search = BeamModel(model, target, [int(ids[-1]) for ids in texts], beams, read)
     with target.serving(), torch.inference_mode(False), torch.no_grad():
         output = lm._beam_search(search, *arguments, past_key_values=search, use_cache=True)
+    if stats is not None and is_exact:
+        stats.bitwise_forwards = search.passes
     if not isinstance(output, Tensor):
         output.past_key_values = None
     return cast(Tensor | GenerateBeamOutput, output)
+
+
+def _read_once(target: Target, prompts: Sequence[IntArray], input_ids: Tensor, config: GenerationConfig) -> Tensor:
+    """Read each prompt once; the logits after them, `[prompts, vocab]`."""
+    with torch.inference_mode():
+        return target.prefill(prompts)[:, 0]
+
+
+def _read_for_each_beam(
+    model: Any, target: Target, model_kwargs: dict[str, Any], input_ids: Tensor, config: GenerationConfig
+) -> Tensor:
+    """Read a prompt as `model.generate` does, as often as it has beams: in half precision its bits depend on that."""
+    past = DynamicCache(config=model.config.get_text_config(decoder=True))
+    logits: Tensor = model._prefill(input_ids, config, {**model_kwargs, "past_key_values": past}).logits
+    with torch.inference_mode():
+        adopt(past, target.cache, np.zeros(1, np.int64))
+    target.cache.slots.lengths[0] -= 1  # the last token is the root of the tree
+    return logits[:1, -1]
 
 
 def _shared_input(
@@ -149,170 +177,88 @@ class _SharedInput(EncoderDecoderCache):
         self.self_attention_cache.reorder_cache(beam_idx)
 
 
-class _BeamTree:
-    """The beams of one prompt as a token tree.
+def prepare_beams(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    lookahead_config: LookaheadConfig | None,
+    inputs_tensor: Tensor | None,
+    lookahead_context: int | None,
+    model_kwargs: dict[str, Any],
+) -> BeamLoop:
+    """The beam search of a call, to be run later; the arguments are those of `prepare`."""
+    beams, room = generation_config.num_beams, None if lookahead_context is None else lookahead_context + 1
+    if room is not None and cast(int, generation_config.max_length) > room:
+        raise PromptError(
+            f"max_new_tokens must be at most {room - input_ids.shape[1]} with beams, got more: the longest prompt "
+            f"has {input_ids.shape[1]} tokens and the model a context of {room - 1}"
+        )
+    has_encoder = model.config.is_encoder_decoder
+    mask = model_kwargs.get("decoder_attention_mask" if has_encoder else "attention_mask")
+    vocabulary = vocabulary_size(model, cast(Any, model).get_decoder() if has_encoder else None)
+    lengths = prompt_lengths(input_ids[::beams], None if mask is None else mask[::beams], vocabulary)
+    if has_encoder and inputs_tensor is not None:
+        read = model_kwargs.get("attention_mask")
+        lengths = lengths + (len(inputs_tensor[0]) if read is None else read[::beams].sum(1).cpu().numpy())
+    search = partial(
+        beam_search, model, input_ids, logits_processor, stopping_criteria, lookahead_config=lookahead_config,
+        **model_kwargs,
+    )  # fmt: skip
+    return BeamLoop(search, input_ids, lengths, stopping_criteria, generation_config)
+
+
+class BeamLoop(PlainLoop):
+    """Searches once and returns all tokens in one step, with the interface of `Engine`.
 
     Args:
-        root: The last token of the prompt.
-        beams: Number of beams.
-        logits: `[vocab]`, after the prompt.
+        search: `beam_search` but for its configuration.
+        input_ids: int64 `[batch * num_beams, tokens]`; of an encoder-decoder model those of the decoder.
+        lengths: int64 `[batch]`, tokens of each prompt without its padding.
+        criteria: When a beam ends.
+        config: Resolved by `generate`.
 
     Attributes:
-        scored: First nodes that passes have scored.
-        tips: The newest node of each beam.
-    """
-
-    def __init__(self, root: int, beams: int, logits: Tensor) -> None:
-        self._tokens, self._parents = [root], [0]
-        self._children: dict[tuple[int, int], int] = {}
-        self._logits = {0: logits}
-        self.scored = 1
-        self.tips = [0] * beams
-        self._most = _DEAD_NODES
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def advance(self, beams: Sequence[int], tokens: Sequence[int]) -> None:
-        """Continue some of the beams by one token each; they are the new beams."""
-        tips = [self.tips[beam] for beam in beams]
-        self.tips = [self._child(tip, token) for tip, token in zip(tips, tokens, strict=True)]
-
-    def _child(self, parent: int, token: int) -> int:
-        """The node of a token behind a node."""
-        node = self._children.setdefault((parent, token), len(self))
-        if node == len(self):
-            self._tokens.append(token)
-            self._parents.append(parent)
-        return node
-
-    @property
-    def is_overgrown(self) -> bool:
-        """Whether so many nodes were added that dropping dead ones pays."""
-        return len(self) > self._most
-
-    def tree(self) -> TokenTree:
-        """All nodes."""
-        return TokenTree.from_parents(self._tokens, self._parents)
-
-    def learn(self, logits: Tensor) -> None:
-        """Take the logits `[n, vocab]` after the nodes that were not scored yet."""
-        self._logits = {tip: self._logits[tip] for tip in self.tips if tip in self._logits}
-        self._logits.update(zip(range(self.scored, len(self)), logits, strict=False))
-        self.scored = len(self)
-
-    def after_tips(self) -> list[Tensor]:
-        """Logits `[vocab]` after the newest token of each beam."""
-        return [self._logits[tip] for tip in self.tips]
-
-    def drop_dead(self) -> tuple[IntArray, int]:
-        """Forget the nodes that no beam comes from; what all beams share is left to the cache.
-
-        Returns:
-            int32, the nodes to keep in the cache, and how many of them, the last ones, are still nodes.
-        """
-        kept, shared = _survivors(np.array(self._parents), np.array(self.tips))
-        places = {node: place for place, node in enumerate(kept[shared:].tolist())}
-        self._tokens = [self._tokens[node] for node in places]
-        self._parents = [places.get(self._parents[node], 0) for node in places]
-        children = zip(self._parents[1:], self._tokens[1:], range(1, len(self)), strict=True)
-        self._children = {(parent, token): node for parent, token, node in children}
-        self._logits = {places[node]: logits for node, logits in self._logits.items() if node in places}
-        self.tips = [places[tip] for tip in self.tips]
-        self.scored = len(self)
-        self._most = len(self) + _DEAD_NODES
-        return kept, len(self)
-
-
-@njit(cache=True)
-def _survivors(parents, tips):
-    """The nodes that tips come from, ascending, and how many of the first ones are shared by all and not the last."""
-    below = np.zeros(len(parents), np.int64)
-    for tip in tips:
-        below[tip] += 1
-    for node in range(len(parents) - 1, 0, -1):
-        below[parents[node]] += below[node]
-    return np.flatnonzero(below).astype(np.int32), np.sum(below == len(tips)) - 1
-
-
-class _Search:
-    """What transformers' beam search takes for the model and for its cache.
-
-    Args:
-        model: The model.
-        target: The model behind its cache of trees, one row per prompt; in service while the search runs.
-        prompts: The tokens of each prompt.
-        beams: Beams of a prompt.
-        exact_inputs: Inputs of the model for a pass over the prompt as `model.generate` makes it, once for each beam:
-            in half precision its bits depend on that. None to read each prompt once.
+        stats: One per returned sequence.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        target: Target,
-        prompts: Sequence[IntArray],
-        beams: int,
-        exact_inputs: dict[str, Any] | None,
+        search: Callable[..., Any],
+        input_ids: Tensor,
+        lengths: NDArray[np.int64],
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
     ) -> None:
-        self._model, self._target, self._prompts, self._beams = model, target, prompts, beams
-        self._exact_inputs = exact_inputs
-        self._trees: list[_BeamTree] = []
-        self._chosen: list[int] = []
+        super().__init__(search, input_ids, np.repeat(lengths, config.num_return_sequences), criteria)
+        self._search, self._ends, self._config = search, criteria, copy(config)
+        self._config.return_dict_in_generate = True
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "_reorder_cache":  # a model's own way to rearrange a cache
-            raise AttributeError(name)
-        return getattr(self._model, name)
+    def run(self) -> Iterator[list[StepOutput]]:
+        """Search, and yield the sequences."""
+        begin, counted = time.perf_counter(), DecodingStats()
+        try:
+            output = self._search(generation_config=self._config, stats=counted)
+        except StopIteration as error:
+            raise CarriedError("generator raised StopIteration") from error
+        seconds = time.perf_counter() - begin
+        found = []
+        counts = (cast(Tensor, output.beam_indices) >= 0).sum(1).tolist()
+        for row, (ids, count) in enumerate(zip(output.sequences.cpu(), counts, strict=True)):
+            ids, stats = ids[: self._width + count], self.stats[row]
+            stats.emitted_tokens, stats.decode_s, stats.ttft_s = count, seconds, seconds
+            stats.target_forwards = stats.acceptance_histogram[1] = count - 1
+            stats.bitwise_forwards = min(count - 1, counted.bitwise_forwards)
+            tokens = ids[self._width :].numpy().astype(np.int32)
+            found.append(StepOutput(row, tokens, self._reason(ids)))
+        yield found
 
-    def _prefill(self, input_ids: Tensor, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> Any:
-        """Read the prompts."""
-        if self._exact_inputs is None:
-            with torch.inference_mode():
-                logits = self._target.prefill(self._prompts)[:, 0]
-        else:
-            lm: Any = self._model
-            past = DynamicCache(config=lm.config.get_text_config(decoder=True))
-            inputs = {**self._exact_inputs, "past_key_values": past}
-            logits = lm._prefill(input_ids, generation_config, inputs).logits[:1, -1]
-            with torch.inference_mode():
-                adopt(past, self._target.cache, np.zeros(1, np.int64))
-            self._target.cache.slots.lengths[0] -= 1  # the last token is the root of the tree
-        roots = [int(prompt[-1]) for prompt in self._prompts]
-        self._trees = [_BeamTree(root, self._beams, each) for root, each in zip(roots, logits, strict=True)]
-        return self._output()
-
-    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
-        """The newest token of every beam."""
-        return {"tokens": input_ids[:, -1].tolist()}
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Take the beams, int64 `[batch * num_beams]`, that the next tokens continue."""
-        self._chosen = (beam_idx % self._beams).tolist()
-
-    def __call__(self, tokens: list[int], return_dict: bool = True) -> Any:
-        """Score the tips of all beams in one pass."""
-        cache: TreeCache = self._target.cache
-        with torch.inference_mode():
-            for row, tree in enumerate(self._trees):
-                if tree.is_overgrown:
-                    cache.commit(row, *tree.drop_dead())
-                own = slice(row * self._beams, (row + 1) * self._beams)
-                tree.advance(self._chosen[own], tokens[own])
-            scored = np.array([tree.scored for tree in self._trees])
-            logits = self._target.extend([tree.tree() for tree in self._trees], scored)
-        for tree, each in zip(self._trees, logits, strict=True):
-            tree.learn(each)
-        return self._output()
-
-    def _output(self) -> Any:
-        """Logits after the tips, `[batch * num_beams, 1, vocab]`, as transformers' models return them."""
-        return CausalLMOutputWithPast(
-            logits=cast(
-                torch.FloatTensor, torch.stack([each for tree in self._trees for each in tree.after_tips()])[:, None]
-            )
-        )
-
-    def _update_model_kwargs_for_generation(self, outputs: Any, model_kwargs: dict[str, Any], **kwargs: Any) -> Any:
-        """Leave the inputs as they are."""
-        return model_kwargs
+    def _reason(self, ids: Tensor) -> FinishReason:
+        """Why a sequence, int64 `[tokens]`, ended; criteria of other kinds may keep a state and are not asked."""
+        rows = cast(torch.LongTensor, ids[None])
+        for criterion in self._ends:
+            reason = reason_of(criterion)
+            if reason == "stop" and criterion(rows, cast(Any, None)).any():
+                return reason
+        return "length" if len(ids) >= cast(int, self._config.max_length) else "criteria"

@@ -230,7 +230,7 @@ def validate_call(
         given = {name: getattr(config, name, None) for name in _MODE_OPTIONS}
         named = ", ".join(f"{name}={value!r}" for name, value in given.items() if value)
         raise UnsupportedModelError(
-            f"{mode.value.replace('_', ' ')} ({named}) has no exact speculative form; leave out custom_generate for it"
+            f"{mode.value.replace('_', ' ')} ({named}) is not served here; leave out custom_generate for it"
             + (", or pass num_beams=1" if "beam" in mode.value else "")
         )
     if config.cache_implementation == "quantized":
