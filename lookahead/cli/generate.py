@@ -20,6 +20,9 @@ class GenerateOptions(PromptOptions, SamplingOptions, DraftingOptions, ModelOpti
 
     prompt: str = option(help="A question or a text to continue, or - for stdin.", argument=True, metavar="PROMPT")
     max_new_tokens: int = new_tokens_option(128)
+    num_beams: int | None = option(
+        None, "Search with so many beams; the text comes at the end. (default: the model's own, or 1)", min=1
+    )
     system: str | None = option(None, "System message for a chat model.", metavar="TEXT")
     stats: bool = option(False, "Show decoding statistics on stderr.")
     draft_model: str | None = option(None, "Draft with this model too.", metavar="MODEL")
@@ -41,6 +44,7 @@ def generate(options: GenerateOptions) -> None:
       lookahead generate "Once upon a time" --model ./my-model
       lookahead generate "Once upon a time" --temperature 0.8 --seed 7 --stats
       lookahead generate - --max-new-tokens 64 < prompt.txt
+      lookahead generate "Once upon a time" --num-beams 4
       lookahead generate "Dear Sir" --model ./large --draft-model ./small
       lookahead generate "Dear Sir" --proposers none --heads ./heads --stats
     """
@@ -64,12 +68,13 @@ def generate(options: GenerateOptions) -> None:
     from lookahead.generation.api import stream
     from lookahead.generation.prompts import as_chat
 
+    beams: dict[str, Any] = {} if options.num_beams is None else {"num_beams": options.num_beams}
     with reading() as on_prefill:
         prompt = text if options.raw else as_chat(loaded.tokenizer, text, options.system)
         with truncation_named():
             pieces = stream(
                 *loaded, prompt, on_prefill=on_prefill, config=config, seed=options.seed, truncate=options.truncation,
-                max_new_tokens=options.max_new_tokens, **options.sampling,
+                max_new_tokens=options.max_new_tokens, **options.sampling, **beams,
             )  # fmt: skip
         with pieces.serving():
             for piece in pieces:

@@ -7,6 +7,7 @@ Here the beams of a prompt are nodes of one tree behind one copy of the prompt, 
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from functools import partial
@@ -99,7 +100,11 @@ def beam_search(
     support = support_of(model, shortest=int(lengths.min()), max_length=generation_config.max_length)
     if support.shape != "trees" or (getattr(model, "_tp_size", None) or 1) > 1:
         reason = support.reason or "it is spread over several processes"
-        raise UnsupportedModelError(f"{type(model).__name__} cannot be decoded with beams in one tree: {reason}")
+        reason = f"the beams of {type(model).__name__} are no token tree: {reason}"
+        if lookahead_config is not None:
+            raise UnsupportedModelError(f"{reason}; leave out the configuration to search as transformers does")
+        warnings.warn(f"{reason}; they are searched as transformers does", stacklevel=2)
+        return cast(Tensor | GenerateBeamOutput, lm._beam_search(model, *arguments, **model_kwargs))
     # In a batch transformers attends to padding under a mask, which changes bits.
     is_alone = len(prompts) == 1 and lengths[0] == input_ids.shape[1]
     is_exact = is_alone and config.exactness == "auto" and is_bitwise(model) and rows_alike(model) >= beams

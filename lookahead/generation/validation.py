@@ -24,7 +24,7 @@ from lookahead.models.support import check_model, described, validate_model, voc
 from lookahead.models.target import input_device, position_limit
 
 # The least value of options that are whole numbers, and the range of those that are any number.
-_WHOLE = {"max_new_tokens": 1, "max_length": 1, "min_new_tokens": 0, "min_length": 0, "top_k": 0}
+_WHOLE = {"max_new_tokens": 1, "max_length": 1, "min_new_tokens": 0, "min_length": 0, "top_k": 0, "num_beams": 1}
 _NUMBERS = {"temperature": None, "top_p": 1.0, "min_p": 1.0, "typical_p": 1.0, "repetition_penalty": None}
 _PROMPTS = ("input_ids", "attention_mask", "inputs", "inputs_embeds", "messages")
 _ALIASES = {"max_tokens": "max_new_tokens", "stop": "stop_strings", "lookahead_config": "config"}

@@ -133,6 +133,9 @@ class WorkerOptions(DraftingOptions, ModelOptions):
 
     location: str | None = None
     max_new_tokens: int = new_tokens_option(200, identifies=True)
+    num_beams: int | None = option(
+        None, "Beams of the search for a summary. (default: the model's own, or 1)", min=1, max=64, identifies=True
+    )
     prompt: str | None = field(default=None, metadata={"identifies": True})
     style: str | None = option(
         None, "bullets, paragraph or headline, by a model that follows instructions.", identifies=True
@@ -163,6 +166,7 @@ class WorkerOptions(DraftingOptions, ModelOptions):
         is_default = self.prompt is None and self.style is None
         return {
             "max_new_tokens": self.max_new_tokens,
+            "num_beams": self.num_beams,
             "request": None if is_default else SummaryRequest(prompt=self.prompt, style=self.style),
             "approach": Approach(overlap=self.overlap, refine=self.refine),
             "keep_parts": self.keep_parts,

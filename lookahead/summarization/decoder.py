@@ -1,4 +1,4 @@
-"""Greedy decoding of prompts with drafts, and with `model.generate` for comparison."""
+"""Decoding of prompts for summaries, greedily or with beams, and with `model.generate` for comparison."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
+from lookahead.errors import ConfigError
 from lookahead.generation.prompts import pad_token_of
 from lookahead.generation.request import pad_prompts
 from lookahead.stats import DecodingStats, total_in_sequence
@@ -51,15 +52,19 @@ class PlainFigures:
         return {name: figures[name] for name in ("emitted_tokens", "prefill_s", "decode_s", "tokens_per_s")}
 
 
-class GreedyDecoder:
+class SummaryDecoder:
     """Decodes prompts with `lookahead.generate`, several together.
 
     Args:
         model: The model.
         tokenizer: Its tokenizer.
         config: How drafts are made; `None` means the defaults.
+        num_beams: Beams of the search; `None` means the model's own number.
         add_special_tokens: Whether the tokenizer adds its special tokens, since no template wrote them.
         compare: Whether the same prompts are decoded with `model.generate` too.
+
+    Raises:
+        ConfigError: `num_beams` is less than 1.
 
     Attributes:
         compare: As given.
@@ -72,20 +77,30 @@ class GreedyDecoder:
         tokenizer: PreTrainedTokenizerBase,
         *,
         config: LookaheadConfig | None = None,
+        num_beams: int | None = None,
         add_special_tokens: bool = True,
         compare: bool = False,
     ) -> None:
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self.add_special_tokens, self.compare = add_special_tokens, compare
+        if num_beams is not None and num_beams < 1:
+            raise ConfigError(f"num_beams must be at least 1, got {num_beams}")
+        own = model.generation_config.num_beams if model.generation_config is not None else None
+        self._num_beams: int = num_beams or own or 1
         self.on_prefill: OnPrefill | None = None
         self._figures = PlainFigures()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether prompts of one document are not decoded together with those of others."""
+        return self.compare or self._num_beams > 1
 
     def decode(self, prompts: Sequence[str], max_new_tokens: int) -> list[GenerationResult]:
         """Continue each prompt by at most `max_new_tokens` tokens, as many together as the cache has room for."""
         from lookahead.generation.scheduler import cache_tokens_of
 
         longest = max(map(len, self._encode(prompts))) + max_new_tokens
-        rows = max(1, min(_ROWS_TOGETHER, cache_tokens_of(self.model, _ROWS_TOGETHER) // longest))
+        rows = max(1, min(_ROWS_TOGETHER // self._num_beams, cache_tokens_of(self.model, _ROWS_TOGETHER) // longest))
         batches = [prompts[start : start + rows] for start in range(0, len(prompts), rows)]
         return [result for batch in batches for result in self._decode_batch(batch, max_new_tokens)]
 
@@ -122,7 +137,7 @@ class GreedyDecoder:
                 add_special_tokens=self.add_special_tokens,
                 max_new_tokens=max_new_tokens,
                 do_sample=False,
-                num_beams=1,
+                num_beams=self._num_beams,
                 on_prefill=self.on_prefill,
             )
             for call in calls
@@ -150,7 +165,7 @@ class GreedyDecoder:
             attention_mask=torch.tensor(mask, device=model.device),
             max_new_tokens=max_new_tokens,
             do_sample=False,
-            num_beams=1,
+            num_beams=self._num_beams,
             pad_token_id=pad,
             stopping_criteria=StoppingCriteriaList([clock]),
         )

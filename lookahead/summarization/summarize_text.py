@@ -25,6 +25,7 @@ def summarize(
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     max_new_tokens: int = 200,
+    num_beams: int | None = None,
     config: LookaheadConfig | None = None,
     overlap: int = 0,
     refine: bool = False,
@@ -33,7 +34,7 @@ def summarize(
     """Summarize a text of any length.
 
     A text longer than the model's context is cut between sections or sentences. Its parts are summarized, then their
-    summaries together. Decoding is greedy, so the same text gives the same summary.
+    summaries together. Nothing is sampled, so the same text gives the same summary.
 
     Args:
         text: The document, or the `pathlib.Path` of its file: text, HTML, PDF or Word. A string is always the text
@@ -42,6 +43,7 @@ def summarize(
             loaded once per process.
         tokenizer: The tokenizer of `model`.
         max_new_tokens: Most tokens of the summary.
+        num_beams: Beams of the search, at least 1; `None` means the model's own number, which is 1 for most.
         config: How drafts are made; it changes the speed, never the summary.
         overlap: Tokens at the end of a part that the next part repeats.
         refine: Whether the parts are read in order, each with the summary so far; the model must follow instructions.
@@ -51,8 +53,8 @@ def summarize(
         The summary; `str()` of it is its text.
 
     Raises:
-        ConfigError: `max_new_tokens` or `overlap` is out of range, the model cannot refine, only one of `model` and
-            `tokenizer` was given, or an argument has a wrong type.
+        ConfigError: `max_new_tokens`, `num_beams` or `overlap` is out of range, the model cannot refine, only one of
+            `model` and `tokenizer` was given, or an argument has a wrong type.
         DocumentError: The text has no letter or digit or is the name of a file, the file cannot be read, or the model
             wrote nothing about it.
         UnsupportedModelError: The model cannot be served, or the default one is not installed.
@@ -75,7 +77,13 @@ def summarize(
         raise ConfigError("model and tokenizer must be given together, got a model but no tokenizer")
     check_pair(model, tokenizer)
     summarizer = Summarizer(
-        model, tokenizer, max_new_tokens=max_new_tokens, config=config, approach=approach, keep_parts=keep_parts
+        model,
+        tokenizer,
+        max_new_tokens=max_new_tokens,
+        num_beams=num_beams,
+        config=config,
+        approach=approach,
+        keep_parts=keep_parts,
     )
     return summarizer.summarize(document)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from lookahead.documents.decode_text import Document, Reject, check_words
 from lookahead.errors import DocumentError, LookaheadError
 from lookahead.stats import total, total_in_sequence
-from lookahead.summarization.decoder import GreedyDecoder
+from lookahead.summarization.decoder import SummaryDecoder
 from lookahead.summarization.pipeline import Summarized, Summary, SummaryPipeline
 from lookahead.summarization.prompt_fitter import Approach, PromptFitter
 from lookahead.summarization.prompting import SummaryRequest
@@ -39,6 +39,7 @@ class Summarizer:
         model: Any causal language model.
         tokenizer: Its tokenizer.
         max_new_tokens: Most tokens of a summary.
+        num_beams: Beams of the search, at least 1; `None` means the model's own number, which is 1 for most.
         config: How drafts are made; `None` means the defaults.
         compare: Whether every document is decoded plainly too.
         request: What the model is asked for; `None` means a summary in two sentences.
@@ -56,6 +57,7 @@ class Summarizer:
         tokenizer: PreTrainedTokenizerBase,
         *,
         max_new_tokens: int = 200,
+        num_beams: int | None = None,
         config: LookaheadConfig | None = None,
         compare: bool = False,
         request: SummaryRequest | None = None,
@@ -65,8 +67,13 @@ class Summarizer:
         self.exact = str(model.dtype) == "torch.float32"
         self.fitter = PromptFitter(model, tokenizer, max_new_tokens, request, approach)
         self._keep_parts = keep_parts
-        self._decoder = GreedyDecoder(
-            model, tokenizer, config=config, add_special_tokens=self.fitter.add_special_tokens, compare=compare
+        self._decoder = SummaryDecoder(
+            model,
+            tokenizer,
+            config=config,
+            num_beams=num_beams,
+            add_special_tokens=self.fitter.add_special_tokens,
+            compare=compare,
         )
 
     def summarize(self, text: str) -> Summary:
@@ -88,7 +95,7 @@ class Summarizer:
 
         A document is taken when a row is free for it, so memory does not grow with their number. A document that
         cannot be summarized is rejected alone. The summaries are those of `summarize`. The parts of a long document
-        are decoded together. With `compare`, documents are summarized one after the other.
+        are decoded together. With `compare` or beams, documents are summarized one after the other.
 
         Args:
             documents: The documents, which may come from a stream. It may give None, while documents that it gave are
@@ -98,7 +105,7 @@ class Summarizer:
         Raises:
             ConfigError: `rows` is out of range.
         """
-        if self._decoder.compare:
+        if self._decoder.is_alone:
             return (self.summarize_or_reject(document) for document in documents if document is not None)
         return _BatchSummarizer(self, rows).run(documents)
 
@@ -108,7 +115,7 @@ class Summarizer:
         Raises:
             ConfigError: `rows` is out of range.
         """
-        return 1 if self._decoder.compare else self._open_scheduler(rows).rows
+        return 1 if self._decoder.is_alone else self._open_scheduler(rows).rows
 
     def summarize_or_reject(self, document: Document) -> Outcome:
         """Summarize one document, or tell why it cannot be."""
