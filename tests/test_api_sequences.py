@@ -119,10 +119,8 @@ class Session(RuleBasedStateMachine):
         self.text = got
 
     @rule()
-    def beams_under_a_switch_go_to_transformers(self) -> None:
-        if self.switches:
-            with pytest.warns(UserWarning, match="num_beams"):
-                self.both(0, **padded([[7, 8, 9]]), num_beams=2, max_new_tokens=4, do_sample=False)
+    def beams_with_a_switch_or_without(self) -> None:
+        self.both(0, **padded([[7, 8, 9]]), num_beams=2, max_new_tokens=4, do_sample=False)
 
     @invariant()
     def the_model_is_as_it_was(self) -> None:

@@ -186,15 +186,6 @@ def test_scores_logits_and_the_cache_are_those_of_generate() -> None:
         (mine.values * torch.ones(1, requires_grad=True)).sum().backward()  # not a tensor of inference mode
 
 
-def test_beam_search_is_refused_and_under_the_switch_left_to_transformers() -> None:
-    model = model_of("Bart")
-    with pytest.raises(UnsupportedModelError, match=r"beam search \(num_beams=4.*num_beams=1"):
-        generate(model, ONE, num_beams=4, custom_generate=lookahead.decode)
-    expected = generate(model, ONE, num_beams=4)
-    with lookahead.enable(model), pytest.warns(UserWarning, match="by transformers alone: beam search"):
-        assert torch.equal(generate(model, ONE, num_beams=4), expected)
-
-
 def test_inputs_that_are_not_served_are_named() -> None:
     model: Any = model_of("Bart")
     embeds = model.get_input_embeddings()(ONE["input_ids"])

@@ -33,8 +33,6 @@ RAGGED = {
 # Every draft there is room for is verified, whatever it costs: the outcome depends on no clock.
 DRAFTING = LookaheadConfig(draft="fixed", min_probability=0.0)
 MODES: dict[str, dict[str, Any]] = {
-    "beam search": {"num_beams": 2},
-    "beam sampling": {"num_beams": 2, "do_sample": True},
     "diverse beams": {"num_beams": 2, "num_beam_groups": 2, "diversity_penalty": 1.0},
     "constrained beams": {"num_beams": 2, "force_words_ids": [[7]]},
     "constraints without beams": {"force_words_ids": [[7]]},

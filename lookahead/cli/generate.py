@@ -68,13 +68,13 @@ def generate(options: GenerateOptions) -> None:
     from lookahead.generation.api import stream
     from lookahead.generation.prompts import as_chat
 
-    beams: dict[str, Any] = {} if options.num_beams is None else {"num_beams": options.num_beams}
+    decoding = options.sampling if options.num_beams is None else {**options.sampling, "num_beams": options.num_beams}
     with reading() as on_prefill:
         prompt = text if options.raw else as_chat(loaded.tokenizer, text, options.system)
         with truncation_named():
             pieces = stream(
                 *loaded, prompt, on_prefill=on_prefill, config=config, seed=options.seed, truncate=options.truncation,
-                max_new_tokens=options.max_new_tokens, **options.sampling, **beams,
+                max_new_tokens=options.max_new_tokens, **decoding,
             )  # fmt: skip
         with pieces.serving():
             for piece in pieces:

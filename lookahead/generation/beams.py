@@ -38,7 +38,7 @@ from lookahead.generation.request import prompt_lengths
 from lookahead.generation.validation import validate_call, validate_lengths, validate_positions
 from lookahead.models.beam_tree import DEAD_NODES, BeamModel
 from lookahead.models.encoder_decoder import empty_cache
-from lookahead.models.linears import LinearScope, rows_alike
+from lookahead.models.linears import LinearScope
 from lookahead.models.support import is_bitwise, prefills_at_once, support_of, vocabulary_size
 from lookahead.models.target import PREFILL_CHUNK, Target, input_device
 from lookahead.stats import DecodingStats
@@ -107,7 +107,7 @@ def beam_search(
         return cast(Tensor | GenerateBeamOutput, lm._beam_search(model, *arguments, **model_kwargs))
     # In a batch transformers attends to padding under a mask, which changes bits.
     is_alone = len(prompts) == 1 and lengths[0] == input_ids.shape[1]
-    is_exact = is_alone and config.exactness == "auto" and is_bitwise(model) and rows_alike(model) >= beams
+    is_exact = is_alone and config.exactness == "auto" and is_bitwise(model)
     target = Target(
         model,
         rows=len(prompts),
@@ -115,6 +115,7 @@ def beam_search(
         device=input_device(model),
         prefill_chunk=int(lengths.max()) if prefills_at_once(model) else PREFILL_CHUNK,
         is_bitwise=is_exact,
+        is_together=True,
         packs=config.pack == "auto",
     )
     texts = [ids[len(ids) - length :] for ids, length in zip(prompts.cpu().numpy(), lengths.tolist(), strict=True)]

@@ -252,15 +252,6 @@ def keeps_bits(model: nn.Module) -> bool:
         return False
 
 
-def rows_alike(model: nn.Module) -> int:
-    """Most rows that have in torch's own products with a model's linear layers the bits that each has alone."""
-    layers = [each for each in model.modules() if type(each) is nn.Linear and _is_plain(each)]
-    try:
-        return min((rows_of(each.weight, each.bias, 0).alone for each in layers), default=0)
-    except (AttributeError, RuntimeError):  # torch was built without oneDNN
-        return 0
-
-
 def _layout_of(weight: Tensor, bias: Tensor | None) -> tuple[int, Rows]:
     """The rows to lay a weight out for, and the rows it is right for then."""
     found = {_PACKED_FOR: rows_of(weight, bias, _PACKED_FOR)}

@@ -73,6 +73,7 @@ class Target:
         is_bitwise: Whether every node attends alone, so that in half precision on a CPU the logits have the bits of
             decoding token by token (`lookahead.models.exact_attention`); for a single row.
         packs: Whether linear layers may keep packed copies of their weights (`lookahead.models.linears`).
+        is_together: Whether `is_bitwise` means the bits of decoding all nodes of a pass as the rows of a batch.
 
     Attributes:
         is_bitwise: Whether all passes since the newest prefill, itself included, have the bits of `model.generate`.
@@ -99,6 +100,7 @@ class Target:
         most_nodes: int = 64,
         is_bitwise: bool = False,
         packs: bool = True,
+        is_together: bool = False,
     ) -> None:
         self._model = model
         self._device = device
@@ -127,6 +129,7 @@ class Target:
         self._is_half = model.dtype in (torch.bfloat16, torch.float16)
         self._is_exact = is_bitwise and self._is_half and self._scope is not None and rows == 1 and not is_fixed
         self.is_bitwise = self._is_exact
+        self._is_together = is_together
         # Compiled passes have their own products. Each process measures whether packing pays, and tensor-parallel
         # processes must compute the same bits.
         is_apart = (is_fixed and compiles) or (getattr(model, "_tp_size", None) or 1) > 1
@@ -304,7 +307,7 @@ class Target:
         if keeps_hidden:
             options["output_hidden_states"] = True
         take_has_packed()
-        with self._linears.running(is_exact=is_exact), scope:
+        with self._linears.running(is_exact=is_exact and not self._is_together), scope:
             output = self._model(
                 input_ids=ids,
                 past_key_values=self.cache,

@@ -1,0 +1,265 @@
+"""Beam search finds what transformers' own finds: sequences, scores, beams, whatever the model and the options."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, LogitsProcessor, MaxTimeCriteria, PreTrainedModel, StoppingCriteriaList
+from typer.testing import CliRunner
+
+import lookahead
+from lookahead import LookaheadConfig
+from lookahead.cli.app import app
+from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
+from lookahead.models import beam_tree
+from lookahead.models.support import is_bitwise
+from lookahead.summarization.summarizer import Summarizer
+from tests.support.families import ENCODER_DECODERS, FAMILIES, Family, build, cases
+from tests.support.stateful import Grammar
+
+ONE = {"input_ids": torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])}
+RAGGED = {
+    "input_ids": torch.tensor([[0] * 5 + [44, 17, 44, 17, 44], [5, 9, 31, 77, 5, 9, 31, 5, 9, 77]]),
+    "attention_mask": torch.tensor([[0] * 5 + [1] * 5, [1] * 10]),
+}
+TREES = [family for family in FAMILIES.values() if family.decoded == "trees"]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "length penalty": {"length_penalty": 2.0, "early_stopping": "never"},
+    "early stopping": {"early_stopping": True, "num_return_sequences": 2, "no_repeat_ngram_size": 3},
+    "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 0},
+    "minimum": {"min_new_tokens": 6, "repetition_penalty": 1.3, "output_logits": True},
+}
+
+
+def found(model: PreTrainedModel, **options: Any) -> Any:
+    """What a search returns, with all it can tell."""
+    torch.manual_seed(3)
+    shared = {"max_new_tokens": 12, "num_beams": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": [5, 9]}
+    returned = {"return_dict_in_generate": True, "output_scores": True}
+    return model.generate(**copy.deepcopy({**shared, **returned, **options}))
+
+
+def assert_same(model: PreTrainedModel, config: LookaheadConfig | None = None, **options: Any) -> Any:
+    """Search as transformers does, and with lookahead."""
+    expected = found(model, **options)
+    got = found(model, **options, custom_generate=lookahead.decode, lookahead_config=config)
+    assert type(got) is type(expected)
+    assert got.sequences.tolist() == expected.sequences.tolist()
+    assert got.beam_indices.tolist() == expected.beam_indices.tolist()
+    torch.testing.assert_close(got.sequences_scores, expected.sequences_scores, rtol=0, atol=1e-5)
+    for name in ("scores", "logits"):
+        for mine, theirs in zip(getattr(got, name) or (), getattr(expected, name) or (), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
+    return got
+
+
+@pytest.mark.parametrize("inputs", [ONE, RAGGED], ids=["one", "ragged"])
+@pytest.mark.parametrize("family", cases([*TREES, *ENCODER_DECODERS.values()]))
+def test_every_family_finds_the_sequences_of_transformers(family: Family, inputs: dict[str, Any]) -> None:
+    assert_same(build(family), **inputs)
+
+
+@pytest.mark.parametrize("beams", [2, 8])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("inputs", [ONE, RAGGED], ids=["one", "ragged"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma3", "T5"])
+def test_the_options_of_beam_search_are_heeded(
+    name: str, inputs: dict[str, Any], options: dict[str, Any], beams: int
+) -> None:
+    assert_same(build({**FAMILIES, **ENCODER_DECODERS}[name]), **inputs, **options, num_beams=beams)
+
+
+@pytest.mark.parametrize("inputs", [ONE, RAGGED], ids=["one", "ragged"])
+def test_trees_that_lose_dead_nodes_often_go_on_as_before(
+    inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tiny_llama: PreTrainedModel
+) -> None:
+    dropped = []
+    drop = beam_tree.BeamTree.drop_dead
+    monkeypatch.setattr(beam_tree, "DEAD_NODES", 2)
+    monkeypatch.setattr(beam_tree.BeamTree, "drop_dead", lambda self: dropped.append(drop(self)) or dropped[-1])
+    assert_same(tiny_llama, **inputs, max_new_tokens=60, eos_token_id=None, do_sample=True)
+    assert sum(len(kept) - live for kept, live in dropped) > 20, "nothing was ever shared by all beams"
+
+
+def test_a_stateful_processor_sees_the_calls_of_transformers(tiny_llama: PreTrainedModel) -> None:
+    class Recording(LogitsProcessor):
+        def __init__(self) -> None:
+            self.seen: list[list[list[int]]] = []
+
+        def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+            self.seen.append(input_ids.tolist())
+            return scores - 0.1 * len(self.seen) * (torch.arange(scores.shape[1]) % 3)
+
+    seen = []
+    for extra in ({}, {"custom_generate": lookahead.decode}):
+        processor = Recording()
+        tiny_llama.generate(
+            **RAGGED, num_beams=3, max_new_tokens=9, do_sample=False, logits_processor=[processor], **extra
+        )
+        seen.append(processor.seen)
+    assert seen[0] == seen[1]
+    assert_same(tiny_llama, **RAGGED, logits_processor=[Grammar()])
+
+
+def test_more_sequences_than_beams_are_refused_as_transformers_refuses_them(tiny_llama: PreTrainedModel) -> None:
+    said = []
+    for extra in ({}, {"custom_generate": lookahead.decode}):
+        with pytest.raises(ValueError, match="num_return_sequences") as caught:
+            found(tiny_llama, **ONE, num_beams=2, num_return_sequences=3, **extra)
+        said.append(str(caught.value))
+    assert said[0] == said[1]
+
+
+def test_beams_that_outnumber_the_first_tokens_are_searched(tiny_llama: PreTrainedModel) -> None:
+    assert_same(tiny_llama, **ONE, num_beams=90, max_new_tokens=3)
+
+
+def test_a_prompt_in_bf16_has_the_bits_of_transformers_where_single_sequences_do() -> None:
+    model = build(FAMILIES["Llama"]).to(torch.bfloat16)
+    if not is_bitwise(model):
+        pytest.skip("on this processor a row's bits depend on the rows beside it")
+    expected, got = (
+        found(model, **ONE, max_new_tokens=40, eos_token_id=None, output_logits=True, **extra)
+        for extra in ({}, {"custom_generate": lookahead.decode})
+    )
+    assert got.sequences.tolist() == expected.sequences.tolist()
+    assert all(torch.equal(*pair) for pair in zip(got.logits, expected.logits, strict=True))
+
+
+def test_what_comes_back_may_be_changed_in_place_and_holds_no_cache(tiny_llama: PreTrainedModel) -> None:
+    out = assert_same(tiny_llama, **ONE)
+    assert out.past_key_values is None
+    out.sequences[0, 0] = 1
+    out.sequences_scores.add_(1)
+
+
+def test_under_the_switch_beams_are_searched_without_a_warning(
+    tiny_llama: PreTrainedModel, recwarn: pytest.WarningsRecorder
+) -> None:
+    expected = found(tiny_llama, **RAGGED)
+    with lookahead.enable(tiny_llama):
+        got = found(tiny_llama, **RAGGED)
+    assert got.sequences.tolist() == expected.sequences.tolist() and got.past_key_values is None
+    assert not [each for each in recwarn if "lookahead" in str(each.message) or "alone" in str(each.message)]
+
+
+@pytest.mark.parametrize("name", ["Bloom", "Mamba"])
+def test_a_model_whose_beams_are_no_tree_is_searched_by_transformers_with_a_warning(name: str) -> None:
+    model = build(FAMILIES[name])
+    expected = outcome(model)
+    with pytest.warns(UserWarning, match="as transformers does"):
+        assert outcome(model, custom_generate=lookahead.decode) == expected
+    with pytest.raises(UnsupportedModelError, match="leave out the configuration"):
+        found(model, **ONE, custom_generate=lookahead.decode, lookahead_config=LookaheadConfig())
+
+
+def outcome(model: PreTrainedModel, **extra: Any) -> Any:
+    """The sequences, or the class of the error."""
+    try:
+        return found(model, **ONE, **extra).sequences.tolist()
+    except Exception as error:
+        return type(error)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"past_key_values": DynamicCache()}, "past_key_values"),
+        ({"output_hidden_states": True}, "output_hidden_states"),
+        ({"position_ids": torch.arange(12)[None] + 3}, "position_ids"),
+    ],
+)
+def test_what_beams_are_not_served_with_is_named_and_left_to_transformers_under_the_switch(
+    tiny_llama: PreTrainedModel, options: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=name):
+        found(tiny_llama, **ONE, **options, custom_generate=lookahead.decode)
+    expected = found(tiny_llama, **ONE, **options).sequences
+    with lookahead.enable(tiny_llama), pytest.warns(UserWarning, match="transformers alone"):
+        assert torch.equal(found(tiny_llama, **ONE, **options).sequences, expected)
+
+
+def test_an_encoder_reads_once_and_the_keys_of_its_output_are_kept_once() -> None:
+    model: Any = build(ENCODER_DECODERS["Bart"])
+    reads: list[int] = []
+    model.get_encoder().register_forward_hook(lambda *_: reads.append(1))
+    got = found(model, **ONE, custom_generate=lookahead.decode)
+    assert len(reads) == 1
+    keys = got.past_key_values.cross_attention_cache.layers[0].keys
+    assert len(keys) == 3 and keys.untyped_storage().nbytes() == keys[0].nbytes
+
+
+def test_the_api_returns_texts_reasons_and_counters(tiny_llama: PreTrainedModel, tiny_tokenizer: Any) -> None:
+    prompts = [[5, 9, 31, 77, 5, 9], [44, 17, 44]]
+    options = {"num_beams": 3, "max_new_tokens": 10, "do_sample": False, "eos_token_id": [5, 9]}
+    mask = torch.tensor([[1] * 6, [0] * 3 + [1] * 3])
+    ids = torch.tensor([prompts[0], [0] * 3 + prompts[1]])
+    expected = tiny_llama.generate(ids, attention_mask=mask, pad_token_id=0, **options)[:, 6:].tolist()
+    got = lookahead.generate(tiny_llama, tiny_tokenizer, prompts, pad_token_id=0, **options)
+    for said, whole, reason in zip(got.token_ids, expected, got.finish_reasons, strict=True):
+        assert said == whole[: len(said)] and not any(whole[len(said) :])
+        assert reason == ("stop" if said[-1] in (5, 9) else "length")
+    assert [stats.emitted_tokens for stats in got.row_stats] == [len(said) for said in got.token_ids]
+    assert got.stats.prompt_tokens == 9
+    stream = lookahead.stream(tiny_llama, tiny_tokenizer, prompts[0], **options)
+    alone = lookahead.generate(tiny_llama, tiny_tokenizer, prompts[0], **options)
+    assert "".join(stream) == alone.texts[0] and stream.token_ids == alone.token_ids[0]
+    several = lookahead.generate(tiny_llama, tiny_tokenizer, prompts[0], num_return_sequences=2, **options)
+    assert several.token_ids[0] == alone.token_ids[0] and len(several.texts) == len(several.row_stats) == 2
+
+
+def test_a_search_that_time_ends_says_so(tiny_llama: PreTrainedModel, tiny_tokenizer: Any) -> None:
+    ended = StoppingCriteriaList([MaxTimeCriteria(0.0)])
+    got = lookahead.generate(tiny_llama, tiny_tokenizer, [5, 9], num_beams=2, max_new_tokens=9, stopping_criteria=ended)
+    assert got.finish_reasons == ["criteria"] and len(got.token_ids[0]) == 1
+
+
+def test_a_batch_with_no_room_for_its_longest_prompt_is_refused(
+    tiny_llama: PreTrainedModel, tiny_tokenizer: Any
+) -> None:
+    limit = tiny_llama.config.max_position_embeddings
+    prompts = [[5] * (limit - 3), [5, 9]]
+    with pytest.raises(PromptError, match="max_new_tokens must be at most 4 with beams"):
+        lookahead.generate(tiny_llama, tiny_tokenizer, prompts, num_beams=2, max_new_tokens=9)
+    alone = lookahead.generate(tiny_llama, tiny_tokenizer, prompts[0], num_beams=2, max_new_tokens=9, eos_token_id=None)
+    assert len(alone.token_ids[0]) == 4 and alone.finish_reasons == ["length"]
+    with pytest.raises(ConfigError, match="num_beams must be a whole number of at least 1, got 0"):
+        lookahead.generate(tiny_llama, tiny_tokenizer, prompts[1], num_beams=0)
+
+
+def test_summaries_take_the_beams_of_the_model_or_of_the_call(tiny_tokenizer: Any) -> None:
+    model: Any = build(ENCODER_DECODERS["Bart"])
+    model.generation_config.update(num_beams=4, no_repeat_ngram_size=2, length_penalty=2.0, eos_token_id=2)
+    text = "The zebra ran. The horse ran after it. Both came home."
+    ids = tiny_tokenizer(text, return_tensors="pt").input_ids
+    summaries = []
+    for beams in (None, 2, 1):
+        summary = Summarizer(model, tiny_tokenizer, max_new_tokens=12, num_beams=beams, compare=True).summarize(text)
+        own = {} if beams is None else {"num_beams": beams}
+        expected = model.generate(ids, max_new_tokens=12, do_sample=False, **own)
+        assert summary.text == tiny_tokenizer.decode(expected[0], skip_special_tokens=True).strip()
+        assert summary.plain is not None and summary.plain.identical
+        summaries.append(summary.text)
+    assert len(set(summaries)) > 1, "beams change nothing here"
+    with pytest.raises(ConfigError, match="num_beams must be at least 1, got 0"):
+        Summarizer(model, tiny_tokenizer, num_beams=0)
+
+
+def test_the_commands_search_with_beams(
+    model_folder: Path, tmp_path: Path, tiny_llama: Any, tiny_tokenizer: Any
+) -> None:
+    expected = lookahead.generate(tiny_llama, tiny_tokenizer, "abc", num_beams=3, max_new_tokens=8).texts[0]
+    shared = ["--model", str(model_folder), "--max-new-tokens", "8", "--num-beams", "3"]
+    run = CliRunner().invoke(app, ["generate", "abc", "--raw", *shared])
+    assert run.exit_code == 0 and run.output.strip() == expected.strip(), run.output
+    (tmp_path / "a.txt").write_text("The zebra ran. The horse ran.")
+    line = ["summarize", str(tmp_path / "a.txt"), *shared, "-o", str(tmp_path / "out.jsonl"), "--compare"]
+    run = CliRunner().invoke(app, line)
+    assert run.exit_code == 0, run.output
+    assert json.loads((tmp_path / "out.jsonl").read_text())["identical"] is True
