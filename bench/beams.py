@@ -33,8 +33,8 @@ from bench.llm_peers import read_clocks
 from bench.prompts import read_texts
 from bench.report import publish
 from lookahead import LookaheadConfig, UnsupportedModelError
+from lookahead.generation.beams import has_bits_of_beams
 from lookahead.models.loading import DEFAULT_MODEL, load
-from lookahead.models.support import is_bitwise
 from tests.support.families import ENCODER_DECODERS, FAMILIES, Family, build
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -203,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ways[way] = {**shared, "custom_generate": lookahead.decode, "lookahead_config": config}
     for way in ways.values():  # probes, packed weights and compiled code come first
         search(model, prompts[0][:, :40], {**way, "max_new_tokens": 4})
-    is_exact = arguments.dtype == "fp32" or is_bitwise(model)
+    is_exact = arguments.dtype == "fp32" or has_bits_of_beams(model, arguments.num_beams)
     rows = compare(model, prompts, ways, must_agree="lookahead" if is_exact else "")
     report = {
         "model": name,

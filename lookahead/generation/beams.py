@@ -36,10 +36,11 @@ from lookahead.errors import PromptError, UnsupportedModelError
 from lookahead.generation.hf_outputs import adopt
 from lookahead.generation.request import prompt_lengths
 from lookahead.generation.validation import validate_call, validate_lengths, validate_positions
-from lookahead.models.beam_tree import DEAD_NODES, BeamModel
+from lookahead.models.beam_tree import DEAD_NODES, BeamModel, BeamTree
 from lookahead.models.encoder_decoder import empty_cache
 from lookahead.models.linears import LinearScope
-from lookahead.models.support import is_bitwise, prefills_at_once, support_of, vocabulary_size
+from lookahead.models.model_state import state_of
+from lookahead.models.support import prefills_at_once, support_of, vocabulary_size
 from lookahead.models.target import PREFILL_CHUNK, Target, input_device
 from lookahead.stats import DecodingStats
 from lookahead.verification.stopping import FinishReason, reason_of
@@ -107,7 +108,7 @@ def beam_search(
         return cast(Tensor | GenerateBeamOutput, lm._beam_search(model, *arguments, **model_kwargs))
     # In a batch transformers attends to padding under a mask, which changes bits.
     is_alone = len(prompts) == 1 and lengths[0] == input_ids.shape[1]
-    is_exact = is_alone and config.exactness == "auto" and is_bitwise(model)
+    is_exact = is_alone and config.exactness == "auto" and has_bits_of_beams(model, beams)
     target = Target(
         model,
         rows=len(prompts),
@@ -128,6 +129,47 @@ def beam_search(
     if not isinstance(output, Tensor):
         output.past_key_values = None
     return cast(Tensor | GenerateBeamOutput, output)
+
+
+def has_bits_of_beams(model: PreTrainedModel, beams: int) -> bool:
+    """Whether passes over tips can have the bits of transformers' own: half precision on a CPU.
+
+    The first call for a model and so many beams compares passes over tips with those over the rows of a batch.
+    """
+    config: Any = model.config.get_text_config()
+    is_half = model.dtype in (torch.bfloat16, torch.float16) and input_device(model).type == "cpu"
+    if not is_half or not model._can_set_attn_implementation() or getattr(config, "attention_chunk_size", None):
+        return False
+    if config._attn_implementation not in ("sdpa", "eager"):
+        return False
+    name = f"bits of {beams} beams, {torch.get_num_threads()} threads"
+    return state_of(model).probed(name, model, partial(_compare_bits, model, beams, config.vocab_size))
+
+
+@torch.inference_mode()
+def _compare_bits(model: Any, beams: int, vocabulary: int) -> bool:
+    """Compare two passes over the tips of a tree with those of transformers, behind a few prompts."""
+    try:
+        for stride in (7, 8, 9):
+            prompt = (torch.arange(8)[None] * stride + 1) % vocabulary
+            past = DynamicCache(config=model.config.get_text_config(decoder=True))
+            model(input_ids=prompt.expand(beams, -1), past_key_values=past, use_cache=True)
+            target = Target(model, rows=1, capacity=64, device=input_device(model), is_bitwise=True, is_together=True)
+            adopt(past, target.cache, np.zeros(1, np.int64))
+            target.cache.slots.lengths[0] -= 1
+            tree = BeamTree(int(prompt[0, -1]), prompt.new_zeros(0), beams)
+            with target.serving():
+                for step in range(2):
+                    tokens = (torch.arange(beams) * stride + step) % vocabulary
+                    tree.advance(range(beams), tokens.tolist())
+                    ours = target.extend([tree.tree()], np.array([tree.scored]))
+                    tree.learn(ours[0])
+                    theirs = model(input_ids=tokens[:, None], past_key_values=past, use_cache=True).logits
+                    if not torch.equal(ours[0], theirs[:, 0]):
+                        return False
+    except Exception:  # a model's own attention may raise anything here, and masks still serve it
+        return False
+    return True
 
 
 def _read_once(target: Target, prompts: Sequence[IntArray], input_ids: Tensor, config: GenerationConfig) -> Tensor:
