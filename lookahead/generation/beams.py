@@ -38,13 +38,14 @@ from lookahead.generation.request import prompt_lengths
 from lookahead.generation.validation import validate_call, validate_lengths, validate_positions
 from lookahead.models.beam_tree import DEAD_NODES, BeamModel, BeamTree
 from lookahead.models.encoder_decoder import empty_cache
-from lookahead.models.linears import LinearScope
+from lookahead.models.linears import LinearScope, has_bits_of_copies
 from lookahead.models.model_state import state_of
 from lookahead.models.support import prefills_at_once, support_of, vocabulary_size
 from lookahead.models.target import PREFILL_CHUNK, Target, input_device
 from lookahead.stats import DecodingStats
 from lookahead.verification.stopping import FinishReason, reason_of
 
+_LONG_PROMPT = 64  # tokens from which on it pays to find out whether the beams' copies of a prompt may be left out
 BEAM_MODES = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
 
 
@@ -120,7 +121,7 @@ def beam_search(
         packs=config.pack == "auto",
     )
     texts = [ids[len(ids) - length :] for ids, length in zip(prompts.cpu().numpy(), lengths.tolist(), strict=True)]
-    read = partial(_read_for_each_beam, model, target, model_kwargs) if is_exact else partial(_read_once, target, texts)
+    read = partial(_read_as_generate, model, target, model_kwargs) if is_exact else partial(_read_once, target, texts)
     search = BeamModel(model, target, [int(ids[-1]) for ids in texts], beams, read)
     with target.serving(), torch.inference_mode(False), torch.no_grad():
         output = lm._beam_search(search, *arguments, past_key_values=search, use_cache=True)
@@ -178,12 +179,16 @@ def _read_once(target: Target, prompts: Sequence[IntArray], input_ids: Tensor, c
         return target.prefill(prompts)[:, 0]
 
 
-def _read_for_each_beam(
+def _read_as_generate(
     model: Any, target: Target, model_kwargs: dict[str, Any], input_ids: Tensor, config: GenerationConfig
 ) -> Tensor:
-    """Read a prompt as `model.generate` does, as often as it has beams: in half precision its bits depend on that."""
+    """Read a prompt as often as it has beams, as `model.generate` does, or once where that has the same bits."""
     past = DynamicCache(config=model.config.get_text_config(decoder=True))
-    logits: Tensor = model._prefill(input_ids, config, {**model_kwargs, "past_key_values": past}).logits
+    inputs, (beams, width) = {**model_kwargs, "past_key_values": past}, input_ids.shape
+    if width >= _LONG_PROMPT and "logits_to_keep" in inputs and has_bits_of_copies(model, width, beams):
+        inputs = {name: each[:1] if isinstance(each, Tensor) else each for name, each in inputs.items()}
+        input_ids, inputs["logits_to_keep"] = input_ids[:1], beams  # as many rows of the head as there are beams
+    logits: Tensor = model._prefill(input_ids, config, inputs).logits
     with torch.inference_mode():
         adopt(past, target.cache, np.zeros(1, np.int64))
     target.cache.slots.lengths[0] -= 1  # the last token is the root of the tree

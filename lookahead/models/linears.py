@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from threading import Lock, local
 from typing import Any, NamedTuple
 
@@ -250,6 +250,34 @@ def keeps_bits(model: nn.Module) -> bool:
         )
     except (AttributeError, RuntimeError):  # torch was built without oneDNN
         return False
+
+
+def has_bits_of_copies(model: nn.Module, rows: int, copies: int) -> bool:
+    """Whether rows in half precision have the bits that they have in a pass over several copies of them.
+
+    Args:
+        model: The model; its products must be those of linear layers.
+        rows: Rows of the pass.
+        copies: How many copies the larger pass has.
+    """
+    others = (each for each in model.modules() if type(each) is not nn.Linear and not isinstance(each, nn.Embedding))
+    if any(weight.dim() > 1 for each in others for weight in each.parameters(recurse=False)):
+        return False
+    layers = [each for each in model.modules() if type(each) is nn.Linear]
+    head = layers and layers[-1].weight.shape  # it is asked for the last rows alone
+    shapes = {(each.weight.dtype, each.weight.shape, each.bias is None) for each in layers}
+    threads = torch.get_num_threads()
+    return all(_compare_copies(*shape, rows, copies, threads) for shape in shapes if shape[1] != head)
+
+
+@lru_cache(maxsize=1024)
+def _compare_copies(dtype: torch.dtype, shape: torch.Size, is_bare: bool, rows: int, copies: int, threads: int) -> bool:
+    """Compare random rows in a product with a weight of such a shape, and copies of them."""
+    source = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(n, shape[1], generator=source).to(dtype) for n in (shape[0], rows))
+    bias = None if is_bare else weight[:, 0].clone()
+    with torch.inference_mode():
+        return torch.equal(linear(x, weight, bias).repeat(copies, 1), linear(x.repeat(copies, 1), weight, bias))
 
 
 def _layout_of(weight: Tensor, bias: Tensor | None) -> tuple[int, Rows]:
