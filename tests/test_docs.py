@@ -42,6 +42,7 @@ NOT_RUN = {
     ("docs/install.md", "pip install lookahead-decoding"),
     ("docs/install.md", "pip install torch"),
     ("docs/measurements.md", "python -m bench.llm"),
+    ("docs/beams.md", "python -m bench.beams"),
     ("docs/measurements.md", "python -m bench.never_slower"),
     ("docs/jobs.md", "pip install 'lookahead-decoding[documents,html,tables,remote]'"),
     ("docs/drop-in.md", "torchrun --nproc-per-node 2"),
