@@ -14,7 +14,6 @@ random weights and inputs of 700 tokens. The last line is one JSON object.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -23,15 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import BartConfig, BartForConditionalGeneration, PreTrainedModel
 
 import lookahead
+from bench.command import parser_of, processor, publish, stay_on_one_core, use_one_thread, versions
 from bench.exactness import batches
-from bench.llm import as_chat, processor, stay_on_one_core
+from bench.llm import as_chat
 from bench.llm_peers import read_clocks
 from bench.prompts import read_texts
-from bench.report import publish
 from lookahead import LookaheadConfig, UnsupportedModelError
 from lookahead.generation.beams import has_bits_of_beams
 from lookahead.models.loading import DEFAULT_MODEL, load
@@ -158,9 +156,8 @@ def bart_base() -> PreTrainedModel:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare, or measure; returns 1 if a search over families differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="fp32")
     parser.add_argument("--families", help="names, comma separated, or all: the comparison on tiny models")
-    parser.add_argument("--model", help="a folder, or a name on the Hub; the default model when left out")
     parser.add_argument("--encoder-decoder", action="store_true", help="a model of BART-base's shape instead")
     parser.add_argument("--prompts", type=Path, help="JSON lines with a category, as Spec-Bench has them")
     parser.add_argument("--categories", default="summarization,rag", help="comma separated")
@@ -168,16 +165,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--offset", type=int, default=0, help="prompts of each category to leave out")
     parser.add_argument("--num-beams", type=int, default=4)
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--core", type=int, help="the core to stay on; the last one when left out")
-    parser.add_argument("-o", "--output", type=Path, help="a file for the figures")
     arguments = parser.parse_args(argv)
     warnings.simplefilter("ignore", UserWarning)
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     if arguments.families:
-        torch.set_num_threads(1)
+        use_one_thread()
         report = check_families(arguments.families)
-        publish(report | {"versions": versions}, arguments.output)
+        publish(report | {"versions": versions()}, arguments.output)
         return 1 if report["failures"] else 0
     stay_on_one_core(arguments.core)
     if arguments.encoder_decoder:
@@ -186,8 +180,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif arguments.prompts is None:
         parser.error("--prompts is missing")
     else:
-        loaded = load(arguments.model or DEFAULT_MODEL, dtype=arguments.dtype, device="cpu")
-        model, name, prompts = loaded.model, Path(arguments.model or DEFAULT_MODEL).name, []
+        loaded = load(arguments.model, dtype=arguments.dtype, device="cpu")
+        model, name, prompts = loaded.model, Path(arguments.model).name, []
         for category in arguments.categories.split(","):
             texts = list(read_texts(arguments.prompts, "turns", category))
             chosen = texts[arguments.offset : arguments.offset + arguments.limit]
@@ -216,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "max_new_tokens": arguments.max_new_tokens,
         "summary": summary(rows, list(ways)),
         "rows": rows,
-        "versions": versions,
+        "versions": versions(),
     }
     publish(report, arguments.output)
     return 0

@@ -132,11 +132,24 @@ def test_a_prompt_in_bf16_has_the_bits_of_transformers_where_single_sequences_do
     assert all(torch.equal(*pair) for pair in zip(got.logits, expected.logits, strict=True))
 
 
-def test_what_comes_back_may_be_changed_in_place_and_holds_no_cache(tiny_llama: PreTrainedModel) -> None:
-    out = assert_same(tiny_llama, **ONE)
-    assert out.past_key_values is None
+@pytest.mark.parametrize("inputs", [ONE, RAGGED], ids=["one", "ragged"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma3"])
+@pytest.mark.parametrize("tokens", [1, 12])
+def test_what_comes_back_may_be_changed_in_place_and_holds_the_cache_of_the_beams(
+    name: str, inputs: dict[str, Any], tokens: int
+) -> None:
+    model = build(FAMILIES[name])
+    expected = found(model, **inputs, max_new_tokens=tokens)
+    out = found(model, **inputs, max_new_tokens=tokens, custom_generate=lookahead.decode)
+    padding = (inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])) == 0).sum(1).repeat_interleave(3)
+    for mine, theirs in zip(out.past_key_values.layers, expected.past_key_values.layers, strict=True):
+        assert mine.keys.shape == theirs.keys.shape
+        for row, pad in enumerate(padding.tolist()):
+            pad = max(0, pad - (out.past_key_values.get_seq_length() - mine.keys.shape[2]))
+            for ours, other in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+                torch.testing.assert_close(ours[row, :, pad:], other[row, :, pad:], rtol=1e-3, atol=1e-4)
     out.sequences[0, 0] = 1
-    out.sequences_scores.add_(1)
+    out.past_key_values.layers[0].keys.add_(1)
 
 
 def test_under_the_switch_beams_are_searched_without_a_warning(
@@ -145,7 +158,7 @@ def test_under_the_switch_beams_are_searched_without_a_warning(
     expected = found(tiny_llama, **RAGGED)
     with lookahead.enable(tiny_llama):
         got = found(tiny_llama, **RAGGED)
-    assert got.sequences.tolist() == expected.sequences.tolist() and got.past_key_values is None
+    assert got.sequences.tolist() == expected.sequences.tolist()
     assert not [each for each in recwarn if "lookahead" in str(each.message) or "alone" in str(each.message)]
 
 

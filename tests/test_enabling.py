@@ -149,8 +149,8 @@ def test_stop_strings_end_the_output_where_they_would_have(
 
 @pytest.mark.parametrize(
     "options",
-    [{"penalty_alpha": 0.6, "top_k": 4}, {"output_hidden_states": True, "return_dict_in_generate": True}],
-    ids=["contrasts", "states"],
+    [{"prompt_lookup_num_tokens": 3}, {"output_hidden_states": True, "return_dict_in_generate": True}],
+    ids=["lookup", "states"],
 )
 def test_what_has_no_speculative_form_goes_to_transformers_with_a_warning(
     tiny_llama: PreTrainedModel, steps: list[int], options: dict[str, Any]

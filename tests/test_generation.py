@@ -219,7 +219,7 @@ def test_the_model_is_left_as_it_was(tiny_llama: PreTrainedModel, ids: torch.Ten
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
         ({"inputs_embeds": torch.zeros(1, 3, 32)}, "inputs_embeds"),
     ],

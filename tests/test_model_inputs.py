@@ -115,7 +115,7 @@ def test_a_model_that_could_see_is_drafted_for_where_there_is_nothing_to_see(
     ("make", "options"),
     [
         (llava, {"input_ids": torch.tensor([[5, 9, 99, 99, 99, 99, 31]]), "pixel_values": torch.ones(1, 3, 8, 8)}),
-        (bart, {"penalty_alpha": 0.6, "top_k": 4}),
+        (bart, {"num_beams": 2, "output_attentions": True, "return_dict_in_generate": True}),
         (bart, {"output_hidden_states": True, "return_dict_in_generate": True}),
         (bart, {"prompt_lookup_num_tokens": 3}),
         (bart, {"cache_implementation": "static", "return_dict_in_generate": True}),

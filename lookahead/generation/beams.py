@@ -23,6 +23,7 @@ from transformers import (
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
+    StaticCache,
     StoppingCriteriaList,
 )
 from transformers.generation.configuration_utils import GenerationMode
@@ -33,7 +34,7 @@ from lookahead.drafting.tree import IntArray
 from lookahead.engine.fallback import PlainLoop
 from lookahead.engine.row import CarriedError, StepOutput
 from lookahead.errors import PromptError, UnsupportedModelError
-from lookahead.generation.hf_outputs import adopt
+from lookahead.generation.hf_outputs import adopt, append_states
 from lookahead.generation.request import prompt_lengths
 from lookahead.generation.validation import validate_call, validate_lengths, validate_positions
 from lookahead.models.beam_tree import DEAD_NODES, BeamModel, BeamTree
@@ -68,11 +69,11 @@ def beam_search(
         stopping_criteria: Prepared by `generate`.
         generation_config: Resolved by `generate`.
         lookahead_config: Its `exactness` and `pack` are heeded.
-        stats: Counts the passes behind the prefill, where given.
+        stats: Counts the passes behind the prefill, where given; then no cache is returned.
         **model_kwargs: What `generate` would pass to the model.
 
     Returns:
-        What transformers' beam search returns. The cache of a causal model is not among it.
+        What transformers' beam search returns.
 
     Raises:
         UnsupportedModelError: The model or an input cannot be served; the message names it.
@@ -125,10 +126,16 @@ def beam_search(
     search = BeamModel(model, target, [int(ids[-1]) for ids in texts], beams, read)
     with target.serving(), torch.inference_mode(False), torch.no_grad():
         output = lm._beam_search(search, *arguments, past_key_values=search, use_cache=True)
+        if not isinstance(output, Tensor):
+            output.past_key_values = None
+            if stats is None and isinstance(past, DynamicCache | StaticCache):
+                padding = np.repeat(input_ids.shape[1] - lengths, beams).tolist()
+                states = search.states()
+                width = max(pad + row[0][0].shape[1] for pad, row in zip(padding, states, strict=True))
+                append_states(past, states, padding, width)
+                output.past_key_values = past
     if stats is not None and is_exact:
         stats.bitwise_forwards = search.passes
-    if not isinstance(output, Tensor):
-        output.past_key_values = None
     return cast(Tensor | GenerateBeamOutput, output)
 
 

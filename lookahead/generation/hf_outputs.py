@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -148,17 +148,30 @@ def return_cache(engine: Engine | PlainLoop, past: object) -> None:
     """
     if not (isinstance(engine, Engine) and engine.kept and isinstance(past, DynamicCache | StaticCache)):
         return
-    rows, begin = [engine.kept[row.index] for row in engine.batch], int(past.get_seq_length())
-    width = max(row.length for row in engine.batch) - 1
+    rows, padding = [engine.kept[row.index] for row in engine.batch], [row.padding for row in engine.batch]
+    append_states(past, rows, padding, max(row.length for row in engine.batch) - 1)
+
+
+def append_states(
+    past: DynamicCache | StaticCache, rows: Sequence[Sequence[RowStates]], padding: Sequence[int], width: int
+) -> None:
+    """Append the keys and values of rows to a transformers cache, which then holds `width` tokens.
+
+    Args:
+        past: The cache; it holds the first tokens of the rows, or none.
+        rows: Of every row and layer keys and values `[heads, tokens, dim]`, from the first token on.
+        padding: Tokens of padding before each row.
+        width: Tokens of the longest row, its padding counted.
+    """
+    begin = int(past.get_seq_length())
     for index in range(len(rows[0])):
         new: list[Tensor] = []
         for which in (0, 1):
             shape = rows[0][index][which].shape
             filled = rows[0][index][which].new_zeros(len(rows), shape[0], width - begin, shape[2])
-            for i, row in enumerate(engine.batch):
-                states = rows[i][index][which]
-                first = max(0, begin - row.padding)
-                at = row.padding + first - begin
+            for i, (row, pad) in enumerate(zip(rows, padding, strict=True)):
+                states, first = row[index][which], max(0, begin - pad)
+                at = pad + first - begin
                 filled[i, :, at : at + states.shape[1] - first] = states[:, first:]
             new.append(filled)
         past.update(new[0], new[1], index)

@@ -8,11 +8,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 from numba import njit
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lookahead.drafting.tree import IntArray, TokenTree
+from lookahead.models.cache import RowStates
 from lookahead.models.target import Target
 
 Read = Callable[[Tensor, Any], Tensor]
@@ -75,6 +77,14 @@ class BeamTree:
     def after_tips(self) -> list[Tensor]:
         """Logits `[vocab]` after the newest token of each beam."""
         return [self._logits[tip] for tip in self.tips]
+
+    def path_of(self, beam: int) -> NDArray[np.int64]:
+        """The nodes from the root to the tip of a beam."""
+        path, node = [0], self.tips[beam]
+        while node:
+            path.append(node)
+            node = self._parents[node]
+        return np.sort(path)
 
     def drop_dead(self) -> tuple[IntArray, int]:
         """Forget the nodes that no beam comes from; what all beams share is left to the cache.
@@ -160,6 +170,14 @@ class BeamModel:
         for tree, each in zip(self._trees, logits, strict=True):
             tree.learn(each)
         return self._output()
+
+    def states(self) -> list[list[RowStates]]:
+        """The keys and values of the chosen beams, but for their newest tokens."""
+        taken, cache = [], self._target.cache
+        for i, beam in enumerate(self._chosen):
+            row = i // self._beams
+            taken.append(cache.take(row, torch.from_numpy(self._trees[row].path_of(beam))))
+        return taken
 
     def _output(self) -> Any:
         """Logits after the tips, `[batch * num_beams, 1, vocab]`, as transformers' models return them."""

@@ -184,9 +184,14 @@ class TreeLayer(CacheLayerMixin):
         for buffer in self._buffers:
             buffer[target, :length] = buffer[source, :length]
 
-    def take(self, row: int, length: int) -> RowStates:
-        """Copy the first `length` slots of a row: keys and values, `[heads, length, dim]`."""
-        keys, values = (buffer[row, :length].transpose(0, 1).clone() for buffer in self._buffers)
+    def take(self, row: int, length: int, path: Tensor | None = None) -> RowStates:
+        """Copy the first `length` slots of a row, and those of the nodes of a path behind them.
+
+        Returns:
+            Keys and values, `[heads, length + nodes, dim]`.
+        """
+        slots = slice(length) if path is None else torch.cat([torch.arange(length), length + path])
+        keys, values = (buffer[row, slots].transpose(0, 1).clone() for buffer in self._buffers)
         return keys, values
 
     def fill(self, row: int, length: int, keys: Tensor, values: Tensor) -> None:
@@ -321,10 +326,14 @@ class TreeCache(Cache):
             self._bound_at = self.slots.allocations
         return self._bound if nodes <= MAX_NODES else None
 
-    def take(self, row: int) -> list[RowStates]:
-        """Copy the committed KV of a row: for every layer keys and values, `[heads, length, dim]`."""
+    def take(self, row: int, path: Tensor | None = None) -> list[RowStates]:
+        """Copy the committed KV of a row, and that of the nodes of a path (int64 `[a]`) of its tree.
+
+        Returns:
+            For every layer keys and values, `[heads, length + a, dim]`.
+        """
         length = int(self.slots.lengths[row])
-        return [layer.take(row, length) for layer in self._written_layers()]
+        return [layer.take(row, length, path) for layer in self._written_layers()]
 
     def adopt(self, row: int, states: Sequence[RowStates], length: int) -> None:
         """Fill an empty row with the KV of its first `length` tokens.
