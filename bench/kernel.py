@@ -189,7 +189,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--layers", type=int, default=32, help="distinct caches in one graph")
-    parser.add_argument("--split", type=int, help="slots per split, by the number of slots if not given")
+    parser.add_argument("--split", type=int, help="slots per split; as shapes and the GPU suggest if not given")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--replays", type=int, default=30)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

@@ -12,6 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import lookahead
 from lookahead.kernels import dispatch as choice
 from lookahead.kernels import reference
+from lookahead.models.target import Target
+from lookahead.models.tree_pass import TreePass
 from tests.support.random_trees import random_trees, relative_error
 
 pytestmark = [
@@ -103,7 +105,8 @@ def test_compaction_is_exact_for_overlapping_paths_every_time():
         assert all(torch.equal(got, want) for got, want in zip(buffers, wanted, strict=True))
 
 
-def test_a_model_on_the_gpu_gives_the_tokens_of_generate_through_the_kernels(foretell, monkeypatch):
+@pytest.mark.parametrize("length", [700, 1500])  # one part of a prompt, and two
+def test_a_model_on_the_gpu_gives_the_tokens_of_generate_through_the_kernels(length, foretell, monkeypatch):
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES)).float().cuda().eval()
     model.generation_config.eos_token_id = None
@@ -116,7 +119,7 @@ def test_a_model_on_the_gpu_gives_the_tokens_of_generate_through_the_kernels(for
         return kernel
 
     monkeypatch.setattr(choice, "attention_for", watching)
-    ids = torch.randint(2, 101, (3, 700), device="cuda")
+    ids = torch.randint(2, 101, (3, length), device="cuda")
     mask = torch.ones_like(ids)
     mask[0, :400] = 0
     expected = model.generate(ids, attention_mask=mask, max_new_tokens=60, do_sample=False)
@@ -124,6 +127,19 @@ def test_a_model_on_the_gpu_gives_the_tokens_of_generate_through_the_kernels(for
     options = {"attention_mask": mask, "max_new_tokens": 60, "do_sample": False}
     assert torch.equal(model.generate(ids, **options, custom_generate=lookahead.decode), expected)
     assert served and all(served)
+
+
+def test_a_prompt_read_in_parts_by_flash_attention_gives_the_logits_of_reading_it_at_once(monkeypatch):
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).to(torch.bfloat16).cuda().eval()
+    prompts = [np.random.default_rng(n).integers(2, 101, n).astype(np.int32) for n in (1500, 700)]
+    logits = []
+    for size in (2048, 256):
+        target = Target(model, rows=2, capacity=1600, device=torch.device("cuda", 0), prefill_chunk=size)
+        with target.serving():
+            logits.append(target.prefill(prompts).float())
+        monkeypatch.setattr(TreePass, "mask", None)
+    assert (logits[1] - logits[0]).norm() < 0.03 * logits[0].norm()
 
 
 def test_in_bfloat16_outputs_part_from_generate_only_where_two_tokens_are_near():
