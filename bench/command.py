@@ -78,8 +78,8 @@ def versions() -> dict[str, str]:
 
 
 def publish(report: Mapping[str, Any], output: Path | None) -> None:
-    """Print the figures and the versions as the last line, and write them to `output` too."""
-    report = {**report, "versions": versions()}
+    """Print the figures and the versions as the last line, and write them to `output` too; those told already stay."""
+    report = {**report, "versions": {**versions(), **report.get("versions", {})}}
     if output:
         output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(report))

@@ -42,7 +42,13 @@ class Forked:
             if stdout is not None:
                 os.dup2(stdout, 1)
             sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", 1, closefd=False)
-            run()
+            try:
+                run()
+            finally:
+                try:
+                    sys.stdout.flush()  # as the interpreter does at its end
+                except OSError as error:
+                    print(f"Exception ignored: {error}", file=sys.stderr)
 
         self._stderr = stderr
         self.process = _FORK.Process(target=work)
