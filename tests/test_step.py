@@ -14,7 +14,7 @@ from lookahead.generation.hf import prepare
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = tuple(str(ROOT / name) for name in ("lookahead", "ngram", "kernels"))
-MOST_FUNCTIONS, MOST_FILES = 78, 21
+MOST_FUNCTIONS, MOST_FILES = 81, 21  # in a step that moves the KV of what it accepted
 
 
 def test_a_step_runs_few_functions_of_few_files(tiny_llama) -> None:
