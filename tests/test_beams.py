@@ -116,6 +116,14 @@ def test_more_sequences_than_beams_are_refused_as_transformers_refuses_them(tiny
     assert said[0] == said[1]
 
 
+def test_one_allowed_token_gives_beams_that_are_alike(tiny_llama: PreTrainedModel) -> None:
+    steps = [31, 9, 77, 5]
+    model = copy.deepcopy(tiny_llama).to(torch.bfloat16)
+    for each in (tiny_llama, model):
+        allowed = {"prefix_allowed_tokens_fn": lambda _, ids: [steps[len(ids) % 4]] if len(ids) < 15 else range(3, 90)}
+        assert_same(each, **ONE, **allowed, eos_token_id=None, max_new_tokens=9)
+
+
 def test_beams_that_outnumber_the_first_tokens_are_searched(tiny_llama: PreTrainedModel) -> None:
     assert_same(tiny_llama, **ONE, num_beams=90, max_new_tokens=3)
 

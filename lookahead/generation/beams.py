@@ -91,6 +91,8 @@ def beam_search(
         with linears.serving(), linears.running(is_exact=False):
             if isinstance(past, EncoderDecoderCache) and isinstance(past.cross_attention_cache, DynamicCache):
                 model_kwargs["past_key_values"] = _shared_input(model, past, input_ids, beams, model_kwargs)
+            if stats is not None and model.dtype != torch.float32:
+                stats.bitwise_forwards = generation_config.max_length  # all passes are those of transformers
             return cast(Tensor | GenerateBeamOutput, lm._beam_search(model, *arguments, **model_kwargs))
     mask = model_kwargs.get("attention_mask")
     prompts = input_ids[::beams]

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from lookahead.drafting.tree import IntArray, TokenTree
+from lookahead.drafting.tree import IntArray, TokenTree, node_depths
 from lookahead.models.cache import RowStates
 from lookahead.models.target import Target
 
@@ -37,7 +37,6 @@ class BeamTree:
 
     def __init__(self, root: int, logits: Tensor, beams: int) -> None:
         self._tokens, self._parents = [root], [0]
-        self._children: dict[tuple[int, int], int] = {}
         self._logits = {0: logits}
         self.scored = 1
         self.tips = [0] * beams
@@ -47,17 +46,13 @@ class BeamTree:
         return len(self._tokens)
 
     def advance(self, beams: Sequence[int], tokens: Sequence[int]) -> None:
-        """Continue some of the beams by one token each; they are the new beams."""
-        tips = [self.tips[beam] for beam in beams]
-        self.tips = [self._child(tip, token) for tip, token in zip(tips, tokens, strict=True)]
+        """Continue some of the beams by one token each; they are the new beams.
 
-    def _child(self, parent: int, token: int) -> int:
-        """The node of a token behind a node."""
-        node = self._children.setdefault((parent, token), len(self))
-        if node == len(self):
-            self._tokens.append(token)
-            self._parents.append(parent)
-        return node
+        Beams with the same tokens stay apart: in half precision the bits of a pass depend on the number of its rows.
+        """
+        self._parents += [self.tips[beam] for beam in beams]
+        self._tokens += tokens
+        self.tips = list(range(len(self) - len(tokens), len(self)))
 
     @property
     def is_overgrown(self) -> bool:
@@ -66,7 +61,8 @@ class BeamTree:
 
     def tree(self) -> TokenTree:
         """All nodes."""
-        return TokenTree.from_parents(self._tokens, self._parents)
+        parents = np.array(self._parents, np.int32)
+        return TokenTree(np.array(self._tokens, np.int32), parents, node_depths(parents), np.zeros_like(parents))
 
     def learn(self, logits: Tensor) -> None:
         """Take the logits `[n, vocab]` after the nodes that were not scored yet."""
@@ -96,8 +92,6 @@ class BeamTree:
         places = {node: place for place, node in enumerate(kept[shared:].tolist())}
         self._tokens = [self._tokens[node] for node in places]
         self._parents = [places.get(self._parents[node], 0) for node in places]
-        children = zip(self._parents[1:], self._tokens[1:], range(1, len(self)), strict=True)
-        self._children = {(parent, token): node for parent, token, node in children}
         self._logits = {places[node]: logits for node, logits in self._logits.items() if node in places}
         self.tips = [places[tip] for tip in self.tips]
         self.scored = len(self)
