@@ -188,10 +188,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             prompts += [as_chat(text, loaded.tokenizer) for text in chosen]
     shared = {"num_beams": arguments.num_beams, "max_new_tokens": arguments.max_new_tokens, "do_sample": False}
     ways: dict[str, dict[str, Any]] = {"transformers": shared}
-    configs = {"lookahead": LookaheadConfig(), "no drafts": LookaheadConfig(proposers=())}
-    if arguments.encoder_decoder:
-        del configs["no drafts"]
-    elif arguments.dtype != "fp32":
+    configs: dict[str, LookaheadConfig | None] = {"lookahead": None}
+    if arguments.dtype != "fp32" and not arguments.encoder_decoder:
         configs["fast"] = LookaheadConfig(exactness="fast")
     for way, config in configs.items():
         ways[way] = {**shared, "custom_generate": lookahead.decode, "lookahead_config": config}
