@@ -90,8 +90,15 @@ CAPTIONS = {
         "No model runs.",
     ),
     "vllm_peer": Caption(
-        "Inside vLLM, beside its own proposers",
-        "vllm_peer --python VLLM/bin/python --prompts spec_bench.jsonl --stories squality_dev.jsonl",
+        "Inside vLLM, one request at a time, beside its own proposers",
+        "vllm_peer --python VLLM/bin/python --prompts spec_bench.jsonl --stories squality_dev.jsonl --per-category 3 "
+        "--shared 1 --batch 1",
+        "CPU seconds of one thread, wall seconds beside them.",
+    ),
+    "vllm_peer_16": Caption(
+        "Inside vLLM, 16 requests at a time, on text with little to copy",
+        "vllm_peer --python VLLM/bin/python --prompts mt_bench.jsonl --per-category 32 --batch 16 --max-new-tokens 64 "
+        "--methods lookahead",
         "CPU seconds of one thread, wall seconds beside them.",
     ),
     "dropin": Caption("What it costs to be a drop-in", "dropin"),
