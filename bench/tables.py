@@ -101,6 +101,22 @@ CAPTIONS = {
         "--methods lookahead",
         "CPU seconds of one thread, wall seconds beside them.",
     ),
+    "beams_families": Caption("Sequences and scores of beam search on every family", "beams --families all"),
+    "beams_fp32": Caption(
+        "Beam search with a real model, fp32",
+        "beams --prompts spec_bench.jsonl --limit 3 --offset 10 --dtype fp32",
+        "CPU seconds of one thread, prompts read too.",
+    ),
+    "beams_bf16": Caption(
+        "Beam search with a real model, bf16",
+        "beams --prompts spec_bench.jsonl --limit 3 --offset 10 --dtype bf16",
+        'CPU seconds of one thread, prompts read too. Fast means `exactness="fast"`.',
+    ),
+    "beams_encoder_decoder": Caption(
+        "Beam search with an encoder-decoder model of BART-base's shape",
+        "beams --encoder-decoder",
+        "CPU seconds of one thread; the encoder's pass is counted.",
+    ),
     "dropin": Caption("What it costs to be a drop-in", "dropin"),
     "soak": Caption("Memory over many requests", "soak --model DIR --prompts squality_dev.jsonl --field document"),
     "faults": Caption("Jobs killed at random moments and resumed", "faults --documents 1000 --kills 200 --model none"),

@@ -93,6 +93,18 @@ def test_another_model_or_length_does_not_go_on_with_an_output(summarize, docs, 
     assert "model was '" in message and f"and is '{summarizer_path}', with other weights" in message
 
 
+def test_beams_and_greedy_decoding_do_not_go_on_with_each_others_output(summarize, docs):
+    summarize(docs, "-o", "out.jsonl", "--limit", "2", "--num-beams", "2")
+    message = only_error(summarize(docs, "-o", "out.jsonl", "--resume", "--num-beams", "1"))
+    assert "out.jsonl was written by another job: num_beams was 2 and is None" in message
+    resumed = summarize(docs, "-o", "out.jsonl", "--resume", "--num-beams", "2", "--limit", "2")
+    assert "2 finished before" in resumed.stderr
+    summarize(docs, "-o", "greedy.jsonl", "--limit", "2", "--num-beams", "1")
+    assert "2 finished before" in summarize(docs, "-o", "greedy.jsonl", "--resume", "--limit", "2").stderr
+    message = only_error(summarize(docs, "-o", "greedy.jsonl", "--resume", "--num-beams", "3"))
+    assert "num_beams was None and is 3" in message
+
+
 def test_a_folder_is_summarized_without_its_own_results(summarize, cli_folder):
     for arguments in ((), ("--resume",)):
         assert summarize(".", "-o", "out.jsonl", *arguments).exit_code == 0

@@ -33,7 +33,7 @@ class JobIdentity:
         tokenizer: Hash of the tokenizer.
         manners: Hash of the generation configuration and the chat template.
         dtype: The dtype of the model.
-        options: The options that identify a job, by name (`WorkerOptions.identity`).
+        options: The options that identify a job, by name (`WorkerOptions.identity`), and `num_beams` if more than 1.
     """
 
     model: str
@@ -51,6 +51,7 @@ class JobIdentity:
         config = model.generation_config
         settings = {} if config is None else config.to_diff_dict()
         settings.pop("transformers_version", None)
+        beams = options.num_beams or settings.get("num_beams") or 1
         manners = json.dumps([settings, tokenizer.chat_template], sort_keys=True, default=str)
         return cls(
             model=options.model,
@@ -58,7 +59,7 @@ class JobIdentity:
             tokenizer=f"{tokenizer_fingerprint(tokenizer):016x}",
             manners=xxhash.xxh3_64_hexdigest(manners.encode()),
             dtype=str(model.dtype).removeprefix("torch."),
-            options=options.identity,
+            options=options.identity | ({"num_beams": beams} if beams > 1 else {}),
         )
 
     @property
@@ -75,11 +76,17 @@ class JobIdentity:
     def differences(self, other: dict[str, Any]) -> str:
         """How another job, given by its `to_dict`, differs; empty if it does not."""
         mine = self.to_dict()
-        changed = [name for name in mine if name != "model" and mine[name] != other.get(name)]
+        changed = [
+            name
+            for name in dict.fromkeys([*mine, "num_beams"])
+            if name != "model" and mine.get(name) != other.get(name)
+        ]
         for name, what in (("weights", "weights"), ("manners", "settings for generation, or chat template")):
             if name in changed:
                 return f"model was {other.get('model')!r} and is {self.model!r}, with other {what}"
-        return ", ".join(f"{name} was {_shorten(other.get(name))} and is {_shorten(mine[name])}" for name in changed)
+        return ", ".join(
+            f"{name} was {_shorten(other.get(name))} and is {_shorten(mine.get(name))}" for name in changed
+        )
 
 
 @dataclass(frozen=True, slots=True)

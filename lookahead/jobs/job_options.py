@@ -134,7 +134,7 @@ class WorkerOptions(DraftingOptions, ModelOptions):
     location: str | None = None
     max_new_tokens: int = new_tokens_option(200, identifies=True)
     num_beams: int | None = option(
-        None, "Beams of the search for a summary. (default: the model's own, or 1)", min=1, max=64, identifies=True
+        None, "Beams of the search for a summary. (default: the model's own, or 1)", min=1, max=64
     )
     prompt: str | None = field(default=None, metadata={"identifies": True})
     style: str | None = option(

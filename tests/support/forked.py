@@ -51,6 +51,7 @@ class Forked:
                     print(f"Exception ignored: {error}", file=sys.stderr)
 
         self._stderr = stderr
+        stderr.touch()  # it may be asked for before the process writes
         self.process = _FORK.Process(target=work)
         self.process.start()
 
