@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import lookahead
 from lookahead import LookaheadConfig
 from lookahead.cli.app import app
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
+from lookahead.generation import beams
 from lookahead.generation.beams import has_bits_of_beams
-from lookahead.models import beam_tree
+from lookahead.models import beam_tree, linears
 from lookahead.summarization.summarizer import Summarizer
 from tests.support.families import ENCODER_DECODERS, FAMILIES, Family, build, cases
 from tests.support.stateful import Grammar
@@ -65,14 +67,14 @@ def test_every_family_finds_the_sequences_of_transformers(family: Family, inputs
     assert_same(build(family), **inputs)
 
 
-@pytest.mark.parametrize("beams", [2, 8])
+@pytest.mark.parametrize("count", [2, 8])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("inputs", [ONE, RAGGED], ids=["one", "ragged"])
 @pytest.mark.parametrize("name", ["Llama", "Gemma3", "T5"])
 def test_the_options_of_beam_search_are_heeded(
-    name: str, inputs: dict[str, Any], options: dict[str, Any], beams: int
+    name: str, inputs: dict[str, Any], options: dict[str, Any], count: int
 ) -> None:
-    assert_same(build({**FAMILIES, **ENCODER_DECODERS}[name]), **inputs, **options, num_beams=beams)
+    assert_same(build({**FAMILIES, **ENCODER_DECODERS}[name]), **inputs, **options, num_beams=count)
 
 
 @pytest.mark.parametrize("inputs", [ONE, RAGGED], ids=["one", "ragged"])
@@ -138,6 +140,55 @@ def test_a_prompt_in_bf16_has_the_bits_of_transformers_where_single_sequences_do
     )
     assert got.sequences.tolist() == expected.sequences.tolist()
     assert all(torch.equal(*pair) for pair in zip(got.logits, expected.logits, strict=True))
+
+
+@pytest.mark.parametrize("is_alike", [True, False])
+def test_a_long_prompt_in_bf16_is_read_once_where_its_products_allow_it(
+    is_alike: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(FAMILIES["Llama"]).to(torch.bfloat16)
+    ids = torch.randint(3, 101, (1, beams.LONG_PROMPT + 9), generator=torch.Generator().manual_seed(0))
+    if not has_bits_of_beams(model, 3) or not beams.has_bits_of_copies(model, ids.shape[1], 3):
+        pytest.skip("on this processor the bits of transformers cannot be had")
+    if not is_alike:
+        monkeypatch.setattr(beams, "has_bits_of_copies", lambda *_: False)
+    options: dict[str, Any] = {"input_ids": ids, "max_new_tokens": 20, "eos_token_id": None, "output_logits": True}
+    expected, read = found(model, **options), []
+    model.register_forward_pre_hook(lambda _, args, inputs: read.append(inputs["input_ids"].shape), with_kwargs=True)
+    got = found(model, **options, custom_generate=lookahead.decode)
+    assert [each[0] for each in read if each[1] == ids.shape[1]] == [1 if is_alike else 3]
+    assert got.sequences.tolist() == expected.sequences.tolist()
+    assert all(torch.equal(*pair) for pair in zip(got.logits, expected.logits, strict=True))
+
+
+def test_products_in_half_precision_run_over_the_rows_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Other rows change few bits: that no token differs does not show that they are right.
+    model: Any = build(FAMILIES["Llama"]).to(torch.bfloat16)
+    ids = torch.arange(beams.LONG_PROMPT + 9)[None] + 3
+    monkeypatch.setattr(beams, "has_bits_of_beams", lambda *_: True)
+    monkeypatch.setattr(beams, "has_bits_of_copies", lambda *_: True)
+    options: dict[str, Any] = {"max_new_tokens": 5, "eos_token_id": None, "custom_generate": lookahead.decode}
+    found(model, input_ids=ids, **options)  # the first call probes the model
+    rows: list[int] = []
+    own = linears.linear
+    monkeypatch.setattr(linears, "linear", lambda x, *rest: rows.append(x[..., 0].numel()) or own(x, *rest))
+    heads: list[int] = []
+    model.lm_head.register_forward_pre_hook(lambda _, inputs: heads.append(inputs[0][..., 0].numel()))
+    found(model, input_ids=ids, **options)
+    assert heads[-5:] == [3] * 5
+    assert set(rows) == {3, ids.shape[1]}
+
+
+def test_threads_that_share_a_model_search_as_they_do_alone(tiny_llama: PreTrainedModel) -> None:
+    calls: list[dict[str, Any]] = [{**ONE}, {**RAGGED}, {**ONE, "num_beams": 5}, {**ONE, "length_penalty": 2.0}]
+    expected = [found(tiny_llama, **call, max_new_tokens=30).sequences.tolist() for call in calls]
+
+    def search(call: dict[str, Any]) -> Any:
+        options = {"max_new_tokens": 30, "num_beams": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": [5, 9]}
+        return tiny_llama.generate(**{**options, **call}, custom_generate=lookahead.decode).tolist()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(search, calls)) == expected
 
 
 @pytest.mark.parametrize("inputs", [ONE, RAGGED], ids=["one", "ragged"])
@@ -260,9 +311,9 @@ def test_summaries_take_the_beams_of_the_model_or_of_the_call(tiny_tokenizer: An
     text = "The zebra ran. The horse ran after it. Both came home."
     ids = tiny_tokenizer(text, return_tensors="pt").input_ids
     summaries = []
-    for beams in (None, 2, 1):
-        summary = Summarizer(model, tiny_tokenizer, max_new_tokens=12, num_beams=beams, compare=True).summarize(text)
-        own = {} if beams is None else {"num_beams": beams}
+    for count in (None, 2, 1):
+        summary = Summarizer(model, tiny_tokenizer, max_new_tokens=12, num_beams=count, compare=True).summarize(text)
+        own = {} if count is None else {"num_beams": count}
         expected = model.generate(ids, max_new_tokens=12, do_sample=False, **own)
         assert summary.text == tiny_tokenizer.decode(expected[0], skip_special_tokens=True).strip()
         assert summary.plain is not None and summary.plain.identical

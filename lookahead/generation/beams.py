@@ -46,7 +46,8 @@ from lookahead.models.target import PREFILL_CHUNK, Target, input_device
 from lookahead.stats import DecodingStats
 from lookahead.verification.stopping import FinishReason, reason_of
 
-_LONG_PROMPT = 64  # tokens from which on it pays to find out whether the beams' copies of a prompt may be left out
+LONG_PROMPT = 64
+"""Tokens from which on it pays to find out whether the beams' copies of a prompt may be left out."""
 BEAM_MODES = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
 
 
@@ -194,7 +195,8 @@ def _read_as_generate(
     """Read a prompt as often as it has beams, as `model.generate` does, or once where that has the same bits."""
     past = DynamicCache(config=model.config.get_text_config(decoder=True))
     inputs, (beams, width) = {**model_kwargs, "past_key_values": past}, input_ids.shape
-    if width >= _LONG_PROMPT and "logits_to_keep" in inputs and has_bits_of_copies(model, width, beams):
+    is_sdpa = model.config.get_text_config()._attn_implementation == "sdpa"  # it treats each row of a batch alone
+    if is_sdpa and width >= LONG_PROMPT and "logits_to_keep" in inputs and has_bits_of_copies(model, width, beams):
         inputs = {name: each[:1] if isinstance(each, Tensor) else each for name, each in inputs.items()}
         input_ids, inputs["logits_to_keep"] = input_ids[:1], beams  # as many rows of the head as there are beams
     logits: Tensor = model._prefill(input_ids, config, inputs).logits

@@ -252,22 +252,21 @@ def keeps_bits(model: nn.Module) -> bool:
         return False
 
 
-def has_bits_of_copies(model: nn.Module, rows: int, copies: int) -> bool:
+def has_bits_of_copies(model: Any, rows: int, copies: int) -> bool:
     """Whether rows in half precision have the bits that they have in a pass over several copies of them.
 
     Args:
-        model: The model; its products must be those of linear layers.
+        model: The model; its products must be those of linear layers. Its head is left out.
         rows: Rows of the pass.
         copies: How many copies the larger pass has.
     """
     others = (each for each in model.modules() if type(each) is not nn.Linear and not isinstance(each, nn.Embedding))
     if any(weight.dim() > 1 for each in others for weight in each.parameters(recurse=False)):
         return False
-    layers = [each for each in model.modules() if type(each) is nn.Linear]
-    head = layers and layers[-1].weight.shape  # it is asked for the last rows alone
+    head, threads = model.get_output_embeddings(), torch.get_num_threads()
+    layers = [each for each in model.modules() if type(each) is nn.Linear and each is not head]
     shapes = {(each.weight.dtype, each.weight.shape, each.bias is None) for each in layers}
-    threads = torch.get_num_threads()
-    return all(_compare_copies(*shape, rows, copies, threads) for shape in shapes if shape[1] != head)
+    return all(_compare_copies(*shape, rows, copies, threads) for shape in shapes)
 
 
 @lru_cache(maxsize=1024)
