@@ -30,6 +30,7 @@ from lookahead.models.model_state import state_of
 from lookahead.models.target import Target
 from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, TreePass, padded_rows, padded_slots
 from tests.support.families import FAMILIES, build
+from tests.support.random_trees import ancestor_mask
 
 CPU = torch.device("cpu")
 CONFIG = LookaheadConfig(compile=True, draft="fixed", max_nodes=3, min_probability=0.0, memory="request")
@@ -147,7 +148,7 @@ def test_families_are_compiled_whole(name: str, caplog: pytest.LogCaptureFixture
             for row, tree in enumerate(trees):
                 torch.testing.assert_close(got[row, : len(tree)], want[row, : len(tree)], rtol=1e-4, atol=1e-4)
                 for target in (fast, plain):
-                    target.commit(row, np.flatnonzero(tree.ancestor_mask()[-1]).astype(np.int32))
+                    target.commit(row, np.flatnonzero(ancestor_mask(tree)[-1]).astype(np.int32))
     assert complaints(caplog) == []
 
 

@@ -23,6 +23,7 @@ from lookahead.kernels import reference
 from lookahead.models.target import Target
 from tests.support.families import FAMILIES, build
 from tests.support.pass_recorder import Recording
+from tests.support.random_trees import ancestor_mask
 
 CPU = torch.device("cpu")
 CONFIG = LookaheadConfig(cuda_graphs=True, draft="fixed", max_nodes=7, min_probability=0.0, memory="request")
@@ -125,7 +126,7 @@ def test_replayed_trees_are_scored_as_trees_are(
             for row, tree in enumerate(trees):
                 torch.testing.assert_close(got[row, : len(tree)], want[row, : len(tree)], rtol=1e-4, atol=1e-4)
                 for target in (fast, plain):
-                    target.commit(row, np.flatnonzero(tree.ancestor_mask()[-1]).astype(np.int32))
+                    target.commit(row, np.flatnonzero(ancestor_mask(tree)[-1]).astype(np.int32))
     assert len(recordings) == 1
 
 

@@ -15,6 +15,7 @@ from lookahead.ngram.search import Trie
 from lookahead.ngram.window import UNKNOWN, JacobiWindow
 from lookahead.proposers.jacobi import JacobiProposer
 from tests.support.default_run import examples
+from tests.support.random_trees import ancestor_mask
 
 NOTHING = np.zeros(0, np.int32)
 sizes = st.tuples(st.integers(1, 20), st.integers(2, 8), st.integers(0, 20))
@@ -79,7 +80,7 @@ def test_the_tree_has_the_published_mask_at_every_stage_of_the_warm_up(size, ste
     tree = TokenTree.from_parents(grown.tokens, grown.parents)
     names = np.concatenate((grown.cells.reshape(-1), np.arange(grown.required, len(tree))))
     assert sorted(names) == list(range(len(tree)))
-    mask = tree.ancestor_mask()[np.ix_(names, names)]
+    mask = ancestor_mask(tree)[np.ix_(names, names)]
     assert np.array_equal(mask, published_mask(levels, width, guesses, guess_size))
     assert np.array_equal(tree.depths[grown.cells], np.add.outer(np.arange(levels), np.arange(width)))
 

@@ -22,7 +22,8 @@ from lookahead.kernels import dispatch as choice
 from lookahead.kernels.self_test import KernelVariant
 from lookahead.models.cache import TreeCache, TreeSlots
 from lookahead.models.target import Target
-from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, TreePass, TreeTensors, mask_of
+from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, TreePass, TreeTensors
+from tests.support.random_trees import ancestor_mask
 
 SIZES: dict[str, Any] = {
     "vocab_size": 101,
@@ -157,11 +158,27 @@ def test_the_tensors_of_a_pass_say_what_its_mask_says(span: AttentionSpan) -> No
         assert torch.equal(sees[row, : len(tree)], mask[row, : len(tree)])
         assert not sees[row, len(tree) :].any()
     assert tree_pass.tensors(device) is tree_pass.tensors(device), "made once per pass"
-    on_device = mask_of(tree_pass.tensors(device), slots.kv_length, 2, span, torch.bfloat16)
-    of_host = tree_pass.mask(2, span, torch.bfloat16, device)
-    for row, tree in enumerate(trees):
-        assert torch.equal(on_device[row, 0, : 2 * len(tree)], of_host[row, 0, : 2 * len(tree)])
-    assert (on_device == 0).any(-1).all(), "padding sees something"
+    assert mask.any(-1).all(), "padding sees something"
+    packed = tree_pass.mask(2, span, torch.bfloat16, device)
+    assert torch.equal(packed[:, 0, ::2] == 0, mask) and torch.equal(packed[:, 0, 1::2] == 0, mask)
+
+
+@pytest.mark.parametrize("span", [AttentionSpan(), AttentionSpan(window=3), AttentionSpan(window=20, chunk=7)], ids=str)
+def test_nodes_that_a_tree_gained_see_what_they_see_when_all_of_it_is_scored(span: AttentionSpan) -> None:
+    trees, texts, scored = [random_tree(1, 60), random_tree(2, 5)], np.array([9, 100]), np.array([58, 2])
+    slots, device = TreeSlots(rows=2, capacity=200), torch.device("cpu")
+    slots.lengths[:] = texts
+    slots.begin(60)
+    whole = TreePass(slots, trees).mask(2, span, torch.float32, device)
+    slots.lengths[:] = texts + scored
+    slots.begin(3)
+    gained = TreePass(slots, trees, scored).mask(2, span, torch.float32, device)
+    for row, (tree, first) in enumerate(zip(trees, scored.tolist(), strict=True)):
+        new = len(tree) - first
+        mine = whole[row, 0, 2 * first : 2 * len(tree), : gained.shape[3]]
+        assert torch.equal(gained[row, 0, : 2 * new, : mine.shape[1]], mine)
+        assert (gained[row, 0, : 2 * new, mine.shape[1] :] == -torch.inf).all()
+    assert (gained == 0).any(-1).all(), "padding sees something"
 
 
 class Transfers(TorchDispatchMode):
@@ -261,7 +278,7 @@ def test_commits_by_compaction_leave_the_cache_that_moving_each_layer_leaves(
                 logits = target.score(trees)
                 scored = [logits[row, : len(tree)] for row, tree in enumerate(trees)]
                 for row, tree in enumerate(trees):
-                    target.commit(row, np.flatnonzero(tree.ancestor_mask()[-1]).astype(np.int32))
+                    target.commit(row, np.flatnonzero(ancestor_mask(tree)[-1]).astype(np.int32))
         return target.cache, scored
 
     with_kernel, scored = run()

@@ -10,6 +10,7 @@ from transformers import GPTJConfig, GPTJForCausalLM, PreTrainedModel
 from lookahead.drafting.tree import TokenTree
 from lookahead.models.target import Target
 from tests.support.families import FAMILIES, build
+from tests.support.random_trees import ancestor_mask
 
 PROMPTS = [np.arange(3, 3 + n, dtype=np.int32) for n in (1, 9, 23)]
 
@@ -81,7 +82,7 @@ def test_rows_of_any_length_score_and_commit_trees_of_any_shape(model: PreTraine
             check(model, target, trees, texts)
             for row, tree in enumerate(trees):
                 leaf = len(tree) - 1
-                path = np.flatnonzero(tree.ancestor_mask()[leaf]).astype(np.int32)
+                path = np.flatnonzero(ancestor_mask(tree)[leaf]).astype(np.int32)
                 target.commit(row, path)
                 texts[row] += tokens_to(tree, leaf)
 
@@ -116,7 +117,7 @@ def test_trees_that_grow_are_scored_node_by_node_as_if_at_once(model: PreTrained
                 scored = new
             for row, tree in enumerate(trees):
                 leaf = int(rng.integers(len(tree)))
-                target.commit(row, np.flatnonzero(tree.ancestor_mask()[leaf]).astype(np.int32))
+                target.commit(row, np.flatnonzero(ancestor_mask(tree)[leaf]).astype(np.int32))
                 texts[row] += [*tokens_to(tree, leaf)[1:], 50, 51][: rng.integers(1, 3) + tree.depths[leaf]]
 
 

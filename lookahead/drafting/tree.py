@@ -72,13 +72,8 @@ class TokenTree:
             sources = np.zeros(len(token_array), np.int32)
         return cls(token_array, parent_array, node_depths(parent_array), sources)
 
-    def ancestor_mask(self) -> NDArray[np.bool_]:
-        """bool `[n, n]`: whether node i attends to node j, that is, j lies on the path from the root to i."""
-        mask: NDArray[np.bool_] = _ancestor_mask(self.parents)
-        return mask
-
     def ancestor_words(self) -> NDArray[np.int64]:
-        """int64 `[n, ceil(n / 64)]`: `ancestor_mask` packed, node j at bit `j % 64` of word `j // 64`."""
+        """int64 `[n, ceil(n / 64)]`: bit `j % 64` of word `j // 64` is set if node j is on the path from the root."""
         words: NDArray[np.int64] = _ancestor_words(self.parents)
         return words
 
@@ -148,17 +143,6 @@ def node_depths(parents):
 
 
 @njit(cache=True)
-def _ancestor_mask(parents):
-    n = len(parents)
-    mask = np.zeros((n, n), np.bool_)
-    mask[0, 0] = True
-    for node in range(1, n):
-        mask[node, :node] = mask[parents[node], :node]
-        mask[node, node] = True
-    return mask
-
-
-@njit(cache=True)
 def _ancestor_words(parents):
     nodes = len(parents)
     words = np.zeros((nodes, (nodes + 63) // 64), np.int64)
@@ -168,7 +152,7 @@ def _ancestor_words(parents):
 
 @njit(cache=True)
 def fill_ancestor_words(parents, words):
-    """Write `ancestor_mask`, one bit a node, into int64 `[at least n, at least ceil(n / 64)]` zeros."""
+    """Write `TokenTree.ancestor_words` into int64 `[at least n, at least ceil(n / 64)]` zeros."""
     words[0, 0] = 1
     for node in range(1, len(parents)):
         for word in range(words.shape[1]):

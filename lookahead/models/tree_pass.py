@@ -17,14 +17,6 @@ from lookahead.drafting.tree import IntArray, TokenTree, fill_ancestor_words
 from lookahead.models.cache import TreeSlots
 from lookahead.models.exact_attention import Step, depth_first
 
-_NO_END = np.iinfo(np.int64).max
-# The bits of -inf, by the integer type of the same width: masks are written by Numba, which knows no bfloat16.
-_MINUS_INF_BITS = {
-    torch.float32: (torch.int32, -(1 << 23)),
-    torch.bfloat16: (torch.int16, -(1 << 7)),
-    torch.float16: (torch.int16, -(1 << 10)),
-    torch.float64: (torch.int64, -(1 << 52)),
-}
 _MIN_SLOTS = 256
 _ALIGNMENT = 16  # bytes; of tensors that share a buffer
 
@@ -135,8 +127,9 @@ class TreePass:
     def _arrays(self) -> Sequence[NDArray[Any]]:
         """The fields of `TreeTensors`."""
         parents, depths, nodes = self._pad_trees()
-        lengths = self._slots.lengths[: self._slots.active].astype(np.int32)
-        return lengths, nodes, depths, _pack_ancestors(parents, nodes)
+        lengths = self._slots.lengths[: self._slots.active]
+        committed = lengths if self._scored is None else lengths - self._scored
+        return committed.astype(np.int32), nodes, depths, _pack_ancestors(parents, nodes)
 
     def mask(self, groups: int, span: AttentionSpan, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Additive mask `[active, 1, width * groups, kv]`; node t has the rows t * groups … t * groups + groups - 1.
@@ -149,10 +142,13 @@ class TreePass:
         """
         key = (groups, span, dtype, device)
         if key not in self._masks:
-            if device.type == "cpu" or self._scored is not None:
-                self._masks[key] = self._make_mask(groups, span, dtype).to(device, non_blocking=True)
-            else:  # behind a long context a mask is large, and what it follows from is small
-                self._masks[key] = mask_of(self.tensors(device), self._slots.kv_length, groups, span, dtype)
+            trees, queries, slots = self.tensors(device), None, self._slots.kv_length
+            if self._scored is not None:
+                queries = torch.from_numpy(self._scored[:, None] + np.arange(self._slots.width)).to(device)
+                queries = queries.minimum(trees.nodes[:, None] - 1)  # in place of padding, a row's last node
+                slots += trees.depths.shape[1]  # padding nodes of a long row stand behind what is read
+            mask = mask_of(trees, slots, groups, span, dtype, queries)
+            self._masks[key] = mask[..., : self._slots.kv_length]
         return self._masks[key]
 
     @cached_property
@@ -161,16 +157,6 @@ class TreePass:
         assert self._trees is not None
         tree, scored = self._trees[0], 0 if self._scored is None else int(self._scored[0])
         return depth_first(tree.parents, tree.depths, scored), int(self._slots.lengths[0]) - scored, scored
-
-    def _make_mask(self, groups: int, span: AttentionSpan, dtype: torch.dtype) -> Tensor:
-        """Fill a host mask with Numba and view it as `dtype`."""
-        slots = self._slots
-        bits_dtype, blocked = _MINUS_INF_BITS[dtype]
-        bits = torch.empty(slots.active, 1, slots.width * groups, slots.kv_length, dtype=bits_dtype)
-        window, chunk = (_NO_END if limit is None else limit for limit in span)
-        scored = np.zeros(slots.active, np.int64) if self._scored is None else self._scored
-        _fill_masks(bits.numpy(), *self._pad_trees(), slots.lengths, scored, groups, window, chunk, blocked)
-        return bits.view(dtype)
 
     def _pad_trees(self) -> tuple[IntArray, IntArray, IntArray]:
         """Parents and depths, int32 `[active, most nodes]`, zeros behind a row's tree, and every tree's nodes."""
@@ -299,11 +285,26 @@ def _bytes_of(kinds: Sequence[_Kind]) -> int:
     return sum(-(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for shape, dtype in kinds)
 
 
-def mask_of(trees: TreeTensors, slots: int, groups: int, span: AttentionSpan, dtype: torch.dtype) -> Tensor:
-    """Additive mask `[rows, 1, width * groups, slots]` on the device of the trees.
+def mask_of(
+    trees: TreeTensors,
+    slots: int,
+    groups: int,
+    span: AttentionSpan,
+    dtype: torch.dtype,
+    queries: Tensor | None = None,
+) -> Tensor:
+    """Additive mask `[rows, 1, queries * groups, slots]` on the device of the trees.
 
     It is made with tensor operations alone, which can be compiled and captured. Padding nodes see the root at least,
     so that their softmax is finite.
+
+    Args:
+        trees: The trees of the rows.
+        slots: Slots a row's queries may look at.
+        groups: As for `TreePass.mask`.
+        span: How far back a query may look.
+        dtype: Floating-point type of the mask.
+        queries: int64 `[rows, queries]`, the nodes that attend; all of them when None.
     """
     lengths, counts, depths, words = trees
     rows, width = depths.shape
@@ -324,7 +325,9 @@ def mask_of(trees: TreeTensors, slots: int, groups: int, span: AttentionSpan, dt
         first = torch.maximum(first, own // span.chunk * span.chunk)
     hidden = torch.full((), -torch.inf, dtype=dtype, device=depths.device)
     mask = torch.where(seen >= first[:, :, None], torch.zeros_like(hidden), hidden)
-    return mask[:, :, None].expand(-1, -1, groups, -1).reshape(rows, 1, width * groups, slots)
+    if queries is not None:
+        mask = mask.gather(1, queries[:, :, None].expand(-1, -1, slots))
+    return mask[:, :, None].expand(-1, -1, groups, -1).reshape(rows, 1, -1, slots)
 
 
 @njit(cache=True)
@@ -353,42 +356,3 @@ def _pack_ancestors(parents, nodes):
     for row in range(rows):
         fill_ancestor_words(parents[row, : nodes[row]], words[row])
     return words
-
-
-@njit(cache=True)
-def _fill_masks(masks, parents, depths, nodes, lengths, scored, groups, window, chunk, blocked):
-    """Write masks `[active, 1, width * groups, kv]`: 0 where a node may look, `blocked` where it may not.
-
-    A node sees the committed slots and its ancestors that are less than `window` positions behind it and in its chunk
-    of positions. The first query of a row is node `scored[row]`. Padding nodes see the root alone, so that their
-    softmax is finite.
-    """
-    for row in range(len(nodes)):
-        _fill_mask(
-            masks[row, 0], parents[row, : nodes[row]], depths[row], lengths[row] - scored[row], scored[row], groups,
-            window, chunk, blocked,
-        )  # fmt: skip
-
-
-@njit(cache=True)
-def _fill_mask(mask, parents, depths, committed, scored, groups, window, chunk, blocked):
-    """Write one row's mask."""
-    for query in range(mask.shape[0] // groups):
-        row = mask[query * groups]
-        row[:] = blocked
-        node = scored + query
-        if node >= len(parents):
-            row[committed] = 0
-        else:
-            position = committed + depths[node]
-            first = max(0, position - window + 1, position // chunk * chunk)
-            row[first:committed] = 0
-            ancestor = node
-            while committed + depths[ancestor] >= first:
-                row[committed + ancestor] = 0
-                if ancestor == 0:
-                    break
-                ancestor = parents[ancestor]
-        for copy in range(1, groups):
-            for slot in range(len(row)):
-                mask[query * groups + copy, slot] = row[slot]

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lookahead.drafting.tree import TokenTree
@@ -38,6 +39,14 @@ CASES: dict[str, tuple[int, int, int, int, torch.dtype, dict[str, Any]]] = {
     "exact multiplication": (17, 3, 80, 80, FULL, {"precision": "ieee"}),
     "heads of 160": (3, 3, 160, 160, FULL, {}),
 }
+
+
+def ancestor_mask(tree: TokenTree) -> NDArray[np.bool_]:
+    """bool `[n, n]`: whether node i attends to node j, that is, j lies on the path from the root to i."""
+    mask = np.eye(len(tree), dtype=bool)
+    for node in range(1, len(tree)):
+        mask[node] |= mask[tree.parents[node]]
+    return mask
 
 
 def tree_tensors(lengths: Sequence[int], counts: Sequence[int], width: int, seed: int, chain: bool) -> dict[str, Any]:
