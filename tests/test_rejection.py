@@ -15,8 +15,9 @@ from lookahead import ConfigError, DraftModel, LookaheadConfig
 from lookahead.drafting.proposal import Proposal
 from lookahead.drafting.select import merge
 from lookahead.generation.hf import prepare
+from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.ngram.prune import Limits
-from lookahead.proposers.draft_tree import DraftRates, DraftTreeBatch
+from lookahead.proposers.draft_tree import LEVELS, DraftTreeBatch
 from lookahead.verification.exact import verify
 from lookahead.verification.rejection import RejectionRounds, coin, draw, draw_several
 
@@ -113,7 +114,7 @@ def grow(law: Law, *, passes: int, width: int, children: int, room: int = 64) ->
     """What a draft model with such distributions draws after nothing; its root holds token 0."""
     batch = DraftTreeBatch(
         [0],
-        DraftRates(of_draws=True),
+        AcceptanceTable(LEVELS),
         max_nodes=room,
         width=width,
         children=children,

@@ -18,7 +18,8 @@ from lookahead.models.calibration import pass_seconds
 from lookahead.models.model_state import state_of
 from lookahead.models.support import prefills_at_once, support_of, validate_causal_lm, validate_model, vocabulary_size
 from lookahead.models.target import PREFILL_CHUNK, Shape, Target, input_device
-from lookahead.proposers.draft_tree import DraftRates, DraftTree, DraftTreeBatch
+from lookahead.ngram.acceptance import AcceptanceTable
+from lookahead.proposers.draft_tree import LEVELS, DraftTree, DraftTreeBatch
 from lookahead.utils.fingerprints import tokenizer_fingerprint
 
 _SHAPE = 8, 4  # children of a node, nodes that a pass scores
@@ -65,11 +66,11 @@ class DraftModelState:
     """What was learned of a draft model for one target.
 
     Attributes:
-        rates: Its hit rates, by how tokens are chosen: greedy, sampled or drawn.
+        rates: How often its tokens are accepted, by how tokens are chosen: greedy, sampled or drawn.
         times: The times of passes, by batch size in powers of two.
     """
 
-    rates: dict[str, DraftRates] = field(default_factory=dict)
+    rates: dict[str, AcceptanceTable] = field(default_factory=dict)
     times: dict[int, PassTimes] = field(default_factory=dict)
 
 
@@ -243,7 +244,7 @@ class ModelProposer(Proposer):
         is_chain = shape == "chains" or call.is_chain
         self._children, self._width = (1, 1) if is_chain else (children, width)
         mode = "drawn" if call.by_rejection else "greedy" if call.warp is None else "sampled"
-        self._rates = state.rates.setdefault(mode, DraftRates(of_draws=call.by_rejection))
+        self._rates = state.rates.setdefault(mode, AcceptanceTable(LEVELS))
         self._times = state.times
         self._rows: dict[int, _DraftRow] = {}
         self._slots: list[int] = []  # the rows in the order of the model's passes
@@ -289,7 +290,7 @@ class ModelProposer(Proposer):
             with torch.inference_mode():
                 # The last token is read again, for what comes after it.
                 self._target.commit(self._slots.index(row), tree.path_of(feedback.tokens[:-1]))
-            self._rates.learn(tree.parents, tree.tokens, tree.features, feedback.tokens)
+            self._rates.learn(tree.parents, tree.tokens, tree.kinds, tree.draft_probs, feedback.tokens)
         state.ids[state.length : state.length + len(feedback.tokens)] = feedback.tokens
         state.length += len(feedback.tokens)
 

@@ -1,4 +1,4 @@
-"""Draft trees of a draft model, one per row, and the calibration of their probabilities."""
+"""Draft trees of a draft model, one per row."""
 
 from __future__ import annotations
 
@@ -11,70 +11,17 @@ from torch import Tensor
 
 from lookahead.drafting.proposal import Draws, IntArray, Proposal
 from lookahead.drafting.tree import TokenTree
-from lookahead.ngram.acceptance import children_along
+from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.ngram.prune import best_nodes
 from lookahead.verification.rejection import draw_several
 
-FloatArray = NDArray[np.float64]
+Float32Array = NDArray[np.float32]
 
 _MIN_PATH_PROB = 0.02  # a candidate that is less likely to be reached is not scored
-_RANKS = 4  # the likeliest, the second, the third, and all others
-_STARTS = np.array([0.0, 0.01, 0.03, 0.07, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.93, 0.98])
-_PSEUDO_COUNTS = 8.0
-_MEMORY = 400.0
-# Prior of a drawn token: the probability that the first, second, … draw at a place is accepted.
-_OF_DRAWS = np.array([0.6, 0.15, 0.06, 0.02])
-
-
-class DraftRates:
-    """Calibrates a draft model: the probability that the target chooses a candidate, by rank and draft probability.
-
-    The draft probability is the prior, worth 8 trials. Hits are counted for every rank and range of probabilities, and
-    halved at 400 trials, so that the rates follow a change of text.
-
-    Args:
-        of_draws: Whether candidates are drawn: their rank is then the order of the draws, and the prior depends on the
-            rank alone.
-
-    Attributes:
-        table: float64 `[features, 2]`: hits, trials.
-
-    Source: the Beta-Bernoulli model with a decaying memory, e.g. Gelman et al. 2013, "Bayesian Data Analysis", §2.4.
-    """
-
-    __slots__ = ("_of_draws", "table")
-
-    def __init__(self, *, of_draws: bool = False) -> None:
-        self.table: FloatArray = np.zeros((_RANKS * len(_STARTS), 2))
-        self._of_draws = of_draws
-
-    def chances(self, probabilities: FloatArray) -> tuple[FloatArray, IntArray]:
-        """Calibrated probabilities of candidates.
-
-        Args:
-            probabilities: float64 `[n, k]`; draft probabilities of the k candidates of n places in the order of rank.
-
-        Returns:
-            float64 `[n, k]`, the probability of each to be chosen once its parent is; int32 `[n, k]`, its feature.
-        """
-        ranks = np.minimum(np.arange(probabilities.shape[1]), _RANKS - 1)
-        features = ranks * len(_STARTS) + np.searchsorted(_STARTS, probabilities, side="right") - 1
-        hits, trials = self.table[features, 0], self.table[features, 1]
-        guess = np.broadcast_to(_OF_DRAWS[ranks], probabilities.shape) if self._of_draws else probabilities
-        return (_PSEUDO_COUNTS * guess + hits) / (_PSEUDO_COUNTS + trials), features.astype(np.int32)
-
-    def learn(self, parents: IntArray, tokens: IntArray, features: IntArray, emitted: IntArray) -> None:
-        """Count every candidate whose parent was emitted: a hit where its token was what came next.
-
-        Args:
-            parents: int32 `[k]`, a tree whose root is node 0 and whose parents come before their children.
-            tokens: int32 `[k]`, the token of each node.
-            features: int32 `[k]`, the feature of each node from `chances`; that of the root is not read.
-            emitted: int32 `[n]`, the target's tokens after the root.
-        """
-        nodes, hits = children_along(parents, tokens, emitted)
-        np.add.at(self.table, features[nodes], np.stack((hits, np.ones(len(hits))), -1))
-        self.table[self.table[:, 1] > _MEMORY] *= 0.5
+_DRAW_EDGES = np.array([0.01, 0.03, 0.07, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.93, 0.98])
+LEVELS = len(_DRAW_EDGES) + 1  # of the table of rates: a draw is counted by its draft probability
+# Before any trial: the probability that the first, second, third or a later draw at a place is accepted.
+_OF_DRAWS = np.array([0.6, 0.15, 0.06, 0.02], np.float32)
 
 
 class DraftTree:
@@ -86,8 +33,9 @@ class DraftTree:
     Attributes:
         tokens: int32 `[nodes]`.
         parents: int32 `[nodes]`; a parent comes before its children.
-        features: int32 `[nodes]`, as they were given.
-        probabilities: float64 `[nodes]`, of each once its parent is chosen.
+        kinds: int32 `[nodes, 2]`, as for `AcceptanceTable`: the range of a draw's probability, or 0; the rank.
+        draft_probs: float32 `[nodes]`, as for `AcceptanceTable`.
+        probabilities: float32 `[nodes]`, calibrated: of each once its parent is chosen.
         path_probs: float64 `[nodes]`, the probability of each to be reached.
         slots: int32 `[nodes]`, the place of each among the scored nodes, -1 for one that is not.
         scored: int32 `[scored]`, the scored nodes, in the order they were.
@@ -95,14 +43,24 @@ class DraftTree:
 
     def __init__(self, root: int) -> None:
         self.tokens = np.array([root], np.int32)
-        self.parents, self.features, self.slots, self.scored, self._depths = np.zeros((5, 1), np.int32)
-        self.probabilities, self.path_probs = np.ones((2, 1))
+        self.parents, self.slots, self.scored, self._depths = np.zeros((4, 1), np.int32)
+        self.kinds = np.zeros((1, 2), np.int32)
+        self.draft_probs, self.probabilities = np.ones((2, 1), np.float32)
+        self.path_probs = np.ones(1)
 
-    def add(self, parents: IntArray, tokens: IntArray, probabilities: FloatArray, features: IntArray) -> None:
+    def add(
+        self,
+        parents: IntArray,
+        tokens: IntArray,
+        kinds: IntArray,
+        draft_probs: Float32Array,
+        probabilities: Float32Array,
+    ) -> None:
         """Add candidates after scored nodes, `[n]` each."""
         self.tokens = np.append(self.tokens, tokens)
         self.parents = np.append(self.parents, parents)
-        self.features = np.append(self.features, features)
+        self.kinds = np.append(self.kinds, kinds, axis=0)
+        self.draft_probs = np.append(self.draft_probs, draft_probs)
         self.probabilities = np.append(self.probabilities, probabilities)
         self.path_probs = np.append(self.path_probs, self.path_probs[parents] * probabilities)
         self.slots = np.append(self.slots, np.full(len(tokens), -1, np.int32))
@@ -152,7 +110,7 @@ class DraftTreeBatch:
 
     Args:
         roots: The last token of every row.
-        rates: Calibrates the probabilities.
+        rates: Calibrates the probabilities; has `LEVELS` levels.
         max_nodes: Maximum number of nodes of a proposal besides its root.
         width: Candidates of a row that one pass scores.
         children: Candidates after every node.
@@ -167,7 +125,7 @@ class DraftTreeBatch:
     def __init__(
         self,
         roots: Sequence[int],
-        rates: DraftRates,
+        rates: AcceptanceTable,
         *,
         max_nodes: int,
         width: int,
@@ -218,15 +176,17 @@ class DraftTreeBatch:
         else:
             own, drawn = probabilities.topk(min(self._children, probabilities.shape[-1]))
         # One copy from the device; float32 counts tokens exactly up to 16 million.
-        tokens, own = torch.stack((drawn.float(), own)).unflatten(1, logits.shape[:2]).cpu().numpy().astype(np.float64)
-        calibrated, features = self._rates.chances(own.reshape(-1, own.shape[-1]))
-        calibrated, features = calibrated.reshape(own.shape), features.reshape(own.shape)
+        tokens, own = torch.stack((drawn.float(), own)).unflatten(1, logits.shape[:2]).cpu().numpy()
+        ranks = np.broadcast_to(np.arange(own.shape[-1], dtype=np.int32), own.shape)
+        levels = np.searchsorted(_DRAW_EDGES, own).astype(np.int32) if self._by_rejection else np.zeros_like(ranks)
+        kinds = np.stack((levels, ranks), -1)
+        draft_probs = _OF_DRAWS[np.minimum(ranks, len(_OF_DRAWS) - 1)] if self._by_rejection else own
+        new = tokens.astype(np.int32), kinds, draft_probs, self._rates.calibrate(kinds, draft_probs)
         for row, (tree, chosen) in enumerate(zip(self.trees, self._chosen, strict=True)):
             n = len(chosen)
             is_candidate = own[row, :n] != 0.0
             parents = np.broadcast_to(chosen[:, None], is_candidate.shape)[is_candidate]
-            new = (each[row, :n][is_candidate] for each in (tokens.astype(np.int32), calibrated, features))
-            tree.add(parents, *new)
+            tree.add(parents, *(each[row, :n][is_candidate] for each in new))
             if self._by_rejection:
                 self._distributions[row] += probabilities.unflatten(0, logits.shape[:2])[row, :n]
 
@@ -240,9 +200,8 @@ class DraftTreeBatch:
         return [self._propose(row, tree) for row, tree in enumerate(self.trees)]
 
     def _propose(self, row: int, tree: DraftTree) -> Proposal:
-        probabilities = tree.probabilities.astype(np.float32)
         if not self._by_rejection:
             nodes, parents = best_nodes(tree.parents, tree.probabilities, self._max_nodes)
-            return Proposal(tree.tokens[nodes], parents, probabilities[nodes])
+            return Proposal(tree.tokens[nodes], parents, tree.probabilities[nodes])
         draws = Draws(torch.stack(self._distributions[row]), tree.slots[tree.parents])
-        return Proposal(tree.tokens, tree.parents, probabilities, required=len(tree.tokens), draws=draws)
+        return Proposal(tree.tokens, tree.parents, tree.probabilities, required=len(tree.tokens), draws=draws)
