@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -43,12 +44,40 @@ from lookahead.models.linears import LinearScope, has_bits_of_copies
 from lookahead.models.model_state import state_of
 from lookahead.models.support import prefills_at_once, support_of, vocabulary_size
 from lookahead.models.target import PREFILL_CHUNK, Target, input_device
+from lookahead.proposers.beam_drafter import drafter_for
 from lookahead.stats import DecodingStats
 from lookahead.verification.stopping import FinishReason, reason_of
 
 LONG_PROMPT = 64
 """Tokens from which on it pays to find out whether the beams' copies of a prompt may be left out."""
 BEAM_MODES = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
+
+
+@dataclass(slots=True)
+class Passes:
+    """Passes of a search behind its prefill.
+
+    Attributes:
+        served: For each how many steps it has served; empty if every step has a pass.
+        drafted: Nodes that were scored beside the tips of the beams.
+        are_bitwise: Whether they have the bits of transformers.
+    """
+
+    served: list[int] = field(default_factory=list)
+    drafted: int = 0
+    are_bitwise: bool = False
+
+    def count(self, stats: DecodingStats, tokens: int) -> None:
+        """Count the passes of a sequence of so many tokens, the first of which the prefill gave."""
+        left = tokens - 1
+        for steps in self.served or [1] * left:
+            if left > 0:
+                stats.acceptance_histogram[min(steps, left)] += 1
+            left -= steps
+        stats.target_forwards = stats.acceptance_histogram.total()
+        stats.bitwise_forwards = stats.target_forwards if self.are_bitwise else 0
+        stats.drafted_tokens = self.drafted
+        stats.accepted_tokens = stats.decoded_tokens - stats.target_forwards
 
 
 def beam_search(
@@ -58,7 +87,7 @@ def beam_search(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     lookahead_config: LookaheadConfig | None = None,
-    stats: DecodingStats | None = None,
+    passes: Passes | None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateBeamOutput:
     """Search with beams inside `model.generate`, for its sequences and scores; see `lookahead.decode`.
@@ -69,8 +98,9 @@ def beam_search(
         logits_processor: Prepared by `generate`.
         stopping_criteria: Prepared by `generate`.
         generation_config: Resolved by `generate`.
-        lookahead_config: Its `exactness` and `pack` are heeded.
-        stats: Counts the passes behind the prefill, where given; then no cache is returned.
+        lookahead_config: Its `exactness`, `pack` and `draft` are heeded, and what limits drafts; of its proposers
+            `"prompt"` and `"recycled"`.
+        passes: Counts the passes behind the prefill, where given; then no cache is returned.
         **model_kwargs: What `generate` would pass to the model.
 
     Returns:
@@ -92,8 +122,8 @@ def beam_search(
         with linears.serving(), linears.running(is_exact=False):
             if isinstance(past, EncoderDecoderCache) and isinstance(past.cross_attention_cache, DynamicCache):
                 model_kwargs["past_key_values"] = _shared_input(model, past, input_ids, beams, model_kwargs)
-            if stats is not None and model.dtype != torch.float32:
-                stats.bitwise_forwards = generation_config.max_length  # all passes are those of transformers
+            if passes is not None:
+                passes.are_bitwise = model.dtype != torch.float32  # all passes are those of transformers
             return cast(Tensor | GenerateBeamOutput, lm._beam_search(model, *arguments, **model_kwargs))
     mask = model_kwargs.get("attention_mask")
     prompts = input_ids[::beams]
@@ -126,19 +156,24 @@ def beam_search(
     )
     texts = [ids[len(ids) - length :] for ids, length in zip(prompts.cpu().numpy(), lengths.tolist(), strict=True)]
     read = partial(_read_as_generate, model, target, model_kwargs) if is_exact else partial(_read_once, target, texts)
-    search = BeamModel(model, target, [int(ids[-1]) for ids in texts], beams, read)
+    drafts = None
+    # Sampled beams scatter. In half precision a row's bits depend on the other rows of its pass.
+    if len(texts) == 1 and not is_exact and not generation_config.do_sample:
+        ends = generation_config._eos_token_tensor
+        drafts = drafter_for(model, texts[0], beams, () if ends is None else ends.tolist(), config)
+    search = BeamModel(model, target, texts, beams, read, drafts, generation_config.max_length)
     with target.serving(), torch.inference_mode(False), torch.no_grad():
         output = lm._beam_search(search, *arguments, past_key_values=search, use_cache=True)
         if not isinstance(output, Tensor):
             output.past_key_values = None
-            if stats is None and isinstance(past, DynamicCache | StaticCache):
+            if passes is None and isinstance(past, DynamicCache | StaticCache):
                 padding = np.repeat(input_ids.shape[1] - lengths, beams).tolist()
                 states = search.states()
                 width = max(pad + row[0][0].shape[1] for pad, row in zip(padding, states, strict=True))
                 append_states(past, states, padding, width)
                 output.past_key_values = past
-    if stats is not None and is_exact:
-        stats.bitwise_forwards = search.passes
+    if passes is not None:
+        passes.served, passes.drafted, passes.are_bitwise = search.served, search.drafted, is_exact
     return cast(Tensor | GenerateBeamOutput, output)
 
 
@@ -168,7 +203,7 @@ def _compare_bits(model: Any, beams: int, vocabulary: int) -> bool:
             target = Target(model, rows=1, capacity=64, device=input_device(model), is_bitwise=True, is_together=True)
             adopt(past, target.cache, np.zeros(1, np.int64))
             target.cache.slots.lengths[0] -= 1
-            tree = BeamTree(int(prompt[0, -1]), prompt.new_zeros(0), beams)
+            tree = BeamTree(prompt[0].int().numpy(), prompt.new_zeros(0), beams)
             with target.serving():
                 for step in range(2):
                     tokens = (torch.arange(beams) * stride + step) % vocabulary
@@ -301,9 +336,9 @@ class BeamLoop(PlainLoop):
 
     def run(self) -> Iterator[list[StepOutput]]:
         """Search, and yield the sequences."""
-        begin, counted = time.perf_counter(), DecodingStats()
+        begin, passes = time.perf_counter(), Passes()
         try:
-            output = self._search(generation_config=self._config, stats=counted)
+            output = self._search(generation_config=self._config, passes=passes)
         except StopIteration as error:
             raise CarriedError("generator raised StopIteration") from error
         seconds = time.perf_counter() - begin
@@ -312,8 +347,7 @@ class BeamLoop(PlainLoop):
         for row, (ids, count) in enumerate(zip(output.sequences.cpu(), counts, strict=True)):
             ids, stats = ids[: self._width + count], self.stats[row]
             stats.emitted_tokens, stats.decode_s, stats.ttft_s = count, seconds, seconds
-            stats.target_forwards = stats.acceptance_histogram[1] = count - 1
-            stats.bitwise_forwards = min(count - 1, counted.bitwise_forwards)
+            passes.count(stats, count)
             tokens = ids[self._width :].numpy().astype(np.int32)
             found.append(StepOutput(row, tokens, self._reason(ids)))
         yield found

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -16,28 +17,49 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from lookahead.drafting.tree import IntArray, TokenTree, node_depths
 from lookahead.models.cache import RowStates
 from lookahead.models.target import Target
+from lookahead.verification.topk import read_scores
 
 Read = Callable[[Tensor, Any], Tensor]
 DEAD_NODES = 64
 """Nodes that a tree gains before those that no beam comes from are dropped."""
+CONTEXT = 16
+"""Tokens up to a node that a draft is looked up by."""
+NOTHING_READ = np.zeros(0, np.int32), np.zeros(0, np.float32)
+
+
+class Known(NamedTuple):
+    """What a pass tells about a node.
+
+    Attributes:
+        logits: `[vocab]`, after the node.
+        top: int32 `[8]`, the likeliest tokens after it, -1 beyond the vocabulary; empty if not read.
+        log_probs: float32 `[8]`, theirs; empty likewise.
+    """
+
+    logits: Tensor
+    top: IntArray = NOTHING_READ[0]
+    log_probs: NDArray[np.float32] = NOTHING_READ[1]
 
 
 class BeamTree:
-    """The beams of one prompt as a token tree.
+    """The beams of one prompt as a token tree, and what was drafted behind them.
 
     Args:
-        root: The last token of the prompt.
+        before: int32, the last tokens of the prompt, at least 1; the very last is the root.
         logits: `[vocab]`, after the prompt.
         beams: Number of beams.
 
     Attributes:
-        scored: First nodes that passes have scored.
+        scored: First nodes that passes have scored; later ones wait for the next pass.
         tips: The newest node of each beam.
+        known: What passes told about the tips and the nodes behind them.
     """
 
-    def __init__(self, root: int, logits: Tensor, beams: int) -> None:
-        self._tokens, self._parents = [root], [0]
-        self._logits = {0: logits}
+    def __init__(self, before: IntArray, logits: Tensor, beams: int) -> None:
+        self._before = [int(token) for token in before[-CONTEXT:]]
+        self._tokens, self._parents = [self._before[-1]], [0]
+        self._children: dict[tuple[int, int], int] = {}
+        self.known = {0: Known(logits)}
         self.scored = 1
         self.tips = [0] * beams
         self._most = DEAD_NODES
@@ -45,14 +67,39 @@ class BeamTree:
     def __len__(self) -> int:
         return len(self._tokens)
 
+    def add(self, parent: int, token: int) -> int:
+        """Add a node that continues another one; the node."""
+        self._parents.append(parent)
+        self._tokens.append(token)
+        node = len(self) - 1
+        self._children[parent, token] = node
+        return node
+
+    def child(self, node: int, token: int) -> int | None:
+        """The newest node that continues another one by a token; None if there is none."""
+        return self._children.get((node, token))
+
+    def cut(self, nodes: int) -> None:
+        """Remove all but the first nodes; those removed were not scored."""
+        while len(self) > nodes:
+            del self._children[self._parents.pop(), self._tokens.pop()]
+
     def advance(self, beams: Sequence[int], tokens: Sequence[int]) -> None:
         """Continue some of the beams by one token each; they are the new beams.
 
-        Beams with the same tokens stay apart: in half precision the bits of a pass depend on the number of its rows.
+        A drafted node is taken by one beam. Beams with the same tokens stay apart: in half precision the bits of a pass
+        depend on the number of its rows.
         """
-        self._parents += [self.tips[beam] for beam in beams]
-        self._tokens += tokens
-        self.tips = list(range(len(self) - len(tokens), len(self)))
+        tips: list[int] = []
+        for beam, token in zip(beams, tokens, strict=True):
+            node = self.child(self.tips[beam], token)
+            tips.append(self.add(self.tips[beam], token) if node is None or node in tips else node)
+        self.tips = tips
+        alive = set(tips)
+        for node in sorted(self.known):
+            if node and self._parents[node] in alive:
+                alive.add(node)
+        self.known = {node: each for node, each in self.known.items() if node in alive}
 
     @property
     def is_overgrown(self) -> bool:
@@ -64,35 +111,56 @@ class BeamTree:
         parents = np.array(self._parents, np.int32)
         return TokenTree(np.array(self._tokens, np.int32), parents, node_depths(parents), np.zeros_like(parents))
 
-    def learn(self, logits: Tensor) -> None:
-        """Take the logits `[n, vocab]` after the nodes that were not scored yet."""
-        self._logits = {tip: self._logits[tip] for tip in self.tips if tip in self._logits}
-        self._logits.update(zip(range(self.scored, len(self)), logits, strict=False))
+    def learn(self, logits: Tensor, top: IntArray | None = None, probs: NDArray[np.float32] | None = None) -> None:
+        """Take what a pass told about the nodes that were not scored yet.
+
+        Args:
+            logits: `[n, vocab]`.
+            top: int32 `[n, 8]`, the likeliest tokens; None if they were not read.
+            probs: float32 `[n, 8]`, their probabilities.
+        """
+        new = range(self.scored, len(self))
+        if top is None or probs is None:
+            self.known.update({node: Known(each) for node, each in zip(new, logits, strict=False)})
+        else:
+            log_probs = np.log(np.maximum(probs, np.float32(1e-12)))
+            self.known.update({node: Known(*each) for node, *each in zip(new, logits, top, log_probs, strict=False)})
         self.scored = len(self)
 
     def after_tips(self) -> list[Tensor]:
         """Logits `[vocab]` after the newest token of each beam."""
-        return [self._logits[tip] for tip in self.tips]
+        return [self.known[tip].logits for tip in self.tips]
 
-    def path_of(self, beam: int) -> NDArray[np.int64]:
-        """The nodes from the root to the tip of a beam."""
-        path, node = [0], self.tips[beam]
+    def path_of(self, node: int) -> NDArray[np.int64]:
+        """The nodes from the root to a node."""
+        path = [node]
         while node:
-            path.append(node)
             node = self._parents[node]
-        return np.sort(path)
+            path.append(node)
+        return np.array(path[::-1])
+
+    def context(self, node: int) -> IntArray:
+        """The last 16 tokens up to a node, int32; fewer where the prompt is shorter."""
+        tokens: list[int] = []
+        while node and len(tokens) < CONTEXT:
+            tokens.append(self._tokens[node])
+            node = self._parents[node]
+        missing = CONTEXT - len(tokens)
+        return np.array((self._before[-missing:] if missing else []) + tokens[::-1], np.int32)
 
     def drop_dead(self) -> tuple[IntArray, int]:
-        """Forget the nodes that no beam comes from; what all beams share is left to the cache.
+        """Forget the nodes that no beam comes from or may take; what all beams share is left to the cache.
 
         Returns:
             int32, the nodes to keep in the cache, and how many of them, the last ones, are still nodes.
         """
         kept, shared = _survivors(np.array(self._parents), np.array(self.tips))
         places = {node: place for place, node in enumerate(kept[shared:].tolist())}
+        self._before = (self._before + [self._tokens[node] for node in kept[1 : shared + 1].tolist()])[-CONTEXT:]
         self._tokens = [self._tokens[node] for node in places]
         self._parents = [places.get(self._parents[node], 0) for node in places]
-        self._logits = {places[node]: logits for node, logits in self._logits.items() if node in places}
+        self._children = {(parent, self._tokens[i]): i for i, parent in enumerate(self._parents) if i}
+        self.known = {places[node]: each for node, each in self.known.items() if node in places}
         self.tips = [places[tip] for tip in self.tips]
         self.scored = len(self)
         self._most = len(self) + DEAD_NODES
@@ -101,34 +169,67 @@ class BeamTree:
 
 @njit(cache=True)
 def _survivors(parents, tips):
-    """The nodes that tips come from, ascending, and how many of the first ones are shared by all and not the last."""
-    below = np.zeros(len(parents), np.int64)
+    """The nodes that tips come from and those behind tips, ascending; and how many all tips share, but for the last."""
+    below, behind = np.zeros((2, len(parents)), np.int64)
     for tip in tips:
         below[tip] += 1
+        behind[tip] = 1
     for node in range(len(parents) - 1, 0, -1):
         below[parents[node]] += below[node]
-    return np.flatnonzero(below).astype(np.int32), np.sum(below == len(tips)) - 1
+    for node in range(1, len(parents)):
+        behind[node] |= behind[parents[node]]
+    return np.flatnonzero(below + behind).astype(np.int32), np.sum(below == len(tips)) - 1
+
+
+class Drafts(Protocol):
+    """Drafts for the beams of one prompt (`lookahead.proposers.beam_drafter`)."""
+
+    def draft(self, tree: BeamTree, scores: Sequence[float], steps: int, left: int) -> bool:
+        """Add drafted nodes to a tree; returns whether to read the likeliest tokens of the pass, for `learn`."""
+
+    def learn(
+        self, tree: BeamTree, new: int, top: IntArray, probs: NDArray[np.float32], seconds: float, *, is_cold: bool
+    ) -> None:
+        """Learn from a pass over the last `new` nodes of a tree."""
 
 
 class BeamModel:
     """What transformers' beam search takes for the model and for its cache.
 
+    A pass scores the tips of all beams, and what was drafted behind them. Where the search then chooses nodes that were
+    scored, its next step takes no pass. Every pass serves at least one step.
+
     Args:
         model: The model.
         target: The model behind its cache of trees, one row per prompt; in service while the search runs.
-        roots: The last token of each prompt.
+        prompts: int32 `[tokens]` each.
         beams: Beams of a prompt.
         read: Reads the prompts into the cache; the logits after each, `[prompts, vocab]`.
+        drafts: Drafts for a single prompt; None to score tips alone.
+        max_length: Tokens at which the search ends, the prompt and its padding included.
 
     Attributes:
-        passes: Passes over tips so far.
+        served: For each pass over tips how many steps it has served.
+        drafted: Nodes that passes scored beside tips.
     """
 
-    def __init__(self, model: PreTrainedModel, target: Target, roots: Sequence[int], beams: int, read: Read) -> None:
-        self._model, self._target, self._roots, self._beams, self._read = model, target, roots, beams, read
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        target: Target,
+        prompts: Sequence[IntArray],
+        beams: int,
+        read: Read,
+        drafts: Drafts | None,
+        max_length: int,
+    ) -> None:
+        self._model, self._target, self._prompts, self._beams, self._read = model, target, prompts, beams, read
+        self._drafts, self._max_length = drafts, max_length
         self._trees: list[BeamTree] = []
         self._chosen: list[int] = []
-        self.passes = 0
+        self._scores: Tensor | None = None
+        self.served: list[int] = []
+        self.drafted = 0
 
     def __getattr__(self, name: str) -> Any:
         if name == "_reorder_cache":  # a model's own way to rearrange a cache
@@ -138,39 +239,65 @@ class BeamModel:
     def _prefill(self, input_ids: Tensor, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
         """Read the prompts."""
         logits = self._read(input_ids, generation_config)
-        self._trees = [BeamTree(*each, self._beams) for each in zip(self._roots, logits, strict=True)]
+        self._trees = [BeamTree(*each, self._beams) for each in zip(self._prompts, logits, strict=True)]
         return self._output()
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
-        """The newest token of every beam."""
-        return {"tokens": input_ids[:, -1].tolist()}
+        """The newest token of every beam, and how long the beams are."""
+        return {"tokens": input_ids[:, -1].tolist(), "length": input_ids.shape[1]}
+
+    def _get_running_beams_for_next_iteration(self, *args: Any, **kwargs: Any) -> Any:
+        """The beams that the search goes on with, of which drafts read the scores."""
+        model: Any = self._model
+        running = model._get_running_beams_for_next_iteration(*args, **kwargs)
+        self._scores = running[1]
+        return running
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take the beams, int64 `[batch * num_beams]`, that the next tokens continue."""
         self._chosen = (beam_idx % self._beams).tolist()
 
-    def __call__(self, tokens: list[int], return_dict: bool = True) -> Any:
-        """Score the tips of all beams in one pass."""
-        cache = self._target.cache
+    def __call__(self, tokens: list[int], length: int, return_dict: bool = True) -> Any:
+        """Logits after the tips of all beams, with a pass if some of them were not scored yet."""
         with torch.inference_mode():
             for row, tree in enumerate(self._trees):
                 if tree.is_overgrown:
-                    cache.commit(row, *tree.drop_dead())
+                    self._target.cache.commit(row, *tree.drop_dead())
                 own = slice(row * self._beams, (row + 1) * self._beams)
                 tree.advance(self._chosen[own], tokens[own])
-            scored = np.array([tree.scored for tree in self._trees])
-            logits = self._target.extend([tree.tree() for tree in self._trees], scored)
-        self.passes += 1
-        for tree, each in zip(self._trees, logits, strict=True):
-            tree.learn(each)
+            if any(tree.scored < len(tree) for tree in self._trees):
+                self._score(self._max_length - length - 1)
+            self.served[-1] += 1
         return self._output()
+
+    def _score(self, left: int) -> None:
+        """Score new tips and a draft in one pass; the search may take `left` more steps behind the next one."""
+        first, reads = self._trees[0], False
+        tips = len(first)
+        if self._drafts is not None and self._scores is not None:
+            steps = self.served[-1] if self.served else 0
+            reads = self._drafts.draft(first, self._scores[0].tolist(), steps, left)
+        self.drafted += len(first) - tips
+        self.served.append(0)
+        scored = np.array([tree.scored for tree in self._trees])
+        begin = time.perf_counter()
+        logits = self._target.extend([tree.tree() for tree in self._trees], scored)
+        if self._drafts is None or not reads:
+            for tree, each in zip(self._trees, logits, strict=True):
+                tree.learn(each)
+            return
+        scores = read_scores(logits, with_top=True)
+        assert scores.top is not None and scores.probabilities is not None
+        seconds, (new, top, probs) = time.perf_counter() - begin, (logits[0], scores.top[0], scores.probabilities[0])
+        first.learn(new, top, probs)
+        self._drafts.learn(first, len(new), top, probs, seconds, is_cold=self._target.is_cold)
 
     def states(self) -> list[list[RowStates]]:
         """The keys and values of the chosen beams, but for their newest tokens."""
         taken, cache = [], self._target.cache
         for i, beam in enumerate(self._chosen):
-            row = i // self._beams
-            taken.append(cache.take(row, torch.from_numpy(self._trees[row].path_of(beam))))
+            row, tree = i // self._beams, self._trees[i // self._beams]
+            taken.append(cache.take(row, torch.from_numpy(tree.path_of(tree.tips[beam]))))
         return taken
 
     def _output(self) -> Any:

@@ -1,0 +1,217 @@
+"""Drafts for beam search change nothing that is found, whatever they hold."""
+
+from __future__ import annotations
+
+import copy
+from threading import RLock
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import lookahead
+from lookahead import LookaheadConfig
+from lookahead.generation import beams
+from lookahead.generation.beams import has_bits_of_beams
+from lookahead.models import beam_tree
+from lookahead.models.beam_tree import BeamTree
+from lookahead.proposers.beam_drafter import BeamDrafter, BeamState
+from tests.support.beam_search import ONE, OPTIONS, RAGGED, assert_same, found
+from tests.support.families import FAMILIES, Family, build, cases
+
+TREES = [family for family in FAMILIES.values() if family.decoded == "trees"]
+ALWAYS = LookaheadConfig(draft="fixed")
+
+
+class Scripted:
+    """Drafts made from the steps of a search without drafts; `make` adds the nodes."""
+
+    def __init__(self, make: Any, steps: list[Any], done: list[Any]) -> None:
+        self.make, self.steps, self.done = make, steps, done
+
+    def draft(self, tree: BeamTree, scores: Any, steps: int, left: int) -> bool:
+        self.make(tree, self.steps[len(self.done) : len(self.done) + left])
+        return False
+
+    def learn(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("nothing was read")
+
+
+def perfect(tree: BeamTree, coming: list[Any]) -> None:
+    """All that the next three steps choose."""
+    tips = tree.tips
+    for chosen, tokens in coming[:3]:
+        tips = [tree.add(tips[beam], token) for beam, token in zip(chosen, tokens, strict=True)]
+
+
+def partial(tree: BeamTree, coming: list[Any]) -> None:
+    """What the next steps choose, but for the last beam."""
+    tips: list[int | None] = list(tree.tips)
+    for chosen, tokens in coming[:3]:
+        steps = [(tips[beam], token) for beam, token in zip(chosen[:-1], tokens, strict=False)]
+        tips = [*[None if at is None else tree.add(at, token) for at, token in steps], None]
+
+
+def wrong(tree: BeamTree, coming: list[Any]) -> None:
+    """Two levels that no step chooses."""
+    chosen = {token for _, tokens in coming for token in tokens}
+    for tip in tree.tips:
+        tree.add(tree.add(tip, next(token for token in range(3, 200) if token not in chosen)), 7)
+
+
+def beyond_an_end(tree: BeamTree, coming: list[Any]) -> None:
+    """What the next step chooses, and behind every beam both end tokens and more tokens."""
+    perfect(tree, coming[:1])
+    for tip in dict.fromkeys(tree.tips):
+        for end in (5, 9):
+            if tree.child(tip, end) is None:
+                tree.add(tree.add(tree.add(tip, end), 5), 31)
+
+
+def in_disorder(tree: BeamTree, coming: list[Any]) -> None:
+    """Random nodes behind random tips, and behind one another, with what the next two steps choose among them."""
+    rng = np.random.default_rng(len(coming))
+    for _ in range(20):
+        parent, token = int(rng.choice([*tree.tips, len(tree) - 1])), int(rng.integers(3, 90))
+        if tree.child(parent, token) is None:
+            tree.add(parent, token)
+    tips = tree.tips
+    for chosen, tokens in coming[:2]:
+        places = [(tips[beam], token) for beam, token in zip(chosen, tokens, strict=True)]
+        tips = [tree.child(*place) or tree.add(*place) for place in places]
+
+
+ADVERSARIES = [lambda tree, coming: None, perfect, partial, wrong, beyond_an_end, in_disorder]
+NAMES = ["empty", "perfect", "partial", "wrong", "beyond an end", "in disorder"]
+MORE_OPTIONS = {**OPTIONS, "length": {"max_new_tokens": 2}, "plain without ends": {"eos_token_id": None}}
+
+
+def search_with(
+    make: Any, monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, **options: Any
+) -> tuple[list[int], int]:
+    """Search as transformers does and with such drafts; the steps that each pass has served, and all steps."""
+    done: list[Any] = []
+    own, score = BeamTree.advance, beam_tree.BeamModel._score
+    monkeypatch.setattr(BeamTree, "advance", lambda tree, *step: (done.append(step), own(tree, *step))[1])
+    undrafted = {"custom_generate": lookahead.decode, "lookahead_config": LookaheadConfig(proposers=())}
+    found(model, **options, **undrafted)
+    steps, searches = [*done], []
+    done.clear()
+
+    def scored(search: beam_tree.BeamModel, left: int) -> None:
+        searches[:] = [search]
+        score(search, left)
+
+    monkeypatch.setattr(beam_tree.BeamModel, "_score", scored)
+    monkeypatch.setattr(beams, "drafter_for", lambda *_: Scripted(make, steps, done))
+    assert_same(model, **options)
+    assert done == steps
+    assert searches[0].served and sum(searches[0].served) == len(steps)
+    return searches[0].served, len(steps)
+
+
+@pytest.mark.parametrize("options", MORE_OPTIONS.values(), ids=MORE_OPTIONS)
+@pytest.mark.parametrize("make", ADVERSARIES, ids=NAMES)
+@pytest.mark.parametrize("name", ["Llama", "Gemma3"])
+def test_no_draft_changes_what_is_found(
+    name: str, make: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search_with(make, monkeypatch, build(FAMILIES[name]), **ONE, **options)
+
+
+def test_a_pass_serves_as_many_steps_as_its_draft_has_right(
+    monkeypatch: pytest.MonkeyPatch, tiny_llama: PreTrainedModel
+) -> None:
+    options: dict[str, Any] = {**ONE, "eos_token_id": None, "max_new_tokens": 15}
+    for make, served in ((perfect, [4, 4, 4, 2]), (wrong, [1] * 14), (partial, [1] * 14)):
+        with monkeypatch.context() as patch:
+            assert search_with(make, patch, tiny_llama, **options) == (served, 14)
+
+
+@pytest.mark.parametrize("make", ADVERSARIES, ids=NAMES)
+def test_drafts_outlive_the_dead_nodes_that_are_dropped(
+    make: Any, monkeypatch: pytest.MonkeyPatch, tiny_llama: PreTrainedModel
+) -> None:
+    monkeypatch.setattr(beam_tree, "DEAD_NODES", 2)
+    served, _ = search_with(make, monkeypatch, tiny_llama, **ONE, max_new_tokens=60, eos_token_id=None)
+    assert make is not perfect or served == [4] * 14 + [3]
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 9])
+def test_nothing_is_drafted_that_no_step_could_choose(tokens: int, tiny_llama: PreTrainedModel) -> None:
+    limit = tiny_llama.config.max_position_embeddings
+    ids, read = (torch.arange(limit - tokens) % 7 + 60)[None], []
+    model = copy.deepcopy(tiny_llama)
+    assert_same(model, ALWAYS, input_ids=ids, max_new_tokens=tokens, eos_token_id=None)
+    model.register_forward_pre_hook(
+        lambda _, args, inputs: read.append(int(inputs["position_ids"].max())), with_kwargs=True
+    )
+    call = {"custom_generate": lookahead.decode, "lookahead_config": ALWAYS}
+    found(model, input_ids=ids, max_new_tokens=tokens, eos_token_id=None, **call)
+    assert max(read) == limit - 2
+    assert len(read) < tokens or tokens < 9, "nothing was drafted"
+
+
+@pytest.mark.parametrize("family", cases(TREES))
+def test_every_family_finds_the_sequences_of_transformers_with_drafts(family: Family) -> None:
+    assert_same(build(family), ALWAYS, **ONE, max_new_tokens=24, eos_token_id=None)
+
+
+@pytest.mark.parametrize("count", [2, 8])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("inputs", [ONE, RAGGED], ids=["one", "ragged"])
+def test_the_options_of_beam_search_are_heeded_with_drafts(
+    inputs: dict[str, Any], options: dict[str, Any], count: int, tiny_llama: PreTrainedModel
+) -> None:
+    assert_same(tiny_llama, ALWAYS, **inputs, **options, num_beams=count, max_new_tokens=40)
+
+
+def test_what_repeats_takes_fewer_passes_than_tokens(tiny_llama: PreTrainedModel, tiny_tokenizer: Any) -> None:
+    options = {"num_beams": 3, "max_new_tokens": 60, "do_sample": False, "eos_token_id": None}
+    plain, drafted = (
+        lookahead.generate(tiny_llama, tiny_tokenizer, [5, 9, 31] * 9, config=config, **options)
+        for config in (LookaheadConfig(proposers=()), ALWAYS)
+    )
+    assert drafted.token_ids == plain.token_ids
+    assert plain.stats.target_forwards == 59 and plain.stats.drafted_tokens == 0
+    assert drafted.stats.target_forwards < 59 and drafted.stats.decoded_tokens == 59
+    assert drafted.stats.accepted_tokens == 59 - drafted.stats.target_forwards < drafted.stats.drafted_tokens
+
+
+def test_sampled_beams_batches_and_exact_half_precision_are_not_drafted(
+    monkeypatch: pytest.MonkeyPatch, tiny_llama: PreTrainedModel
+) -> None:
+    drafted: list[int] = []
+    monkeypatch.setattr(beams, "drafter_for", lambda *_: drafted.append(1))
+    exact = {"custom_generate": lookahead.decode}
+    found(tiny_llama, **ONE, do_sample=True, **exact)
+    found(tiny_llama, **RAGGED, **exact)
+    half = copy.deepcopy(tiny_llama).to(torch.bfloat16)
+    if has_bits_of_beams(half, 3):
+        found(half, **ONE, **exact)
+    assert not drafted
+    found(half, **ONE, **exact, lookahead_config=LookaheadConfig(exactness="fast"))
+    assert drafted
+
+
+def test_drafting_stops_where_it_loses_time_and_is_tried_again_later() -> None:
+    state = BeamState()
+    for nodes in (1, 2, 4, 8, 16, 32):
+        state.costs.observe(nodes, 1.0)
+    prompt = np.arange(5, dtype=np.int32)
+    tree = BeamTree(prompt, torch.zeros(9), 2)
+    drafter = BeamDrafter(prompt, 2, (), LookaheadConfig(), state, RLock())
+    read = []
+    for _ in range(300):
+        tree.advance([0, 1], [6, 7])
+        reads = drafter.draft(tree, [-1.0, -2.0], 1, 9)
+        new, first = len(tree) - tree.scored, tree.scored
+        top = np.tile(np.arange(8, dtype=np.int32), (new, 1))
+        tree.learn(torch.zeros(new, 9), top, np.full((new, 8), 0.125, np.float32))
+        if reads:
+            drafter.learn(tree, new, top, np.full((new, 8), 0.125, np.float32), 3.0 if new > 2 else 1.0, is_cold=False)
+        read.append(reads)
+        assert first + new == len(tree)
+    assert all(read[:3]) and not all(read) and sum(read) < 100
