@@ -7,22 +7,25 @@
 With `--families` tiny models of many architectures search with 2, 4 and 8 beams, for one prompt and three ragged ones,
 with the options of beam search. Sequences and beam indices must be the same, and scores within 1e-5; the command fails
 where they are not. Otherwise one model searches on one thread of one core, transformers and lookahead in turn on every
-prompt, and their order rotates; in fp32, and in bf16 where rows keep their bits, a difference ends the run.
-`--encoder-decoder` takes a model of BART-base's shape with
-random weights and inputs of 700 tokens. The last line is one JSON object.
+prompt, and their order rotates; in fp32, and in bf16 where rows keep their bits, a difference ends the run. `undrafted`
+is lookahead without drafts. The keys and values of a search are the most that its caches hold at a time.
+`--encoder-decoder` takes a model of BART-base's shape with random weights and inputs of 700 tokens. The last line is
+one JSON object.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from unittest import mock
 
 import torch
-from transformers import BartConfig, BartForConditionalGeneration, PreTrainedModel
+from transformers import BartConfig, BartForConditionalGeneration, DynamicCache, PreTrainedModel
 
 import lookahead
 from bench.command import parser_of, processor, publish, stay_on_one_core, use_one_thread, versions
@@ -31,7 +34,9 @@ from bench.llm import as_chat
 from bench.llm_peers import read_clocks
 from bench.prompts import read_texts
 from lookahead import LookaheadConfig, UnsupportedModelError
+from lookahead.generation import beams, hf_outputs
 from lookahead.generation.beams import has_bits_of_beams
+from lookahead.models.beam_tree import BeamModel
 from lookahead.models.loading import DEFAULT_MODEL, load
 from tests.support.families import ENCODER_DECODERS, FAMILIES, Family, build
 
@@ -66,9 +71,9 @@ def check_family(family: Family) -> tuple[int, list[str]]:
     """Compare every option, number of beams and batch in fp32; the runs and those that differ."""
     model, runs, failures = build(family), 0, []
     for batch, inputs in batches():
-        for beams in BEAMS:
+        for count in BEAMS:
             for name, options in OPTIONS.items():
-                shared = {**inputs, "num_beams": beams, "max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
+                shared = {**inputs, "num_beams": count, "max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
                 call = partial(outcome, model, **{**shared, "eos_token_id": ENDS, "do_sample": False, **options})
                 try:
                     got = call(ours=True)
@@ -77,7 +82,7 @@ def check_family(family: Family) -> tuple[int, list[str]]:
                     return runs, failures
                 runs += 1
                 if not agree(got, call(ours=False)):
-                    failures.append(f"{family.name}, {batch}, {beams} beams, {name}")
+                    failures.append(f"{family.name}, {batch}, {count} beams, {name}")
     return runs, failures
 
 
@@ -94,14 +99,49 @@ def check_families(names: str) -> dict[str, Any]:
     return {"families": len(chosen), "runs": runs, "identical": runs - len(failures), "failures": failures}
 
 
-def search(model: PreTrainedModel, ids: torch.Tensor, options: Mapping[str, Any]) -> tuple[Any, dict[str, float]]:
-    """One timed search; what it returned, and its seconds by clock."""
-    begin = read_clocks()
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, output_scores=True, **options
+def held(cache: Any) -> int:
+    """Bytes of the keys and values of a cache."""
+    layers = [layer for layer in getattr(cache, "layers", ()) if layer.is_initialized]
+    return sum(
+        each.nbytes for layer in layers for each in getattr(layer, "buffers", None) or (layer.keys, layer.values)
     )
-    end = read_clocks()
-    return out, {clock: end[clock] - begin[clock] for clock in end}
+
+
+@contextmanager
+def watched() -> Iterator[Callable[[Any], dict[str, int]]]:
+    """Watch a search; the function tells the bytes of its keys and values, and its passes, from what it returned."""
+    searches: list[BeamModel] = []
+    at_prefill: list[int] = []
+    prefill = BeamModel._prefill
+
+    def read(self: BeamModel, *args: Any, **kwargs: Any) -> Any:
+        searches.append(self)
+        return prefill(self, *args, **kwargs)
+
+    def adopt(past: Any, cache: Any, skipped: Any) -> None:
+        hf_outputs.adopt(past, cache, skipped)
+        at_prefill.append(held(past) + held(cache))
+
+    def figures(out: Any) -> dict[str, int]:
+        if not searches:
+            return {"kv_bytes": held(out.past_key_values)} if isinstance(out.past_key_values, DynamicCache) else {}
+        search = searches[-1]
+        passes = {"steps": sum(search.served), "passes": len(search.served), "drafted": search.drafted}
+        return {"kv_bytes": max([*at_prefill, held(search._target.cache)]), **passes}
+
+    with mock.patch.object(BeamModel, "_prefill", read), mock.patch.object(beams, "adopt", adopt):
+        yield figures
+
+
+def search(model: PreTrainedModel, ids: torch.Tensor, options: Mapping[str, Any]) -> tuple[Any, dict[str, float]]:
+    """One timed search; what it returned, and its seconds by clock, with the bytes and passes that can be counted."""
+    with watched() as figures:
+        begin = read_clocks()
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, output_scores=True, **options
+        )
+        end = read_clocks()
+    return out, {**{clock: end[clock] - begin[clock] for clock in end}, **figures(out)}
 
 
 def compare(
@@ -128,6 +168,17 @@ def compare(
     return rows
 
 
+def counts(rows: Sequence[Mapping[str, Any]], theirs: str, name: str) -> dict[str, float]:
+    """Keys and values beside those of transformers, the largest share of a prompt; steps a pass, nodes beside tips."""
+    shares = [row[name]["kv_bytes"] / row[theirs]["kv_bytes"] for row in rows if "kv_bytes" in row[name]]
+    found = {"kv_share": round(max(shares), 3)} if shares else {}
+    passes = sum(row[name].get("passes", 0) for row in rows)
+    if passes:
+        found["steps_a_pass"] = round(sum(row[name]["steps"] for row in rows) / passes, 3)
+        found["drafted_a_pass"] = round(sum(row[name]["drafted"] for row in rows) / passes, 2)
+    return found
+
+
 def summary(rows: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> dict[str, Any]:
     """Speeds of the whole, and how many prompts had the same sequences."""
     total = {name: {clock: sum(row[name][clock] for row in rows) for clock in ("cpu", "wall")} for name in ways}
@@ -135,6 +186,7 @@ def summary(rows: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> dict[str,
         name: {
             **{f"speedup_{clock}": round(total[ways[0]][clock] / total[name][clock], 3) for clock in ("cpu", "wall")},
             "cpu_s": round(total[name]["cpu"], 2),
+            **counts(rows, ways[0], name),
             "identical": sum(row[name]["identical"] for row in rows),
             "score_difference": max((row[name]["score_difference"] or 0.0 for row in rows), default=0.0),
         }
@@ -189,12 +241,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     shared = {"num_beams": arguments.num_beams, "max_new_tokens": arguments.max_new_tokens, "do_sample": False}
     ways: dict[str, dict[str, Any]] = {"transformers": shared}
     configs: dict[str, LookaheadConfig | None] = {"lookahead": None}
-    if arguments.dtype != "fp32" and not arguments.encoder_decoder:
-        configs["fast"] = LookaheadConfig(exactness="fast")
+    if not arguments.encoder_decoder:
+        exactness: Literal["auto", "fast"] = "auto" if arguments.dtype == "fp32" else "fast"
+        configs["undrafted"] = LookaheadConfig(exactness=exactness, proposers=())
+        if exactness == "fast":
+            configs["fast"] = LookaheadConfig(exactness="fast")
     for way, config in configs.items():
         ways[way] = {**shared, "custom_generate": lookahead.decode, "lookahead_config": config}
     for way in ways.values():  # probes, packed weights and compiled code come first
-        search(model, prompts[0][:, :40], {**way, "max_new_tokens": 4})
+        search(model, prompts[0][:, :40], {**way, "max_new_tokens": 16})
     is_exact = arguments.dtype == "fp32" or has_bits_of_beams(model, arguments.num_beams)
     rows = compare(model, prompts, ways, must_agree="lookahead" if is_exact else "")
     report = {

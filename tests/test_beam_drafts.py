@@ -180,6 +180,28 @@ def test_what_repeats_takes_fewer_passes_than_tokens(tiny_llama: PreTrainedModel
     assert drafted.stats.accepted_tokens == 59 - drafted.stats.target_forwards < drafted.stats.drafted_tokens
 
 
+@pytest.mark.parametrize("inputs", [ONE, RAGGED], ids=["one", "ragged"])
+def test_the_slots_of_a_search_are_little_more_than_its_trees_hold(
+    inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tiny_llama: PreTrainedModel
+) -> None:
+    sizes: list[tuple[int, int]] = []
+    score = beam_tree.BeamModel._score
+
+    def scored(search: beam_tree.BeamModel, left: int) -> None:
+        score(search, left)
+        slots = search._target.cache.slots
+        sizes.append((slots.capacity, max(slots.lengths + [len(tree) for tree in search._trees])))
+
+    monkeypatch.setattr(beam_tree.BeamModel, "_score", scored)
+    assert_same(tiny_llama, ALWAYS, **inputs, num_beams=8, max_new_tokens=60, eos_token_id=None)
+    begun = inputs["input_ids"].shape[1] + 60 + beam_tree.DEAD_NODES
+    assert sizes[-1][0] > begun, "the slots never grew"
+    assert all(
+        needed <= capacity < max(begun + 1, most + beam_tree.DEAD_NODES + 1)
+        for (capacity, needed), most in zip(sizes, np.maximum.accumulate([needed for _, needed in sizes]), strict=True)
+    )
+
+
 def test_sampled_beams_batches_and_exact_half_precision_are_not_drafted(
     monkeypatch: pytest.MonkeyPatch, tiny_llama: PreTrainedModel
 ) -> None:

@@ -279,7 +279,10 @@ class BeamModel:
             reads = self._drafts.draft(first, self._scores[0].tolist(), steps, left)
         self.drafted += len(first) - tips
         self.served.append(0)
-        scored = np.array([tree.scored for tree in self._trees])
+        scored, cache = np.array([tree.scored for tree in self._trees]), self._target.cache
+        needed = int(max(cache.slots.lengths + [len(tree) for tree in self._trees]))
+        if needed > cache.slots.capacity:  # a cache that grows by itself gains half of its size
+            cache.resize(rows=len(self._trees), capacity=needed + DEAD_NODES)
         begin = time.perf_counter()
         logits = self._target.extend([tree.tree() for tree in self._trees], scored)
         if self._drafts is None or not reads:
