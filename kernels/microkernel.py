@@ -1,7 +1,7 @@
 """Products of small matrices and the exponential function on a CPU, in vector instructions.
 
-The product is written in LLVM IR, which keeps its sums in registers. Compiled from loops over arrays it has a third of
-the speed, because its sums are stored after every few products.
+The products are written in LLVM IR, which keeps their sums in registers. Compiled from loops over arrays they have a
+third of the speed, because their sums are stored after every few products.
 """
 
 from __future__ import annotations
@@ -28,12 +28,19 @@ _LN2_HIGH, _LN2_LOW = _F(0.693359375), _F(-2.12194440e-4)
 _SMALLEST = _F(-87.0)  # below it the result is no normal float32
 
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
-_UNDEFINED = ir.Constant(_VECTOR, ir.Undefined)
-_FIRST_LANE = ir.Constant(ir.VectorType(ir.IntType(32), LANES), None)
+_PAIRS = ir.VectorType(ir.IntType(32), LANES)  # two bfloat16 a lane
+_FIRST_LANE = ir.Constant(_PAIRS, None)
+_DOT_OF_PAIRS = "llvm.x86.avx512bf16.dpbf16ps.512"
 
 
-def _tile_of(registers: int) -> Any:
-    """An intrinsic: 8 rows of the left matrix times so many registers of columns of the right one."""
+def tile_of(registers: int, step: int = STRIDE, *, is_paired: bool = False) -> Any:
+    """An intrinsic: 8 rows of the left matrix times so many registers of columns of the right one.
+
+    Args:
+        registers: Vector registers of a row of the product.
+        step: Elements from one row of the right matrix to the next.
+        is_paired: Whether an element is an int32 that holds two bfloat16, instead of a float32.
+    """
 
     @intrinsic
     def tile(
@@ -45,7 +52,9 @@ def _tile_of(registers: int) -> Any:
                 target.make_array(kind)(target, builder, value).data if isinstance(kind, types.Array) else value
                 for kind, value in zip(signature.args, values, strict=True)
             )
-            sums = _emit_sums(builder, registers, left, at, row_step, inner_step, right, column, terms)
+            emit_term = _emit_dot_of_pairs if is_paired else _emit_product
+            rows = [builder.gep(left, [builder.add(at, builder.mul(row_step, ir.IntType(64)(i)))]) for i in range(ROWS)]
+            sums = _emit_sums(builder, registers, step, emit_term, rows, inner_step, right, column, terms)
             for row, line in enumerate(sums):
                 for i, each in enumerate(line):
                     place = builder.add(to, ir.IntType(64)(row * STRIDE + i * LANES))
@@ -57,39 +66,53 @@ def _tile_of(registers: int) -> Any:
     return tile
 
 
-def _vector_at(builder: Any, array: Any, place: Any) -> Any:
+def _vector_at(builder: Any, array: Any, place: Any, kind: Any = _VECTOR) -> Any:
     """A pointer to the `LANES` elements from `place` on."""
-    return builder.bitcast(builder.gep(array, [place]), _VECTOR.as_pointer())
+    return builder.bitcast(builder.gep(array, [place]), kind.as_pointer())
+
+
+def _emit_product(builder: Any, total: Any, left: Any, right: Any) -> Any:
+    """Add the product of float32 vectors: a multiplication and an addition, which become one instruction."""
+    fused = {"flags": ("contract",)}
+    return builder.fadd(total, builder.fmul(left, right, **fused), **fused)
+
+
+def _emit_dot_of_pairs(builder: Any, total: Any, left: Any, right: Any) -> Any:
+    """Add the products of both bfloat16 of every lane."""
+    dot = builder.module.globals.get(_DOT_OF_PAIRS)
+    if dot is None:
+        dot = ir.Function(builder.module, ir.FunctionType(_VECTOR, [_VECTOR, _PAIRS, _PAIRS]), _DOT_OF_PAIRS)
+    return builder.call(dot, [total, left, right])
 
 
 def _emit_sums(
     builder: Any,
     registers: int,
-    left: Any,
-    at: Any,
-    row_step: Any,
+    step: int,
+    emit_term: Any,
+    rows: list[Any],
     inner_step: Any,
     right: Any,
     column: Any,
     terms: Any,
 ) -> list[list[Any]]:
     """Emit a loop over the terms, at least 1; returns the sums of each row, in registers."""
-    whole, fused = ir.IntType(64), {"flags": ("contract",)}  # a multiplication and an addition are one instruction
+    whole, kind = ir.IntType(64), ir.VectorType(rows[0].type.pointee, LANES)
     before, loop, after = builder.block, builder.append_basic_block("terms"), builder.append_basic_block("sums")
     builder.branch(loop)
     builder.position_at_end(loop)
     term = builder.phi(whole)
-    sums = [[builder.phi(_VECTOR) for _ in range(registers)] for _ in range(ROWS)]
-    line, begin = builder.mul(term, whole(STRIDE)), builder.add(at, builder.mul(term, inner_step))
-    places = [builder.add(builder.add(column, line), whole(i * LANES)) for i in range(registers)]
-    loaded = [builder.load(_vector_at(builder, right, place), align=4) for place in places]
+    sums = [[builder.phi(_VECTOR) for _ in range(registers)] for _ in rows]
+    line, inner = builder.add(column, builder.mul(term, whole(step))), builder.mul(term, inner_step)
+    places = [builder.add(line, whole(i * LANES)) for i in range(registers)]
+    loaded = [builder.load(_vector_at(builder, right, place, kind), align=4) for place in places]
     grown = []
-    for row in range(ROWS):
-        factor = builder.load(builder.gep(left, [builder.add(begin, builder.mul(row_step, whole(row)))]))
-        lane = builder.insert_element(_UNDEFINED, factor, ir.IntType(32)(0))
-        factors = builder.shuffle_vector(lane, _UNDEFINED, _FIRST_LANE)
-        products = [builder.fmul(factors, each, **fused) for each in loaded]
-        grown.append([builder.fadd(old, each, **fused) for old, each in zip(sums[row], products, strict=True)])
+    for row, totals in zip(rows, sums, strict=True):
+        lane = builder.insert_element(
+            ir.Constant(kind, ir.Undefined), builder.load(builder.gep(row, [inner])), ir.IntType(32)(0)
+        )
+        factors = builder.shuffle_vector(lane, ir.Constant(kind, ir.Undefined), _FIRST_LANE)
+        grown.append([emit_term(builder, *pair, factors) for pair in zip(totals, loaded, strict=True)])
     following = builder.add(term, whole(1))
     builder.cbranch(builder.icmp_signed("<", following, terms), loop, after)
     updates = [pair for old, new in zip(sums, grown, strict=True) for pair in zip(old, new, strict=True)]
@@ -100,7 +123,7 @@ def _emit_sums(
     return grown
 
 
-_one, _two = _tile_of(1), _tile_of(2)
+_one, _two = tile_of(1), tile_of(2)
 
 
 @jit_part

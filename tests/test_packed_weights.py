@@ -14,8 +14,10 @@ from torch.nn.functional import linear
 
 import lookahead
 from lookahead import ConfigError, LookaheadConfig
-from lookahead.models import linears
+from lookahead.kernels import half_product
+from lookahead.models import linears, product_bits
 from lookahead.models.linears import LinearScope, keeps_bits
+from lookahead.models.product_bits import Layout, Rows
 from lookahead.models.support import is_bitwise
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
@@ -127,7 +129,7 @@ def test_a_weight_that_changes_is_packed_anew():
 
 def test_a_weight_is_packed_once_for_all_calls(monkeypatch):
     model, packed, pack = model_of(), [], linears._pack
-    monkeypatch.setattr(linears, "_pack", lambda *layer: packed.append(layer) or pack(*layer))
+    monkeypatch.setattr(linears, "_pack", lambda *layer, **how: packed.append(layer) or pack(*layer, **how))
     for _ in range(3):
         run(LinearScope(model), model, torch.randn(5, 24))
     assert len(packed) == 1
@@ -184,9 +186,8 @@ def test_a_copy_made_while_a_model_is_in_service_has_its_own_weights(way):
 
 @pytest.fixture
 def rows_of_torch(monkeypatch) -> list[int]:
-    """Rows of every product of torch's own; what was compared before is forgotten."""
+    """Rows of every product of torch's own."""
     rows: list[int] = []
-    monkeypatch.setattr(linears, "_rows_of", {})
     monkeypatch.setattr(linears, "linear", lambda x, *rest: rows.append(len(x)) or linear(x, *rest))
     return rows
 
@@ -207,51 +208,93 @@ def test_rows_of_a_small_layer_of_half_precision_are_multiplied_one_by_one(rows_
 
 @pytest.mark.parametrize("most", [1, 8, 32])
 def test_larger_layers_are_given_as_many_rows_as_keep_their_bits(most, rows_of_torch, monkeypatch):
-    monkeypatch.setattr(linears, "_FEWEST_HALF_WEIGHTS", 1)
-    monkeypatch.setattr(linears, "_compare_rows", lambda *layer: linears.Rows(most, 32))
+    monkeypatch.setattr(product_bits, "FEWEST_WEIGHTS", 1)
+    monkeypatch.setattr(linears, "rows_of", lambda *layer: Rows(most, 32))
     model = half_model()
     run(LinearScope(model, packs=False), model, torch.randn(1, 75, 24).bfloat16(), is_exact=True)
     assert rows_of_torch == [most] * (75 // most) + [75 % most] * bool(75 % most)
 
 
-def changing(multiply: Any, is_changed: Any, share: int) -> Any:
-    """A product whose bits change, in one element of `share`, where `is_changed` says so of the rows."""
-
-    def product(x: Any, *rest: Any) -> Any:
-        out = multiply(x, *rest)
-        if is_changed(len(x)):
-            out[torch.rand(out.shape) < 1 / share] += 1
-        return out
-
-    return product
+@pytest.fixture
+def forgets_products(monkeypatch) -> Any:
+    """What was compared before is forgotten, and what a test compares too."""
+    product_bits._compare_rows.cache_clear()
+    yield
+    product_bits._compare_rows.cache_clear()
 
 
-@pytest.mark.parametrize(("share", "rows"), [(10**9, 32), (100, 16), (30_000, 1)])
-def test_bits_that_change_with_the_rows_are_found_even_where_few_do(share, rows, monkeypatch):
-    monkeypatch.setattr(linears, "_rows_of", {})
-    monkeypatch.setattr(linears, "linear", changing(lambda x, *rest: x.clone(), lambda n: n > 16, share))
-    torch.manual_seed(0)
-    assert linears.rows_of(torch.randn(512, 512).bfloat16(), None, 0).alone == rows
+def in_blocks(x: Any, weight: Any, bias: Any = None, block: int = 16) -> Any:
+    """A product whose sums of blocks of inputs are added."""
+    parts = zip(x.float().split(block, 1), weight.float().split(block, 1), strict=True)
+    total = sum(part @ other.t() for part, other in parts)
+    return (total if bias is None else total + bias).to(x.dtype)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("most", [1, 16, 32])
+def test_bits_that_change_with_the_rows_are_found(most, has_bias, forgets_products, monkeypatch):
+    def by_rows(x: Any, *rest: Any) -> Any:
+        # Products of torch for several rows at once would differ from those of one by themselves.
+        return torch.cat([in_blocks(row, *rest, block=16 if len(x) <= most else 32) for row in x.split(1)])
+
+    monkeypatch.setattr(product_bits, "linear", by_rows)
+    weight = torch.randn(512, 512).bfloat16()
+    got = product_bits.rows_of(weight, weight[:, 0] if has_bias else None, Layout())
+    assert got == Rows(most, 32), "a row has its own bits, and rows together theirs"
 
 
 def test_a_model_whose_rows_change_their_bits_is_said_to_round(tiny_llama, monkeypatch):
     model = copy.deepcopy(tiny_llama).bfloat16()
     assert keeps_bits(model), "its layers are small"
-    monkeypatch.setattr(linears, "_FEWEST_HALF_WEIGHTS", 1)
-    monkeypatch.setattr(linears, "rows_of", lambda *layer: linears.Rows(2, 2))
+    monkeypatch.setattr(product_bits, "FEWEST_WEIGHTS", 1)
+    monkeypatch.setattr(product_bits, "rows_of", lambda *layer: Rows(2, 2))
     assert not keeps_bits(model) and not is_bitwise(model)
 
 
-def test_packed_weights_that_change_the_bits_of_half_precision_are_not_used(monkeypatch):
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_packed_weights_that_change_the_bits_of_half_precision_are_not_used(is_exact, forgets_products, monkeypatch):
     weight = torch.randn(64, 48).bfloat16()
-    monkeypatch.setattr(linears, "_rows_of", {})
+    monkeypatch.setattr(product_bits.half_product, "is_supported", lambda weight: False)
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", lambda weight, rows: weight)
-    monkeypatch.setattr(linears, "_multiply", lambda x, weight, bias: linear(x, weight, bias))
-    packed, rows = linears._pack(weight, None)
-    assert packed is not None and torch.equal(packed, weight) and rows.together == 32
-    linears._rows_of.clear()
-    monkeypatch.setattr(linears, "_multiply", lambda x, weight, bias: linear(x, weight, bias) * 1.01)
-    assert linears._pack(weight, None)[0] is None
+    by_row = lambda x, *rest: torch.cat([linear(row, *rest) for row in x.split(1)])  # noqa: E731
+    monkeypatch.setattr(product_bits, "linear", by_row)
+    monkeypatch.setattr(product_bits, "by_onednn", by_row)
+    packed = linears._pack(weight, None, is_exact=is_exact)
+    assert packed is not None and torch.equal(packed.weight, weight) and packed.most == 32
+    product_bits._compare_rows.cache_clear()
+    monkeypatch.setattr(product_bits, "by_onednn", lambda *operands: by_row(*operands) * 1.01)
+    assert linears._pack(weight, None, is_exact=is_exact) is None
+
+
+needs_dots = pytest.mark.skipif(
+    not half_product.is_supported(torch.zeros(2, 2).bfloat16()), reason="this CPU has no dot products of bfloat16"
+)
+
+
+@needs_dots
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 1536), (37, 2050), (1, 2), (33, 514)])
+@pytest.mark.parametrize("rows", [1, 7, 8, 31, 32, 75])
+def test_products_in_blocks_agree_with_those_in_float64(rows, outputs, inputs):
+    x, weight, bias = (torch.randn(*shape).bfloat16() for shape in ((rows, inputs), (outputs, inputs), (outputs,)))
+    for each in (None, bias):
+        got = half_product.multiply(x, half_product.pack(weight), outputs, each, 512)
+        expected = linear(x.double(), weight.double(), None if each is None else each.double())
+        assert got.shape == (rows, outputs) and got.dtype == torch.bfloat16
+        assert (got - expected).abs().max() <= 0.005 * expected.abs().max()
+        alone = [half_product.multiply(row, half_product.pack(weight), outputs, each, 512) for row in x.split(1)]
+        assert torch.equal(got, torch.cat(alone)), "a row's bits do not depend on the others"
+        moved = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(rows, inputs)
+        assert torch.equal(half_product.multiply(moved, half_product.pack(weight), outputs, each, 512), got)
+
+
+@needs_dots
+def test_long_rows_have_the_bits_of_torch_for_one_row():
+    layout, most = product_bits.best_layout(torch.empty(96, 1536).bfloat16(), None, is_alone=True)
+    if not most:
+        pytest.skip("torch sums one row in an order that is not known")
+    x, weight = torch.randn(32, 1536).bfloat16(), torch.randn(96, 1536).bfloat16()
+    expected = torch.cat([linear(row, weight) for row in x.split(1)])
+    assert torch.equal(product_bits.lay_out(weight, layout, most).product(x, None), expected)
 
 
 @pytest.mark.parametrize("name", ["_linear_pointwise", "_reorder_linear_weight"])

@@ -40,8 +40,9 @@ from lookahead.generation.request import prompt_lengths
 from lookahead.generation.validation import validate_call, validate_lengths, validate_positions
 from lookahead.models.beam_tree import DEAD_NODES, BeamModel, BeamTree
 from lookahead.models.encoder_decoder import empty_cache
-from lookahead.models.linears import LinearScope, has_bits_of_copies
+from lookahead.models.linears import LinearScope
 from lookahead.models.model_state import state_of
+from lookahead.models.product_bits import has_bits_of_copies
 from lookahead.models.support import prefills_at_once, support_of, vocabulary_size
 from lookahead.models.target import PREFILL_CHUNK, Target, input_device
 from lookahead.proposers.beam_drafter import drafter_for

@@ -1,0 +1,201 @@
+"""Products of half precision on a CPU, and which of them have the same bits: of a row alone, or of rows together.
+
+A product's bits depend on the order of its sums, and that on the number of rows, on the layout of the weight and on the
+CPU. So products of every shape are compared once, with numbers that nearly cancel: any other order shows there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from lookahead.kernels import half_product
+from lookahead.models.exact_attention import MAX_ROWS
+
+FEWEST_WEIGHTS = 1 << 16  # of a layer; below, the call of oneDNN takes longer than it saves
+_FEWEST_ROWS = 8  # of one product in a larger layer
+_OUTPUTS = 4096  # most outputs of a layer that are compared, but for what is left over
+_DIFFERENT = 256  # outputs of the compared weight that differ; the others repeat them
+_ROWS = (1, 2, 3, 5, 8, 11, 16, 17, 24, 31, MAX_ROWS)
+_CANCELLING = 4  # inputs that take back the sum of the others, each what the last one left
+_BLOCKS = (512, 256, 1024, 2048)  # inputs of a block of sums, as CPUs take them for one row
+
+
+class Layout(NamedTuple):
+    """How a weight is laid out; torch's own product takes it as it is.
+
+    Attributes:
+        rows: Rows that oneDNN lays it out for, or 0; it serves other numbers of rows too.
+        block: Inputs of a block of sums of `kernels.half_product`, or 0.
+    """
+
+    rows: int = 0
+    block: int = 0
+
+
+class Packed(NamedTuple):
+    """A weight that is laid out.
+
+    Attributes:
+        weight: As its layout has it.
+        layout: How it is laid out.
+        outputs: Outputs of the layer.
+        most: Rows of a product up to which bits are right, in half precision.
+    """
+
+    weight: Tensor
+    layout: Layout
+    outputs: int
+    most: int = 0
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply `[..., inputs]`; a layout in blocks takes `[rows, inputs]` only."""
+        if self.layout.block:
+            return half_product.multiply(x, self.weight, self.outputs, bias, self.layout.block)
+        return by_onednn(x, self.weight, bias)
+
+
+class Rows(NamedTuple):
+    """Most rows of a product of half precision, up to `MAX_ROWS`, that have certain bits.
+
+    Attributes:
+        alone: Those that each row has alone in torch's own product.
+        together: Those that the same rows have in torch's own product.
+    """
+
+    alone: int
+    together: int
+
+
+def by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A product by oneDNN, with a weight that it laid out or another."""
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return out
+
+
+def lay_out(weight: Tensor, layout: Layout, most: int = 0) -> Packed:
+    """Lay a weight out.
+
+    Raises:
+        AttributeError: torch was built without oneDNN.
+        RuntimeError: oneDNN does not take the weight.
+    """
+    if layout.block:
+        packed = half_product.pack(weight)
+    else:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), layout.rows)
+    return Packed(packed, layout, len(weight), most)
+
+
+def best_layout(weight: Tensor, bias: Tensor | None, *, is_alone: bool) -> tuple[Layout, int]:
+    """The layout of a weight of half precision that gives the right bits to most rows.
+
+    Args:
+        weight: `[outputs, inputs]`.
+        bias: `[outputs]` or None.
+        is_alone: Whether a row shall have the bits it has alone, rather than those of torch's product of all rows.
+
+    Returns:
+        The layout and the most rows of a product; 0 rows where none is right.
+    """
+    best, most = Layout(), 0
+    for layout in _layouts(weight, is_alone=is_alone):
+        rows = rows_of(weight, bias, layout)[0 if is_alone else 1]
+        if rows > most:
+            best, most = layout, rows
+        if most == MAX_ROWS:
+            break
+    return best, most
+
+
+def _layouts(weight: Tensor, *, is_alone: bool) -> Iterable[Layout]:
+    yield Layout(rows=16)
+    yield Layout(rows=1)  # long rows may keep their bits
+    if is_alone and half_product.is_supported(weight):
+        yield from (Layout(block=block) for block in _BLOCKS)
+
+
+def rows_of(weight: Tensor, bias: Tensor | None, layout: Layout) -> Rows:
+    """Most rows whose bits do not change in a product with a weight of this shape; compared once per shape.
+
+    Args:
+        weight: `[outputs, inputs]`, half precision.
+        bias: `[outputs]` or None.
+        layout: How the weight is laid out; `Layout()` for torch's own product.
+    """
+    return _compare_rows(weight.dtype, weight.shape, bias is None, layout, torch.get_num_threads())
+
+
+@lru_cache(maxsize=1024)
+@torch.inference_mode()
+def _compare_rows(dtype: torch.dtype, shape: torch.Size, is_bare: bool, layout: Layout, threads: int) -> Rows:
+    """Compare the bits of rows that are multiplied alone, together, and with a weight that is laid out."""
+    row, weight, bias = _cancelling(dtype, shape, is_bare)
+    x = row * (2.0 ** (torch.arange(MAX_ROWS) % 8)).to(dtype)[:, None]
+    alone = torch.cat([linear(each, weight, bias) for each in x.split(1)])
+    other = None if layout == Layout() else lay_out(weight, layout)
+    right: tuple[list[bool], list[bool]] = [], []
+    for rows in _ROWS:
+        together = linear(x[:rows], weight, bias)
+        product = together if other is None else other.product(x[:rows], bias)
+        for kept, expected in zip(right, (alone[:rows], together), strict=True):
+            kept.append(torch.equal(product, expected))
+    counts = (next((i for i, is_right in enumerate(each) if not is_right), len(_ROWS)) for each in right)
+    return Rows(*(_ROWS[count - 1] if count else 0 for count in counts))
+
+
+def _cancelling(dtype: torch.dtype, shape: torch.Size, is_bare: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A row `[1, inputs]`, a weight and a bias whose sums nearly cancel: the rest shows the order."""
+    source = torch.Generator().manual_seed(0)
+    outputs, inputs = shape
+    outputs = min(outputs, _OUTPUTS + outputs % _OUTPUTS)
+    few, row = (torch.randn(n, inputs, generator=source).to(dtype) for n in (min(outputs, _DIFFERENT), 1))
+    for place in {inputs // n for n in range(2, 2 + _CANCELLING)}:
+        row[0, place], few[:, place] = 1, 0
+        few[:, place] = -(few.double() @ row[0].double()).to(dtype)
+    weight = few.repeat(-(-outputs // len(few)), 1)[:outputs]
+    return row, weight, None if is_bare else linear(row, weight)[0]
+
+
+def keeps_bits(layers: Iterable[nn.Linear]) -> bool:
+    """Whether rows of linear layers can have the bits they have alone, without many products."""
+    try:
+        return all(
+            each.weight.numel() < FEWEST_WEIGHTS
+            or rows_of(each.weight, each.bias, Layout()).alone >= _FEWEST_ROWS
+            or best_layout(each.weight, each.bias, is_alone=True)[1] >= _FEWEST_ROWS
+            for each in layers
+        )
+    except (AttributeError, RuntimeError):  # torch was built without oneDNN
+        return False
+
+
+def has_bits_of_copies(model: Any, rows: int, copies: int) -> bool:
+    """Whether rows in half precision have the bits that they have in a pass over several copies of them.
+
+    Args:
+        model: The model; its products must be those of linear layers. Its head is left out.
+        rows: Rows of the pass.
+        copies: How many copies the larger pass has.
+    """
+    others = (each for each in model.modules() if type(each) is not nn.Linear and not isinstance(each, nn.Embedding))
+    if any(weight.dim() > 1 for each in others for weight in each.parameters(recurse=False)):
+        return False
+    head, threads = model.get_output_embeddings(), torch.get_num_threads()
+    layers = [each for each in model.modules() if type(each) is nn.Linear and each is not head]
+    shapes = {(each.weight.dtype, each.weight.shape, each.bias is None) for each in layers}
+    return all(_compare_copies(*shape, rows, copies, threads) for shape in shapes)
+
+
+@lru_cache(maxsize=1024)
+@torch.inference_mode()
+def _compare_copies(dtype: torch.dtype, shape: torch.Size, is_bare: bool, rows: int, copies: int, threads: int) -> bool:
+    """Compare rows in a product with a weight of such a shape, and copies of them."""
+    row, weight, bias = _cancelling(dtype, shape, is_bare)
+    x = row * (2.0 ** (torch.arange(rows) % 8)).to(dtype)[:, None]
+    return torch.equal(linear(x, weight, bias).repeat(copies, 1), linear(x.repeat(copies, 1), weight, bias))
