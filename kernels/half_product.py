@@ -67,7 +67,7 @@ def multiply(x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None, block
     return (sums if bias is None else sums + bias).to(x.dtype)
 
 
-_tile: Any = tile_of(2, COLUMNS, is_paired=True)
+_tile: Any = tile_of(2, "pairs")
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
@@ -82,9 +82,8 @@ def _multiply(x, packed, sums, block):
         for begin in range(0, terms, block):
             count = min(block, terms - begin)
             for first in range(0, rows, ROWS):
-                _tile(
-                    padded, first * terms + begin, terms, 1, packed, (panel * terms + begin) * COLUMNS, part, 0, count
-                )
+                at, column_at = first * terms + begin, (panel * terms + begin) * COLUMNS
+                _tile(padded, at, terms, 1, packed, column_at, COLUMNS, part, 0, STRIDE, count)
                 for row in range(first, min(rows, first + ROWS)):
                     line = part[(row - first) * STRIDE : (row - first) * STRIDE + COLUMNS]
                     for i in range(COLUMNS):

@@ -30,38 +30,56 @@ _SMALLEST = _F(-87.0)  # below it the result is no normal float32
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
 _PAIRS = ir.VectorType(ir.IntType(32), LANES)  # two bfloat16 a lane
 _FIRST_LANE = ir.Constant(_PAIRS, None)
+_WHOLE = ir.IntType(64)
+_FUSED = {"flags": ("contract",)}
 _DOT_OF_PAIRS = "llvm.x86.avx512bf16.dpbf16ps.512"
 
 
-def tile_of(registers: int, step: int = STRIDE, *, is_paired: bool = False) -> Any:
+def tile_of(registers: int, kind: str = "product") -> Any:
     """An intrinsic: 8 rows of the left matrix times so many registers of columns of the right one.
+
+    It takes the left matrix, the place of its first element, the steps between its rows and its terms; the right
+    matrix, the place of its first element, the step between its terms; the matrix for the product, the place of its
+    first element, the step between its rows; and the number of terms.
 
     Args:
         registers: Vector registers of a row of the product.
-        step: Elements from one row of the right matrix to the next.
-        is_paired: Whether an element is an int32 that holds two bfloat16, instead of a float32.
+        kind: `"product"`; `"pairs"`, whose elements are int32 that hold two bfloat16; or `"fours"`, which adds four
+            products at a time, paired by twos, to what the matrix for the product holds.
     """
+    emit_term, together = {"product": (_emit_product, 1), "pairs": (_emit_pair, 1), "fours": (_emit_four, 4)}[kind]
 
     @intrinsic
     def tile(
-        context: Any, left: Any, at: Any, row_step: Any, inner_step: Any, right: Any, column: Any, out: Any, to: Any,
-        terms: Any,
+        context: Any, left: Any, at: Any, row_step: Any, inner_step: Any, right: Any, column: Any, right_step: Any,
+        out: Any, to: Any, out_step: Any, terms: Any,
     ) -> Any:  # fmt: skip
         def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
-            left, at, row_step, inner_step, right, column, out, to, terms = (
+            left, at, row_step, inner_step, right, column, right_step, out, to, out_step, terms = (
                 target.make_array(kind)(target, builder, value).data if isinstance(kind, types.Array) else value
                 for kind, value in zip(signature.args, values, strict=True)
             )
-            emit_term = _emit_dot_of_pairs if is_paired else _emit_product
-            rows = [builder.gep(left, [builder.add(at, builder.mul(row_step, ir.IntType(64)(i)))]) for i in range(ROWS)]
-            sums = _emit_sums(builder, registers, step, emit_term, rows, inner_step, right, column, terms)
-            for row, line in enumerate(sums):
-                for i, each in enumerate(line):
-                    place = builder.add(to, ir.IntType(64)(row * STRIDE + i * LANES))
-                    builder.store(each, _vector_at(builder, out, place), align=4)
+            firsts = [
+                (builder.add(at, builder.mul(row_step, row)), builder.add(to, builder.mul(out_step, row)))
+                for row in map(_WHOLE, range(ROWS))
+            ]
+            rows = [builder.gep(left, [first]) for first, _ in firsts]
+            places = [
+                [_vector_at(builder, out, builder.add(first, _WHOLE(i * LANES))) for i in range(registers)]
+                for _, first in firsts
+            ]
+            begun = [
+                [builder.load(place, align=4) if kind == "fours" else ir.Constant(_VECTOR, None) for place in line]
+                for line in places
+            ]
+            sums = _emit_sums(builder, emit_term, together, begun, rows, inner_step, right, column, right_step, terms)
+            for line, to_line in zip(sums, places, strict=True):
+                for each, place in zip(line, to_line, strict=True):
+                    builder.store(each, place, align=4)
             return target.get_dummy_value()
 
-        return types.void(left, at, row_step, inner_step, right, column, out, to, terms), emit
+        arguments = left, at, row_step, inner_step, right, column, right_step, out, to, out_step, terms
+        return types.void(*arguments), emit
 
     return tile
 
@@ -73,51 +91,66 @@ def _vector_at(builder: Any, array: Any, place: Any, kind: Any = _VECTOR) -> Any
 
 def _emit_product(builder: Any, total: Any, left: Any, right: Any) -> Any:
     """Add the product of float32 vectors: a multiplication and an addition, which become one instruction."""
-    fused = {"flags": ("contract",)}
-    return builder.fadd(total, builder.fmul(left, right, **fused), **fused)
+    return builder.fadd(total, builder.fmul(left[0], right[0], **_FUSED), **_FUSED)
 
 
-def _emit_dot_of_pairs(builder: Any, total: Any, left: Any, right: Any) -> Any:
+def _emit_pair(builder: Any, total: Any, left: Any, right: Any) -> Any:
     """Add the products of both bfloat16 of every lane."""
     dot = builder.module.globals.get(_DOT_OF_PAIRS)
     if dot is None:
         dot = ir.Function(builder.module, ir.FunctionType(_VECTOR, [_VECTOR, _PAIRS, _PAIRS]), _DOT_OF_PAIRS)
-    return builder.call(dot, [total, left, right])
+    return builder.call(dot, [total, left[0], right[0]])
+
+
+def _emit_four(builder: Any, total: Any, left: Any, right: Any) -> Any:
+    """Add the sum of the first and third product, plus that of the second and fourth."""
+    products = [builder.fmul(x, y, **_FUSED) for x, y in zip(left, right, strict=True)]
+    even, odd = (builder.fadd(*pair, **_FUSED) for pair in (products[::2], products[1::2]))
+    return builder.fadd(total, builder.fadd(even, odd))
 
 
 def _emit_sums(
     builder: Any,
-    registers: int,
-    step: int,
     emit_term: Any,
+    together: int,
+    begun: list[list[Any]],
     rows: list[Any],
     inner_step: Any,
     right: Any,
     column: Any,
+    right_step: Any,
     terms: Any,
 ) -> list[list[Any]]:
-    """Emit a loop over the terms, at least 1; returns the sums of each row, in registers."""
-    whole, kind = ir.IntType(64), ir.VectorType(rows[0].type.pointee, LANES)
+    """Emit a loop over the terms, `together` at a time, at least once; returns the sums of each row, in registers."""
+    kind, registers = ir.VectorType(rows[0].type.pointee, LANES), range(len(begun[0]))
     before, loop, after = builder.block, builder.append_basic_block("terms"), builder.append_basic_block("sums")
     builder.branch(loop)
     builder.position_at_end(loop)
-    term = builder.phi(whole)
-    sums = [[builder.phi(_VECTOR) for _ in range(registers)] for _ in rows]
-    line, inner = builder.add(column, builder.mul(term, whole(step))), builder.mul(term, inner_step)
-    places = [builder.add(line, whole(i * LANES)) for i in range(registers)]
-    loaded = [builder.load(_vector_at(builder, right, place, kind), align=4) for place in places]
+    term = builder.phi(_WHOLE)
+    sums = [[builder.phi(_VECTOR) for _ in registers] for _ in rows]
+    here = [builder.add(term, _WHOLE(i)) for i in range(together)]
+    lines = [builder.add(column, builder.mul(each, right_step)) for each in here]
+    loaded = [
+        [
+            builder.load(_vector_at(builder, right, builder.add(line, _WHOLE(i * LANES)), kind), align=4)
+            for line in lines
+        ]
+        for i in registers
+    ]
     grown = []
     for row, totals in zip(rows, sums, strict=True):
-        lane = builder.insert_element(
-            ir.Constant(kind, ir.Undefined), builder.load(builder.gep(row, [inner])), ir.IntType(32)(0)
-        )
-        factors = builder.shuffle_vector(lane, ir.Constant(kind, ir.Undefined), _FIRST_LANE)
-        grown.append([emit_term(builder, *pair, factors) for pair in zip(totals, loaded, strict=True)])
-    following = builder.add(term, whole(1))
+        factors = []
+        for each in here:
+            factor = builder.load(builder.gep(row, [builder.mul(each, inner_step)]))
+            lane = builder.insert_element(ir.Constant(kind, ir.Undefined), factor, ir.IntType(32)(0))
+            factors.append(builder.shuffle_vector(lane, ir.Constant(kind, ir.Undefined), _FIRST_LANE))
+        grown.append([emit_term(builder, total, factors, each) for total, each in zip(totals, loaded, strict=True)])
+    following = builder.add(term, _WHOLE(together))
     builder.cbranch(builder.icmp_signed("<", following, terms), loop, after)
-    updates = [pair for old, new in zip(sums, grown, strict=True) for pair in zip(old, new, strict=True)]
-    for phi, update in [(term, following), *updates]:
-        phi.add_incoming(ir.Constant(phi.type, None), before)
+    begins = [_WHOLE(0), *(each for line in begun for each in line)]
+    phis = [term, *(each for line in sums for each in line)]
+    for phi, begin, update in zip(phis, begins, [following, *(e for line in grown for e in line)], strict=True):
+        phi.add_incoming(begin, before)
         phi.add_incoming(update, loop)
     builder.position_at_end(after)
     return grown
@@ -144,9 +177,9 @@ def multiply(left, row_step, inner_step, right, out, rows, inner, columns):
         for row in range(0, rows, ROWS):
             to = row * STRIDE + column
             if columns - column > LANES:
-                _two(left, row * row_step, row_step, inner_step, right, column, out, to, inner)
+                _two(left, row * row_step, row_step, inner_step, right, column, STRIDE, out, to, STRIDE, inner)
             else:
-                _one(left, row * row_step, row_step, inner_step, right, column, out, to, inner)
+                _one(left, row * row_step, row_step, inner_step, right, column, STRIDE, out, to, STRIDE, inner)
 
 
 @njit(cache=True, fastmath={"contract", "nsz"}, error_model="numpy")

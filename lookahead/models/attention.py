@@ -317,11 +317,10 @@ def _attend_alone(
     options: dict[str, Any],
 ) -> Tensor:
     """Attention of an exact pass."""
-    steps, start, scored = tree_pass.turns
     # Not by layer: the last layers of some models have no cache of their own and read one with the same window.
     crops = window in (tree_pass.windows or ())
     return attend_in_turn(
-        module, query, key, value, steps, start=start, scored=scored, window=window, crops=crops,
+        module, query, key, value, tree_pass.turns, window=window, crops=crops,
         own=own_attention(module, _real(module.config)),
         options={name: option for name, option in options.items() if option is not None},
     )  # fmt: skip

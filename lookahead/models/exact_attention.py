@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,12 +21,36 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from lookahead.drafting.tree import TokenTree
 from lookahead.errors import UnsupportedModelError
+from lookahead.kernels import row_attention
 
 Attention = Callable[..., tuple[Tensor, Any]]
 MAX_ROWS = 32  # rows of a product up to which half precision was seen to give each the bits it has alone
+_LENGTHS = (1, 7, 16, 40, 100, 530, 1060)  # keys for which the kernel for rows is compared with SDPA
 Step = tuple[int, int, int, int | Tensor | None]
 """A node, its depth, the first depth whose slot must change before it attends, and the nodes whose KV goes there."""
+
+
+class Turns(NamedTuple):
+    """How the nodes of one row's tree attend in turn.
+
+    Attributes:
+        tree: The tree, the nodes that an earlier pass scored included.
+        start: The slot of the root.
+        scored: First nodes of the tree that an earlier pass scored.
+        steps: The nodes from `scored` on, depth first.
+    """
+
+    tree: TokenTree
+    start: int
+    scored: int
+    steps: Sequence[Step]
+
+    @classmethod
+    def of(cls, tree: TokenTree, start: int, scored: int) -> Turns:
+        """The turns of a tree whose root stands in slot `start`."""
+        return cls(tree, start, scored, depth_first(tree.parents, tree.depths, scored))
 
 
 @njit(cache=True)
@@ -95,15 +120,59 @@ def own_attention(module: Any, config: PretrainedConfig) -> Attention:
     return own
 
 
+@lru_cache(maxsize=64)
+@torch.inference_mode()
+def has_bits_of_sdpa(dim: int, groups: int) -> bool:
+    """Whether `kernels.row_attention` has the bits of SDPA for single queries in bfloat16, on this CPU.
+
+    Scores that nearly cancel, and values that do, show any other order of the sums.
+
+    Args:
+        dim: Dimensions of a head.
+        groups: Query heads per KV head.
+    """
+    source = torch.Generator().manual_seed(0)
+    root = TokenTree.root(0)
+    for length in _LENGTHS:
+        query, key, value = (
+            torch.randn(heads, rows, dim, generator=source) for heads, rows in ((groups, 1), (1, length), (1, length))
+        )
+        near = torch.cat([key[..., : dim // 2], key[..., : dim // 2] + key[..., dim // 2 :] * 2**-10], 2) * 2**8
+        far = torch.cat([query[..., : dim // 2], -query[..., : dim // 2]], 2)
+        pairs = value.clone()
+        pairs[:, 1::2] = -pairs[:, : length // 2 * 2 : 2]
+        same = key.clone()
+        same[:, 1::2] = same[:, : length // 2 * 2 : 2]
+        for each in ((query, key, value), (far, near, value), (query, same, pairs)):
+            one, keys, values = (tensor.bfloat16() for tensor in each)
+            if not row_attention.is_supported(one, keys, values):
+                return False
+            shared = [tensor[None].expand(-1, groups, -1, -1) for tensor in (keys, values)]
+            alone = scaled_dot_product_attention(one[None], shared[0], shared[1])
+            got = row_attention.row_attention(
+                one.transpose(0, 1).contiguous(), keys[0][:, None], values[0][:, None], start=length - 1,
+                order=np.zeros(1, np.int64), parents=root.parents, depths=root.depths, scale=dim**-0.5,
+            )  # fmt: skip
+            if not torch.equal(got[0], alone[0, :, 0]):
+                return False
+    return True
+
+
+def takes_rows(config: PretrainedConfig) -> bool:
+    """Whether layers of a model in bfloat16 attend by `kernels.row_attention`, where they have no windows."""
+    heads = config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    groups = heads // (getattr(config, "num_key_value_heads", None) or heads)
+    return config._attn_implementation == "sdpa" and has_bits_of_sdpa(dim, groups)
+
+
 def attend_in_turn(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    steps: Sequence[Step],
+    turns: Turns,
     *,
-    start: int,
-    scored: int,
     window: int | None,
     crops: bool,
     own: Attention,
@@ -115,12 +184,10 @@ def attend_in_turn(
 
     Args:
         module: The attention layer.
-        query: `[1, heads, width, dim]`; the nodes from `scored` on.
+        query: `[1, heads, width, dim]`; the nodes from `turns.scored` on.
         key: `[1, kv_heads, kv, dim]`, a view of the cache.
         value: `[1, kv_heads, kv, value_dim]`, likewise.
-        steps: The nodes from `scored` on, depth first.
-        start: The slot of the root.
-        scored: First nodes of the tree that an earlier pass scored.
+        turns: The tree, and the order of its nodes.
         window: How far back a query may look, itself included; None for no limit.
         crops: Whether the model's own cache drops what is outside the window; else a mask hides it.
         own: The model's attention function.
@@ -129,15 +196,25 @@ def attend_in_turn(
     Returns:
         `[1, width, heads, value_dim]`.
     """
+    tree, start, scored, steps = turns
+    is_sdpa, scale = own is sdpa_attention_forward, options.get("scaling")
+    if is_sdpa and (window is None or start + int(tree.depths.max()) + 1 < window):
+        slots = key[0].transpose(0, 1), value[0].transpose(0, 1)  # as the cache holds them
+        rows = query[0].transpose(0, 1)
+        is_whole = all(each.is_contiguous() for each in slots) and row_attention.is_supported(rows, *slots)
+        if is_whole and has_bits_of_sdpa(query.shape[3], query.shape[1] // key.shape[1]):
+            return row_attention.row_attention(
+                rows, *slots, start=start, order=np.array([node for node, *_ in steps]), parents=tree.parents,
+                depths=tree.depths, scale=query.shape[3] ** -0.5 if scale is None else scale,
+            )[None]  # fmt: skip
     heads, width = query.shape[1:3]
     kv_heads = key.shape[1]
-    tree = slice(start, start + scored + width)
+    nodes = slice(start, start + scored + width)
     is_moved = any(moved is not None for _, _, _, moved in steps)
-    held = [(each, each[:, :, tree].clone()) for each in (key, value)] if is_moved else []
+    held = [(each, each[:, :, nodes].clone()) for each in (key, value)] if is_moved else []
     # With one row of a batch for each KV head, SDPA reads shared heads in place and computes the same bits.
     queries = query[0].unflatten(0, (kv_heads, heads // kv_heads)).split(1, 2)
     keys, values = (each[0][:, None].expand(-1, heads // kv_heads, -1, -1) for each in (key, value))
-    is_sdpa, scale = own is sdpa_attention_forward, options.get("scaling")
     seen: dict[int, tuple[Tensor, Tensor]] = {}  # views of the slots up to an end
     out: list[Any] = [None] * width
     for node, depth, first_moved, moved in steps:
@@ -162,5 +239,5 @@ def attend_in_turn(
         one = query[:, :, column : column + 1]
         out[column] = own(module, one, key[:, :, first:end], value[:, :, first:end], mask, **options)[0]
     for each, kept in held:
-        each[:, :, tree] = kept
+        each[:, :, nodes] = kept
     return torch.cat(out, 1)

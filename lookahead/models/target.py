@@ -19,6 +19,7 @@ from lookahead.errors import UnsupportedModelError
 from lookahead.models.attention import AttentionScope
 from lookahead.models.cache import TreeCache, windows_of
 from lookahead.models.compiled import CompiledRunner
+from lookahead.models.exact_attention import takes_rows
 from lookahead.models.linears import LinearScope, take_has_packed
 from lookahead.models.tree_pass import AttentionSpan, TreePass, copy_together, padded_slots
 
@@ -26,6 +27,7 @@ Shape = Literal["trees", "chains"]
 OnPrefill = Callable[[int, int], None]
 """Called with the tokens read of the longest prompt, and its length."""
 PREFILL_CHUNK = 1024
+_FEW_THREADS = 4  # with more, torch attends from a single node as fast as one thread does
 _MAX_WHOLE = 8192  # longest prompt, in tokens, that is read in one pass without fused attention
 
 
@@ -130,6 +132,14 @@ class Target:
         self._is_exact = is_bitwise and self._is_half and self._scope is not None and rows == 1 and not is_fixed
         self.is_bitwise = self._is_exact
         self._is_together = is_together
+        # A single node need not attend by torch either, where few threads would share its work.
+        self._takes_rows = (
+            self._is_exact
+            and model.dtype == torch.bfloat16
+            and not any(self._windows)
+            and torch.get_num_threads() <= _FEW_THREADS
+            and takes_rows(model.config.get_text_config())
+        )
         # Compiled passes have their own products. Each process measures whether packing pays, and tensor-parallel
         # processes must compute the same bits.
         is_apart = (is_fixed and compiles) or (getattr(model, "_tp_size", None) or 1) > 1
@@ -286,6 +296,7 @@ class Target:
         """One pass of the model over `[active, width]` tokens; returns the logits of all columns, or of `keep`."""
         is_exact = self._is_exact and trees is not None
         is_plain = self._is_half and self._is_plain(tokens, trees, keep, scored)
+        is_plain = is_plain and not (is_exact and self._takes_rows)
         self.cache.slots.begin(tokens.shape[1], is_plain=is_plain)
         tree_pass, load = None, copy_together
         if self._takes_masks and not is_plain:

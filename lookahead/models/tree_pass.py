@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lookahead.drafting.tree import IntArray, TokenTree, fill_ancestor_words
 from lookahead.models.cache import TreeSlots
-from lookahead.models.exact_attention import Step, depth_first
+from lookahead.models.exact_attention import Turns
 
 _MIN_SLOTS = 256
 _ALIGNMENT = 16  # bytes; of tensors that share a buffer
@@ -152,11 +152,11 @@ class TreePass:
         return self._masks[key]
 
     @cached_property
-    def turns(self) -> tuple[list[Step], int, int]:
-        """The order in which the nodes of the only row attend, the slot of its root, and how many were scored."""
+    def turns(self) -> Turns:
+        """How the nodes of the only row attend in turn."""
         assert self._trees is not None
-        tree, scored = self._trees[0], 0 if self._scored is None else int(self._scored[0])
-        return depth_first(tree.parents, tree.depths, scored), int(self._slots.lengths[0]) - scored, scored
+        scored = 0 if self._scored is None else int(self._scored[0])
+        return Turns.of(self._trees[0], int(self._slots.lengths[0]) - scored, scored)
 
     def _pad_trees(self) -> tuple[IntArray, IntArray, IntArray]:
         """Parents and depths, int32 `[active, most nodes]`, zeros behind a row's tree, and every tree's nodes."""

@@ -1,0 +1,313 @@
+"""Attention of the nodes of a token tree on a CPU, each with the bits that torch computes for one query alone.
+
+The order of every sum is that of `torch.nn.functional.scaled_dot_product_attention` for a single query in bfloat16,
+where its matrix products are those of MKL on a CPU that MKL has no half-precision instructions for. There one call for
+one query takes longer than this takes for a whole tree. The keys and values behind the prompt stand in the order of the
+tree; the sums run over the path of each node, as if nothing else were there.
+
+Source of the softmax by blocks: Dao et al. 2022, "FlashAttention", §3.1.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit, types
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lookahead.kernels.microkernel import LANES, ROWS, STRIDE, jit_part, tile_of
+
+BLOCK = 512  # keys whose weights are computed before their values are added
+_STEP = BLOCK + LANES  # elements from one dimension of the transposed keys to the next
+_COLUMNS = 2 * LANES
+_PARTS = 4  # partial sums of a score
+_TOGETHER = 4  # keys whose weighted values are added before they are added to the sum
+
+_F = np.float32
+_LOWEST = _F(-87.33654475)  # the exponential of less is 0
+_LOG2E = _F(1.4426950408889634)
+# 2 to a fraction x is nearly 1 + x less this polynomial, whose coefficients stand from the cube down.
+_POLYNOMIAL = _F(-0.079204240219773236), _F(-0.22433836478672356), _F(0.30354260500649682), _F(0.00010703434948458272)
+_EXPONENT, _BIAS = _F(1 << 23), _F(127 << 23)  # a number times the one, plus the other: the bits of 2 to that number
+
+
+def row_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    start: int,
+    order: NDArray[np.int64],
+    parents: NDArray[np.int32],
+    depths: NDArray[np.int32],
+    scale: float,
+) -> Tensor:
+    """Attention of some nodes of one tree, each over the prompt and its own path.
+
+    Args:
+        query: bfloat16 `[width, heads, dim]`; the last `width` nodes of the tree.
+        keys: bfloat16 `[slots, kv_heads, dim]`, contiguous; the prompt, and behind it all nodes of the tree.
+        values: bfloat16 `[slots, kv_heads, dim]`, likewise.
+        start: Slots before the root.
+        order: `[width]`; the nodes of `query`, every one after its ancestors among them.
+        parents: `[nodes]`.
+        depths: `[nodes]`; 0 for the root.
+        scale: Factor on the scores.
+
+    Returns:
+        bfloat16 `[width, heads, dim]`, contiguous.
+    """
+    out = torch.empty(query.shape)
+    _attend(
+        query.float().contiguous().numpy(), keys.view(torch.int16).numpy(), values.view(torch.int16).numpy(),
+        start, order, parents, depths, _F(scale), out.numpy(),
+    )  # fmt: skip
+    return out.to(query.dtype)
+
+
+def is_supported(query: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Whether `row_attention` takes such tensors; they may have more dimensions before those that it takes."""
+    return (
+        query.dtype == keys.dtype == values.dtype == torch.bfloat16
+        and query.device.type == "cpu"
+        and query.shape[-1] == values.shape[-1]
+        and query.shape[-1] % LANES == 0
+        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    )
+
+
+@intrinsic
+def _multiply_add(context: Any, x: Any, y: Any, z: Any) -> Any:
+    """x * y + z of float32, rounded once."""
+
+    def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.fma(*values)
+
+    return types.float32(types.float32, types.float32, types.float32), emit
+
+
+_fma: Any = _multiply_add
+_score_tile: Any = tile_of(2)
+_one_register: Any = tile_of(1, "fours")
+_two_registers: Any = tile_of(2, "fours")
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _attend(query, keys, values, start, order, parents, depths, scale, out):
+    """Per KV head one pass over the blocks of keys, for all nodes and the query heads that share it."""
+    width, heads, dim = query.shape
+    kv_heads = values.shape[1]
+    groups = heads // kv_heads
+    rows = width * groups
+    first_node = len(parents) - width
+    last = start + depths[order].max() + 1
+    queries = np.zeros(((rows + ROWS - 1) // ROWS * ROWS, dim), np.float32)
+    scores = np.zeros((len(queries), BLOCK), np.float32)
+    transposed, block = np.zeros((dim, _STEP), np.float32), np.zeros((BLOCK, dim), np.float32)
+    sums = np.empty((len(queries), dim), np.float32)
+    peaks, totals = np.empty(rows, np.float32), np.empty(rows, np.float32)
+    held = np.empty(len(parents), np.int64)
+    for head in range(kv_heads):
+        for node in range(width):
+            queries[node * groups : (node + 1) * groups] = query[node, head * groups : (head + 1) * groups]
+        sums[:], peaks[:], totals[:] = 0.0, -np.inf, 0.0
+        for begin in range(0, last, BLOCK):
+            common = max(0, min(BLOCK, start - begin))  # keys of the prompt
+            _load(keys, values, begin, common, head, transposed, block)
+            _score_prompt(queries, transposed, common, scale, scores)
+            for node in order:
+                first = (node - first_node) * groups
+                size = min(BLOCK, start + depths[node] + 1 - begin)
+                if size > common:
+                    asking = queries[first : first + groups]
+                    _score_path(
+                        node, size, common, start - begin, keys, start, head, parents, depths, asking, scale,
+                        scores[first : first + groups],
+                    )  # fmt: skip
+                if size > 0:
+                    for row in range(first, first + groups):
+                        peak = max(peaks[row], _peak_of(scores[row], size))
+                        total = _weigh(scores[row], size, peak)
+                        fade = _F(math.exp(peaks[row] - peak))
+                        totals[row], peaks[row] = _fma(fade, totals[row], total), peak
+                        if begin:
+                            sums[row] *= fade
+            whole = common // _TOGETHER * _TOGETHER
+            if whole:
+                _add_prompt(scores, block, whole, sums)
+            held[:] = -1
+            for node in order:
+                size = min(BLOCK, start + depths[node] + 1 - begin)
+                if size > whole:
+                    _load_path(node, size, common, start - begin, values, start, head, parents, depths, held, block)
+                    first = (node - first_node) * groups
+                    for row in range(first, first + groups):
+                        _add_rest(scores[row], block, whole, size, sums[row])
+        for node in range(width):
+            for group in range(groups):
+                row = node * groups + group
+                share = _F(1.0) / totals[row]
+                for i in range(dim):
+                    out[node, head * groups + group, i] = sums[row, i] * share
+
+
+@jit_part
+def _widen(number):
+    """A bfloat16, held as int16, as float32."""
+    return np.int32(np.int32(number) << 16).view(np.float32)
+
+
+@jit_part
+def _load(keys, values, begin, size, head, transposed, block):
+    """Copy the prompt's keys of a block, transposed, and its values, as float32."""
+    dim = keys.shape[2]
+    for slot in range(size):
+        line, to = values[begin + slot, head], block[slot]
+        for i in range(dim):
+            to[i] = _widen(line[i])
+    whole = size // LANES * LANES
+    for slot in range(0, whole, LANES):
+        for i in range(dim):
+            for lane in range(LANES):
+                transposed[i, slot + lane] = _widen(keys[begin + slot + lane, head, i])
+    for slot in range(whole, size):
+        for i in range(dim):
+            transposed[i, slot] = _widen(keys[begin + slot, head, i])
+
+
+@jit_part
+def _score_prompt(queries, transposed, size, scale, scores):
+    """Score the prompt's keys of a block for all queries: four partial sums of every fourth dimension."""
+    rows, dim = queries.shape
+    parts = np.empty((_PARTS, ROWS * STRIDE), np.float32)
+    for first in range(0, rows, ROWS):
+        for column in range(0, size, _COLUMNS):
+            for i in range(_PARTS):
+                _score_tile(
+                    queries, first * dim + i, dim, _PARTS, transposed, i * _STEP + column, _PARTS * _STEP,
+                    parts[i], 0, STRIDE, dim // _PARTS,
+                )  # fmt: skip
+            for row in range(ROWS):
+                line = scores[first + row, column : column + _COLUMNS]
+                for i in range(_COLUMNS):
+                    at = row * STRIDE + i
+                    line[i] = ((parts[0, at] + parts[2, at]) + (parts[1, at] + parts[3, at])) * scale
+
+
+@jit_part
+def _score_path(node, size, common, root, keys, start, head, parents, depths, queries, scale, scores):
+    """Score the nodes of a path that stand in a block whose place `root` is that of the tree's root."""
+    dim = keys.shape[2]
+    at = root + depths[node]
+    while at >= common:
+        if at < size:
+            key = keys[start + node, head]
+            for row in range(len(queries)):
+                a = b = c = d = _F(0.0)
+                for i in range(0, dim, _PARTS):
+                    a += _widen(key[i]) * queries[row, i]
+                    b += _widen(key[i + 1]) * queries[row, i + 1]
+                    c += _widen(key[i + 2]) * queries[row, i + 2]
+                    d += _widen(key[i + 3]) * queries[row, i + 3]
+                scores[row, at] = ((a + c) + (b + d)) * scale
+        if at == root:
+            break
+        node = parents[node]
+        at -= 1
+
+
+@jit_part
+def _load_path(node, size, common, root, values, start, head, parents, depths, held, block):
+    """Put the values of a path's nodes where they stand in a block, but for those that are there."""
+    at = root + depths[node]
+    while at >= common:
+        if at < size and held[depths[node]] != node:
+            held[depths[node]] = node
+            line, to = values[start + node, head], block[at]
+            for i in range(len(to)):
+                to[i] = _widen(line[i])
+        if at == root:
+            break
+        node = parents[node]
+        at -= 1
+
+
+@jit_part
+def _peak_of(scores, size):
+    """The largest score."""
+    lanes = np.full(LANES, -np.inf, np.float32)
+    whole = size // LANES * LANES
+    for first in range(0, whole, LANES):
+        for lane in range(LANES):
+            lanes[lane] = max(lanes[lane], scores[first + lane])
+    peak = lanes.max()
+    for i in range(whole, size):
+        peak = max(peak, scores[i])
+    return peak
+
+
+@jit_part
+def _weigh(scores, size, peak):
+    """Replace scores by weights, rounded to bfloat16; returns the sum of the weights before they are rounded.
+
+    Source of the exponential: Malossi et al. 2015, "Fast exponential computation on SIMD architectures".
+    """
+    whole = size // LANES * LANES
+    lanes = np.zeros(2 * LANES, np.float32)
+    for i in range(whole):
+        shifted = scores[i] - peak
+        power = shifted * _LOG2E
+        fraction = power - np.floor(power)
+        error = _fma(fraction, _POLYNOMIAL[0], _POLYNOMIAL[1])
+        error = _fma(fraction, error, _POLYNOMIAL[2])
+        error = _fma(fraction, error, _POLYNOMIAL[3])
+        weight = np.int32(_fma(_EXPONENT, power - error, _BIAS)).view(np.float32)
+        scores[i] = weight if shifted >= _LOWEST else _F(0.0)
+    for first in range(0, whole, LANES):
+        turn = first % (2 * LANES)
+        for lane in range(LANES):
+            lanes[turn + lane] += scores[first + lane]
+    for half in (16, 8, 4, 2, 1):
+        for lane in range(half):
+            lanes[lane] += lanes[lane + half]
+    total = lanes[0]
+    for i in range(whole, size):
+        scores[i] = _F(math.exp(scores[i] - peak))
+        total += scores[i]
+    bits = scores.view(np.int32)
+    for i in range(size):  # to the nearest bfloat16, ties to even
+        bits[i] = (bits[i] + np.int32(0x7FFF) + ((bits[i] >> np.int32(16)) & np.int32(1))) & np.int32(-65536)
+    return total
+
+
+@jit_part
+def _add_prompt(weights, values, size, sums):
+    """Add weighted values of a block, four keys at a time. The products are exact, so that only the sums round."""
+    rows, dim = sums.shape
+    for first in range(0, rows, ROWS):
+        for column in range(0, dim, _COLUMNS):
+            at, to = first * BLOCK, first * dim + column
+            if dim - column > LANES:
+                _two_registers(weights, at, BLOCK, 1, values, column, dim, sums, to, dim, size)
+            else:
+                _one_register(weights, at, BLOCK, 1, values, column, dim, sums, to, dim, size)
+
+
+@jit_part
+def _add_rest(weights, values, begin, size, sums):
+    """Add weighted values: four keys at a time, then the rest from the last one on."""
+    whole = begin + (size - begin) // _TOGETHER * _TOGETHER
+    for i in range(begin, whole, _TOGETHER):
+        a, b, c, d = weights[i], weights[i + 1], weights[i + 2], weights[i + 3]
+        for at in range(len(sums)):
+            even = a * values[i, at] + c * values[i + 2, at]
+            odd = b * values[i + 1, at] + d * values[i + 3, at]
+            sums[at] += even + odd
+    for i in range(size - 1, whole - 1, -1):
+        for at in range(len(sums)):
+            sums[at] += weights[i] * values[i, at]
