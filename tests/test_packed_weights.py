@@ -254,7 +254,7 @@ def test_a_model_whose_rows_change_their_bits_is_said_to_round(tiny_llama, monke
 @pytest.mark.parametrize("is_exact", [False, True])
 def test_packed_weights_that_change_the_bits_of_half_precision_are_not_used(is_exact, forgets_products, monkeypatch):
     weight = torch.randn(64, 48).bfloat16()
-    monkeypatch.setattr(product_bits.half_product, "is_supported", lambda weight: False)
+    monkeypatch.setattr(half_product, "is_supported", lambda weight: False)
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", lambda weight, rows: weight)
     by_row = lambda x, *rest: torch.cat([linear(row, *rest) for row in x.split(1)])  # noqa: E731
     monkeypatch.setattr(product_bits, "linear", by_row)

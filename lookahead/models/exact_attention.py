@@ -23,7 +23,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import UnsupportedModelError
-from lookahead.kernels import row_attention
 
 Attention = Callable[..., tuple[Tensor, Any]]
 MAX_ROWS = 32  # rows of a product up to which half precision was seen to give each the bits it has alone
@@ -131,6 +130,8 @@ def has_bits_of_sdpa(dim: int, groups: int) -> bool:
         dim: Dimensions of a head.
         groups: Query heads per KV head.
     """
+    from lookahead.kernels import row_attention
+
     source = torch.Generator().manual_seed(0)
     root = TokenTree.root(0)
     for length in _LENGTHS:
@@ -199,6 +200,8 @@ def attend_in_turn(
     tree, start, scored, steps = turns
     is_sdpa, scale = own is sdpa_attention_forward, options.get("scaling")
     if is_sdpa and (window is None or start + int(tree.depths.max()) + 1 < window):
+        from lookahead.kernels import row_attention
+
         slots = key[0].transpose(0, 1), value[0].transpose(0, 1)  # as the cache holds them
         rows = query[0].transpose(0, 1)
         is_whole = all(each.is_contiguous() for each in slots) and row_attention.is_supported(rows, *slots)

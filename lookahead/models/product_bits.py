@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from lookahead.kernels import half_product
 from lookahead.models.exact_attention import MAX_ROWS
 
 FEWEST_WEIGHTS = 1 << 16  # of a layer; below, the call of oneDNN takes longer than it saves
@@ -56,6 +55,8 @@ class Packed(NamedTuple):
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply `[..., inputs]`; a layout in blocks takes `[rows, inputs]` only."""
         if self.layout.block:
+            from lookahead.kernels import half_product
+
             return half_product.multiply(x, self.weight, self.outputs, bias, self.layout.block)
         return by_onednn(x, self.weight, bias)
 
@@ -86,6 +87,8 @@ def lay_out(weight: Tensor, layout: Layout, most: int = 0) -> Packed:
         RuntimeError: oneDNN does not take the weight.
     """
     if layout.block:
+        from lookahead.kernels import half_product
+
         packed = half_product.pack(weight)
     else:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), layout.rows)
@@ -114,6 +117,8 @@ def best_layout(weight: Tensor, bias: Tensor | None, *, is_alone: bool) -> tuple
 
 
 def _layouts(weight: Tensor, *, is_alone: bool) -> Iterable[Layout]:
+    from lookahead.kernels import half_product
+
     yield Layout(rows=16)
     yield Layout(rows=1)  # long rows may keep their bits
     if is_alone and half_product.is_supported(weight):

@@ -1,0 +1,168 @@
+"""Attention of the nodes of a tree on a CPU: right, and with the bits of torch for one query where that is promised."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from lookahead.drafting.tree import TokenTree
+from lookahead.kernels import row_attention
+from lookahead.kernels.row_attention import BLOCK
+from lookahead.models import exact_attention
+from lookahead.models.exact_attention import Turns, attend_in_turn, has_bits_of_sdpa, takes_rows
+
+pytestmark = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="the kernel is for registers of 512 bits"
+)
+is_exact = torch.backends.cpu.get_cpu_capability() == "AVX512" and has_bits_of_sdpa(64, 1)
+
+
+def tree_of(nodes: int, seed: int, reach: int = 4) -> TokenTree:
+    """A random tree; every node hangs from one of the last `reach` before it."""
+    source = np.random.default_rng(seed)
+    parents = [int(source.integers(max(0, node - reach), node)) for node in range(1, nodes)]
+    return TokenTree.from_parents(np.arange(nodes), np.array([0, *parents]))
+
+
+def tensors_of(slots: int, width: int, heads: int, kv_heads: int, dim: int, size: float = 1.5) -> tuple[Tensor, ...]:
+    torch.manual_seed(slots + width)
+    query = torch.randn(width, heads, dim).bfloat16()
+    keys = (torch.randn(slots, kv_heads, dim) * size).bfloat16()
+    return query, keys, torch.randn(slots, kv_heads, dim).bfloat16()
+
+
+def one_by_one(query: Tensor, keys: Tensor, values: Tensor, tree: TokenTree, start: int, scored: int) -> Tensor:
+    """Every node by SDPA over its own path, in the precision of the tensors."""
+    out = []
+    for node in range(scored, len(tree)):
+        path = [node]
+        while path[0]:
+            path.insert(0, int(tree.parents[path[0]]))
+        slots = [*range(start), *(start + each for each in path)]
+        seen = [
+            each[slots].transpose(0, 1).repeat_interleave(query.shape[1] // keys.shape[1], 0) for each in (keys, values)
+        ]
+        out.append(scaled_dot_product_attention(query[node - scored, None, :, None], *(each[None] for each in seen)))
+    return torch.cat(out)[:, :, 0]
+
+
+def by_rows(query: Tensor, keys: Tensor, values: Tensor, tree: TokenTree, start: int, order: Any) -> Tensor:
+    return row_attention.row_attention(
+        query, keys, values, start=start, order=np.array(order), parents=tree.parents, depths=tree.depths,
+        scale=query.shape[2] ** -0.5,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("start", [0, 1, 15, 16, 100, BLOCK - 7, BLOCK, BLOCK + 1, 2 * BLOCK - 4])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 80), (8, 1, 128), (2, 2, 16)])
+def test_every_node_attends_over_its_own_path_alone(start, heads, kv_heads, dim):
+    tree = tree_of(20, start)
+    tensors = tensors_of(start + 20, 20, heads, kv_heads, dim)
+    got = by_rows(*tensors, tree, start, range(20))
+    exact = one_by_one(*(each.double() for each in tensors), tree, start, 0)
+    assert (got - exact).abs().max() < 0.01 * exact.abs().max()
+    if is_exact:
+        assert torch.equal(got, one_by_one(*tensors, tree, start, 0))
+
+
+@pytest.mark.parametrize("reach", [1, 3, 12])
+@pytest.mark.parametrize("scored", [0, 1, 5, 11])
+def test_nodes_that_an_earlier_pass_scored_and_any_order_change_no_bit(scored, reach):
+    tree = tree_of(12, 3, reach)
+    query, keys, values = tensors_of(BLOCK + 8, 12, 4, 2, 32)
+    start = BLOCK - 4
+    whole = by_rows(query, keys, values, tree, start, range(12))
+    steps = exact_attention.depth_first(tree.parents, tree.depths, scored)
+    got = by_rows(query[scored:], keys, values, tree, start, [node for node, *_ in steps])
+    assert torch.equal(got, whole[scored:])
+
+
+def test_slots_behind_the_tree_and_other_paths_are_not_read():
+    tree = tree_of(12, 5)
+    query, keys, values = tensors_of(60, 12, 4, 2, 32)
+    expected = by_rows(query, keys, values, tree, 40, range(12))
+    keys[52:], values[52:] = float("nan"), float("nan")
+    leaf = int(next(node for node in range(1, 12) if node not in tree.parents))
+    keys[40 + leaf], values[40 + leaf] = float("nan"), float("nan")
+    got = by_rows(query, keys, values, tree, 40, range(12))
+    assert got[leaf].isnan().all()
+    assert torch.equal(got[[n for n in range(12) if n != leaf]], expected[[n for n in range(12) if n != leaf]])
+
+
+@pytest.mark.parametrize("size", [0.0, 30.0, 3e4])
+def test_scores_that_are_equal_or_far_apart_keep_their_bits(size):
+    tree, tensors = tree_of(9, 1), tensors_of(200, 9, 4, 2, 64, size)
+    got = by_rows(*tensors, tree, 191, range(9))
+    assert got.isfinite().all()
+    if is_exact:
+        assert torch.equal(got, one_by_one(*tensors, tree, 191, 0))
+
+
+class Layer(torch.nn.Module):
+    """What SDPA's function of transformers reads of a layer."""
+
+    num_key_value_groups = 2
+    is_causal = True
+
+
+def attend(tree: TokenTree, scored: int, window: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A layer's attention by turns, and the tensors' own."""
+    query, keys, values = (each.to(dtype) for each in tensors_of(40, len(tree) - scored, 4, 2, 32))
+    got = attend_in_turn(
+        Layer(), query.transpose(0, 1)[None], keys.transpose(0, 1)[None], values.transpose(0, 1)[None],
+        Turns.of(tree, 40 - len(tree), scored), window=window, crops=False,
+        own=exact_attention.sdpa_attention_forward, options={},
+    )  # fmt: skip
+    return got[0], one_by_one(query, keys, values, tree, 40 - len(tree), scored)
+
+
+@pytest.mark.parametrize("has_bits", [False, True])
+@pytest.mark.parametrize("scored", [0, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_nodes_have_the_bits_of_torch_by_the_kernel_and_without_it(dtype, scored, has_bits, monkeypatch):
+    if not has_bits:
+        monkeypatch.setattr(exact_attention, "has_bits_of_sdpa", lambda dim, groups: False)
+    got, expected = attend(tree_of(12, 2), scored, None, dtype)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("window", [16, 40, 41, 64])
+def test_the_kernel_is_left_where_a_window_needs_a_mask(window, monkeypatch):
+    calls = []
+    monkeypatch.setattr(exact_attention, "has_bits_of_sdpa", lambda *shape: calls.append(shape))
+    tree = TokenTree.from_parents(np.arange(4), np.array([0, 0, 1, 2]))
+    got, expected = attend(tree, 0, window, torch.bfloat16)
+    assert bool(calls) is (window > 40)
+    if window > 40:
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.skipif(not is_exact, reason="this CPU adds in another order")
+@pytest.mark.parametrize("turned", ["keys", "dimensions"])
+def test_a_kernel_that_sums_in_another_order_is_found(turned, monkeypatch):
+    has_bits_of_sdpa.cache_clear()
+    own = row_attention.row_attention
+
+    def other(query: Tensor, keys: Tensor, values: Tensor, **rest: Any) -> Tensor:
+        if turned == "keys":
+            return own(query, keys.flip(0), values.flip(0), **rest)
+        return own(query.roll(1, 2), keys.roll(1, 2), values, **rest)
+
+    monkeypatch.setattr(row_attention, "row_attention", other)
+    try:
+        assert not has_bits_of_sdpa(64, 3)
+    finally:
+        has_bits_of_sdpa.cache_clear()
+
+
+def test_a_model_takes_it_for_heads_it_serves(tiny_llama):
+    config = tiny_llama.config
+    dim = config.hidden_size // config.num_attention_heads
+    groups = config.num_attention_heads // config.num_key_value_heads
+    assert takes_rows(config) == has_bits_of_sdpa(dim, groups)
+    assert not has_bits_of_sdpa(72, 1), "no whole registers"
