@@ -11,13 +11,14 @@ from typing import Any
 import llvmlite.binding as llvm
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lookahead.kernels.microkernel import LANES, ROWS, STRIDE, tile_of
+from lookahead.kernels.microkernel import LANES, ROWS, STRIDE, jit_part, tile_of
+from lookahead.kernels.threads import carray, pointer, run, take
 
 COLUMNS = 2 * LANES  # outputs of a panel of the packed weight
+_PART = 1 << 17  # weights that a thread takes at a time
 
 
 def is_supported(weight: Tensor) -> bool:
@@ -58,11 +59,14 @@ def multiply(x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None, block
     Returns:
         bfloat16 `[rows, outputs]`.
     """
-    x = x.contiguous()
-    if x.storage_offset() % 2:  # a pair would stand across two elements
-        x = x.clone()
-    sums = torch.empty(len(x), len(packed) * COLUMNS)
-    _multiply(x.view(torch.int32).numpy(), packed.numpy(), sums.numpy(), block // 2)
+    rows, inputs = x.shape
+    padded = x.new_zeros(-(-rows // ROWS) * ROWS, inputs)
+    padded[:rows] = x
+    sums = torch.empty(rows, len(packed) * COLUMNS)
+    panels = max(1, _PART // (inputs * COLUMNS))
+    run(
+        _multiply, -(-len(packed) // panels), [padded, packed, sums], rows, inputs // 2, len(packed), block // 2, panels
+    )
     sums = sums[:, :outputs]
     return (sums if bias is None else sums + bias).to(x.dtype)
 
@@ -70,24 +74,29 @@ def multiply(x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None, block
 _tile: Any = tile_of(2, "pairs")
 
 
-@njit(cache=True, error_model="numpy", nogil=True)
-def _multiply(x, packed, sums, block):
+def _multiply(numbers: Any) -> None:
     """Panel by panel, whose blocks stay in the fastest cache for all rows."""
-    rows, terms = x.shape
-    padded = np.zeros(((rows + ROWS - 1) // ROWS * ROWS, terms), np.int32)
-    padded[:rows] = x
-    part = np.empty(ROWS * STRIDE, np.float32)
-    for panel in range(len(packed)):
-        column = panel * COLUMNS
-        for begin in range(0, terms, block):
-            count = min(block, terms - begin)
-            for first in range(0, rows, ROWS):
-                at, column_at = first * terms + begin, (panel * terms + begin) * COLUMNS
-                _tile(padded, at, terms, 1, packed, column_at, COLUMNS, part, 0, STRIDE, count)
-                for row in range(first, min(rows, first + ROWS)):
-                    line = part[(row - first) * STRIDE : (row - first) * STRIDE + COLUMNS]
-                    for i in range(COLUMNS):
-                        if begin:
-                            sums[row, column + i] += line[i]
-                        else:
-                            sums[row, column + i] = line[i]
+    _, parts, x_at, packed_at, sums_at, rows, terms, panels, block, together = carray(numbers, 10)
+    x = carray(pointer(x_at), ((rows + ROWS - 1) // ROWS * ROWS, terms), np.int32)
+    packed = carray(pointer(packed_at), (panels, terms, COLUMNS), np.int32)
+    sums = carray(pointer(sums_at), (rows, panels * COLUMNS), np.float32)
+    scratch = np.empty(ROWS * STRIDE, np.float32)
+    part = take(numbers)
+    while part < parts:
+        for panel in range(part * together, min(panels, (part + 1) * together)):
+            _multiply_panel(x, packed, sums, rows, terms, block, panel, scratch)
+        part = take(numbers)
+
+
+@jit_part
+def _multiply_panel(x, packed, sums, rows, terms, block, panel, scratch):
+    """All rows times one panel."""
+    for begin in range(0, terms, block):
+        count, column = min(block, terms - begin), (panel * terms + begin) * COLUMNS
+        for first in range(0, rows, ROWS):
+            _tile(x, first * terms + begin, terms, 1, packed, column, COLUMNS, scratch, 0, STRIDE, count)
+            for row in range(first, min(rows, first + ROWS)):
+                line = sums[row, panel * COLUMNS : (panel + 1) * COLUMNS]
+                other = scratch[(row - first) * STRIDE : (row - first) * STRIDE + COLUMNS]
+                for i in range(COLUMNS):
+                    line[i] = other[i] + (line[i] if begin else np.float32(0.0))

@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
 
 from lookahead.kernels.microkernel import LANES, ROWS, STRIDE, jit_part, tile_of
+from lookahead.kernels.threads import carray, pointer, run, take
 
 BLOCK = 512  # keys whose weights are computed before their values are added
 _STEP = BLOCK + LANES  # elements from one dimension of the transposed keys to the next
@@ -62,11 +63,12 @@ def row_attention(
     Returns:
         bfloat16 `[width, heads, dim]`, contiguous.
     """
+    width, heads, dim = query.shape
+    slots, kv_heads = keys.shape[:2]
     out = torch.empty(query.shape)
-    _attend(
-        query.float().contiguous().numpy(), keys.view(torch.int16).numpy(), values.view(torch.int16).numpy(),
-        start, order, parents, depths, _F(scale), out.numpy(),
-    )  # fmt: skip
+    nodes = [torch.from_numpy(np.ascontiguousarray(each, np.int64)) for each in (order, parents, depths)]
+    tensors = [query.float().contiguous(), keys, values, *nodes, torch.tensor(scale, dtype=torch.float32), out]
+    run(_attend, kv_heads, tensors, width, heads, dim, slots, kv_heads, len(parents), start)
     return out.to(query.dtype)
 
 
@@ -97,63 +99,78 @@ _one_register: Any = tile_of(1, "fours")
 _two_registers: Any = tile_of(2, "fours")
 
 
-@njit(cache=True, error_model="numpy", nogil=True)
-def _attend(query, keys, values, start, order, parents, depths, scale, out):
+def _attend(numbers: Any) -> None:
     """Per KV head one pass over the blocks of keys, for all nodes and the query heads that share it."""
-    width, heads, dim = query.shape
-    kv_heads = values.shape[1]
+    _, parts, query_at, keys_at, values_at, order_at, parents_at, depths_at, scale_at, out_at = carray(numbers, 10)
+    width, heads, dim, slots, kv_heads, nodes, start = carray(numbers, 17)[10:]
+    query = carray(pointer(query_at), (width, heads, dim), np.float32)
+    keys = carray(pointer(keys_at), (slots, kv_heads, dim), np.int16)
+    values = carray(pointer(values_at), (slots, kv_heads, dim), np.int16)
+    order = carray(pointer(order_at), (width,), np.int64)
+    parents, depths = carray(pointer(parents_at), (nodes,), np.int64), carray(pointer(depths_at), (nodes,), np.int64)
+    scale = carray(pointer(scale_at), (1,), np.float32)[0]
+    out = carray(pointer(out_at), (width, heads, dim), np.float32)
     groups = heads // kv_heads
-    rows = width * groups
-    first_node = len(parents) - width
-    last = start + depths[order].max() + 1
-    queries = np.zeros(((rows + ROWS - 1) // ROWS * ROWS, dim), np.float32)
-    scores = np.zeros((len(queries), BLOCK), np.float32)
+    queries = np.zeros(((width * groups + ROWS - 1) // ROWS * ROWS, dim), np.float32)
+    sums, scores = np.empty((len(queries), dim), np.float32), np.zeros((len(queries), BLOCK), np.float32)
     transposed, block = np.zeros((dim, _STEP), np.float32), np.zeros((BLOCK, dim), np.float32)
-    sums = np.empty((len(queries), dim), np.float32)
-    peaks, totals = np.empty(rows, np.float32), np.empty(rows, np.float32)
-    held = np.empty(len(parents), np.int64)
-    for head in range(kv_heads):
+    head = take(numbers)
+    while head < parts:
         for node in range(width):
             queries[node * groups : (node + 1) * groups] = query[node, head * groups : (head + 1) * groups]
-        sums[:], peaks[:], totals[:] = 0.0, -np.inf, 0.0
-        for begin in range(0, last, BLOCK):
-            common = max(0, min(BLOCK, start - begin))  # keys of the prompt
-            _load(keys, values, begin, common, head, transposed, block)
-            _score_prompt(queries, transposed, common, scale, scores)
-            for node in order:
-                first = (node - first_node) * groups
-                size = min(BLOCK, start + depths[node] + 1 - begin)
-                if size > common:
-                    asking = queries[first : first + groups]
-                    _score_path(
-                        node, size, common, start - begin, keys, start, head, parents, depths, asking, scale,
-                        scores[first : first + groups],
-                    )  # fmt: skip
-                if size > 0:
-                    for row in range(first, first + groups):
-                        peak = max(peaks[row], _peak_of(scores[row], size))
-                        total = _weigh(scores[row], size, peak)
-                        fade = _F(math.exp(peaks[row] - peak))
-                        totals[row], peaks[row] = _fma(fade, totals[row], total), peak
-                        if begin:
-                            sums[row] *= fade
-            whole = common // _TOGETHER * _TOGETHER
-            if whole:
-                _add_prompt(scores, block, whole, sums)
-            held[:] = -1
-            for node in order:
-                size = min(BLOCK, start + depths[node] + 1 - begin)
-                if size > whole:
-                    _load_path(node, size, common, start - begin, values, start, head, parents, depths, held, block)
-                    first = (node - first_node) * groups
-                    for row in range(first, first + groups):
-                        _add_rest(scores[row], block, whole, size, sums[row])
+        totals = _attend_head(
+            queries, keys, values, start, head, groups, order, parents, depths, scale, scores, transposed, block, sums
+        )
         for node in range(width):
             for group in range(groups):
                 row = node * groups + group
                 share = _F(1.0) / totals[row]
                 for i in range(dim):
                     out[node, head * groups + group, i] = sums[row, i] * share
+        head = take(numbers)
+
+
+@jit_part
+def _attend_head(
+    queries, keys, values, start, head, groups, order, parents, depths, scale, scores, transposed, block, sums
+):  # fmt: skip
+    """Sum the weighted values of one KV head; returns the sum of the weights of every query."""
+    first_node = len(parents) - len(order)
+    peaks, totals = np.full(len(queries), -np.inf, np.float32), np.zeros(len(queries), np.float32)
+    held = np.empty(len(parents), np.int64)
+    sums[:] = 0.0
+    for begin in range(0, start + depths[order].max() + 1, BLOCK):
+        common = max(0, min(BLOCK, start - begin))  # keys of the prompt
+        _load(keys, values, begin, common, head, transposed, block)
+        _score_prompt(queries, transposed, common, scale, scores)
+        for node in order:
+            first = (node - first_node) * groups
+            size = min(BLOCK, start + depths[node] + 1 - begin)
+            if size > common:
+                _score_path(
+                    node, size, common, start - begin, keys, start, head, parents, depths,
+                    queries[first : first + groups], scale, scores[first : first + groups],
+                )  # fmt: skip
+            if size > 0:
+                for row in range(first, first + groups):
+                    peak = max(peaks[row], _peak_of(scores[row], size))
+                    total = _weigh(scores[row], size, peak)
+                    fade = _F(math.exp(peaks[row] - peak))
+                    totals[row], peaks[row] = _fma(fade, totals[row], total), peak
+                    if begin:
+                        sums[row] *= fade
+        whole = common // _TOGETHER * _TOGETHER
+        if whole:
+            _add_prompt(scores, block, whole, sums)
+        held[:] = -1
+        for node in order:
+            size = min(BLOCK, start + depths[node] + 1 - begin)
+            if size > whole:
+                _load_path(node, size, common, start - begin, values, start, head, parents, depths, held, block)
+                first = (node - first_node) * groups
+                for row in range(first, first + groups):
+                    _add_rest(scores[row], block, whole, size, sums[row])
+    return totals
 
 
 @jit_part

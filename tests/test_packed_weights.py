@@ -288,6 +288,17 @@ def test_products_in_blocks_agree_with_those_in_float64(rows, outputs, inputs):
 
 
 @needs_dots
+def test_products_on_several_threads_have_the_same_bits():
+    before, (x, weight) = torch.get_num_threads(), (torch.randn(n, 1536).bfloat16() for n in (17, 2000))
+    packed, products = half_product.pack(weight), []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        products += [half_product.multiply(x, packed, 2000, None, 512) for _ in range(4)]
+    torch.set_num_threads(before)
+    assert all(torch.equal(each, products[0]) for each in products)
+
+
+@needs_dots
 def test_long_rows_have_the_bits_of_torch_for_one_row():
     layout, most = product_bits.best_layout(torch.empty(96, 1536).bfloat16(), None, is_alone=True)
     if not most:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lookahead.drafting.tree import TokenTree
 from lookahead.kernels import row_attention
+from lookahead.kernels import threads as kernel_threads
 from lookahead.kernels.row_attention import BLOCK
 from lookahead.models import exact_attention
 from lookahead.models.exact_attention import Turns, attend_in_turn, has_bits_of_sdpa, takes_rows
@@ -92,6 +95,37 @@ def test_slots_behind_the_tree_and_other_paths_are_not_read():
     got = by_rows(query, keys, values, tree, 40, range(12))
     assert got[leaf].isnan().all()
     assert torch.equal(got[[n for n in range(12) if n != leaf]], expected[[n for n in range(12) if n != leaf]])
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Three threads of torch, as many as there were afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("has_openmp", [False, True])
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+def test_several_threads_share_the_work_and_change_no_bit(kv_heads, has_openmp, threads, monkeypatch):
+    if not has_openmp:
+        monkeypatch.setattr(kernel_threads, "_launcher", lambda: None)
+    tree, tensors = tree_of(9, 4), tensors_of(700, 9, 8, kv_heads, 64)
+    several = [by_rows(*tensors, tree, 691, range(9)) for _ in range(8)]
+    torch.set_num_threads(1)
+    alone = by_rows(*tensors, tree, 691, range(9))
+    assert all(torch.equal(each, alone) for each in several)
+
+
+def test_calls_from_several_threads_at_once_are_apart(threads):
+    tree = tree_of(9, 4)
+    tensors = [tensors_of(300 + i, 9, 8, 4, 64) for i in range(4)]
+    expected = [by_rows(*each, tree, 291 + i, range(9)) for i, each in enumerate(tensors)]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(8):
+            got = pool.map(lambda i: by_rows(*tensors[i], tree, 291 + i, range(9)), range(4))
+            assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
 
 
 @pytest.mark.parametrize("size", [0.0, 30.0, 3e4])

@@ -27,7 +27,6 @@ Shape = Literal["trees", "chains"]
 OnPrefill = Callable[[int, int], None]
 """Called with the tokens read of the longest prompt, and its length."""
 PREFILL_CHUNK = 1024
-_FEW_THREADS = 4  # with more, torch attends from a single node as fast as one thread does
 _MAX_WHOLE = 8192  # longest prompt, in tokens, that is read in one pass without fused attention
 
 
@@ -132,12 +131,11 @@ class Target:
         self._is_exact = is_bitwise and self._is_half and self._scope is not None and rows == 1 and not is_fixed
         self.is_bitwise = self._is_exact
         self._is_together = is_together
-        # A single node need not attend by torch either, where few threads would share its work.
+        # A single node need not attend by torch either.
         self._takes_rows = (
             self._is_exact
             and model.dtype == torch.bfloat16
             and not any(self._windows)
-            and torch.get_num_threads() <= _FEW_THREADS
             and takes_rows(model.config.get_text_config())
         )
         # Compiled passes have their own products. Each process measures whether packing pays, and tensor-parallel
