@@ -229,11 +229,10 @@ def test_drafting_stops_where_it_loses_time_and_is_tried_again_later() -> None:
     for _ in range(300):
         tree.advance([0, 1], [6, 7])
         reads = drafter.draft(tree, [-1.0, -2.0], 1, 9)
-        new, first = len(tree) - tree.scored, tree.scored
-        top = np.tile(np.arange(8, dtype=np.int32), (new, 1))
-        tree.learn(torch.zeros(new, 9), top, np.full((new, 8), 0.125, np.float32))
+        logits = torch.zeros(1, len(tree) - tree.scored, 9)
         if reads:
-            drafter.learn(tree, new, top, np.full((new, 8), 0.125, np.float32), 3.0 if new > 2 else 1.0, is_cold=False)
+            drafter.learn(tree, logits, 3.0 if logits.shape[1] > 2 else 1.0, is_cold=False)
+        else:
+            tree.learn(logits[0])
         read.append(reads)
-        assert first + new == len(tree)
     assert all(read[:3]) and not all(read) and sum(read) < 100

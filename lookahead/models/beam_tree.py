@@ -17,7 +17,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from lookahead.drafting.tree import IntArray, TokenTree, node_depths
 from lookahead.models.cache import RowStates
 from lookahead.models.target import Target
-from lookahead.verification.topk import read_scores
 
 Read = Callable[[Tensor, Any], Tensor]
 DEAD_NODES = 64
@@ -187,10 +186,8 @@ class Drafts(Protocol):
     def draft(self, tree: BeamTree, scores: Sequence[float], steps: int, left: int) -> bool:
         """Add drafted nodes to a tree; returns whether to read the likeliest tokens of the pass, for `learn`."""
 
-    def learn(
-        self, tree: BeamTree, new: int, top: IntArray, probs: NDArray[np.float32], seconds: float, *, is_cold: bool
-    ) -> None:
-        """Learn from a pass over the last `new` nodes of a tree."""
+    def learn(self, tree: BeamTree, logits: Tensor, seconds: float, *, is_cold: bool) -> None:
+        """Learn from a pass over the last nodes of a tree, logits `[1, new, vocab]`, and let the tree learn too."""
 
 
 class BeamModel:
@@ -285,15 +282,12 @@ class BeamModel:
             cache.resize(rows=len(self._trees), capacity=needed + DEAD_NODES)
         begin = time.perf_counter()
         logits = self._target.extend([tree.tree() for tree in self._trees], scored)
-        if self._drafts is None or not reads:
-            for tree, each in zip(self._trees, logits, strict=True):
-                tree.learn(each)
+        if self._drafts is not None and reads:
+            logits[0, 0, 0].item()  # the pass has run
+            self._drafts.learn(first, logits, time.perf_counter() - begin, is_cold=self._target.is_cold)
             return
-        scores = read_scores(logits, with_top=True)
-        assert scores.top is not None and scores.probabilities is not None
-        seconds, (new, top, probs) = time.perf_counter() - begin, (logits[0], scores.top[0], scores.probabilities[0])
-        first.learn(new, top, probs)
-        self._drafts.learn(first, len(new), top, probs, seconds, is_cold=self._target.is_cold)
+        for tree, each in zip(self._trees, logits, strict=True):
+            tree.learn(each)
 
     def states(self) -> list[list[RowStates]]:
         """The keys and values of the chosen beams, but for their newest tokens."""

@@ -11,6 +11,7 @@ from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from lookahead.config import LookaheadConfig
@@ -24,6 +25,7 @@ from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import ChainIndex
 from lookahead.ngram.recycled import RecycledTable
 from lookahead.ngram.search import Search, Trie
+from lookahead.verification.topk import read_scores
 
 SOURCES = ("prompt", "recycled")
 _MOST_LEVELS = 4  # steps drafted ahead
@@ -57,14 +59,14 @@ class BeamState:
         weights: float64 `[5]`, of the logistic regression that tells whether all beams stay among the drafted nodes.
         costs: Seconds of a pass by its nodes.
         budget: Plain passes that drafting may lose.
-        host: Seconds to make a draft.
+        host: Seconds to make a draft and to learn from its pass.
     """
 
     rates: HitRates = field(default_factory=HitRates)
     weights: NDArray[np.float64] = field(default_factory=_first_weights)
     costs: StepCost = field(default_factory=StepCost)
     budget: Budget = field(default_factory=lambda: Budget(2.0, 4.0, 0.01, floor=-1.0))
-    host: Ema = field(default_factory=lambda: Ema(0.1, clip=2.0, value=5e-4, count=3))
+    host: Ema = field(default_factory=lambda: Ema(0.1, clip=2.0, value=1e-3, count=3))
 
 
 class BeamDrafter:
@@ -111,7 +113,8 @@ class BeamDrafter:
         self._passes = 0
         self._drafted: list[NDArray[np.float64]] = []  # the features of every level of the newest draft
         self._searched: dict[int, Trie] = {}
-        self._spent: float | None = None  # seconds of the newest pass, its draft included
+        self._spent: float | None = None  # seconds of the newest pass, drafting included
+        self._host_s = 0.0  # of the newest draft
 
     @property
     def _context(self) -> int:
@@ -130,44 +133,45 @@ class BeamDrafter:
             Whether to read the likeliest tokens of the pass, for `learn`.
         """
         with self._lock:
+            begin = time.perf_counter()
             self._settle(steps)
             self._passes += 1
-            self._drafted, self._searched = [], {}
+            self._drafted, self._searched, self._host_s = [], {}, 0.0
             if not (self._is_fixed or self._state.budget.balance > 0.0):
                 return False
             is_measured = self._is_fixed or self._passes > _PLAIN_PASSES
             if not is_measured or not np.isfinite(scores).all():  # a processor may forbid all tokens
                 return True
-            begin = time.perf_counter()
             self._add_levels(tree, scores, left)
-            self._state.host.add(time.perf_counter() - begin)
+            self._host_s = time.perf_counter() - begin
         return True
 
-    def learn(
-        self, tree: BeamTree, new: int, top: IntArray, probs: NDArray[np.float32], seconds: float, *, is_cold: bool
-    ) -> None:
-        """Learn from a pass.
+    def learn(self, tree: BeamTree, logits: Tensor, seconds: float, *, is_cold: bool) -> None:
+        """Learn from a pass, and let the tree learn too.
 
         Args:
             tree: As it was scored.
-            new: How many of its last nodes the pass has scored.
-            top: int32 `[new, 8]`, the likeliest tokens after them.
-            probs: float32 `[new, 8]`, their probabilities.
+            logits: `[1, new, vocab]`, after the last nodes of the tree.
             seconds: Time of the pass.
             is_cold: Whether it did work that later passes do not repeat.
         """
-        first = len(tree) - new
+        begin, first, new = time.perf_counter(), tree.scored, logits.shape[1]
+        scores = read_scores(logits, with_top=True)
+        assert scores.top is not None and scores.probabilities is not None
+        top, probs = scores.top[0], scores.probabilities[0]
+        tree.learn(logits[0], top, probs)
         with self._lock:
-            if not is_cold:
-                self._state.costs.observe(new, seconds, context=self._context)
+            state = self._state
             for node, trie in self._searched.items():
-                self._state.rates.learn(trie.parents, trie.tokens, trie.features, top[node - first, :1])
+                state.rates.learn(trie.parents, trie.tokens, trie.features, top[node - first, :1])
             if self._recycled is not None:
                 for node in range(first, len(tree)):
                     each, before = slice(node - first, node - first + 1), tree.context(node)
                     self._recycled.store(before, _ROOT, before[-1:], top[each], probs[each])
-            curve = self._state.costs.curve(1, new, self._context)
-            self._spent = float(curve[new]) + (self._state.host.value if self._drafted else 0.0)
+            if not is_cold:
+                state.costs.observe(new, seconds, context=self._context)
+            state.host.add(self._host_s + time.perf_counter() - begin)
+            self._spent = float(state.costs.curve(1, new, self._context)[new]) + state.host.value
 
     def _settle(self, steps: int) -> None:
         """Learn which levels of the newest draft held all beams, and what it has gained."""
@@ -198,7 +202,7 @@ class BeamDrafter:
             if not added.size:
                 break
             chances = _chances(self._state.weights, features[: len(added)])
-            rates = (steps + reached * (_PARTIAL + (1.0 - _PARTIAL) * chances)) / (costs[added] + self._host)
+            rates = (steps + reached * (_PARTIAL + (1.0 - _PARTIAL) * chances)) / costs[added]
             size = int(rates.argmax())
             level = [
                 (score, tree.add(node, token) if new else cast(int, tree.child(node, token)))
@@ -212,11 +216,6 @@ class BeamDrafter:
         tree.cut(nodes)
         del self._drafted[levels:]
         self._searched = {node: trie for node, trie in self._searched.items() if tree.scored <= node < nodes}
-
-    @property
-    def _host(self) -> float:
-        """Seconds of a draft, as far as costs are seconds."""
-        return 0.0 if self._is_fixed else self._state.host.value
 
     def _candidates(
         self, tree: BeamTree, level: Sequence[tuple[float, int]]
