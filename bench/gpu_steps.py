@@ -8,12 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bench.compiled import random_tree
+from bench.passes import branching_tree
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.models.compiled import CAPTURE_AT
 from lookahead.models.cuda_graphs import Graph, Run
@@ -174,8 +173,7 @@ def measure_steps(
     graphs = Target(model, **options, captures=True, most_nodes=max(sizes))
     eager = Target(model, **options)
     replays = Replays(graphs, device)
-    rng = np.random.default_rng(0)
-    trees = [random_tree(rng, size, model.config.vocab_size) for size in sizes]
+    trees = [branching_tree(size, model.config.vocab_size) for size in sizes]
     taken = [{"graphs": [], "graph_alone": [], "eager": []} for _ in sizes]
     with graphs.serving():
         for target in (graphs, eager):

@@ -1,15 +1,12 @@
-"""What trained heads are worth: tokens per target pass on passages of documents that training never saw.
+"""Texts to train heads with.
 
     python -m bench.heads --write copies.jsonl --text novels.tar.xz squality_train.jsonl.xz --limit 6000
-    lookahead train medusa --model tests/models/summarizer --data copies.jsonl -o heads
-    python -m bench.heads --heads heads --prompts squality_dev.jsonl --field document --limit 40
+    lookahead train medusa --model tests/models/summarizer --data copies.jsonl -o heads/medusa
+    python -m bench.proposers --heads heads --documents squality_dev.jsonl
     python -m bench.heads --write stories.jsonl --model DIR --limit 3000
 
-The first form cuts passages for training out of texts, as prompts that ask for a summary, which the model answers
-itself. The last writes texts that a model which continues any beginning writes from none. The third decodes held-out
-prompts greedily with at most `--nodes` draft nodes a step, the heads alone drafting (no cost model, so that a figure
-does not depend on the machine). Every output must be that of greedy `model.generate`, or no figure is printed. The last
-line is one JSON object.
+The first command cuts passages out of texts, as prompts that ask for a summary, which the model answers itself. The
+last writes texts that a model which continues any beginning writes from none. `bench.proposers` measures heads.
 """
 
 from __future__ import annotations
@@ -23,10 +20,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench.command import parser_of, publish, use_one_thread
-from bench.prompts import SUMMARIZER, passages, read_texts, summary_prompts
-from lookahead import Heads, LookaheadConfig
-from lookahead.generation.draft_selection import compare
+from bench.command import use_one_thread
+from bench.prompts import SUMMARIZER, passages
 from lookahead.models.loading import LoadedModel, load
 from lookahead.summarization.prompting import Prompting
 from tools.train_extractor.corpus import read_documents
@@ -69,57 +64,22 @@ def write_samples(loaded: LoadedModel, file: Path, limit: int) -> None:
     print(f"{len(texts)} examples written to {file}")
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    options = parser_of(__doc__, model=SUMMARIZER)
-    options.add_argument("--write", type=Path, metavar="FILE", help="write texts to train with, and stop")
-    options.add_argument(
-        "--text", type=Path, nargs="+", default=[], metavar="PATH", help="what to cut them from; sampled without"
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the texts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=SUMMARIZER, help=f"a folder, or a name on the Hub (default {SUMMARIZER})")
+    parser.add_argument("--write", type=Path, metavar="FILE", required=True, help="the file")
+    parser.add_argument(
+        "--text", type=Path, nargs="+", default=[], metavar="PATH", help="what passages are cut from; sampled without"
     )
-    options.add_argument("--heads", type=Path, metavar="DIR", help="heads to measure")
-    options.add_argument("--prompts", type=Path, metavar="FILE", help="held-out documents")
-    options.add_argument("--field", default="document", help="JSON field with the text (default: document)")
-    options.add_argument("--limit", type=int, default=40, help="prompts (default 40)")
-    options.add_argument("--nodes", type=int, default=32, help="most draft nodes a step (default 32)")
-    options.add_argument("--tokens", type=int, default=160, help="new tokens a prompt (default 160)")
-    return options
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Check, measure, print; 1 where an output differs."""
-    options = parser().parse_args(arguments)
+    parser.add_argument("--limit", type=int, default=40, help="how many texts (default 40)")
+    options = parser.parse_args(argv)
     use_one_thread()
     loaded = load(options.model, dtype="fp32", device="cpu")
-    if options.write is not None:
-        if options.text:
-            write_copies(loaded, options.text, options.write, options.limit)
-        else:
-            write_samples(loaded, options.write, options.limit)
-        return 0
-    texts = read_texts(options.prompts, options.field)
-    prompts = summary_prompts(texts, loaded.tokenizer, limit=options.limit, shortest=200, longest=900)
-    config = LookaheadConfig(
-        proposers=(Heads(options.heads),), draft="fixed", max_nodes=options.nodes, min_probability=0.0
-    )
-    greedy = {"max_new_tokens": options.tokens, "do_sample": False}
-    score = compare(*loaded, prompts, {"heads": config}, warm_up=0, **greedy)["heads"]
-    if score.identical < len(prompts):
-        print(f"only {score.identical} of {len(prompts)} outputs are those of model.generate")
-        return 1
-    stats = score.stats
-    figures = {
-        "bench": "heads",
-        "model": options.model,
-        "heads": str(options.heads),
-        "prompts": len(prompts),
-        "nodes": options.nodes,
-        "mean_acceptance_length": round(stats.mean_acceptance_length, 4),
-        "drafted_per_forward": round(stats.drafted_tokens / stats.target_forwards, 2),
-        "expected_per_forward": round(stats.expected_tokens / stats.target_forwards, 4),
-        "accepted_per_forward": round(stats.accepted_tokens / stats.target_forwards, 4),
-        "new_tokens": stats.emitted_tokens,
-    }
-    publish(figures, options.output)
+    if options.text:
+        write_copies(loaded, options.text, options.write, options.limit)
+    else:
+        write_samples(loaded, options.write, options.limit)
     return 0
 
 

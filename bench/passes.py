@@ -66,11 +66,12 @@ def branching_tree(nodes: int, vocabulary: int) -> TokenTree:
     return TokenTree.from_parents((np.arange(nodes) * 31 + 5) % vocabulary, parents)
 
 
-def measure(model: PreTrainedModel, context: int, widths: list[int], rounds: int) -> dict[str, dict[int, float]]:
-    """Median milliseconds of every way for every number of nodes, after so many tokens of context."""
+def measure(
+    model: PreTrainedModel, context: int, widths: list[int], rounds: int, ways: dict[str, dict[str, Any]]
+) -> dict[str, dict[int, float]]:
+    """Median milliseconds of every way, the options of a target, by nodes, after so many tokens of context."""
     vocabulary = model.config.get_text_config().vocab_size
     prompt = ((np.arange(context) * 7919 + 13) % vocabulary).astype(np.int32)
-    ways = {name: options for name, options in WAYS.items() if name != "exact" or is_bitwise(model)}
     targets = {
         name: Target(model, rows=1, capacity=context + max(widths), device=input_device(model), **options)
         for name, options in ways.items()
@@ -118,9 +119,10 @@ def main(argv: list[str] | None = None) -> int:
     widths = [int(each) for each in arguments.nodes.split(",")]
     perfect = {width: round(perfect_ms(model, width, bandwidth, peak), 2) for width in widths}
     print(f"{bandwidth / 1e9:.1f} GB/s, {peak / 1e9:.0f} GFLOP/s, {model.dtype}")
+    ways = {name: options for name, options in WAYS.items() if name != "exact" or is_bitwise(model)}
     tables = {}
     for context in map(int, arguments.contexts.split(",")):
-        tables[context] = measure(model, context, widths, arguments.rounds)
+        tables[context] = measure(model, context, widths, arguments.rounds, ways)
         print(f"\n{context} tokens of context, ms (% of perfect) by nodes: {', '.join(map(str, widths))}")
         for name, times in tables[context].items():
             print(f"{name:24}" + "".join(f"{ms:9.1f} ({perfect[n] / ms:4.0%})" for n, ms in times.items()))

@@ -79,12 +79,13 @@ def opened(path: str, *, seekable: bool = False) -> Iterator[io.BufferedReader[A
         yield stream
 
 
-def in_time(call: Callable[[], Answer]) -> Answer:
+def in_time(call: Callable[[], Answer], seconds: float | None = None) -> Answer:
     """The result of a call to a server, which may accept a connection and never answer.
 
     Raises:
-        TimeoutError: There is no answer within `TIMEOUT_S` seconds.
+        TimeoutError: There is no answer within so many seconds, `TIMEOUT_S` for None.
     """
+    seconds = TIMEOUT_S if seconds is None else seconds
     answer: Future[Answer] = Future()
 
     def ask() -> None:
@@ -95,11 +96,11 @@ def in_time(call: Callable[[], Answer]) -> Answer:
 
     threading.Thread(target=ask, daemon=True).start()  # a daemon: the process can exit while the call hangs
     try:
-        return answer.result(TIMEOUT_S)
+        return answer.result(seconds)
     except TimeoutError:
         if answer.done():
             raise  # the driver's own
-        raise TimeoutError(f"no answer within {TIMEOUT_S:g} s") from None
+        raise TimeoutError(f"no answer within {seconds:g} s") from None
 
 
 def read_bounded(path: str, limit: int) -> bytes:

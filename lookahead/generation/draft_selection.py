@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.config import LookaheadConfig
 from lookahead.generation.api import generate
+from lookahead.generation.prompts import pad_token_of
 from lookahead.models.calibration import pass_seconds
 from lookahead.models.model_state import LearnedState, use_learned
 from lookahead.models.target import input_device
@@ -91,7 +92,6 @@ def compare(
     configs: Mapping[str, LookaheadConfig],
     *,
     warm_up: int = 1,
-    told: Callable[[], None] = lambda: None,
     **generate_kwargs: Any,
 ) -> dict[str, Score]:
     """Decode every prompt with every configuration, in rotating order; each has a learned state of its own.
@@ -102,7 +102,6 @@ def compare(
         prompts: The prompts; at least one.
         configs: The configurations by name.
         warm_up: Number of prompts, from the first on, that are decoded once before and not counted.
-        told: Called after every prompt.
         **generate_kwargs: As for `model.generate`. Every prompt has a seed of its own.
     """
     ways = {name: _Way(config) for name, config in configs.items()}
@@ -115,7 +114,6 @@ def compare(
                 result = generate(model, tokenizer, prompt, config=way.config, seed=number, **generate_kwargs)
             if number >= warm_up:
                 way.score.add(result.stats, result.token_ids[0] == expected)
-        told()
     return {name: way.score for name, way in ways.items()}
 
 
@@ -126,9 +124,10 @@ def _own_output(
     encoded = tokenizer(prompt, return_tensors="pt").to(input_device(model))
     causal_lm: Any = model
     torch.manual_seed(seed)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
     ids, mask = encoded["input_ids"], encoded["attention_mask"]
-    output = causal_lm.generate(ids, attention_mask=mask, **{"pad_token_id": pad, **generate_kwargs})
+    output = causal_lm.generate(
+        ids, attention_mask=mask, **{"pad_token_id": pad_token_of(tokenizer), **generate_kwargs}
+    )
     tokens: list[int] = output[0, ids.shape[1] :].tolist()
     return tokens
 
@@ -186,8 +185,6 @@ def pick_draft(
     tokenizer: PreTrainedTokenizerBase,
     drafts: Mapping[str, DraftModel],
     prompts: Sequence[str] = PROMPTS,
-    *,
-    told: Callable[[], None] = lambda: None,
     **generate_kwargs: Any,
 ) -> Pick:
     """Measure draft models beside the sources that need none, and choose the best.
@@ -197,7 +194,6 @@ def pick_draft(
         tokenizer: Its tokenizer.
         drafts: The draft models by name.
         prompts: The prompts.
-        told: Called after every prompt.
         **generate_kwargs: As for `model.generate`.
 
     Raises:
@@ -208,7 +204,7 @@ def pick_draft(
     configs |= {
         name: LookaheadConfig(proposers=(*default.proposers, draft), memory="request") for name, draft in drafts.items()
     }
-    scores = compare(model, tokenizer, prompts, configs, told=told, **generate_kwargs)
+    scores = compare(model, tokenizer, prompts, configs, **generate_kwargs)
     candidates = []
     for name, score in scores.items():
         draft = drafts.get(name)

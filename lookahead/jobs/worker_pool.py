@@ -19,6 +19,7 @@ from typing import Any, TextIO
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.errors import ClusterError, ConfigError, LookaheadError
 from lookahead.jobs.ray_worker import RayWorker, WorkerInfo
+from lookahead.models.loading import first_line
 from lookahead.summarization.summarizer import Summarized
 
 Outcome = Summarized | Reject
@@ -312,8 +313,3 @@ def plan_workers(ray: Any, workers: int | None, threads: int | None, device: str
     wanted = workers or max(1, sum(cpus >= (threads or 1) for cpus in machines))
     share = int(min(sum(machines) / wanted, max(machines, default=1)))
     return Plan(wanted, threads or max(1, share), 0)
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error message, or the type of an error without one."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

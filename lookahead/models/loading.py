@@ -12,7 +12,6 @@ import importlib.util
 import os
 import re
 import shutil
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ import xxhash
 from filelock import FileLock
 from platformdirs import user_cache_path
 
+from lookahead.documents.byte_sources import in_time
 from lookahead.errors import ConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -190,9 +190,9 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype | str:
     return dtypes.get(name, torch.float32 if device.type == "cpu" else "auto")
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type where it has none."""
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def locate_model(model: str, files: Sequence[str] = ("config.json",)) -> tuple[str, bool]:
@@ -276,24 +276,10 @@ def _check_hub(model: str, files: tuple[str, ...]) -> None:
 
 
 def _ask_hub(model: str, file: str) -> None:
-    """Ask the Hub for a file of a model, in a thread: a host lookup can outlast the client's timeouts."""
+    """Ask the Hub for a file of a model; a host lookup can outlast the client's timeouts."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
-    failures: list[Exception] = []
-
-    def ask() -> None:
-        try:
-            get_hf_file_metadata(hf_hub_url(model, file), timeout=_HUB_S)
-        except Exception as error:
-            failures.append(error)
-
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(_HUB_S)
-    if asking.is_alive():
-        raise TimeoutError(f"no answer within {_HUB_S:g} s")
-    if failures:
-        raise failures[0]
+    in_time(lambda: get_hf_file_metadata(hf_hub_url(model, file), timeout=_HUB_S), _HUB_S)
 
 
 def _did_you_mean(model: str, files: Sequence[str]) -> str:
