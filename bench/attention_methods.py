@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-from torch.nn.functional import scaled_dot_product_attention
 
+from bench.cpu_attention import packed_attention
 from lookahead.kernels import reference
 
 Layer = tuple[Tensor, Tensor, Tensor]  # query, keys and values as the kernel takes them
@@ -50,13 +50,9 @@ def _sdpa(sees: Tensor, groups: int) -> Attend:
     masks: dict[torch.dtype, Tensor] = {}
 
     def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        kv_heads, width = keys.shape[2], query.shape[2]
         if query.dtype not in masks:
             masks[query.dtype] = blocked.to(query.dtype).repeat_interleave(groups, 1)[:, None]
-        packed = query.unflatten(1, (kv_heads, groups)).transpose(2, 3).flatten(2, 3)
-        kv = (keys.transpose(1, 2), values.transpose(1, 2))
-        out = scaled_dot_product_attention(packed, *kv, masks[query.dtype])
-        return out.unflatten(2, (width, groups)).permute(0, 2, 1, 3, 4).flatten(2, 3)
+        return packed_attention(query, keys, values, masks[query.dtype])
 
     return lambda layers: tuple(attend(*layer) for layer in layers)
 

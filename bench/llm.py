@@ -45,10 +45,10 @@ from bench.llm_figures import (
     cold_figures,
     figures_of,
     headline,
-    loops,
     print_table,
 )
 from bench.llm_peers import peer_of, read_clocks, run_peer, timed
+from bench.prompts import loops
 from lookahead import LookaheadConfig
 from lookahead.generation.hf import prepare
 from lookahead.models.loading import DEFAULT_MODEL, load
@@ -255,7 +255,7 @@ def setting(
         "new_tokens": sum(len(run.tokens) for run in runs[GREEDY]),
         "max_new_tokens": arguments.max_new_tokens,
         "temperature": arguments.temperature,
-        "looping": [i for i in range(len(prompts)) if any(loops(each[i]) for each in runs.values())],
+        "looping": [i for i in range(len(prompts)) if any(loops(each[i].tokens) for each in runs.values())],
     }
 
 

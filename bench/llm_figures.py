@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bench.prompts import loop_start
+from bench.prompts import loops
 
 GREEDY, OURS = "greedy", "lookahead"
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -109,7 +109,7 @@ def figures_of(runs: Mapping[str, Sequence[Run]], prompts: Sequence[Prompt]) -> 
     """The figures of every method: on all prompts, without those that loop, by category, and on its worst prompt."""
     greedy = runs[GREEDY]
     everywhere = range(len(prompts))
-    straight = [i for i in everywhere if not any(loops(each[i]) for each in runs.values())]
+    straight = [i for i in everywhere if not any(loops(each[i].tokens) for each in runs.values())]
     figures = {}
     for name, each in runs.items():
         parted = differences(each, greedy)
@@ -126,11 +126,6 @@ def figures_of(runs: Mapping[str, Sequence[Run]], prompts: Sequence[Prompt]) -> 
             },
         }
     return figures
-
-
-def loops(run: Run) -> bool:
-    """Whether an output repeats 16 of its own tokens."""
-    return loop_start(run.tokens) < len(run.tokens)
 
 
 def cold_figures(

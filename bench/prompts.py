@@ -101,3 +101,8 @@ def loop_start(tokens: Sequence[int]) -> int:
             return begin
         seen.add(run)
     return len(tokens)
+
+
+def loops(tokens: Sequence[int]) -> bool:
+    """Whether an output repeats `REPEAT` of its own tokens."""
+    return loop_start(tokens) < len(tokens)

@@ -28,7 +28,7 @@ from typing import Any
 
 from bench.baselines import LongestSuffix
 from bench.command import parser_of, publish
-from bench.prompts import loop_start
+from bench.prompts import loops
 from lookahead.integrations.vllm import LookaheadProposer
 from tests.support.row_engine import RowEngine, StubRequest, stub_config
 
@@ -153,11 +153,6 @@ def replay(
         "us_per_request": round(1e6 * engine.host_s / engine.calls, 2),
         "by_category": {name: per_step([each for each in requests if each.category == name]) for name in categories},
     }
-
-
-def loops(output: Sequence[int]) -> bool:
-    """Whether an output repeats 16 of its own tokens."""
-    return loop_start(output) < len(output)
 
 
 def per_step(requests: Sequence[Recorded]) -> float:

@@ -126,6 +126,9 @@ class TreeLayer(CacheLayerMixin):
     Args:
         slots: The slots of the rows.
         window: Positions that a `DynamicCache` layer keeps for a query, its own included; None for all.
+
+    Attributes:
+        buffers: Keys and values, `[rows, capacity, heads, dim]` each; empty before the first pass.
     """
 
     def __init__(self, slots: TreeSlots, window: int | None = None) -> None:
@@ -133,13 +136,13 @@ class TreeLayer(CacheLayerMixin):
         base.__init__()  # untyped in transformers
         self._slots = slots
         self._window = window
-        self._buffers: list[Tensor] = []
+        self.buffers: list[Tensor] = []
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate zeroed slots: the value of a masked slot is still multiplied by 0."""
         shape = (self._slots.rows, self._slots.capacity)
-        self._buffers = [new.new_zeros(*shape, new.shape[1], new.shape[3]) for new in (key_states, value_states)]
-        self.keys, self.values = self._buffers
+        self.buffers = [new.new_zeros(*shape, new.shape[1], new.shape[3]) for new in (key_states, value_states)]
+        self.keys, self.values = self.buffers
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
         self._slots.allocations += 1
@@ -148,10 +151,10 @@ class TreeLayer(CacheLayerMixin):
         """Write the pass's nodes and return the keys and values its queries may see, `[active, heads, kv, dim]`."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        elif self._buffers[0].shape[1] < self._slots.capacity:
+        elif self.buffers[0].shape[1] < self._slots.capacity:
             self.grow()
-        keys, values = self._buffers
-        self._slots.write(self._buffers, (key_states, value_states))
+        keys, values = self.buffers
+        self._slots.write(self.buffers, (key_states, value_states))
         first, kv_length = self._slots.first, self._slots.kv_length
         rows, seen = slice(first, first + self._slots.active), slice(self._offset, kv_length)
         return keys[rows, seen].transpose(1, 2), values[rows, seen].transpose(1, 2)
@@ -168,20 +171,15 @@ class TreeLayer(CacheLayerMixin):
             return 0
         return max(0, self._slots.begun_at - self._window + 1)
 
-    @property
-    def buffers(self) -> list[Tensor]:
-        """Keys and values, `[rows, capacity, heads, dim]`."""
-        return self._buffers
-
     def move(self, row: int, start: int, nodes: Tensor) -> None:
         """Move tree nodes to the slots from `start` on. Ranges may overlap: all reads come before all writes."""
-        for buffer in self._buffers:
+        for buffer in self.buffers:
             kept = buffer[row].index_select(0, nodes.to(buffer.device))
             buffer[row, start : start + len(nodes)] = kept
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` slots of one row over another's."""
-        for buffer in self._buffers:
+        for buffer in self.buffers:
             buffer[target, :length] = buffer[source, :length]
 
     def take(self, row: int, length: int, path: Tensor | None = None) -> RowStates:
@@ -191,14 +189,14 @@ class TreeLayer(CacheLayerMixin):
             Keys and values, `[heads, length + nodes, dim]`.
         """
         slots = slice(length) if path is None else torch.cat([torch.arange(length), length + path])
-        keys, values = (buffer[row, slots].transpose(0, 1).clone() for buffer in self._buffers)
+        keys, values = (buffer[row, slots].transpose(0, 1).clone() for buffer in self.buffers)
         return keys, values
 
     def fill(self, row: int, length: int, keys: Tensor, values: Tensor) -> None:
         """Write keys and values `[heads, n, dim]` into the n slots before `length`."""
         if not self.is_initialized:
             self.lazy_initialization(keys[None], values[None])
-        for buffer, states in zip(self._buffers, (keys, values), strict=True):
+        for buffer, states in zip(self.buffers, (keys, values), strict=True):
             buffer[row, length - states.shape[1] : length] = states.transpose(0, 1)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -217,17 +215,17 @@ class TreeLayer(CacheLayerMixin):
 
     def wipe(self, row: int, start: int) -> None:
         """Write zeros into the slots of a row from `start` on."""
-        for buffer in self._buffers:
+        for buffer in self.buffers:
             buffer[row, start:] = 0
 
     def grow(self) -> None:
         """Reallocate for the shared rows and capacity, and copy what fits."""
-        for i, old in enumerate(self._buffers):
+        for i, old in enumerate(self.buffers):
             new = old.new_zeros(self._slots.rows, self._slots.capacity, *old.shape[2:])
             rows, capacity = (min(sizes) for sizes in zip(old.shape[:2], new.shape[:2], strict=True))
             new[:rows, :capacity] = old[:rows, :capacity]
-            self._buffers[i] = new
-        self.keys, self.values = self._buffers
+            self.buffers[i] = new
+        self.keys, self.values = self.buffers
         self._slots.allocations += 1
 
 
@@ -241,6 +239,8 @@ class TreeCache(Cache):
         capacity: Slots per row to begin with; it grows when a row needs more.
         windows: Positions each layer of a `DynamicCache` keeps for a query; None for all.
     """
+
+    layers: Any  # of `TreeLayer`, which the base class does not say
 
     def __init__(self, *, rows: int, capacity: int, windows: Sequence[int | None] = ()) -> None:
         self.slots = TreeSlots(rows, capacity)
@@ -342,7 +342,7 @@ class TreeCache(Cache):
         """
         while len(self.layers) < len(states):
             self.layers.append(self._next_layer())
-        for layer, (keys, values) in zip(self._tree_layers(), states, strict=True):
+        for layer, (keys, values) in zip(self.layers, states, strict=True):
             layer.fill(row, length, keys, values)
         self.slots.lengths[row] = length
 
@@ -360,10 +360,7 @@ class TreeCache(Cache):
 
     def _written_layers(self) -> list[TreeLayer]:
         """The layers with KV of their own; a layer that shares another's is never written."""
-        return [layer for layer in self._tree_layers() if layer.is_initialized]
-
-    def _tree_layers(self) -> list[TreeLayer]:
-        return cast(list[TreeLayer], self.layers)
+        return [layer for layer in self.layers if layer.is_initialized]
 
 
 def windows_of(model: PreTrainedModel) -> list[int | None]:
