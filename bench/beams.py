@@ -5,12 +5,12 @@
     python -m bench.beams --encoder-decoder
 
 With `--families` tiny models of many architectures search with 2, 4 and 8 beams, for one prompt and three ragged ones,
-with the options of beam search. Sequences and beam indices must be the same, and scores within 1e-5; the command fails
-where they are not. Otherwise one model searches on one thread of one core, transformers and lookahead in turn on every
-prompt, and their order rotates; in fp32, and in bf16 where rows keep their bits, a difference ends the run. `undrafted`
-is lookahead without drafts. The keys and values of a search are the most that its caches hold at a time.
-`--encoder-decoder` takes a model of BART-base's shape with random weights and inputs of 700 tokens. The last line is
-one JSON object.
+with the options of beam search and without drafts. Sequences and beam indices must be the same, and scores within 1e-5;
+the command fails where they are not. Otherwise one model searches on one thread of one core, transformers and lookahead
+in turn on every prompt, and their order rotates; in fp32, and in bf16 where rows keep their bits, a difference ends the
+run. `undrafted` is lookahead without drafts. The keys and values of a search are the most that its caches hold at a
+time. `--encoder-decoder` takes a model of BART-base's shape with random weights and inputs of 700 tokens. The last line
+is one JSON object.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Outcome = tuple[list[list[int]], list[list[int]], torch.Tensor]
 def outcome(model: PreTrainedModel, ours: bool, **options: Any) -> Outcome:
     """Sequences, beam indices and scores of one search."""
     torch.manual_seed(3)
-    given = {"custom_generate": lookahead.decode} if ours else {}
+    given = {"custom_generate": lookahead.decode, "lookahead_config": LookaheadConfig(proposers=())} if ours else {}
     out = model.generate(**options, **given, return_dict_in_generate=True, output_scores=True)
     return out.sequences.tolist(), out.beam_indices.tolist(), out.sequences_scores
 

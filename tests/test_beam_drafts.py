@@ -156,7 +156,20 @@ def test_nothing_is_drafted_that_no_step_could_choose(tokens: int, tiny_llama: P
 
 @pytest.mark.parametrize("family", cases(TREES))
 def test_every_family_finds_the_sequences_of_transformers_with_drafts(family: Family) -> None:
-    assert_same(build(family), ALWAYS, **ONE, max_new_tokens=24, eos_token_id=None)
+    # In float64 rounding hides nothing: a wrong position or mask moves logits by 0.1 and more. Some layers compute in
+    # float32 all the same, and those that transformers cannot run in float64, such as experts, stay in it.
+    options: dict[str, Any] = {**ONE, "max_new_tokens": 24, "eos_token_id": None, "output_logits": True}
+    model, limit = build(family).to(torch.float64), 1e-4
+    try:
+        expected = found(model, **options)
+    except RuntimeError:
+        model, limit = build(family), 1e-3
+        expected = found(model, **options)
+    got = found(model, **options, custom_generate=lookahead.decode, lookahead_config=ALWAYS)
+    assert got.sequences.tolist() == expected.sequences.tolist()
+    assert got.beam_indices.tolist() == expected.beam_indices.tolist()
+    for mine, theirs in zip(got.logits, expected.logits, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=limit)
 
 
 @pytest.mark.parametrize("count", [2, 8])
