@@ -80,6 +80,7 @@ def is_supported(query: Tensor, keys: Tensor, values: Tensor) -> bool:
         and query.shape[-1] == values.shape[-1]
         and query.shape[-1] % LANES == 0
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        and torch.backends.cuda.flash_sdp_enabled()  # for CPUs too; its sums are the ones followed here
     )
 
 

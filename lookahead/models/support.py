@@ -267,17 +267,21 @@ def _has_bits_after(model: PreTrainedModel, vocabulary: int, step: int) -> bool:
     prompt = (np.arange(8, dtype=np.int32) * step + 1) % vocabulary
     chain, branches = np.arange(-1, _LONGEST).clip(0), np.arange(_LONGEST + 1, MAX_ROWS) % (_LONGEST + 1)
     tree = TokenTree.from_parents((np.arange(MAX_ROWS) * (step - 6) + prompt[-1]) % vocabulary, [*chain, *branches])
-    target = Target(model, rows=1, capacity=64, device=input_device(model), is_bitwise=True)
-    with target.serving():
+    target, plain = (
+        Target(model, rows=1, capacity=64, device=input_device(model), is_bitwise=is_bitwise)
+        for is_bitwise in (True, False)
+    )
+    with target.serving(), plain.serving():
         target.prefill([prompt])
+        plain.prefill([prompt])
         scores = target.score([tree])[0]
         for path in (range(_LONGEST + 1), [MAX_ROWS - 1]):
-            target.cache.slots.lengths[0] = len(prompt) - 1 + tree.depths[path[0]]
+            plain.cache.slots.lengths[0] = len(prompt) - 1 + tree.depths[path[0]]
             for node in path:
-                alone = target.score([TokenTree.root(int(tree.tokens[node]))])
+                alone = plain.score([TokenTree.root(int(tree.tokens[node]))])
                 if not torch.equal(alone[0, 0], scores[node]):
                     return False
-                target.commit(0, np.zeros(1, np.int32))
+                plain.commit(0, np.zeros(1, np.int32))
     return True
 
 
