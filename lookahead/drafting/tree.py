@@ -92,8 +92,8 @@ def sum_by_source(
     Returns:
         float64 `[sources, 3]`: nodes drafted, accepted, and expected to be accepted, the root left out.
     """
-    sums: NDArray[np.float64] = _sum_bits(tree.sources, path_probs, path, sources)
-    return sums
+    bits = (tree.sources >> np.arange(sources)[:, None]) & 1  # the root has none
+    return np.array([bits.sum(1), bits[:, path].sum(1), bits @ path_probs]).T
 
 
 def count_within(tree: TokenTree, path: IntArray, bits: int) -> int:
@@ -117,20 +117,6 @@ def without_sources(
     nodes = max(1 + int(np.count_nonzero(tree.sources & ~bits)) for tree, _ in verified)
     lost = [count_within(tree, path, bits) for tree, path in verified]
     return nodes, [emitted - n for emitted, n in zip(tokens, lost, strict=True)]
-
-
-@njit(cache=True)
-def _sum_bits(words, path_probs, path, bits):
-    """The core of `sum_by_source`."""
-    sums = np.zeros((bits, 3))
-    for bit in range(bits):
-        for node in range(1, len(words)):
-            if (words[node] >> bit) & 1:
-                sums[bit, 0] += 1.0
-                sums[bit, 2] += path_probs[node]
-        for node in path:
-            sums[bit, 1] += (words[node] >> bit) & 1
-    return sums
 
 
 @njit(cache=True)
