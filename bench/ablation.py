@@ -26,12 +26,11 @@ import torch
 from transformers import PreTrainedModel
 
 from bench.baselines import ChainRule, FirstOccurrence, LongestSuffix, PromptLookup, TokenRecycling
-from bench.command import parser_of, publish, use_one_thread
+from bench.command import make_engine, parser_of, publish, use_one_thread
 from bench.llm import read_prompts
 from bench.prompts import loop_start
 from lookahead import LookaheadConfig
 from lookahead.drafting.proposal import Call, Proposer
-from lookahead.generation.hf import prepare
 from lookahead.models.loading import DEFAULT_MODEL, load
 from lookahead.models.model_state import LearnedState, use_learned
 
@@ -110,14 +109,7 @@ def config_of(name: str, nodes: int, memory: Any) -> LookaheadConfig:
 
 def decode(model: PreTrainedModel, category: str, ids: torch.Tensor, tokens: int, config: LookaheadConfig) -> Decoded:
     """Decode one prompt greedily, noting what each pass gave."""
-    engine = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=tokens,
-        do_sample=False,
-        custom_generate=prepare,
-        lookahead_config=config,
-    )
+    engine = make_engine(model, ids, config, max_new_tokens=tokens)
     emitted = [output.tokens.tolist() for step in engine.run() for output in step]
     flat = [token for each in emitted for token in each]
     return Decoded(category, flat, [len(each) for each in emitted], engine.stats[0].drafted_tokens)

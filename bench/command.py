@@ -16,6 +16,10 @@ from typing import Any
 import torch
 import transformers
 
+from lookahead import LookaheadConfig
+from lookahead.engine.engine import Engine
+from lookahead.generation.hf import prepare
+
 
 def parser_of(page: str | None, *, model: str | None = None, dtype: str | None = None) -> argparse.ArgumentParser:
     """A parser whose help is the docstring of a benchmark, with `--output` and the options that have a default.
@@ -49,6 +53,13 @@ def stay_on_one_core(core: int | None) -> None:
             os.sched_setaffinity(0, {max(os.sched_getaffinity(0)) if core is None else core})
         except OSError as error:
             sys.exit(f"--core {core}: {error}")
+
+
+def make_engine(model: Any, ids: torch.Tensor, config: LookaheadConfig | None, **options: Any) -> Engine:
+    """An engine for prompts without padding, int64 `[rows, tokens]`, not started yet; greedy unless told otherwise."""
+    shared = {"attention_mask": torch.ones_like(ids), "do_sample": False, **options}
+    engine: Engine = model.generate(ids, custom_generate=prepare, lookahead_config=config, **shared)
+    return engine
 
 
 def processor() -> str:

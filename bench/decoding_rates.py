@@ -13,12 +13,12 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from bench.command import make_engine
 from bench.gpu_steps import Replays, summary
 from bench.replay_target import Trace, dictating
 from lookahead import LookaheadConfig
 from lookahead.drafting.tree import IntArray
 from lookahead.engine.engine import Engine
-from lookahead.generation.hf import prepare
 from lookahead.stats import total
 
 EAGER = LookaheadConfig(proposers=())
@@ -75,14 +75,6 @@ def generate(model: PreTrainedModel, ids: torch.Tensor, new: int) -> tuple[list[
     return whole[0, ids.shape[1] :].tolist(), (new - 1) / (ticks.times[-1] - ticks.times[1])
 
 
-def make_engine(model: PreTrainedModel, ids: torch.Tensor, new: int, config: LookaheadConfig) -> Engine:
-    """An engine for one prompt, not started yet."""
-    engine: Engine = model.generate(
-        ids, max_new_tokens=new, do_sample=False, custom_generate=prepare, lookahead_config=config
-    )
-    return engine
-
-
 def run(engine: Engine, device: torch.device, *, by_hand: bool = False) -> Output:
     """Decode to the end; every step ends with its tokens on the host, so the clock on the wall times it."""
     target = engine._target
@@ -116,7 +108,7 @@ def check_lossless(model: PreTrainedModel, device: torch.device) -> None:
     ids = torch.randint(model.config.vocab_size, (1, 40), generator=generator).to(device)
 
     def tokens_of(config: LookaheadConfig, *, by_hand: bool = False) -> list[int]:
-        return run(make_engine(model, ids, GATE_TOKENS, config), device, by_hand=by_hand).tokens
+        return run(make_engine(model, ids, config, max_new_tokens=GATE_TOKENS), device, by_hand=by_hand).tokens
 
     recorded = tokens_of(PLAIN)
     expected = {"the same passes run by hand": tokens_of(PLAIN, by_hand=True)}
@@ -146,8 +138,8 @@ def compare_plain(
     same: list[int] = []
     for number in range(rounds + 1):
         expected, theirs = generate(model, ids, new)
-        eager = run(make_engine(model, ids, new, EAGER), device).steps
-        output = run(make_engine(model, ids, new, PLAIN), device)
+        eager = run(make_engine(model, ids, EAGER, max_new_tokens=new), device).steps
+        output = run(make_engine(model, ids, PLAIN, max_new_tokens=new), device)
         graphs = output.steps
         if output.graph_s is None:
             sys.exit("no step was replayed from a graph; the log says why, or --max-new-tokens is too low")
@@ -174,7 +166,7 @@ def compare_dictated(model: PreTrainedModel, traces: list[Trace], rounds: int, d
             seconds += (new - 1) / generate(model, ids, new)[1]
             tokens += new - 1
             for name, config in {"plain": PLAIN, "drafts": DRAFTS}.items():
-                engine = make_engine(model, ids, new, config)
+                engine = make_engine(model, ids, config, max_new_tokens=new)
                 with dictating(engine, trace, device):
                     output = run(engine, device)
                 if output.tokens != trace.output:

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
-from bench.command import parser_of, processor, publish, stay_on_one_core
+from bench.command import make_engine, parser_of, processor, publish, stay_on_one_core
 from bench.llm_figures import (
     CLOCKS,
     CONFIGS,
@@ -50,7 +50,6 @@ from bench.llm_figures import (
 from bench.llm_peers import peer_of, read_clocks, run_peer, timed
 from bench.prompts import loops
 from lookahead import LookaheadConfig
-from lookahead.generation.hf import prepare
 from lookahead.models.loading import DEFAULT_MODEL, load
 from lookahead.models.model_state import LearnedState, use_learned
 
@@ -134,11 +133,8 @@ def of_ours(model: PreTrainedModel, arguments: argparse.Namespace, config: Looka
     learned, exactness = LearnedState(), [""]
 
     def blocks(ids: torch.Tensor) -> Iterator[list[int]]:
-        shared = sampling(arguments)
         with use_learned(model, learned):
-            engine = model.generate(
-                ids, attention_mask=torch.ones_like(ids), custom_generate=prepare, lookahead_config=config, **shared
-            )
+            engine = make_engine(model, ids, config, **sampling(arguments))
             with engine.serving():  # as `lookahead.decode` does
                 for step in engine.run():
                     yield step[0].tokens.tolist()

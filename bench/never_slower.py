@@ -32,14 +32,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from bench.command import parser_of, publish, use_one_thread
+from bench.command import make_engine, parser_of, publish, use_one_thread
 from bench.prompts import SUMMARIZER, read_texts
 from lookahead import LookaheadConfig
-from lookahead.engine.engine import Engine
-from lookahead.generation.hf import prepare
 from lookahead.models.loading import load
 
 TEXTS = ("shuffled", "novel")
+ENDLESS = {"eos_token_id": None, "pad_token_id": 0}
 _RAISE = 1e4  # logits stay finite, and nothing a model says comes near it
 
 
@@ -91,23 +90,10 @@ def dictating(model: PreTrainedModel, case: Case, rows: Callable[[], list[int]])
         handle.remove()
 
 
-def make_engine(model: PreTrainedModel, case: Case, config: LookaheadConfig | None) -> Engine:
-    """An engine for the batch, not started yet."""
-    engine: Engine = model.generate(
-        case.prompts,
-        max_new_tokens=case.new,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-        custom_generate=prepare,
-        lookahead_config=config,
-    )
-    return engine
-
-
 def run_in_turn(model: PreTrainedModel, case: Case, *configs: LookaheadConfig | None) -> list[tuple[float, float, Any]]:
     """Step engines in turn to their ends: for each its seconds, its seconds of the processor, and its stats."""
-    engines = [make_engine(model, case, config) for config in configs]
+    options = {"max_new_tokens": case.new, **ENDLESS}
+    engines = [make_engine(model, case.prompts, config, **options) for config in configs]
     loops = [engine.run() for engine in engines]
     outputs = [[[] for _ in case.script] for _ in engines]
     seconds, cpu_seconds = [0.0] * len(engines), [0.0] * len(engines)
@@ -137,9 +123,7 @@ def run_in_turn(model: PreTrainedModel, case: Case, *configs: LookaheadConfig | 
 def check_against_transformers(model: PreTrainedModel, case: Case) -> None:
     """The gate: `model.generate` writes the given text too."""
     with dictating(model, case, lambda: list(range(len(case.script)))):
-        written = model.generate(
-            case.prompts, max_new_tokens=case.new, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
+        written = model.generate(case.prompts, max_new_tokens=case.new, do_sample=False, **ENDLESS)
     if written.tolist() != case.script.tolist():
         sys.exit("not lossless: model.generate does not write the given text; nothing is timed")
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from bench import gpu, gpu_decode, gpu_model, kernel
-from bench.decoding_rates import PLAIN, Output, make_engine, run
+from bench.command import make_engine
+from bench.decoding_rates import PLAIN, Output, run
 from bench.gpu_steps import BACK_TO_BACK
 from bench.replay_target import Trace, dictating
 from bench.targets import GPU_DECODE, KERNEL
@@ -141,7 +142,7 @@ def test_a_dictated_model_writes_the_recorded_text(proposers: tuple[str, ...]) -
     model = gpu_decode.make_model("tiny", "bf16", CPU, 0)
     trace = Trace(list(range(40, 70)) * 2, [*range(40, 60), 9, 8, 7])
     config = LookaheadConfig(proposers=proposers, draft="fixed", memory="request")
-    engine = make_engine(model, torch.tensor([trace.prompt]), len(trace.output), config)
+    engine = make_engine(model, torch.tensor([trace.prompt]), config, max_new_tokens=len(trace.output))
     with dictating(engine, trace, CPU):
         steps = list(engine.run())
     assert [token for step in steps for token in step[0].tokens.tolist()] == trace.output
@@ -191,7 +192,7 @@ def test_a_graph_is_timed_in_replays_that_change_no_token(monkeypatch: pytest.Mo
     monkeypatch.setattr(choice, "attention_for", lambda *_: None)
     model = gpu_decode.make_model("tiny", "fp32", CPU, 0)
     ids = torch.arange(40, 70)[None]
-    engine = make_engine(model, ids, 12, PLAIN)
+    engine = make_engine(model, ids, PLAIN, max_new_tokens=12)
     engine._target._fast._capture = record
     output = run(engine, torch.device("cuda"))
     assert output.tokens == model.generate(ids, max_new_tokens=12, do_sample=False)[0, 30:].tolist()
