@@ -136,10 +136,12 @@ def has_bits_of_sdpa(dim: int, groups: int) -> bool:
     root = TokenTree.root(0)
     for length in _LENGTHS:
         query, key, value = (
-            torch.randn(heads, rows, dim, generator=source) for heads, rows in ((groups, 1), (1, length), (1, length))
+            torch.randn(heads, rows, dim, generator=source)
+            for heads, rows in ((2 * groups, 1), (2, length), (2, length))
         )
-        near = torch.cat([key[..., : dim // 2], key[..., : dim // 2] + key[..., dim // 2 :] * 2**-10], 2) * 2**8
-        far = torch.cat([query[..., : dim // 2], -query[..., : dim // 2]], 2)
+        half = dim // 2
+        near = torch.cat([key[..., :half], key[..., :half]], 2) * 2**22  # what is left of the scores is near 1
+        far = torch.cat([query[..., :half], -query[..., :half]], 2)
         pairs = value.clone()
         pairs[:, 1::2] = -pairs[:, : length // 2 * 2 : 2]
         same = key.clone()
@@ -148,11 +150,12 @@ def has_bits_of_sdpa(dim: int, groups: int) -> bool:
             one, keys, values = (tensor.bfloat16() for tensor in each)
             if not row_attention.is_supported(one, keys, values):
                 return False
-            shared = [tensor[None].expand(-1, groups, -1, -1) for tensor in (keys, values)]
+            shared = [tensor.repeat_interleave(groups, 0)[None] for tensor in (keys, values)]
             alone = scaled_dot_product_attention(one[None], shared[0], shared[1])
+            slots = [tensor.transpose(0, 1).contiguous() for tensor in (one, keys, values)]
             got = row_attention.row_attention(
-                one.transpose(0, 1).contiguous(), keys[0][:, None], values[0][:, None], start=length - 1,
-                order=np.zeros(1, np.int64), parents=root.parents, depths=root.depths, scale=dim**-0.5,
+                slots[0], slots[1], slots[2], start=length - 1, order=np.zeros(1, np.int64), parents=root.parents,
+                depths=root.depths, scale=dim**-0.5,
             )  # fmt: skip
             if not torch.equal(got[0], alone[0, :, 0]):
                 return False
@@ -204,8 +207,13 @@ def attend_in_turn(
 
         slots = key[0].transpose(0, 1), value[0].transpose(0, 1)  # as the cache holds them
         rows = query[0].transpose(0, 1)
-        is_whole = all(each.is_contiguous() for each in slots) and row_attention.is_supported(rows, *slots)
-        if is_whole and has_bits_of_sdpa(query.shape[3], query.shape[1] // key.shape[1]):
+        # For a single head torch would share the sums of a product among its threads.
+        is_whole = query.shape[1] > 1 and all(each.is_contiguous() for each in slots)
+        if (
+            is_whole
+            and row_attention.is_supported(rows, *slots)
+            and has_bits_of_sdpa(query.shape[3], query.shape[1] // key.shape[1])
+        ):
             return row_attention.row_attention(
                 rows, *slots, start=start, order=np.array([node for node, *_ in steps]), parents=tree.parents,
                 depths=tree.depths, scale=query.shape[3] ** -0.5 if scale is None else scale,
