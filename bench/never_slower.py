@@ -5,11 +5,11 @@
 The text a batch "writes" is given: a real story (a novel continuation), or its words shuffled. A hook raises the
 logit of the given next token, so the model does all of its work and the output is that text, whatever the model
 would have liked to say. Plain decoding (`proposers=()`) and lookahead then take their steps in turn, in one process
-on one thread, so that a busy machine slows both. Which of them is set up first alone makes a few per cent (where its
-memory comes to lie), so batches go in pairs with the order turned round, and a pair's geometric mean is what counts;
-`--control` measures plain decoding against itself, which says how far to trust the figures. Seconds are those inside
-the steps, prefill and everything the host does included: by the clock on the wall, and beside it the processor's,
-which a busy machine disturbs less.
+on one thread, so that a busy machine slows both. The one that is set up first may be a few per cent faster or slower,
+because of where its memory lies. So batches come in pairs, with the order reversed, and the geometric mean of a pair
+counts. `--control` measures plain decoding against itself, which says how far to trust the figures. Seconds are those
+of the steps, prefill and all work of the host included: by the clock on the wall, and beside it the processor's, which
+a busy machine disturbs less.
 
 The gate comes first: both, and in fp32 transformers' own `model.generate`, must write the given text, or nothing is
 timed. The last line is one JSON object.

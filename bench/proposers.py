@@ -3,19 +3,20 @@
     python -m bench.proposers --model DIR --draft DIR --pair-heads DIR --output proposers.json
     python -m bench.proposers --heads DIR --documents squality_dev.jsonl --output proposers.json
 
-With a pair of models: `draft_model` is one draft model; `specinfer` two of them in one tree, the second made of the
-target's own first layers with its norm and head; `medusa`, `mtp`, `eagle` and `eagle3` heads of the target, where a
-folder holds them in folders named by their kind; `hybrid` the sources that need none of all that, which `names` are
-alone, with both draft models and the EAGLE head; `plain` drafts nothing. With heads of the tests' summarizer the same
-for it, as `summarizer_eagle3` and so on: it summarizes passages of documents that training never saw, and
-`summarizer_hybrid` is the last of its heads beside the names.
+With a pair of models the ways are: `plain`, which drafts nothing; `names`, the sources that need no other model;
+`draft_model`, one draft model; `specinfer`, two of them in one tree, the second made of the target's own first layers
+with its norm and head; `medusa`, `mtp`, `eagle` and `eagle3`, the heads of the target, of which a folder holds one
+folder a kind; and `hybrid`, the names with both draft models and the EAGLE head. With heads of the tests' summarizer
+the ways without draft models are measured on it, as `summarizer_eagle3` and so on. It summarizes passages of documents
+that training never saw. `summarizer_hybrid` is the names with the last of its heads.
 
-Every way decodes every prompt in turn, greedily and at temperature 1, with `--nodes` draft nodes a step at most and no
-cost model, so that tokens per pass do not depend on the machine; then greedily with the cost model ("auto"), which may
-turn drafting off; those that can draw also at temperature 1 by rejection sampling, and all by typical acceptance, which
-is lossy: `divergence` says by how much. In these two outputs are other ones than from the same seed and `identical`
-says nothing. Memory is fresh for each prompt. The last line is one JSON object. What the file of `--output`
-already holds of the other models stays there, so that the pair and the heads can be measured one after the other.
+Every way decodes every prompt in turn, greedily and at temperature 1, with at most `--nodes` draft nodes a step and no
+cost model, so that tokens per pass do not depend on the machine. Then all decode greedily with the cost model ("auto"),
+which may turn drafting off. Those that can draw decode at temperature 1 by rejection sampling, and all that draft by
+typical acceptance, which is lossy: `divergence` says by how much. In these two modes the outputs differ from those of
+the same seed, and `identical` says nothing. Memory is fresh for each prompt. Figures of other models in the file of
+`--output` stay there, so that the pair and the heads can be measured one after the other. The last line is one JSON
+object.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ class DraftTree:
     Attributes:
         tokens: int32 `[nodes]`.
         parents: int32 `[nodes]`; a parent comes before its children.
-        kinds: int32 `[nodes, 2]`, as for `AcceptanceTable`: the range of a draw's probability, or 0; the rank.
+        kinds: int32 `[nodes, 2]`, as for `AcceptanceTable`. The level of a draw is the range of its draft probability,
+            any other level is 0. The rank is the place among the candidates after the parent.
         draft_probs: float32 `[nodes]`, as for `AcceptanceTable`.
         probabilities: float32 `[nodes]`, calibrated: of each once its parent is chosen.
         path_probs: float64 `[nodes]`, the probability of each to be reached.
