@@ -16,7 +16,7 @@ from lookahead.drafting.select import Draft
 from lookahead.drafting.tree import TokenTree, sum_by_source
 from lookahead.errors import PromptError
 from lookahead.stats import DecodingStats
-from lookahead.verification.exact import VerifyResult, verify
+from lookahead.verification.exact import VerifyResult, verify, verify_greedy
 from lookahead.verification.sampling import TokenChooser, not_a_number
 from lookahead.verification.stopping import FinishReason, StoppingRule
 from lookahead.verification.typical import Walk, longest_typical
@@ -164,15 +164,22 @@ class Row:
                 `model.generate`.
             is_typical: Whether what the target finds likely enough is accepted, which is lossy.
         """
+        if self.is_simple:
+            result = verify_greedy(draft.tree, argmax, self.stopping.eos_tokens, self.left)
+            if result.tokens[-1] < 0:
+                raise not_a_number(self.index, self.emitted + len(result.tokens) - 1)
+            self.ids[self.length : self.length + len(result.tokens)] = result.tokens
+            self.length += len(result.tokens)
+            self.emitted += len(result.tokens)
+            if result.finished:
+                self.finish_reason = "stop" if int(result.tokens[-1]) in self.stopping.eos_tokens else "length"
+            return result
+
         typical: Walk = {}
-        if is_typical and not self.is_simple and len(draft.tree) > 1:
+        if is_typical and len(draft.tree) > 1:
             typical = longest_typical(draft.tree, partial(self._chances_after, draft.tree, logits))
 
         def choose(node: int) -> int:
-            if self.is_simple:
-                if argmax[node] < 0:
-                    raise not_a_number(self.index, self.emitted)
-                return int(argmax[node])
             if pick is None and node not in typical:
                 return self.chooser.choose(self._seen(), logits[node], row=self.place, step=self.emitted)
             chances = self.chooser.chances(self._seen(), logits[node], row=self.place, step=self.emitted)
@@ -187,8 +194,7 @@ class Row:
             self.ids[self.length] = token
             self.length += 1
             self.emitted += 1
-            scores = self.chooser.scores[self.place]
-            self.finish_reason = self.stopping.finish_reason(token, self.length, self._seen, scores)
+            self.finish_reason = self.stopping.finish_reason(self._seen(), self.chooser.scores[self.place])
             return self.finish_reason is not None
 
         return verify(draft.tree, choose, is_finished)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from numba import njit
 
 from lookahead.drafting.tree import IntArray, TokenTree
 
@@ -45,9 +46,46 @@ def verify(tree: TokenTree, choose: Callable[[int], int], is_finished: Callable[
         token = choose(node)
         tokens.append(token)
         finished = is_finished(token)
-        children = (tree.parents == node) & (tree.tokens == token)
-        children[0] = False  # the root, which counts as its own parent
-        child = int(children.argmax())
-        if finished or not children[child]:
+        child = 0 if finished else _child(tree.tokens, tree.parents, node, token)
+        if child == 0:
             return VerifyResult(np.array(path, np.int32), np.array(tokens, np.int32), finished)
         path.append(child)
+
+
+def verify_greedy(tree: TokenTree, argmax: IntArray, eos_tokens: IntArray, limit: int) -> VerifyResult:
+    """`verify` for greedy decoding that ends at an end-of-sequence token or after `limit` tokens, in one call.
+
+    Args:
+        tree: The draft.
+        argmax: int32 `[n]`; the target's choice after every node.
+        eos_tokens: int32 `[k]`; tokens that end the output.
+        limit: Tokens the row may still emit, at least 1.
+    """
+    path, tokens, finished = _walk(tree.tokens, tree.parents, argmax, eos_tokens, limit)
+    return VerifyResult(path, tokens, finished)
+
+
+@njit(cache=True)
+def _child(tokens, parents, node, token):
+    """The child of `node` that holds `token`, or 0."""
+    for child in range(node + 1, len(tokens)):
+        if parents[child] == node and tokens[child] == token:
+            return child
+    return 0
+
+
+@njit(cache=True)
+def _walk(tree_tokens, parents, argmax, eos_tokens, limit):
+    """Follow the argmax from the root; returns (path, tokens, finished)."""
+    path, tokens = np.empty(len(tree_tokens), np.int32), np.empty(len(tree_tokens), np.int32)
+    node, count = 0, 0
+    while True:
+        token = argmax[node]
+        path[count], tokens[count] = node, token
+        count += 1
+        finished = count >= limit
+        for eos in eos_tokens:
+            finished = finished or token == eos
+        node = 0 if finished else _child(tree_tokens, parents, node, token)
+        if node == 0:
+            return path[:count], tokens[:count], finished

@@ -52,19 +52,10 @@ class StoppingRule:
         """The rule for a model with a context of so many ids; one more id follows the last of them."""
         return replace(self, max_length=min(self.max_length, context + 1))
 
-    def finish_reason(
-        self, token: int, length: int, ids: Callable[[], Tensor], scores: Sequence[Tensor] = ()
-    ) -> FinishReason | None:
-        """Why a row ends with its newest token; None if it does not.
-
-        Args:
-            token: The token.
-            length: Ids of the row, padding and this token included.
-            ids: Gives these ids, int64 `[1, length]`; only asked for by `custom` criteria.
-            scores: The row's scores so far, each `[vocab]`.
-        """
+    def finish_reason(self, ids: Tensor, scores: Sequence[Tensor] = ()) -> FinishReason | None:
+        """Why a row ends with the last of its ids, int64 `[1, tokens]`; None if it does not."""
         # Every criterion is called, as in `model.generate`: one may count its calls.
-        fired = [reason for reason, criterion in self.custom if criterion(ids(), scores)]
-        if "stop" in fired or token in self.eos_tokens:
+        fired = [reason for reason, criterion in self.custom if criterion(ids, scores)]
+        if "stop" in fired or int(ids[0, -1]) in self.eos_tokens:
             return "stop"
-        return fired[0] if fired else "length" if length >= self.max_length else None
+        return fired[0] if fired else "length" if ids.shape[1] >= self.max_length else None
