@@ -231,21 +231,24 @@ def test_sampled_beams_batches_and_exact_half_precision_are_not_drafted(
     assert drafted
 
 
-def test_drafting_stops_where_it_loses_time_and_is_tried_again_later() -> None:
+def test_drafts_that_always_lose_time_lose_little_of_it_and_are_tried_again_later() -> None:
     state = BeamState()
     for nodes in (1, 2, 4, 8, 16, 32):
         state.costs.observe(nodes, 1.0)
     prompt = np.arange(5, dtype=np.int32)
     tree = BeamTree(prompt, torch.zeros(9), 2)
     drafter = BeamDrafter(prompt, 2, (), LookaheadConfig(), state, RLock())
-    read = []
+    read, lost = [], 0.0
     for _ in range(300):
         tree.advance([0, 1], [6, 7])
         reads = drafter.draft(tree, [-1.0, -2.0], 1, 9)
         logits = torch.zeros(1, len(tree) - tree.scored, 9)
+        seconds = 3.0 if logits.shape[1] > 2 else 1.0  # a plain pass takes 1
+        lost += seconds - 1.0
         if reads:
-            drafter.learn(tree, logits, 3.0 if logits.shape[1] > 2 else 1.0, is_cold=False)
+            drafter.learn(tree, logits, seconds, is_cold=False)
         else:
             tree.learn(logits[0])
         read.append(reads)
-    assert all(read[:3]) and not all(read) and sum(read) < 100
+    assert all(read[:3]) and not all(read)
+    assert 2.0 < lost <= 2.0 + 0.01 * 300 + 2.0, "the start, a share of all passes, and one loss beyond an empty budget"

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lookahead.config import LookaheadConfig
-from lookahead.drafting.budget import Budget, Ema
+from lookahead.drafting.budget import REFILL, Budget, Ema
 from lookahead.drafting.cost_model import StepCost
 from lookahead.drafting.tree import IntArray
 from lookahead.models.beam_tree import CONTEXT, BeamTree
@@ -65,7 +65,7 @@ class BeamState:
     rates: HitRates = field(default_factory=HitRates)
     weights: NDArray[np.float64] = field(default_factory=_first_weights)
     costs: StepCost = field(default_factory=StepCost)
-    budget: Budget = field(default_factory=lambda: Budget(2.0, 4.0, 0.01, floor=-1.0))
+    budget: Budget = field(default_factory=lambda: Budget(2.0, 4.0, REFILL))
     host: Ema = field(default_factory=lambda: Ema(0.1, clip=2.0, value=1e-3, count=3))
 
 
@@ -171,7 +171,9 @@ class BeamDrafter:
             if not is_cold:
                 state.costs.observe(new, seconds, context=self._context)
             state.host.add(self._host_s + time.perf_counter() - begin)
-            self._spent = float(state.costs.curve(1, new, self._context)[new]) + state.host.value
+            # What the pass took, not what was expected of it: costs that are learned late would hide losses.
+            expected = float(state.costs.curve(1, new, self._context)[new])
+            self._spent = (expected if is_cold else seconds) + state.host.value
 
     def _settle(self, steps: int) -> None:
         """Learn which levels of the newest draft held all beams, and what it has gained."""
