@@ -43,8 +43,12 @@ _REPLAY = "replay --tokenizer DIR --pairs FILE"
 CAPTIONS = {
     "llm_fp32": Caption("A real model, fp32", f"{_LLM} fp32", "CPU seconds of one thread, wall seconds beside them."),
     "llm_bf16": Caption("A real model, bf16", f"{_LLM} bf16", "CPU seconds of one thread, wall seconds beside them."),
-    "llm_fp32_epyc": Caption("A real model on another processor, fp32", f"{_LLM} fp32 --methods lookahead --cold 0"),
-    "llm_bf16_epyc": Caption("A real model on another processor, bf16", f"{_LLM} bf16 --methods lookahead --cold 0"),
+    "llm_fp32_amx": Caption(
+        "A real model on an Intel Xeon with AMX, fp32", f"{_LLM} fp32", "With older, smaller drafts."
+    ),
+    "llm_bf16_amx": Caption(
+        "A real model on an Intel Xeon with AMX, bf16", f"{_LLM} bf16", "With older, smaller drafts."
+    ),
     "gpu_decode": Caption(
         "Decoding on a GPU",
         "gpu_decode --tokenizer DIR --pairs FILE",

@@ -39,17 +39,20 @@ class Turns(NamedTuple):
         start: The slot of the root.
         scored: First nodes of the tree that an earlier pass scored.
         steps: The nodes from `scored` on, depth first.
+        order: int64; the nodes of the steps.
     """
 
     tree: TokenTree
     start: int
     scored: int
     steps: Sequence[Step]
+    order: NDArray[np.int64]
 
     @classmethod
     def of(cls, tree: TokenTree, start: int, scored: int) -> Turns:
         """The turns of a tree whose root stands in slot `start`."""
-        return cls(tree, start, scored, depth_first(tree.parents, tree.depths, scored))
+        steps = depth_first(tree.parents, tree.depths, scored)
+        return cls(tree, start, scored, steps, np.array([node for node, *_ in steps]))
 
 
 @njit(cache=True)
@@ -200,7 +203,7 @@ def attend_in_turn(
     Returns:
         `[1, width, heads, value_dim]`.
     """
-    tree, start, scored, steps = turns
+    tree, start, scored, steps, order = turns
     is_sdpa, scale = own is sdpa_attention_forward, options.get("scaling")
     if is_sdpa and (window is None or start + int(tree.depths.max()) + 1 < window):
         from lookahead.kernels import row_attention
@@ -215,7 +218,7 @@ def attend_in_turn(
             and has_bits_of_sdpa(query.shape[3], query.shape[1] // key.shape[1])
         ):
             return row_attention.row_attention(
-                rows, *slots, start=start, order=np.array([node for node, *_ in steps]), parents=tree.parents,
+                rows, *slots, start=start, order=order, parents=tree.parents,
                 depths=tree.depths, scale=query.shape[3] ** -0.5 if scale is None else scale,
             )[None]  # fmt: skip
     heads, width = query.shape[1:3]

@@ -178,11 +178,11 @@ def _half_product(
     """A product of half precision, with the bits of every row alone or of torch's own product."""
     if not is_exact and rows > MAX_ROWS:  # a prompt, which `model.generate` reads so
         return linear(x, own, bias)
-    is_small = own.numel() < product_bits.FEWEST_WEIGHTS  # its rows are multiplied one by one where they must be exact
-    found = packed.weight(own, bias, is_exact=is_exact) if packs and not is_small else None
+    packs = packs and own.numel() >= product_bits.FEWEST_WEIGHTS
+    found = packed.weight(own, bias, is_exact=is_exact) if packs else None
     if not is_exact:
         return linear(x, own, bias) if found is None or rows > found.most else found.product(x, bias)
-    most = found.most if found is not None else 1 if is_small else max(1, rows_of(own, bias, Layout()).alone)
+    most = max(1, rows_of(own, bias, Layout()).alone) if found is None else found.most
     flat = x.reshape(rows, -1)
     parts = (flat,) if rows <= most else flat.split(most)  # a split takes as long as a small product
     products = [linear(part, own, bias) if found is None else found.product(part, bias) for part in parts]
