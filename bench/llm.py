@@ -336,11 +336,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if cold:
         result["cold"] = cold_figures(cold, runs, places, arguments.dtype)
     print_table(result)
-    if arguments.plot:
+    publish(result, arguments.output)
+    if arguments.plot:  # last, because matplotlib may be missing
         from bench.plots import draw_llm
 
         draw_llm([result], arguments.plot)
-    publish(result, arguments.output)
 
 
 if __name__ == "__main__":
