@@ -11,8 +11,10 @@ Source of the softmax by blocks: Dao et al. 2022, "FlashAttention", §3.1.
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
+import llvmlite.binding as llvm
 import numpy as np
 import torch
 from numba import types
@@ -81,7 +83,14 @@ def is_supported(query: Tensor, keys: Tensor, values: Tensor) -> bool:
         and query.shape[-1] % LANES == 0
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
         and torch.backends.cuda.flash_sdp_enabled()  # for CPUs too; its sums are the ones followed here
+        and not _has_amx()  # MKL sums otherwise there, and compiling takes seconds
     )
+
+
+@cache
+def _has_amx() -> bool:
+    """Whether the CPU has Intel's matrix instructions for bfloat16."""
+    return bool(llvm.get_host_cpu_features().get("amx-bf16"))
 
 
 @intrinsic
