@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lookahead.kernels.microkernel import LANES, ROWS, STRIDE, jit_part, tile_of
-from lookahead.kernels.threads import carray, pointer, run, take
+from lookahead.kernels.threads import array_at, run, take
 
 COLUMNS = 2 * LANES  # outputs of a panel of the packed weight
 _PART = 1 << 17  # weights that a thread takes at a time
@@ -74,18 +74,18 @@ def multiply(x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None, block
 _tile: Any = tile_of(2, "pairs")
 
 
-def _multiply(numbers: Any) -> None:
+def _multiply(address: Any) -> None:
     """Panel by panel, whose blocks stay in the fastest cache for all rows."""
-    _, parts, x_at, packed_at, sums_at, rows, terms, panels, block, together = carray(numbers, 10)
-    x = carray(pointer(x_at), ((rows + ROWS - 1) // ROWS * ROWS, terms), np.int32)
-    packed = carray(pointer(packed_at), (panels, terms, COLUMNS), np.int32)
-    sums = carray(pointer(sums_at), (rows, panels * COLUMNS), np.float32)
+    _, parts, x_at, packed_at, sums_at, rows, terms, panels, block, together = array_at(address, (10,), np.int64)
+    x = array_at(x_at, ((rows + ROWS - 1) // ROWS * ROWS, terms), np.int32)
+    packed = array_at(packed_at, (panels, terms, COLUMNS), np.int32)
+    sums = array_at(sums_at, (rows, panels * COLUMNS), np.float32)
     scratch = np.empty(ROWS * STRIDE, np.float32)
-    part = take(numbers)
+    part = take(address)
     while part < parts:
         for panel in range(part * together, min(panels, (part + 1) * together)):
             _multiply_panel(x, packed, sums, rows, terms, block, panel, scratch)
-        part = take(numbers)
+        part = take(address)
 
 
 @jit_part

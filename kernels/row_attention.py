@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lookahead.kernels.microkernel import LANES, ROWS, STRIDE, jit_part, tile_of
-from lookahead.kernels.threads import carray, pointer, run, take
+from lookahead.kernels.threads import array_at, run, take
 
 BLOCK = 512  # keys whose weights are computed before their values are added
 _STEP = BLOCK + LANES  # elements from one dimension of the transposed keys to the next
@@ -109,22 +109,24 @@ _one_register: Any = tile_of(1, "fours")
 _two_registers: Any = tile_of(2, "fours")
 
 
-def _attend(numbers: Any) -> None:
+def _attend(address: Any) -> None:
     """Per KV head one pass over the blocks of keys, for all nodes and the query heads that share it."""
-    _, parts, query_at, keys_at, values_at, order_at, parents_at, depths_at, scale_at, out_at = carray(numbers, 10)
-    width, heads, dim, slots, kv_heads, nodes, start = carray(numbers, 17)[10:]
-    query = carray(pointer(query_at), (width, heads, dim), np.float32)
-    keys = carray(pointer(keys_at), (slots, kv_heads, dim), np.int16)
-    values = carray(pointer(values_at), (slots, kv_heads, dim), np.int16)
-    order = carray(pointer(order_at), (width,), np.int64)
-    parents, depths = carray(pointer(parents_at), (nodes,), np.int64), carray(pointer(depths_at), (nodes,), np.int64)
-    scale = carray(pointer(scale_at), (1,), np.float32)[0]
-    out = carray(pointer(out_at), (width, heads, dim), np.float32)
+    _, parts, query_at, keys_at, values_at, order_at, parents_at, depths_at, scale_at, out_at = array_at(
+        address, (10,), np.int64
+    )
+    width, heads, dim, slots, kv_heads, nodes, start = array_at(address, (17,), np.int64)[10:]
+    query = array_at(query_at, (width, heads, dim), np.float32)
+    keys = array_at(keys_at, (slots, kv_heads, dim), np.int16)
+    values = array_at(values_at, (slots, kv_heads, dim), np.int16)
+    order = array_at(order_at, (width,), np.int64)
+    parents, depths = array_at(parents_at, (nodes,), np.int64), array_at(depths_at, (nodes,), np.int64)
+    scale = array_at(scale_at, (1,), np.float32)[0]
+    out = array_at(out_at, (width, heads, dim), np.float32)
     groups = heads // kv_heads
     queries = np.zeros(((width * groups + ROWS - 1) // ROWS * ROWS, dim), np.float32)
     sums, scores = np.empty((len(queries), dim), np.float32), np.zeros((len(queries), BLOCK), np.float32)
     transposed, block = np.zeros((dim, _STEP), np.float32), np.zeros((BLOCK, dim), np.float32)
-    head = take(numbers)
+    head = take(address)
     while head < parts:
         for node in range(width):
             queries[node * groups : (node + 1) * groups] = query[node, head * groups : (head + 1) * groups]
@@ -137,7 +139,7 @@ def _attend(numbers: Any) -> None:
                 share = _F(1.0) / totals[row]
                 for i in range(dim):
                     out[node, head * groups + group, i] = sums[row, i] * share
-        head = take(numbers)
+        head = take(address)
 
 
 @jit_part

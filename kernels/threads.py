@@ -16,9 +16,10 @@ from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
+from lookahead.kernels.microkernel import jit_part
+
 _LIBRARY = "libtorch_cpu.so"
-_SIGNATURE = types.void(types.CPointer(types.int64))
-carray: Any = vars(numba)["carray"]
+_SIGNATURE = types.void(types.int64)
 
 
 def run(function: Callable[[Any], None], parts: int, tensors: list[Tensor], *sizes: int) -> None:
@@ -27,8 +28,8 @@ def run(function: Callable[[Any], None], parts: int, tensors: list[Tensor], *siz
     Where torch has no OpenMP of GNU's interface, as on macOS and Windows, the calling thread works alone.
 
     Args:
-        function: Works on parts that it is given by `take`, until it is given none. It receives int64 numbers: one for
-            `take`, the number of parts, the addresses of the tensors, and the sizes.
+        function: Works on parts that it is given by `take`, until it is given none. It receives the address of int64
+            numbers: one for `take`, the number of parts, the addresses of the tensors, and the sizes.
         parts: How many parts there are.
         tensors: Contiguous, on the CPU.
         sizes: Other numbers that the function needs.
@@ -38,7 +39,7 @@ def run(function: Callable[[Any], None], parts: int, tensors: list[Tensor], *siz
     if threads > 1 and launch is not None:
         launch(_compile(function).address, numbers.ctypes.data, threads, 0)
     else:
-        _compile(function).ctypes(ctypes.cast(numbers.ctypes.data, ctypes.POINTER(ctypes.c_int64)))
+        _compile(function).ctypes(numbers.ctypes.data)
 
 
 @cache
@@ -59,18 +60,19 @@ def _launcher() -> Callable[[int, int, int, int], None] | None:
 
 
 @intrinsic
-def _take(context: Any, numbers: Any) -> Any:
+def _take(context: Any, address: Any) -> Any:
     """The number of the next part; no other thread gets it."""
 
     def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.atomic_rmw("add", values[0], ir.IntType(64)(1), "monotonic")
+        whole = ir.IntType(64)
+        return builder.atomic_rmw("add", builder.inttoptr(values[0], whole.as_pointer()), whole(1), "monotonic")
 
-    return types.int64(numbers), emit
+    return types.int64(types.int64), emit
 
 
 @intrinsic
 def _pointer(context: Any, address: Any) -> Any:
-    """An address as a pointer, for `numba.carray`."""
+    """An address as a pointer."""
 
     def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
         return builder.inttoptr(values[0], ir.IntType(8).as_pointer())
@@ -79,4 +81,11 @@ def _pointer(context: Any, address: Any) -> Any:
 
 
 take: Any = _take
-pointer: Any = _pointer
+_as_pointer: Any = _pointer
+_view: Any = vars(numba)["carray"]
+
+
+@jit_part
+def array_at(address, shape, dtype):
+    """The array at an address."""
+    return _view(_as_pointer(address), shape, dtype)

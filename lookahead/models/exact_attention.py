@@ -167,10 +167,12 @@ def has_bits_of_sdpa(dim: int, groups: int) -> bool:
 
 def takes_rows(config: PretrainedConfig) -> bool:
     """Whether layers of a model in bfloat16 attend by `kernels.row_attention`, where they have no windows."""
-    heads = config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads, size = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    if config._attn_implementation != "sdpa" or not isinstance(heads, int) or not isinstance(size, int):
+        return False
+    dim = getattr(config, "head_dim", None) or size // heads
     groups = heads // (getattr(config, "num_key_value_heads", None) or heads)
-    return config._attn_implementation == "sdpa" and has_bits_of_sdpa(dim, groups)
+    return has_bits_of_sdpa(dim, groups)
 
 
 def attend_in_turn(
