@@ -35,8 +35,10 @@ _FUSED = {"flags": ("contract",)}
 _DOT_OF_PAIRS = "llvm.x86.avx512bf16.dpbf16ps.512"
 
 
-def tile_of(registers: int, kind: str = "product") -> Any:
-    """An intrinsic: 8 rows of the left matrix times so many registers of columns of the right one.
+def tile_of(registers: int, kind: str = "product", *, rows: int = ROWS) -> Any:
+    """An intrinsic: some rows of the left matrix times so many registers of columns of the right one.
+
+    Elements of both are float32, or int32 that hold two bfloat16.
 
     It takes the left matrix, the place of its first element, the steps between its rows and its terms; the right
     matrix, the place of its first element, the step between its terms; the matrix for the product, the place of its
@@ -44,10 +46,11 @@ def tile_of(registers: int, kind: str = "product") -> Any:
 
     Args:
         registers: Vector registers of a row of the product.
-        kind: `"product"`; `"pairs"`, whose elements are int32 that hold two bfloat16; or `"fours"`, which adds four
-            products at a time, paired by twos, to what the matrix for the product holds.
+        kind: `"product"`; or `"fours"`, which adds four products at a time, paired by twos, to what the matrix for the
+            product holds.
+        rows: Rows of the product.
     """
-    emit_term, together = {"product": (_emit_product, 1), "pairs": (_emit_pair, 1), "fours": (_emit_four, 4)}[kind]
+    emit_term, together = {"product": (_emit_product, 1), "fours": (_emit_four, 4)}[kind]
 
     @intrinsic
     def tile(
@@ -61,9 +64,9 @@ def tile_of(registers: int, kind: str = "product") -> Any:
             )
             firsts = [
                 (builder.add(at, builder.mul(row_step, row)), builder.add(to, builder.mul(out_step, row)))
-                for row in map(_WHOLE, range(ROWS))
+                for row in map(_WHOLE, range(rows))
             ]
-            rows = [builder.gep(left, [first]) for first, _ in firsts]
+            lefts = [builder.gep(left, [first]) for first, _ in firsts]
             places = [
                 [_vector_at(builder, out, builder.add(first, _WHOLE(i * LANES))) for i in range(registers)]
                 for _, first in firsts
@@ -72,7 +75,7 @@ def tile_of(registers: int, kind: str = "product") -> Any:
                 [builder.load(place, align=4) if kind == "fours" else ir.Constant(_VECTOR, None) for place in line]
                 for line in places
             ]
-            sums = _emit_sums(builder, emit_term, together, begun, rows, inner_step, right, column, right_step, terms)
+            sums = _emit_sums(builder, emit_term, together, begun, lefts, inner_step, right, column, right_step, terms)
             for line, to_line in zip(sums, places, strict=True):
                 for each, place in zip(line, to_line, strict=True):
                     builder.store(each, place, align=4)
@@ -90,12 +93,9 @@ def _vector_at(builder: Any, array: Any, place: Any, kind: Any = _VECTOR) -> Any
 
 
 def _emit_product(builder: Any, total: Any, left: Any, right: Any) -> Any:
-    """Add the product of float32 vectors: a multiplication and an addition, which become one instruction."""
-    return builder.fadd(total, builder.fmul(left[0], right[0], **_FUSED), **_FUSED)
-
-
-def _emit_pair(builder: Any, total: Any, left: Any, right: Any) -> Any:
-    """Add the products of both bfloat16 of every lane."""
+    """Add the product of vectors: of float32 by what becomes one instruction, else both products of every lane."""
+    if left[0].type == _VECTOR:
+        return builder.fadd(total, builder.fmul(left[0], right[0], **_FUSED), **_FUSED)
     dot = builder.module.globals.get(_DOT_OF_PAIRS)
     if dot is None:
         dot = ir.Function(builder.module, ir.FunctionType(_VECTOR, [_VECTOR, _PAIRS, _PAIRS]), _DOT_OF_PAIRS)

@@ -35,11 +35,12 @@ def run(function: Callable[[Any], None], parts: int, tensors: list[Tensor], *siz
         sizes: Other numbers that the function needs.
     """
     numbers = np.array([0, parts, *(each.data_ptr() for each in tensors), *sizes], np.int64)
+    address, _ = numbers.__array_interface__["data"]
     threads, launch = min(torch.get_num_threads(), parts), _launcher()
     if threads > 1 and launch is not None:
-        launch(_compile(function).address, numbers.ctypes.data, threads, 0)
+        launch(_compile(function).address, address, threads, 0)
     else:
-        _compile(function).ctypes(numbers.ctypes.data)
+        _compile(function).ctypes(address)
 
 
 @cache

@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 import lookahead
 from lookahead import ConfigError, LookaheadConfig
-from lookahead.kernels import half_product
+from lookahead.kernels import packed_product
 from lookahead.models import linears, product_bits
 from lookahead.models.linears import LinearScope, keeps_bits
 from lookahead.models.product_bits import Layout, Rows
@@ -40,8 +40,8 @@ def multiplied(monkeypatch) -> list[int]:
 @pytest.fixture(autouse=True)
 def packs_everything(monkeypatch) -> None:
     """Small layers are packed too, and no product is measured."""
-    monkeypatch.setattr(linears, "_FEWEST_WEIGHTS", 1)
-    monkeypatch.setattr(linears, "is_faster", lambda dtype, threads: True)
+    monkeypatch.setattr(product_bits, "FEWEST_WEIGHTS", 1)
+    monkeypatch.setattr(linears, "faster_ways", lambda *kind: ("onednn",))
 
 
 def model_of(**options: Any) -> nn.Module:
@@ -49,8 +49,8 @@ def model_of(**options: Any) -> nn.Module:
     return nn.Sequential(nn.Linear(24, 19, **options))
 
 
-def run(scope: LinearScope, model: nn.Module, x: torch.Tensor, *, is_exact: bool = False) -> torch.Tensor:
-    with torch.inference_mode(), scope.serving(), scope.running(is_exact=is_exact):
+def run(scope: LinearScope, model: nn.Module, x: torch.Tensor, bits: Any = "any") -> torch.Tensor:
+    with torch.inference_mode(), scope.serving(), scope.running(bits):
         return model(x)
 
 
@@ -139,7 +139,7 @@ def test_a_weight_is_packed_once_for_all_calls(monkeypatch):
 def test_other_threads_and_calls_outside_use_the_models_own_products(multiplied):
     model, x = model_of(), torch.randn(5, 24)
     scope = LinearScope(model)
-    with torch.inference_mode(), scope.serving(), scope.running(is_exact=False):
+    with torch.inference_mode(), scope.serving(), scope.running("any"):
         outputs: list[torch.Tensor] = []
         other = threading.Thread(target=lambda: outputs.append(model(x)))
         other.start()
@@ -168,7 +168,7 @@ def test_a_copy_made_while_a_model_is_in_service_has_its_own_weights(way):
     model, x = model_of(), torch.randn(5, 24)
     scope = LinearScope(model)
     with scope.serving():
-        with torch.inference_mode(), scope.running(is_exact=False):
+        with torch.inference_mode(), scope.running("any"):
             model(x)
         if way == "copied":
             twin = copy.deepcopy(model)
@@ -200,7 +200,7 @@ def half_model(inputs: int = 24, outputs: int = 19) -> nn.Module:
 def test_rows_of_a_small_layer_are_those_of_single_rows_and_a_prompt_is_read_at_once(rows_of_torch):
     model, x = half_model(), torch.randn(75, 24).bfloat16()
     alone = torch.cat([model(row) for row in x.split(1)])
-    assert torch.equal(run(LinearScope(model), model, x, is_exact=True), alone) and sum(rows_of_torch) == 75
+    assert torch.equal(run(LinearScope(model), model, x, bits="alone"), alone) and sum(rows_of_torch) == 75
     rows_of_torch.clear()
     run(LinearScope(model), model, x)
     assert rows_of_torch == [75], "a prompt is read as generate reads it"
@@ -211,7 +211,7 @@ def test_larger_layers_are_given_as_many_rows_as_keep_their_bits(most, rows_of_t
     monkeypatch.setattr(product_bits, "FEWEST_WEIGHTS", 1)
     monkeypatch.setattr(linears, "rows_of", lambda *layer: Rows(most, 32))
     model = half_model()
-    run(LinearScope(model, packs=False), model, torch.randn(1, 75, 24).bfloat16(), is_exact=True)
+    run(LinearScope(model, packs=False), model, torch.randn(1, 75, 24).bfloat16(), bits="alone")
     assert rows_of_torch == [most] * (75 // most) + [75 % most] * bool(75 % most)
 
 
@@ -245,62 +245,67 @@ def test_bits_that_change_with_the_rows_are_found(most, has_bias, forgets_produc
 
 def test_a_model_whose_rows_change_their_bits_is_said_to_round(tiny_llama, monkeypatch):
     model = copy.deepcopy(tiny_llama).bfloat16()
+    monkeypatch.setattr(product_bits, "FEWEST_WEIGHTS", 1 << 16)
     assert keeps_bits(model), "its layers are small"
     monkeypatch.setattr(product_bits, "FEWEST_WEIGHTS", 1)
     monkeypatch.setattr(product_bits, "rows_of", lambda *layer: Rows(2, 2))
     assert not keeps_bits(model) and not is_bitwise(model)
 
 
-@pytest.mark.parametrize("is_exact", [False, True])
-def test_packed_weights_that_change_the_bits_of_half_precision_are_not_used(is_exact, forgets_products, monkeypatch):
+@pytest.mark.parametrize("bits", ["alone", "together"])
+def test_packed_weights_that_change_the_bits_of_half_precision_are_not_used(bits, forgets_products, monkeypatch):
     weight = torch.randn(64, 48).bfloat16()
-    monkeypatch.setattr(half_product, "is_supported", lambda weight: False)
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", lambda weight, rows: weight)
     by_row = lambda x, *rest: torch.cat([linear(row, *rest) for row in x.split(1)])  # noqa: E731
     monkeypatch.setattr(product_bits, "linear", by_row)
     monkeypatch.setattr(product_bits, "by_onednn", by_row)
-    packed = linears._pack(weight, None, is_exact=is_exact)
+    packed = linears._pack(weight, None, bits)
     assert packed is not None and torch.equal(packed.weight, weight) and packed.most == 32
     product_bits._compare_rows.cache_clear()
     monkeypatch.setattr(product_bits, "by_onednn", lambda *operands: by_row(*operands) * 1.01)
-    assert linears._pack(weight, None, is_exact=is_exact) is None
+    assert linears._pack(weight, None, bits) is None
 
 
 needs_dots = pytest.mark.skipif(
-    not half_product.is_supported(torch.zeros(2, 2).bfloat16()), reason="this CPU has no dot products of bfloat16"
+    not packed_product.is_supported(torch.zeros(2, 2).bfloat16()), reason="this CPU has no dot products of bfloat16"
+)
+own_types = pytest.mark.parametrize(
+    "dtype",
+    [each for each in (torch.float32, torch.bfloat16) if packed_product.is_supported(torch.zeros(2, 2).to(each))],
 )
 
 
-@needs_dots
+@own_types
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 1536), (37, 2050), (1, 2), (33, 514)])
-@pytest.mark.parametrize("rows", [1, 7, 8, 31, 32, 75])
-def test_products_in_blocks_agree_with_those_in_float64(rows, outputs, inputs):
-    x, weight, bias = (torch.randn(*shape).bfloat16() for shape in ((rows, inputs), (outputs, inputs), (outputs,)))
+@pytest.mark.parametrize("rows", [1, 3, 7, 8, 31, 32, 75])
+def test_products_in_blocks_agree_with_those_in_float64(rows, outputs, inputs, dtype):
+    x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((rows, inputs), (outputs, inputs), (outputs,)))
+    error = 0.005 if dtype == torch.bfloat16 else 1e-6
     for each in (None, bias):
-        got = half_product.multiply(x, half_product.pack(weight), outputs, each, 512)
+        got = packed_product.multiply(x, packed_product.pack(weight), outputs, each, 512)
         expected = linear(x.double(), weight.double(), None if each is None else each.double())
-        assert got.shape == (rows, outputs) and got.dtype == torch.bfloat16
-        assert (got - expected).abs().max() <= 0.005 * expected.abs().max()
-        alone = [half_product.multiply(row, half_product.pack(weight), outputs, each, 512) for row in x.split(1)]
+        assert got.shape == (rows, outputs) and got.dtype == dtype
+        assert (got - expected).abs().max() <= error * expected.abs().max()
+        alone = [packed_product.multiply(row, packed_product.pack(weight), outputs, each, 512) for row in x.split(1)]
         assert torch.equal(got, torch.cat(alone)), "a row's bits do not depend on the others"
         moved = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(rows, inputs)
-        assert torch.equal(half_product.multiply(moved, half_product.pack(weight), outputs, each, 512), got)
+        assert torch.equal(packed_product.multiply(moved, packed_product.pack(weight), outputs, each, 512), got)
 
 
-@needs_dots
-def test_products_on_several_threads_have_the_same_bits():
-    before, (x, weight) = torch.get_num_threads(), (torch.randn(n, 1536).bfloat16() for n in (17, 2000))
-    packed, products = half_product.pack(weight), []
+@own_types
+def test_products_on_several_threads_have_the_same_bits(dtype):
+    before, (x, weight) = torch.get_num_threads(), (torch.randn(n, 1536).to(dtype) for n in (17, 2000))
+    packed, products = packed_product.pack(weight), []
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        products += [half_product.multiply(x, packed, 2000, None, 512) for _ in range(4)]
+        products += [packed_product.multiply(x, packed, 2000, None, 512) for _ in range(4)]
     torch.set_num_threads(before)
     assert all(torch.equal(each, products[0]) for each in products)
 
 
 @needs_dots
 def test_long_rows_have_the_bits_of_torch_for_one_row():
-    layout, most = product_bits.best_layout(torch.empty(96, 1536).bfloat16(), None, is_alone=True)
+    layout, most = product_bits.best_layout(torch.empty(96, 1536).bfloat16(), None, "alone", ("own",))
     if not most:
         pytest.skip("torch sums one row in an order that is not known")
     x, weight = torch.randn(32, 1536).bfloat16(), torch.randn(96, 1536).bfloat16()
@@ -315,11 +320,11 @@ def test_where_torch_was_built_without_it_torch_multiplies(name, monkeypatch):
 
     monkeypatch.undo()
     monkeypatch.setattr(torch.ops.mkldnn, name, missing)
-    linears.is_faster.cache_clear()
+    linears.faster_ways.cache_clear()
     try:
-        assert not linears.is_faster(torch.float32, 1)
+        assert "onednn" not in linears.faster_ways(torch.float32, 1)
     finally:
-        linears.is_faster.cache_clear()
+        linears.faster_ways.cache_clear()
 
 
 def test_a_model_decodes_by_packed_weights_to_the_tokens_of_generate(tiny_llama, multiplied):
@@ -350,3 +355,28 @@ def test_a_machine_that_does_not_tell_its_memory_packs_nothing(multiplied, monke
     model = model_of()
     run(LinearScope(model), model, torch.randn(5, 24))
     assert not multiplied
+
+
+@own_types
+def test_rounded_sums_are_those_of_torch(dtype):
+    inputs = torch.tensor([1.0, -1.0, 2.0**-120, 3.0e38, torch.inf, -torch.inf, torch.nan, 0.0])
+    weight = torch.cat([torch.eye(8), torch.tensor([[1 / 256, 0, 0, 0, 0, 0, 0, 1]]), torch.full((1, 8), 3.0)])
+    x, weight = torch.diag(inputs).nan_to_num(0.0, torch.inf, -torch.inf).to(dtype), weight.to(dtype)
+    x[6, 6] = torch.nan
+    got = packed_product.multiply(x, packed_product.pack(weight), 10, None, 512)
+    expected = (x.double() @ weight.double().t()).to(dtype)
+    assert torch.equal(got.isnan(), expected.isnan()) and torch.equal(got.nan_to_num(5.0), expected.nan_to_num(5.0))
+
+
+@own_types
+@pytest.mark.parametrize("shape", [(2, 5, 48), (1, 1, 48), (3, 48)])
+def test_rows_of_any_shape_go_to_the_kernel_of_this_package(shape, dtype, monkeypatch):
+    model, x = nn.Sequential(nn.Linear(48, 70)).to(dtype), torch.randn(shape).to(dtype)
+    taken: list[int] = []
+    own = packed_product.multiply
+    monkeypatch.setattr(packed_product, "multiply", lambda x, *rest: taken.append(x.numel() // 48) or own(x, *rest))
+    monkeypatch.setattr(linears, "faster_ways", lambda *kind: ("own",))
+    monkeypatch.setattr(linears, "best_layout", lambda *layer: (Layout(block=512), 32))
+    got = run(LinearScope(model), model, x)
+    assert taken[-1] == x.numel() // 48 and got.shape == (*shape[:-1], 70)
+    assert torch.allclose(got, model(x), atol=0.02 if dtype == torch.bfloat16 else 1e-5)

@@ -120,7 +120,7 @@ def beam_search(
     beams = generation_config.num_beams
     if model.config.is_encoder_decoder:
         linears = LinearScope(model, packs=config.pack == "auto")
-        with linears.serving(), linears.running(is_exact=False):
+        with linears.serving(), linears.running("together"):
             if isinstance(past, EncoderDecoderCache) and isinstance(past.cross_attention_cache, DynamicCache):
                 model_kwargs["past_key_values"] = _shared_input(model, past, input_ids, beams, model_kwargs)
             if passes is not None:

@@ -1,7 +1,7 @@
 """Linear layers whose weights are packed for the passes of drafting, for one model and within a block.
 
-For a few rows of float32 the BLAS of torch needs up to twice the time that oneDNN needs with a weight that it laid out
-once for the CPU at hand. In half precision torch calls oneDNN already, which lays the weight out at every call.
+A pass over few rows waits for the weights, which the products of torch read at half the speed of the memory or less. A
+weight that is laid out once for the CPU at hand is read faster: by a kernel of this package, or by oneDNN.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch.nn.functional import linear
 from lookahead.models import product_bits
 from lookahead.models.exact_attention import MAX_ROWS
 from lookahead.models.model_state import state_of
-from lookahead.models.product_bits import Layout, Packed, best_layout, by_onednn, lay_out, rows_of
+from lookahead.models.product_bits import Bits, Layout, Packed, best_layout, by_onednn, lay_out, rows_of
 
-_PACKED_FOR = Layout(rows=16)  # of float32
+_LAYOUTS = {"own": Layout(block=512), "onednn": Layout(rows=16)}  # of float32
 _SHARE_OF_MEMORY = 0.25  # most of the machine's memory that the packed weights of a model may take
-_UNPACKED_ROWS = 32  # rows of float32 from which on oneDNN is faster even without packing
-_FEWEST_WEIGHTS = 1 << 18  # of a layer in float32; below, the call of oneDNN takes longer than it saves
-_TRIED = (2048, 2048)  # inputs and outputs of the measured product: more than a cache holds, as in a model
+_UNPACKED_ROWS = 32  # rows of float32 from which on oneDNN is faster than torch's BLAS even without packing
+_MOST_ROWS = 128  # of float32 that the kernel of this package takes; it is made for few
+_TRIED = (8, 2048, 2048)  # rows, inputs and outputs of the measured products: more than a cache holds, as in a model
 _TRIALS = 5
 _GAIN = 0.95  # most time relative to torch to count as faster
 
@@ -48,7 +48,7 @@ class PackedLinear:
         self._own: Tensor | None = None
         self._version = 0
         self._digest = 0
-        self._packed: dict[bool, Packed | None] = {}  # by whether rows have the bits they have alone
+        self._packed: dict[Bits, Packed | None] = {}
 
     def __reduce__(self) -> Any:
         return PackedLinear, ()
@@ -58,26 +58,27 @@ class PackedLinear:
         if self._own is not None and any(self._packed.values()) and _digest(self._own) != self._digest:
             self._own = None
 
-    def weight(self, own: Tensor, bias: Tensor | None, *, is_exact: bool = False) -> Packed | None:
+    def weight(self, own: Tensor, bias: Tensor | None, bits: Bits = "any") -> Packed | None:
         """A packed form of a layer's weight, made anew where that has changed; None where there is none.
 
         Args:
             own: The layer's weight.
             bias: The layer's bias.
-            is_exact: Whether a row of half precision must have the bits that it has alone.
+            bits: Those that rows of half precision must have.
         """
         if self._own is not own or self._version != own._version:
             self._packed.clear()
             self._own, self._version = own, own._version
-        if is_exact not in self._packed:
-            packed, other = _pack(own, bias, is_exact=is_exact), self._packed.get(not is_exact)
-            if packed is not None and other is not None and packed.layout == other.layout:
-                packed = other._replace(most=packed.most)
+        if bits not in self._packed:
+            packed = _pack(own, bias, bits)
             if packed is not None and not any(self._packed.values()):
                 self._digest = _digest(own)
-            self._packed[is_exact] = packed
+            for other in filter(None, self._packed.values()):
+                if packed is not None and packed.layout == other.layout:
+                    packed = other._replace(most=packed.most)
+            self._packed[bits] = packed
             _thread.has_packed = True
-        return self._packed[is_exact]
+        return self._packed[bits]
 
 
 class LinearScope:
@@ -96,12 +97,13 @@ class LinearScope:
         layers = [each for each in model.modules() if type(each) is nn.Linear and _is_plain(each)]
         if "forward" in model.__dict__ or not layers:
             return
-        dtype = layers[0].weight.dtype
-        pays = is_faster(dtype, torch.get_num_threads())
-        if dtype == torch.float32 and not pays:
+        dtype, threads = layers[0].weight.dtype, torch.get_num_threads()
+        ways = faster_ways(dtype, threads)
+        if dtype == torch.float32 and not ways:
             return
         size = sum({id(each.weight): each.weight.nbytes for each in layers}.values())
-        self._packs = packs and pays and size <= _SHARE_OF_MEMORY * _memory()
+        self._packs = packs and bool(ways) and size <= _SHARE_OF_MEMORY * _memory()
+        self._fewest = 1 if ways[:1] == ("own",) == faster_ways(dtype, threads, 1)[:1] else 2
         known = state_of(model).linears
         for layer in layers:
             packed = known.setdefault(layer, PackedLinear())
@@ -125,14 +127,14 @@ class LinearScope:
                         layer.__dict__.pop("forward", None)
 
     @contextmanager
-    def running(self, *, is_exact: bool) -> Iterator[None]:
+    def running(self, bits: Bits) -> Iterator[None]:
         """Within `serving`, multiply by packed weights on this thread until the block ends.
 
         Args:
-            is_exact: Whether a row of half precision must have the bits that it has alone.
+            bits: Those that rows of half precision must have.
         """
         outer = getattr(_thread, "mode", None)
-        _thread.mode = is_exact, bool(self._layers) and self._packs
+        _thread.mode = (bits, self._packs, self._fewest) if self._layers else (bits, False, 1)
         try:
             yield
         finally:
@@ -161,32 +163,35 @@ def _forward(layer: nn.Linear, packed: PackedLinear, x: Tensor) -> Tensor:
     rows = x.numel() // x.shape[-1]
     if mode is None or x.dtype != own.dtype or rows == 0:
         return linear(x, own, bias)
-    is_exact, packs = mode
+    bits, packs, fewest = mode
     if own.dtype != torch.float32:
-        return _half_product(packed, x, own, bias, rows, is_exact=is_exact, packs=packs)
-    if rows == 1:  # it waits for the weight, which the BLAS of torch reads faster
+        return _half_product(packed, x, own, bias, rows, bits, packs=packs)
+    if rows < fewest:  # such a product waits for the weight, which torch's reads faster
         return linear(x, own, bias)
     found = packed.weight(own, bias) if packs else None
-    if found is None:
+    if found is None or (found.layout.block and rows > _MOST_ROWS):
         return linear(x, own, bias) if rows < _UNPACKED_ROWS else by_onednn(x, own, bias)
     return found.product(x, bias)
 
 
 def _half_product(
-    packed: PackedLinear, x: Tensor, own: Tensor, bias: Tensor | None, rows: int, *, is_exact: bool, packs: bool
+    packed: PackedLinear, x: Tensor, own: Tensor, bias: Tensor | None, rows: int, bits: Bits, *, packs: bool
 ) -> Tensor:
-    """A product of half precision, with the bits of every row alone or of torch's own product."""
-    if not is_exact and rows > MAX_ROWS:  # a prompt, which `model.generate` reads so
+    """A product of half precision."""
+    if bits != "alone" and rows > MAX_ROWS:  # a prompt, which `model.generate` reads so
         return linear(x, own, bias)
     packs = packs and own.numel() >= product_bits.FEWEST_WEIGHTS
-    found = packed.weight(own, bias, is_exact=is_exact) if packs else None
-    if not is_exact:
+    found = packed.weight(own, bias, "alone" if bits == "any" else bits) if packs else None
+    if bits == "any" and (found is None or rows > found.most) and packs:
+        found = packed.weight(own, bias, "together")
+    if bits != "alone":
         return linear(x, own, bias) if found is None or rows > found.most else found.product(x, bias)
     most = max(1, rows_of(own, bias, Layout()).alone) if found is None else found.most
-    flat = x.reshape(rows, -1)
-    parts = (flat,) if rows <= most else flat.split(most)  # a split takes as long as a small product
+    if rows <= most:
+        return linear(x, own, bias) if found is None else found.product(x, bias)
+    parts = x.reshape(rows, -1).split(most)  # a split takes as long as a small product
     products = [linear(part, own, bias) if found is None else found.product(part, bias) for part in parts]
-    return (torch.cat(products) if len(products) > 1 else products[0]).view(*x.shape[:-1], -1)
+    return torch.cat(products).view(*x.shape[:-1], -1)
 
 
 def _digest(weight: Tensor) -> int:
@@ -202,19 +207,20 @@ def _is_plain(layer: nn.Linear) -> bool:
         and type(weight) is nn.Parameter
         and weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and weight.device.type == "cpu"
-        and weight.numel() >= (_FEWEST_WEIGHTS if weight.dtype == torch.float32 else 1)
+        and weight.numel() >= (product_bits.FEWEST_WEIGHTS if weight.dtype == torch.float32 else 1)
         and weight.is_contiguous()
         and not weight.is_inference()
     )
 
 
-def _pack(weight: Tensor, bias: Tensor | None, *, is_exact: bool) -> Packed | None:
-    """A packed weight; None where oneDNN cannot, or bits change."""
+def _pack(weight: Tensor, bias: Tensor | None, bits: Bits) -> Packed | None:
+    """A packed weight; None where nothing multiplies faster, or bits change."""
+    ways = faster_ways(weight.dtype, torch.get_num_threads())
     with torch.inference_mode():
         try:
             if weight.dtype == torch.float32:
-                return lay_out(weight, _PACKED_FOR)
-            layout, most = best_layout(weight, bias, is_alone=is_exact)
+                return lay_out(weight, _LAYOUTS[ways[0]])
+            layout, most = best_layout(weight, bias, bits, ways)
             return lay_out(weight, layout, most) if most else None
         except (AttributeError, RuntimeError):
             return None
@@ -226,26 +232,40 @@ def keeps_bits(model: nn.Module) -> bool:
 
 
 @cache
-def is_faster(dtype: torch.dtype, threads: int) -> bool:
-    """Whether packed products are right, and faster than torch's on so many threads; measured once."""
-    inputs, outputs = _TRIED
-    ours, theirs = [], []
+def faster_ways(dtype: torch.dtype, threads: int, rows: int = _TRIED[0]) -> tuple[str, ...]:
+    """How a packed weight is multiplied faster than torch's, by "own" or "onednn", fastest first; measured once.
+
+    Args:
+        dtype: Type of the weight.
+        threads: Threads that torch computes with.
+        rows: Rows of the product.
+    """
+    _, inputs, outputs = _TRIED
+    taken: dict[str, list[float]] = {"torch": []}
     with torch.inference_mode():
-        x, own = (torch.linspace(-1, 1, n * inputs).view(n, inputs).sin() for n in (_PACKED_FOR.rows, outputs))
-        x, own = x.to(dtype), (own / inputs).to(dtype)
-        packed = _pack(own, None, is_exact=False)
-        if packed is None:
-            return False
-        try:
-            product = packed.product(x, None)
-        except (AttributeError, RuntimeError):  # torch was built without oneDNN
-            return False
+        x, weight = (torch.linspace(-1, 1, n * inputs).view(n, inputs).sin() for n in (rows, outputs))
+        x, weight = x.to(dtype), (weight / inputs).to(dtype)
+        products: dict[str, Callable[[], Tensor]] = {"torch": partial(linear, x, weight)}
+        for way, layout in _LAYOUTS.items():
+            if way == "own" and not _is_supported(weight):
+                continue
+            try:
+                packed = partial(lay_out(weight, layout).product, x, None)
+                if torch.allclose(packed(), products["torch"](), rtol=0.02, atol=1e-3):
+                    products[way], taken[way] = packed, []
+            except (AttributeError, RuntimeError):  # torch was built without oneDNN
+                continue
         for _ in range(_TRIALS):
-            begin = time.perf_counter()
-            packed.product(x, None)
-            middle = time.perf_counter()
-            linear(x, own)
-            ours.append(middle - begin)
-            theirs.append(time.perf_counter() - middle)
-        is_right = torch.allclose(product, linear(x, own), rtol=0.02, atol=1e-3)
-    return is_right and min(ours) < _GAIN * min(theirs)
+            for way, product in products.items():
+                begin = time.perf_counter()
+                product()
+                taken[way].append(time.perf_counter() - begin)
+    order = sorted(taken, key=lambda way: min(taken[way]))
+    return tuple(way for way in order if min(taken[way]) < _GAIN * min(taken["torch"]))
+
+
+def _is_supported(weight: Tensor) -> bool:
+    """Whether the kernel of this package takes a weight."""
+    from lookahead.kernels import packed_product
+
+    return packed_product.is_supported(weight)

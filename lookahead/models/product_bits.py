@@ -6,9 +6,9 @@ CPU. So products of every shape are compared once, with numbers that nearly canc
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,11 @@ _OUTPUTS = 4096  # most outputs of a layer that are compared, but for what is le
 _DIFFERENT = 256  # outputs of the compared weight that differ; the others repeat them
 _ROWS = (1, 2, 3, 5, 8, 11, 16, 17, 24, 31, MAX_ROWS)
 _CANCELLING = 4  # inputs that take back the sum of the others, each what the last one left
-_BLOCKS = (512, 256, 1024, 2048)  # inputs of a block of sums, as CPUs take them for one row
+_BLOCKS = (1024, 512, 256, 2048)  # inputs of a block of sums, as CPUs take them for one row
+
+Bits = Literal["alone", "together", "any"]
+"""The bits of a row of half precision: those it has alone in torch's product, those it has there together with the
+other rows, or any."""
 
 
 class Layout(NamedTuple):
@@ -30,7 +34,7 @@ class Layout(NamedTuple):
 
     Attributes:
         rows: Rows that oneDNN lays it out for, or 0; it serves other numbers of rows too.
-        block: Inputs of a block of sums of `kernels.half_product`, or 0.
+        block: Inputs of a block of sums of `kernels.packed_product`, or 0.
     """
 
     rows: int = 0
@@ -53,11 +57,11 @@ class Packed(NamedTuple):
     most: int = 0
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply `[..., inputs]`; a layout in blocks takes `[rows, inputs]` only."""
+        """Multiply `[..., inputs]`."""
         if self.layout.block:
-            from lookahead.kernels import half_product
+            from lookahead.kernels import packed_product
 
-            return half_product.multiply(x, self.weight, self.outputs, bias, self.layout.block)
+            return packed_product.multiply(x, self.weight, self.outputs, bias, self.layout.block)
         return by_onednn(x, self.weight, bias)
 
 
@@ -87,28 +91,29 @@ def lay_out(weight: Tensor, layout: Layout, most: int = 0) -> Packed:
         RuntimeError: oneDNN does not take the weight.
     """
     if layout.block:
-        from lookahead.kernels import half_product
+        from lookahead.kernels import packed_product
 
-        packed = half_product.pack(weight)
+        packed = packed_product.pack(weight)
     else:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), layout.rows)
     return Packed(packed, layout, len(weight), most)
 
 
-def best_layout(weight: Tensor, bias: Tensor | None, *, is_alone: bool) -> tuple[Layout, int]:
+def best_layout(weight: Tensor, bias: Tensor | None, bits: Bits, ways: Sequence[str]) -> tuple[Layout, int]:
     """The layout of a weight of half precision that gives the right bits to most rows.
 
     Args:
         weight: `[outputs, inputs]`.
         bias: `[outputs]` or None.
-        is_alone: Whether a row shall have the bits it has alone, rather than those of torch's product of all rows.
+        bits: Those that rows shall have.
+        ways: "own", the kernel of this package, and "onednn": what may multiply. The first serves where both do.
 
     Returns:
         The layout and the most rows of a product; 0 rows where none is right.
     """
     best, most = Layout(), 0
-    for layout in _layouts(weight, is_alone=is_alone):
-        rows = rows_of(weight, bias, layout)[0 if is_alone else 1]
+    for layout in (layout for way in ways for layout in _layouts(weight, way)):
+        rows = rows_of(weight, bias, layout)._asdict()[bits]
         if rows > most:
             best, most = layout, rows
         if most == MAX_ROWS:
@@ -116,13 +121,13 @@ def best_layout(weight: Tensor, bias: Tensor | None, *, is_alone: bool) -> tuple
     return best, most
 
 
-def _layouts(weight: Tensor, *, is_alone: bool) -> Iterable[Layout]:
-    from lookahead.kernels import half_product
+def _layouts(weight: Tensor, way: str) -> list[Layout]:
+    """How a weight may be laid out for a way to multiply."""
+    from lookahead.kernels import packed_product
 
-    yield Layout(rows=16)
-    yield Layout(rows=1)  # long rows may keep their bits
-    if is_alone and half_product.is_supported(weight):
-        yield from (Layout(block=block) for block in _BLOCKS)
+    if way == "onednn":
+        return [Layout(rows=16), Layout(rows=1)]  # the second keeps the bits of some long rows
+    return [Layout(block=block) for block in _BLOCKS] if packed_product.is_supported(weight) else []
 
 
 def rows_of(weight: Tensor, bias: Tensor | None, layout: Layout) -> Rows:
@@ -173,7 +178,7 @@ def keeps_bits(layers: Iterable[nn.Linear]) -> bool:
         return all(
             each.weight.numel() < FEWEST_WEIGHTS
             or rows_of(each.weight, each.bias, Layout()).alone >= _FEWEST_ROWS
-            or best_layout(each.weight, each.bias, is_alone=True)[1] >= _FEWEST_ROWS
+            or best_layout(each.weight, each.bias, "alone", ("own", "onednn"))[1] >= _FEWEST_ROWS
             for each in layers
         )
     except (AttributeError, RuntimeError):  # torch was built without oneDNN

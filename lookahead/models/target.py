@@ -21,6 +21,7 @@ from lookahead.models.cache import TreeCache, windows_of
 from lookahead.models.compiled import CompiledRunner
 from lookahead.models.exact_attention import takes_rows
 from lookahead.models.linears import LinearScope, take_has_packed
+from lookahead.models.product_bits import Bits
 from lookahead.models.tree_pass import AttentionSpan, TreePass, copy_together, padded_slots
 
 Shape = Literal["trees", "chains"]
@@ -130,7 +131,7 @@ class Target:
         self._is_half = model.dtype in (torch.bfloat16, torch.float16)
         self._is_exact = is_bitwise and self._is_half and self._scope is not None and rows == 1 and not is_fixed
         self.is_bitwise = self._is_exact
-        self._is_together = is_together
+        self._is_together, self._is_alone = is_together, rows == 1
         # A single node need not attend by torch either.
         self._takes_rows = (
             self._is_exact
@@ -315,8 +316,11 @@ class Target:
         keeps_hidden = self.keeps_hidden and bool(self._hidden_layers)
         if keeps_hidden:
             options["output_hidden_states"] = True
+        bits: Bits = "together"
+        if trees is not None and not self._is_together:
+            bits = "alone" if is_exact else "any" if self._is_alone else "together"
         take_has_packed()
-        with self._linears.running(is_exact=is_exact and not self._is_together), scope:
+        with self._linears.running(bits), scope:
             output = self._model(
                 input_ids=ids,
                 past_key_values=self.cache,

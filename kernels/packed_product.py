@@ -1,0 +1,174 @@
+"""Products of rows with a weight that is laid out in the order in which a CPU reads it.
+
+A pass over a few nodes waits for the weights. Here each is read once for all rows, in one stream.
+
+In bfloat16 the bits are those of torch's product of one row, whatever the number of rows: where oneDNN multiplies one
+row, it adds the products of some hundred inputs in the order of the inputs, two at a time, and then the sums of these
+blocks. With several rows it takes larger blocks, and bits change.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lookahead.kernels.microkernel import LANES, ROWS, jit_part, tile_of
+from lookahead.kernels.threads import array_at, run, take
+
+COLUMNS = 2 * LANES  # outputs of a panel of the packed weight
+_PART = 1 << 19  # bytes of the weight that a thread takes at a time
+_NEEDS = {torch.float32: "avx512f", torch.bfloat16: "avx512bf16"}
+_TERM = {torch.float32: torch.float32, torch.bfloat16: torch.int32}  # what a sum adds at a time: one product, or two
+
+
+def is_supported(weight: Tensor) -> bool:
+    """Whether a weight of this type and shape can be packed, and this CPU has the instructions."""
+    needed = _NEEDS.get(weight.dtype)
+    is_whole = weight.dtype == torch.float32 or weight.shape[1] % 2 == 0
+    return needed is not None and is_whole and bool(llvm.get_host_cpu_features().get(needed))
+
+
+def pack(weight: Tensor) -> Tensor:
+    """Lay a weight out in panels of `COLUMNS` outputs, for `multiply`.
+
+    Args:
+        weight: float32 or bfloat16 `[outputs, inputs]`, contiguous.
+
+    Returns:
+        float32 `[panels, inputs, COLUMNS]`, or int32 `[panels, inputs / 2, COLUMNS]` with two inputs an element; the
+        last panel is padded with zeros.
+    """
+    terms = weight.detach().view(_TERM[weight.dtype])
+    packed: Tensor = (
+        pad(terms, (0, 0, 0, -len(terms) % COLUMNS)).unflatten(0, (-1, COLUMNS)).transpose(1, 2).contiguous()
+    )
+    return packed
+
+
+def multiply(x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None, block: int) -> Tensor:
+    """Multiply rows by a packed weight.
+
+    Args:
+        x: float32 or bfloat16 `[..., inputs]`.
+        packed: From `pack`, of a weight of the same type.
+        outputs: Outputs of the weight.
+        bias: `[outputs]` of that type, or None.
+        block: Inputs whose products are added before the sums of such blocks are added; even.
+
+    Returns:
+        `[..., outputs]` of that type.
+    """
+    x = x.contiguous()
+    panels, terms, _ = packed.shape
+    inputs = x.shape[-1]
+    out = x.new_empty(*x.shape[:-1], outputs)
+    together = max(1, _PART // (4 * terms * COLUMNS))
+    run(
+        _multiply_floats if x.dtype == torch.float32 else _multiply_pairs, -(-panels // together),
+        [x, packed, out, x if bias is None else bias],
+        x.numel() // inputs, terms, panels, outputs, block * terms // inputs, together, bias is not None,
+    )  # fmt: skip
+    return out
+
+
+_tiles: Any = {rows: tile_of(2, rows=rows) for rows in (1, 2, 4, ROWS)}
+_one, _two, _four, _eight = _tiles.values()
+
+
+def _multiply_floats(address: Any) -> None:
+    """Panel by panel, which stays in a near cache for all rows."""
+    _, parts, x_at, packed_at, out_at, bias_at, rows, terms, panels, outputs, block, together, has_bias = array_at(
+        address, (13,), np.int64
+    )
+    x, packed = array_at(x_at, (rows, terms), np.float32), array_at(packed_at, (panels, terms, COLUMNS), np.float32)
+    out, bias = array_at(out_at, (rows, outputs), np.float32), array_at(bias_at, (outputs,), np.float32)
+    sums, others = np.empty(ROWS * COLUMNS, np.float32), np.empty(ROWS * COLUMNS, np.float32)
+    part = take(address)
+    while part < parts:
+        for panel in range(part * together, min(panels, (part + 1) * together)):
+            first, begin = 0, panel * COLUMNS
+            while first < rows:
+                taken = _sum_rows(x, packed, panel, first, rows, terms, block, sums, others)
+                if has_bias:
+                    for row in range(taken):
+                        for i in range(min(COLUMNS, outputs - begin)):
+                            sums[row * COLUMNS + i] += bias[begin + i]
+                _store(sums, taken, out, first, begin, outputs)
+                first += taken
+        part = take(address)
+
+
+def _multiply_pairs(address: Any) -> None:
+    """Panel by panel, which stays in a near cache for all rows; sums are rounded to bfloat16."""
+    _, parts, x_at, packed_at, out_at, bias_at, rows, terms, panels, outputs, block, together, has_bias = array_at(
+        address, (13,), np.int64
+    )
+    x, packed = array_at(x_at, (rows, terms), np.int32), array_at(packed_at, (panels, terms, COLUMNS), np.int32)
+    out, bias = array_at(out_at, (rows, outputs), np.uint16), array_at(bias_at, (outputs,), np.uint16)
+    sums, others = np.empty(ROWS * COLUMNS, np.float32), np.empty(ROWS * COLUMNS, np.float32)
+    rounded, bits = np.empty(ROWS * COLUMNS, np.uint16), sums.view(np.uint32)
+    part = take(address)
+    while part < parts:
+        for panel in range(part * together, min(panels, (part + 1) * together)):
+            first, begin = 0, panel * COLUMNS
+            while first < rows:
+                taken = _sum_rows(x, packed, panel, first, rows, terms, block, sums, others)
+                if has_bias:
+                    for row in range(taken):
+                        for i in range(min(COLUMNS, outputs - begin)):
+                            wide = np.uint32(bias[begin + i]) << np.uint32(16)
+                            sums[row * COLUMNS + i] += np.uint32(wide).view(np.float32)
+                for i in range(taken * COLUMNS):
+                    rounded[i] = _round(bits[i])
+                _store(rounded, taken, out, first, begin, outputs)
+                first += taken
+        part = take(address)
+
+
+@jit_part
+def _store(values, taken, out, first, begin, outputs):
+    """Copy rows of a panel to their places."""
+    if outputs - begin >= COLUMNS:
+        for row in range(taken):
+            for i in range(COLUMNS):
+                out[first + row, begin + i] = values[row * COLUMNS + i]
+    else:
+        for row in range(taken):
+            for i in range(outputs - begin):
+                out[first + row, begin + i] = values[row * COLUMNS + i]
+
+
+@jit_part
+def _round(bits):
+    """The bfloat16 nearest to a float32, of two the even one; both as unsigned numbers."""
+    odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
+    near = np.uint32(np.uint32(bits + odd) + np.uint32(0x7FFF))
+    is_nan = np.uint32(bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    return np.uint16(0x7FC0) if is_nan else np.uint16(near >> np.uint32(16))
+
+
+@jit_part
+def _sum_rows(x, packed, panel, first, rows, terms, block, sums, others):
+    """As many of the rows from `first` on as a tile takes, times one panel; returns how many."""
+    left = rows - first
+    taken = ROWS if left >= ROWS else 4 if left >= 4 else 2 if left >= 2 else 1
+    for begin in range(0, terms, block):
+        count, to = min(block, terms - begin), others if begin else sums
+        at, column = first * terms + begin, (panel * terms + begin) * COLUMNS
+        if taken == ROWS:
+            _eight(x, at, terms, 1, packed, column, COLUMNS, to, 0, COLUMNS, count)
+        elif taken == 4:
+            _four(x, at, terms, 1, packed, column, COLUMNS, to, 0, COLUMNS, count)
+        elif taken == 2:
+            _two(x, at, terms, 1, packed, column, COLUMNS, to, 0, COLUMNS, count)
+        else:
+            _one(x, at, terms, 1, packed, column, COLUMNS, to, 0, COLUMNS, count)
+        if begin:
+            for i in range(taken * COLUMNS):
+                sums[i] = others[i] + sums[i]
+    return taken
