@@ -30,6 +30,7 @@ _SMALLEST = _F(-87.0)  # below it the result is no normal float32
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
 _PAIRS = ir.VectorType(ir.IntType(32), LANES)  # two bfloat16 a lane
 _FIRST_LANE = ir.Constant(_PAIRS, None)
+_UPPER_HALVES = ir.Constant(_PAIRS, [-65536] * LANES)
 _WHOLE = ir.IntType(64)
 _FUSED = {"flags": ("contract",)}
 _DOT_OF_PAIRS = "llvm.x86.avx512bf16.dpbf16ps.512"
@@ -156,6 +157,47 @@ def _emit_sums(
     return grown
 
 
+@jit_part
+def round_half(bits):
+    """The bfloat16 nearest to a float32, of two the even one; both as unsigned numbers."""
+    odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
+    near = np.uint32(np.uint32(bits + odd) + np.uint32(0x7FFF))
+    is_nan = np.uint32(bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    return np.uint16(0x7FC0) if is_nan else np.uint16(near >> np.uint32(16))
+
+
+@intrinsic
+def _transpose(context: Any, source: Any, at: Any, row_step: Any, out: Any, to: Any, out_step: Any) -> Any:
+    """Widen 16 rows of 16 pairs of bfloat16, held as int32, to float32, and store them as 32 rows of 16."""
+
+    def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
+        source, at, row_step, out, to, out_step = (
+            target.make_array(kind)(target, builder, value).data if isinstance(kind, types.Array) else value
+            for kind, value in zip(signature.args, values, strict=True)
+        )
+        firsts = [builder.add(at, builder.mul(row_step, _WHOLE(row))) for row in range(LANES)]
+        rows = [builder.load(_vector_at(builder, source, first, _PAIRS), align=4) for first in firsts]
+        step = 1
+        while step < LANES:  # exchange blocks of `step` by `step` beside the diagonal of blocks twice as large
+            for row in (row for row in range(LANES) if not row & step):
+                upper, lower = rows[row], rows[row + step]
+                left = [lane if not lane & step else LANES + lane - step for lane in range(LANES)]
+                right = [lane + step if not lane & step else LANES + lane for lane in range(LANES)]
+                rows[row], rows[row + step] = (
+                    builder.shuffle_vector(upper, lower, ir.Constant(_PAIRS, order)) for order in (left, right)
+                )
+            step *= 2
+        for row, pairs in enumerate(rows):
+            wide = builder.shl(pairs, ir.Constant(_PAIRS, [16] * LANES)), builder.and_(pairs, _UPPER_HALVES)
+            for i, each in enumerate(wide):
+                place = builder.add(to, builder.mul(out_step, _WHOLE(2 * row + i)))
+                builder.store(builder.bitcast(each, _VECTOR), _vector_at(builder, out, place), align=4)
+        return target.get_dummy_value()
+
+    return types.void(source, at, row_step, out, to, out_step), emit
+
+
+transpose: Any = _transpose
 _one, _two = tile_of(1), tile_of(2)
 
 

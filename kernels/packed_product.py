@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lookahead.kernels.microkernel import LANES, ROWS, jit_part, tile_of
+from lookahead.kernels.microkernel import LANES, ROWS, jit_part, round_half, tile_of
 from lookahead.kernels.threads import array_at, run, take
 
 COLUMNS = 2 * LANES  # outputs of a panel of the packed weight
@@ -124,7 +124,7 @@ def _multiply_pairs(address: Any) -> None:
                             wide = np.uint32(bias[begin + i]) << np.uint32(16)
                             sums[row * COLUMNS + i] += np.uint32(wide).view(np.float32)
                 for i in range(taken * COLUMNS):
-                    rounded[i] = _round(bits[i])
+                    rounded[i] = round_half(bits[i])
                 _store(rounded, taken, out, first, begin, outputs)
                 first += taken
         part = take(address)
@@ -141,15 +141,6 @@ def _store(values, taken, out, first, begin, outputs):
         for row in range(taken):
             for i in range(outputs - begin):
                 out[first + row, begin + i] = values[row * COLUMNS + i]
-
-
-@jit_part
-def _round(bits):
-    """The bfloat16 nearest to a float32, of two the even one; both as unsigned numbers."""
-    odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
-    near = np.uint32(np.uint32(bits + odd) + np.uint32(0x7FFF))
-    is_nan = np.uint32(bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-    return np.uint16(0x7FC0) if is_nan else np.uint16(near >> np.uint32(16))
 
 
 @jit_part

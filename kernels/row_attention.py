@@ -11,6 +11,7 @@ Source of the softmax by blocks: Dao et al. 2022, "FlashAttention", §3.1.
 from __future__ import annotations
 
 import math
+import struct
 from functools import cache
 from typing import Any
 
@@ -22,12 +23,13 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lookahead.kernels.microkernel import LANES, ROWS, STRIDE, jit_part, tile_of
+from lookahead.kernels.microkernel import LANES, ROWS, STRIDE, jit_part, round_half, tile_of, transpose
 from lookahead.kernels.threads import array_at, run, take
 
 BLOCK = 512  # keys whose weights are computed before their values are added
 _STEP = BLOCK + LANES  # elements from one dimension of the transposed keys to the next
 _COLUMNS = 2 * LANES
+_FEW = 4  # queries up to which a tile has so many rows
 _PARTS = 4  # partial sums of a score
 _TOGETHER = 4  # keys whose weighted values are added before they are added to the sum
 
@@ -36,6 +38,7 @@ _LOWEST = _F(-87.33654475)  # the exponential of less is 0
 _LOG2E = _F(1.4426950408889634)
 # 2 to a fraction x is nearly 1 + x less this polynomial, whose coefficients stand from the cube down.
 _POLYNOMIAL = _F(-0.079204240219773236), _F(-0.22433836478672356), _F(0.30354260500649682), _F(0.00010703434948458272)
+_INT, _FLOAT = struct.Struct("i"), struct.Struct("f")
 _EXPONENT, _BIAS = _F(1 << 23), _F(127 << 23)  # a number times the one, plus the other: the bits of 2 to that number
 
 
@@ -44,10 +47,8 @@ def row_attention(
     keys: Tensor,
     values: Tensor,
     *,
+    nodes: Tensor,
     start: int,
-    order: NDArray[np.int64],
-    parents: NDArray[np.int32],
-    depths: NDArray[np.int32],
     scale: float,
 ) -> Tensor:
     """Attention of some nodes of one tree, each over the prompt and its own path.
@@ -56,10 +57,8 @@ def row_attention(
         query: bfloat16 `[width, heads, dim]`; the last `width` nodes of the tree.
         keys: bfloat16 `[slots, kv_heads, dim]`, contiguous; the prompt, and behind it all nodes of the tree.
         values: bfloat16 `[slots, kv_heads, dim]`, likewise.
+        nodes: int64 `[3, nodes]`, from `pack_nodes`.
         start: Slots before the root.
-        order: `[width]`; the nodes of `query`, every one after its ancestors among them.
-        parents: `[nodes]`.
-        depths: `[nodes]`; 0 for the root.
         scale: Factor on the scores.
 
     Returns:
@@ -67,11 +66,28 @@ def row_attention(
     """
     width, heads, dim = query.shape
     slots, kv_heads = keys.shape[:2]
-    out = torch.empty(query.shape)
-    nodes = [torch.from_numpy(np.ascontiguousarray(each, np.int64)) for each in (order, parents, depths)]
-    tensors = [query.float().contiguous(), keys, values, *nodes, torch.tensor(scale, dtype=torch.float32), out]
-    run(_attend, kv_heads, tensors, width, heads, dim, slots, kv_heads, len(parents), start)
-    return out.to(query.dtype)
+    query = query.contiguous()
+    out = torch.empty_like(query)
+    bits = _INT.unpack(_FLOAT.pack(scale))[0]
+    sizes = width, heads, dim, slots, kv_heads, nodes.shape[1], start, bits
+    run(_attend, kv_heads, [query, keys, values, nodes, out], *sizes)
+    return out
+
+
+def pack_nodes(order: NDArray[np.int64], parents: NDArray[np.int32], depths: NDArray[np.int32]) -> Tensor:
+    """What `row_attention` reads of a tree.
+
+    Args:
+        order: `[width]`; the last `width` nodes of the tree, every one after its ancestors among them.
+        parents: `[nodes]`.
+        depths: `[nodes]`; 0 for the root.
+
+    Returns:
+        int64 `[3, nodes]`; the order, padded, the parents and the depths.
+    """
+    packed = np.zeros((3, len(parents)), np.int64)
+    packed[0, : len(order)], packed[1], packed[2] = order, parents, depths
+    return torch.from_numpy(packed)
 
 
 def is_supported(query: Tensor, keys: Tensor, values: Tensor) -> bool:
@@ -105,46 +121,56 @@ def _multiply_add(context: Any, x: Any, y: Any, z: Any) -> Any:
 
 _fma: Any = _multiply_add
 _score_tile: Any = tile_of(2)
+_score_few: Any = tile_of(2, rows=_FEW)
 _one_register: Any = tile_of(1, "fours")
 _two_registers: Any = tile_of(2, "fours")
+_one_of_few: Any = tile_of(1, "fours", rows=_FEW)
+_two_of_few: Any = tile_of(2, "fours", rows=_FEW)
 
 
 def _attend(address: Any) -> None:
     """Per KV head one pass over the blocks of keys, for all nodes and the query heads that share it."""
-    _, parts, query_at, keys_at, values_at, order_at, parents_at, depths_at, scale_at, out_at = array_at(
-        address, (10,), np.int64
+    _, parts, query_at, keys_at, values_at, nodes_at, out_at, width, heads, dim, slots, kv_heads, count, start, bits = (
+        array_at(address, (15,), np.int64)
     )
-    width, heads, dim, slots, kv_heads, nodes, start = array_at(address, (17,), np.int64)[10:]
-    query = array_at(query_at, (width, heads, dim), np.float32)
-    keys = array_at(keys_at, (slots, kv_heads, dim), np.int16)
-    values = array_at(values_at, (slots, kv_heads, dim), np.int16)
-    order = array_at(order_at, (width,), np.int64)
-    parents, depths = array_at(parents_at, (nodes,), np.int64), array_at(depths_at, (nodes,), np.int64)
-    scale = array_at(scale_at, (1,), np.float32)[0]
-    out = array_at(out_at, (width, heads, dim), np.float32)
+    query = array_at(query_at, (width, heads, dim), np.int16)
+    keys, values = (
+        array_at(keys_at, (slots, kv_heads, dim), np.int16),
+        array_at(values_at, (slots, kv_heads, dim), np.int16),
+    )
+    pairs = array_at(keys_at, (slots, kv_heads, dim // 2), np.int32)
+    nodes = array_at(nodes_at, (3, count), np.int64)
+    order, parents, depths = nodes[0, :width], nodes[1], nodes[2]
+    scale = np.int32(bits).view(np.float32)
+    out = array_at(out_at, (width, heads, dim), np.uint16)
     groups = heads // kv_heads
-    queries = np.zeros(((width * groups + ROWS - 1) // ROWS * ROWS, dim), np.float32)
+    rows = width * groups
+    queries = np.zeros((_FEW if rows <= _FEW else (rows + ROWS - 1) // ROWS * ROWS, dim), np.float32)
     sums, scores = np.empty((len(queries), dim), np.float32), np.zeros((len(queries), BLOCK), np.float32)
-    transposed, block = np.zeros((dim, _STEP), np.float32), np.zeros((BLOCK, dim), np.float32)
+    transposed, block = np.empty((dim, _STEP), np.float32), np.empty((BLOCK, dim), np.float32)
+    sum_bits = sums.view(np.uint32)
     head = take(address)
     while head < parts:
-        for node in range(width):
-            queries[node * groups : (node + 1) * groups] = query[node, head * groups : (head + 1) * groups]
+        for row in range(rows):
+            line = query[row // groups, head * groups + row % groups]
+            for i in range(dim):
+                queries[row, i] = _widen(line[i])
         totals = _attend_head(
-            queries, keys, values, start, head, groups, order, parents, depths, scale, scores, transposed, block, sums
-        )
-        for node in range(width):
-            for group in range(groups):
-                row = node * groups + group
-                share = _F(1.0) / totals[row]
-                for i in range(dim):
-                    out[node, head * groups + group, i] = sums[row, i] * share
+            queries, keys, pairs, values, start, head, groups, order, parents, depths, scale, scores, transposed, block,
+            sums,
+        )  # fmt: skip
+        for row in range(rows):
+            share, line = _F(1.0) / totals[row], out[row // groups, head * groups + row % groups]
+            for i in range(dim):
+                sums[row, i] *= share
+            for i in range(dim):
+                line[i] = round_half(sum_bits[row, i])
         head = take(address)
 
 
 @jit_part
 def _attend_head(
-    queries, keys, values, start, head, groups, order, parents, depths, scale, scores, transposed, block, sums
+    queries, keys, pairs, values, start, head, groups, order, parents, depths, scale, scores, transposed, block, sums
 ):  # fmt: skip
     """Sum the weighted values of one KV head; returns the sum of the weights of every query."""
     first_node = len(parents) - len(order)
@@ -153,7 +179,7 @@ def _attend_head(
     sums[:] = 0.0
     for begin in range(0, start + depths[order].max() + 1, BLOCK):
         common = max(0, min(BLOCK, start - begin))  # keys of the prompt
-        _load(keys, values, begin, common, head, transposed, block)
+        _load(keys, pairs, values, begin, common, head, transposed, block)
         _score_prompt(queries, transposed, common, scale, scores)
         for node in order:
             first = (node - first_node) * groups
@@ -192,7 +218,7 @@ def _widen(number):
 
 
 @jit_part
-def _load(keys, values, begin, size, head, transposed, block):
+def _load(keys, pairs, values, begin, size, head, transposed, block):
     """Copy the prompt's keys of a block, transposed, and its values, as float32."""
     dim = keys.shape[2]
     for slot in range(size):
@@ -200,8 +226,12 @@ def _load(keys, values, begin, size, head, transposed, block):
         for i in range(dim):
             to[i] = _widen(line[i])
     whole = size // LANES * LANES
+    half, step = dim // 2, keys.shape[1] * dim // 2
     for slot in range(0, whole, LANES):
-        for i in range(dim):
+        at = (begin + slot) * step + head * half
+        for pair in range(0, half // LANES * LANES, LANES):
+            transpose(pairs, at + pair, step, transposed, 2 * pair * _STEP + slot, _STEP)
+        for i in range(half // LANES * 2 * LANES, dim):
             for lane in range(LANES):
                 transposed[i, slot + lane] = _widen(keys[begin + slot + lane, head, i])
     for slot in range(whole, size):
@@ -217,15 +247,16 @@ def _score_prompt(queries, transposed, size, scale, scores):
     for first in range(0, rows, ROWS):
         for column in range(0, size, _COLUMNS):
             for i in range(_PARTS):
-                _score_tile(
-                    queries, first * dim + i, dim, _PARTS, transposed, i * _STEP + column, _PARTS * _STEP,
-                    parts[i], 0, STRIDE, dim // _PARTS,
-                )  # fmt: skip
-            for row in range(ROWS):
-                line = scores[first + row, column : column + _COLUMNS]
+                at, line, step = first * dim + i, i * _STEP + column, _PARTS * _STEP
+                if rows == _FEW:
+                    _score_few(queries, at, dim, _PARTS, transposed, line, step, parts[i], 0, STRIDE, dim // _PARTS)
+                else:
+                    _score_tile(queries, at, dim, _PARTS, transposed, line, step, parts[i], 0, STRIDE, dim // _PARTS)
+            for row in range(min(ROWS, rows)):
+                scored = scores[first + row, column : column + _COLUMNS]
                 for i in range(_COLUMNS):
                     at = row * STRIDE + i
-                    line[i] = ((parts[0, at] + parts[2, at]) + (parts[1, at] + parts[3, at])) * scale
+                    scored[i] = ((parts[0, at] + parts[2, at]) + (parts[1, at] + parts[3, at])) * scale
 
 
 @jit_part
@@ -321,8 +352,12 @@ def _add_prompt(weights, values, size, sums):
     for first in range(0, rows, ROWS):
         for column in range(0, dim, _COLUMNS):
             at, to = first * BLOCK, first * dim + column
-            if dim - column > LANES:
+            if dim - column > LANES and rows == _FEW:
+                _two_of_few(weights, at, BLOCK, 1, values, column, dim, sums, to, dim, size)
+            elif dim - column > LANES:
                 _two_registers(weights, at, BLOCK, 1, values, column, dim, sums, to, dim, size)
+            elif rows == _FEW:
+                _one_of_few(weights, at, BLOCK, 1, values, column, dim, sums, to, dim, size)
             else:
                 _one_register(weights, at, BLOCK, 1, values, column, dim, sums, to, dim, size)
 

@@ -56,7 +56,7 @@ def one_by_one(query: Tensor, keys: Tensor, values: Tensor, tree: TokenTree, sta
 
 def by_rows(query: Tensor, keys: Tensor, values: Tensor, tree: TokenTree, start: int, order: Any) -> Tensor:
     return row_attention.row_attention(
-        query, keys, values, start=start, order=np.array(order), parents=tree.parents, depths=tree.depths,
+        query, keys, values, nodes=row_attention.pack_nodes(np.array(order), tree.parents, tree.depths), start=start,
         scale=query.shape[2] ** -0.5,
     )  # fmt: skip
 

@@ -39,20 +39,23 @@ class Turns(NamedTuple):
         start: The slot of the root.
         scored: First nodes of the tree that an earlier pass scored.
         steps: The nodes from `scored` on, depth first.
-        order: int64; the nodes of the steps.
+        nodes: For `kernels.row_attention`.
     """
 
     tree: TokenTree
     start: int
     scored: int
     steps: Sequence[Step]
-    order: NDArray[np.int64]
+    nodes: Tensor
 
     @classmethod
     def of(cls, tree: TokenTree, start: int, scored: int) -> Turns:
         """The turns of a tree whose root stands in slot `start`."""
+        from lookahead.kernels.row_attention import pack_nodes
+
         steps = depth_first(tree.parents, tree.depths, scored)
-        return cls(tree, start, scored, steps, np.array([node for node, *_ in steps]))
+        order = np.array([node for node, *_ in steps])
+        return cls(tree, start, scored, steps, pack_nodes(order, tree.parents, tree.depths))
 
 
 @njit(cache=True)
@@ -135,8 +138,8 @@ def has_bits_of_sdpa(dim: int, groups: int) -> bool:
     """
     from lookahead.kernels import row_attention
 
-    source = torch.Generator().manual_seed(0)
-    root = TokenTree.root(0)
+    source, root = torch.Generator().manual_seed(0), TokenTree.root(0)
+    nodes = row_attention.pack_nodes(np.zeros(1, np.int64), root.parents, root.depths)
     for length in _LENGTHS:
         query, key, value = (
             torch.randn(heads, rows, dim, generator=source)
@@ -157,9 +160,8 @@ def has_bits_of_sdpa(dim: int, groups: int) -> bool:
             alone = scaled_dot_product_attention(one[None], shared[0], shared[1])
             slots = [tensor.transpose(0, 1).contiguous() for tensor in (one, keys, values)]
             got = row_attention.row_attention(
-                slots[0], slots[1], slots[2], start=length - 1, order=np.zeros(1, np.int64), parents=root.parents,
-                depths=root.depths, scale=dim**-0.5,
-            )  # fmt: skip
+                slots[0], slots[1], slots[2], nodes=nodes, start=length - 1, scale=dim**-0.5
+            )
             if not torch.equal(got[0], alone[0, :, 0]):
                 return False
     return True
@@ -205,7 +207,7 @@ def attend_in_turn(
     Returns:
         `[1, width, heads, value_dim]`.
     """
-    tree, start, scored, steps, order = turns
+    tree, start, scored, steps, packed_nodes = turns
     is_sdpa, scale = own is sdpa_attention_forward, options.get("scaling")
     if is_sdpa and (window is None or start + int(tree.depths.max()) + 1 < window):
         from lookahead.kernels import row_attention
@@ -220,9 +222,8 @@ def attend_in_turn(
             and has_bits_of_sdpa(query.shape[3], query.shape[1] // key.shape[1])
         ):
             return row_attention.row_attention(
-                rows, *slots, start=start, order=order, parents=tree.parents,
-                depths=tree.depths, scale=query.shape[3] ** -0.5 if scale is None else scale,
-            )[None]  # fmt: skip
+                rows, *slots, nodes=packed_nodes, start=start, scale=query.shape[3] ** -0.5 if scale is None else scale
+            )[None]
     heads, width = query.shape[1:3]
     kv_heads = key.shape[1]
     nodes = slice(start, start + scored + width)

@@ -28,7 +28,8 @@ _LAYOUTS = {"own": Layout(block=512), "onednn": Layout(rows=16)}  # of float32
 _SHARE_OF_MEMORY = 0.25  # most of the machine's memory that the packed weights of a model may take
 _UNPACKED_ROWS = 32  # rows of float32 from which on oneDNN is faster than torch's BLAS even without packing
 _MOST_ROWS = 128  # of float32 that the kernel of this package takes; it is made for few
-_TRIED = (8, 2048, 2048)  # rows, inputs and outputs of the measured products: more than a cache holds, as in a model
+_TRIED = (2048, 2048)  # inputs and outputs of the measured products: more than a cache holds, as in a model
+_FEW_ROWS = (4, 16)  # of those products
 _TRIALS = 5
 _GAIN = 0.95  # most time relative to torch to count as faster
 
@@ -103,7 +104,7 @@ class LinearScope:
             return
         size = sum({id(each.weight): each.weight.nbytes for each in layers}.values())
         self._packs = packs and bool(ways) and size <= _SHARE_OF_MEMORY * _memory()
-        self._fewest = 1 if ways[:1] == ("own",) == faster_ways(dtype, threads, 1)[:1] else 2
+        self._fewest = 1 if ways[:1] == ("own",) == faster_ways(dtype, threads, (1,))[:1] else 2
         known = state_of(model).linears
         for layer in layers:
             packed = known.setdefault(layer, PackedLinear())
@@ -232,36 +233,41 @@ def keeps_bits(model: nn.Module) -> bool:
 
 
 @cache
-def faster_ways(dtype: torch.dtype, threads: int, rows: int = _TRIED[0]) -> tuple[str, ...]:
+def faster_ways(dtype: torch.dtype, threads: int, rows: tuple[int, ...] = _FEW_ROWS) -> tuple[str, ...]:
     """How a packed weight is multiplied faster than torch's, by "own" or "onednn", fastest first; measured once.
 
     Args:
         dtype: Type of the weight.
         threads: Threads that torch computes with.
-        rows: Rows of the product.
+        rows: Rows of the products that are measured.
     """
-    _, inputs, outputs = _TRIED
-    taken: dict[str, list[float]] = {"torch": []}
+    inputs, outputs = _TRIED
     with torch.inference_mode():
-        x, weight = (torch.linspace(-1, 1, n * inputs).view(n, inputs).sin() for n in (rows, outputs))
+        x, weight = (torch.linspace(-1, 1, n * inputs).view(n, inputs).sin() for n in (max(rows), outputs))
         x, weight = x.to(dtype), (weight / inputs).to(dtype)
-        products: dict[str, Callable[[], Tensor]] = {"torch": partial(linear, x, weight)}
+        products: dict[str, Callable[[Tensor], Tensor]] = {"torch": partial(linear, weight=weight)}
         for way, layout in _LAYOUTS.items():
             if way == "own" and not _is_supported(weight):
                 continue
             try:
-                packed = partial(lay_out(weight, layout).product, x, None)
-                if torch.allclose(packed(), products["torch"](), rtol=0.02, atol=1e-3):
-                    products[way], taken[way] = packed, []
+                packed = partial(lay_out(weight, layout).product, bias=None)
+                if torch.allclose(packed(x), linear(x, weight), rtol=0.02, atol=1e-3):
+                    products[way] = packed
             except (AttributeError, RuntimeError):  # torch was built without oneDNN
                 continue
-        for _ in range(_TRIALS):
-            for way, product in products.items():
-                begin = time.perf_counter()
-                product()
-                taken[way].append(time.perf_counter() - begin)
-    order = sorted(taken, key=lambda way: min(taken[way]))
-    return tuple(way for way in order if min(taken[way]) < _GAIN * min(taken["torch"]))
+        seconds = {way: sum(_least_seconds(product, x[:count]) for count in rows) for way, product in products.items()}
+    order = sorted(seconds, key=lambda way: seconds[way] * (_GAIN if way == "own" else 1))  # not by the noise of a tie
+    return tuple(way for way in order if seconds[way] < _GAIN * seconds["torch"])
+
+
+def _least_seconds(product: Callable[[Tensor], Tensor], x: Tensor) -> float:
+    """The time of a product, the shortest of some trials."""
+    taken = []
+    for _ in range(_TRIALS):
+        begin = time.perf_counter()
+        product(x)
+        taken.append(time.perf_counter() - begin)
+    return min(taken)
 
 
 def _is_supported(weight: Tensor) -> bool:
