@@ -50,26 +50,25 @@ def pack(weight: Tensor) -> Tensor:
     return packed
 
 
-def multiply(x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None, block: int) -> Tensor:
+def multiply(packed: Tensor, outputs: int, block: int, x: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply rows by a packed weight.
 
     Args:
-        x: float32 or bfloat16 `[..., inputs]`.
-        packed: From `pack`, of a weight of the same type.
+        packed: From `pack`.
         outputs: Outputs of the weight.
-        bias: `[outputs]` of that type, or None.
         block: Inputs whose products are added before the sums of such blocks are added; even.
+        x: `[..., inputs]`, of the type of the weight.
+        bias: `[outputs]` of that type, or None.
 
     Returns:
         `[..., outputs]` of that type.
     """
-    x = x.contiguous()
-    panels, terms, _ = packed.shape
-    inputs = x.shape[-1]
-    out = x.new_empty(*x.shape[:-1], outputs)
-    together = max(1, _PART // (4 * terms * COLUMNS))
+    x, (panels, terms, _), shape = x.contiguous(), packed.shape, x.shape
+    inputs = shape[-1]
+    out = x.new_empty((*shape[:-1], outputs))
+    together = max(1, _PART // (4 * COLUMNS * terms))
     run(
-        _multiply_floats if x.dtype == torch.float32 else _multiply_pairs, -(-panels // together),
+        _multiply_floats if terms == inputs else _multiply_pairs, -(-panels // together),
         [x, packed, out, x if bias is None else bias],
         x.numel() // inputs, terms, panels, outputs, block * terms // inputs, together, bias is not None,
     )  # fmt: skip

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numba
-import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
@@ -34,13 +34,14 @@ def run(function: Callable[[Any], None], parts: int, tensors: list[Tensor], *siz
         tensors: Contiguous, on the CPU.
         sizes: Other numbers that the function needs.
     """
-    numbers = np.array([0, parts, *(each.data_ptr() for each in tensors), *sizes], np.int64)
-    address, _ = numbers.__array_interface__["data"]
-    threads, launch = min(torch.get_num_threads(), parts), _launcher()
-    if threads > 1 and launch is not None:
-        launch(_compile(function).address, address, threads, 0)
+    numbers = array("q", [0, parts, *[each.data_ptr() for each in tensors], *sizes])
+    address, _ = numbers.buffer_info()
+    compiled, threads = _compile(function), min(torch.get_num_threads(), parts)
+    launch = _launcher() if threads > 1 else None
+    if launch is not None:
+        launch(compiled.address, address, threads, 0)
     else:
-        _compile(function).ctypes(address)
+        compiled.ctypes(address)
 
 
 @cache

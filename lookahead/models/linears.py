@@ -161,7 +161,8 @@ def take_has_packed() -> bool:
 def _forward(layer: nn.Linear, packed: PackedLinear, x: Tensor) -> Tensor:
     """`nn.Linear.forward`, by packed weights on a thread that runs a pass."""
     mode = getattr(_thread, "mode", None)
-    own, bias = layer.weight, layer.bias
+    own, bias = layer._parameters["weight"], layer._parameters["bias"]
+    assert own is not None
     rows = x.numel() // x.shape[-1]
     if mode is None or x.dtype != own.dtype or rows == 0:
         return linear(x, own, bias)
@@ -246,13 +247,13 @@ def faster_ways(dtype: torch.dtype, threads: int, rows: tuple[int, ...] = _FEW_R
     with torch.inference_mode():
         x, weight = (torch.linspace(-1, 1, n * inputs).view(n, inputs).sin() for n in (max(rows), outputs))
         x, weight = x.to(dtype), (weight / inputs).to(dtype)
-        products: dict[str, Callable[[Tensor], Tensor]] = {"torch": partial(linear, weight=weight)}
+        products: dict[str, Callable[[Tensor, None], Tensor]] = {"torch": lambda x, _: linear(x, weight)}
         for way, layout in _LAYOUTS.items():
             if way == "own" and not _is_supported(weight):
                 continue
             try:
-                packed = partial(lay_out(weight, layout).product, bias=None)
-                if torch.allclose(packed(x), linear(x, weight), rtol=0.02, atol=1e-3):
+                packed = lay_out(weight, layout).product
+                if torch.allclose(packed(x, None), linear(x, weight), rtol=0.02, atol=1e-3):
                     products[way] = packed
             except (AttributeError, RuntimeError):  # torch was built without oneDNN
                 continue
@@ -261,12 +262,12 @@ def faster_ways(dtype: torch.dtype, threads: int, rows: tuple[int, ...] = _FEW_R
     return tuple(way for way in order if seconds[way] < _GAIN * seconds["torch"])
 
 
-def _least_seconds(product: Callable[[Tensor], Tensor], x: Tensor) -> float:
+def _least_seconds(product: Callable[[Tensor, None], Tensor], x: Tensor) -> float:
     """The time of a product, the shortest of some trials."""
     taken = []
     for _ in range(_TRIALS):
         begin = time.perf_counter()
-        product(x)
+        product(x, None)
         taken.append(time.perf_counter() - begin)
     return min(taken)
 

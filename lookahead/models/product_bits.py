@@ -6,8 +6,8 @@ CPU. So products of every shape are compared once, with numbers that nearly canc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -45,24 +45,14 @@ class Packed(NamedTuple):
     """A weight that is laid out.
 
     Attributes:
-        weight: As its layout has it.
-        layout: How it is laid out.
-        outputs: Outputs of the layer.
+        layout: How.
+        product: Multiplies rows `[..., inputs]` by the weight, and adds a bias `[outputs]` or None.
         most: Rows of a product up to which bits are right, in half precision.
     """
 
-    weight: Tensor
     layout: Layout
-    outputs: int
+    product: Callable[[Tensor, Tensor | None], Tensor]
     most: int = 0
-
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply `[..., inputs]`."""
-        if self.layout.block:
-            from lookahead.kernels import packed_product
-
-            return packed_product.multiply(x, self.weight, self.outputs, bias, self.layout.block)
-        return by_onednn(x, self.weight, bias)
 
 
 class Rows(NamedTuple):
@@ -94,9 +84,9 @@ def lay_out(weight: Tensor, layout: Layout, most: int = 0) -> Packed:
         from lookahead.kernels import packed_product
 
         packed = packed_product.pack(weight)
-    else:
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), layout.rows)
-    return Packed(packed, layout, len(weight), most)
+        return Packed(layout, partial(packed_product.multiply, packed, len(weight), layout.block), most)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), layout.rows)
+    return Packed(layout, lambda x, bias: by_onednn(x, packed, bias), most)
 
 
 def best_layout(weight: Tensor, bias: Tensor | None, bits: Bits, ways: Sequence[str]) -> tuple[Layout, int]:
