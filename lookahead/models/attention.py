@@ -169,12 +169,12 @@ def tree_attention(
         `[rows, width, heads, value_dim]`, contiguous, and None for the weights.
     """
     tree_pass: TreePass = _thread.tree_pass
-    span = _span_of(module, kwargs, key.shape[2])
     softcap = softcap if tree_pass.has_softcap else None
     if tree_pass.is_exact:
         options = {"softcap": softcap, "s_aux": s_aux, "scaling": scaling, **kwargs}
         window = _span_of(module, kwargs, key.shape[2] + 1).window
         return _attend_alone(tree_pass, module, query, key, value, window, options), None
+    span = _span_of(module, kwargs, key.shape[2])
     width, groups = query.shape[2], query.shape[1] // key.shape[1]
     # A prompt's chain is a tree too. The GPU kernel is built for few queries. In half precision a prompt is read as
     # `generate` reads it: rounding differences in all of its KV could change tokens.

@@ -1,0 +1,295 @@
+"""What stands between the products of a decoder layer, in one call each: RMSNorm, rotary embedding, gated SiLU.
+
+For few tokens on a CPU the operators of torch that each of them takes cost more to call than to compute. In bfloat16
+the results have the bits of those operators: each rounds, and the mean sums in the order of torch's `mean`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit, types
+from numba.extending import overload
+from torch import Tensor
+
+from lookahead.kernels.microkernel import jit_part
+from lookahead.kernels.threads import array_at
+
+_PARTIALS = 4  # sums of every fourth vector
+_LEVELS = 4  # of sums; each takes the sums of the level below
+_TURNS = 16  # sums of a level before they go to the next one
+_LANES = 8  # float32 of a vector, for all x86 CPUs: torch does not build its sums for wider ones
+_WIDTH = _PARTIALS * _LANES
+
+_F = np.float32
+_LOG2E = _F(1.4426950408889634)
+# ln 2 in two parts: a multiple of the first is exact, so that the rest of x keeps all its bits.
+_LN2_HIGH, _LN2_LOW = _F(0.693359375), _F(-2.12194440e-4)
+_SERIES = tuple(map(_F, (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)))
+_LARGEST = _F(89.0)  # its exponential is no float32
+_MOST = _F(80.0)  # from here on SiLU is the number itself
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Divide rows by the root of their mean square, and multiply them by a weight.
+
+    Args:
+        x: bfloat16 or float32 `[..., size]`, contiguous.
+        weight: `[size]`, contiguous, of the same dtype.
+        eps: Added to the mean square.
+
+    Returns:
+        Of the shape and dtype of `x`.
+    """
+    out = torch.empty_like(x)
+    size = x.shape[-1]
+    norm = _norm_halves if x.dtype == torch.bfloat16 else _norm_singles
+    norm(x.data_ptr(), 0, weight.data_ptr(), 0, out.data_ptr(), x.numel() // size, size, eps)
+    return out
+
+
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum of two tensors, and its `rms_norm`.
+
+    Args:
+        x: bfloat16 or float32 `[..., size]`, contiguous.
+        delta: Of the same shape and dtype, contiguous.
+        weight: `[size]`, contiguous, of the same dtype.
+        eps: Added to the mean square.
+
+    Returns:
+        The sum and what `rms_norm` makes of it, of the shape and dtype of `x`.
+    """
+    total, out = torch.empty_like(x), torch.empty_like(x)
+    size = x.shape[-1]
+    norm = _norm_halves if x.dtype == torch.bfloat16 else _norm_singles
+    norm(
+        x.data_ptr(), delta.data_ptr(), weight.data_ptr(), total.data_ptr(), out.data_ptr(),
+        x.numel() // size, size, eps,
+    )  # fmt: skip
+    return total, out
+
+
+def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Apply a rotary embedding in place; the halves of a head are the parts of its numbers.
+
+    Args:
+        query: bfloat16 or float32, tokens of some heads of `dim` numbers; contiguous.
+        key: Likewise, of the same dtype.
+        cos: `[..., dim]`, of as many tokens; contiguous, of the same dtype.
+        sin: Likewise.
+    """
+    dim = cos.shape[-1]
+    tokens = cos.numel() // dim
+    turn = _rotate_halves if query.dtype == torch.bfloat16 else _rotate_singles
+    turn(
+        query.data_ptr(), key.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+        tokens, query.numel() // tokens, key.numel() // tokens, dim,
+    )  # fmt: skip
+
+
+def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up`; the gate may be overwritten.
+
+    Args:
+        gate: bfloat16 or float32, contiguous.
+        up: Of the same shape and dtype, contiguous.
+
+    Returns:
+        Of the same shape and dtype.
+    """
+    multiply = _gate_halves if gate.dtype == torch.bfloat16 else _gate_singles
+    multiply(gate.data_ptr(), up.data_ptr(), gate.numel())
+    return gate
+
+
+def mean_squares(x: Tensor) -> list[float]:
+    """The mean square of every row of `[rows, size]`, as `rms_norm` computes it: numbers of float32."""
+    out, size = torch.empty_like(x), x.shape[1]
+    norm = _norm_halves if x.dtype == torch.bfloat16 else _norm_singles
+    return [norm(row.data_ptr(), 0, x.data_ptr(), 0, out.data_ptr(), 1, size, 0.0) for row in x]
+
+
+def _widen(number: Any) -> Any:
+    """A number of a tensor as float32; a bfloat16 is held as uint16."""
+
+
+def _narrow(number: Any, like: Any) -> Any:
+    """A float32 as a number of a tensor that holds `like`; a bfloat16 is the nearest, ties to even."""
+
+
+@overload(_widen, strict=False)
+def _widen_as(number: Any) -> Any:
+    if number == types.uint16:
+        return lambda number: np.int32(np.int32(number) << np.int32(16)).view(np.float32)
+    return lambda number: number
+
+
+@overload(_narrow, strict=False)
+def _narrow_as(number: Any, like: Any) -> Any:
+    if like != types.uint16:
+        return lambda number, like: number
+
+    def narrow(number: Any, like: Any) -> Any:
+        bits = np.float32(number).view(np.int32)
+        nearest = (bits + np.int32(0x7FFF) + ((bits >> np.int32(16)) & np.int32(1))) >> np.int32(16)
+        return np.uint16(nearest if number == number else np.int32(0x7FC0))
+
+    return narrow
+
+
+@jit_part
+def _mean_square(line, sums):
+    """The mean square of a row, in the order of torch's `mean`.
+
+    Every fourth vector goes to the same partial sum. After 16 vectors each goes to the next level. At the end come the
+    levels, the vectors that are left over, the partial sums, the numbers that are left over, and the lanes.
+    """
+    size = len(line)
+    steps = size // _WIDTH
+    sums[:] = _F(0.0)
+    for step in range(steps):
+        begin = step * _WIDTH
+        for i in range(_WIDTH):
+            value = line[begin + i]
+            sums[i] += value * value
+        level, turns = _WIDTH, _TURNS
+        while level < len(sums) and (step + 1) % turns == 0:
+            for i in range(level, level + _WIDTH):
+                sums[i] += sums[i - _WIDTH]
+                sums[i - _WIDTH] = _F(0.0)
+            level += _WIDTH
+            turns *= _TURNS
+    for level in range(_WIDTH, len(sums), _WIDTH):
+        for i in range(_WIDTH):
+            sums[i] += sums[level + i]
+    whole = size // _LANES * _LANES
+    for begin in range(steps * _WIDTH, whole, _LANES):
+        for i in range(_LANES):
+            value = line[begin + i]
+            sums[i] += value * value
+    for partial in range(_LANES, _WIDTH, _LANES):
+        for i in range(_LANES):
+            sums[i] += sums[partial + i]
+    final = _F(0.0)
+    for i in range(whole, size):
+        final += line[i] * line[i]
+    for i in range(_LANES):
+        final += sums[i]
+    return final / _F(size)
+
+
+@jit_part
+def _norm(x_at, delta_at, weight_at, total_at, out_at, rows, size, eps, dtype):
+    """Add what stands at `delta_at`, unless it is 0, and norm the rows; returns the mean square of the last one."""
+    count = rows * size
+    x, out, weight = (
+        array_at(x_at, (count,), dtype),
+        array_at(out_at, (count,), dtype),
+        array_at(weight_at, (size,), dtype),
+    )
+    delta, total = array_at(delta_at, (count,), dtype), array_at(total_at, (count,), dtype)
+    line, factors = np.empty(size, np.float32), np.empty(size, np.float32)
+    sums = np.empty(_LEVELS * _WIDTH, np.float32)
+    for i in range(size):
+        factors[i] = _widen(weight[i])
+    mean = _F(0.0)
+    for begin in range(0, count, size):
+        own, normed = x[begin : begin + size], out[begin : begin + size]
+        if delta_at:
+            other, added = delta[begin : begin + size], total[begin : begin + size]
+            for i in range(size):
+                added[i] = _narrow(_widen(own[i]) + _widen(other[i]), added[i])
+                line[i] = _widen(added[i])
+        else:
+            for i in range(size):
+                line[i] = _widen(own[i])
+        mean = _mean_square(line, sums)
+        scale = _F(1.0) / np.sqrt(mean + eps)
+        for i in range(size):
+            scaled = _widen(_narrow(line[i] * scale, normed[i]))
+            normed[i] = _narrow(factors[i] * scaled, normed[i])
+    return mean
+
+
+@njit(cache=True, error_model="numpy")
+def _norm_halves(x_at, delta_at, weight_at, total_at, out_at, rows, size, eps):
+    return _norm(x_at, delta_at, weight_at, total_at, out_at, rows, size, _F(eps), np.uint16)
+
+
+@njit(cache=True, error_model="numpy")
+def _norm_singles(x_at, delta_at, weight_at, total_at, out_at, rows, size, eps):
+    return _norm(x_at, delta_at, weight_at, total_at, out_at, rows, size, _F(eps), np.float32)
+
+
+@jit_part
+def _rotate_heads(heads, cos, sin):
+    """Rotate the heads of one token. Every product and every sum is rounded."""
+    half = len(cos) // 2
+    for begin in range(0, len(heads), 2 * half):
+        first, second = heads[begin : begin + half], heads[begin + half : begin + 2 * half]
+        for i in range(half):
+            a, b = _widen(first[i]), _widen(second[i])
+            kept, turned = _narrow(a * cos[i], first[i]), _narrow(-b * sin[i], first[i])
+            kept_too, turned_too = _narrow(b * cos[half + i], first[i]), _narrow(a * sin[half + i], first[i])
+            first[i] = _narrow(_widen(kept) + _widen(turned), first[i])
+            second[i] = _narrow(_widen(kept_too) + _widen(turned_too), second[i])
+
+
+@jit_part
+def _rotate(query_at, key_at, cos_at, sin_at, tokens, width, key_width, dim, dtype):
+    """Rotate the heads of queries and keys, which have so many numbers a token."""
+    query, key = array_at(query_at, (tokens * width,), dtype), array_at(key_at, (tokens * key_width,), dtype)
+    cos, sin = array_at(cos_at, (tokens * dim,), dtype), array_at(sin_at, (tokens * dim,), dtype)
+    cosines, sines = np.empty(dim, np.float32), np.empty(dim, np.float32)
+    for token in range(tokens):
+        for i in range(dim):
+            cosines[i], sines[i] = _widen(cos[token * dim + i]), _widen(sin[token * dim + i])
+        _rotate_heads(query[token * width : (token + 1) * width], cosines, sines)
+        _rotate_heads(key[token * key_width : (token + 1) * key_width], cosines, sines)
+
+
+@njit(cache=True, error_model="numpy")
+def _rotate_halves(query_at, key_at, cos_at, sin_at, tokens, width, key_width, dim):
+    _rotate(query_at, key_at, cos_at, sin_at, tokens, width, key_width, dim, np.uint16)
+
+
+@njit(cache=True, error_model="numpy")
+def _rotate_singles(query_at, key_at, cos_at, sin_at, tokens, width, key_width, dim):
+    _rotate(query_at, key_at, cos_at, sin_at, tokens, width, key_width, dim, np.float32)
+
+
+@njit(cache=True, fastmath={"contract"}, error_model="numpy")
+def _exp(x):
+    """The exponential of a float32 above -87, with a relative error of 1e-7; infinite where no float32 is as large."""
+    x = _LARGEST if x > _LARGEST else x
+    whole = np.floor(x * _LOG2E + _F(0.5))
+    rest = x - whole * _LN2_HIGH - whole * _LN2_LOW
+    series = _SERIES[0]
+    for i in range(1, 6):
+        series = series * rest + _SERIES[i]
+    series = series * rest * rest + rest + _F(1.0)
+    half = np.int32((np.int32(whole) + np.int32(126)) << np.int32(23)).view(np.float32)
+    return series * _F(2.0) * half
+
+
+@jit_part
+def _gate(gate, up):
+    """Write the product over the gate."""
+    for i in range(len(gate)):
+        x = _widen(gate[i])
+        power = _exp(-x if x < _MOST else -_MOST)
+        activated = _widen(_narrow(x / (_F(1.0) + power), gate[i]))
+        gate[i] = _narrow(activated * _widen(up[i]), gate[i])
+
+
+@njit(cache=True, error_model="numpy")
+def _gate_halves(gate_at, up_at, size):
+    _gate(array_at(gate_at, (size,), np.uint16), array_at(up_at, (size,), np.uint16))
+
+
+@njit(cache=True, error_model="numpy")
+def _gate_singles(gate_at, up_at, size):
+    _gate(array_at(gate_at, (size,), np.float32), array_at(up_at, (size,), np.float32))

@@ -1,0 +1,329 @@
+"""Fused decoder layers: whole passes with the bits of the model's own layers, nowhere else than in our passes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import platform
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
+
+import lookahead
+from lookahead.drafting.tree import TokenTree
+from lookahead.kernels import layer_ops
+from lookahead.models import fused_layers
+from lookahead.models import target as target_module
+from lookahead.models.fused_layers import LayerScope
+from lookahead.models.target import Target
+
+on_x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="torch sums in another order")
+HALF, SINGLE = torch.bfloat16, torch.float32
+SIZES: dict[str, Any] = {
+    "vocab_size": 101, "hidden_size": 72, "intermediate_size": 100, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.3, "max_position_embeddings": 256,
+    "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "llama with biases, eager": (
+        LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True, "attn_implementation": "eager"},
+    ),
+    "mistral with a window": (MistralForCausalLM, MistralConfig, {"sliding_window": 8}),
+    "qwen2 with some windows": (
+        Qwen2ForCausalLM, Qwen2Config, {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
+    ),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
+}  # fmt: skip
+
+
+def made(name: str = "llama", dtype: torch.dtype = HALF, **options: Any) -> Any:
+    """A random model of a family, whose norms and biases are random too."""
+    kind, config, own = MODELS[name]
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = kind(config(**SIZES, **own, **options))
+        for weight in model.parameters():
+            if weight.dim() == 1:
+                nn.init.normal_(weight, 1.0, 0.3)
+        return model.to(dtype).eval()
+
+
+@pytest.fixture
+def fused(monkeypatch) -> Iterator[list[int]]:
+    """The threads that computed a fused layer, by layer."""
+    threads: list[int] = []
+    own = fused_layers._fused
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        threads.append(threading.get_ident())
+        return own(*args, **kwargs)
+
+    fused_layers._probed.clear()
+    monkeypatch.setattr(fused_layers, "_fused", recorded)
+    with LayerScope(made()).serving():  # compared, so that later only passes are recorded
+        threads.clear()
+    yield threads
+    fused_layers._probed.clear()
+
+
+def served(scope: LayerScope) -> Any:
+    """The modules that a scope serves."""
+    with scope.serving():
+        return [each for each in scope._model.modules() if "forward" in each.__dict__]
+
+
+def trees_of(rows: int, nodes: int, seed: int) -> list[TokenTree]:
+    source = np.random.default_rng(seed)
+    parents = [[0, *(int(source.integers(max(0, i - 3), i)) for i in range(1, nodes))] for _ in range(rows)]
+    return [TokenTree.from_parents(source.integers(3, 100, nodes), each) for each in parents]
+
+
+def logits_of(model: Any, rows: int, nodes: int, **options: Any) -> list[torch.Tensor]:
+    """Logits of a prompt and of two steps behind it; the cache of the second comes from the first."""
+    target = Target(model, rows=rows, capacity=64, device=model.device, is_bitwise=rows == 1, **options)
+    prompts = [np.arange(3, 14, dtype=np.int32) + row for row in range(rows)]
+    with target.serving():
+        outputs = [target.prefill(prompts)]
+        for seed in range(2):
+            outputs.append(target.score(trees_of(rows, nodes, seed)))
+            outputs += target.hidden.values()
+            for row in range(rows):
+                target.commit(row, np.arange(min(nodes, 2), dtype=np.int32))
+    return outputs
+
+
+@pytest.fixture
+def own_code(monkeypatch) -> Any:
+    """`logits_of` a target that leaves the layers as they are."""
+
+    def logits(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
+        with monkeypatch.context() as patch:
+            patch.setattr(target_module, "LayerScope", lambda model: LayerScope(nn.Identity()))
+            return logits_of(*args, **kwargs)
+
+    return logits
+
+
+@on_x86
+@pytest.mark.parametrize("hidden_layers", [(), (0, 2, -1)])
+@pytest.mark.parametrize(("rows", "nodes"), [(1, 1), (1, 17), (3, 1), (3, 6)])
+@pytest.mark.parametrize("name", MODELS)
+def test_whole_passes_in_bfloat16_have_the_bits_of_the_models_own_layers(
+    name, rows, nodes, hidden_layers, fused, own_code
+):
+    model = made(name)
+    expected = own_code(model, rows, nodes, hidden_layers=hidden_layers)
+    assert not fused
+    got = logits_of(model, rows, nodes, hidden_layers=hidden_layers)
+    assert len(fused) >= 3 * 3
+    assert len(got) == len(expected) and all(map(torch.equal, got, expected))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_whole_passes_in_float32_are_near_those_of_the_models_own_layers(name, fused, own_code):
+    model = made(name, SINGLE)
+    expected = own_code(model, 2, 6)
+    for got, own in zip(logits_of(model, 2, 6), expected, strict=True):
+        torch.testing.assert_close(got, own, rtol=1e-4, atol=1e-4)
+    assert fused
+
+
+@on_x86
+def test_a_layer_that_is_fused_and_its_last_norm_are_served_and_nothing_else():
+    model = made("qwen3")
+    assert served(LayerScope(model)) == [*model.model.layers, model.model.norm]
+    assert not any("forward" in each.__dict__ for each in model.modules())
+
+
+class Doubled(LlamaMLP):
+    """An MLP that is more than its class says."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class Adapter(nn.Module):
+    """A linear layer and something beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.added = base, copy.deepcopy(base)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.added(x)
+
+
+def change(model: Any, how: str) -> None:
+    """Do to the second layer what a fused layer would not heed."""
+    layer = model.model.layers[1]
+    if how == "hook":
+        layer.mlp.register_forward_hook(lambda module, args, out: 2 * out)
+    elif how == "pre-hook":
+        layer.input_layernorm.register_forward_pre_hook(lambda module, args: (2 * args[0] + 1,))
+    elif how == "adapter":
+        layer.self_attn.q_proj = Adapter(layer.self_attn.q_proj)
+    elif how == "other class":
+        layer.mlp.__class__ = Doubled
+    elif how == "own forward":
+        layer.mlp.forward = lambda x: 2 * x
+    elif how == "other activation":
+        layer.mlp.act_fn = nn.GELU()
+    elif how == "more modules":
+        layer.extra = nn.Identity()
+    elif how == "dropout":
+        layer.self_attn.train()
+
+
+WAYS = "hook", "pre-hook", "adapter", "other class", "own forward", "other activation", "more modules", "dropout"
+
+
+@on_x86
+@pytest.mark.parametrize("how", WAYS)
+def test_a_layer_that_is_more_than_its_class_says_stays_as_it_is(how, fused, own_code):
+    model = made()
+    plain = own_code(model, 1, 5)
+    change(model, how)
+    expected = own_code(model, 1, 5)
+    assert how in ("more modules", "dropout") or not torch.equal(plain[-1], expected[-1])
+    got = logits_of(model, 1, 5)
+    assert all(map(torch.equal, got, expected))
+    assert model.model.layers[1] not in served(LayerScope(model))
+    assert model.model.layers[0] in served(LayerScope(model)) and fused
+
+
+def test_a_hook_for_all_modules_is_heeded(own_code, fused):
+    model, seen = made(), []
+    handle = register_module_forward_hook(lambda module, args, out: seen.append(type(module)))
+    try:
+        logits_of(model, 1, 5)
+    finally:
+        handle.remove()
+    assert LlamaMLP in seen and not fused
+
+
+def test_layers_of_another_class_or_type_of_numbers_stay_as_they_are():
+    gemma = GemmaForCausalLM(GemmaConfig(**SIZES)).to(HALF).eval()
+    for model in (gemma, made(dtype=torch.float16), made(dtype=torch.float64), made(hidden_act="gelu").train()):
+        assert not served(LayerScope(model))
+
+
+@pytest.mark.parametrize("kernel", ["rms_norm", "rotate", "gated_silu", "mean_squares"])
+def test_a_kernel_with_another_bit_serves_no_layer(kernel, monkeypatch):
+    monkeypatch.setattr(fused_layers, "_probed", {})
+    own = getattr(layer_ops, kernel)
+
+    def wrong(*args: Any) -> Any:
+        out = own(*args)
+        if kernel == "mean_squares":
+            return [each * (1 + 2.0**-23) for each in out]
+        changed = args[0] if out is None else out
+        changed.view(torch.int16).flatten()[1] += 1
+        return out
+
+    monkeypatch.setattr(layer_ops, kernel, wrong)
+    for each in (fused_layers._keeps_means, fused_layers._keeps_silu):
+        each.cache_clear()
+    try:
+        assert not any(type(each) is LlamaDecoderLayer for each in served(LayerScope(made())))
+    finally:
+        for each in (fused_layers._keeps_means, fused_layers._keeps_silu):
+            each.cache_clear()
+
+
+@on_x86
+def test_other_threads_and_calls_outside_of_passes_get_the_models_own_layers(fused):
+    model, ids = made(), torch.arange(3, 9)[None]
+    scope = LayerScope(model)
+    with torch.inference_mode(), scope.serving():
+        expected = model(ids).logits
+        assert not fused
+        with scope.running():
+            outputs: list[torch.Tensor] = []
+            other = threading.Thread(target=lambda: outputs.append(model(ids).logits))
+            other.start()
+            other.join()
+            assert torch.equal(outputs[0], expected) and not fused
+            assert torch.equal(model(ids).logits, expected)
+    assert fused == 3 * [threading.get_ident()]
+
+
+@pytest.mark.parametrize("block", [torch.enable_grad, lambda: torch.autocast("cpu", HALF)])
+def test_gradients_and_autocast_are_left_to_the_model(block, fused):
+    model = made(dtype=SINGLE)
+    scope = LayerScope(model)
+    with scope.serving():
+        fused.clear()  # the comparison with the model's own code
+        with block(), scope.running():
+            model(torch.arange(3, 9)[None])
+    assert not fused
+
+
+def test_prompts_of_many_tokens_are_left_to_the_model(fused, monkeypatch):
+    monkeypatch.setattr(fused_layers, "_MOST", 72 * 5)
+    model = made()
+    scope = LayerScope(model)
+    with torch.inference_mode(), scope.serving(), scope.running():
+        model(torch.arange(3, 9)[None])
+        assert not fused
+        model(torch.arange(3, 8)[None])
+        assert len(fused) == 3
+
+
+@on_x86
+def test_blocks_of_several_targets_end_in_any_order(fused):
+    model = made()
+    scopes = [LayerScope(model), LayerScope(model)]
+    blocks = [scope.serving() for scope in scopes]
+    for block in blocks:
+        block.__enter__()
+    blocks[0].__exit__(None, None, None)
+    with torch.inference_mode(), scopes[1].running():
+        model(torch.tensor([[5, 6]]))
+    assert len(fused) == 3
+    blocks[1].__exit__(None, None, None)
+    assert not any("forward" in each.__dict__ for each in model.modules())
+
+
+@on_x86
+def test_a_model_that_is_copied_or_pickled_while_it_is_served_is_a_model_of_its_own(fused):
+    model, ids = made(), torch.tensor([[5, 6, 7]])
+    with LayerScope(model).serving():
+        twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for twin in twins:
+        for weight in twin.parameters():
+            weight.data.zero_()
+        scope = LayerScope(twin)
+        with torch.inference_mode(), scope.serving(), scope.running():
+            assert not twin(ids).logits.any()
+    assert len(fused) == 2 * 3
+
+
+@on_x86
+def test_drafts_with_fused_layers_give_the_bits_of_generate(fused):
+    model, ids = made(), torch.tensor([[1, 5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9]])
+    options = {"max_new_tokens": 30, "output_logits": True, "return_dict_in_generate": True, "do_sample": False}
+    expected = model.generate(ids, **options)
+    assert not fused
+    got = model.generate(ids, **options, custom_generate=lookahead.decode)
+    assert fused and torch.equal(got.sequences, expected.sequences)
+    assert all(map(torch.equal, got.logits, expected.logits))

@@ -1,0 +1,98 @@
+"""RMSNorm, rotary embedding and gated SiLU in one call each: the bits of torch's operators."""
+
+from __future__ import annotations
+
+import platform
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from lookahead.kernels import layer_ops
+
+on_x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="torch sums in another order")
+HALF, SINGLE = torch.bfloat16, torch.float32
+
+
+def random(*shape: int, seed: int = 0, spread: float = 2.0) -> torch.Tensor:
+    """Numbers of very different size, whose sums depend on their order."""
+    source = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=source) * (torch.randn(*shape, generator=source) * spread).exp()
+
+
+@on_x86
+@pytest.mark.parametrize("dtype", [HALF, SINGLE])
+@pytest.mark.parametrize("rows", [1, 2, 5, 33])
+@pytest.mark.parametrize("size", [8, 64, 65, 100, 128, 511, 576, 896, 960, 1536, 2048, 2051, 4096, 8192, 16384, 20000])
+def test_mean_squares_have_the_bits_of_torchs_mean(size, rows, dtype):
+    x = random(rows, size, seed=size).to(dtype)
+    assert layer_ops.mean_squares(x) == x.float().pow(2).mean(-1, keepdim=True).flatten().tolist()
+
+
+@on_x86
+@pytest.mark.parametrize("dtype", [HALF, SINGLE])
+@pytest.mark.parametrize("shape", [(1, 1, 576), (1, 7, 100), (3, 5, 960), (2, 3, 4, 64), (1, 33, 2048)])
+def test_norms_have_the_bits_of_the_module(shape, dtype):
+    norm = LlamaRMSNorm(shape[-1], eps=1e-5).requires_grad_(False)
+    norm.weight.copy_(random(shape[-1], seed=2, spread=0.3))
+    norm, x, delta = norm.to(dtype), random(*shape).to(dtype), random(*shape, seed=1).to(dtype)
+    assert torch.equal(layer_ops.rms_norm(x, norm.weight, 1e-5), norm(x))
+    total, normed = layer_ops.add_rms_norm(x, delta, norm.weight, 1e-5)
+    assert torch.equal(total, x + delta) and torch.equal(normed, norm(x + delta))
+
+
+def test_norms_of_float32_are_those_in_float64():
+    x, weight = random(9, 577), random(577, seed=1)
+    exact = weight.double() * x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+    torch.testing.assert_close(layer_ops.rms_norm(x, weight, 1e-5), exact.float())
+
+
+@pytest.mark.parametrize("dtype", [HALF, SINGLE])
+@pytest.mark.parametrize(
+    ("rows", "tokens", "heads", "kv_heads", "dim"), [(1, 1, 9, 3, 64), (2, 8, 4, 4, 10), (3, 5, 2, 1, 128)]
+)
+def test_rotated_heads_have_the_bits_of_the_models_function(rows, tokens, heads, kv_heads, dim, dtype):
+    query, key, cos, sin = (
+        random(rows, tokens, n * dim, seed=n).to(dtype).view(rows, tokens, n, dim) for n in (heads, kv_heads, 1, 1)
+    )
+    cos, sin = cos[:, :, 0], sin[:, :, 0].flip(-1).contiguous()
+    expected = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
+    layer_ops.rotate(query, key, cos, sin)
+    for got, own in zip((query, key), expected, strict=True):
+        assert torch.equal(got.transpose(1, 2), own)
+
+
+def test_silu_has_the_bits_of_torch_for_every_bfloat16():
+    gate = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(HALF)
+    up = random(1 << 16).to(HALF)
+    expected = nn.functional.silu(gate) * up
+    got = layer_ops.gated_silu(gate.clone(), up)
+    assert torch.equal(got.isnan(), expected.isnan())
+    assert torch.equal(got[~got.isnan()].view(torch.int16), expected[~got.isnan()].view(torch.int16))
+
+
+def test_silu_of_float32_is_near_torchs():
+    gate, up = random(10_001), random(10_001, seed=1)
+    torch.testing.assert_close(layer_ops.gated_silu(gate.clone(), up), nn.functional.silu(gate) * up)
+
+
+@pytest.mark.parametrize("dtype", [HALF, SINGLE])
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, 3e38, 1e-38, 0.0, -0.0])
+def test_numbers_at_the_limits_go_through_as_in_torch(value, dtype):
+    x = random(3, 64).to(dtype)
+    x[1, 5] = value
+    norm = LlamaRMSNorm(64, eps=1e-5).to(dtype)
+    other = random(3, 64, seed=1).to(dtype)
+    pairs = [
+        (layer_ops.rms_norm(x, norm.weight, 1e-5), norm(x)),
+        (layer_ops.add_rms_norm(x, x, norm.weight, 1e-5)[0], x + x),
+        (layer_ops.add_rms_norm(x, x, norm.weight, 1e-5)[1], norm(x + x)),
+        (layer_ops.gated_silu(x.clone(), other), nn.functional.silu(x) * other),
+        (layer_ops.gated_silu(other.clone(), x), nn.functional.silu(other) * x),
+    ]
+    own = [each[:, 0] for each in apply_rotary_pos_emb(x[None, None], x[None, None], other[None], other[None])]
+    query, key = x.clone(), x.clone()
+    layer_ops.rotate(query, key, other, other)
+    for got, expected in [*pairs, (query, own[0][0]), (key, own[1][0])]:
+        torch.testing.assert_close(got, expected, equal_nan=True)
