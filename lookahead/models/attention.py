@@ -42,6 +42,7 @@ class AttentionScope:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        self._facts: dict[Any, Any] = {}
         # The model itself keeps its configuration: users read it, and no module chooses its attention by it.
         modules = [each for each in model.modules() if each is not model and _config_of(each) is not None]
         with _guard:
@@ -53,6 +54,7 @@ class AttentionScope:
     @contextmanager
     def serving(self) -> Iterator[None]:
         """Let the modules hold views until the last open block of any thread ends."""
+        self._facts.clear()
         with _guard:
             for module, _, view in self._modules:
                 _uses[id(module)] = _uses.get(id(module), 0) + 1
@@ -71,12 +73,12 @@ class AttentionScope:
     @contextmanager
     def running(self, tree_pass: TreePass) -> Iterator[None]:
         """Within `serving`, let the modules call tree attention for `tree_pass` on this thread until the block ends."""
-        outer = getattr(_thread, "views", ()), getattr(_thread, "tree_pass", None)
-        _thread.views, _thread.tree_pass = self._own_views, tree_pass
+        outer = getattr(_thread, "views", ()), getattr(_thread, "tree_pass", None), getattr(_thread, "facts", None)
+        _thread.views, _thread.tree_pass, _thread.facts = self._own_views, tree_pass, self._facts
         try:
             yield
         finally:
-            _thread.views, _thread.tree_pass = outer
+            _thread.views, _thread.tree_pass, _thread.facts = outer
 
 
 def _config_of(module: nn.Module) -> Any:
@@ -321,25 +323,47 @@ def _attend_alone(
     crops = window in (tree_pass.windows or ())
     return attend_in_turn(
         module, query, key, value, tree_pass.turns, window=window, crops=crops,
-        own=own_attention(module, _real(module.config)),
+        own=_once(_own_attention_of, module),
         options={name: option for name, option in options.items() if option is not None},
     )  # fmt: skip
 
 
 def _span_of(module: Any, kwargs: dict[str, Any], kv_length: int) -> AttentionSpan:
     """How far back the queries of a layer may look; limits beyond `kv_length` are left out."""
-    config: Any = getattr(module, "config", None)
-    window: int | None = getattr(module, "sliding_window", None)
+    window, chunk = _once(_limits_of, module)
     if "sliding_window" in kwargs:
         window = kwargs["sliding_window"]
-    elif window is None and not hasattr(config, "layer_types"):
+    return AttentionSpan(*(limit if limit is not None and limit < kv_length else None for limit in (window, chunk)))
+
+
+def _limits_of(module: Any) -> AttentionSpan:
+    """The window of a layer that is told none, and its chunk."""
+    config: Any = getattr(module, "config", None)
+    window: int | None = getattr(module, "sliding_window", None)
+    if window is None and not hasattr(config, "layer_types"):
         # Some models put the window into masks only: Qwen2-MoE in some layers, PhiMoE in all.
         window = getattr(config, "sliding_window", None)
     chunk: int | None = getattr(config, "attention_chunk_size", None)
     # Llama 4 does not tell attention functions which of its layers look at chunks only.
     if chunk is not None and config.layer_types[module.layer_idx] != "chunked_attention":
         chunk = None
-    return AttentionSpan(*(limit if limit is not None and limit < kv_length else None for limit in (window, chunk)))
+    return AttentionSpan(window, chunk)
+
+
+def _own_attention_of(module: Any) -> Any:
+    """The attention function that a layer of the model calls by itself."""
+    return own_attention(module, _real(module.config))
+
+
+def _once(read: Callable[[Any], Any], module: Any) -> Any:
+    """What `read` tells of a layer, read once in a block of `serving`: configurations take microseconds to answer."""
+    facts = None if torch.compiler.is_compiling() else getattr(_thread, "facts", None)
+    if facts is None:
+        return read(module)
+    key = read, id(module)
+    if key not in facts:
+        facts[key] = read(module)
+    return facts[key]
 
 
 def _softmax_attention(

@@ -95,13 +95,14 @@ class LayerScope:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Within `serving`, fuse operators on this thread until the block ends."""
-        outer = getattr(_thread, "most", 0)
+        outer = getattr(_thread, "most", 0), getattr(_thread, "attends", None)
         is_served = not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
         _thread.most = (_MOST if torch.get_num_threads() == 1 else _MOST_SHARED) if is_served else 0
+        _thread.attends = {}
         try:
             yield
         finally:
-            _thread.most = outer
+            _thread.most, _thread.attends = outer
 
 
 def _forwards_of(model: nn.Module) -> list[tuple[nn.Module, Callable[..., Any]]]:
@@ -234,12 +235,25 @@ def _fused(
     query, key, value = _project(parts, _norm(parts.norms[0], hidden), *position_embeddings)
     if past_key_values is not None:
         key, value = past_key_values.update(key, value, attention.layer_idx)
-    attend = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, parts.eager)
-    attended = attend(attention, query, key, value, attention_mask, **parts.options, **kwargs)[0]
+    attended = _attention_of(attention, parts.eager)(
+        attention, query, key, value, attention_mask, **parts.options, **kwargs
+    )[0]
     delta = parts.out(attended.reshape(*hidden.shape[:-1], -1).contiguous())
     total, x = ops.add_rms_norm(hidden, delta, between._parameters["weight"], between.variance_epsilon)
     out: Tensor = total.add_(parts.down(ops.gated_silu(parts.gate(x), parts.up(x))))
     return out
+
+
+def _attention_of(attention: Any, eager: Callable[..., Any]) -> Any:
+    """The attention function of a layer; looked up once in a pass for layers that share a configuration."""
+    config = attention.config
+    known = getattr(_thread, "attends", None)
+    attend = None if known is None else known.get(id(config))
+    if attend is None:
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager)
+        if known is not None:
+            known[id(config)] = attend
+    return attend
 
 
 def _project(parts: _Parts, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
