@@ -36,53 +36,64 @@ _FUSED = {"flags": ("contract",)}
 _DOT_OF_PAIRS = "llvm.x86.avx512bf16.dpbf16ps.512"
 
 
-def tile_of(registers: int, kind: str = "product", *, rows: int = ROWS) -> Any:
-    """An intrinsic: some rows of the left matrix times so many registers of columns of the right one.
+def tile_of(registers: int, kind: str = "product") -> Any:
+    """An intrinsic: 1 to 8 rows of the left matrix times so many registers of columns of the right one.
 
     Elements of both are float32, or int32 that hold two bfloat16.
 
     It takes the left matrix, the place of its first element, the steps between its rows and its terms; the right
     matrix, the place of its first element, the step between its terms; the matrix for the product, the place of its
-    first element, the step between its rows; and the number of terms.
+    first element, the step between its rows; the number of rows; and the number of terms.
 
     Args:
         registers: Vector registers of a row of the product.
         kind: `"product"`; or `"fours"`, which adds four products at a time, paired by twos, to what the matrix for the
             product holds.
-        rows: Rows of the product.
     """
     emit_term, together = {"product": (_emit_product, 1), "fours": (_emit_four, 4)}[kind]
+
+    def emit_rows(builder: Any, rows: int, operands: Any) -> None:
+        left, at, row_step, inner_step, right, column, right_step, out, to, out_step, terms = operands
+        firsts = [
+            (builder.add(at, builder.mul(row_step, row)), builder.add(to, builder.mul(out_step, row)))
+            for row in map(_WHOLE, range(rows))
+        ]
+        lefts = [builder.gep(left, [first]) for first, _ in firsts]
+        places = [
+            [_vector_at(builder, out, builder.add(first, _WHOLE(i * LANES))) for i in range(registers)]
+            for _, first in firsts
+        ]
+        begun = [
+            [builder.load(place, align=4) if kind == "fours" else ir.Constant(_VECTOR, None) for place in line]
+            for line in places
+        ]
+        sums = _emit_sums(builder, emit_term, together, begun, lefts, inner_step, right, column, right_step, terms)
+        for line, to_line in zip(sums, places, strict=True):
+            for each, place in zip(line, to_line, strict=True):
+                builder.store(each, place, align=4)
 
     @intrinsic
     def tile(
         context: Any, left: Any, at: Any, row_step: Any, inner_step: Any, right: Any, column: Any, right_step: Any,
-        out: Any, to: Any, out_step: Any, terms: Any,
+        out: Any, to: Any, out_step: Any, rows: Any, terms: Any,
     ) -> Any:  # fmt: skip
         def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
-            left, at, row_step, inner_step, right, column, right_step, out, to, out_step, terms = (
+            operands = [
                 target.make_array(kind)(target, builder, value).data if isinstance(kind, types.Array) else value
                 for kind, value in zip(signature.args, values, strict=True)
-            )
-            firsts = [
-                (builder.add(at, builder.mul(row_step, row)), builder.add(to, builder.mul(out_step, row)))
-                for row in map(_WHOLE, range(rows))
             ]
-            lefts = [builder.gep(left, [first]) for first, _ in firsts]
-            places = [
-                [_vector_at(builder, out, builder.add(first, _WHOLE(i * LANES))) for i in range(registers)]
-                for _, first in firsts
-            ]
-            begun = [
-                [builder.load(place, align=4) if kind == "fours" else ir.Constant(_VECTOR, None) for place in line]
-                for line in places
-            ]
-            sums = _emit_sums(builder, emit_term, together, begun, lefts, inner_step, right, column, right_step, terms)
-            for line, to_line in zip(sums, places, strict=True):
-                for each, place in zip(line, to_line, strict=True):
-                    builder.store(each, place, align=4)
+            rows, done = operands.pop(-2), builder.append_basic_block("done")
+            choice = builder.switch(rows, done)  # a constant leaves one case
+            for count in range(1, ROWS + 1):
+                case = builder.append_basic_block("rows")
+                choice.add_case(_WHOLE(count), case)
+                builder.position_at_end(case)
+                emit_rows(builder, count, operands)
+                builder.branch(done)
+            builder.position_at_end(done)
             return target.get_dummy_value()
 
-        arguments = left, at, row_step, inner_step, right, column, right_step, out, to, out_step, terms
+        arguments = left, at, row_step, inner_step, right, column, right_step, out, to, out_step, rows, terms
         return types.void(*arguments), emit
 
     return tile
@@ -219,9 +230,9 @@ def multiply(left, row_step, inner_step, right, out, rows, inner, columns):
         for row in range(0, rows, ROWS):
             to = row * STRIDE + column
             if columns - column > LANES:
-                _two(left, row * row_step, row_step, inner_step, right, column, STRIDE, out, to, STRIDE, inner)
+                _two(left, row * row_step, row_step, inner_step, right, column, STRIDE, out, to, STRIDE, ROWS, inner)
             else:
-                _one(left, row * row_step, row_step, inner_step, right, column, STRIDE, out, to, STRIDE, inner)
+                _one(left, row * row_step, row_step, inner_step, right, column, STRIDE, out, to, STRIDE, ROWS, inner)
 
 
 @njit(cache=True, fastmath={"contract", "nsz"}, error_model="numpy")

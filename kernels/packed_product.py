@@ -75,8 +75,7 @@ def multiply(packed: Tensor, outputs: int, block: int, x: Tensor, bias: Tensor |
     return out
 
 
-_tiles: Any = {rows: tile_of(2, rows=rows) for rows in (1, 2, 4, ROWS)}
-_one, _two, _four, _eight = _tiles.values()
+_tile: Any = tile_of(2)
 
 
 def _multiply_floats(address: Any) -> None:
@@ -144,20 +143,12 @@ def _store(values, taken, out, first, begin, outputs):
 
 @jit_part
 def _sum_rows(x, packed, panel, first, rows, terms, block, sums, others):
-    """As many of the rows from `first` on as a tile takes, times one panel; returns how many."""
-    left = rows - first
-    taken = ROWS if left >= ROWS else 4 if left >= 4 else 2 if left >= 2 else 1
+    """Up to 8 of the rows from `first` on, times one panel; returns how many."""
+    taken = min(ROWS, rows - first)
     for begin in range(0, terms, block):
         count, to = min(block, terms - begin), others if begin else sums
         at, column = first * terms + begin, (panel * terms + begin) * COLUMNS
-        if taken == ROWS:
-            _eight(x, at, terms, 1, packed, column, COLUMNS, to, 0, COLUMNS, count)
-        elif taken == 4:
-            _four(x, at, terms, 1, packed, column, COLUMNS, to, 0, COLUMNS, count)
-        elif taken == 2:
-            _two(x, at, terms, 1, packed, column, COLUMNS, to, 0, COLUMNS, count)
-        else:
-            _one(x, at, terms, 1, packed, column, COLUMNS, to, 0, COLUMNS, count)
+        _tile(x, at, terms, 1, packed, column, COLUMNS, to, 0, COLUMNS, taken, count)
         if begin:
             for i in range(taken * COLUMNS):
                 sums[i] = others[i] + sums[i]

@@ -121,11 +121,8 @@ def _multiply_add(context: Any, x: Any, y: Any, z: Any) -> Any:
 
 _fma: Any = _multiply_add
 _score_tile: Any = tile_of(2)
-_score_few: Any = tile_of(2, rows=_FEW)
 _one_register: Any = tile_of(1, "fours")
 _two_registers: Any = tile_of(2, "fours")
-_one_of_few: Any = tile_of(1, "fours", rows=_FEW)
-_two_of_few: Any = tile_of(2, "fours", rows=_FEW)
 
 
 def _attend(address: Any) -> None:
@@ -249,9 +246,13 @@ def _score_prompt(queries, transposed, size, scale, scores):
             for i in range(_PARTS):
                 at, line, step = first * dim + i, i * _STEP + column, _PARTS * _STEP
                 if rows == _FEW:
-                    _score_few(queries, at, dim, _PARTS, transposed, line, step, parts[i], 0, STRIDE, dim // _PARTS)
+                    _score_tile(
+                        queries, at, dim, _PARTS, transposed, line, step, parts[i], 0, STRIDE, _FEW, dim // _PARTS
+                    )
                 else:
-                    _score_tile(queries, at, dim, _PARTS, transposed, line, step, parts[i], 0, STRIDE, dim // _PARTS)
+                    _score_tile(
+                        queries, at, dim, _PARTS, transposed, line, step, parts[i], 0, STRIDE, ROWS, dim // _PARTS
+                    )
             for row in range(min(ROWS, rows)):
                 scored = scores[first + row, column : column + _COLUMNS]
                 for i in range(_COLUMNS):
@@ -353,13 +354,13 @@ def _add_prompt(weights, values, size, sums):
         for column in range(0, dim, _COLUMNS):
             at, to = first * BLOCK, first * dim + column
             if dim - column > LANES and rows == _FEW:
-                _two_of_few(weights, at, BLOCK, 1, values, column, dim, sums, to, dim, size)
+                _two_registers(weights, at, BLOCK, 1, values, column, dim, sums, to, dim, _FEW, size)
             elif dim - column > LANES:
-                _two_registers(weights, at, BLOCK, 1, values, column, dim, sums, to, dim, size)
+                _two_registers(weights, at, BLOCK, 1, values, column, dim, sums, to, dim, ROWS, size)
             elif rows == _FEW:
-                _one_of_few(weights, at, BLOCK, 1, values, column, dim, sums, to, dim, size)
+                _one_register(weights, at, BLOCK, 1, values, column, dim, sums, to, dim, _FEW, size)
             else:
-                _one_register(weights, at, BLOCK, 1, values, column, dim, sums, to, dim, size)
+                _one_register(weights, at, BLOCK, 1, values, column, dim, sums, to, dim, ROWS, size)
 
 
 @jit_part
