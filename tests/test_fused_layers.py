@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import (
     GemmaConfig,
@@ -327,3 +327,20 @@ def test_drafts_with_fused_layers_give_the_bits_of_generate(fused):
     got = model.generate(ids, **options, custom_generate=lookahead.decode)
     assert fused and torch.equal(got.sequences, expected.sequences)
     assert all(map(torch.equal, got.logits, expected.logits))
+
+
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "gate_proj"])
+def test_products_that_a_hook_keeps_are_not_overwritten(name):
+    model, ids = made(dtype=SINGLE), torch.arange(5, 25)[None]
+    layer = model.model.layers[1]
+    product = getattr(layer.mlp if name == "gate_proj" else layer.self_attn, name)
+    kept: list[Tensor] = []
+    copies: list[Tensor] = []
+
+    def keep(module: Any, args: Any, out: Tensor) -> None:
+        kept.append(out)
+        copies.append(out.clone())
+
+    product.register_forward_hook(keep)
+    model.generate(ids, max_new_tokens=6, do_sample=False, custom_generate=lookahead.decode)
+    assert kept and all(torch.equal(*pair) for pair in zip(kept, copies, strict=True))

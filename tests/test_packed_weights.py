@@ -380,3 +380,10 @@ def test_rows_of_any_shape_go_to_the_kernel_of_this_package(shape, dtype, monkey
     got = run(LinearScope(model), model, x)
     assert taken[-1] == x.numel() // 48 and got.shape == (*shape[:-1], 70)
     assert torch.allclose(got, model(x), atol=0.02 if dtype == torch.bfloat16 else 1e-5)
+
+
+def test_a_bias_that_is_not_contiguous_is_read_as_it_stands(monkeypatch):
+    monkeypatch.setattr(linears, "faster_ways", lambda *kind: ("own",))
+    model, x = model_of(), torch.randn(5, 24)
+    model[0].bias = nn.Parameter(torch.randn(19, 3)[:, 1])
+    assert torch.allclose(run(LinearScope(model), model, x), model(x), atol=1e-5)

@@ -153,6 +153,12 @@ def _is_plain_norm(module: nn.Module) -> bool:
     )
 
 
+def _takes_over(linear: Any) -> bool:
+    """Whether a product, called as a module whatever its weight is, may be overwritten: no hook has kept it."""
+    is_hooked = linear._forward_pre_hooks or linear._forward_hooks or "_hf_hook" in linear.__dict__
+    return isinstance(linear, nn.Linear) and not is_hooked
+
+
 def _parts_of(layer: Any) -> _Parts | None:
     """The parts of a decoder layer; None where one of them is not plain."""
     family, namespace = _FAMILIES[_name_of(layer)], vars(sys.modules[type(layer).__module__])
@@ -171,8 +177,7 @@ def _parts_of(layer: Any) -> _Parts | None:
         and type(mlp.act_fn) in (SiLUActivation, nn.SiLU)
         and _is_bare(mlp.act_fn, type(mlp.act_fn))
         and all(_is_plain_norm(norm) and norm.weight.dtype == norms[0].weight.dtype for norm in norms)
-        # They are called as modules, whatever their weights are.
-        and all(isinstance(inner[name], nn.Linear) and "_hf_hook" not in inner[name].__dict__ for name in _LINEARS)
+        and all(_takes_over(inner[name]) for name in _LINEARS)
         and attention.config._attn_implementation in ("sdpa", "eager")
     )
     if not is_plain:

@@ -204,7 +204,7 @@ def _digest(weight: Tensor) -> int:
 
 def _is_plain(layer: nn.Linear) -> bool:
     """Whether a layer is nothing but a product with its weight, on the CPU, and has something to gain."""
-    weight, forward = layer.weight, layer.__dict__.get("forward")
+    weight, bias, forward = layer.weight, layer.bias, layer.__dict__.get("forward")
     return (
         (forward is None or getattr(forward, "func", None) is _forward)
         and type(weight) is nn.Parameter
@@ -212,6 +212,7 @@ def _is_plain(layer: nn.Linear) -> bool:
         and weight.device.type == "cpu"
         and weight.numel() >= (product_bits.FEWEST_WEIGHTS if weight.dtype == torch.float32 else 1)
         and weight.is_contiguous()
+        and (bias is None or (bias.dtype == weight.dtype and bias.is_contiguous()))
         and not weight.is_inference()
     )
 
