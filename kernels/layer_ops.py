@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, types
-from numba.extending import overload
+from numba import njit
 from torch import Tensor
 
-from lookahead.kernels.microkernel import jit_part
+from lookahead.kernels.microkernel import exp, jit_part, narrow, widen
 from lookahead.kernels.threads import array_at
 
 _PARTIALS = 4  # sums of every fourth vector
@@ -24,11 +23,6 @@ _LANES = 8  # float32 of a vector, for all x86 CPUs: torch does not build its su
 _WIDTH = _PARTIALS * _LANES
 
 _F = np.float32
-_LOG2E = _F(1.4426950408889634)
-# ln 2 in two parts: a multiple of the first is exact, so that the rest of x keeps all its bits.
-_LN2_HIGH, _LN2_LOW = _F(0.693359375), _F(-2.12194440e-4)
-_SERIES = tuple(map(_F, (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)))
-_LARGEST = _F(89.0)  # its exponential is no float32
 _MOST = _F(80.0)  # from here on SiLU is the number itself
 
 
@@ -112,34 +106,6 @@ def mean_squares(x: Tensor) -> list[float]:
     return [norm(row.data_ptr(), 0, x.data_ptr(), 0, out.data_ptr(), 1, size, 0.0) for row in x]
 
 
-def _widen(number: Any) -> Any:
-    """A number of a tensor as float32; a bfloat16 is held as uint16."""
-
-
-def _narrow(number: Any, like: Any) -> Any:
-    """A float32 as a number of a tensor that holds `like`; a bfloat16 is the nearest, ties to even."""
-
-
-@overload(_widen, strict=False)
-def _widen_as(number: Any) -> Any:
-    if number == types.uint16:
-        return lambda number: np.int32(np.int32(number) << np.int32(16)).view(np.float32)
-    return lambda number: number
-
-
-@overload(_narrow, strict=False)
-def _narrow_as(number: Any, like: Any) -> Any:
-    if like != types.uint16:
-        return lambda number, like: number
-
-    def narrow(number: Any, like: Any) -> Any:
-        bits = np.float32(number).view(np.int32)
-        nearest = (bits + np.int32(0x7FFF) + ((bits >> np.int32(16)) & np.int32(1))) >> np.int32(16)
-        return np.uint16(nearest if number == number else np.int32(0x7FC0))
-
-    return narrow
-
-
 @jit_part
 def _mean_square(line, sums):
     """The mean square of a row, in the order of torch's `mean`.
@@ -194,23 +160,23 @@ def _norm(x_at, delta_at, weight_at, total_at, out_at, rows, size, eps, dtype):
     line, factors = np.empty(size, np.float32), np.empty(size, np.float32)
     sums = np.empty(_LEVELS * _WIDTH, np.float32)
     for i in range(size):
-        factors[i] = _widen(weight[i])
+        factors[i] = widen(weight[i])
     mean = _F(0.0)
     for begin in range(0, count, size):
         own, normed = x[begin : begin + size], out[begin : begin + size]
         if delta_at:
             other, added = delta[begin : begin + size], total[begin : begin + size]
             for i in range(size):
-                added[i] = _narrow(_widen(own[i]) + _widen(other[i]), added[i])
-                line[i] = _widen(added[i])
+                added[i] = narrow(widen(own[i]) + widen(other[i]), added[i])
+                line[i] = widen(added[i])
         else:
             for i in range(size):
-                line[i] = _widen(own[i])
+                line[i] = widen(own[i])
         mean = _mean_square(line, sums)
         scale = _F(1.0) / np.sqrt(mean + eps)
         for i in range(size):
-            scaled = _widen(_narrow(line[i] * scale, normed[i]))
-            normed[i] = _narrow(factors[i] * scaled, normed[i])
+            scaled = widen(narrow(line[i] * scale, normed[i]))
+            normed[i] = narrow(factors[i] * scaled, normed[i])
     return mean
 
 
@@ -231,11 +197,11 @@ def _rotate_heads(heads, cos, sin):
     for begin in range(0, len(heads), 2 * half):
         first, second = heads[begin : begin + half], heads[begin + half : begin + 2 * half]
         for i in range(half):
-            a, b = _widen(first[i]), _widen(second[i])
-            kept, turned = _narrow(a * cos[i], first[i]), _narrow(-b * sin[i], first[i])
-            kept_too, turned_too = _narrow(b * cos[half + i], first[i]), _narrow(a * sin[half + i], first[i])
-            first[i] = _narrow(_widen(kept) + _widen(turned), first[i])
-            second[i] = _narrow(_widen(kept_too) + _widen(turned_too), second[i])
+            a, b = widen(first[i]), widen(second[i])
+            kept, turned = narrow(a * cos[i], first[i]), narrow(-b * sin[i], first[i])
+            kept_too, turned_too = narrow(b * cos[half + i], first[i]), narrow(a * sin[half + i], first[i])
+            first[i] = narrow(widen(kept) + widen(turned), first[i])
+            second[i] = narrow(widen(kept_too) + widen(turned_too), second[i])
 
 
 @jit_part
@@ -246,7 +212,7 @@ def _rotate(query_at, key_at, cos_at, sin_at, tokens, width, key_width, dim, dty
     cosines, sines = np.empty(dim, np.float32), np.empty(dim, np.float32)
     for token in range(tokens):
         for i in range(dim):
-            cosines[i], sines[i] = _widen(cos[token * dim + i]), _widen(sin[token * dim + i])
+            cosines[i], sines[i] = widen(cos[token * dim + i]), widen(sin[token * dim + i])
         _rotate_heads(query[token * width : (token + 1) * width], cosines, sines)
         _rotate_heads(key[token * key_width : (token + 1) * key_width], cosines, sines)
 
@@ -261,28 +227,14 @@ def _rotate_singles(query_at, key_at, cos_at, sin_at, tokens, width, key_width, 
     _rotate(query_at, key_at, cos_at, sin_at, tokens, width, key_width, dim, np.float32)
 
 
-@njit(cache=True, fastmath={"contract"}, error_model="numpy")
-def _exp(x):
-    """The exponential of a float32 above -87, with a relative error of 1e-7; infinite where no float32 is as large."""
-    x = _LARGEST if x > _LARGEST else x
-    whole = np.floor(x * _LOG2E + _F(0.5))
-    rest = x - whole * _LN2_HIGH - whole * _LN2_LOW
-    series = _SERIES[0]
-    for i in range(1, 6):
-        series = series * rest + _SERIES[i]
-    series = series * rest * rest + rest + _F(1.0)
-    half = np.int32((np.int32(whole) + np.int32(126)) << np.int32(23)).view(np.float32)
-    return series * _F(2.0) * half
-
-
 @jit_part
 def _gate(gate, up):
     """Write the product over the gate."""
     for i in range(len(gate)):
-        x = _widen(gate[i])
-        power = _exp(-x if x < _MOST else -_MOST)
-        activated = _widen(_narrow(x / (_F(1.0) + power), gate[i]))
-        gate[i] = _narrow(activated * _widen(up[i]), gate[i])
+        x = widen(gate[i])
+        power = exp(-x if x < _MOST else -_MOST)
+        activated = widen(narrow(x / (_F(1.0) + power), gate[i]))
+        gate[i] = narrow(activated * widen(up[i]), gate[i])
 
 
 @njit(cache=True, error_model="numpy")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lookahead.kernels.microkernel import LANES, ROWS, jit_part, round_half, tile_of
+from lookahead.kernels.microkernel import LANES, ROWS, jit_part, narrow, tile_of, widen
 from lookahead.kernels.threads import array_at, run, take
 
 COLUMNS = 2 * LANES  # outputs of a panel of the packed weight
@@ -79,12 +79,21 @@ _tile: Any = tile_of(2)
 
 
 def _multiply_floats(address: Any) -> None:
-    """Panel by panel, which stays in a near cache for all rows."""
+    _multiply(address, np.float32, np.float32)
+
+
+def _multiply_pairs(address: Any) -> None:
+    _multiply(address, np.int32, np.uint16)
+
+
+@jit_part
+def _multiply(address, term, number):
+    """Panel by panel, which stays in a near cache for all rows; the results are numbers of such a type."""
     _, parts, x_at, packed_at, out_at, bias_at, rows, terms, panels, outputs, block, together, has_bias = array_at(
         address, (13,), np.int64
     )
-    x, packed = array_at(x_at, (rows, terms), np.float32), array_at(packed_at, (panels, terms, COLUMNS), np.float32)
-    out, bias = array_at(out_at, (rows, outputs), np.float32), array_at(bias_at, (outputs,), np.float32)
+    x, packed = array_at(x_at, (rows, terms), term), array_at(packed_at, (panels, terms, COLUMNS), term)
+    out, bias = array_at(out_at, (rows, outputs), number), array_at(bias_at, (outputs,), number)
     sums, others = np.empty(ROWS * COLUMNS, np.float32), np.empty(ROWS * COLUMNS, np.float32)
     part = take(address)
     while part < parts:
@@ -95,50 +104,23 @@ def _multiply_floats(address: Any) -> None:
                 if has_bias:
                     for row in range(taken):
                         for i in range(min(COLUMNS, outputs - begin)):
-                            sums[row * COLUMNS + i] += bias[begin + i]
+                            sums[row * COLUMNS + i] += widen(bias[begin + i])
                 _store(sums, taken, out, first, begin, outputs)
                 first += taken
         part = take(address)
 
 
-def _multiply_pairs(address: Any) -> None:
-    """Panel by panel, which stays in a near cache for all rows; sums are rounded to bfloat16."""
-    _, parts, x_at, packed_at, out_at, bias_at, rows, terms, panels, outputs, block, together, has_bias = array_at(
-        address, (13,), np.int64
-    )
-    x, packed = array_at(x_at, (rows, terms), np.int32), array_at(packed_at, (panels, terms, COLUMNS), np.int32)
-    out, bias = array_at(out_at, (rows, outputs), np.uint16), array_at(bias_at, (outputs,), np.uint16)
-    sums, others = np.empty(ROWS * COLUMNS, np.float32), np.empty(ROWS * COLUMNS, np.float32)
-    rounded, bits = np.empty(ROWS * COLUMNS, np.uint16), sums.view(np.uint32)
-    part = take(address)
-    while part < parts:
-        for panel in range(part * together, min(panels, (part + 1) * together)):
-            first, begin = 0, panel * COLUMNS
-            while first < rows:
-                taken = _sum_rows(x, packed, panel, first, rows, terms, block, sums, others)
-                if has_bias:
-                    for row in range(taken):
-                        for i in range(min(COLUMNS, outputs - begin)):
-                            wide = np.uint32(bias[begin + i]) << np.uint32(16)
-                            sums[row * COLUMNS + i] += np.uint32(wide).view(np.float32)
-                for i in range(taken * COLUMNS):
-                    rounded[i] = round_half(bits[i])
-                _store(rounded, taken, out, first, begin, outputs)
-                first += taken
-        part = take(address)
-
-
 @jit_part
-def _store(values, taken, out, first, begin, outputs):
-    """Copy rows of a panel to their places."""
-    if outputs - begin >= COLUMNS:
+def _store(sums, taken, out, first, begin, outputs):
+    """Copy rows of a panel to their places, rounded."""
+    if outputs - begin >= COLUMNS:  # a constant count becomes vector instructions
         for row in range(taken):
             for i in range(COLUMNS):
-                out[first + row, begin + i] = values[row * COLUMNS + i]
+                out[first + row, begin + i] = narrow(sums[row * COLUMNS + i], out[0, 0])
     else:
         for row in range(taken):
             for i in range(outputs - begin):
-                out[first + row, begin + i] = values[row * COLUMNS + i]
+                out[first + row, begin + i] = narrow(sums[row * COLUMNS + i], out[0, 0])
 
 
 @jit_part

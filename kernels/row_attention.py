@@ -23,7 +23,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lookahead.kernels.microkernel import LANES, ROWS, STRIDE, jit_part, round_half, tile_of, transpose
+from lookahead.kernels.microkernel import LANES, ROWS, STRIDE, jit_part, narrow, tile_of, transpose, widen
 from lookahead.kernels.threads import array_at, run, take
 
 BLOCK = 512  # keys whose weights are computed before their values are added
@@ -145,13 +145,12 @@ def _attend(address: Any) -> None:
     queries = np.zeros((_FEW if rows <= _FEW else (rows + ROWS - 1) // ROWS * ROWS, dim), np.float32)
     sums, scores = np.empty((len(queries), dim), np.float32), np.zeros((len(queries), BLOCK), np.float32)
     transposed, block = np.empty((dim, _STEP), np.float32), np.empty((BLOCK, dim), np.float32)
-    sum_bits = sums.view(np.uint32)
     head = take(address)
     while head < parts:
         for row in range(rows):
             line = query[row // groups, head * groups + row % groups]
             for i in range(dim):
-                queries[row, i] = _widen(line[i])
+                queries[row, i] = widen(line[i])
         totals = _attend_head(
             queries, keys, pairs, values, start, head, groups, order, parents, depths, scale, scores, transposed, block,
             sums,
@@ -159,9 +158,7 @@ def _attend(address: Any) -> None:
         for row in range(rows):
             share, line = _F(1.0) / totals[row], out[row // groups, head * groups + row % groups]
             for i in range(dim):
-                sums[row, i] *= share
-            for i in range(dim):
-                line[i] = round_half(sum_bits[row, i])
+                line[i] = narrow(sums[row, i] * share, line[i])
         head = take(address)
 
 
@@ -209,19 +206,13 @@ def _attend_head(
 
 
 @jit_part
-def _widen(number):
-    """A bfloat16, held as int16, as float32."""
-    return np.int32(np.int32(number) << 16).view(np.float32)
-
-
-@jit_part
 def _load(keys, pairs, values, begin, size, head, transposed, block):
     """Copy the prompt's keys of a block, transposed, and its values, as float32."""
     dim = keys.shape[2]
     for slot in range(size):
         line, to = values[begin + slot, head], block[slot]
         for i in range(dim):
-            to[i] = _widen(line[i])
+            to[i] = widen(line[i])
     whole = size // LANES * LANES
     half, step = dim // 2, keys.shape[1] * dim // 2
     for slot in range(0, whole, LANES):
@@ -230,10 +221,10 @@ def _load(keys, pairs, values, begin, size, head, transposed, block):
             transpose(pairs, at + pair, step, transposed, 2 * pair * _STEP + slot, _STEP)
         for i in range(half // LANES * 2 * LANES, dim):
             for lane in range(LANES):
-                transposed[i, slot + lane] = _widen(keys[begin + slot + lane, head, i])
+                transposed[i, slot + lane] = widen(keys[begin + slot + lane, head, i])
     for slot in range(whole, size):
         for i in range(dim):
-            transposed[i, slot] = _widen(keys[begin + slot, head, i])
+            transposed[i, slot] = widen(keys[begin + slot, head, i])
 
 
 @jit_part
@@ -271,10 +262,10 @@ def _score_path(node, size, common, root, keys, start, head, parents, depths, qu
             for row in range(len(queries)):
                 a = b = c = d = _F(0.0)
                 for i in range(0, dim, _PARTS):
-                    a += _widen(key[i]) * queries[row, i]
-                    b += _widen(key[i + 1]) * queries[row, i + 1]
-                    c += _widen(key[i + 2]) * queries[row, i + 2]
-                    d += _widen(key[i + 3]) * queries[row, i + 3]
+                    a += widen(key[i]) * queries[row, i]
+                    b += widen(key[i + 1]) * queries[row, i + 1]
+                    c += widen(key[i + 2]) * queries[row, i + 2]
+                    d += widen(key[i + 3]) * queries[row, i + 3]
                 scores[row, at] = ((a + c) + (b + d)) * scale
         if at == root:
             break
@@ -291,7 +282,7 @@ def _load_path(node, size, common, root, values, start, head, parents, depths, h
             held[depths[node]] = node
             line, to = values[start + node, head], block[at]
             for i in range(len(to)):
-                to[i] = _widen(line[i])
+                to[i] = widen(line[i])
         if at == root:
             break
         node = parents[node]
