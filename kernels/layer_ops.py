@@ -6,8 +6,6 @@ the results have the bits of those operators: each rounds, and the mean sums in 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from numba import njit

@@ -20,12 +20,12 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from lookahead.models.exact_attention import attend_in_turn, own_attention
 from lookahead.models.model_state import state_of
+from lookahead.models.replaced import replaced
 from lookahead.models.tree_pass import AttentionSpan, TreePass, TreeTensors, mask_of
 
 ATTENTION_NAME = "lookahead_tree"
 
 _guard = Lock()
-_uses: dict[int, int] = {}  # open `serving` blocks by the id of a module; their scopes keep the module alive
 _views: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by the id of the configuration, which a view keeps
 _thread = local()  # no ContextVar: torch.compile cannot look into one
 
@@ -45,8 +45,8 @@ class AttentionScope:
         self._facts: dict[Any, Any] = {}
         # The model itself keeps its configuration: users read it, and no module chooses its attention by it.
         modules = [each for each in model.modules() if each is not model and _config_of(each) is not None]
+        configs = [_real(_config_of(module)) for module in modules]
         with _guard:
-            configs = [_real(_config_of(module)) for module in modules]
             self._modules = [(*each, _view_of(each[1])) for each in zip(modules, configs, strict=True)]
             self._own_views = tuple({id(view): view for _, _, view in self._modules}.values())
         state_of(model).views = self._own_views  # compiled code is for certain views
@@ -55,20 +55,8 @@ class AttentionScope:
     def serving(self) -> Iterator[None]:
         """Let the modules hold views until the last open block of any thread ends."""
         self._facts.clear()
-        with _guard:
-            for module, _, view in self._modules:
-                _uses[id(module)] = _uses.get(id(module), 0) + 1
-                module.__dict__["config"] = view
-        try:
+        with replaced("config", self._modules):
             yield
-        finally:
-            with _guard:
-                for module, config, _ in self._modules:
-                    uses = _uses.pop(id(module)) - 1
-                    if uses:
-                        _uses[id(module)] = uses
-                    else:
-                        module.__dict__["config"] = config
 
     @contextmanager
     def running(self, tree_pass: TreePass) -> Iterator[None]:

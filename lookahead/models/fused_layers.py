@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache, partial
-from threading import Lock, local
+from threading import local
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules_of_torch
 from transformers.activations import SiLUActivation
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lookahead.models.replaced import replaced
 
 _FAMILIES = {
     (f"transformers.models.{family.lower()}.modeling_{family.lower()}", f"{family}DecoderLayer"): family
@@ -37,8 +39,6 @@ _ROWS = 32  # whose mean squares are compared
 _TOLERANCE = 1e-4  # of float32, relative to the largest output
 
 _thread = local()
-_guard = Lock()
-_uses: dict[int, int] = {}  # open `serving` blocks by the id of a module; their scopes keep the module alive
 _probed: dict[Any, bool] = {}
 
 
@@ -76,21 +76,10 @@ class LayerScope:
     @contextmanager
     def serving(self) -> Iterator[None]:
         """Let the layers look for passes of ours until the last open block of any thread ends."""
-        with _guard, torch.inference_mode():
+        with torch.inference_mode():
             forwards = _forwards_of(self._model)
-            for module, forward in forwards:
-                _uses[id(module)] = _uses.get(id(module), 0) + 1
-                module.__dict__["forward"] = forward
-        try:
+        with replaced("forward", forwards):
             yield
-        finally:
-            with _guard:
-                for module, _ in forwards:
-                    uses = _uses.pop(id(module)) - 1
-                    if uses:
-                        _uses[id(module)] = uses
-                    else:
-                        module.__dict__.pop("forward", None)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -105,8 +94,8 @@ class LayerScope:
             _thread.most, _thread.attends = outer
 
 
-def _forwards_of(model: nn.Module) -> list[tuple[nn.Module, Callable[..., Any]]]:
-    """The modules that can be fused, and what takes the place of their `forward`."""
+def _forwards_of(model: nn.Module) -> list[tuple[nn.Module, None, Callable[..., Any]]]:
+    """The modules that can be fused, and what takes the place of their `forward`, for `replaced`."""
     modules = list(model.modules())
     is_hooked = modules_of_torch._global_forward_hooks or modules_of_torch._global_forward_pre_hooks
     if is_hooked or "forward" in model.__dict__ or any(each._compiled_call_impl is not None for each in modules):
@@ -116,8 +105,10 @@ def _forwards_of(model: nn.Module) -> list[tuple[nn.Module, Callable[..., Any]]]
     # The last norm of a model, and those of layers that have something else in them.
     inside = {norm for parts in right for norm in parts.norms}
     norms: list[Any] = [each for each in modules if each not in inside and _is_plain_norm(each)]
-    return [(parts.layer, partial(_layer_forward, parts)) for parts in right] + [
-        (norm, partial(_norm_forward, norm)) for norm in norms if _keeps_means(norm.weight.dtype, len(norm.weight))
+    return [(parts.layer, None, partial(_layer_forward, parts)) for parts in right] + [
+        (norm, None, partial(_norm_forward, norm))
+        for norm in norms
+        if _keeps_means(norm.weight.dtype, len(norm.weight))
     ]
 
 

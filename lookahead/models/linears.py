@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from threading import Lock, local
+from threading import local
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from lookahead.models import product_bits
 from lookahead.models.exact_attention import MAX_ROWS
 from lookahead.models.model_state import state_of
 from lookahead.models.product_bits import Bits, Layout, Packed, best_layout, by_onednn, lay_out, rows_of
+from lookahead.models.replaced import replaced
 
 _LAYOUTS = {"own": Layout(block=512), "onednn": Layout(rows=16)}  # of float32
 _SHARE_OF_MEMORY = 0.25  # most of the machine's memory that the packed weights of a model may take
@@ -35,18 +36,12 @@ _TRIALS = 5
 _GAIN = 0.95  # most time relative to torch to count as faster
 
 _thread = local()
-_guard = Lock()
 
 
 class PackedLinear:
-    """The packed weights of one linear layer. Where its model is copied, the copy begins empty.
-
-    Attributes:
-        uses: Open `serving` blocks of the model.
-    """
+    """The packed weights of one linear layer. Where its model is copied, the copy begins empty."""
 
     def __init__(self) -> None:
-        self.uses = 0
         self._own: Tensor | None = None
         self._version = 0
         self._digest = 0
@@ -95,7 +90,7 @@ class LinearScope:
     """
 
     def __init__(self, model: nn.Module, *, packs: bool = True) -> None:
-        self._layers: list[tuple[nn.Linear, PackedLinear, Callable[[Tensor], Tensor]]] = []
+        self._forwards: list[tuple[nn.Linear, None, Callable[[Tensor], Tensor]]] = []
         layers = [each for each in model.modules() if type(each) is nn.Linear and _is_plain(each)]
         if "forward" in model.__dict__ or not layers:
             return
@@ -110,23 +105,13 @@ class LinearScope:
         for layer in layers:
             packed = known.setdefault(layer, PackedLinear())
             packed.check()
-            self._layers.append((layer, packed, partial(_forward, layer, packed)))
+            self._forwards.append((layer, None, partial(_forward, layer, packed)))
 
     @contextmanager
     def serving(self) -> Iterator[None]:
         """Let the layers look for packed weights until the last open block of any thread ends."""
-        with _guard:
-            for layer, packed, forward in self._layers:
-                packed.uses += 1
-                layer.__dict__["forward"] = forward
-        try:
+        with replaced("forward", self._forwards):
             yield
-        finally:
-            with _guard:
-                for layer, packed, _ in self._layers:
-                    packed.uses -= 1
-                    if not packed.uses:
-                        layer.__dict__.pop("forward", None)
 
     @contextmanager
     def running(self, bits: Bits) -> Iterator[None]:
@@ -136,7 +121,7 @@ class LinearScope:
             bits: Those that rows of half precision must have.
         """
         outer = getattr(_thread, "mode", None)
-        _thread.mode = (bits, self._packs, self._fewest) if self._layers else (bits, False, 1)
+        _thread.mode = (bits, self._packs, self._fewest) if self._forwards else (bits, False, 1)
         try:
             yield
         finally:
