@@ -157,7 +157,7 @@ class Target:
     @property
     def is_cold(self) -> bool:
         """Whether the newest pass did work, such as compiling, that later passes of its shape do not repeat."""
-        is_cold = self._has_packed or _tests_run() > self._tested
+        is_cold = self._has_packed or _counter()() > self._tested
         return is_cold or (self._fast is not None and self._fast.is_cold)
 
     @contextmanager
@@ -242,7 +242,7 @@ class Target:
         Args:
             trees: One tree per active row, in the order of the rows.
         """
-        outputs, self._has_packed, self._tested = None, False, _tests_run()
+        outputs, self._has_packed, self._tested = None, False, _counter()()
         if self._fast is not None:
             outputs = self._fast.score(trees, has_softcap=self._has_softcap)
         if outputs is None:
@@ -351,11 +351,12 @@ class Target:
         return keep is not None and list(keep) == [tokens.shape[1] - 1]
 
 
-def _tests_run() -> int:
-    """Self-tests of kernels in this process so far."""
+@cache
+def _counter() -> Callable[[], int]:
+    """What counts the self-tests of kernels that have run."""
     from lookahead.kernels.dispatch import tests_run
 
-    return tests_run()
+    return tests_run
 
 
 def _choose_layers(output: Any, layers: Sequence[int]) -> dict[int, Tensor]:

@@ -13,7 +13,7 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lookahead.drafting.tree import IntArray, TokenTree, fill_ancestor_words
+from lookahead.drafting.tree import TokenTree, fill_ancestor_words
 from lookahead.models.cache import TreeSlots
 from lookahead.models.exact_attention import Turns
 
@@ -126,10 +126,23 @@ class TreePass:
 
     def _arrays(self) -> Sequence[NDArray[Any]]:
         """The fields of `TreeTensors`."""
-        parents, depths, nodes = self._pad_trees()
-        lengths = self._slots.lengths[: self._slots.active]
+        active, width = self._slots.active, self._slots.width
+        if self._trees is None or (width == 1 and self._scored is None):
+            nodes, chain = np.full(active, width, np.int32), np.arange(width, dtype=np.int32)
+            depths = np.repeat(chain[None], active, 0)
+            parents = np.maximum(depths - 1, 0)
+        else:
+            nodes = np.array([len(tree) for tree in self._trees], np.int32)
+            parents, depths = np.zeros((2, active, width if self._scored is None else int(nodes.max())), np.int32)
+            for row, tree in enumerate(self._trees):
+                parents[row, : len(tree)] = tree.parents
+                depths[row, : len(tree)] = tree.depths
+        words = np.zeros((*parents.shape, (parents.shape[1] + 63) // 64), np.int64)
+        for row, count in enumerate(nodes.tolist()):
+            fill_ancestor_words(parents[row, :count], words[row])
+        lengths = self._slots.lengths[:active]
         committed = lengths if self._scored is None else lengths - self._scored
-        return committed.astype(np.int32), nodes, depths, _pack_ancestors(parents, nodes)
+        return committed.astype(np.int32), nodes, depths, words
 
     def mask(self, groups: int, span: AttentionSpan, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Additive mask `[active, 1, width * groups, kv]`; node t has the rows t * groups … t * groups + groups - 1.
@@ -157,20 +170,6 @@ class TreePass:
         assert self._trees is not None
         scored = 0 if self._scored is None else int(self._scored[0])
         return Turns.of(self._trees[0], int(self._slots.lengths[0]) - scored, scored)
-
-    def _pad_trees(self) -> tuple[IntArray, IntArray, IntArray]:
-        """Parents and depths, int32 `[active, most nodes]`, zeros behind a row's tree, and every tree's nodes."""
-        active, width = self._slots.active, self._slots.width
-        if self._trees is None or (width == 1 and self._scored is None):
-            chain = np.arange(width, dtype=np.int32)
-            depths = np.repeat(chain[None], active, 0)
-            return np.maximum(depths - 1, 0), depths, np.full(active, width, np.int32)
-        nodes = np.array([len(tree) for tree in self._trees], np.int32)
-        parents, depths = np.zeros((2, active, width if self._scored is None else int(nodes.max())), np.int32)
-        for row, tree in enumerate(self._trees):
-            parents[row, : len(tree)] = tree.parents
-            depths[row, : len(tree)] = tree.depths
-        return parents, depths, nodes
 
 
 def padded_rows(active: int, rows: int) -> int:
@@ -346,13 +345,3 @@ def _fill_row(filled, row, tokens, parents, depths, length, capacity):
         if kept == 0:
             all_words[row, node] = 0
         all_words[row, node, kept // 64] |= np.int64(1) << np.int64(kept % 64)
-
-
-@njit(cache=True)
-def _pack_ancestors(parents, nodes):
-    """`TokenTree.ancestor_words` of all rows, int64 `[active, width, ceil(width / 64)]`."""
-    rows, width = parents.shape
-    words = np.zeros((rows, width, (width + 63) // 64), np.int64)
-    for row in range(rows):
-        fill_ancestor_words(parents[row, : nodes[row]], words[row])
-    return words
