@@ -19,15 +19,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from bench.baselines import ChainRule, FirstOccurrence, LongestSuffix, PromptLookup, TokenRecycling
-from bench.command import make_engine, parser_of, publish, use_one_thread
-from bench.llm import read_prompts
+from bench.command import make_engine, parser_of, publish, setting_of, use_one_thread
+from bench.llm import add_prompt_options, read_prompts
 from bench.prompts import loop_start
 from lookahead import LookaheadConfig
 from lookahead.drafting.proposal import Call, Proposer
@@ -134,18 +133,11 @@ def figures(outputs: Sequence[Decoded]) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Check, measure, print; 1 where a token differs in fp32."""
     parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="fp32")
-    parser.add_argument("--prompts", type=Path, required=True, help="JSON lines with a category and a text")
-    parser.add_argument("--field", default="turns", help="the field of the text (default turns)")
-    parser.add_argument("--stories", type=Path, help="JSON lines with documents to summarize")
-    parser.add_argument("--longest", type=int, default=1000, help="tokens of a story (default 1000)")
-    parser.add_argument("--offset", type=int, default=0, help="prompts of a category that are passed over")
-    parser.add_argument("--per-category", type=int, default=1, help="prompts of a category (default 1)")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
+    add_prompt_options(parser, per_category=1)
     parser.add_argument("--nodes", default="31", help="most draft nodes a step, commas between (default 31)")
     parser.add_argument("--memory", choices=("request", "shared"), default="request")
     parser.add_argument("--sources", default=",".join(SOURCES), help=f"combinations (default {','.join(SOURCES)})")
     options = parser.parse_args(argv)
-    options.warmup = 0
     use_one_thread()
     model, tokenizer = load(options.model, dtype=options.dtype, device="cpu")
     prompts, _ = read_prompts(tokenizer, options)
@@ -165,9 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         results[key] = figures(outputs) | {"identical": len(prompts) - len(differing)}
         print(key, results[key], flush=True)
     report = {
-        "model": Path(options.model).name,
-        "dtype": options.dtype,
-        "device": "cpu",
+        **setting_of(options),
         "prompts": len(prompts),
         "max_new_tokens": options.max_new_tokens,
         "nodes": budgets,

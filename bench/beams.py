@@ -28,7 +28,7 @@ import torch
 from transformers import BartConfig, BartForConditionalGeneration, DynamicCache, PreTrainedModel
 
 import lookahead
-from bench.command import parser_of, processor, publish, stay_on_one_core, use_one_thread, versions
+from bench.command import parser_of, publish, setting_of, stay_on_one_core, use_one_thread, versions
 from bench.exactness import batches
 from bench.llm import as_chat
 from bench.llm_peers import read_clocks
@@ -208,7 +208,7 @@ def bart_base() -> PreTrainedModel:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare, or measure; returns 1 if a search over families differs."""
-    parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="fp32")
+    parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="fp32", core=True)
     parser.add_argument("--families", help="names, comma separated, or all: the comparison on tiny models")
     parser.add_argument("--encoder-decoder", action="store_true", help="a model of BART-base's shape instead")
     parser.add_argument("--prompts", type=Path, help="JSON lines with a category, as Spec-Bench has them")
@@ -217,7 +217,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--offset", type=int, default=0, help="prompts of each category to leave out")
     parser.add_argument("--num-beams", type=int, default=4)
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--core", type=int, help="the core to stay on; the last one when left out")
     arguments = parser.parse_args(argv)
     warnings.simplefilter("ignore", UserWarning)
     if arguments.families:
@@ -253,10 +252,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_exact = arguments.dtype == "fp32" or has_bits_of_beams(model, arguments.num_beams)
     rows = compare(model, prompts, ways, must_agree="lookahead" if is_exact else "")
     report = {
+        **setting_of(arguments),
         "model": name,
-        "dtype": arguments.dtype,
-        "device": f"cpu, {processor()}",
-        "threads": 1,
         "beams": arguments.num_beams,
         "prompts": len(prompts),
         "prompt_tokens": [row["prompt_tokens"] for row in rows],

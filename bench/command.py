@@ -21,13 +21,16 @@ from lookahead.engine.engine import Engine
 from lookahead.generation.hf import prepare
 
 
-def parser_of(page: str | None, *, model: str | None = None, dtype: str | None = None) -> argparse.ArgumentParser:
+def parser_of(
+    page: str | None, *, model: str | None = None, dtype: str | None = None, core: bool = False
+) -> argparse.ArgumentParser:
     """A parser whose help is the docstring of a benchmark, with `--output` and the options that have a default.
 
     Args:
         page: The docstring.
         model: The default of `--model`.
         dtype: The default of `--dtype`, `fp32` or `bf16`.
+        core: Whether there is `--core`, for `stay_on_one_core`.
     """
     parser = argparse.ArgumentParser(description=page, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, help="also write the JSON object here")
@@ -35,6 +38,8 @@ def parser_of(page: str | None, *, model: str | None = None, dtype: str | None =
         parser.add_argument("--model", default=model, help=f"a folder, or a name on the Hub (default {model})")
     if dtype is not None:
         parser.add_argument("--dtype", choices=("fp32", "bf16"), default=dtype)
+    if core:
+        parser.add_argument("--core", type=int, help="the core to stay on; the last one when left out")
     return parser
 
 
@@ -69,6 +74,12 @@ def processor() -> str:
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
+
+
+def setting_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What is measured, and on what, by `--model` and `--dtype`."""
+    model, device = Path(arguments.model).name, f"cpu, {processor()}"
+    return {"model": model, "dtype": arguments.dtype, "device": device, "threads": 1}
 
 
 def resident_bytes() -> int:

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
-from bench.command import make_engine, parser_of, processor, publish, stay_on_one_core
+from bench.command import make_engine, parser_of, publish, setting_of, stay_on_one_core
 from bench.llm_figures import (
     CLOCKS,
     CONFIGS,
@@ -157,6 +157,20 @@ def make_methods(model: PreTrainedModel, arguments: argparse.Namespace) -> dict[
     return methods
 
 
+def add_prompt_options(
+    parser: argparse.ArgumentParser, *, per_category: int, stories: str = "JSON lines with a document to summarize each"
+) -> None:
+    """The options that `read_prompts` reads, with the default of one and the help of another."""
+    parser.add_argument("--prompts", type=Path, required=True, help="JSON lines with a category, as in Spec-Bench")
+    parser.add_argument("--field", default="turns", help="field of the text, or of turns, the first of which counts")
+    parser.add_argument("--stories", type=Path, help=stories)
+    parser.add_argument("--longest", type=int, default=1000, help="tokens of a story that are read (default 1000)")
+    parser.add_argument("--per-category", type=int, default=per_category)
+    parser.add_argument("--offset", type=int, default=0, help="prompts of each category to leave out")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.set_defaults(warmup=0)
+
+
 def read_prompts(
     tokenizer: PreTrainedTokenizerBase, arguments: argparse.Namespace
 ) -> tuple[list[Prompt], list[Prompt]]:
@@ -240,10 +254,8 @@ def setting(
     lengths = [prompt.ids.shape[1] for prompt in prompts]
     categories = list(dict.fromkeys(prompt.category for prompt in prompts))
     return {
-        "model": arguments.label or Path(arguments.model).name,
-        "dtype": arguments.dtype,
-        "device": f"cpu, {processor()}",
-        "threads": 1,
+        **setting_of(arguments),
+        **({"model": arguments.label} if arguments.label else {}),
         "prompts": len(prompts),
         "categories": {each: sum(prompt.category == each for prompt in prompts) for each in categories},
         "offset": arguments.offset,
@@ -278,28 +290,17 @@ def first_of_each(prompts: Sequence[Prompt], count: int) -> list[int]:
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
-    parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="fp32")
+    parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="fp32", core=True)
     parser.add_argument("--label", help="what the result calls the model; its last part when left out")
-    parser.add_argument(
-        "--prompts", type=Path, required=True, help="JSON lines with a category, as Spec-Bench has them"
-    )
-    parser.add_argument(
-        "--field", default="turns", help="the field of the text, or of turns, the first of which counts"
-    )
-    parser.add_argument("--stories", type=Path, help="JSON lines with a document each, to be summarized")
-    parser.add_argument("--longest", type=int, default=1000, help="tokens of a story that are read")
-    parser.add_argument("--per-category", type=int, default=2)
-    parser.add_argument("--offset", type=int, default=0, help="prompts of each category to leave out")
+    add_prompt_options(parser, per_category=2)
     parser.add_argument("--warmup", type=int, default=2, help="prompts beside those measured, to warm up with")
     parser.add_argument("--cold", type=int, default=1, help="prompts of each category for fresh processes")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0, help="sample, every method from the same seed")
     parser.add_argument(
         "--methods",
         default=",".join(DEFAULT_METHODS),
         help=f"of {', '.join((*LOOKUPS, *CONFIGS))}, with commas between them",
     )
-    parser.add_argument("--core", type=int, help="the core to stay on; the last one when left out")
     parser.add_argument("--peer", action="append", default=[], type=peer_of, help="NAME:PYTHON, NAME:PYTHON:MODEL")
     parser.add_argument("--plot", type=Path, help="a file for the speedups by category, .svg or .png")
     parser.add_argument("--cold-worker", action="store_true", help=argparse.SUPPRESS)

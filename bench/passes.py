@@ -16,14 +16,13 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from bench.command import parser_of, processor, publish, stay_on_one_core
+from bench.command import parser_of, publish, setting_of, stay_on_one_core
 from lookahead import load
 from lookahead.drafting.tree import TokenTree
 from lookahead.models.loading import DEFAULT_MODEL
@@ -107,11 +106,10 @@ def measure(
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, print a table and publish the figures."""
-    parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="bf16")
+    parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="bf16", core=True)
     parser.add_argument("--contexts", default="60,700", help="tokens, with commas between them")
     parser.add_argument("--nodes", default="1,4,8,16,32", help="likewise")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--core", type=int, help="the core to stay on; the last one when left out")
     arguments = parser.parse_args(argv)
     stay_on_one_core(arguments.core)
     model = load(arguments.model, dtype=arguments.dtype, device="cpu").model
@@ -127,10 +125,7 @@ def main(argv: list[str] | None = None) -> int:
         for name, times in tables[context].items():
             print(f"{name:24}" + "".join(f"{ms:9.1f} ({perfect[n] / ms:4.0%})" for n, ms in times.items()))
     report = {
-        "model": Path(arguments.model).name,
-        "dtype": arguments.dtype,
-        "device": f"cpu, {processor()}",
-        "threads": 1,
+        **setting_of(arguments),
         "gb_per_s": round(bandwidth / 1e9, 2),
         "gflop_per_s": round(peak / 1e9, 1),
         "perfect_ms": perfect,

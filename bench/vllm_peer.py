@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.command import parser_of, processor, publish, use_one_thread
-from bench.llm import as_chat, cut, job_of, read_prompts
+from bench.command import parser_of, publish, setting_of, use_one_thread
+from bench.llm import add_prompt_options, as_chat, cut, job_of, read_prompts
 from bench.llm_figures import GREEDY, Prompt, Run, figures_of, print_table
 from bench.llm_peers import KINDS, peer_of, run_peer
 from lookahead.models.loading import DEFAULT_MODEL, load
@@ -80,20 +80,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="bf16")
     parser.add_argument("--python", type=Path, required=True, help="a Python that has vLLM")
-    parser.add_argument("--prompts", type=Path, required=True, help="JSON lines with a category, as in Spec-Bench")
-    parser.add_argument("--stories", type=Path, help="JSON lines with a document and questions each")
+    add_prompt_options(parser, per_category=5, stories="JSON lines with a document and questions each")
     parser.add_argument("--shared", type=int, default=3, help="stories that are asked about (default 3)")
-    parser.add_argument("--longest", type=int, default=1000, help="tokens of a story that are read (default 1000)")
-    parser.add_argument("--per-category", type=int, default=5)
-    parser.add_argument("--offset", type=int, default=0, help="prompts of each category to leave out")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--batch", default="1,16", help="requests at a time, commas between (default 1,16)")
     parser.add_argument("--methods", default=",".join(KINDS["vllm"]), help="commas between; plain is always measured")
     parser.add_argument("--temperature", type=float, default=0.0, help="sample; outputs then differ")
     parser.add_argument("--record", type=Path, help="a file for the plain outputs of the last batch")
-    arguments = parser.parse_args(argv)
-    arguments.field, arguments.warmup = "turns", 0
-    return arguments
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -107,12 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         prompts += shared_prompts(stories, tokenizer, stories=arguments.shared, longest=arguments.longest)
     kinds = list(dict.fromkeys(["plain", *arguments.methods.split(",")]))
     job = {**job_of(model, prompts, arguments), "kinds": kinds}
-    setting = {
-        "model": Path(arguments.model).name,
-        "dtype": arguments.dtype,
-        "device": f"cpu, {processor()}",
-        "versions": versions_of(arguments.python),
-    }
+    setting = {**setting_of(arguments), "versions": versions_of(arguments.python)}
     result: dict[str, Any] = {
         **setting,
         "prompts": len(prompts),
