@@ -171,7 +171,10 @@ def _attend_head(
     peaks, totals = np.full(len(queries), -np.inf, np.float32), np.zeros(len(queries), np.float32)
     held = np.empty(len(parents), np.int64)
     sums[:] = 0.0
-    for begin in range(0, start + depths[order].max() + 1, BLOCK):
+    deepest = 0
+    for node in order:
+        deepest = max(deepest, depths[node])
+    for begin in range(0, start + deepest + 1, BLOCK):
         common = max(0, min(BLOCK, start - begin))  # keys of the prompt
         _load(keys, pairs, values, begin, common, head, transposed, block)
         _score_prompt(queries, transposed, common, scale, scores)
@@ -190,7 +193,8 @@ def _attend_head(
                     fade = _F(math.exp(peaks[row] - peak))
                     totals[row], peaks[row] = _fma(fade, totals[row], total), peak
                     if begin:
-                        sums[row] *= fade
+                        for i in range(sums.shape[1]):
+                            sums[row, i] *= fade
         whole = common // _TOGETHER * _TOGETHER
         if whole:
             _add_prompt(scores, block, whole, sums)
@@ -297,7 +301,9 @@ def _peak_of(scores, size):
     for first in range(0, whole, LANES):
         for lane in range(LANES):
             lanes[lane] = max(lanes[lane], scores[first + lane])
-    peak = lanes.max()
+    peak = lanes[0]
+    for lane in range(1, LANES):
+        peak = max(peak, lanes[lane])
     for i in range(whole, size):
         peak = max(peak, scores[i])
     return peak

@@ -244,7 +244,8 @@ def _count_copy(table, token, has_ended):
     row[0] += 1.0
     row[1] += has_ended
     if row[0] >= _MOST_COPIES:
-        row[:] *= 0.5
+        for column in range(row.size):
+            row[column] *= 0.5
 
 
 @njit(cache=True, error_model="numpy")

