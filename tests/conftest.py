@@ -48,13 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_exhaustive(items)
 
 
-@pytest.fixture(scope="session")
-def tiny_llama() -> LlamaForCausalLM:
-    """A random fp32 Llama on the CPU, seconds small, whose greedy output wanders.
-
-    Weights are drawn wide (0.4), so that logits are far from flat and argmax has no ties. It is shared by the
-    whole session: a test that changes it must put it back.
-    """
+def _random_llama() -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=101,
         hidden_size=32,
@@ -74,28 +68,24 @@ def tiny_llama() -> LlamaForCausalLM:
 
 
 @pytest.fixture(scope="session")
+def tiny_llama() -> LlamaForCausalLM:
+    """A random fp32 Llama on the CPU, seconds small, whose greedy output wanders.
+
+    Weights are drawn wide (0.4), so that logits are far from flat and argmax has no ties. It is shared by the
+    whole session: a test that changes it must put it back.
+    """
+    return _random_llama()
+
+
+@pytest.fixture(scope="session")
 def looping_llama() -> LlamaForCausalLM:
     """A random fp32 Llama that likes to count, and starts again after 16 tokens: its drafts are accepted.
 
     The embedding outweighs what the layers add, and the head leans towards the token after the newest one, so that
     greedy and sampled output repeats itself and still wanders. It is shared by the whole session as well.
     """
-    config = LlamaConfig(
-        vocab_size=101,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.4,
-        bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    with torch.random.fork_rng(), torch.no_grad():
-        torch.manual_seed(20)
-        model = LlamaForCausalLM(config).float().eval()
+    model = _random_llama()
+    with torch.no_grad():
         embedding = model.get_input_embeddings().weight
         following = torch.arange(101) + 1 - 16 * (torch.arange(101) % 16 == 15)
         model.lm_head.weight[following.clamp(max=100)] += 2 * embedding
@@ -209,20 +199,26 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.fixture
-def cli_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A working directory with two documents; stderr and stdout are wide enough not to wrap."""
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An empty working directory; stderr and stdout are wide enough not to wrap."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
-    (tmp_path / "a.txt").write_text(CLI_TEXT)
-    (tmp_path / "b.txt").write_text(CLI_TEXT[::-1])
     from transformers.utils import logging
 
     # The command sets up its process, which here is that of all tests.
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    yield tmp_path
+    yield
     logging.set_verbosity(verbosity)
     if bars:
         logging.enable_progress_bar()
+
+
+@pytest.fixture
+def cli_folder(tmp_path: Path, workplace: None) -> Path:
+    """A working directory with two documents."""
+    (tmp_path / "a.txt").write_text(CLI_TEXT)
+    (tmp_path / "b.txt").write_text(CLI_TEXT[::-1])
+    return tmp_path
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ from lookahead.drafting.proposal import Call, Proposal
 from lookahead.generation.hf import prepare
 from lookahead.proposers.draft_model import ModelProposer
 from tests.support.near_models import like, small
+from tests.support.token_prompts import both
 
 FIXED: dict[str, Any] = {"draft": "fixed", "min_probability": 0.0}
 SHAPES: dict[str, dict[str, int]] = {
@@ -54,14 +55,6 @@ def ragged() -> dict[str, torch.Tensor]:
     rows = [[0] * 8 + [5, 9, 31, 77], [0] * 3 + [5, 9, 31, 77, 5, 9, 31, 2, 60], [40, 41, 42, 43, 44, 45] * 2]
     ids = torch.tensor(rows)
     return {"input_ids": ids, "attention_mask": (ids != 0).long()}
-
-
-def both(model: PreTrainedModel, config: LookaheadConfig, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    kwargs = {"max_new_tokens": 40, "pad_token_id": 0, **kwargs}
-    torch.manual_seed(0)
-    expected = model.generate(**kwargs)
-    torch.manual_seed(0)
-    return expected, model.generate(**kwargs, custom_generate=lookahead.decode, lookahead_config=config)
 
 
 @pytest.mark.covering(1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from lookahead.models import loading
 from lookahead.reporting.trace import Step, Trace, TracePiece, render_trace, source_rows, trace
 from lookahead.stats import DecodingStats
 from tests.support.adversarial_proposers import always_wrong, drafting_by, nothing, perfect
+from tests.support.outline import Outline
 
 PROMPT = "the cat and the dog, "
 NEW = 24
@@ -103,24 +103,6 @@ def test_a_source_tells_in_how_many_passes_it_drafted(tiny_llama, tiny_tokenizer
 
 
 # The page
-
-
-class Outline(HTMLParser):
-    """The tags of a page, and the text between them."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.text = ""
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += attrs
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
 
 
 HOSTILE = '<script>alert("1")</script> & <b>'

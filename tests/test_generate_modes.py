@@ -21,17 +21,10 @@ from transformers import (
 )
 
 import lookahead
-from lookahead import LookaheadConfig
 from lookahead.errors import UnsupportedModelError
 from lookahead.generation.hf import prepare
+from tests.support.token_prompts import DRAFTING, IDS, RAGGED
 
-IDS = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])
-RAGGED = {
-    "input_ids": torch.cat([torch.tensor([[0] * 5 + [41, 42, 41, 42, 41, 42, 41]]), IDS]),
-    "attention_mask": torch.tensor([[0] * 5 + [1] * 7, [1] * 12]),
-}
-# Every draft there is room for is verified, whatever it costs: the outcome depends on no clock.
-DRAFTING = LookaheadConfig(draft="fixed", min_probability=0.0)
 MODES: dict[str, dict[str, Any]] = {
     "diverse beams": {"num_beams": 2, "num_beam_groups": 2, "diversity_penalty": 1.0},
     "constrained beams": {"num_beams": 2, "force_words_ids": [[7]]},

@@ -19,18 +19,8 @@ from transformers import (
 )
 
 import lookahead
-from lookahead import LookaheadConfig
+from tests.support.token_prompts import DRAFTING, IDS, INPUTS
 
-IDS = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])
-INPUTS: dict[str, dict[str, torch.Tensor]] = {
-    "one": {"input_ids": IDS},
-    "ragged": {
-        "input_ids": torch.cat([torch.tensor([[0] * 5 + [41, 42, 41, 42, 41, 42, 41]]), IDS, IDS.flip(1)]),
-        "attention_mask": torch.tensor([[0] * 5 + [1] * 7, [1] * 12, [1] * 12]),
-    },
-}
-# Every draft there is room for is verified, whatever it costs: the outcome depends on no clock.
-DRAFTING = LookaheadConfig(draft="fixed", min_probability=0.0)
 ENDING = {"eos_token_id": [20, 58], "pad_token_id": 0}
 
 

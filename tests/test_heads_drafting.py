@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 import lookahead
 from lookahead import Heads, LookaheadConfig
@@ -24,6 +24,7 @@ from lookahead.models.loading import LoadedModel, load
 from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.training.train_heads import Settings, train_heads
 from tests.support.answered_prompts import write_answered
+from tests.support.token_prompts import both
 
 KINDS = ["medusa", "eagle", "eagle3", "mtp"]
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -36,15 +37,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def drafting(*proposers: Any, **options: Any) -> LookaheadConfig:
     return LookaheadConfig(proposers=proposers, draft="fixed", min_probability=0.0, max_nodes=24, **options)
-
-
-def both(model: PreTrainedModel, config: LookaheadConfig, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """What transformers gives, and what we give from the same seed."""
-    kwargs = {"max_new_tokens": 40, "pad_token_id": 0, **kwargs}
-    torch.manual_seed(0)
-    expected = model.generate(**kwargs)
-    torch.manual_seed(0)
-    return expected, model.generate(**kwargs, custom_generate=lookahead.decode, lookahead_config=config)
 
 
 @pytest.fixture(scope="module", params=KINDS)

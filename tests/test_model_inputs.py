@@ -22,16 +22,11 @@ from transformers import (
 )
 
 import lookahead
-from lookahead import LookaheadConfig, UnsupportedModelError
+from lookahead import UnsupportedModelError
+from tests.support.token_prompts import DRAFTING, IDS, RAGGED
 from tests.support.vision_models import gemma3, llava
 
-IDS = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])
-RAGGED = {
-    "input_ids": torch.cat([torch.tensor([[0] * 5 + [41, 42, 41, 42, 41, 42, 41]]), IDS]),
-    "attention_mask": torch.tensor([[0] * 5 + [1] * 7, [1] * 12]),
-}
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
-DRAFTING = LookaheadConfig(draft="fixed", min_probability=0.0)
 
 
 def gpt2() -> PreTrainedModel:

@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 
 import pytest
-from transformers.utils import logging
 from typer.testing import CliRunner
 
 import lookahead
@@ -22,29 +21,13 @@ from tests.support import forked
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory, tiny_llama, tiny_tokenizer):
-    """A tiny random model, saved as any other."""
-    folder = tmp_path_factory.mktemp("model")
-    tiny_llama.save_pretrained(folder)
-    tiny_tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """A working directory with documents; stderr and stdout are wide enough not to wrap."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
+def folder(tmp_path, workplace):
+    """A working directory with documents."""
     (tmp_path / "a.txt").write_text("The cat sat.")
     (tmp_path / "b.txt").write_text("A dog ran.")
     (tmp_path / "docs.jsonl").write_text('{"text": "One."}\n{"text": "Two."}\n')
-    # The commands set up their process, which here is that of all tests.
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    yield tmp_path
-    logging.set_verbosity(verbosity)
-    if bars:
-        logging.enable_progress_bar()
+    return tmp_path
 
 
 @pytest.fixture

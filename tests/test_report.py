@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-from html.parser import HTMLParser
 from unittest.mock import Mock
 
 import numpy as np
@@ -19,6 +18,7 @@ from lookahead.reporting import aggregate as tallies
 from lookahead.reporting.charts import bin_values, brief, exact, scale_of
 from lookahead.reporting.report_page import write_report
 from lookahead.reporting.results_file import PATIENCE
+from tests.support.outline import Outline
 
 HOSTILE = '<script>alert("1")</script> & <b>\x00\ud800\u202e'
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -47,24 +47,6 @@ def line(number=0, *, lengths=(4, 4, 1), seconds=0.5, compared=True, **fields):
         record["plain"] = {"emitted_tokens": decoded + 1, "decode_s": plain_s, "tokens_per_s": 10.0}
         record |= {"speedup": round(decoded / seconds / 10, 3), "identical": True}
     return record | fields
-
-
-class Outline(HTMLParser):
-    """The tags of a page, and the text between them."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.text = ""
-        self.feed(page)
-
-    def handle_starttag(self, tag, attrs) -> None:
-        self.tags.append(tag)
-        self.attributes += attrs
-
-    def handle_data(self, data) -> None:
-        self.text += data
 
 
 @pytest.fixture

@@ -22,15 +22,9 @@ from transformers.generation.stopping_criteria import ConfidenceCriteria
 import lookahead
 from lookahead import LookaheadConfig, UnsupportedModelError
 from tests.support.stateful import DoneTracker, Grammar, calls_of
+from tests.support.token_prompts import DRAFTING, IDS, INPUTS
 
-IDS = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])
-RAGGED: dict[str, Any] = {
-    "input_ids": torch.cat([torch.tensor([[0] * 5 + [41, 42, 41, 42, 41, 42, 41]]), IDS, IDS.flip(1)]),
-    "attention_mask": torch.tensor([[0] * 5 + [1] * 7, [1] * 12, [1] * 12]),
-}
-INPUTS = {"one": {"input_ids": IDS}, "ragged": RAGGED}
 OPTIONS: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": [58, 48], "pad_token_id": 0}
-DRAFTING = LookaheadConfig(draft="fixed", min_probability=0.0)
 
 
 class CallsReach(DoneTracker):
@@ -130,11 +124,17 @@ def test_the_warning_names_what_keeps_the_batch_from_being_drafted_for(looping_l
     for options in ({"logits_processor": [TopKLogitsWarper(5), lean]}, {"stopping_criteria": [CallsReach(3)]}):
         name = "lean" if "logits_processor" in options else "CallsReach"
         with lookahead.enable(looping_llama), pytest.warns(UserWarning, match=f"{name} may keep a state"):
-            looping_llama.generate(**RAGGED, **OPTIONS, **options)
+            looping_llama.generate(**INPUTS["ragged"], **OPTIONS, **options)
 
 
 def test_processors_of_transformers_own_are_drafted_beside(looping_llama: PreTrainedModel, accepted: list[int]) -> None:
-    options: dict[str, Any] = {**RAGGED, **OPTIONS, "do_sample": True, "max_new_tokens": 40, "eos_token_id": None}
+    options: dict[str, Any] = {
+        **INPUTS["ragged"],
+        **OPTIONS,
+        "do_sample": True,
+        "max_new_tokens": 40,
+        "eos_token_id": None,
+    }
     options["watermarking_config"] = SynthIDTextWatermarkingConfig(keys=[30, 31, 32], ngram_len=3)
     options["logits_processor"] = [TopKLogitsWarper(3)]
     expected = outcome(looping_llama, options)

@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import Trainer
-from transformers.utils import logging
 from typer.testing import CliRunner
 
 from lookahead import Heads, LookaheadConfig, generate
@@ -35,18 +34,11 @@ def model_folder(tmp_path_factory, looping_llama, tiny_tokenizer):
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """A working directory with prompts; stderr and stdout are wide enough not to wrap."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
+def folder(tmp_path, workplace):
+    """A working directory with prompts."""
     lines = [json.dumps({"prompt": chr(97 + i % 16) * (1 + i // 16)}) for i in range(24)]
     (tmp_path / "data.jsonl").write_text("\n".join(lines))
-    # The commands set up their process, which here is that of all tests.
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    yield tmp_path
-    logging.set_verbosity(verbosity)
-    if bars:
-        logging.enable_progress_bar()
+    return tmp_path
 
 
 @pytest.fixture
