@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from lookahead.generation.api import GenerationResult, generate, stream
     from lookahead.generation.enable import enable
     from lookahead.generation.hf import decode
+    from lookahead.generation.model_memory import save_memory
     from lookahead.generation.scheduler import Completion, stream_many
     from lookahead.generation.step_costs import calibrate_costs, load_costs, prepare_costs, save_costs
     from lookahead.models.loading import LoadedModel, load
@@ -70,6 +71,7 @@ __all__ = [
     "load_costs",
     "prepare_costs",
     "save_costs",
+    "save_memory",
     "stream",
     "stream_many",
     "summarize",
@@ -82,6 +84,7 @@ _NAMES_BY_MODULE = {
     "generation.api": ["GenerationResult", "generate", "stream"],
     "generation.enable": ["enable"],
     "generation.hf": ["decode"],
+    "generation.model_memory": ["save_memory"],
     "generation.scheduler": ["Completion", "stream_many"],
     "generation.step_costs": ["calibrate_costs", "load_costs", "prepare_costs", "save_costs"],
     "models.loading": ["LoadedModel", "load"],

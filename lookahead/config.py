@@ -57,7 +57,9 @@ class LookaheadConfig:
         memory: `"shared"` keeps what `"outputs"` and `"recycled"` collect for all later calls on the same model in
             this process, at most 1,048,576 tokens and 262,144 contexts (57 MiB). The text of one request then changes
             the speed of another, which someone who measures it can exploit, but never a token. `"request"` starts every
-            call with an empty memory; only hit rates and costs are kept.
+            call with an empty memory; only hit rates and costs are kept. The path of a memory file, `*.lkm`, keeps them
+            as `"shared"` does, apart from other calls, and starts from the contexts in the file if it exists;
+            `lookahead.save_memory` writes them back.
         window: Columns W of the Jacobi window, 1 to 64, or `"auto"`: the lookahead branch runs only while it was
             measured to pay, with W, N and G that suit the measured step costs (with `draft="fixed"`, which measures no
             costs, it always runs with 7, 5 and 7). A window adds `"jacobi"` to the proposers. With `"jacobi"` there,
@@ -92,7 +94,7 @@ class LookaheadConfig:
     min_probability: float = 0.002
     max_ngram: int = 16
     min_ngram: int = 1
-    memory: Literal["shared", "request"] = "shared"
+    memory: str | os.PathLike[str] = "shared"
     window: int | Literal["auto"] | None = None
     ngram_size: int | None = None
     guesses: int | None = None
@@ -123,8 +125,7 @@ class LookaheadConfig:
             raise ConfigError(f"exactness must be auto or fast, got {self.exactness!r}")
         if self.pack != "auto" and self.pack is not False:
             raise ConfigError(f"pack must be auto or False, got {self.pack!r}")
-        if self.memory not in ("shared", "request"):
-            raise ConfigError(f"memory must be shared or request, got {self.memory!r}")
+        self._settle_memory()
         if self.max_nodes is not None:
             _check_range("max_nodes", self.max_nodes, 1, MAX_NODES_LIMIT)
         _check_range("max_ngram", self.max_ngram, 1, 64)
@@ -173,6 +174,17 @@ class LookaheadConfig:
         object.__setattr__(self, "pool", path)
         if "corpus" not in self.proposers:
             object.__setattr__(self, "proposers", (*self.proposers, "corpus"))
+
+    def _settle_memory(self) -> None:
+        """Check the kind of memory, or that a source uses the memory file that it names."""
+        if self.memory in ("shared", "request"):
+            return
+        path = os.fspath(self.memory) if isinstance(self.memory, str | os.PathLike) else None
+        if not isinstance(path, str) or not path.endswith(".lkm"):
+            raise ConfigError(f"memory must be shared, request or the path of a file *.lkm, got {self.memory!r}")
+        if "recycled" not in self.proposers:
+            raise ConfigError(f"the memory file {path} needs the proposer 'recycled', got {self.proposers!r}")
+        object.__setattr__(self, "memory", path)
 
     @property
     def decides_branch(self) -> bool:

@@ -8,7 +8,7 @@
     ├── LogitsError            the logits of the model are not a number (also a RuntimeError)
     ├── DocumentError          a document cannot be read or summarized (also a ValueError)
     ├── ProposerError          a custom proposer breaks its interface (also a ValueError)
-    ├── PoolError              a pool file cannot be read, written or used here (also a ValueError)
+    ├── PoolError              a pool or memory file cannot be read, written or used here (also a ValueError)
     ├── HeadsError             trained heads cannot be read or used with this model (also a ValueError)
     ├── ClusterError           a Ray cluster cannot be reached, or its workers fail (also a RuntimeError)
     └── TrainingError          training data or a training job is unusable (also a ValueError)
@@ -66,7 +66,7 @@ class ProposerError(LookaheadError, ValueError):
 
 
 class PoolError(LookaheadError, ValueError):
-    """A pool file cannot be read or written, is damaged, or was made with another tokenizer."""
+    """A pool or memory file cannot be read or written, is damaged, or belongs to another tokenizer or model."""
 
 
 class HeadsError(LookaheadError, ValueError):

@@ -8,27 +8,21 @@ from __future__ import annotations
 
 import mmap
 import os
-import struct
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 import xxhash
 
+from lookahead.ngram.binary_file import HEADER_BYTES, check_size, opened, pack_header, unpack_header
 from lookahead.ngram.chains import LEVELS, SEPARATOR, ChainIndex, Chains, IntArray
 from lookahead.ngram.replacing import replacing
 
 VERSION = 1
 MAX_ENTRIES = (1 << 31) - 1  # of an arena: a position is an int32
 _MAGIC = b"LKPOOL\r\n"  # the line break detects a transfer in text mode
-_BYTE_ORDER = 0x01020304
-_FIELDS = struct.Struct("=8sII8Q")
-_HEADER_BYTES = 128
-_CHECKSUM_BYTES = 8
 _READ_AT_ONCE = 1 << 22  # bytes, a multiple of 4
 
 
@@ -59,14 +53,11 @@ class PoolHeader:
     @property
     def file_bytes(self) -> int:
         """Size of the file, in bytes."""
-        return _HEADER_BYTES + 4 * (LEVELS * self.slots + LEVELS * self.length + self.length)
+        return HEADER_BYTES + 4 * (LEVELS * self.slots + LEVELS * self.length + self.length)
 
     def to_bytes(self) -> bytes:
         """The bytes of the header; its own checksum comes last."""
-        counts = (self.length, self.slots, self.tokens, self.documents, self.largest_token)
-        fields = _FIELDS.pack(_MAGIC, _BYTE_ORDER, VERSION, self.fingerprint, *counts, self.checksum, self.learned)
-        fields = fields.ljust(_HEADER_BYTES - _CHECKSUM_BYTES, b"\0")
-        return fields + xxhash.xxh3_64_digest(fields)
+        return pack_header(_MAGIC, VERSION, astuple(self))
 
 
 class Pool(Chains):
@@ -88,7 +79,7 @@ class Pool(Chains):
         # both. Pages that are not written stay shared.
         mapped = mmap.mmap(file.fileno(), header.file_bytes, access=mmap.ACCESS_COPY)
         sizes = np.array([LEVELS * header.slots, LEVELS * header.length, header.length])
-        numbers: IntArray = np.frombuffer(mapped, np.int32, offset=_HEADER_BYTES)
+        numbers: IntArray = np.frombuffer(mapped, np.int32, offset=HEADER_BYTES)
         heads, links, arena = np.split(numbers, np.cumsum(sizes)[:-1])
         super().__init__(arena, heads.reshape(LEVELS, -1), links.reshape(-1, LEVELS), header.length)
         self.path = path
@@ -122,7 +113,7 @@ class Pool(Chains):
             ValueError: The file is no pool, is damaged, or was made with another tokenizer.
         """
         path = Path(path)
-        with _opened(path) as file:
+        with opened(path) as file:
             version = _version_of(file.fileno())
             header = _read_header(path, file)
             _check_contents(path, file, header)
@@ -149,7 +140,7 @@ def read_header(path: str | os.PathLike[str]) -> PoolHeader:
         OSError: The file cannot be read.
         ValueError: The file is no pool of this version and byte order, or its header or size is wrong.
     """
-    with _opened(Path(path)) as file:
+    with opened(Path(path)) as file:
         return _read_header(Path(path), file)
 
 
@@ -205,36 +196,12 @@ def write_pool(
     return header
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file and nothing else: opening a pipe would wait for a writer."""
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{path}: not a file")
-    with open(path, "rb") as file:
-        yield file
-
-
 def _read_header(path: Path, file: BinaryIO) -> PoolHeader:
-    data = file.read(_HEADER_BYTES)
-    if not data.startswith(_MAGIC):
-        raise ValueError(f"{path}: not a pool file")
-    if len(data) < _HEADER_BYTES:
-        raise ValueError(f"{path}: cut short: {len(data)} bytes, less than a header")
-    _, byte_order, version, *fields = _FIELDS.unpack_from(data)
-    if byte_order != _BYTE_ORDER:
-        raise ValueError(f"{path}: made on a machine with another byte order; build it again here")
-    if version != VERSION:
-        raise ValueError(f"{path}: version {version} of the format; this release reads version {VERSION}")
-    header = PoolHeader(*fields)
-    if data != header.to_bytes():
-        raise ValueError(f"{path}: damaged: the checksum of its header is wrong")
+    header = PoolHeader(*unpack_header(path, file, "pool", _MAGIC, VERSION, len(fields(PoolHeader))))
     is_possible = 1 <= header.tokens < header.length <= MAX_ENTRIES and header.slots.bit_count() == 1
     if not is_possible or header.largest_token >= 1 << 31 or header.learned > 1:
         raise ValueError(f"{path}: damaged: its header holds impossible sizes")
-    size = os.fstat(file.fileno()).st_size
-    if size != header.file_bytes:
-        what = "cut short" if size < header.file_bytes else "longer than it should be"
-        raise ValueError(f"{path}: {what}: {size:,} bytes of {header.file_bytes:,}")
+    check_size(path, file, header.file_bytes)
     return header
 
 

@@ -22,16 +22,17 @@ ORDERS = 4  # contexts of 1 to 4 tokens
 WAYS = 4  # entries of a set
 _GROUPS = 3  # after the pointers to keys, tokens and probabilities: the number of sets
 _UNIT = 65535.0  # a probability of 1 as it is stored
+_HASH_BITS = np.uint64(0xFFFFFFFFFFFFFF00)  # a file keeps the age of a context in the others
 
 
 class RecycledTable(RawArrays):
     """The likeliest successors of contexts, from the target's latest pass over them, in memory of fixed size.
 
     It is a set-associative cache: the hash of a context of 1 to 4 tokens names a set of four entries, and a new context
-    replaces the oldest entry. The 64-bit hash is stored and compared, so that contexts do not mix.
+    replaces the oldest entry. 56 bits of the hash are stored and compared, so that contexts do not mix.
 
     Args:
-        contexts: Entries, a power of two of at least 4; 64 bytes each.
+        contexts: Entries, a multiple of 4; 64 bytes each.
 
     Raises:
         ValueError: `contexts` is not such a number.
@@ -40,8 +41,8 @@ class RecycledTable(RawArrays):
     __slots__ = ("_keys", "_now", "_probs", "_times", "_tokens")
 
     def __init__(self, contexts: int = 1 << 18) -> None:
-        if contexts < WAYS or contexts & (contexts - 1):
-            raise ValueError(f"contexts must be a power of two of at least {WAYS}, got {contexts}")
+        if contexts < WAYS or contexts % WAYS:
+            raise ValueError(f"contexts must be a multiple of {WAYS} and at least {WAYS}, got {contexts}")
         self._keys = np.zeros((contexts // WAYS, WAYS), dtype=np.uint64)
         self._tokens = np.zeros((contexts // WAYS, WAYS, TOP), dtype=np.int32)
         self._probs = np.zeros((contexts // WAYS, WAYS, TOP), dtype=np.uint16)
@@ -60,6 +61,11 @@ class RecycledTable(RawArrays):
     def state(self) -> RecycledState:
         """Keys, tokens and probabilities, as the compiled functions take them."""
         return self._keys, self._tokens, self._probs
+
+    @property
+    def clock(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """When each entry was last written, counted in writes, int64 `[sets, 4]`; and the writes so far, `[1]`."""
+        return self._times, self._now
 
     def store(
         self,
@@ -130,17 +136,22 @@ def hash_context(before, end, tokens, parents, node, hashes):
                 return order
             token = before[end]
         code = _mix(code, token)
-        hashes[order] = code | np.uint64(1)  # 0 marks a free entry
+        hashes[order] = (code & _HASH_BITS) | np.uint64(1)  # 0 marks a free entry
     return ORDERS
+
+
+@jit_inline
+def group_of(keys, code):
+    """The set of a context. It grows with the hash, so that sorted contexts fill a table from front to back."""
+    return np.int64(((code >> np.uint64(32)) * np.uint64(keys.shape[0])) >> np.uint64(32))
 
 
 @jit_inline
 def find_context(keys, hashes, orders):
     """The longest context in the table: its length in tokens (0: none), its set and its entry."""
-    mask = np.uint64(keys.shape[0] - 1)
     for order in range(orders - 1, -1, -1):
         code = hashes[order]
-        group = np.int64((code >> np.uint64(1)) & mask)
+        group = group_of(keys, code)
         for way in range(WAYS):
             if keys[group, way] == code:
                 return order + 1, group, way
@@ -156,7 +167,7 @@ def prob_of(stored):
 @jit_inline
 def _entry(keys, times, code):
     """The set of a context, and its entry there, or else the entry written longest ago."""
-    group = np.int64((code >> np.uint64(1)) & np.uint64(keys.shape[0] - 1))
+    group = group_of(keys, code)
     oldest = 0
     for way in range(WAYS):
         if keys[group, way] == code:

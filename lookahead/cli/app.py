@@ -11,6 +11,7 @@ import typer
 from lookahead.cli.chat import chat
 from lookahead.cli.generate import generate
 from lookahead.cli.measure import calibrate, explain, pick_draft
+from lookahead.cli.memory import memory_app
 from lookahead.cli.options import App
 from lookahead.cli.pool import pool_app
 from lookahead.cli.report import report
@@ -25,6 +26,7 @@ app = App(
 for command in (summarize, generate, chat, serve, calibrate, explain, pick_draft, train, report):
     app.add(command)
 app.add_typer(pool_app, name="pool")
+app.add_typer(memory_app, name="memory")
 
 
 def main() -> None:

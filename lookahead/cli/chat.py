@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 
 from lookahead.cli.options import SamplingOptions
-from lookahead.cli.terminal import console, harmless, load, say
+from lookahead.cli.terminal import console, harmless, load, remembering, say
 from lookahead.errors import PromptError
 from lookahead.jobs.job_options import DraftingOptions, ModelOptions, new_tokens_option, option
 
@@ -57,7 +57,9 @@ def chat(options: ChatOptions) -> None:
     )
     if options.seed is not None:
         torch.manual_seed(options.seed)
-    if not _talk(conversation, options.max_new_tokens):
+    with remembering(options, loaded.model):
+        are_answered = _talk(conversation, options.max_new_tokens)
+    if not are_answered:
         raise typer.Exit(1)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from lookahead.cli.options import PromptOptions, SamplingOptions, truncation_named
-from lookahead.cli.terminal import console, harmless, load, reading, say, table
+from lookahead.cli.terminal import console, harmless, load, reading, remembering, say, table
 from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError
 from lookahead.jobs.job_figures import stats_rows
@@ -69,7 +69,7 @@ def generate(options: GenerateOptions) -> None:
     from lookahead.generation.prompts import as_chat
 
     decoding = options.sampling if options.num_beams is None else {**options.sampling, "num_beams": options.num_beams}
-    with reading() as on_prefill:
+    with remembering(options, loaded.model), reading() as on_prefill:
         prompt = text if options.raw else as_chat(loaded.tokenizer, text, options.system)
         with truncation_named():
             pieces = stream(

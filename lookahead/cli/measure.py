@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from lookahead.cli.options import PromptOptions, read_prompt_file, truncation_named
-from lookahead.cli.terminal import console, load, table
+from lookahead.cli.terminal import console, load, remembering, table
 from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError
 from lookahead.jobs.job_options import DraftingOptions, ModelOptions, new_tokens_option, option
@@ -115,7 +115,7 @@ def explain(options: ExplainOptions) -> None:
     prompt = text if options.raw else as_chat(loaded.tokenizer, text)
     settings: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "do_sample": False}
     settings["truncate"] = options.truncation
-    with truncation_named():
+    with remembering(options, loaded.model), truncation_named():
         traced = trace(*loaded, prompt, config=config, **settings)
     plain = generate(*loaded, prompt, config=LookaheadConfig(proposers=()), **settings).stats
     traced = replace(traced, model=model_line(options.model, loaded.model), plain=plain)

@@ -8,10 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from lookahead.cli.options import App
-from lookahead.cli.terminal import PoolDisplay, console, convert, say_skipped, table
+from lookahead.cli.terminal import console, convert, fill, find_sources, table
 from lookahead.jobs.job_options import INPUTS, DocumentOptions, option
 from lookahead.models.loading import locate_model
 
@@ -99,25 +97,11 @@ def _fill(
     options: PoolBuildOptions | PoolAddOptions, output: Path, write: partial[PoolHeader], *, overwrite: bool
 ) -> None:
     """Write a pool of documents and show the progress."""
-    from lookahead.documents.inputs import check_output, find_inputs
-    from lookahead.documents.readers import check_readers, count_documents
-
-    skipped: list[str] = []
-    sources = find_inputs(options.inputs, options.field, on_skip=skipped.append)
-    say_skipped(skipped)
-    check_readers(sources)
-    check_output(output, sources, overwrite=overwrite)
+    sources = find_sources(options.inputs, options.field, output, overwrite=overwrite)
     tokenizer = _load_tokenizer(options.model)
-    from lookahead.pools.build_pool import PoolTotals
     from lookahead.pools.open_pool import describe_pool
 
-    totals = PoolTotals()
-    display = PoolDisplay(count_documents(sources))
-    with display.progress:
-        header = write(sources, tokenizer, limit=options.max_document_bytes, totals=totals, observer=display)
-    console(sys.stderr).print(str(totals))
-    console(sys.stderr).print(describe_pool(str(output), header))
-    raise typer.Exit(1 if totals.rejected else 0)
+    fill(options, sources, lambda **reading: describe_pool(str(output), write(tokenizer=tokenizer, **reading)))
 
 
 def info(options: PoolOptions) -> None:

@@ -7,7 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 
-from lookahead.cli.terminal import console, convert, say, watch_compilation
+from lookahead.cli.terminal import console, convert, remembering, say, watch_compilation
+from lookahead.errors import ConfigError
 from lookahead.jobs.job_options import DeviceOptions, DraftingOptions, option
 from lookahead.models.loading import DEFAULT_MODEL, locate_model
 
@@ -53,6 +54,8 @@ def serve(options: ServeOptions) -> None:
     name = options.model if options.model is not None else DEFAULT_MODEL
     location, _ = locate_model(name)
     config = options.config()
+    if options.memory is not None and options.model is None:
+        raise ConfigError(f"memory {options.memory} is that of one model: name the only MODEL to serve")
     from lookahead.models.loading import prepare_process
 
     with console(sys.stderr).status("loading the model"):
@@ -76,7 +79,10 @@ def serve(options: ServeOptions) -> None:
     address = f"[{options.host}]" if ":" in options.host else options.host
     say("serving", f"{name} at http://{address}:{listener.getsockname()[1]}/v1; Ctrl-C ends")
     try:
-        with suppress(KeyboardInterrupt):  # uvicorn finishes its work and then passes the signal on
+        with (
+            suppress(KeyboardInterrupt),
+            remembering(options, models.first),
+        ):  # uvicorn finishes its work and then passes the signal on
             server.run(sockets=[listener])
     finally:
         models.shutdown()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TextIO, cast
 
 import typer
 
-from lookahead.cli.terminal import JobDisplay, console, load, say_skipped, table, usage_errors
+from lookahead.cli.terminal import JobDisplay, console, load, remembering, say_skipped, table, usage_errors
 from lookahead.errors import ClusterError, ConfigError, LookaheadError
 from lookahead.jobs import job_figures as report
 from lookahead.jobs.job_options import JobOptions, option
@@ -102,6 +102,7 @@ def summarize(options: SummarizeOptions) -> None:
             runner = stack.enter_context(_worker_pool(options))
         else:
             loaded = load(options)
+            stack.enter_context(remembering(options, loaded.model))
             summarizer = options.make_summarizer(*loaded)
             runner = _local(options, loaded, summarizer, memory)
             if options.dry_run:

@@ -34,8 +34,9 @@ from lookahead.models.loading import convert_once, is_gguf, locate_model
 
 if TYPE_CHECKING:
     from lookahead.documents.decode_text import DocumentId, Reject
+    from lookahead.documents.inputs import Input
     from lookahead.jobs.job import JobTotals
-    from lookahead.jobs.job_options import ModelOptions
+    from lookahead.jobs.job_options import DocumentOptions, DraftingOptions, ModelOptions
     from lookahead.models.loading import LoadedModel
     from lookahead.pools.build_pool import PoolTotals
     from lookahead.summarization.summarizer import Summarized
@@ -187,6 +188,20 @@ def load(options: ModelOptions, model: str | None = None, *, measures_costs: boo
     return loaded
 
 
+@contextmanager
+def remembering(options: DraftingOptions, model: Any) -> Iterator[None]:
+    """Open the memory file of a command, if it has one, and save it at the end, an early end included."""
+    from lookahead.generation.model_memory import open_memory, save_memory
+
+    if options.memory is not None:
+        open_memory(model, options.memory)
+    try:
+        yield
+    finally:
+        if options.memory is not None:
+            save_memory(model, options.memory)
+
+
 def convert(location: str) -> None:
     """Convert a GGUF file, unless an earlier run did, and say so."""
     if is_gguf(location):
@@ -324,3 +339,36 @@ class PoolDisplay(_Bar):
     def writing(self) -> None:
         """Show that the documents are read and the pool is written."""
         self._update(stage=", indexing and writing")
+
+
+def find_sources(inputs: list[str], field: str | None, output: Path, *, overwrite: bool) -> list[Input]:
+    """The inputs of a command that makes a file of documents, and a check that it may write the file."""
+    from lookahead.documents.inputs import check_output, find_inputs
+    from lookahead.documents.readers import check_readers
+
+    skipped: list[str] = []
+    sources = find_inputs(inputs, field, on_skip=skipped.append)
+    say_skipped(skipped)
+    check_readers(sources)
+    check_output(output, sources, overwrite=overwrite)
+    return sources
+
+
+def fill(options: DocumentOptions, sources: list[Input], write: Callable[..., str]) -> None:
+    """Make a file of documents, show the progress, and exit.
+
+    Args:
+        options: How documents are read.
+        sources: The inputs.
+        write: Writes the file and returns a line about it. It takes `inputs`, `limit`, `totals` and `observer`.
+    """
+    from lookahead.documents.readers import count_documents
+    from lookahead.pools.build_pool import PoolTotals
+
+    totals = PoolTotals()
+    display = PoolDisplay(count_documents(sources))
+    with display.progress:
+        line = write(inputs=sources, limit=options.max_document_bytes, totals=totals, observer=display)
+    console(sys.stderr).print(str(totals))
+    console(sys.stderr).print(line)
+    raise typer.Exit(1 if totals.rejected else 0)

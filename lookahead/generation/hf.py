@@ -45,7 +45,14 @@ from lookahead.generation.validation import (
 from lookahead.models.encoder_decoder import DecoderTarget, Encoded, decoder_support, empty_cache
 from lookahead.models.machine import node_cost
 from lookahead.models.model_state import state_of
-from lookahead.models.support import Support, is_bitwise, prefills_at_once, support_of, vocabulary_size
+from lookahead.models.support import (
+    Support,
+    decoder_vocabulary,
+    is_bitwise,
+    prefills_at_once,
+    support_of,
+    vocabulary_size,
+)
 from lookahead.models.target import PREFILL_CHUNK, Shape, Target, input_device
 from lookahead.models.tensor_parallel import tensor_parallel_group, validate_tensor_parallel
 from lookahead.ngram.pool_file import Pool
@@ -94,7 +101,7 @@ def decode(
         from, and grows in place.
 
     Raises:
-        PoolError: The pool of the configuration cannot be opened, or holds token ids the model does not know.
+        PoolError: The pool or the memory file of the configuration cannot be opened, or is of another model.
         UnsupportedModelError: The generation mode or an input cannot be served; the message names it.
     """
     arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config)
@@ -144,7 +151,7 @@ def prepare(
     config = lookahead_config if lookahead_config is not None else LookaheadConfig()
     has_encoder, past = model.config.is_encoder_decoder, model_kwargs.get("past_key_values")
     mask = model_kwargs.get("decoder_attention_mask" if has_encoder else "attention_mask")
-    vocabulary = _decoder_vocabulary(model)
+    vocabulary = decoder_vocabulary(model)
     pool = pool_of(config, vocabulary=vocabulary)
     lengths = prompt_lengths(input_ids, mask, vocabulary)
     batch_size, longest = input_ids.shape
@@ -245,6 +252,7 @@ def assemble(
         isolates: As for `Engine`.
 
     Raises:
+        PoolError: The memory file cannot be opened.
         ProposerError: A factory returns no proposer.
         UnsupportedModelError: A source reads hidden states that the model does not show, or the model is spread over
             several processes, and one of them alone cannot draft so.
@@ -253,7 +261,7 @@ def assemble(
         model=model,
         tokenizer=tokenizer,
         rows=slots,
-        vocab_size=_decoder_vocabulary(model),
+        vocab_size=decoder_vocabulary(model),
         max_length=stopping.max_length + (0 if encoded is None else len(encoded.tokens)),
         max_nodes=config.node_budget,
         is_chain=shape == "chains",
@@ -366,11 +374,6 @@ def _unsupported_reason(
     return ""
 
 
-def _decoder_vocabulary(model: PreTrainedModel) -> int:
-    """Number of token ids that the model, or its decoder, has embeddings for."""
-    return vocabulary_size(model, model.get_decoder() if model.config.is_encoder_decoder else None)
-
-
 def _encoded(
     model: PreTrainedModel, config: GenerationConfig, inputs: Tensor | None, model_kwargs: dict[str, Any]
 ) -> Encoded:
@@ -380,7 +383,7 @@ def _encoded(
     if not isinstance(past, EncoderDecoderCache) or not isinstance(past.self_attention_cache, DynamicCache):
         past = empty_cache(model)
     tokens: IntArray = np.zeros(0, np.int32)
-    is_shared = vocabulary_size(model, model.get_encoder()) == _decoder_vocabulary(model)
+    is_shared = vocabulary_size(model, model.get_encoder()) == decoder_vocabulary(model)
     if inputs is not None and inputs.ndim == 2 and is_shared:
         ids = inputs[0] if mask is None else inputs[0][mask[0].bool()]
         tokens = ids.cpu().numpy().astype(np.int32)

@@ -38,6 +38,9 @@ class EnabledModels(ModelManager):
         device: Likewise.
         timeout_s: Seconds without a request after which a model is unloaded.
 
+    Attributes:
+        first: The model that was loaded at once.
+
     Raises:
         ConfigError: The dtype is unknown, or the device does not exist.
         UnsupportedModelError: There is no such model, or it cannot be loaded.
@@ -62,6 +65,7 @@ class EnabledModels(ModelManager):
             force_model=preload if only else None,
         )
         model, _ = self.load_model_and_processor(preload)
+        self.first: PreTrainedModel = model
         if isinstance(model.generate, Generate):
             # Compile the kernels before the first request.
             model.generate(torch.arange(1, 9, device=model.device).repeat(1, 4), max_new_tokens=16, do_sample=False)

@@ -88,6 +88,11 @@ class DraftingOptions:
         "Sources of drafts: any of prompt, outputs, corpus, recycled, jacobi; or none.",
     )
     pool: str | None = option(None, "Draft from a corpus too, made by 'lookahead pool build'.", metavar="FILE")
+    memory: str | None = option(
+        None,
+        "Start from what the model taught earlier commands, and keep what it teaches this one.",
+        metavar="FILE.lkm",
+    )
     heads: str | None = option(None, "Draft with heads too: from 'lookahead train', or native.", metavar="DIR")
     max_nodes: int | None = option(None, "Most draft tokens a step verifies. (default: by the proposers)")
     window: str | None = option(
@@ -115,7 +120,7 @@ class DraftingOptions:
         config = LookaheadConfig(
             proposers=sources, pool=self.pool, max_nodes=self.max_nodes, window=columns, ngram_size=self.ngram_size,
             guesses=self.guesses, exactness=cast(Any, self.exactness), compile=self.compile,
-            cuda_graphs=self.cuda_graphs,
+            cuda_graphs=self.cuda_graphs, memory="shared" if self.memory is None else self.memory,
         )  # fmt: skip
         return None if config == LookaheadConfig() else config
 
@@ -278,7 +283,8 @@ class JobOptions(DocumentOptions, WorkerOptions):
             location = self.model
         elif is_local:
             location = str(Path(location).absolute())
-        paths = {"location": location, "pool": _absolute(self.pool), "heads": _absolute(self.heads)}
+        paths = {name: _absolute(getattr(self, name)) for name in ("pool", "memory", "heads")}
+        paths["location"] = location
         return {**{each.name: getattr(self, each.name) for each in fields(WorkerOptions)}, **paths}
 
 

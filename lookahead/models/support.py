@@ -350,6 +350,11 @@ def vocabulary_size(model: PreTrainedModel, side: Any = None) -> int:
     return size
 
 
+def decoder_vocabulary(model: PreTrainedModel) -> int:
+    """Number of token ids that the model, or its decoder, has embeddings for."""
+    return vocabulary_size(model, model.get_decoder() if model.config.is_encoder_decoder else None)
+
+
 def described(value: object, names: str) -> str:
     """Describe a wrong argument in an error message; for a name or path, add how to load it."""
     if not isinstance(value, str | PathLike):

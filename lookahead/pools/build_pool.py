@@ -86,7 +86,7 @@ def build_pool(
     fingerprint = tokenizer_fingerprint(tokenizer)
     with pool_errors(path):
         before = [np.array(Pool.open(path, fingerprint).tokens[1:])] if add else []
-    documents = _read(inputs, tokenizer, max_tokens, limit, totals, observer)
+    documents = list(read_tokens(inputs, tokenizer, max_tokens, limit, totals, observer))
     if not documents:
         raise PoolError(f"{path}: no document to {'add' if add else 'make it of'}, {totals.rejected} could not be used")
     observer.writing()
@@ -96,16 +96,15 @@ def build_pool(
         return write_pool(path, np.concatenate(separated), fingerprint)
 
 
-def _read(
+def read_tokens(
     inputs: Sequence[Input],
     tokenizer: PreTrainedTokenizerBase,
     max_tokens: int | None,
     limit: int,
     totals: PoolTotals,
     observer: PoolObserver,
-) -> list[IntArray]:
+) -> Iterator[IntArray]:
     """The documents of all inputs as int32 `[tokens]` each, at most `max_tokens` together."""
-    documents: list[IntArray] = []
     for ids in _tokenized(inputs, tokenizer, limit):
         if isinstance(ids, Reject):
             totals.rejected += 1
@@ -115,13 +114,12 @@ def _read(
             totals.is_full = True
             ids = ids[: max_tokens - totals.tokens]
         if ids.size > 0:
-            documents.append(ids)
+            yield ids
             totals.documents += 1
             totals.tokens += ids.size
             observer.taken(totals)
         if totals.is_full:
             break
-    return documents
 
 
 def _tokenized(inputs: Sequence[Input], tokenizer: PreTrainedTokenizerBase, limit: int) -> Iterator[IntArray | Reject]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,6 +13,7 @@ from lookahead.drafting.proposal import Call, Proposer, ProposerFactory
 from lookahead.errors import ProposerError
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.pool_file import Pool
+from lookahead.proposers.file_memory import FileMemory, open_file_memory
 from lookahead.proposers.jacobi import AutoJacobiProposer, JacobiProposer
 from lookahead.proposers.ngram import SOURCES, Memory, NgramProposer
 from lookahead.proposers.validated import ProposerBudget, ValidatedProposer
@@ -27,12 +29,14 @@ class ProposerState:
         ngram: Hit rates of the candidates of a `NgramProposer`.
         jacobi: Hit rates of the lookahead branch.
         memory: Texts and recycled tokens of earlier requests.
+        files: The same of requests with a memory file, by its path.
         budgets: Budgets of users' proposers, by their factories.
     """
 
     ngram: HitRates = field(default_factory=HitRates)
     jacobi: HitRates = field(default_factory=HitRates)
     memory: Memory = field(default_factory=Memory)
+    files: dict[str, FileMemory] = field(default_factory=dict)
     budgets: WeakKeyDictionary[Any, ProposerBudget] = field(default_factory=WeakKeyDictionary)
 
 
@@ -42,12 +46,13 @@ def make_proposers(
     """The proposers of a configuration: first those with a name, then those of its factories.
 
     Raises:
+        PoolError: The memory file cannot be read, is damaged, or belongs to another model.
         ProposerError: A factory returns no proposer, or two sources have the same name.
     """
     made: list[Proposer] = []
     mixed = [name for name in config.proposers if name in SOURCES]
     if mixed:
-        memory = learned.memory if config.memory == "shared" else Memory()
+        memory = _memory_of(config, learned, call)
         made.append(
             NgramProposer(
                 mixed,
@@ -74,6 +79,15 @@ def make_proposers(
     if len(names) > _MOST_SOURCES:
         raise ProposerError(f"proposers may have {_MOST_SOURCES} sources together, got {len(names)}")
     return made
+
+
+def _memory_of(config: LookaheadConfig, learned: ProposerState, call: Call) -> Memory:
+    """Where the n-gram sources of a call learn."""
+    if config.memory == "shared":
+        return learned.memory
+    if config.memory == "request":
+        return Memory()
+    return open_file_memory(os.fspath(config.memory), call.model, learned.files)
 
 
 def _budget_of(factory: ProposerFactory, learned: ProposerState) -> ProposerBudget:

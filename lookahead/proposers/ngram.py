@@ -29,14 +29,14 @@ class Memory:
 
     Attributes:
         outputs: Texts of finished requests: at most 1,048,576 tokens.
-        recycled: The target's likeliest tokens after contexts: 262,144 contexts, 16 MiB.
+        recycled: The target's likeliest tokens after contexts: 262,144 contexts, 16 MiB, unless another table is given.
     """
 
     __slots__ = ("outputs", "recycled")
 
-    def __init__(self) -> None:
+    def __init__(self, recycled: RecycledTable | None = None) -> None:
         self.outputs = ChainIndex(max_tokens=_OUTPUT_TOKENS)
-        self.recycled = RecycledTable()
+        self.recycled = recycled if recycled is not None else RecycledTable()
 
 
 @dataclass(slots=True)

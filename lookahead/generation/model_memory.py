@@ -1,0 +1,126 @@
+"""Memory files of a model: written back after decoding, and made of texts by prefill alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lookahead.documents.inputs import Input
+from lookahead.errors import PoolError
+from lookahead.models.model_state import state_of
+from lookahead.models.support import validate_causal_lm
+from lookahead.models.target import input_device
+from lookahead.ngram.chains import IntArray
+from lookahead.ngram.memory_file import MemoryHeader, merge_records, read_memory, records_of, table_of, write_memory
+from lookahead.ngram.recycled import ORDERS, RecycledTable
+from lookahead.pools.build_pool import PoolObserver, PoolTotals, read_tokens
+from lookahead.pools.open_pool import pool_errors
+from lookahead.proposers import ProposerState
+from lookahead.proposers.file_memory import EMPTY, header_of, merge_into, open_file_memory
+from lookahead.verification.topk import read_scores
+
+_PASS_TOKENS = 512  # of a pass over a text; each begins without what came before
+
+
+def open_memory(model: PreTrainedModel, path: str | os.PathLike[str]) -> None:
+    """Open a memory file before the first call with `LookaheadConfig(memory=path)` does; a missing file is empty.
+
+    Raises:
+        PoolError: The file cannot be read, is damaged, or belongs to another model.
+    """
+    learned = state_of(model).learned
+    with learned.lock:
+        open_file_memory(os.fspath(path), model, learned.of(ProposerState, ProposerState).files)
+
+
+def save_memory(model: PreTrainedModel, path: str | os.PathLike[str]) -> bool:
+    """Merge what a model taught the calls with `LookaheadConfig(memory=path)` into that file.
+
+    What other processes wrote meanwhile is kept, up to the bound of the file: 262,144 contexts (10 MiB) unless it was
+    built with another. Contexts not learned for the longest time are dropped beyond. The file is locked meanwhile, and
+    replaced as a whole.
+
+    Args:
+        model: The model.
+        path: The file, made if there is none.
+
+    Returns:
+        Whether there was anything to write.
+
+    Raises:
+        PoolError: No call of this model used the file, or it cannot be read or written. It is as it was.
+    """
+    name, learned = os.fspath(path), state_of(model).learned
+    with learned.lock:
+        opened = learned.of(ProposerState, ProposerState).files.get(os.path.realpath(name))
+        if opened is None:
+            raise PoolError(f"{name}: cannot be saved: no call of this model had this memory")
+        return opened.save(name) is not None
+
+
+def learn(table: RecycledTable, model: PreTrainedModel, ids: IntArray) -> None:
+    """Store the likeliest successors of every context in a text, int32 `[tokens]`, by passes of the model over it."""
+    forward: Any = model
+    for begin in range(0, ids.size, _PASS_TOKENS):
+        tokens = ids[begin : begin + _PASS_TOKENS]
+        with torch.no_grad():
+            inputs = torch.from_numpy(tokens[None].astype(np.int64)).to(input_device(model))
+            scores = read_scores(forward(input_ids=inputs, use_cache=False).logits, with_top=True)
+        assert scores.top is not None and scores.probabilities is not None
+        parents = np.maximum(np.arange(tokens.size, dtype=np.int32) - 1, 0)
+        before = ids[max(0, begin + 1 - ORDERS) : begin + 1]
+        table.store(before, parents, tokens, scores.top[0], scores.probabilities[0])
+
+
+def build_memory(
+    path: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    inputs: Sequence[Input],
+    *,
+    max_contexts: int | None = None,
+    max_tokens: int | None = None,
+    limit: int,
+    totals: PoolTotals,
+    observer: PoolObserver,
+) -> MemoryHeader:
+    """Make a memory of the documents of all inputs, or add them to one. The model reads them and generates nothing.
+
+    Args:
+        path: The file to write.
+        model: A causal LM.
+        tokenizer: Its tokenizer.
+        inputs: The files to read.
+        max_contexts: Most contexts of a new file; `None` adds to the file that exists, up to its bound.
+        max_tokens: Most tokens to read.
+        limit: Most bytes of a document.
+        totals: Updated as documents are read.
+        observer: Told of each document.
+
+    Raises:
+        PoolError: There is no document to read, the existing memory cannot be added to, or the file cannot be written.
+            An existing file is left as it was.
+        UnsupportedModelError: The model is no causal LM.
+    """
+    validate_causal_lm(model, "read texts for a memory")
+    adds = max_contexts is None
+    header = header_of(model) if max_contexts is None else header_of(model, max_contexts)
+    if adds:
+        with pool_errors(path):
+            header, _ = read_memory(path, header)
+    table = table_of(EMPTY, header.max_contexts)
+    for ids in read_tokens(inputs, tokenizer, max_tokens, limit, totals, observer):
+        learn(table, model, ids)
+    if not totals.documents:
+        raise PoolError(f"{path}: no document to learn from, {totals.rejected} could not be used")
+    observer.writing()
+    new, _ = records_of(table, header.vocabulary)
+    if adds:
+        return merge_into(path, header, new)
+    with pool_errors(path):
+        return write_memory(path, header, merge_records([new], header.max_contexts))

@@ -1,0 +1,136 @@
+"""Memories of recycled contexts that start from a file, and are merged into it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock, Timeout
+
+from lookahead.errors import PoolError
+from lookahead.heads.layers import body_of
+from lookahead.models.support import decoder_vocabulary
+from lookahead.ngram.memory_file import (
+    DEFAULT_CONTEXTS,
+    MOST_TOKENS,
+    MemoryHeader,
+    Records,
+    aged,
+    merge_records,
+    read_memory,
+    records_of,
+    table_of,
+    write_memory,
+)
+from lookahead.pools.open_pool import pool_errors
+from lookahead.proposers.ngram import Memory
+from lookahead.utils.fingerprints import model_fingerprint
+
+EMPTY: Records = np.zeros((0, 5), np.uint64)
+_LOCK_S = 60.0  # of waiting for another process, which writes for less than a second
+
+
+@dataclass(frozen=True, slots=True)
+class FileMemory:
+    """A memory that started from a file.
+
+    Attributes:
+        memory: What it holds now.
+        header: What binds it to its model, and its bound.
+    """
+
+    memory: Memory
+    header: MemoryHeader
+
+    def save(self, path: str) -> MemoryHeader | None:
+        """Merge what was learned since into a file; None if that is nothing. The caller keeps others from writing.
+
+        Raises:
+            PoolError: The file cannot be read or written, or belongs to another model. It is as it was.
+        """
+        new, old = records_of(self.memory.recycled, self.header.vocabulary)
+        return merge_into(path, self.header, new, old) if len(new) else None
+
+
+def header_of(model: Any, max_contexts: int = DEFAULT_CONTEXTS) -> MemoryHeader:
+    """The header of an empty memory of a model.
+
+    Raises:
+        PoolError: The model has no weights at hand to tell it by, or too many tokens.
+    """
+    vocabulary = decoder_vocabulary(model)
+    if vocabulary > MOST_TOKENS:
+        raise PoolError(f"a memory file takes vocabularies of at most {MOST_TOKENS} tokens, got {vocabulary}")
+    try:
+        fingerprint = int(model_fingerprint(model, body_of(model)), 16)
+    except (NotImplementedError, RuntimeError) as error:  # weights on the meta device
+        raise PoolError("a memory file needs a model whose weights are not offloaded") from error
+    return MemoryHeader(fingerprint, vocabulary, 0, max_contexts)
+
+
+def open_file_memory(path: str, model: Any, opened: dict[str, FileMemory]) -> Memory:
+    """The memory of a model that a file begins, empty if there is no file.
+
+    Args:
+        path: The file. It is read once: later calls go on with what the model learned since.
+        model: The model.
+        opened: The memories of the model that were opened before, by path, to which this one is added.
+
+    Raises:
+        PoolError: The file cannot be read, is damaged, or belongs to another model.
+    """
+    place = os.path.realpath(path)
+    if place not in opened:
+        header, records = header_of(model), EMPTY
+        with pool_errors(path):
+            if os.path.lexists(path):
+                header, records = read_memory(path, header)
+        opened[place] = FileMemory(Memory(table_of(records)), header)
+    return opened[place].memory
+
+
+def merge_into(path: str, header: MemoryHeader, new: Records, old: Records = EMPTY) -> MemoryHeader:
+    """Merge records into a file, which is made if there is none, under a lock and atomically.
+
+    Args:
+        path: The file.
+        header: A header of the model of the records; its bound counts for a new file.
+        new: Records that replace those of the file.
+        old: Records that the file may replace.
+
+    Raises:
+        PoolError: The file cannot be read or written, or belongs to another model. It is as it was.
+    """
+    with pool_errors(path), _locked(path):
+        known = EMPTY
+        if os.path.lexists(path):
+            header, known = read_memory(path, header)
+        return write_memory(path, header, merge_records((new, aged(known), aged(old)), header.max_contexts))
+
+
+@contextmanager
+def _locked(path: str) -> Iterator[None]:
+    """Keep other processes from merging. The lock has its own file, since the other one is replaced.
+
+    Raises:
+        PoolError: Another process holds the lock for long, or it cannot be made.
+    """
+    place = Path(os.path.realpath(path))
+    if not os.access(place.parent, os.W_OK):  # filelock would wait for it
+        raise PoolError(f"{path}: cannot be written: there is no folder {place.parent} that can be written to")
+    lock = FileLock(place.with_name(f".{place.name}.lock"), timeout=_LOCK_S)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise PoolError(f"{path}: another process has been writing it for {_LOCK_S:.0f} s") from error
+    except NotImplementedError:  # a file system without locks
+        pass
+    try:
+        yield
+    finally:
+        lock.release()

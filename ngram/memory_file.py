@@ -1,0 +1,222 @@
+"""Recycled contexts of a model in a file, for the processes to come.
+
+A memory file is a header of 128 bytes and a record of 40 bytes for each context, sorted by the hash of the context:
+the hash, whose lowest byte is the age, 8 tokens of 3 bytes, and 8 square roots of probabilities of 1 byte.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import xxhash
+from numba import njit
+from numpy.typing import NDArray
+
+from lookahead.ngram.binary_file import HEADER_BYTES, check_size, opened, pack_header, unpack_header
+from lookahead.ngram.recycled import TOP, WAYS, RecycledTable, group_of
+from lookahead.ngram.replacing import replacing
+
+VERSION = 1
+DEFAULT_CONTEXTS = 1 << 18
+MOST_CONTEXTS = 1 << 26
+MOST_TOKENS = (1 << 24) - 1  # token ids are below it
+_MAGIC = b"LKMEM\r\n\x1a"  # the line break detects a transfer in text mode
+_BINDING = (("fingerprint", "016x"), ("vocabulary", "d"))  # fields that bind a file to its model
+_OLDEST = 255  # age of a context: merges since it was last learned
+_NONE = MOST_TOKENS  # stored for no token
+_WORDS = 5  # of 8 bytes, a record
+_TOKENS, _PROBS = 8, 8 + 3 * TOP  # where they begin in a record
+_UNIT = 65535.0  # a probability of 1 in a table
+
+Records = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryHeader:
+    """The header of a memory file.
+
+    Attributes:
+        fingerprint: Fingerprint of the model, 64 bits.
+        vocabulary: Token ids of the model; those in the file are below.
+        contexts: Number of contexts.
+        max_contexts: Most contexts that the file may hold; the oldest are left out beyond.
+        checksum: XXH3 of all bytes after the header, 64 bits.
+    """
+
+    fingerprint: int
+    vocabulary: int
+    contexts: int
+    max_contexts: int
+    checksum: int = 0
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the file, in bytes."""
+        return HEADER_BYTES + 8 * _WORDS * self.contexts
+
+
+def read_memory_header(path: str | os.PathLike[str]) -> MemoryHeader:
+    """Read the header of a memory file; of the records only the size is checked.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The file is no memory of this version and byte order, or its header or size is wrong.
+    """
+    with opened(Path(path)) as file:
+        return _read_header(Path(path), file)
+
+
+def read_memory(path: str | os.PathLike[str], fits: MemoryHeader | None = None) -> tuple[MemoryHeader, Records]:
+    """Read a memory file after checking every byte.
+
+    The checksum finds accidental damage, and a forged file with a valid one holds no token id that the header excludes.
+
+    Args:
+        path: The file.
+        fits: A header of the model in use; `None` skips the check.
+
+    Returns:
+        The header, and the records, uint64 `[contexts, 5]`.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The file is no memory, is damaged, or belongs to another model.
+    """
+    path = Path(path)
+    with opened(path) as file:
+        header = _read_header(path, file)
+        for name, form in _BINDING if fits is not None else ():
+            expected, found = getattr(fits, name), getattr(header, name)
+            if found != expected:
+                numbers = f"must be {expected:{form}}, got {found:{form}}"
+                raise ValueError(f"{path}: learned from another model: its {name} {numbers}")
+        records: Records = np.fromfile(file, np.uint64, _WORDS * header.contexts)
+    checksum = xxhash.xxh3_64_intdigest(records.data)
+    if checksum != header.checksum:
+        raise ValueError(f"{path}: damaged: its checksum is {checksum:016x}, expected {header.checksum:016x}")
+    records = records.reshape(-1, _WORDS)
+    largest = int(_largest_token(_bytes_of(records)))
+    if largest >= header.vocabulary:
+        raise ValueError(f"{path}: damaged: token ids must be below {header.vocabulary}, got {largest}")
+    return header, records
+
+
+def write_memory(path: str | os.PathLike[str], header: MemoryHeader, records: Records) -> MemoryHeader:
+    """Write records to a memory file, atomically; returns its header, with their number and checksum.
+
+    Raises:
+        OSError: The file cannot be written; an existing one is as it was.
+        ValueError: The vocabulary or the number of records is too large for the format.
+    """
+    if not 1 <= header.vocabulary <= MOST_TOKENS:
+        raise ValueError(f"{path}: the vocabulary must be from 1 to {MOST_TOKENS}, got {header.vocabulary}")
+    checksum = xxhash.xxh3_64_intdigest(np.ascontiguousarray(records).data)
+    header = MemoryHeader(header.fingerprint, header.vocabulary, len(records), header.max_contexts, checksum)
+    with replacing(Path(path)) as file:
+        file.write(pack_header(_MAGIC, VERSION, astuple(header)))
+        file.write(np.ascontiguousarray(records).data)
+    return header
+
+
+def merge_records(parts: Sequence[Records], most: int) -> Records:
+    """Records of several sources, of each context the one that comes first; at most so many, the youngest, sorted."""
+    everything = np.concatenate(parts)
+    words = everything[:, 0]
+    _, first = np.unique(words >> np.uint64(8), return_index=True)
+    if len(first) > most:
+        # Of equal age any may go: the low bits of the hash choose, so that all sets of a table lose as many.
+        order = (words[first] & np.uint64(_OLDEST)) << np.uint64(56) | words[first] << np.uint64(32) >> np.uint64(8)
+        first = first[np.sort(np.argsort(order)[:most])]
+    return everything[first]
+
+
+def aged(records: Records) -> Records:
+    """The same records one merge later."""
+    older = records.copy()
+    older[:, 0] += (older[:, 0] & np.uint64(_OLDEST)) < _OLDEST
+    return older
+
+
+def table_of(records: Records, contexts: int = DEFAULT_CONTEXTS) -> RecycledTable:
+    """A table of at least so many entries that holds records, and has room for as many new ones."""
+    size = max(contexts, 2 * len(records))
+    table = RecycledTable(-(-size // WAYS) * WAYS)
+    _fill(*table.state, *table.clock, records, _bytes_of(records))
+    return table
+
+
+def records_of(table: RecycledTable, vocabulary: int) -> tuple[Records, Records]:
+    """What a table holds: the records that were stored since it was made, with age 0, and those it was made of."""
+    keys, tokens, probs = table.state
+    times, _ = table.clock
+    is_new = times > _OLDEST + 1
+    found = []
+    for chosen in (is_new & (keys != 0), ~is_new & (keys != 0)):
+        records = np.zeros((int(np.count_nonzero(chosen)), _WORDS), np.uint64)
+        ages = np.clip(_OLDEST + 1 - times[chosen], 0, _OLDEST).astype(np.uint64)
+        records[:, 0] = keys[chosen] - np.uint64(1) + ages
+        ids, data = tokens[chosen], _bytes_of(records)
+        ids = np.where((ids < 0) | (ids >= vocabulary), _NONE, ids)
+        for part in range(3):
+            data[:, _TOKENS + part : _PROBS : 3] = ids >> 8 * part & 0xFF
+        data[:, _PROBS:] = np.sqrt(probs[chosen] / _UNIT) * 255 + 0.5
+        found.append(records)
+    return found[0], found[1]
+
+
+def _read_header(path: Path, file: BinaryIO) -> MemoryHeader:
+    header = MemoryHeader(*unpack_header(path, file, "memory", _MAGIC, VERSION, len(fields(MemoryHeader))))
+    is_possible = header.contexts <= header.max_contexts <= MOST_CONTEXTS and header.vocabulary <= MOST_TOKENS
+    if not is_possible:
+        raise ValueError(f"{path}: damaged: its header holds impossible sizes")
+    check_size(path, file, header.file_bytes)
+    return header
+
+
+def _bytes_of(records: Records) -> NDArray[np.uint8]:
+    """The bytes of records, uint8 `[contexts, 40]`, in the same memory."""
+    return records.view(np.uint8).reshape(-1, 8 * _WORDS)
+
+
+@njit(cache=True)
+def _token_at(record, rank):
+    place = _TOKENS + 3 * rank
+    return np.int32(record[place]) | np.int32(record[place + 1]) << 8 | np.int32(record[place + 2]) << 16
+
+
+@njit(cache=True)
+def _largest_token(data):
+    """The largest token of all records; -1 without any."""
+    largest = -1
+    for record in range(data.shape[0]):
+        for rank in range(TOP):
+            token = _token_at(data[record], rank)
+            if token != _NONE and token > largest:
+                largest = token
+    return largest
+
+
+@njit(cache=True, error_model="numpy")
+def _fill(keys, tokens, probs, times, now, records, data):
+    """Put records into a table. Of a set that is full the oldest is replaced."""
+    now[0] = _OLDEST + 1
+    for record in range(data.shape[0]):
+        code = records[record, 0] >> np.uint64(8) << np.uint64(8) | np.uint64(1)
+        written = _OLDEST + 1 - np.int64(records[record, 0] & np.uint64(_OLDEST))
+        group, way = group_of(keys, code), 0
+        for other in range(WAYS):
+            if times[group, other] < times[group, way]:
+                way = other
+        if times[group, way] >= written:
+            continue
+        keys[group, way], times[group, way] = code, written
+        for rank in range(TOP):
+            token = _token_at(data[record], rank)
+            tokens[group, way, rank] = -1 if token == _NONE else token
+            root = data[record, _PROBS + rank] / 255.0
+            probs[group, way, rank] = np.uint16(root * root * _UNIT + 0.5)
