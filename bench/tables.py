@@ -74,6 +74,12 @@ CAPTIONS = {
         "Greedy and sampled, in the default mode.",
     ),
     "fuzz": Caption("Random settings", "fuzz --runs 10000"),
+    "passes_fp32": Caption(
+        "A pass of a real model by nodes, fp32", "passes --dtype fp32", "CPU milliseconds of one thread."
+    ),
+    "passes_bf16": Caption(
+        "A pass of a real model by nodes, bf16", "passes --dtype bf16", "CPU milliseconds of one thread."
+    ),
     "compiled_fp32": Caption("Compiled passes, fp32", "compiled --dtype fp32"),
     "compiled_bf16": Caption("Compiled passes, bf16", "compiled --dtype bf16"),
     "replay_spec_bench_summaries": Caption("Recorded outputs: Spec-Bench summaries", _REPLAY, "No model runs."),
@@ -269,6 +275,8 @@ def llm_table(results: Sequence[Mapping[str, Any]]) -> str:
         rows["the first request of a fresh process: lookahead"] = "{cold[cold][speedup][cpu]:.2f}x"
     methods = dict.fromkeys(name for result in results for name in result["methods"])
     some = {name: name for name in methods if name.startswith(("vLLM", "llama.cpp"))}
+    if "no drafts" in methods:
+        some["lookahead without drafts"] = "no drafts"
     if "fast" in methods:
         some['lookahead, `exactness="fast"`'] = "fast"
     rows |= {what: f"{{methods[{name}][speedup][cpu]:.2f}}x" for what, name in some.items()}
