@@ -276,16 +276,13 @@ def _points(
 def pass_seconds(model: PreTrainedModel, rounds: int = 25) -> float:
     """Seconds of a pass over one token behind 64 others, the median of the rounds."""
     context = min(_QUICK_CONTEXT, (position_limit(model) or _QUICK_CONTEXT + 1) - 1)
-    target = Target(model, rows=1, capacity=context + 1, device=input_device(model), shape="chains")
+    device = input_device(model)
+    target = Target(model, rows=1, capacity=context + 1, device=device, shape="chains")
     prompt = np.arange(context, dtype=np.int32) % 8
-    seconds = []
+    step = partial(_step, target, TokenTree.root(int(prompt[-1])))
     with target.serving():
         target.prefill([prompt])
-        for _ in range(rounds):
-            begin = time.perf_counter()
-            target.score([TokenTree.root(int(prompt[-1]))]).argmax(-1).cpu()
-            seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)
+        return statistics.median(timed(step, device, time.perf_counter) for _ in range(rounds))
 
 
 def cache_folder() -> Path:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lookahead.drafting.budget import Ema
 from lookahead.drafting.proposal import Call, Feedback, IntArray, Proposal, Proposer
 from lookahead.errors import ConfigError, ProposerError
 from lookahead.models.calibration import pass_seconds
@@ -37,8 +38,8 @@ class PassTimes:
         target: From the end of drafting to the end of the step.
     """
 
-    draft: float = 0.0
-    target: float = 0.0
+    draft: Ema = field(default_factory=lambda: Ema(_EMA_RATE))
+    target: Ema = field(default_factory=lambda: Ema(_EMA_RATE))
 
     def pays(self, tokens: float, gain: float, spent: float) -> bool:
         """Whether a further pass of the draft model raises the tokens per second.
@@ -50,15 +51,7 @@ class PassTimes:
             gain: Expected tokens that a further pass adds.
             spent: Seconds of drafting so far.
         """
-        return self.target > 0.0 and gain * (self.target + spent) > tokens * self.draft
-
-    def add_draft(self, seconds: float) -> None:
-        """Count a pass of the draft model."""
-        self.draft += (_EMA_RATE if self.draft else 1.0) * (seconds - self.draft)
-
-    def add_target(self, seconds: float) -> None:
-        """Count a step of the target."""
-        self.target += (_EMA_RATE if self.target else 1.0) * (seconds - self.target)
+        return self.target.value > 0.0 and gain * (self.target.value + spent) > tokens * self.draft.value
 
 
 @dataclass(slots=True)
@@ -282,7 +275,7 @@ class ModelProposer(Proposer):
     def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
         """Keep in the cache what was accepted, and count which candidates were right."""
         if self._done is not None:
-            self._pass_times().add_target(time.perf_counter() - self._done)
+            self._pass_times().target.add(time.perf_counter() - self._done)
             self._done = None
         state = self._rows[row]
         tree, state.tree = state.tree, None
@@ -355,7 +348,7 @@ class ModelProposer(Proposer):
                 break
             batch.add(target.extend([tree.scored_tree() for tree in batch.trees], before))
             then, now = now, time.perf_counter()
-            times.add_draft(now - then)
+            times.draft.add(now - then)
         for state, tree in zip(states, batch.trees, strict=True):
             state.tree = tree
         return batch.proposals()
