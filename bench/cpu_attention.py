@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.command import parser_of, publish, use_one_thread
+from bench.command import parser_of, publish, seconds_of, use_one_thread
 from lookahead.kernels import dispatch as choice
 from lookahead.kernels import reference
 from lookahead.kernels.cpu_attention import tree_attention
@@ -46,9 +46,7 @@ def medians_us(ways: list[Callable[[], Tensor]], rounds: int) -> list[float]:
     times: list[list[float]] = [[] for _ in ways]
     for _ in range(rounds + 2):
         for way, seconds in zip(ways, times, strict=True):
-            begin = time.thread_time()
-            way()
-            seconds.append(time.thread_time() - begin)
+            seconds.append(seconds_of(way, time.thread_time))
     return [1e6 * statistics.median(seconds[2:]) for seconds in times]
 
 

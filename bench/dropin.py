@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -21,23 +21,16 @@ import torch
 from transformers import PreTrainedModel
 
 import lookahead
-from bench.command import parser_of, publish, resident_bytes, use_one_thread
+from bench.command import parser_of, publish, resident_bytes, seconds_of, use_one_thread
 from bench.prompts import SUMMARIZER
 from lookahead.models.loading import load
 
 PROMPT_LENGTHS = (16, 128, 512, 1024)
 
 
-def seconds_of(action: Callable[[], object]) -> float:
-    """Wall-clock seconds of one call."""
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
-
-
 def switch_seconds(model: PreTrainedModel, trials: int) -> float:
     """Median of turning the switch on and off."""
-    return median(seconds_of(lambda: lookahead.enable(model).disable()) for _ in range(trials))
+    return median(seconds_of(lambda: lookahead.enable(model).disable(), time.perf_counter) for _ in range(trials))
 
 
 def single_token_ratios(model: PreTrainedModel, trials: int) -> dict[int, float]:
@@ -51,7 +44,7 @@ def single_token_ratios(model: PreTrainedModel, trials: int) -> dict[int, float]
         seconds: list[list[float]] = [[], []]
         for _ in range(trials):
             for call, taken in zip(calls, seconds, strict=True):
-                taken.append(seconds_of(call))
+                taken.append(seconds_of(call, time.perf_counter))
         ratios[length] = round(median(seconds[1]) / median(seconds[0]), 3)
     return ratios
 

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,7 +20,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from bench.command import parser_of, publish, setting_of, stay_on_one_core
+from bench.command import parser_of, publish, seconds_of, setting_of, stay_on_one_core
 from lookahead import load
 from lookahead.drafting.tree import TokenTree
 from lookahead.models.loading import DEFAULT_MODEL
@@ -33,13 +31,6 @@ STEP = "transformers, 1 token"
 WAYS: dict[str, dict[str, Any]] = {"exact": {"is_bitwise": True}, "fast": {}, "unpacked": {"packs": False}}
 _READ = 1 << 28  # floats whose sum shows the bandwidth: 1 GiB, more than a cache holds
 _SIDE = 2048  # of the matrices whose product shows the peak
-
-
-def seconds_of(work: Callable[[], object]) -> float:
-    """Processor seconds of one call."""
-    begin = time.process_time()
-    work()
-    return time.process_time() - begin
 
 
 def machine(dtype: torch.dtype) -> tuple[float, float]:

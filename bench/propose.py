@@ -19,6 +19,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.baselines import IntArray, LongestSuffix, PromptLookup
-from bench.command import parser_of, publish, use_one_thread
+from bench.command import parser_of, publish, seconds_of, use_one_thread
 from bench.replay import load_tokenizer
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.proposal import Feedback, Top
@@ -79,12 +80,7 @@ def time_proposals(
 
 def time_calls(call: Callable[[int], object], times: int) -> list[float]:
     """Microseconds of every call; it is told how many came before."""
-    took = []
-    for i in range(times):
-        start = time.perf_counter()
-        call(i)
-        took.append(1e6 * (time.perf_counter() - start))
-    return took
+    return [1e6 * seconds_of(partial(call, i), time.perf_counter) for i in range(times)]
 
 
 def measure(text: IntArray, length: int, steps: int) -> dict[str, Any]:

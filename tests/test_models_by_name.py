@@ -187,7 +187,7 @@ def test_a_dtype_is_named_or_one_of_torch(summarizer_path: Path) -> None:
     for named, given in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         for dtype in (named, given):
             assert lookahead.load(summarizer_path, dtype=dtype, device="cpu").model.dtype == given
-    with pytest.raises(ConfigError, match="dtype must be auto, fp32, bf16, got torch.float16"):
+    with pytest.raises(ConfigError, match=r"dtype must be auto, fp32, bf16, got torch\.float16"):
         lookahead.load(summarizer_path, dtype=torch.float16, device="cpu")
 
 
