@@ -8,9 +8,9 @@ Every prompt is decoded greedily with at most `--nodes` draft nodes a step and n
 depend on the machine. `window W N G` is the lookahead branch with these sizes. Rules of others, each alone: `prompt
 lookup` (transformers), `longest suffix` (vLLM), `first occurrence` (SAM decoding) draft chains as long as the nodes
 allow, `token recycling` a static tree of as many nodes (80 in the paper). With `--memory shared` each combination
-remembers the prompts before; with `request` every prompt starts anew. "Before loops" counts, of each output, the
-tokens up to the place where 16 tokens repeat, as small models loop and that flatters n-grams. In fp32 a token that is
-not that of `model.generate` ends the run. The last line is one JSON object.
+remembers the prompts before, with a memory file it also knows what that holds; with `request` every prompt starts anew.
+"Before loops" counts, of each output, the tokens up to the place where 16 tokens repeat, as small models loop and that
+flatters n-grams. In fp32 a token that is not that of `model.generate` ends the run. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -103,6 +103,8 @@ def config_of(name: str, nodes: int, memory: Any) -> LookaheadConfig:
     for window in windows:
         sizes = dict(zip(("window", "ngram_size", "guesses"), map(int, window.split()[1:]), strict=True))
         options = {"proposers": (*options["proposers"], "jacobi"), **sizes}
+    if memory not in ("request", "shared") and "recycled" not in sources:
+        memory = "shared"
     return LookaheadConfig(draft="fixed", max_nodes=nodes, min_probability=0.0, memory=memory, **options)
 
 
@@ -135,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="fp32")
     add_prompt_options(parser, per_category=1)
     parser.add_argument("--nodes", default="31", help="most draft nodes a step, commas between (default 31)")
-    parser.add_argument("--memory", choices=("request", "shared"), default="request")
+    parser.add_argument("--memory", default="request", help="request, shared, or a memory file (default request)")
     parser.add_argument("--sources", default=",".join(SOURCES), help=f"combinations (default {','.join(SOURCES)})")
     options = parser.parse_args(argv)
     use_one_thread()

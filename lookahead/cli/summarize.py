@@ -102,7 +102,8 @@ def summarize(options: SummarizeOptions) -> None:
             runner = stack.enter_context(_worker_pool(options))
         else:
             loaded = load(options)
-            stack.enter_context(remembering(options, loaded.model))
+            if not options.dry_run:
+                stack.enter_context(remembering(options, loaded.model))
             summarizer = options.make_summarizer(*loaded)
             runner = _local(options, loaded, summarizer, memory)
             if options.dry_run:

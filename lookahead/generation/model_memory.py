@@ -60,7 +60,10 @@ def save_memory(model: PreTrainedModel, path: str | os.PathLike[str]) -> bool:
         opened = learned.of(ProposerState, ProposerState).files.get(os.path.realpath(name))
         if opened is None:
             raise PoolError(f"{name}: cannot be saved: no call of this model had this memory")
-        return opened.save(name) is not None
+        new, old = records_of(opened.memory.recycled, opened.header.vocabulary)
+    if len(new):
+        merge_into(name, opened.header, new, old)
+    return len(new) > 0
 
 
 def learn(table: RecycledTable, model: PreTrainedModel, ids: IntArray) -> None:

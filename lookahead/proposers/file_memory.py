@@ -23,7 +23,6 @@ from lookahead.ngram.memory_file import (
     aged,
     merge_records,
     read_memory,
-    records_of,
     table_of,
     write_memory,
 )
@@ -46,15 +45,6 @@ class FileMemory:
 
     memory: Memory
     header: MemoryHeader
-
-    def save(self, path: str) -> MemoryHeader | None:
-        """Merge what was learned since into a file; None if that is nothing. The caller keeps others from writing.
-
-        Raises:
-            PoolError: The file cannot be read or written, or belongs to another model. It is as it was.
-        """
-        new, old = records_of(self.memory.recycled, self.header.vocabulary)
-        return merge_into(path, self.header, new, old) if len(new) else None
 
 
 def header_of(model: Any, max_contexts: int = DEFAULT_CONTEXTS) -> MemoryHeader:
