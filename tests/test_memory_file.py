@@ -353,3 +353,15 @@ def test_a_memory_of_another_model_stops_a_command_before_it_begins(command, tmp
         assert result.stderr.splitlines()[-1].startswith(
             "error: m.lkm: learned from another model: its fingerprint must"
         )
+
+
+def test_what_is_no_memory_or_cannot_be_written_is_refused_before_the_model_is_loaded(command, tmp_path, monkeypatch):
+    monkeypatch.setattr("lookahead.models.loading.load", lambda *_, **__: pytest.fail("the model was loaded"))
+    (tmp_path / "bad.lkm").write_text("no memory")
+    for memory, complaint in (
+        ("bad.lkm", "not a memory file"),
+        ("none/m.lkm", "cannot be written: there is no folder"),
+    ):
+        result = command("generate", "The cat", "--model", "model", "--memory", memory)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr.startswith(f"error: {memory}: {complaint}")

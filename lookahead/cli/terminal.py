@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 import sys
 import time
@@ -28,7 +29,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from lookahead.errors import LookaheadError
+from lookahead.errors import LookaheadError, PoolError
 from lookahead.jobs import job_figures as report
 from lookahead.models.loading import convert_once, is_gguf, locate_model
 
@@ -160,6 +161,9 @@ def load(options: ModelOptions, model: str | None = None, *, measures_costs: boo
     """
     name = options.model if model is None else model
     location, _ = locate_model(name)
+    memory: str | None = getattr(options, "memory", None)
+    if memory is not None:
+        _check_memory(memory)
     from lookahead.generation.step_costs import load_costs, prepare_costs
     from lookahead.models import loading
 
@@ -186,6 +190,19 @@ def load(options: ModelOptions, model: str | None = None, *, measures_costs: boo
     for warning in caught:
         say("warning", str(warning.message))
     return loaded
+
+
+def _check_memory(path: str) -> None:
+    """Refuse a file that is no memory, or that could not be written at the end, before the model is loaded."""
+    from lookahead.ngram.memory_file import read_memory_header
+    from lookahead.pools.open_pool import pool_errors
+
+    folder = os.path.dirname(os.path.realpath(path))
+    if not os.access(folder, os.W_OK):
+        raise PoolError(f"{path}: cannot be written: there is no folder {folder} that can be written to")
+    if os.path.lexists(path):
+        with pool_errors(path):
+            read_memory_header(path)
 
 
 @contextmanager
