@@ -29,7 +29,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from lookahead.errors import LookaheadError, PoolError
+from lookahead.errors import LookaheadError
 from lookahead.jobs import job_figures as report
 from lookahead.models.loading import convert_once, is_gguf, locate_model
 
@@ -195,11 +195,9 @@ def load(options: ModelOptions, model: str | None = None, *, measures_costs: boo
 def _check_memory(path: str) -> None:
     """Refuse a file that is no memory, or that could not be written at the end, before the model is loaded."""
     from lookahead.ngram.memory_file import read_memory_header
-    from lookahead.pools.open_pool import pool_errors
+    from lookahead.pools.open_pool import check_folder, pool_errors
 
-    folder = os.path.dirname(os.path.realpath(path))
-    if not os.access(folder, os.W_OK):
-        raise PoolError(f"{path}: cannot be written: there is no folder {folder} that can be written to")
+    check_folder(path)
     if os.path.lexists(path):
         with pool_errors(path):
             read_memory_header(path)

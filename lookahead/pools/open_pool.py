@@ -83,6 +83,13 @@ def count_of_documents(number: int) -> str:
     return f"{number:,} document{'' if number == 1 else 's'}"
 
 
+def check_folder(path: str) -> None:
+    """PoolError if there is no folder for a file to be written to."""
+    folder = os.path.dirname(os.path.realpath(path))
+    if not os.access(folder, os.W_OK):
+        raise PoolError(f"{path}: cannot be written: there is no folder {folder} that can be written to")
+
+
 @contextmanager
 def pool_errors(path: str) -> Iterator[None]:
     """Turn the errors of a pool file into a `PoolError` that names it."""

@@ -26,7 +26,7 @@ from lookahead.ngram.memory_file import (
     table_of,
     write_memory,
 )
-from lookahead.pools.open_pool import pool_errors
+from lookahead.pools.open_pool import check_folder, pool_errors
 from lookahead.proposers.ngram import Memory
 from lookahead.utils.fingerprints import model_fingerprint
 
@@ -111,8 +111,7 @@ def _locked(path: str) -> Iterator[None]:
         PoolError: Another process holds the lock for long, or it cannot be made.
     """
     place = Path(os.path.realpath(path))
-    if not os.access(place.parent, os.W_OK):  # filelock would wait for it
-        raise PoolError(f"{path}: cannot be written: there is no folder {place.parent} that can be written to")
+    check_folder(path)  # filelock would wait for one
     lock = FileLock(place.with_name(f".{place.name}.lock"), timeout=_LOCK_S)
     try:
         lock.acquire()
