@@ -295,15 +295,15 @@ def test_a_memory_file_that_no_source_would_use_is_refused():
 
 
 @pytest.fixture
-def command(tmp_path, monkeypatch, tiny_llama, tiny_tokenizer):
+def command(tmp_path, monkeypatch, tiny_llama, chat_tokenizer):
     """Runs `lookahead` in a folder with documents and a tiny model."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     tiny_llama.save_pretrained("model")
-    tiny_tokenizer.save_pretrained("model")
+    chat_tokenizer.save_pretrained("model")
     (tmp_path / "a.txt").write_text("The cat sat on the mat. " * 30)
     (tmp_path / "docs.jsonl").write_text('{"text": "One."}\n{"text": "Two."}\n')
-    return lambda *words: CliRunner().invoke(app, [*words])
+    return lambda *words, stdin=None: CliRunner().invoke(app, [*words], input=stdin)
 
 
 def test_a_memory_is_built_added_to_described_and_verified(command):
@@ -365,3 +365,25 @@ def test_what_is_no_memory_or_cannot_be_written_is_refused_before_the_model_is_l
         result = command("generate", "The cat", "--model", "model", "--memory", memory)
         assert (result.exit_code, result.stdout) == (2, "")
         assert result.stderr.startswith(f"error: {memory}: {complaint}")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("explain", "docs.jsonl", "--raw"), ("summarize", "a.txt", "--max-new-tokens", "8"), ("chat",)],
+    ids=lambda w: w[0],
+)
+def test_every_command_that_decodes_keeps_a_memory(command, words):
+    result = command(*words, "--model", "model", "--memory", "m.lkm", stdin="The cat\n")
+    assert result.exit_code == 0, result.stderr
+    assert read_memory_header("m.lkm").contexts > 0
+
+
+def test_a_dry_run_leaves_the_memory_alone(command, tmp_path):
+    assert command("summarize", "a.txt", "--model", "model", "--memory", "m.lkm", "--dry-run").exit_code == 0
+    assert not (tmp_path / "m.lkm").exists()
+
+
+def test_a_server_keeps_the_memory_of_one_model_alone(command):
+    result = command("serve", "--memory", "m.lkm")
+    assert result.exit_code == 2
+    assert "memory m.lkm is that of one model: name the only MODEL to serve" in result.stderr
