@@ -44,6 +44,7 @@ NOT_RUN = {
     ("docs/measurements.md", "python -m bench.llm"),
     ("docs/beams.md", "python -m bench.beams"),
     ("docs/measurements.md", "python -m bench.never_slower"),
+    ("docs/pools.md", "python -m bench.ablation"),
     ("docs/jobs.md", "pip install 'lookahead-decoding[documents,html,tables,remote]'"),
     ("docs/drop-in.md", "torchrun --nproc-per-node 2"),
     ("docs/drop-in.md", 'model = AutoModelForSeq2SeqLM.from_pretrained("PATH_OR_ID")'),
