@@ -106,6 +106,23 @@ def test_a_model_of_slow_steps_is_measured_in_two_rounds(tiny_llama) -> None:
     assert next(reads) == 2 * (2 + 2 * 7)
 
 
+def test_a_sweep_on_a_busy_machine_is_not_believed(tiny_llama) -> None:
+    """By this clock two nodes take five times as long as one."""
+    now, widths = [0.0], []
+    handle = tiny_llama.register_forward_pre_hook(
+        lambda _, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+
+    def clock() -> float:
+        now[0] += 0.5 if widths and widths[-1] > 1 else 0.1
+        return now[0]
+
+    cost = StepCost()
+    assert not calibrate_quickly(tiny_llama, cost, within_s=1e9, clock=clock)
+    assert not cost.to_dict()
+    handle.remove()
+
+
 def test_a_model_that_cannot_verify_drafts_is_not_measured() -> None:
     with torch.random.fork_rng():
         model = MambaForCausalLM(MambaConfig(vocab_size=101, hidden_size=32, num_hidden_layers=1)).eval()

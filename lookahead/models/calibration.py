@@ -162,7 +162,8 @@ def calibrate_quickly(
         clock: Seconds.
 
     Returns:
-        Whether anything was measured: not for a slow model, nor for one that cannot verify drafts.
+        Whether anything was measured: not for a slow model, nor for one that cannot verify drafts. Nor on a machine so
+        busy that a step of several nodes took longer than as many steps of one, which would keep drafts off for good.
     """
     config: Any = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None) or _QUICK_CONTEXT
@@ -173,9 +174,10 @@ def calibrate_quickly(
         seconds, _ = _sweep(model, context, QUICK_NODES, False, clock, rounds=_QUICK_ROUNDS, within_s=within_s)
     except (UnsupportedModelError, ConfigError):
         return False
-    if seconds:
-        cost.calibrate(QUICK_NODES, seconds, rows=1, context=context + max(QUICK_NODES))
-    return bool(seconds)
+    if not seconds or any(spent > n * seconds[0] for n, spent in zip(QUICK_NODES[1:], seconds[1:], strict=True)):
+        return False
+    cost.calibrate(QUICK_NODES, seconds, rows=1, context=context + max(QUICK_NODES))
+    return True
 
 
 def _sweep(
