@@ -133,7 +133,6 @@ def figures(outputs: Sequence[Decoded]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check, measure, print; 1 where a token differs in fp32."""
     parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="fp32")
     add_prompt_options(parser, per_category=1)
     parser.add_argument("--nodes", default="31", help="most draft nodes a step, commas between (default 31)")

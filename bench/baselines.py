@@ -48,12 +48,11 @@ class LongestSuffix:
         self._shortest, self._longest, self._length = shortest, longest, length
 
     def draft(self, tokens: IntArray) -> IntArray:
-        """What followed there."""
-        place = _first_longest(tokens, self._shortest, self._longest)
+        place = _first_longest(tokens, self._shortest, min(self._longest, len(tokens)))
         return tokens[place : place + self._length] if place > 0 else tokens[:0]
 
 
-class FirstOccurrence:
+class FirstOccurrence(LongestSuffix):
     """The rule of SAM decoding: the first place of the longest match of any length, 40 tokens drafted.
 
     Source: Hu et al. 2024, "SAM Decoding: Speculative Decoding via Suffix Automaton", §3.1 (the automaton's states
@@ -61,50 +60,7 @@ class FirstOccurrence:
     """
 
     def __init__(self, length: int = 40) -> None:
-        self._length = length
-        self._next: list[dict[int, int]] = [{}]
-        self._link, self._span, self._first = [-1], [0], [0]
-        self._whole = self._state = self._read = 0
-
-    def draft(self, tokens: IntArray) -> IntArray:
-        """What followed there."""
-        for token in tokens[self._read :].tolist():
-            # The state of the longest suffix seen before, found before the token itself enters the automaton.
-            while self._state > 0 and token not in self._next[self._state]:
-                self._state = self._link[self._state]
-            self._state = self._next[self._state].get(token, 0)
-            self._extend(token)
-        place = self._first[self._state]
-        return tokens[place : place + self._length] if self._state > 0 else tokens[:0]
-
-    def _extend(self, token: int) -> None:
-        """Add one token: Blumer et al. 1985, the online construction."""
-        self._read += 1
-        new = self._add(self._span[self._whole] + 1, self._read, {})
-        at = self._whole
-        while at >= 0 and token not in self._next[at]:
-            self._next[at][token] = new
-            at = self._link[at]
-        if at >= 0:
-            target = self._next[at][token]
-            if self._span[target] == self._span[at] + 1:
-                self._link[new] = target
-            else:
-                copy = self._add(self._span[at] + 1, self._first[target], dict(self._next[target]))
-                self._link[copy] = self._link[target]
-                self._link[target] = self._link[new] = copy
-                while at >= 0 and self._next[at].get(token) == target:
-                    self._next[at][token] = copy
-                    at = self._link[at]
-        self._whole = new
-
-    def _add(self, span: int, first: int, following: dict[int, int]) -> int:
-        """A new state, linked to the empty one for now."""
-        self._next.append(following)
-        self._link.append(0)
-        self._span.append(span)
-        self._first.append(first)
-        return len(self._next) - 1
+        super().__init__(1, 1 << 30, length)
 
 
 class _Rows:
@@ -119,15 +75,12 @@ class _Rows:
         self._texts: dict[int, IntArray] = {}
 
     def start(self, row: int, prompt: IntArray) -> None:
-        """Keep the prompt."""
         self._texts[row] = prompt
 
     def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
-        """Keep the emitted tokens."""
         self._texts[row] = np.concatenate((self._texts[row], feedback.tokens))
 
     def finish(self, row: int) -> None:
-        """Forget the row."""
         del self._texts[row]
 
 
@@ -144,12 +97,10 @@ class ChainRule(_Rows):
         self._rules: dict[int, Chain] = {}
 
     def start(self, row: int, prompt: IntArray) -> None:
-        """Begin the rule anew."""
         super().start(row, prompt)
         self._rules[row] = self._make()
 
     def propose(self, row: int, max_nodes: int) -> Proposal | None:
-        """What the rule drafts."""
         text = self._texts[row]
         tokens = np.concatenate((text[-1:], self._rules[row].draft(text)[:max_nodes]))
         parents = np.maximum(np.arange(len(tokens), dtype=np.int32) - 1, 0)

@@ -63,7 +63,6 @@ def outcome(model: PreTrainedModel, ours: bool, **options: Any) -> Outcome:
 
 
 def agree(got: Outcome, expected: Outcome) -> bool:
-    """Whether two searches found the same."""
     return got[:2] == expected[:2] and bool(((got[2] - expected[2]).abs() <= 1e-5).all())
 
 
@@ -87,7 +86,6 @@ def check_family(family: Family) -> tuple[int, list[str]]:
 
 
 def check_families(names: str) -> dict[str, Any]:
-    """Compare all families, or some of them."""
     table = {**FAMILIES, **ENCODER_DECODERS}
     chosen = [each for each in table.values() if each.decoded == "trees" or each.name in ENCODER_DECODERS]
     chosen = chosen if names == "all" else [table[name] for name in names.split(",")]
@@ -100,7 +98,6 @@ def check_families(names: str) -> dict[str, Any]:
 
 
 def held(cache: Any) -> int:
-    """Bytes of the keys and values of a cache."""
     layers = [layer for layer in getattr(cache, "layers", ()) if layer.is_initialized]
     return sum(
         each.nbytes for layer in layers for each in getattr(layer, "buffers", None) or (layer.keys, layer.values)
@@ -207,7 +204,6 @@ def bart_base() -> PreTrainedModel:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare, or measure; returns 1 if a search over families differs."""
     parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="fp32", core=True)
     parser.add_argument("--families", help="names, comma separated, or all: the comparison on tiny models")
     parser.add_argument("--encoder-decoder", action="store_true", help="a model of BART-base's shape instead")

@@ -76,7 +76,6 @@ def seconds_of(work: Callable[[], object], clock: Callable[[], float] = time.pro
 
 
 def processor() -> str:
-    """What the machine calls its processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
@@ -91,7 +90,6 @@ def setting_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process (Linux)."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 

@@ -56,7 +56,6 @@ def compare_outputs(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print."""
     parser = parser_of(__doc__, model=SUMMARIZER, dtype="fp32")
     parser.add_argument("--text", type=Path, default=ROOT / "examples" / "dust_unto_dust.txt")
     parser.add_argument("--context", type=int, default=300, help="tokens before the steps")

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from bench.command import make_engine
 from bench.gpu_steps import Replays, summary
-from bench.replay_target import Trace, dictating
 from lookahead import LookaheadConfig
-from lookahead.drafting.tree import IntArray
+from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.engine.engine import Engine
 from lookahead.stats import total
 
@@ -26,6 +28,48 @@ PLAIN = LookaheadConfig(proposers=(), cuda_graphs=True)
 DRAFTS = LookaheadConfig(cuda_graphs=True, memory="request")
 GATE_DRAFTS = LookaheadConfig(cuda_graphs=True, memory="request", draft="fixed", max_nodes=15)
 GATE_TOKENS = 48
+_RAISE = 1e4  # logits stay finite, in half precision too, and nothing a model says comes near it
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A recorded prompt and the output that followed it, in tokens."""
+
+    prompt: list[int]
+    output: list[int]
+
+
+@contextmanager
+def dictating(engine: Engine, trace: Trace, device: torch.device) -> Iterator[None]:
+    """Let an engine of one row that has not started write a trace's output, which it must do within the block.
+
+    The logit of the given next token is raised where the logits are, after the pass and outside what is recorded of it;
+    the few numbers that takes go to the device before the pass, so that the host does not wait for it. A node at depth
+    d stands d places after the root, and is told what follows there, whatever token it holds.
+    """
+    target: Any = engine._target
+    script = np.array([*trace.prompt, *trace.output], np.int64)
+    prefill, score = target.prefill, target.score
+
+    def following(places: IntArray) -> Tensor:
+        told = script[np.minimum(places + 1, len(script) - 1)]
+        return torch.from_numpy(told)[None, :, None].to(device)
+
+    def dictated_prefill(prompts: Sequence[IntArray], first: int = 0) -> Tensor:
+        told = following(np.array([len(prompts[0]) - 1]))
+        logits: Tensor = prefill(prompts, first)
+        return logits.scatter_(2, told, _RAISE)
+
+    def dictated_score(trees: Sequence[TokenTree]) -> Tensor:
+        told = following(target.cache.slots.lengths[0] + trees[0].depths)
+        logits: Tensor = score(trees)
+        return logits.scatter_(2, told, _RAISE)
+
+    target.prefill, target.score = dictated_prefill, dictated_score
+    try:
+        yield
+    finally:
+        del target.prefill, target.score  # they hold the target, and with it the memory of its KV
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +105,6 @@ class Ticks(BaseStreamer):
         self.times: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
-        """Note the time."""
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
@@ -96,9 +139,9 @@ def run(engine: Engine, device: torch.device, *, by_hand: bool = False) -> Outpu
             tokens += new
 
 
-def tokens_per_s(steps: list[Step], *, with_recording: bool = False) -> float:
-    """Of the steps whose graph was there and checked, or of all; of all too where there is no such step."""
-    kept = [step for step in steps if with_recording or not step.is_cold] or steps
+def tokens_per_s(steps: list[Step]) -> float:
+    """Of the steps whose graph was there and checked; of all where there is no such step."""
+    kept = [step for step in steps if not step.is_cold] or steps
     return sum(step.tokens for step in kept) / sum(step.seconds for step in kept)
 
 
@@ -133,7 +176,7 @@ def compare_plain(
 ) -> dict[str, Any]:
     """Plain decoding after a prompt: transformers, ours eager and ours with graphs, in turn."""
     ids = torch.from_numpy(prompt).long()[None].to(device)
-    rates: dict[str, list[float]] = {"transformers": [], "eager": [], "graphs": [], "graphs with_recording": []}
+    rates: dict[str, list[float]] = {"transformers": [], "eager": [], "graphs": []}
     host: list[float] = []
     same: list[int] = []
     for number in range(rounds + 1):
@@ -145,7 +188,7 @@ def compare_plain(
             sys.exit("no step was replayed from a graph; the log says why, or --max-new-tokens is too low")
         if number == 0:
             continue
-        figures = (theirs, tokens_per_s(eager), tokens_per_s(graphs), tokens_per_s(graphs, with_recording=True))
+        figures = (theirs, tokens_per_s(eager), tokens_per_s(graphs))
         for each, figure in zip(rates.values(), figures, strict=True):
             each.append(figure)
         same.append(_same_tokens(output.tokens, expected))
@@ -155,7 +198,7 @@ def compare_plain(
 
 def compare_dictated(model: PreTrainedModel, traces: list[Trace], rounds: int, device: torch.device) -> dict[str, Any]:
     """Recorded texts: transformers, which says what it likes, ours plain, and ours with drafts, in turn on each."""
-    rates: dict[str, list[float]] = {"transformers": [], "plain": [], "drafts": [], "drafts with_recording": []}
+    rates: dict[str, list[float]] = {"transformers": [], "plain": [], "drafts": []}
     lengths = []
     for number in range(rounds + 1):
         seconds, tokens = 0.0, 0
@@ -176,7 +219,6 @@ def compare_dictated(model: PreTrainedModel, traces: list[Trace], rounds: int, d
         if number == 0:
             continue
         figures = [tokens / seconds, *map(tokens_per_s, steps.values())]
-        figures.append(tokens_per_s(steps["drafts"], with_recording=True))
         for each, figure in zip(rates.values(), figures, strict=True):
             each.append(figure)
         lengths.append(total(stats).mean_acceptance_length)

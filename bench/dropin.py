@@ -29,7 +29,6 @@ PROMPT_LENGTHS = (16, 128, 512, 1024)
 
 
 def switch_seconds(model: PreTrainedModel, trials: int) -> float:
-    """Median of turning the switch on and off."""
     return median(seconds_of(lambda: lookahead.enable(model).disable(), time.perf_counter) for _ in range(trials))
 
 
@@ -75,7 +74,6 @@ def growth(model: PreTrainedModel, calls: int, warm_up: int) -> dict[str, float]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print."""
     parser = parser_of(__doc__)
     parser.add_argument("--trials", type=int, default=31)
     parser.add_argument("--calls", type=int, default=1000)

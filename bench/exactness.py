@@ -84,7 +84,6 @@ class Divergence:
         return True
 
     def report(self) -> dict[str, Any]:
-        """As JSON."""
         return {
             "runs": self.runs,
             "identical": self.runs - len(self.gaps),
@@ -103,7 +102,6 @@ def batches() -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
 
 
 def texts_of(outputs: torch.Tensor, inputs: dict[str, torch.Tensor]) -> list[list[int]]:
-    """The rows of an output without their left padding."""
     padding = [0] * len(outputs)
     if "attention_mask" in inputs:
         padding = (inputs["attention_mask"] == 0).sum(1).tolist()
@@ -189,7 +187,6 @@ class Half:
                 self.promised += has_parted and must_agree
 
     def report(self) -> dict[str, Any]:
-        """As JSON."""
         ways = {"without_drafts": self.plain, "lookahead": self.drafted, "sampled": self.sampled}
         return {name: each.report() for name, each in {**ways, "prompt_lookup": self.lookup}.items()}
 

@@ -85,7 +85,6 @@ class Job:
         self._identity = JobIdentity.of(JobOptions(model=model, max_new_tokens=max_new_tokens), *loaded)
 
     def run(self, output: Path) -> None:
-        """Do what is missing."""
         paths = OutputPaths(output, resume=True)
         paths.check(self._inputs)
         documents = read_documents(self._inputs)
@@ -126,7 +125,6 @@ def cut_last_line(path: Path, draw: random.Random) -> bool:
 
 
 def compare(output: Path, expected: Sequence[str], counts: Counts) -> None:
-    """Count what a finished job has otherwise than the undisturbed one."""
     found = lines_of(output)
     counts.jobs += 1
     ids, wanted = ([json.loads(line)["id"] for line in lines] for lines in (found, expected))
@@ -136,7 +134,6 @@ def compare(output: Path, expected: Sequence[str], counts: Counts) -> None:
 
 
 def disturb(job: Job, folder: Path, expected: Sequence[str], seconds: float, arguments: argparse.Namespace) -> Counts:
-    """Run and kill until all kills are spent and the last job is done."""
     draw, counts = random.Random(arguments.seed), Counts()
     while counts.kills < arguments.kills:
         output = folder / f"killed_{counts.jobs}.jsonl"
@@ -157,7 +154,6 @@ def disturb(job: Job, folder: Path, expected: Sequence[str], seconds: float, arg
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run undisturbed, run and kill, compare, print."""
     parser = parser_of(__doc__, model=SUMMARIZER)
     parser.add_argument("--documents", type=int, default=1000)
     parser.add_argument("--kills", type=int, default=200)

@@ -116,7 +116,6 @@ def _decode_and_shrink(model: PreTrainedModel, call: dict[str, Any], config: Loo
 
 
 def draw_config(rng: np.random.Generator) -> LookaheadConfig:
-    """How to draft."""
     proposers = [("prompt",), ("jacobi",), ("prompt", "jacobi"), ()][int(rng.integers(4))]
     return LookaheadConfig(
         proposers=proposers,
@@ -160,7 +159,6 @@ def outcome_of(model: PreTrainedModel, seed: int, call: dict[str, Any]) -> tuple
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the cases; returns 1 if any fails."""
     parser = parser_of(__doc__)
     parser.add_argument("--runs", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")

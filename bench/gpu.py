@@ -43,7 +43,6 @@ def run_part(name: str, arguments: Sequence[str], result: Path) -> dict[str, Any
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all parts, and say what failed and what falls short."""
     parser = parser_of(__doc__)
     parser.set_defaults(output=ROOT / "build" / "gpu")
     folder: Path = parser.parse_args(argv).output.resolve()

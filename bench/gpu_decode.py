@@ -9,7 +9,7 @@ costs is that of real weights. Measured are, every way in turn, medians and quar
 as many bytes as the weights of a step hold (at the pace of a reduction or a copy of up to 4 GiB, whichever is better),
 and what share of a step that is; steps of 1, 16 and 64 nodes after `--context` tokens, with CUDA graphs and without;
 what the host takes of a step of plain decoding outside the graph; and tokens per second of plain decoding, prefill
-excluded, beside transformers' own `generate`. Steps up to the check of a graph are left out: `with_recording` has them.
+excluded, beside transformers' own `generate`. Steps up to the check of a graph are left out.
 
 Drafts can be accepted only where text is like text, which no random model writes. So with `--pairs` a recorded text
 (in the forms `bench.replay` reads) dictates what the model says, on the device after every pass: the acceptance is that
@@ -35,10 +35,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from bench.command import parser_of, publish
-from bench.decoding_rates import check_lossless, compare_dictated, compare_plain
+from bench.decoding_rates import Trace, check_lossless, compare_dictated, compare_plain
 from bench.gpu_steps import measure_steps, read_bandwidth, step_bytes
 from bench.replay import load_tokenizer, read_pairs
-from bench.replay_target import Trace
 from bench.targets import GPU_DECODE
 from lookahead.kernels.dispatch import runs_on
 
@@ -93,7 +92,6 @@ def read_traces(arguments: argparse.Namespace, vocabulary: int) -> list[Trace]:
 
 
 def measure(model: PreTrainedModel, traces: list[Trace], arguments: argparse.Namespace) -> dict[str, Any]:
-    """All that is measured, and out of it the figures that have goals."""
     device, trials = model.device, arguments.trials
     prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, arguments.context).astype(np.int32)
     weights = step_bytes(model)
@@ -150,7 +148,6 @@ def show(result: dict[str, Any]) -> None:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
     parser = parser_of(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
@@ -174,7 +171,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check, measure and print."""
     arguments = parse_arguments(argv)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print("bench.gpu_decode needs a CUDA GPU, and torch finds none", file=sys.stderr)

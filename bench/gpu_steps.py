@@ -32,7 +32,6 @@ class Stopwatch:
         self._times = [0.0, 0.0]
 
     def start(self) -> None:
-        """Begin with what is queued from here on."""
         self._mark(0)
 
     def stop(self) -> None:

@@ -65,7 +65,6 @@ def write_samples(loaded: LoadedModel, file: Path, limit: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the texts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=SUMMARIZER, help=f"a folder, or a name on the Hub (default {SUMMARIZER})")
     parser.add_argument("--write", type=Path, metavar="FILE", required=True, help="the file")

@@ -87,7 +87,6 @@ def together(summarizer: Summarizer, rows: int) -> Callable[[Sequence[str]], Tex
 
 
 def one_by_one(summarizer: Summarizer) -> Callable[[Sequence[str]], Texts]:
-    """Summaries of one document after the other."""
     return lambda documents: {number: summarizer.summarize(text).text for number, text in enumerate(documents)}
 
 
@@ -166,7 +165,6 @@ def measure_memory(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizer
 
 
 def texts_of(arguments: argparse.Namespace) -> list[str]:
-    """The texts that documents are cut from."""
     paths = [arguments.text] if arguments.text else sorted(EXAMPLES.glob("*.txt"))
     return [
         text
@@ -176,7 +174,6 @@ def texts_of(arguments: argparse.Namespace) -> list[str]:
 
 
 def measure_speed(arguments: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Gate, then the three ways in turn."""
     documents = cut(texts_of(arguments), tokenizer, arguments)
     first = min(GATE, len(documents) // 2)
     gate, documents = documents[:first], documents[first:]
@@ -231,7 +228,6 @@ def measure_speed(arguments: argparse.Namespace, model: PreTrainedModel, tokeniz
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print."""
     parser = parser_of(__doc__, model=SUMMARIZER, dtype="fp32")
     parser.add_argument("--documents", type=int, default=500, help="how many to summarize; fewer where texts end")
     parser.add_argument("--text", type=Path, help="a .txt or .jsonl file to cut them from")

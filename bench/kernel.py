@@ -1,8 +1,8 @@
-"""How fast the kernels are on this GPU: tree attention beside SDPA and FlexAttention and the memory's own pace.
+"""How fast the kernels are: tree attention beside SDPA and FlexAttention and the memory's own pace, and compaction.
 
     python -m bench.kernel --output bench/results/kernel.json
     python -m bench.kernel --contexts 8192 32768 --widths 1 16 64 --rows 1 8 --split 1024
-    python -m bench.kernel --device cpu --rows 1 --contexts 300 --widths 1 5 --heads 4 --kv-heads 2 --dim 32 --layers 2
+    python -m bench.kernel --device cpu --rows 1 --contexts 640 2048 --heads 9 --kv-heads 3 --dim 64 --layers 4
 
 Every method attends over the same trees, in the caches of as many layers as a model has, so that no cache of the GPU
 helps one layer with what another has read. One CUDA graph holds all layers and is replayed, one replay ahead of the one
@@ -10,8 +10,9 @@ that is timed; what is printed is the median of the replays, per layer. SDPA get
 block mask ready-made, as once per step; "flex, mask inside" makes the block mask in the graph, once for all layers. A
 method that differs from float64 by more than half precision explains is not timed, and the command fails. Bandwidth
 counts keys and values once, and stands beside that of a plain copy, which counts what it reads and what it writes.
-Compaction moves 5 tokens in all layers. On a CPU the references run in the kernels' place, and nothing is recorded: it
-shows that the command works, and nothing about a GPU. The last line is one JSON object.
+Compaction moves 5 tokens in all layers. On a CPU, on one thread, nothing is recorded, FlexAttention is not compiled,
+and the reference compacts: that measures the CPU's own kernel beside SDPA, and nothing about a GPU. The last line is
+one JSON object.
 """
 
 from __future__ import annotations
@@ -20,25 +21,98 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
 
-from bench.attention_methods import Layer, Step, methods
-from bench.command import parser_of, publish
-from bench.gpu_steps import ByHand, Stopwatch
+from bench.command import parser_of, publish, use_one_thread
+from bench.gpu_steps import ByHand, Stopwatch, read_bandwidth
 from bench.targets import KERNEL
-from lookahead.kernels import reference
+from lookahead.kernels import cpu_attention, reference
 from lookahead.models.cuda_graphs import CudaGraphs, Graph
 from tests.support.random_trees import relative_error, tree_tensors
 
+Layer = tuple[Tensor, Tensor, Tensor]  # query, keys and values as the kernel takes them
+Step = Callable[[], tuple[Tensor, ...]]
+Attend = Callable[[Sequence[Layer]], tuple[Tensor, ...]]  # what every layer attends to, as the kernel gives it
+
 TOLERANCE = 1e-2
-COPY_BYTES = {"cuda": 2 << 30, "cpu": 1 << 24}
+COPY_BYTES = {"cuda": 2 << 30, "cpu": 1 << 26}
 WARM_UP = 3
 MOST_QUERIES = 64  # nodes times query heads of a KV head up to which reading memory is what takes the time
 KEPT = (0, 2, 3, 7, 11)  # nodes of the path that compaction keeps
 LAUNCHES = 32  # of compaction in one graph
+
+
+def methods(
+    tree: dict[str, Tensor], slots: int, groups: int, split: int | None, device: torch.device
+) -> dict[str, Callable[[], Attend]]:
+    """What makes each way to attend over a tree; what it makes is shared by the layers of a step."""
+    sees = reference.tree_mask(slots, *tree.values(), None, None)
+    is_gpu = device.type == "cuda"
+    return {
+        "kernel": partial(_kernel, tree, split, is_gpu=is_gpu),
+        "sdpa": partial(_sdpa, sees, groups),
+        "flex": partial(_flex, sees, is_inside=False, is_compiled=is_gpu),
+        "flex, mask inside": partial(_flex, sees, is_inside=True, is_compiled=is_gpu),
+    }
+
+
+def _kernel(tree: dict[str, Tensor], split: int | None, *, is_gpu: bool) -> Attend:
+    if not is_gpu:
+        return lambda layers: tuple(cpu_attention.tree_attention(*layer, **tree) for layer in layers)
+    from lookahead.kernels.tree_attention import tree_attention
+
+    return lambda layers: tuple(tree_attention(*layer, **tree, split=split) for layer in layers)
+
+
+def _sdpa(sees: Tensor, groups: int) -> Attend:
+    """SDPA with a dense mask, the query heads of a KV head packed into rows of one query, as the engine calls it."""
+    blocked = torch.zeros(sees.shape, device=sees.device).masked_fill(~sees, float("-inf"))
+    masks: dict[torch.dtype, Tensor] = {}
+
+    def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        if query.dtype not in masks:
+            masks[query.dtype] = blocked.to(query.dtype).repeat_interleave(groups, 1)[:, None]
+        rows, heads, width, dim = query.shape
+        packed = query.view(rows, heads // groups, groups, width, dim).transpose(2, 3).flatten(2, 3)
+        kv = keys.transpose(1, 2), values.transpose(1, 2)
+        out = scaled_dot_product_attention(packed, *kv, attn_mask=masks[query.dtype])
+        out = out.view(rows, heads // groups, width, groups, -1)
+        return out.permute(0, 2, 1, 3, 4).reshape(rows, width, heads, -1)
+
+    return lambda layers: tuple(attend(*layer) for layer in layers)
+
+
+def _flex(sees: Tensor, *, is_inside: bool, is_compiled: bool) -> Attend:
+    """FlexAttention; its block mask is made beforehand, or anew whenever layers attend."""
+    rows, width, slots = sees.shape
+
+    def visible(row: Tensor, head: Tensor, node: Tensor, slot: Tensor) -> Tensor:
+        return sees[row, node, slot]
+
+    compiled: Any = partial(torch.compile, dynamic=False) if is_compiled else lambda each: each
+    make, attend = compiled(create_block_mask), compiled(flex_attention)
+
+    def make_mask() -> BlockMask:
+        mask: BlockMask = make(visible, rows, None, width, slots, device=str(sees.device))
+        return mask
+
+    ready = None if is_inside else make_mask()
+
+    def run(layers: Sequence[Layer]) -> tuple[Tensor, ...]:
+        mask = make_mask() if ready is None else ready
+        outputs = []
+        for query, keys, values in layers:
+            kv = (keys.transpose(1, 2), values.transpose(1, 2))
+            outputs.append(attend(query, *kv, block_mask=mask, enable_gqa=True).transpose(1, 2))
+        return tuple(outputs)
+
+    return run
 
 
 def median_us(run: Step, device: torch.device, replays: int, *, is_recorded: bool = True) -> float:
@@ -56,13 +130,6 @@ def median_us(run: Step, device: torch.device, replays: int, *, is_recorded: boo
         watch.stop()
         times.append(1e6 * watch.seconds)
     return statistics.median(times[WARM_UP:])
-
-
-def copy_bandwidth(device: torch.device, replays: int) -> float:
-    """Gigabytes per second of a plain copy on the device, bytes read and bytes written counted."""
-    source = torch.randint(256, (COPY_BYTES[device.type],), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / median_us(lambda: (target.copy_(source),), device, replays) / 1e3
 
 
 def compaction_us(args: argparse.Namespace, device: torch.device) -> float:
@@ -118,7 +185,7 @@ def measure(
     want = reference.tree_attention(*layers[0], **tree)
     read = (layers[0][1].nbytes + layers[0][2].nbytes) * (context + width) / slots
     results = []
-    for name, make in methods(tree, slots, args.heads, args.kv_heads, args.split, device).items():
+    for name, make in methods(tree, slots, args.heads // args.kv_heads, args.split, device).items():
         result: dict[str, Any] = {"method": name, "rows": rows, "context": context, "width": width}
         results.append(result)
         try:
@@ -180,7 +247,6 @@ def figures_of(results: Sequence[dict[str, Any]], groups: int, compaction: float
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
     parser = parser_of(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192, 32768])
@@ -190,14 +256,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--layers", type=int, default=32, help="distinct caches in one graph")
     parser.add_argument("--split", type=int, help="slots per split; as shapes and the GPU suggest if not given")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--replays", type=int, default=30)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     return parser.parse_args(argv)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print."""
     args = parse_arguments(arguments)
     device = torch.device("cpu")
     if args.device == "cuda":
@@ -210,9 +275,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not runs_on(device):
             print("bench.kernel needs triton and an NVIDIA GPU", file=sys.stderr)
             return 2
+    else:
+        use_one_thread()
     torch.manual_seed(0)
     name = torch.cuda.get_device_name(device) if args.device == "cuda" else "cpu"
-    pace = copy_bandwidth(device, args.replays)
+    pace = read_bandwidth(COPY_BYTES[device.type], device, args.replays)["copy_gb_per_s"]["median"]
     print(f"{name}, copy {pace:.0f} GB/s")
     print("method             rows  context  nodes   us/layer       GB/s  of copy  TFLOP/s")
     results = []

@@ -241,7 +241,6 @@ def run_cold(prompts: Sequence[Prompt], arguments: argparse.Namespace) -> list[R
 
 
 def serve_cold(model: PreTrainedModel, arguments: argparse.Namespace) -> None:
-    """What a fresh process does: one prompt from the standard input, one run as JSON."""
     ids = torch.tensor([json.load(sys.stdin)])
     model.generate(ids[:, :8], attention_mask=torch.ones_like(ids[:, :8]), max_new_tokens=4, do_sample=False)
     print(json.dumps(asdict(of_ours(model, arguments, LookaheadConfig())(ids))))
@@ -250,7 +249,6 @@ def serve_cold(model: PreTrainedModel, arguments: argparse.Namespace) -> None:
 def setting(
     prompts: Sequence[Prompt], runs: Mapping[str, Sequence[Run]], arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """What was measured, and on what."""
     lengths = [prompt.ids.shape[1] for prompt in prompts]
     categories = list(dict.fromkeys(prompt.category for prompt in prompts))
     return {
@@ -281,7 +279,6 @@ def job_of(model: PreTrainedModel, prompts: Sequence[Prompt], arguments: argpars
 
 
 def first_of_each(prompts: Sequence[Prompt], count: int) -> list[int]:
-    """The places of the first prompts of each category."""
     by_category: dict[str, list[int]] = {}
     for i, prompt in enumerate(prompts):
         by_category.setdefault(prompt.category, []).append(i)
@@ -289,7 +286,6 @@ def first_of_each(prompts: Sequence[Prompt], count: int) -> list[int]:
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the command line."""
     parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="fp32", core=True)
     parser.add_argument("--label", help="what the result calls the model; its last part when left out")
     add_prompt_options(parser, per_category=2)
@@ -313,7 +309,6 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the benchmark."""
     arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
     stay_on_one_core(arguments.core)
     model, tokenizer = load(arguments.model, dtype=arguments.dtype, device="cpu")

@@ -62,7 +62,6 @@ class Prompt:
 
 
 def differences(runs: Sequence[Run], greedy: Sequence[Run]) -> list[dict[str, Any]]:
-    """Where outputs first part from greedy decoding's."""
     parted = []
     for i, (run, other) in enumerate(zip(runs, greedy, strict=True)):
         if run.tokens != other.tokens:
@@ -170,7 +169,6 @@ def headline(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def print_table(result: Mapping[str, Any]) -> None:
-    """The figures, one line a method."""
     prompts = result["prompts"]
     print(f"{'':26} {'ms/token':>9} {'(wall)':>8} {'x greedy':>9} {'no loops':>9} {'end to end':>11} "
           f"{'lowest':>7} {'tok/pass':>9} {'identical':>10}")  # fmt: skip

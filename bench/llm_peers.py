@@ -46,7 +46,6 @@ class Peer(NamedTuple):
 
 
 def peer_of(text: str) -> Peer:
-    """`NAME:PYTHON` or `NAME:PYTHON:MODEL`."""
     name, _, rest = text.partition(":")
     python, _, model = rest.partition(":")
     if name not in PEERS:
@@ -250,7 +249,6 @@ KINDS = {"vllm": ("plain", "n-gram", "suffix", "lookahead")}
 
 
 def main() -> None:
-    """Do the job of the standard input."""
     job = json.load(sys.stdin)
     print(json.dumps(PEERS[job["peer"]](job)))
 

@@ -162,7 +162,6 @@ def pair_means(ratios: list[float]) -> list[float]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line."""
     parser = parser_of(__doc__, model=SUMMARIZER)
     parser.add_argument("--prompts", type=Path, required=True, help="a .jsonl file, or a text file of one text a line")
     parser.add_argument("--field", default="text", help="the field of each JSON line")
@@ -180,13 +179,11 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def read_tokens(tokenizer: PreTrainedTokenizerBase, arguments: argparse.Namespace) -> list[list[int]]:
-    """The tokens of every text."""
     texts = read_texts(arguments.prompts, arguments.field)
     return [tokenizer(text.strip(), add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
 
 
 def main() -> None:
-    """Run the benchmark."""
     arguments = parse_arguments()
     use_one_thread()
     config = LookaheadConfig(proposers=arguments.proposers.split(",")) if arguments.proposers else None

@@ -96,7 +96,6 @@ def measure(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, print a table and publish the figures."""
     parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="bf16", core=True)
     parser.add_argument("--contexts", default="60,700", help="tokens, with commas between them")
     parser.add_argument("--nodes", default="1,4,8,16,32", help="likewise")

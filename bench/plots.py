@@ -51,48 +51,6 @@ def draw_replay(results: Path, path: Path) -> None:
         _save(figure, path)
 
 
-def draw_kernel(results: Path, path: Path) -> None:
-    """Microseconds a layer of tree attention by the nodes of a tree, a panel for every length of context; batch 1."""
-    measured = json.loads((results / "kernel.json").read_text(encoding="utf-8"))["results"]
-    timed = [each for each in measured if "failed" not in each and each["rows"] == min(m["rows"] for m in measured)]
-    contexts = sorted({each["context"] for each in timed})
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(4 * len(contexts), 3.6), layout="constrained")
-        panels = figure.subplots(1, len(contexts), squeeze=False)[0]
-        for context, axes in zip(contexts, panels, strict=True):
-            for method in dict.fromkeys(each["method"] for each in timed):
-                here = [each for each in timed if (each["method"], each["context"]) == (method, context)]
-                places = sorted((each["width"], each["us_per_layer"]) for each in here)
-                if places:
-                    axes.plot(*zip(*places, strict=True), marker="o", label=method)
-            axes.set_title(f"{context:,} tokens of context")
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
-            axes.set_xlabel("nodes of the tree")
-            axes.grid(alpha=0.3)
-        panels[0].set_ylabel("us a layer")
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center")
-        _save(figure, path)
-
-
-def draw_steps(results: Path, path: Path) -> None:
-    """Milliseconds of a step on a GPU by its nodes, with graphs and without, beside the time to read the weights."""
-    result = json.loads((results / "gpu_decode.json").read_text(encoding="utf-8"))
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(6, 3.6), layout="constrained")
-        axes = figure.subplots()
-        nodes = [str(step["nodes"]) for step in result["steps"]]
-        for key, label in {"eager": "eager", "graphs": "with graphs", "graph_alone": "the graph alone"}.items():
-            axes.plot(nodes, [step[f"{key}_ms"]["median"] for step in result["steps"]], marker="o", label=label)
-        axes.axhline(result["weight_read_ms"], linestyle="--", color="grey", label="reading the weights")
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("nodes of the tree")
-        axes.set_ylabel("ms a step")
-        axes.grid(alpha=0.3)
-        axes.legend()
-        _save(figure, path)
-
-
 def draw_llm(reports: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Decode speed over greedy decoding by category and method on a real model, a panel for every result."""
     with matplotlib.rc_context(STYLE):
@@ -124,7 +82,3 @@ def _save(figure: Figure, path: Path) -> None:
     """Write a figure, without the time and the version that would make it another file every time."""
     fixed = {"metadata": {"Date": None, "Creator": None}} if path.suffix == ".svg" else {"dpi": 150}
     figure.savefig(path, **fixed)
-
-
-PLOTS = {"kernel": draw_kernel, "gpu_decode": draw_steps}
-"""Of files that may not be there yet."""

@@ -69,7 +69,6 @@ def passages(
 def summary_prompts(
     texts: Iterator[str], tokenizer: PreTrainedTokenizerBase, *, limit: int, shortest: int, longest: int
 ) -> list[str]:
-    """Prompts that ask for summaries of `passages`."""
     prompting = Prompting(tokenizer)
     if prompting.template != SUMMARIZE_TEMPLATE:
         raise ValueError("the model has no chat template named 'summarize': use --task continue")

@@ -84,7 +84,6 @@ def time_calls(call: Callable[[int], object], times: int) -> list[float]:
 
 
 def measure(text: IntArray, length: int, steps: int) -> dict[str, Any]:
-    """All figures at one length of context."""
     minimum = LookaheadConfig().min_probability
     bulk = statistics.median(time_calls(lambda _: ChainIndex().append(text[:length]), 5)) / length
     index = ChainIndex()
@@ -118,7 +117,6 @@ def percentiles(took: Sequence[float]) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and print."""
     parser = parser_of(__doc__)
     parser.add_argument("--tokenizer", required=True, help="folder of a tokenizer")
     parser.add_argument("--text", type=Path, required=True, help="a long text file, such as a novel")

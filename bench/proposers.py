@@ -68,7 +68,6 @@ class Stage:
     ways: Mapping[str, Way]
 
     def measure(self, nodes: int, tokens: int) -> dict[str, dict[str, Score]]:
-        """All ways in all modes: the scores by mode and way."""
         fixed = {"draft": "fixed", "max_nodes": nodes, "min_probability": 0.0, "memory": "request"}
         sampling = {"max_new_tokens": tokens, "do_sample": True, "temperature": 1.0, "top_k": 0}
         greedy = {"max_new_tokens": tokens, "do_sample": False}
@@ -99,7 +98,6 @@ def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:
 
 
 def heads_in(folder: Path | None) -> dict[str, Callable[[], tuple[ProposerFactory, ...]]]:
-    """What makes the heads of a folder, by their kinds."""
     folders = [folder / kind for kind in KINDS] if folder is not None else []
     return {each.name: lambda each=each: (Heads(each),) for each in folders if each.is_dir()}
 
@@ -146,7 +144,6 @@ def figures(scores: Mapping[str, Mapping[str, Score]]) -> Iterator[tuple[str, di
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     options = parser_of(__doc__)
     options.add_argument("--model", help="folder of a HuggingFace causal LM")
     options.add_argument("--draft", help="folder of a smaller one with its tokenizer")
@@ -163,7 +160,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print; 1 where an output that should be identical is not."""
     options = parser().parse_args(argv)
     if (options.model is None) != (options.draft is None) or (options.heads is None) != (options.documents is None):
         parser().error("--model goes with --draft, and --heads with --documents")

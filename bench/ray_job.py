@@ -58,7 +58,6 @@ def cut(count: int) -> list[Document]:
 
 
 def written(worker: Worker, identity: JobIdentity, documents: list[Document], output: Path, observer: Any) -> None:
-    """Run a job."""
     paths = OutputPaths(output)
     paths.check([])
     run_job(documents, worker, paths, identity, totals=JobTotals(), observer=observer)
@@ -101,7 +100,6 @@ class Killer(Silent):
         self._after = after
 
     def summarized(self, done: Any, totals: JobTotals) -> None:
-        """Kill it when it is time."""
         if totals.summarized == self._after:
             family = psutil.Process().children(recursive=True)
             os.kill(next(each.pid for each in family if "RayWorker" in "".join(each.cmdline()[:1])), signal.SIGKILL)
@@ -109,20 +107,17 @@ class Killer(Silent):
 
 @contextmanager
 def pool_of(ray: Any, workers: int, model: str, new: int) -> Iterator[tuple[WorkerPool, JobIdentity]]:
-    """Workers on the cluster, all of them ready."""
     options = WorkerOptions(model=model, dtype="fp32", device="cpu", threads=1, max_new_tokens=new)
     with WorkerPool(ray, asdict(options), Plan(workers, 1, 0)) as pool:
         yield pool, pool.wait_ready(workers).identity
 
 
 def summaries(paths: Sequence[Path]) -> list[tuple[str, str]]:
-    """Every document with its summary."""
     lines = [json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
     return sorted((line["id"], line["summary"]) for line in lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print."""
     parser = parser_of(__doc__, model=SUMMARIZER)
     parser.add_argument("--documents", type=int, default=200)
     parser.add_argument("--workers", type=int, default=4)

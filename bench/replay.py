@@ -41,8 +41,6 @@ _NOTHING = np.zeros(0, np.int32)
 
 @dataclass(slots=True)
 class Tally:
-    """What one method did over all pairs."""
-
     tokens: int = 0
     steps: int = 0
     drafted: int = 0
@@ -50,7 +48,6 @@ class Tally:
     kept: int = 0
 
     def count(self, emitted: int, drafted: int, promised: float = 0.0) -> None:
-        """Add one step."""
         if self.tokens >= LEARNED:
             self.promised += promised
             self.kept += emitted - 1
@@ -139,7 +136,6 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Replay and print."""
     parser = parser_of(__doc__)
     parser.add_argument("--tokenizer", required=True, help="folder of a tokenizer")
     parser.add_argument("--pairs", type=Path, required=True, help="JSON lines")

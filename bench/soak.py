@@ -64,7 +64,6 @@ class Requests:
         self._model.generate(ids, attention_mask=mask, pad_token_id=0, custom_generate=lookahead.decode, **options)
 
     def _piece(self) -> list[int]:
-        """A piece of a text."""
         text = self._texts[self._rng.integers(len(self._texts))]
         begin = int(self._rng.integers(max(1, len(text) - LONGEST)))
         return text[begin : begin + int(self._rng.integers(2, LONGEST + 1))]
@@ -92,7 +91,6 @@ class Requests:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Warm up, serve, print."""
     parser = parser_of(__doc__, model=SUMMARIZER)
     parser.add_argument("--prompts", type=Path, required=True, help="a .jsonl file, or a text file of one text a line")
     parser.add_argument("--field", default="text", help="the field of each JSON line")

@@ -40,15 +40,18 @@ class Caption(NamedTuple):
 _LLM = "llm --prompts spec_bench.jsonl --stories squality_dev.jsonl --offset 14 --dtype"
 _JOB = "job --text squality_dev.jsonl --dtype"
 _REPLAY = "replay --tokenizer DIR --pairs FILE"
+_BEAMS = "beams --prompts spec_bench.jsonl --limit 3 --offset 10 --dtype"
+_VLLM = "vllm_peer --python VLLM/bin/python --prompts"
+_CPU = "CPU seconds of one thread, wall seconds beside them."
+_PASS = "CPU milliseconds of one thread."
+_OLDER = "With older, smaller drafts."
+_NO_MODEL = "No model runs."
+_READ_TOO = "CPU seconds of one thread, prompts read too."
 CAPTIONS = {
-    "llm_fp32": Caption("A real model, fp32", f"{_LLM} fp32", "CPU seconds of one thread, wall seconds beside them."),
-    "llm_bf16": Caption("A real model, bf16", f"{_LLM} bf16", "CPU seconds of one thread, wall seconds beside them."),
-    "llm_fp32_amx": Caption(
-        "A real model on an Intel Xeon with AMX, fp32", f"{_LLM} fp32", "With older, smaller drafts."
-    ),
-    "llm_bf16_amx": Caption(
-        "A real model on an Intel Xeon with AMX, bf16", f"{_LLM} bf16", "With older, smaller drafts."
-    ),
+    "llm_fp32": Caption("A real model, fp32", f"{_LLM} fp32", _CPU),
+    "llm_bf16": Caption("A real model, bf16", f"{_LLM} bf16", _CPU),
+    "llm_fp32_amx": Caption("A real model on an Intel Xeon with AMX, fp32", f"{_LLM} fp32", _OLDER),
+    "llm_bf16_amx": Caption("A real model on an Intel Xeon with AMX, bf16", f"{_LLM} bf16", _OLDER),
     "gpu_decode": Caption(
         "Decoding on a GPU",
         "gpu_decode --tokenizer DIR --pairs FILE",
@@ -74,17 +77,13 @@ CAPTIONS = {
         "Greedy and sampled, in the default mode.",
     ),
     "fuzz": Caption("Random settings", "fuzz --runs 10000"),
-    "passes_fp32": Caption(
-        "A pass of a real model by nodes, fp32", "passes --dtype fp32", "CPU milliseconds of one thread."
-    ),
-    "passes_bf16": Caption(
-        "A pass of a real model by nodes, bf16", "passes --dtype bf16", "CPU milliseconds of one thread."
-    ),
+    "passes_fp32": Caption("A pass of a real model by nodes, fp32", "passes --dtype fp32", _PASS),
+    "passes_bf16": Caption("A pass of a real model by nodes, bf16", "passes --dtype bf16", _PASS),
     "compiled_fp32": Caption("Compiled passes, fp32", "compiled --dtype fp32"),
     "compiled_bf16": Caption("Compiled passes, bf16", "compiled --dtype bf16"),
-    "replay_spec_bench_summaries": Caption("Recorded outputs: Spec-Bench summaries", _REPLAY, "No model runs."),
-    "replay_vicuna": Caption("Recorded outputs: chat, Vicuna 7B", _REPLAY, "No model runs."),
-    "replay_llama3": Caption("Recorded outputs: chat, Llama-3-8B-Instruct", _REPLAY, "No model runs."),
+    "replay_spec_bench_summaries": Caption("Recorded outputs: Spec-Bench summaries", _REPLAY, _NO_MODEL),
+    "replay_vicuna": Caption("Recorded outputs: chat, Vicuna 7B", _REPLAY, _NO_MODEL),
+    "replay_llama3": Caption("Recorded outputs: chat, Llama-3-8B-Instruct", _REPLAY, _NO_MODEL),
     "ablation": Caption(
         "Each source of drafts alone, and several together, on a real model",
         "ablation --model DIR --prompts spec_bench.jsonl --stories squality_dev.jsonl",
@@ -95,34 +94,24 @@ CAPTIONS = {
         "stories260K with llama2xs-279K, and the summarizer of the tests. Outputs sampled by rejection or typical "
         "acceptance differ from those of the same seed; divergence is total variation per token, 0 to 1.",
     ),
-    "propose": Caption("What a proposal costs the host", "propose --tokenizer DIR --text FILE", "No model runs."),
+    "propose": Caption("What a proposal costs the host", "propose --tokenizer DIR --text FILE", _NO_MODEL),
     "vllm_replay": Caption(
-        "Proposers for vLLM on recorded outputs",
-        "vllm_replay --outputs outputs.json --batch 1,16,128",
-        "No model runs.",
+        "Proposers for vLLM on recorded outputs", "vllm_replay --outputs outputs.json --batch 1,16,128", _NO_MODEL
     ),
     "vllm_peer": Caption(
         "Inside vLLM, one request at a time, beside its own proposers",
-        "vllm_peer --python VLLM/bin/python --prompts spec_bench.jsonl --stories squality_dev.jsonl --per-category 3 "
-        "--shared 1 --batch 1",
-        "CPU seconds of one thread, wall seconds beside them.",
+        f"{_VLLM} spec_bench.jsonl --stories squality_dev.jsonl --per-category 3 --shared 1 --batch 1",
+        _CPU,
     ),
     "vllm_peer_16": Caption(
         "Inside vLLM, 16 requests at a time, on text with little to copy",
-        "vllm_peer --python VLLM/bin/python --prompts mt_bench.jsonl --per-category 32 --batch 16 --max-new-tokens 64 "
-        "--methods lookahead",
-        "CPU seconds of one thread, wall seconds beside them.",
+        f"{_VLLM} mt_bench.jsonl --per-category 32 --batch 16 --max-new-tokens 64 --methods lookahead",
+        _CPU,
     ),
     "beams_families": Caption("Sequences and scores of beam search on every family", "beams --families all"),
-    "beams_fp32": Caption(
-        "Beam search with a real model, fp32",
-        "beams --prompts spec_bench.jsonl --limit 3 --offset 10 --dtype fp32",
-        "CPU seconds of one thread, prompts read too.",
-    ),
+    "beams_fp32": Caption("Beam search with a real model, fp32", f"{_BEAMS} fp32", _READ_TOO),
     "beams_bf16": Caption(
-        "Beam search with a real model, bf16",
-        "beams --prompts spec_bench.jsonl --limit 3 --offset 10 --dtype bf16",
-        'CPU seconds of one thread, prompts read too. Fast means `exactness="fast"`.',
+        "Beam search with a real model, bf16", f"{_BEAMS} bf16", f'{_READ_TOO} Fast means `exactness="fast"`.'
     ),
     "beams_encoder_decoder": Caption(
         "Beam search with an encoder-decoder model of BART-base's shape",
@@ -155,7 +144,6 @@ def in_words(value: Any) -> str:
 
 
 def versions_of(result: Mapping[str, Any]) -> str:
-    """The versions that a result was made with."""
     known = {**result, **(result.get("versions") or {})}
     return ", ".join(f"{name} {known[name]}" for name in _VERSIONS if known.get(name)) or UNKNOWN
 
@@ -204,8 +192,8 @@ def _grids(result: Mapping[str, Any]) -> Iterator[list[str]]:
         yield _table([key.replace("_", " "), *columns], cells)
 
 
-def section(name: str, result: Mapping[str, Any] | None, folder: Path) -> list[str]:
-    """One result file of a folder; None where it was not measured yet."""
+def section(name: str, result: Mapping[str, Any] | None) -> list[str]:
+    """One result file; None where it was not measured yet."""
     title, command, note = CAPTIONS.get(name, Caption(name))
     lines = [f"## {title}", ""]
     if command:
@@ -220,8 +208,6 @@ def section(name: str, result: Mapping[str, Any] | None, folder: Path) -> list[s
     if result is None:
         return lines if targets else [*lines, "Not measured yet.", ""]
     lines += [f"- {_setting(result)}", ""]
-    if (folder / "plots" / f"{name}.svg").exists():
-        lines += [f"![{title}]({(PLOTS / name).as_posix()}.svg)", ""]
     figures = {
         key: value for key, value in result.items() if key not in _SETTING and not (targets and key == "figures")
     }
@@ -232,7 +218,6 @@ def section(name: str, result: Mapping[str, Any] | None, folder: Path) -> list[s
 
 
 def page(folder: Path) -> str:
-    """The whole page of the results in a folder."""
     results = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
     lines = [
         "# Results",
@@ -244,7 +229,7 @@ def page(folder: Path) -> str:
         "",
     ]
     for name in [*CAPTIONS, *(name for name in results if name not in CAPTIONS)]:
-        lines += section(name, results.get(name), folder)
+        lines += section(name, results.get(name))
     return "\n".join(lines)
 
 
@@ -301,7 +286,6 @@ def with_table(page: str, results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the page, and the plot where it can be drawn."""
     parser = argparse.ArgumentParser(prog="python -m bench.tables", description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=BENCH, help="holds results/, and gets RESULTS.md")
     folder: Path = parser.parse_args(argv).folder
@@ -317,20 +301,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def draw(folder: Path, measured: Sequence[Mapping[str, Any]]) -> None:
-    """Draw the plots, where matplotlib is installed."""
     try:
         from bench import plots
     except ImportError:
         print("matplotlib is missing, so nothing is plotted: pip install 'lookahead-decoding[plot]'")
         return
     (folder / PLOTS).mkdir(parents=True, exist_ok=True)
-    drawn = {PLOT: plots.draw_replay}
-    drawn |= {
-        PLOTS / f"{name}.svg": draw for name, draw in plots.PLOTS.items() if (folder / f"results/{name}.json").exists()
-    }
-    for path, draw_one in drawn.items():
-        draw_one(folder / "results", folder / path)
-        print(f"wrote {folder / path}")
+    plots.draw_replay(folder / "results", folder / PLOT)
+    print(f"wrote {folder / PLOT}")
     if measured:
         plots.draw_llm(measured, folder / LLM_PLOT)
         print(f"wrote {folder / LLM_PLOT}")

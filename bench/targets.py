@@ -24,7 +24,6 @@ class Goal:
 
     @property
     def target(self) -> str:
-        """The bound in words."""
         return "" if self.bound is None else f"{self.side} {self.bound:g}"
 
     def is_missed(self, figure: float | None) -> bool:

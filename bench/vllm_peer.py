@@ -77,7 +77,6 @@ def versions_of(python: Path) -> dict[str, str]:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
     parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="bf16")
     parser.add_argument("--python", type=Path, required=True, help="a Python that has vLLM")
     add_prompt_options(parser, per_category=5, stories="JSON lines with a document and questions each")
@@ -90,7 +89,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run every method at every batch, and print."""
     arguments = parse_arguments(argv)
     use_one_thread()
     model, tokenizer = load(arguments.model, dtype=arguments.dtype, device="cpu")

@@ -58,12 +58,10 @@ class ReplayEngine(RowEngine):
         self._drafts_of = make(self, config)
 
     def following(self, request: StubRequest) -> int:
-        """The recorded token."""
         assert isinstance(request, Recorded)
         return request.script[len(request.tokens)]
 
     def propose(self, sampled: list[list[int]], counts: Any, tokens: Any, slot_mappings: Any) -> list[list[int]]:
-        """Ask the proposer, on its time."""
         begin = time.thread_time()
         drafts: list[list[int]] = self._drafts_of.propose(sampled, counts, tokens, slot_mappings)
         self.host_s += time.thread_time() - begin
@@ -80,13 +78,10 @@ class ReplayEngine(RowEngine):
 
 
 class NgramRows:
-    """vLLM's n-grams."""
-
     def __init__(self, engine: ReplayEngine, config: Any) -> None:
         self._rule = LongestSuffix()
 
     def propose(self, sampled: list[list[int]], counts: Any, tokens: Any, slot_mappings: Any) -> list[list[int]]:
-        """A draft for every row."""
         return [self._rule.draft(tokens[row, : counts[row]]).tolist() for row in range(len(sampled))]
 
 
@@ -99,7 +94,6 @@ class SuffixRows:
         self._engine, self._names = engine, dict[StubRequest, int]()
 
     def propose(self, sampled: list[list[int]], counts: Any, tokens: Any, slot_mappings: Any) -> list[list[int]]:
-        """A draft for every row."""
         drafts, active = [], set()
         for row, new in enumerate(sampled):
             name = self._names.setdefault(self._engine.rows[row], len(self._names))
@@ -162,7 +156,6 @@ def per_step(requests: Sequence[Recorded]) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Replay and print."""
     parser = parser_of(__doc__)
     parser.add_argument("--outputs", type=Path, required=True, help="a file of bench.vllm_peer --record")
     parser.add_argument("--batch", default="1,16", help="requests at a time, commas between (default 1,16)")

@@ -1,4 +1,4 @@
-"""The benchmark of the kernels: without a GPU it says so, and references on the CPU show that all of it runs."""
+"""The benchmark of the kernels: without a GPU it says so, and a CPU's own kernel shows that all of it runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench import attention_methods, kernel, tables
+from bench import kernel, tables
 from bench.targets import KERNEL
 
 TINY = ["--device", "cpu", "--rows", "1", "--contexts", "150", "--widths", "5", "--heads", "4", "--kv-heads", "2"]
@@ -18,7 +18,7 @@ TINY += ["--dim", "16", "--layers", "2", "--replays", "2"]
 METHODS = ["kernel", "sdpa", "flex", "flex, mask inside"]
 
 
-def test_references_on_the_cpu_take_the_benchmark_from_its_check_to_its_figures(
+def test_the_kernel_of_a_cpu_takes_the_benchmark_from_its_check_to_its_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
 ) -> None:
     output = tmp_path / "kernel.json"
@@ -30,7 +30,7 @@ def test_references_on_the_cpu_take_the_benchmark_from_its_check_to_its_figures(
     assert all(each["us_per_layer"] > 0 and each["error"] < 1e-2 for each in result["results"])
     assert result["figures"]["compaction_us"] > 0
     assert "target:" not in printed, "targets are of a GPU"
-    shown = "\n".join(tables.section("kernel", result, tmp_path))
+    shown = "\n".join(tables.section("kernel", result))
     assert "| flex, mask inside |" in shown and "us_per_layer" in shown
 
 
@@ -44,8 +44,8 @@ def test_a_method_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) ->
     def deaf(sees: Tensor, *arguments: Any, **options: Any) -> Any:
         return attention_sdpa(torch.ones_like(sees), *arguments, **options)
 
-    attention_sdpa = attention_methods._sdpa
-    monkeypatch.setattr(attention_methods, "_sdpa", deaf)
+    attention_sdpa = kernel._sdpa
+    monkeypatch.setattr(kernel, "_sdpa", deaf)
     with pytest.raises(SystemExit, match=r"sdpa differs from float64 by .*: not timed"):
         kernel.main(TINY)
 
@@ -56,7 +56,7 @@ def test_a_method_of_torch_that_cannot_serve_is_said_to_have_failed(
     def broken(*_: Any, **options: Any) -> Any:
         raise RuntimeError("no valid triton configs\nout of resource: shared memory")
 
-    monkeypatch.setattr(attention_methods, "_flex", broken)
+    monkeypatch.setattr(kernel, "_flex", broken)
     assert kernel.main(TINY) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     failures = [each.get("failed") for each in result["results"]]

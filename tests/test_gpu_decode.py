@@ -6,17 +6,15 @@ import json
 import subprocess
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from bench import gpu, gpu_decode, gpu_model, kernel
+from bench import gpu, gpu_decode, kernel
 from bench.command import make_engine
-from bench.decoding_rates import PLAIN, Output, run
+from bench.decoding_rates import PLAIN, Output, Trace, dictating, run
 from bench.gpu_steps import BACK_TO_BACK
-from bench.replay_target import Trace, dictating
 from bench.targets import GPU_DECODE, KERNEL
 from lookahead import LookaheadConfig
 from lookahead.kernels import dispatch as choice
@@ -56,46 +54,6 @@ def test_a_tiny_model_on_the_cpu_takes_the_benchmark_from_its_gate_to_its_figure
 def test_without_a_gpu_the_benchmark_says_that_it_needs_one(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main([]) != 0
     assert capsys.readouterr().err == f"{command.__name__} needs a CUDA GPU, and torch finds none\n"
-
-
-@pytest.fixture(scope="module")
-def modelled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    output = tmp_path_factory.mktemp("model") / "model.json"
-    assert gpu_model.main(["--gpu", "RTX 4090", "H100", "--output", str(output)]) == 0
-    report = json.loads(output.read_text())
-    assert report["is_measured"] is False
-    results: list[dict[str, Any]] = report["results"]
-    return results
-
-
-def test_the_cost_model_says_that_reading_takes_longer_on_slower_memory_and_after_more_text(
-    modelled: list[dict[str, Any]],
-) -> None:
-    plain = {(each["gpu"], each["rows"], each["context"], each["way"]): each["plain_ms"] for each in modelled}
-    assert plain["RTX 4090", 1, 1024, "graphs"] > plain["H100", 1, 1024, "graphs"] > 15.0 / 3.35
-    assert plain["H100", 8, 32768, "graphs"] > 2 * plain["H100", 1, 1024, "graphs"]
-    assert plain["H100", 1, 1024, "eager"] > plain["H100", 1, 1024, "graphs"] > plain["H100", 1, 1024, "compiled"]
-    assert ("RTX 4090", 8, 32768, "graphs") not in plain, "it does not fit"
-
-
-def test_the_cost_model_divides_by_the_tokens_that_were_recorded(modelled: list[dict[str, Any]]) -> None:
-    recorded = json.loads(gpu_model.ACCEPTANCE.read_text())["methods"]
-    most = max(each["tokens_per_step"] for name, each in recorded.items() if name.startswith("ours@"))
-    assert all(1.0 < each["speedup"] <= most for each in modelled)
-
-
-def test_the_cost_model_says_how_far_it_is_from_passes_that_were_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = gpu_decode.make_model("tiny", "fp32", CPU, 0)
-    monkeypatch.setattr(gpu_model, "load", lambda *_, **__: SimpleNamespace(model=model))
-    ms = 1e3 * sum(each.weight.nbytes for each in model.modules() if type(each) is torch.nn.Linear) / 1e9
-    measured = {"dtype": "fp32", "gb_per_s": 1.0, "gflop_per_s": 1e6, "ms": {"0": {"fast": {"1": 2 * ms, "9": 2 * ms}}}}
-    passes = tmp_path / "passes.json"
-    passes.write_text(json.dumps(measured))
-    first, ninth = gpu_model.compare_passes(passes, "any")
-    assert first["error"] == pytest.approx(-0.5, abs=0.01) and first["error_over_plain"] == 0
-    assert ninth["error"] == pytest.approx(-0.5, abs=0.01) and abs(ninth["error_over_plain"]) < 0.02
 
 
 SUITE = '<testsuites><testsuite tests="9" failures="{}" errors="0" skipped="1"/></testsuites>'

@@ -76,27 +76,6 @@ def test_the_same_files_give_the_same_plot(tmp_path: Path) -> None:
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
 
 
-def test_what_was_measured_on_a_gpu_is_plotted_where_its_files_are(bench: Path) -> None:
-    pytest.importorskip("matplotlib")
-    for name in ("replay_vicuna.json", "replay_llama3.json", "replay_spec_bench_summaries.json"):
-        (bench / "results" / name).write_bytes((tables.BENCH / "results" / name).read_bytes())
-    assert tables.main(["--folder", str(bench)]) == 0
-    plots = bench / "results" / "plots"
-    assert [path.name for path in plots.iterdir()] == ["replay.svg"]
-    timed = {"method": "kernel", "rows": 1, "width": 16, "us_per_layer": 9.5}
-    failed = {"method": "flex", "rows": 1, "width": 16, "context": 8192, "failed": "out of memory"}
-    kernel = {"results": [timed | {"context": context} for context in (1024, 8192)] + [failed]}
-    step = {f"{way}_ms": {"median": 5.0} for way in ("eager", "graphs", "graph_alone")}
-    decode = {"steps": [step | {"nodes": nodes} for nodes in (1, 16, 64)], "weight_read_ms": 3.7}
-    for name, result in {"kernel": kernel, "gpu_decode": decode}.items():
-        (bench / "results" / f"{name}.json").write_text(json.dumps(result), encoding="utf-8")
-    assert tables.main(["--folder", str(bench)]) == 0
-    assert "8,192 tokens of context" in (plots / "kernel.svg").read_text(encoding="utf-8")
-    assert "reading the weights" in (plots / "gpu_decode.svg").read_text(encoding="utf-8")
-    page = (bench / "RESULTS.md").read_text(encoding="utf-8")
-    assert "(results/plots/kernel.svg)" in page and "(results/plots/gpu_decode.svg)" in page
-
-
 def llm_result(dtype: str, **methods: float) -> dict[str, object]:
     """What `bench.llm` writes, as far as the README and the plot read it."""
     figures = {"speedup": 1.5, "without_loops": 1.2, "end_to_end": 1.3, "lowest": 0.9, "tokens_per_pass": 2.0}
