@@ -16,7 +16,7 @@ from lookahead.cli.generate import GenerateOptions
 from lookahead.cli.summarize import SummarizeOptions
 from lookahead.jobs.job_options import options_of
 from lookahead.jobs.result_lines import JsonLinesFile
-from lookahead.summarization.decoder import SummaryDecoder
+from lookahead.summarization.baseline import decode_plainly
 from lookahead.summarization.prompt_fitter import PromptFitter
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -177,13 +177,11 @@ def test_many_documents_are_compared_in_a_table_that_stays_short(summarize, cli_
     ("dtype", "status", "hint"), [("fp32", 1, "in fp32 that is a bug"), ("bf16", 0, "--dtype fp32 is exact")]
 )
 def test_a_difference_is_told_loudly_and_is_a_failure_in_fp32(summarize, monkeypatch, dtype, status, hint):
-    honest = SummaryDecoder._decode_plainly
-
-    def wrong(self, prompts, max_new_tokens):
-        rows, figures = honest(self, prompts, max_new_tokens)
+    def wrong(*call):
+        rows, figures = decode_plainly(*call)
         return [[*row[:-1], row[-1] + 1] for row in rows], figures
 
-    monkeypatch.setattr(SummaryDecoder, "_decode_plainly", wrong)
+    monkeypatch.setattr("lookahead.summarization.summarizer.decode_plainly", wrong)
     result = summarize("a.txt", "--compare", "-o", "out.jsonl", "--dtype", dtype)
     assert result.exit_code == status
     assert "NOT IDENTICAL: plain decoding wrote other tokens for a.txt; " in result.stderr

@@ -45,25 +45,16 @@ class Backwards(StandIn):
         yield from super().summarize_all(list(documents)[::-1], rows)
 
 
-class Shown:
-    """Stands in for standard output."""
-
-    def __init__(self) -> None:
-        self.lines: list[dict[str, Any]] = []
-
-    def write(self, record: dict[str, Any]) -> None:
-        self.lines.append(record)
-
-
 def test_equal_texts_are_summarized_once_where_no_journal_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "_REMEMBERED", 2)
     items = [Document(name, f"text {name[0]}") for name in ("a", "a2", "b", "a3", "c", "d", "a4")]
-    shown, totals = Shown(), JobTotals()
-    run_job(items, StandIn(), OutputPaths(None), JOB, totals=totals, observer=Silent(), rows=1, shown=shown)
-    copies = [(line["id"], line.get("copy_of")) for line in shown.lines]
+    totals = JobTotals()
+    shown: list[dict[str, Any]] = []
+    run_job(items, StandIn(), OutputPaths(None), JOB, totals=totals, observer=Silent(), rows=1, shown=shown.append)
+    copies = [(line["id"], line.get("copy_of")) for line in shown]
     # Only the newest two lines are remembered.
     assert copies == [("a", None), ("a2", "a"), ("b", None), ("a3", "a"), ("c", None), ("d", None), ("a4", None)]
-    assert shown.lines[3]["summary"] == "TEXT A" and shown.lines[3]["stats"] is None
+    assert shown[3]["summary"] == "TEXT A" and shown[3]["stats"] is None
     assert (totals.summarized, totals.copied) == (5, 2)
 
 

@@ -338,7 +338,7 @@ def test_no_space_to_put_the_lines_in_order_leaves_them_as_they_are(monkeypatch)
 
     with monkeypatch.context() as patch:
         patch.setattr("lookahead.ngram.replacing.os.replace", full)
-        patch.setattr("lookahead.jobs.identity.Manifest.write", lambda *_: None)
+        patch.setattr("lookahead.jobs.journal.write_manifest", lambda *_: None)
         with pytest.raises(OSError, match="No space left"):
             run(items, Worker(backwards=True), rows=3)
     assert ids() == ["c", "b", "a"] and not list(Path().glob(".*.tmp"))

@@ -141,7 +141,7 @@ def test_an_output_that_ends_in_parquet_is_one(summarize, docs):
         (["a.txt", "--prompt-file", "gone.txt"], "gone.txt: No such file"),
         (["a.txt", "--job", "gone.toml"], "job gone.toml: No such file"),
         (["-", "--sample", "3"], "a sample is drawn by reading the inputs twice"),
-        (["a.txt", "--pool", "gone/memory.lkp"], "gone/memory.lkp: cannot be written: there is no directory gone"),
+        (["a.txt", "--pool", "gone/memory.lkp"], "gone/memory.lkp: cannot be written: there is no folder "),
         (["a.txt", "--pool", "b.txt"], "b.txt: not a pool file"),
         (["a.txt", "--pool", "new.lkp", "--proposers", "prompt"], "--proposers must name outputs, got 'prompt'"),
         (["s3x://bucket/a.txt"], "s3x://bucket/a.txt: Protocol not known: s3x"),

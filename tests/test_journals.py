@@ -14,7 +14,8 @@ import pytest
 
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.errors import ConfigError
-from lookahead.jobs.identity import JobIdentity, Manifest
+from lookahead.jobs import journal as journals
+from lookahead.jobs.identity import JobIdentity, write_manifest
 from lookahead.jobs.job import JobTotals, run_job
 from lookahead.jobs.job_options import JobOptions
 from lookahead.jobs.jobfile import read_job_file
@@ -201,15 +202,15 @@ def test_a_job_is_alone_also_when_its_files_were_replaced() -> None:
 
 
 def test_of_two_jobs_begun_at_once_one_is_told_and_the_other_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    paths, write = OutputPaths(OUT), Manifest.write
+    paths = OutputPaths(OUT)
 
-    def write_while_another_begins(manifest: Manifest, path: Path) -> None:
-        monkeypatch.setattr(Manifest, "write", write)
+    def write_while_another_begins(*manifest: Any) -> None:
+        monkeypatch.setattr(journals, "write_manifest", write_manifest)
         with pytest.raises(ConfigError, match=r"out\.jsonl is being written by another process"):
             Journal(paths, JOB)
-        manifest.write(path)
+        write_manifest(*manifest)
 
-    monkeypatch.setattr(Manifest, "write", write_while_another_begins)
+    monkeypatch.setattr(journals, "write_manifest", write_while_another_begins)
     with Journal(paths, JOB) as journal:
         journal.write(documents("a")[0], {"summary": "A"})
     assert Path("out.jsonl.manifest.json").exists()

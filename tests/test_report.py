@@ -315,7 +315,7 @@ def test_a_report_replaces_a_report_and_no_other_file(run, tmp_path) -> None:
         ("rejects.jsonl", b'{"id": 1, "error": "x"}\n', "line 1 is of a file of rejects"),
         ("picture.png", bytes(range(256)) * 40, "line 1 is no JSON"),
         ("long.jsonl", b"no\n" * (PATIENCE + 5) + json.dumps(line()).encode(), "line 1 is no JSON"),
-        ("bad.parquet", b"PAR1 and nothing else", "bad.parquet is no Parquet file that can be read"),
+        ("bad.parquet", b"PAR1 and nothing else", "bad.parquet: cannot be read as Parquet: "),
         ("none.parquet", None, "none.parquet: No such file"),
     ],
 )

@@ -18,8 +18,8 @@ from lookahead import ConfigError, DocumentError, LookaheadConfig, UnsupportedMo
 from lookahead.jobs.result_lines import JsonLinesFile
 from lookahead.models import loading
 from lookahead.stats import DecodingStats, total_in_sequence
+from lookahead.summarization.baseline import PlainFigures
 from lookahead.summarization.chunking import MeasuredText, cut
-from lookahead.summarization.decoder import PlainFigures
 from lookahead.summarization.prompt_fitter import PromptFitter, context_length
 from lookahead.summarization.prompting import INSTRUCTION, Prompting
 from lookahead.summarization.segmentation import split_pieces

@@ -114,7 +114,7 @@ def summarize(options: SummarizeOptions) -> None:
         shows_bar = not is_stdout or is_text or not sys.stdout.isatty()
         display = JobDisplay(total if known is not None else None, as_text=is_stdout and is_text, with_bar=shows_bar)
         if not options.ray:
-            summarizer.report_prefill(display.reading)
+            summarizer.on_prefill = display.reading
         status = _run(runner, options, documents, paths, display, is_part=total != known, skipped=len(skipped))
     raise typer.Exit(status)
 
@@ -133,7 +133,8 @@ def _find_memory(options: JobOptions) -> Path | None:
     """
     if options.pool is None:
         return None
-    from lookahead.jobs.output_memory import check_memory, is_memory
+    from lookahead.jobs.output_memory import is_memory
+    from lookahead.pools.open_pool import check_folder
 
     if not is_memory(options.pool):
         return None
@@ -141,7 +142,7 @@ def _find_memory(options: JobOptions) -> Path | None:
         raise ConfigError(
             f"pool {options.pool} is for earlier outputs; --proposers must name outputs, got {options.proposers!r}"
         )
-    check_memory(Path(options.pool))
+    check_folder(options.pool)
     if options.ray:
         raise ConfigError(
             f"pool {options.pool} keeps the outputs of one process; with --ray give one of 'lookahead pool build'"
@@ -210,7 +211,7 @@ def _run(
 ) -> int:
     """Run a job and show it; returns the exit status."""
     from lookahead.jobs.job import JobTotals, run_job
-    from lookahead.jobs.result_lines import JsonLinesStdout
+    from lookahead.jobs.result_lines import print_line
 
     totals, memory, is_exact = JobTotals(skipped=skipped), runner.memory, runner.identity.dtype == "float32"
     with display.progress:
@@ -219,7 +220,7 @@ def _run(
                 documents if memory is None else memory.save_while(documents),
                 runner.worker, paths, runner.identity, totals=totals, observer=display, rows=options.rows,
                 retry_rejects=options.retry_rejects, is_part=is_part,
-                shown=None if display.as_text else JsonLinesStdout(),
+                shown=None if display.as_text else print_line,
             )  # fmt: skip
         except (KeyboardInterrupt, ClusterError, OSError) as error:
             stopped = report.describe_stop(totals, paths.results)

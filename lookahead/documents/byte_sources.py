@@ -33,11 +33,7 @@ def is_url(path: str) -> bool:
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """The fsspec file system that reads a URL, and the path in it.
-
-    Raises:
-        DocumentError: No installed package reads such URLs.
-    """
+    """The fsspec file system that reads a URL, and the path in it; DocumentError if no installed package does."""
     from fsspec.core import url_to_fs
 
     try:
@@ -53,13 +49,8 @@ def file_system(url: str) -> tuple[Any, str]:
 def opened(path: str, *, seekable: bool = False) -> Iterator[io.BufferedReader[Any]]:
     """Open a file, a URL or standard input (`-`) for reading bytes.
 
-    Args:
-        path: What to open.
-        seekable: Whether the stream must support `seek`. One that does not is copied to a temporary file.
-
-    Raises:
-        DocumentError: The path is a device, a URL cannot be opened or read, or a pipe stays empty.
-        OSError: A file cannot be opened or read.
+    With `seekable`, a stream without `seek` is copied to a temporary file. DocumentError if the path is a device, a URL
+    cannot be opened or read, or a pipe stays empty; OSError if a file cannot be opened or read.
     """
     with ExitStack() as stack:
         if path == STDIN:
@@ -82,8 +73,7 @@ def opened(path: str, *, seekable: bool = False) -> Iterator[io.BufferedReader[A
 def in_time(call: Callable[[], Answer], seconds: float | None = None) -> Answer:
     """The result of a call to a server, which may accept a connection and never answer.
 
-    Raises:
-        TimeoutError: There is no answer within so many seconds, `TIMEOUT_S` for None.
+    TimeoutError if there is no answer within so many seconds, `TIMEOUT_S` for None.
     """
     seconds = TIMEOUT_S if seconds is None else seconds
     answer: Future[Answer] = Future()
@@ -104,11 +94,7 @@ def in_time(call: Callable[[], Answer], seconds: float | None = None) -> Answer:
 
 
 def read_bounded(path: str, limit: int) -> bytes:
-    """All bytes of a file, a URL or standard input.
-
-    Raises:
-        DocumentError: There are more than `limit` bytes. At most one more is read.
-    """
+    """All bytes of a file, a URL or standard input; DocumentError if there are more than `limit`."""
     with opened(path) as file:
         data = file.read(limit + 1)
     if len(data) > limit:

@@ -27,41 +27,28 @@ _KNOWN_FORMATS = (
 class Document:
     """A text with its name.
 
-    Attributes:
-        id: The path of a file that is one document, `"-"` for standard input; for a line or row the value of its id
-            field, a string or a whole number, else `path:line`.
-        text: The text, not empty.
+    The id is the path of a file that is one document, `"-"` for standard input; for a line or row the value of its id
+    field, a string or a whole number, else `path:line`.
     """
 
     id: DocumentId
-    text: str
+    text: str  # not empty
 
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """A document that could not be read or used.
-
-    Attributes:
-        id: As for a document.
-        error: What went wrong, in one line.
-        document: The document if it could be read.
-    """
+    """A document that could not be read or used."""
 
     id: DocumentId
-    error: str
-    document: Document | None = None
+    error: str  # in one line
+    document: Document | None = None  # if it could be read
 
 
 def decode_bytes(data: bytes, name: str, start: int = 0) -> str:
     """Decode UTF-8 text, or UTF-16 or UTF-32 text with a byte order mark.
 
-    Args:
-        data: The bytes of a file or of one line of it.
-        name: The file, for the message.
-        start: Byte offset of the data in the file, for the message.
-
-    Raises:
-        DocumentError: The bytes have another encoding or are no text; the message names the byte offset.
+    DocumentError if the bytes are something else; it has the name of the file and the byte offset in it, for data that
+    begins at byte `start`.
     """
     for magic, what, tool in _KNOWN_FORMATS:
         if data.startswith(magic):
@@ -84,11 +71,7 @@ def encoding_of(data: bytes) -> str:
 
 
 def check_words(text: str) -> None:
-    """Refuse a text without a single word.
-
-    Raises:
-        DocumentError: The text is empty, or has no letter and no digit.
-    """
+    """Refuse a text without a letter or digit with a DocumentError."""
     if not text.strip():
         raise DocumentError("the document is empty")
     if not any(map(str.isalnum, text)):
@@ -96,11 +79,7 @@ def check_words(text: str) -> None:
 
 
 def checked(text: str, place: str) -> str:
-    """The text in valid Unicode, which every tokenizer can encode, if it has words.
-
-    Raises:
-        DocumentError: As for `check_words`; the message names the place.
-    """
+    """The text in valid Unicode, which every tokenizer can encode, if it has words (`check_words`)."""
     try:
         check_words(text)
     except DocumentError as error:
@@ -110,15 +89,9 @@ def checked(text: str, place: str) -> str:
 
 
 def given_id(value: object, place: str, field: str | None) -> DocumentId:
-    """The id of a document: the value of its id field, else its place.
+    """The id of a document: the value of its id field, else its place, `path:line`.
 
-    Args:
-        value: The value of the id field.
-        place: The place of the line or row, `path:line`.
-        field: The id field that the user named and that must hold an id; `None` if it only may.
-
-    Raises:
-        DocumentError: The named field holds no id.
+    DocumentError if the user named the id field and it holds no id; `field` is `None` if it only may hold one.
     """
     if isinstance(value, str | int) and not isinstance(value, bool) and value != "":
         return value

@@ -1,4 +1,7 @@
-"""The text of web pages, PDF files and Word files."""
+"""The text of web pages (trafilatura), PDF files (pypdf) and Word files (python-docx).
+
+A file without text, or that the library cannot read, is a DocumentError that names it.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,7 @@ _BREAKS = {f"{_WORD}p": "\n\n", f"{_WORD}br": "\n", f"{_WORD}cr": "\n", f"{_WORD
 
 
 def html_text(data: bytes, path: str, limit: int) -> str:
-    """The main text of a web page without menus, advertisements and footers, by trafilatura.
-
-    The page declares its own encoding.
-
-    Raises:
-        DocumentError: trafilatura is not installed, or finds no text.
-    """
+    """The main text of a web page without menus, advertisements and footers. The page declares its own encoding."""
     (trafilatura,) = load_packages("html", path)
     with _read_errors(path, "HTML"):
         text = trafilatura.extract(data, include_comments=False, favor_recall=True)
@@ -36,11 +33,7 @@ def html_text(data: bytes, path: str, limit: int) -> str:
 
 
 def pdf_text(data: bytes, path: str, limit: int) -> str:
-    """The text of all pages of a PDF file, by pypdf.
-
-    Raises:
-        DocumentError: The file needs a password, is damaged, has no text, or has more than `limit` bytes of text.
-    """
+    """The text of all pages of a PDF file, of at most `limit` bytes."""
     (pypdf,) = load_packages("pdf", path)
     pages: list[str] = []
     size = 0
@@ -65,11 +58,7 @@ def pdf_text(data: bytes, path: str, limit: int) -> str:
 
 
 def docx_text(data: bytes, path: str, limit: int) -> str:
-    """The text of a Word file with its tables, without headers and footers, by python-docx.
-
-    Raises:
-        DocumentError: The file is no .docx, is damaged, has no text, or unpacks to more than `limit` bytes.
-    """
+    """The text of a Word file with its tables, without headers and footers; it may unpack to `limit` bytes."""
     (docx,) = load_packages("docx", path)
     if data.startswith(_OLD_WORD):
         raise DocumentError(f"{path}: an old or encrypted Word file; save it as .docx without a password")

@@ -42,24 +42,12 @@ _OF_JOBS = ("", _MANIFEST, ".rejects.jsonl", ".running.jsonl", ".report.html")  
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One file, URL, or standard input.
+    """One file, URL, or standard input."""
 
-    Attributes:
-        path: The path as the user wrote it; `"-"` is standard input.
-        field: The field of each line or row that holds the document; `None` if the whole file is one document.
-        format: The format of the file.
-        id_field: The field of each line or row that must hold an id; `None` if the field `id` may hold one.
-    """
-
-    path: str
-    field: str | None = None
+    path: str  # as the user wrote it; `"-"` is standard input
+    field: str | None = None  # of each line or row with the document; `None` if the whole file is one document
     format: Format = "text"
-    id_field: str | None = None
-
-    @property
-    def is_stdin(self) -> bool:
-        """Whether this is standard input."""
-        return self.path == STDIN
+    id_field: str | None = None  # of each line or row that must hold an id; `None` if the field `id` may hold one
 
 
 def find_inputs(
@@ -101,11 +89,7 @@ def find_inputs(
 
 
 def load_packages(format: Format, path: str) -> tuple[Any, ...]:
-    """The modules that read a format of `PACKAGES`.
-
-    Raises:
-        DocumentError: They are not installed; the message names the path that needs them and what to install.
-    """
+    """The modules that read a format of `PACKAGES`; DocumentError with what to install for the path if they lack."""
     needs, extra, modules = PACKAGES[format]
     try:
         return tuple(map(import_module, modules))
@@ -114,19 +98,10 @@ def load_packages(format: Format, path: str) -> tuple[Any, ...]:
 
 
 def check_output(path: Path, inputs: Sequence[Input], *, overwrite: bool) -> None:
-    """Refuse an output that cannot be written or would destroy a file, before any work is done.
-
-    Args:
-        path: The file to write.
-        inputs: What is read for it.
-        overwrite: Whether an existing file may be replaced.
-
-    Raises:
-        ConfigError: The message names the path and what is wrong with it.
-    """
+    """Refuse an output that cannot be written or would destroy a file with a ConfigError, before any work is done."""
     for source in inputs:
         local = source.path.removeprefix("file://")
-        if not source.is_stdin and os.path.exists(local) and path.exists() and path.samefile(local):
+        if source.path != STDIN and os.path.exists(local) and path.exists() and path.samefile(local):
             raise ConfigError(f"output {path} is an input as well")
     if path.is_dir():
         raise ConfigError(f"output {path} is a directory")
@@ -139,7 +114,6 @@ def check_output(path: Path, inputs: Sequence[Input], *, overwrite: bool) -> Non
 
 
 def _input(path: str, field: str | None, id_field: str | None, *, is_lines: bool) -> Input:
-    """The input of one path."""
     if path == STDIN:
         format: Format = "jsonl" if is_lines else "text"
     else:

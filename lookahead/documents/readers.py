@@ -10,7 +10,7 @@ from lookahead.documents.byte_sources import MEGABYTE, STDIN, bounded_lines, rea
 from lookahead.documents.decode_text import Document, Reject, checked, decode_bytes
 from lookahead.documents.extract_text import docx_text, html_text, pdf_text
 from lookahead.documents.inputs import PACKAGES, Input, load_packages
-from lookahead.documents.table_files import load_pyarrow, read_csv, read_json_lines, read_parquet
+from lookahead.documents.table_files import read_csv, read_json_lines, read_parquet
 from lookahead.errors import DocumentError, PromptError
 
 DEFAULT_LIMIT = 64 * MEGABYTE
@@ -21,14 +21,14 @@ _TABLES = {"jsonl": read_json_lines, "csv": read_csv, "tsv": read_csv, "parquet"
 def read_documents(inputs: Sequence[Input], *, limit: int = DEFAULT_LIMIT) -> Iterator[Document | Reject]:
     """Read the documents of all inputs one at a time; one that cannot be read becomes a `Reject`.
 
-    Args:
-        inputs: The files, URLs and standard input.
-        limit: Most bytes of a document, which is a file, a line or a value. No more are read into memory.
+    `limit` is the most bytes of a document, which is a file, a line or a value. No more are read into memory.
     """
     for source in inputs:
         try:
             if source.field is None:
-                yield Document(source.path, checked(_text_of(source, limit), source.path))
+                data, extract = read_bounded(source.path, limit), _EXTRACTORS.get(source.format)
+                text = decode_bytes(data, source.path) if extract is None else extract(data, source.path, limit)
+                yield Document(source.path, checked(text, source.path))
                 continue
             is_empty = True
             for document in _TABLES[source.format](source, source.field, limit):
@@ -43,24 +43,14 @@ def read_documents(inputs: Sequence[Input], *, limit: int = DEFAULT_LIMIT) -> It
 
 
 def check_readers(inputs: Sequence[Input]) -> None:
-    """Refuse inputs whose reader is not installed, before any work is done.
-
-    Raises:
-        DocumentError: A package is missing; the message says what to install.
-    """
-    formats = {source.format: source.path for source in inputs}
-    for format in PACKAGES:
-        if format in formats:
-            load_packages(format, formats[format])
+    """Refuse inputs whose reader is not installed with a DocumentError, before any work is done."""
+    for format, path in {source.format: source.path for source in inputs}.items():
+        if format in PACKAGES:
+            load_packages(format, path)
 
 
 def read_prompt(argument: str) -> str:
-    """The prompt that an argument is, or that standard input holds for `-`.
-
-    Raises:
-        PromptError: The prompt is empty.
-        DocumentError: Standard input is no text.
-    """
+    """The prompt that an argument is, or that standard input holds for `-`."""
     prompt = decode_bytes(sys.stdin.buffer.read(), STDIN) if argument == STDIN else argument
     if not prompt:
         raise PromptError("the prompt is empty")
@@ -77,24 +67,13 @@ def count_documents(inputs: Sequence[Input]) -> int | None:
             return None
         else:
             try:
-                total += _count_rows(source)
+                if source.format == "parquet":
+                    _, parquet = load_packages("parquet", source.path)
+                    total += parquet.ParquetFile(source.path).metadata.num_rows
+                    continue
+                with open(source.path, "rb") as file:
+                    lines = bounded_lines(file, MEGABYTE)  # a line may be longer than the memory
+                    total += sum(1 for _, line in lines if line is None or line.strip())
             except (OSError, ValueError):
                 return None
     return total
-
-
-def _count_rows(source: Input) -> int:
-    """The number of rows, or of lines that are not blank."""
-    if source.format == "parquet":
-        _, parquet = load_pyarrow(source.path)
-        return int(parquet.ParquetFile(source.path).metadata.num_rows)
-    with open(source.path, "rb") as file:
-        lines = bounded_lines(file, MEGABYTE)  # a line may be longer than the memory
-        return sum(1 for _, line in lines if line is None or line.strip())
-
-
-def _text_of(source: Input, limit: int) -> str:
-    """The text of an input that is one document."""
-    data = read_bounded(source.path, limit)
-    extract = _EXTRACTORS.get(source.format)
-    return decode_bytes(data, source.path) if extract is None else extract(data, source.path, limit)

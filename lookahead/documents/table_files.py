@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from lookahead.documents.byte_sources import bounded_lines, opened, too_long
@@ -16,18 +17,14 @@ from lookahead.errors import DocumentError, one_line
 
 _UNPACKED = 64 << 20  # bytes; a row group that unpacks to no more is read whatever its size in the file
 _MOST_FOLD = 100  # how many times its size in the file a larger row group may unpack to
-UNPACKS_TOO_FAR = f"a group of rows that unpacks to more than {_MOST_FOLD} times its size is not read"
+_UNPACKS_TOO_FAR = f"a group of rows that unpacks to more than {_MOST_FOLD} times its size is not read"
+_BATCH_ROWS = 1024
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
 _END = "\x1e"  # an extra last row: a quote that is not closed swallows it
 
 
 def read_json_lines(source: Input, field: str, limit: int) -> Iterator[Document | Reject]:
-    """Read one document per line that is not blank.
-
-    Raises:
-        DocumentError: A URL cannot be read.
-        OSError: The file cannot be read.
-    """
+    """Read one document per line that is not blank."""
     with opened(source.path) as file:
         for number, (offset, line) in enumerate(_utf8_lines(file, source.path, limit), start=1):
             place = f"{source.path}:{number}"
@@ -40,9 +37,7 @@ def read_json_lines(source: Input, field: str, limit: int) -> Iterator[Document 
 def read_csv(source: Input, field: str, limit: int) -> Iterator[Document | Reject]:
     """Read one document per row; the first row names the columns.
 
-    Raises:
-        DocumentError: The column is missing, or the rest of the file cannot be read.
-        OSError: The file cannot be read.
+    DocumentError if the column is missing, or the rest of the file cannot be read.
     """
     csv.field_size_limit(min(limit, (1 << 31) - 1))
     with opened(source.path) as file:
@@ -82,24 +77,25 @@ def read_csv(source: Input, field: str, limit: int) -> Iterator[Document | Rejec
 def read_parquet(source: Input, field: str, limit: int) -> Iterator[Document | Reject]:
     """Read one document per row, a few rows at a time.
 
-    Raises:
-        DocumentError: pyarrow is not installed, the file is damaged, or the column is missing or holds no text.
-        OSError: The file cannot be read.
+    DocumentError if the file is damaged, or the column is missing or holds no text.
     """
-    arrow, parquet = load_pyarrow(source.path)
+    arrow, parquet = load_packages("parquet", source.path)
     number = 0
     with opened(source.path, seekable=True) as file:
         try:
             table = parquet.ParquetFile(file)
             names: list[str] = table.schema_arrow.names
             text_at, id_at = _columns(source, field, names)
-            _check_is_text(arrow, table.schema_arrow.field(text_at).type, source.path, field)
+            kind = table.schema_arrow.field(text_at).type
+            kind = kind.value_type if arrow.types.is_dictionary(kind) else kind
+            if "string" not in str(kind):
+                raise DocumentError(f"{source.path}: column {field!r} must hold strings, it holds {kind}")
             columns = [names[at] for at in (text_at, id_at) if at is not None]
-            for rows, batches in row_groups(table, columns, max(limit, _UNPACKED)):
+            for rows, batches in _row_groups(table, columns, max(limit, _UNPACKED)):
                 if batches is None:
                     number += rows
                     place = f"{source.path}:{number - rows + 1}-{number}"
-                    yield Reject(place, f"{place}: {UNPACKS_TOO_FAR}")
+                    yield Reject(place, f"{place}: {_UNPACKS_TOO_FAR}")
                     continue
                 for batch in batches:
                     number += 1
@@ -109,7 +105,21 @@ def read_parquet(source: Input, field: str, limit: int) -> Iterator[Document | R
             raise DocumentError(f"{source.path}: cannot be read as Parquet: {one_line(error)}") from error
 
 
-def row_groups(
+def parquet_records(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a Parquet file on this machine, without null fields; DocumentError if they cannot be read."""
+    arrow, parquet = load_packages("parquet", str(path))
+    try:
+        for _, batches in _row_groups(parquet.ParquetFile(path), rows=_BATCH_ROWS):
+            if batches is None:
+                raise DocumentError(f"{path}: {_UNPACKS_TOO_FAR}")
+            for batch in batches:
+                for row in batch.to_pylist():
+                    yield {name: value for name, value in row.items() if value is not None}
+    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise DocumentError(f"{path}: cannot be read as Parquet: {one_line(error)}") from error
+
+
+def _row_groups(
     table: Any, columns: Sequence[str] | None = None, most: int = _UNPACKED, rows: int = 1
 ) -> Iterator[tuple[int, Iterator[Any] | None]]:
     """The row groups of an open Parquet file, checked by the sizes that the file declares.
@@ -130,24 +140,14 @@ def row_groups(
     for number in range(table.num_row_groups):
         group = table.metadata.row_group(number)
         chunks = [group.column(at) for at in range(group.num_columns)]
-        read = [chunk for chunk in chunks if columns is None or _belongs(chunk.path_in_schema, columns)]
-        unpacked = sum(chunk.total_uncompressed_size for chunk in read)
-        if unpacked > max(most, _MOST_FOLD * sum(chunk.total_compressed_size for chunk in read)):
+        if columns is not None:
+            chunks = [chunk for chunk in chunks if any(f"{chunk.path_in_schema}.".startswith(f"{c}.") for c in columns)]
+        unpacked = sum(chunk.total_uncompressed_size for chunk in chunks)
+        if unpacked > max(most, _MOST_FOLD * sum(chunk.total_compressed_size for chunk in chunks)):
             yield group.num_rows, None
         else:
             at_once = max(1, min(rows, _UNPACKED // max(1, unpacked)))
             yield group.num_rows, table.iter_batches(batch_size=at_once, row_groups=[number], columns=columns)
-
-
-def load_pyarrow(path: str) -> tuple[Any, Any]:
-    """The modules pyarrow and pyarrow.parquet, see `load_packages`."""
-    arrow, parquet = load_packages("parquet", path)
-    return arrow, parquet
-
-
-def _belongs(path: str, columns: Sequence[str]) -> bool:
-    """Whether a path of a Parquet schema belongs to one of some columns."""
-    return any(path == name or path.startswith(f"{name}.") for name in columns)
 
 
 def _cell(batch: Any, name: str) -> object:
@@ -156,13 +156,6 @@ def _cell(batch: Any, name: str) -> object:
         return batch.column(batch.schema.names.index(name))[0].as_py()
     except UnicodeDecodeError as error:
         return error
-
-
-def _check_is_text(arrow: Any, kind: Any, path: str, field: str) -> None:
-    if arrow.types.is_dictionary(kind):
-        kind = kind.value_type
-    if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind) or "string" in str(kind)):
-        raise DocumentError(f"{path}: column {field!r} must hold strings, it holds {kind}")
 
 
 def _utf8_lines(file: io.BufferedReader, path: str, limit: int) -> Iterator[tuple[int, bytes | None]]:

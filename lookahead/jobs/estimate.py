@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lookahead.documents.byte_sources import STDIN
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.documents.inputs import Input
 from lookahead.documents.readers import DEFAULT_LIMIT, read_documents
@@ -33,21 +34,13 @@ def select_documents(
     seed: int = 0,
     limit: int = DEFAULT_LIMIT,
 ) -> Iterator[Document | Reject]:
-    """All documents of the inputs, or some of them, in their order.
+    """All documents of the inputs, or the first of them or of a random sample, in their order.
 
-    Args:
-        inputs: The inputs.
-        first: Take only this many from the beginning, or of the sample.
-        sample: Draw this many at random, each with the same probability. The inputs are read once more for it.
-        seed: The same seed draws the same documents from the same inputs.
-        limit: Largest size of a document, in bytes.
-
-    Raises:
-        ConfigError: A sample of standard input, which cannot be read twice.
+    A sample is drawn by reading the inputs once more. `limit` is the largest size of a document, in bytes.
     """
     if sample is None:
         return islice(read_documents(inputs, limit=limit), first)
-    if any(source.is_stdin for source in inputs):
+    if any(source.path == STDIN for source in inputs):
         raise ConfigError("a sample is drawn by reading the inputs twice, and - cannot be; write it to a file first")
     count = sum(1 for _ in read_documents(inputs, limit=limit))
     drawn = set(random.Random(seed).sample(range(count), min(sample, count)))
@@ -57,33 +50,19 @@ def select_documents(
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a job would take.
+    """What a job would take."""
 
-    Attributes:
-        documents: Documents that can be read.
-        failed: Documents that cannot.
-        copies: Documents whose text equals that of another; they take no time.
-        document_tokens: Tokens of the other documents.
-        parts: Parts they are cut into, each summarized by itself.
-        most_new_tokens: Largest number of tokens written, summaries of parts excluded.
-        tried: Documents that were summarized to measure the time.
-        tried_parts: Parts of those.
-        timed_parts: Parts that were summarized: neighbours, at most `MOST_PARTS` of a document.
-        seconds: Estimated time on this machine; `None` without documents.
-        cost: Price of that time; `None` without a price.
-    """
-
-    documents: int
-    failed: int
-    copies: int
-    document_tokens: int
-    parts: int
-    most_new_tokens: int
-    tried: int
-    tried_parts: int
-    timed_parts: int
-    seconds: float | None
-    cost: float | None
+    documents: int  # that can be read
+    failed: int  # documents that cannot
+    copies: int  # documents whose text equals that of another; they take no time
+    document_tokens: int  # of the other documents
+    parts: int  # they are cut into, each summarized by itself
+    most_new_tokens: int  # written, summaries of parts excluded
+    tried: int  # documents that were summarized to measure the time
+    tried_parts: int  # parts of those
+    timed_parts: int  # parts that were summarized: neighbours, at most `MOST_PARTS` of a document
+    seconds: float | None  # on this machine; `None` without documents
+    cost: float | None  # of that time; `None` without a price
 
     def to_dict(self) -> dict[str, Any]:
         """The estimate as a JSON-ready dict."""
@@ -91,20 +70,11 @@ class Estimate:
 
 
 def estimate_job(
-    documents: Iterable[Document | Reject],
-    fitter: PromptFitter,
-    worker: Worker,
-    options: JobOptions,
+    documents: Iterable[Document | Reject], fitter: PromptFitter, worker: Worker, options: JobOptions
 ) -> Estimate:
     """Read and cut all documents, summarize a few at random, and extrapolate their time. Nothing is written.
 
     Of a long document some parts are summarized; their time is scaled to the document by tokens.
-
-    Args:
-        documents: The documents of the job.
-        fitter: Cuts them as the job would.
-        worker: Summarizes them as the job would.
-        options: The options of the job.
     """
     draw, price_per_hour = random.Random(options.seed), options.price_per_hour
     seen: set[bytes] = set()

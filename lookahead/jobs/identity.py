@@ -25,23 +25,14 @@ _MAX_SHOWN = 80  # characters of a value in an error message
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobIdentity:
-    """Everything that a summary depends on besides its document. Options that only change the speed do not count.
+    """Everything that a summary depends on besides its document. Options that only change the speed do not count."""
 
-    Attributes:
-        model: The model's name as given. It is not compared, so a model may be moved to another folder.
-        weights: Hash of the weights, 16 hexadecimal digits.
-        tokenizer: Hash of the tokenizer.
-        manners: Hash of the generation configuration and the chat template.
-        dtype: The dtype of the model.
-        options: The options that identify a job, by name (`WorkerOptions.identity`), and `num_beams` if more than 1.
-    """
-
-    model: str
-    weights: str
-    tokenizer: str
-    manners: str = ""
+    model: str  # as given; not compared, so a model may be moved to another folder
+    weights: str  # a hash, 16 hexadecimal digits
+    tokenizer: str  # likewise
+    manners: str = ""  # a hash of the generation configuration and the chat template
     dtype: str
-    options: Mapping[str, Any]
+    options: Mapping[str, Any]  # by name: `WorkerOptions.identity`, and `num_beams` if more than 1
 
     @classmethod
     def of(cls, options: WorkerOptions, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> JobIdentity:
@@ -73,14 +64,11 @@ class JobIdentity:
         named = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "options"}
         return {**named, **self.options}
 
-    def differences(self, other: dict[str, Any]) -> str:
+    def differences(self, other: Mapping[str, Any]) -> str:
         """How another job, given by its `to_dict`, differs; empty if it does not."""
         mine = self.to_dict()
-        changed = [
-            name
-            for name in dict.fromkeys([*mine, "num_beams"])
-            if name != "model" and mine.get(name) != other.get(name)
-        ]
+        names = dict.fromkeys([*mine, "num_beams"])
+        changed = [name for name in names if name != "model" and mine.get(name) != other.get(name)]
         for name, what in (("weights", "weights"), ("manners", "settings for generation, or chat template")):
             if name in changed:
                 return f"model was {other.get('model')!r} and is {self.model!r}, with other {what}"
@@ -89,45 +77,25 @@ class JobIdentity:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """The manifest of a results file.
-
-    Attributes:
-        job: The identity of the job (`JobIdentity.to_dict`).
-        fingerprint: Its fingerprint.
-        is_finished: Whether the job is complete, and its lines are in the order of the inputs.
-        documents: Number of lines of results; `None` while the job is not finished.
-    """
-
-    job: dict[str, Any]
-    fingerprint: str
-    is_finished: bool = False
-    documents: int | None = None
-
-    def write(self, path: Path) -> None:
-        """Write the manifest atomically.
-
-        Raises:
-            OSError: It cannot be written.
-        """
-        record = {
-            "version": VERSION,
-            "state": "finished" if self.is_finished else "running",
-            "documents": self.documents,
-            "fingerprint": self.fingerprint,
-            "job": self.job,
-        }
-        write_atomically(path, json.dumps(record, indent=2) + "\n")
-
-
 def manifest_path(results: Path) -> Path:
     """The path of the manifest of a results file."""
     return Path(f"{results}.manifest.json")
 
 
-def read_manifest(results: Path) -> Manifest | None:
-    """The manifest of a results file, or `None` if there is none.
+def write_manifest(results: Path, identity: JobIdentity, documents: int | None = None) -> None:
+    """Write the manifest of a results file, atomically; a finished job has a number of documents."""
+    record = {
+        "version": VERSION,
+        "state": "running" if documents is None else "finished",
+        "documents": documents,
+        "fingerprint": identity.fingerprint,
+        "job": identity.to_dict(),
+    }
+    write_atomically(manifest_path(results), json.dumps(record, indent=2) + "\n")
+
+
+def read_manifest(results: Path) -> dict[str, Any] | None:
+    """The manifest of a results file, with `state` and `job`, or `None` if there is none.
 
     Raises:
         ConfigError: It cannot be read, or was written by another release.
@@ -135,16 +103,16 @@ def read_manifest(results: Path) -> Manifest | None:
     path = manifest_path(results)
     try:
         record = read_json(path)
-        if record["version"] == VERSION:
-            is_finished = record["state"] == "finished"
-            return Manifest(dict(record["job"]), str(record["fingerprint"]), is_finished, record["documents"])
+        version = record["version"]
+        if version == VERSION:
+            return {"state": record["state"], "job": dict(record["job"])}
     except FileNotFoundError:
         return None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path}: no manifest of a job; pass --overwrite to begin anew") from error
-    raise ConfigError(f"{path}: version {record['version']!r}; this release goes on with version {VERSION}")
+    raise ConfigError(f"{path}: version {version!r}; this release goes on with version {VERSION}")
 
 
 def text_hash(text: str) -> bytes:

@@ -13,7 +13,7 @@ from lookahead.jobs.output_location import OutputPaths
 from lookahead.stats import DecodingStats, total_in_sequence
 
 if TYPE_CHECKING:
-    from lookahead.summarization.decoder import PlainFigures
+    from lookahead.summarization.baseline import PlainFigures
     from lookahead.summarization.summarizer import Summarized
 
 
@@ -39,31 +39,19 @@ class JobObserver(Protocol):
 
 @dataclass(slots=True)
 class JobTotals:
-    """What a job has done so far.
+    """What a job has done so far, in documents."""
 
-    Attributes:
-        summarized: Documents summarized, with `document_tokens` tokens.
-        copied: Documents with the text of another, whose summary was copied.
-        earlier: Documents that an earlier run finished.
-        rejected: Documents that failed, in this run or an earlier one.
-        skipped: Files of folders that were not read.
-        cut: Summaries cut off at the token limit.
-        plain: Figures of plain decoding, if it was asked for.
-        different: Documents for which plain decoding gave other tokens.
-        notes: Further remarks for the user.
-    """
-
-    summarized: int = 0
-    copied: int = 0
-    earlier: int = 0
-    rejected: int = 0
-    skipped: int = 0
-    cut: int = 0
+    summarized: int = 0  # they have `document_tokens` tokens
+    copied: int = 0  # with the text of another, whose summary was copied
+    earlier: int = 0  # finished by an earlier run
+    rejected: int = 0  # failed, in this run or an earlier one
+    skipped: int = 0  # files of folders that were not read
+    cut: int = 0  # summaries cut off at the token limit
     document_tokens: int = 0
     stats: DecodingStats = field(default_factory=DecodingStats)
-    plain: PlainFigures | None = None
-    different: list[DocumentId] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    plain: PlainFigures | None = None  # of plain decoding, if it was asked for
+    different: list[DocumentId] = field(default_factory=list)  # plain decoding gave other tokens
+    notes: list[str] = field(default_factory=list)  # for the user
 
     @property
     def written(self) -> int:
@@ -125,7 +113,12 @@ def run_job(
         writer = Stream(paths, identity, shown)
     writer.notes = totals.notes = totals.notes + writer.notes  # one list: notes are known if the job is interrupted
     with writer:
-        _Run(writer, totals, observer).work(documents, worker, rows)
+        run = _Run(writer, totals, observer)
+        for outcome in worker.summarize_all(run.unfinished(documents), rows):
+            if isinstance(outcome, Reject):
+                run.reject(outcome)
+            else:
+                run.write(outcome)
         writer.finish()
 
 
@@ -136,24 +129,11 @@ class _Run:
         self._writer, self._totals, self._observer = writer, totals, observer
         self._twins: dict[bytes, list[DocumentId]] = {}  # documents that wait for an equal text, by its hash
 
-    def work(self, documents: Iterable[Document | Reject], worker: Worker, rows: int | None) -> None:
-        """Summarize what is not finished."""
-        for outcome in worker.summarize_all(self._unfinished(documents), rows):
-            if isinstance(outcome, Reject):
-                self._reject(outcome)
-                continue
-            self._writer.write(outcome.document, outcome.summary.to_dict())
-            self._totals.add(outcome)
-            self._observer.summarized(outcome, self._totals)
-            content = text_hash(outcome.document.text)
-            for twin in self._twins.pop(content, []):
-                self._copy(twin, content)
-
-    def _unfinished(self, documents: Iterable[Document | Reject]) -> Iterator[Document]:
+    def unfinished(self, documents: Iterable[Document | Reject]) -> Iterator[Document]:
         """The documents to summarize; the others are handled on the way."""
         for document in documents:
             if isinstance(document, Reject):
-                self._reject(document)
+                self.reject(document)
                 continue
             content, before = self._writer.take(document)
             if before is not None:
@@ -169,12 +149,16 @@ class _Run:
                     self._twins[content] = []
                 yield document
 
-    def _copy(self, name: DocumentId, content: bytes) -> None:
-        self._writer.copy(name, content)
-        self._totals.copied += 1
-        self._observer.passed(name, self._totals)
+    def write(self, done: Summarized) -> None:
+        """Write the line of a document, and of those that waited for it."""
+        self._writer.write(done.document, done.summary.to_dict())
+        self._totals.add(done)
+        self._observer.summarized(done, self._totals)
+        content = text_hash(done.document.text)
+        for twin in self._twins.pop(content, []):
+            self._copy(twin, content)
 
-    def _reject(self, reject: Reject) -> None:
+    def reject(self, reject: Reject) -> None:
         """Write a document that failed, and those that waited for it: equal texts fail for the same reason."""
         content = text_hash(reject.document.text) if reject.document else None
         twins = self._twins.pop(content, []) if content else []
@@ -182,3 +166,8 @@ class _Run:
             self._writer.reject(each, content)
             self._totals.rejected += 1
             self._observer.rejected(each, self._totals)
+
+    def _copy(self, name: DocumentId, content: bytes) -> None:
+        self._writer.copy(name, content)
+        self._totals.copied += 1
+        self._observer.passed(name, self._totals)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from lookahead.jobs.job import JobTotals
     from lookahead.jobs.output_memory import OutputMemory
     from lookahead.stats import DecodingStats
-    from lookahead.summarization.decoder import PlainFigures
+    from lookahead.summarization.baseline import PlainFigures
     from lookahead.summarization.summarizer import Summary
 
 COMPARISON_HEADINGS = (

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from lookahead.summarization.summarizer import Summarizer
 
-
 INPUTS = (
     "Files (.txt .md .html .pdf .docx .jsonl .csv .tsv .parquet), folders, patterns such as 'notes/*.md', URLs of any "
     "kind fsspec knows (https:// s3:// hf:// ...), - for stdin."
@@ -31,15 +30,14 @@ FORMATS = ("auto", "text", "json")
 
 
 def option(default: Any = MISSING, help: str = "", *flags: str, identifies: bool = False, **details: Any) -> Any:
-    """A field that is an option.
+    """A field that is an option; without a default it is required.
 
     Args:
-        default: Its default; without one the option is required.
+        default: Its default.
         help: One line for the help page.
         *flags: Its names on the command line; none for `--name`.
         identifies: Whether it is part of the identity of a job (`JobIdentity`).
-        **details: Further arguments of `typer.Option` (`min`, `max`, `metavar`, ...); `argument=True` for a positional
-            argument.
+        **details: Of `typer.Option` (`min`, `max`, `metavar`, ...); `argument=True` for a positional argument.
     """
     return field(default=default, metadata={"help": help, "flags": flags, "identifies": identifies, **details})
 
@@ -127,21 +125,16 @@ class DraftingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions(DraftingOptions, ModelOptions):
-    """Everything a worker process needs to summarize documents, as numbers and strings.
-
-    Attributes:
-        location: Where workers load the model from; `None` is `model`.
-        prompt: The text of the prompt file.
-    """
+    """Everything a worker process needs to summarize documents, as numbers and strings."""
 
     panel: ClassVar[str] = "Summaries"
 
-    location: str | None = None
+    location: str | None = None  # where workers load the model from; `None` is `model`
     max_new_tokens: int = new_tokens_option(200, identifies=True)
     num_beams: int | None = option(
         None, "Beams of the search for a summary. (default: the model's own, or 1)", min=1, max=64
     )
-    prompt: str | None = field(default=None, metadata={"identifies": True})
+    prompt: str | None = field(default=None, metadata={"identifies": True})  # the text of the prompt file
     style: str | None = option(
         None, "bullets, paragraph or headline, by a model that follows instructions.", identifies=True
     )
@@ -159,11 +152,7 @@ class WorkerOptions(DraftingOptions, ModelOptions):
         return {each.name: getattr(self, each.name) for each in fields(self) if each.metadata.get("identifies")}
 
     def summarizer_settings(self) -> dict[str, Any]:
-        """The keyword arguments of `Summarizer`, checked.
-
-        Raises:
-            ConfigError: An option is out of its range, or both a prompt and a style are given.
-        """
+        """The keyword arguments of `Summarizer`, checked; ConfigError if an option is out of its range."""
         from lookahead.summarization.prompt_fitter import Approach, check_max_new_tokens
         from lookahead.summarization.prompting import SummaryRequest
 
@@ -180,11 +169,7 @@ class WorkerOptions(DraftingOptions, ModelOptions):
         }
 
     def make_summarizer(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Summarizer:
-        """The summarizer with these options.
-
-        Raises:
-            ConfigError: The model does not support the options.
-        """
+        """The summarizer with these options; ConfigError if the model does not support them."""
         from lookahead.summarization.summarizer import Summarizer
 
         return Summarizer(model, tokenizer, **self.summarizer_settings())
@@ -246,11 +231,7 @@ class JobOptions(DocumentOptions, WorkerOptions):
     )
 
     def check(self) -> None:
-        """Refuse options that exclude each other, before any work is done.
-
-        Raises:
-            ConfigError: With the options and the reason.
-        """
+        """Refuse options that exclude each other with a ConfigError, before any work is done."""
         self.summarizer_settings()
         if self.retry_rejects and not self.resume:
             raise ConfigError("--retry-rejects tries again what an earlier run put aside; it needs --resume")
@@ -268,25 +249,18 @@ class JobOptions(DocumentOptions, WorkerOptions):
             raise ConfigError("format is that of stdout; with --output the summaries go to that file as JSON lines")
 
     def read_prompt_file(self) -> str | None:
-        """The text of the prompt file, if one is given.
-
-        Raises:
-            OSError: The file cannot be read.
-        """
+        """The text of the prompt file, if one is given."""
         path = self.prompt_file
         return None if path is None else decode_bytes(read_bounded(str(path), MEGABYTE), str(path))
 
     def for_workers(self) -> dict[str, Any]:
         """The arguments of `WorkerOptions`, with absolute paths."""
         location, is_local = locate_model(self.model)
-        if self.model == DEFAULT_MODEL:  # other machines may have the package in another folder
-            location = self.model
-        elif is_local:
-            location = str(Path(location).absolute())
-        paths = {name: _absolute(getattr(self, name)) for name in ("pool", "memory", "heads")}
-        paths["location"] = location
-        return {**{each.name: getattr(self, each.name) for each in fields(WorkerOptions)}, **paths}
-
-
-def _absolute(path: str | None) -> str | None:
-    return str(Path(path).expanduser().absolute()) if path is not None and Path(path).expanduser().exists() else path
+        sent = {each.name: getattr(self, each.name) for each in fields(WorkerOptions)}
+        # Other machines may have the package, and with it the default model, in another folder.
+        is_absolute = is_local and self.model != DEFAULT_MODEL
+        sent["location"] = str(Path(location).absolute()) if is_absolute else self.model
+        for name in ("pool", "memory", "heads"):
+            if sent[name] is not None and (path := Path(sent[name]).expanduser()).exists():
+                sent[name] = str(path.absolute())
+        return sent

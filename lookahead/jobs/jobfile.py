@@ -30,13 +30,9 @@ _TYPES: dict[type, tuple[str, tuple[type, ...]]] = {
 
 
 def read_job_file(path: Path) -> dict[str, Any]:
-    """The options in a job file, by the fields of `JobOptions`.
+    """The options in a job file, by the fields of `JobOptions`; ConfigError with the file and what is wrong in it.
 
-    Args:
-        path: The file. `max-new-tokens = 64` and `max_new_tokens = 64` are the same.
-
-    Raises:
-        ConfigError: The file cannot be read, is not TOML, or has an unknown option or a wrong value.
+    `max-new-tokens = 64` and `max_new_tokens = 64` are the same.
     """
     try:
         table = tomllib.loads(read_regular(path).decode("utf-8"))

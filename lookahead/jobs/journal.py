@@ -5,59 +5,50 @@ from __future__ import annotations
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from filelock import FileLock, Timeout
 
 from lookahead.documents.decode_text import Document, DocumentId, Reject
 from lookahead.errors import ConfigError
-from lookahead.jobs.identity import JobIdentity, Manifest, id_key, key_of, manifest_path, read_manifest, text_hash
+from lookahead.jobs.identity import (
+    JobIdentity,
+    id_key,
+    key_of,
+    manifest_path,
+    read_manifest,
+    text_hash,
+    write_manifest,
+)
 from lookahead.jobs.output_location import OutputPaths
+from lookahead.jobs.parquet_results import read_parquet_lines, write_parquet
 from lookahead.jobs.result_lines import JsonLinesFile, Record, copy_of, parse_record, sort_lines
 from lookahead.ngram.replacing import remove_leftovers
 
 Before = Literal["finished", "rejected"] | None  # what an earlier run did with a document
+Sink = Callable[[Record], None]  # receives the lines of results
 
 _REMEMBERED = 4096  # lines of a stream that can be copied; bounds its memory
 
 
-class Sink(Protocol):
-    """Receives the lines of results."""
-
-    def write(self, record: Record) -> None:
-        """Write one line, whole or not at all."""
-
-
 class ResultWriter:
-    """What a journal and a stream share: the fields of a line, and copies of lines.
-
-    Attributes:
-        notes: What the user should know about the files.
-    """
+    """What a journal and a stream share: the fields of a line, and copies of lines."""
 
     def __init__(self, identity: JobIdentity) -> None:
-        self.notes: list[str] = []
+        self.notes: list[str] = []  # what the user should know about the files
         self._identity = identity
         self._files = ExitStack()
 
     def write(self, document: Document, record: Record) -> None:
-        """Write the line of a document.
-
-        Raises:
-            OSError: It cannot be written; the lines before it are whole.
-        """
+        """Write the line of a document; after an OSError the lines before it are whole."""
         content = text_hash(document.text)
         job = {"model": self._identity.model, "fingerprint": self._identity.fingerprint}
         self._append({"id": document.id, **record, "document": content.hex(), **job}, content)
 
     def copy(self, name: DocumentId, content: bytes) -> None:
-        """Write the line of a document whose text already has a line, by the hash of the text.
-
-        Raises:
-            OSError: As `write`.
-        """
+        """Write the line of a document whose text already has a line, by the hash of the text."""
         self._append(copy_of(self._line_of(content), name), content)
 
     def _append(self, record: Record, content: bytes) -> None:
@@ -86,12 +77,12 @@ class Stream(ResultWriter):
         super().__init__(identity)
         paths.clear()
         self._rejects = self._files.enter_context(JsonLinesFile(paths.rejects, lazy=True)) if paths.rejects else None
-        self._results = self._files.enter_context(JsonLinesFile(paths.results)) if paths.results else shown
+        self._sink = self._files.enter_context(JsonLinesFile(paths.results)).write if paths.results else shown
         self._lines: OrderedDict[bytes, Record] = OrderedDict()  # by text hash, the newest last
 
     def take(self, document: Document) -> tuple[bytes | None, Before]:
         """The hash of a document's text, `None` if its line is not written; and that no earlier run is known."""
-        return (None if self._results is None else text_hash(document.text)), None
+        return (None if self._sink is None else text_hash(document.text)), None
 
     def has(self, content: bytes) -> bool:
         """Whether a line with this text hash is among the newest."""
@@ -106,9 +97,9 @@ class Stream(ResultWriter):
         """Nothing is left to do."""
 
     def _append(self, record: Record, content: bytes) -> None:
-        if self._results is None:
+        if self._sink is None:
             return
-        self._results.write(record)
+        self._sink(record)
         self._lines[content] = record
         self._lines.move_to_end(content)
         if len(self._lines) > _REMEMBERED:
@@ -141,7 +132,6 @@ class Journal(ResultWriter):
         assert paths.results is not None and paths.running is not None and paths.rejects is not None
         self._is_part, self._is_parquet = is_part, paths.is_parquet
         self._results, self._running, self._rejects = paths.results, paths.running, paths.rejects
-        self._manifest = manifest_path(paths.results)
         self._finished: Counter[bytes] = Counter()  # lines of earlier runs by key, less those taken
         self._offsets: dict[bytes, int] = {}  # of the first line of each text, by text hash
         self._rejected: set[bytes] = set()  # keys of the lines of rejects
@@ -151,8 +141,7 @@ class Journal(ResultWriter):
         self._unreadable: set[int] = set()  # ids of documents that could not be read
         self._same_ids: list[DocumentId] = []  # of documents with the id of another and a different text
         with self._files:  # releases the lock if opening fails
-            lock = _acquire_lock(self._results)
-            self._files.callback(lock.release)
+            self._files.callback(_acquire_lock(self._results).release)
             self._open(paths, retry_rejects)
             self._files = self._files.pop_all()
 
@@ -181,9 +170,6 @@ class Journal(ResultWriter):
         Args:
             reject: The document and its error.
             content: The hash of its text, if it was read.
-
-        Raises:
-            OSError: As `write`.
         """
         key = key_of(reject.id, content or reject.error)
         if content is None:
@@ -197,8 +183,7 @@ class Journal(ResultWriter):
     def finish(self) -> None:
         """Sort the lines into the order of the inputs and mark the job as finished; all documents were taken.
 
-        Raises:
-            OSError: A file cannot be written; the lines stay as they are.
+        After an OSError the lines are as they were.
         """
         if self._same_ids:
             have = "document has" if len(self._same_ids) == 1 else "documents have"
@@ -212,10 +197,8 @@ class Journal(ResultWriter):
         if self._rejects.exists():
             self._sort_rejects()
         if self._is_parquet:
-            from lookahead.jobs.parquet_results import write_parquet
-
             write_parquet(self._running, self._results)
-        Manifest(self._identity.to_dict(), self._identity.fingerprint, True, count).write(self._manifest)
+        write_manifest(self._results, self._identity, count)
         if self._is_parquet:
             self._running.unlink()
 
@@ -249,27 +232,25 @@ class Journal(ResultWriter):
         """Read what earlier runs wrote, and open the files for appending."""
         paths.clear()
         earlier = read_manifest(self._results)
-        if earlier is not None and (different := self._identity.differences(earlier.job)):
+        if earlier is not None and (different := self._identity.differences(earlier["job"])):
             raise ConfigError(
                 f"output {self._results} was written by another job: {different}; name another --output, or pass "
                 "--overwrite to begin anew"
             )
         try:
-            for path in {self._running, self._results, self._rejects, self._manifest}:
+            for path in {self._running, self._results, self._rejects, manifest_path(self._results)}:
                 remove_leftovers(path)
             if self._is_parquet and self._results.is_file() and not self._running.exists():
-                from lookahead.jobs.parquet_results import read_parquet_lines
-
                 read_parquet_lines(self._results, self._running, self._is_own)
-            Manifest(self._identity.to_dict(), self._identity.fingerprint).write(self._manifest)
+            write_manifest(self._results, self._identity)
         except OSError as error:
             raise ConfigError(f"output {self._results} cannot be written: {error.strerror}") from error
         for offset, record in self._read_lines(self._running, self._is_own):
             self._finished[_key_of_result(record)] += 1
             self._offsets.setdefault(bytes.fromhex(record["document"]), offset)
-        for _, record in self._read_lines(self._rejects, lambda record: bool(_key_of_reject(record))):
-            if not retry_rejects:
-                self._rejected.add(_key_of_reject(record))
+        rejects = self._read_lines(self._rejects, lambda record: {"id", "error"} <= record.keys())
+        earlier_rejects = {_key_of_reject(record) for _, record in rejects}
+        self._rejected = set() if retry_rejects else earlier_rejects
         self._file = self._files.enter_context(JsonLinesFile(self._running, append=True))
         self._reject_file = self._files.enter_context(JsonLinesFile(self._rejects, lazy=True, append=True))
 
@@ -280,32 +261,27 @@ class Journal(ResultWriter):
         with open(path, "r+b") as file:
             offset, size = 0, os.fstat(file.fileno()).st_size
             for number, line in enumerate(file, start=1):
-                is_torn = not line.endswith(b"\n")
-                try:
-                    record = {} if is_torn else parse_record(line)
-                except ValueError:
-                    is_torn, record = True, {}
-                if is_torn and offset + len(line) == size:
+                record: Record | None = None
+                if line.endswith(b"\n"):
+                    with suppress(ValueError):
+                        record = parse_record(line)
+                if record is None and offset + len(line) == size:
                     file.truncate(offset)
                     os.fsync(file.fileno())
                     self.notes.append(f"{path}: cut off its last line, which was torn ({len(line)} bytes)")
                     return
-                try:
-                    if not is_valid(record):
-                        raise ValueError("of another job")
-                except (ValueError, KeyError, TypeError) as error:
+                if record is None or not is_valid(record):
                     raise ConfigError(
                         f"{path}:{number}: no line of this job; remove the line, or pass --overwrite to begin anew"
-                    ) from error
+                    )
                 yield offset, record
                 offset += len(line)
 
     def _is_own(self, record: Record) -> bool:
         """Whether a line of results is of this job."""
         try:
-            _key_of_result(record)
             bytes.fromhex(record["document"])
-            return bool(record["fingerprint"] == self._identity.fingerprint)
+            return "id" in record and bool(record["fingerprint"] == self._identity.fingerprint)
         except (ValueError, KeyError, TypeError):
             return False
 
@@ -319,11 +295,7 @@ def _key_of_reject(record: Record) -> bytes:
 
 
 def _acquire_lock(results: Path) -> FileLock:
-    """Lock the files of a job against other processes. The lock has its own file, since the others are replaced.
-
-    Raises:
-        ConfigError: Another process holds the lock, or it cannot be created.
-    """
+    """Lock the files of a job against other processes. The lock has its own file, since the others are replaced."""
     results = Path(os.path.realpath(results))
     lock = FileLock(results.with_name(f".{results.name}.lock"), timeout=0)
     try:

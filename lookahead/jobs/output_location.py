@@ -6,28 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lookahead.documents.inputs import Input, check_output
-from lookahead.documents.table_files import load_pyarrow
+from lookahead.documents.inputs import Input, check_output, load_packages
 from lookahead.errors import ConfigError
 from lookahead.jobs.identity import manifest_path, read_manifest
 
 
 @dataclass(frozen=True, slots=True)
 class OutputPaths:
-    """The files a job writes.
+    """The files a job writes."""
 
-    Attributes:
-        results: The file for the summaries; `None` if they are shown. With the suffix `.parquet`, lines go to a file of
-            JSON lines beside it while the job runs.
-        rejects: The file for documents that failed; `None` is `RESULTS.rejects.jsonl`, or no file without results.
-        overwrite: Whether existing files may be replaced.
-        resume: Whether to continue what an earlier run wrote.
-    """
-
-    results: Path | None = None
-    rejects: Path | None = None
-    overwrite: bool = False
-    resume: bool = False
+    results: Path | None = None  # `None` if the summaries are shown
+    rejects: Path | None = None  # `None` is `RESULTS.rejects.jsonl`, or no file without results
+    overwrite: bool = False  # replace existing files
+    resume: bool = False  # continue what an earlier run wrote
 
     def __post_init__(self) -> None:
         if self.rejects is None and self.results is not None:
@@ -63,37 +54,32 @@ class OutputPaths:
             ConfigError: With the path and the reason.
             DocumentError: It is a Parquet file, and pyarrow is not installed.
         """
+        results = self.results
         if self.resume and self.overwrite:
             raise ConfigError("--resume goes on with an output and --overwrite begins anew; pass one of them")
         if self.resume and not self.is_journal:
             raise ConfigError("--resume needs --output, the file to go on with")
-        if self.results is not None and self.rejects is not None and self.results.resolve() == self.rejects.resolve():
-            raise ConfigError(f"output {self.results} cannot hold both the summaries and the rejects")
-        if self.results is not None and self.is_journal and not self.overwrite:
-            self._check_earlier(self.results)
-        if self.is_parquet:
-            load_pyarrow(str(self.results))
-        for path in self.all:
-            check_output(path, inputs, overwrite=self.overwrite or self.resume)
-
-    def _check_earlier(self, results: Path) -> None:
-        """Refuse existing results unless they are resumed, and results to resume without a manifest."""
-        manifest = read_manifest(results)
-        exists = any(path is not None and path.is_file() and path.stat().st_size for path in (results, self.running))
-        if self.resume and exists and manifest is None:
-            raise ConfigError(
-                f"output {results} has no manifest ({manifest_path(results).name}), so what wrote it is unknown; name "
-                "another --output, or pass --overwrite to begin anew"
-            )
-        if not self.resume and manifest is not None:
-            state = "a finished job" if manifest.is_finished else "a job that did not finish"
+        if results is not None and self.rejects is not None and results.resolve() == self.rejects.resolve():
+            raise ConfigError(f"output {results} cannot hold both the summaries and the rejects")
+        manifest = read_manifest(results) if results is not None and self.is_journal and not self.overwrite else None
+        if manifest is None and self.resume:
+            if any(path is not None and path.is_file() and path.stat().st_size for path in (results, self.running)):
+                raise ConfigError(
+                    f"output {results} has no manifest ({results}.manifest.json), so what wrote it is unknown; name "
+                    "another --output, or pass --overwrite to begin anew"
+                )
+        elif manifest is not None and not self.resume:
+            state = "a finished job" if manifest["state"] == "finished" else "a job that did not finish"
             raise ConfigError(
                 f"output {results} is of {state}; pass --resume to do what is missing, or --overwrite to begin anew"
             )
+        if self.is_parquet:
+            load_packages("parquet", str(results))
+        for path in self.all:
+            check_output(path, inputs, overwrite=self.overwrite or self.resume)
 
     def clear(self) -> None:
         """With `overwrite`, remove the files of an earlier job; call it after `check`."""
-        if self.overwrite:
-            for path in self.all:
-                if path.is_file():
-                    path.unlink()
+        for path in self.all if self.overwrite else ():
+            if path.is_file():
+                path.unlink()

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from lookahead.errors import PoolError
 from lookahead.models.model_state import state_of
 from lookahead.ngram.chains import ChainIndex
 from lookahead.ngram.pool_file import write_pool
@@ -21,50 +20,24 @@ from lookahead.utils.fingerprints import tokenizer_fingerprint
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
 SAVE_EVERY_S = 300.0
 Item = TypeVar("Item")
 
 
 def is_memory(path: str | os.PathLike[str]) -> bool:
-    """Whether a pool file is a memory of outputs or does not exist yet; else it is a corpus.
-
-    Raises:
-        PoolError: The file exists and is no pool.
-    """
+    """Whether a pool file is a memory of outputs or does not exist yet; else it is a corpus."""
     return not os.path.lexists(path) or read_pool_header(os.fspath(path)).learned == 1
-
-
-def check_memory(path: Path) -> None:
-    """Refuse a path that cannot be written, before any work is done.
-
-    Raises:
-        PoolError: With the path and the reason.
-    """
-    if not path.parent.is_dir():
-        raise PoolError(f"{path}: cannot be written: there is no directory {path.parent}")
-    if not os.access(path.parent, os.W_OK):
-        raise PoolError(f"{path}: cannot be written: permission denied")
 
 
 class OutputMemory:
     """A model's memory of earlier outputs, loaded from a pool file and saved to it.
 
-    Args:
-        path: The pool file; without it the memory begins empty.
-        model: The model whose memory is filled.
-        tokenizer: Its tokenizer.
-
-    Attributes:
-        loaded: Tokens read from the file.
-
-    Raises:
-        PoolError: The file is damaged, or was made with another tokenizer.
+    Without the file the memory begins empty. PoolError if it is damaged, or was made with another tokenizer.
     """
 
     def __init__(self, path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self.path = path
-        self.loaded = 0
+        self.loaded = 0  # tokens read from the file
         self._outputs: ChainIndex = state_of(model).learned.of(ProposerState, ProposerState).memory.outputs
         self._fingerprint = tokenizer_fingerprint(tokenizer)
         self._saved_at = time.monotonic()
@@ -80,11 +53,7 @@ class OutputMemory:
         return int(np.count_nonzero(self._outputs.tokens >= 0))
 
     def save(self) -> None:
-        """Write the memory to its file, atomically.
-
-        Raises:
-            PoolError: It cannot be written; the file is unchanged.
-        """
+        """Write the memory to its file, atomically; PoolError if it cannot be written."""
         tokens = np.array(self._outputs.tokens[1:])
         if np.any(tokens >= 0):
             with pool_errors(str(self.path)):
@@ -92,11 +61,7 @@ class OutputMemory:
         self._saved_at = time.monotonic()
 
     def save_while(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield the items of a job, and save every `SAVE_EVERY_S` seconds, so that a killed job loses little.
-
-        Raises:
-            PoolError: As `save`.
-        """
+        """Yield the items of a job, and save every `SAVE_EVERY_S` seconds, so that a killed job loses little."""
         for item in items:
             if time.monotonic() - self._saved_at >= SAVE_EVERY_S:
                 self.save()

@@ -8,7 +8,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lookahead.documents.table_files import UNPACKS_TOO_FAR, load_pyarrow, row_groups
+from lookahead.documents.inputs import load_packages
+from lookahead.documents.table_files import parquet_records
 from lookahead.errors import ConfigError
 from lookahead.jobs.result_lines import Record, encode_line, records_in
 from lookahead.ngram.replacing import replacing
@@ -25,12 +26,8 @@ def write_parquet(lines: Path, path: Path) -> None:
     """Write a file of results as Parquet, atomically.
 
     Ids are numbers if all of them are, else strings; `stats`, `tree` and `plain` are JSON strings.
-
-    Raises:
-        DocumentError: pyarrow is not installed.
-        OSError: The file cannot be written.
     """
-    arrow, parquet = load_pyarrow(str(path))
+    arrow, parquet = load_packages("parquet", str(path))
     is_number = all(_is_int64(record[name]) for record in records_in(lines) for name in _IDS if name in record)
     id_type, text, number = arrow.int64() if is_number else arrow.string(), arrow.string(), arrow.int64()
     columns = {"id": id_type, "summary": text} | dict.fromkeys(_NUMBERS, number) | dict.fromkeys(_TEXTS, text)
@@ -51,28 +48,18 @@ def read_parquet_lines(path: Path, lines: Path, is_own: Callable[[Record], bool]
         is_own: Whether a line is of the job that is resumed.
 
     Raises:
-        DocumentError: pyarrow is not installed.
         ConfigError: The Parquet file is damaged, or not of this job.
         OSError: The lines cannot be written.
     """
-    arrow, parquet = load_pyarrow(str(path))
-    number = 0
     try:
         with replacing(lines) as file:
-            for _, batches in row_groups(parquet.ParquetFile(path), rows=_BATCH_ROWS):
-                if batches is None:
-                    raise ValueError(UNPACKS_TOO_FAR)
-                for row in (row for batch in batches for row in batch.to_pylist()):
-                    number += 1
-                    record = {name: value for name, value in row.items() if value is not None}
-                    record |= {name: parse_json(record[name]) for name in _AS_JSON if name in record}
-                    if not is_own(record):
-                        raise ValueError(f"row {number} is none of this job")
-                    file.write(encode_line(record))
-    except (arrow.ArrowException, ValueError, TypeError, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        what = " ".join(str(error).split())
+            for number, record in enumerate(parquet_records(path), start=1):
+                record |= {name: parse_json(record[name]) for name in _AS_JSON if name in record}
+                if not is_own(record):
+                    raise ValueError(f"row {number} is none of this job")
+                file.write(encode_line(record))
+    except (ValueError, TypeError) as error:
+        what = " ".join(str(error).removeprefix(f"{path}: ").split())
         raise ConfigError(f"{path} holds no results to go on with: {what}; pass --overwrite to begin anew") from error
 
 

@@ -23,23 +23,14 @@ from lookahead.summarization.summarizer import Summarized, Summarizer, Summary
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What a worker reports when it is ready.
+    """What a worker reports when it is ready."""
 
-    Attributes:
-        identity: The identity of the job with the worker's model.
-        rows: Number of documents it decodes together.
-    """
-
-    identity: JobIdentity
-    rows: int
+    identity: JobIdentity  # of the job with the worker's model
+    rows: int  # documents it decodes together
 
 
 class RayWorker:
-    """An actor that summarizes documents: its calls are awaited concurrently, and a thread decodes them together.
-
-    Args:
-        options: Arguments of `WorkerOptions`.
-    """
+    """An actor that summarizes documents: its calls are awaited concurrently, and a thread decodes them together."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._options = WorkerOptions(**options)
@@ -58,11 +49,7 @@ class RayWorker:
         return info
 
     async def summarize(self, document: Document) -> Summary | str:
-        """The summary of a document, or an error message.
-
-        Raises:
-            RuntimeError: The engine has stopped; another worker can take the document.
-        """
+        """The summary of a document, or an error message. RuntimeError if the engine has stopped."""
         answer: Future[Summary | str] = Future()
         self._waiting[id(document)] = document, answer
         self._inbox.put(document)

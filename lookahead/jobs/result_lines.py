@@ -44,25 +44,18 @@ class JsonLinesFile:
         lazy: Create the file with its first line.
         append: Keep the lines of an existing file.
 
-    Attributes:
-        size: Bytes of whole lines.
-
     Raises:
         ConfigError: The file cannot be created.
     """
 
     def __init__(self, path: Path, *, lazy: bool = False, append: bool = False) -> None:
         self.path = path
-        self.size = path.stat().st_size if append and path.exists() else 0
+        self.size = path.stat().st_size if append and path.exists() else 0  # bytes of whole lines
         self._mode = "ab" if append else "wb"
         self._file: BinaryIO | None = None if lazy else self._open()
 
     def write(self, record: Record) -> None:
-        """Append one line.
-
-        Raises:
-            OSError: The line cannot be written; the file is unchanged.
-        """
+        """Append one line; after an OSError the file is unchanged."""
         if self._file is None:
             self._file = self._open()
         line = encode_line(record)
@@ -70,7 +63,11 @@ class JsonLinesFile:
             written = 0
             while written < len(line):
                 written += self._file.write(line[written:])
-            _sync(self._file)
+            try:
+                os.fsync(self._file.fileno())
+            except OSError as error:  # pipes and devices have no disk
+                if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):
+                    raise
         except BaseException:
             with contextlib.suppress(OSError):  # a pipe or a device cannot be truncated
                 self._file.truncate(self.size)
@@ -93,40 +90,20 @@ class JsonLinesFile:
             self._file.close()
 
 
-class JsonLinesStdout:
-    """Standard output as JSON lines, flushed after each."""
-
-    def write(self, record: Record) -> None:
-        """Write one line.
-
-        Raises:
-            OSError: The reader is gone, or no space is left.
-        """
-        try:
-            sys.stdout.buffer.write(encode_line(record))
-            sys.stdout.buffer.flush()
-        except OSError:
-            # Python flushes the buffer at exit, and would print the same error again.
-            with contextlib.suppress(OSError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise
-
-
-def _sync(file: BinaryIO) -> None:
-    """Flush a file to the disk. Pipes and devices have none."""
+def print_line(record: Record) -> None:
+    """Write one line to standard output and flush it."""
     try:
-        os.fsync(file.fileno())
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):
-            raise
+        sys.stdout.buffer.write(encode_line(record))
+        sys.stdout.buffer.flush()
+    except OSError:
+        # Python flushes the buffer at exit, and would print the same error again.
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
 
 
 def parse_record(line: bytes) -> Record:
-    """The JSON object of a line.
-
-    Raises:
-        ValueError: It is something else.
-    """
+    """The JSON object of a line; ValueError if it is something else."""
     record = parse_json(line)
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
@@ -150,7 +127,7 @@ def sort_lines(
     """Sort the lines of a file. The file is replaced atomically, and only if a line moves or goes.
 
     Args:
-        path: The file.
+        path: The file; it is unchanged after an OSError.
         order: The keys of the lines, in order; a key may be there more than once.
         key_of_record: Gives the key of a line.
         is_outdated: Whether a line that no key names is dropped; the others follow at the end.
@@ -158,9 +135,6 @@ def sort_lines(
 
     Returns:
         The number of lines kept and of lines dropped.
-
-    Raises:
-        OSError: The new file cannot be written; the old one is unchanged.
     """
     places: defaultdict[bytes, deque[tuple[int, int, bool]]] = defaultdict(deque)  # offset, length, is outdated
     count = offset = 0

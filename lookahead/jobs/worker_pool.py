@@ -32,25 +32,17 @@ _CONNECT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The number of workers and the resources of each.
+    """The number of workers and the resources of each."""
 
-    Attributes:
-        workers: Number of workers. Those without room wait, and let an autoscaling cluster grow.
-        threads: CPU threads of each, which Ray counts as CPUs.
-        gpus: GPUs of each, 0 or 1.
-    """
-
-    workers: int
-    threads: int
-    gpus: int
+    workers: int  # those without room wait, and let an autoscaling cluster grow
+    threads: int  # CPU threads of each, which Ray counts as CPUs
+    gpus: int  # of each, 0 or 1
 
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """An actor handle, how many documents it may have in flight, and how many it has."""
-
     handle: Any
-    capacity: int = 0  # 0 until it is ready
+    capacity: int = 0  # documents it may have in flight; 0 until it is ready
     in_flight: int = 0
     is_alive: bool = True
 
@@ -72,9 +64,6 @@ class WorkerPool:
         ray: The module `ray`, connected.
         options: Arguments of `WorkerOptions`.
         plan: The number of workers and the resources of each.
-
-    Attributes:
-        notes: What the user should know about workers.
     """
 
     def __init__(self, ray: Any, options: dict[str, Any], plan: Plan) -> None:
@@ -88,7 +77,7 @@ class WorkerPool:
         self._last_tries: deque[Document] = deque()
         self._first: WorkerInfo | None = None
         self._failed_starts = 0
-        self.notes: list[str] = []
+        self.notes: list[str] = []  # what the user should know about workers
 
     def __enter__(self) -> WorkerPool:
         for _ in range(self._size):
@@ -102,8 +91,7 @@ class WorkerPool:
     def wait_ready(self, workers: int = 1) -> WorkerInfo:
         """Wait until so many workers are ready; the others continue to start.
 
-        Raises:
-            LookaheadError: The options are wrong, or every worker died while it started.
+        LookaheadError if the options are wrong, or every worker died while it started.
         """
         while self._first is None or sum(worker.capacity > 0 for worker in self._workers) < workers:
             for _ in self._collect(waits=True):
@@ -113,14 +101,8 @@ class WorkerPool:
     def summarize_all(self, documents: Iterable[Document], rows: int | None = None) -> Iterator[Outcome]:
         """Summarize documents. They are taken when a worker has room, and yielded as they finish.
 
-        If `documents` raises, what is in flight is finished and yielded first.
-
-        Args:
-            documents: The documents.
-            rows: Unused: the rows of a worker are among its options.
-
-        Raises:
-            ClusterError: No worker is left, and none can be started.
+        If `documents` raises, what is in flight is finished and yielded first. ClusterError if no worker is left, and
+        none can be started. `rows` is unused: the rows of a worker are among its options.
         """
         source, is_open = iter(documents), True
         error: Exception | None = None
@@ -148,7 +130,6 @@ class WorkerPool:
             raise error
 
     def _add(self) -> None:
-        """Start a worker. Ray finds a place for it, or waits until there is one."""
         worker = _Worker(self._make(self._options))
         self._workers.append(worker)
         self._calls[worker.handle.start.remote()] = _Call(worker)
@@ -235,14 +216,9 @@ class WorkerPool:
 def connect(address: str | None) -> Iterator[Any]:
     """Connect to a cluster while the context lasts; yields the module `ray`.
 
-    Args:
-        address: As for `ray.init`: `"HOST:PORT"`, `"ray://HOST:PORT"`, `"auto"` (a cluster on this machine) or
-            `"local"` (one started for this job). `None` is the existing connection of the process, else the variable
-            RAY_ADDRESS, else `"auto"` or `"local"`.
-
-    Raises:
-        ConfigError: Ray is not installed.
-        ClusterError: There is no cluster at the address.
+    The address is as for `ray.init`: `"HOST:PORT"`, `"ray://HOST:PORT"`, `"auto"` (a cluster on this machine) or
+    `"local"` (one started for this job). `None` is the existing connection of the process, else the variable
+    RAY_ADDRESS, else `"auto"` or `"local"`.
     """
     try:
         import ray
@@ -255,7 +231,9 @@ def connect(address: str | None) -> Iterator[Any]:
     # Ray refuses options for starting a cluster when it connects to a running one.
     options = {"include_dashboard": False} if address in (None, "local") else {}
     try:
-        _check_port(address or "")
+        host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+        if host and port.isdecimal():  # Ray itself retries for minutes
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", **options)
     except Exception as error:  # OSError, ValueError, RuntimeError and Ray's own types
         raise ClusterError(f"{where} cannot be reached: {first_line(error)}") from error
@@ -265,19 +243,8 @@ def connect(address: str | None) -> Iterator[Any]:
         ray.shutdown()
 
 
-def _check_port(address: str) -> None:
-    """Connect to a port once; Ray itself retries for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if host and port.isdecimal():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
-
-
 class OwnStdout:
-    """Standard output of this thread. Drops what Ray's threads would print between the results.
-
-    Args:
-        stream: The real standard output.
-    """
+    """Standard output of this thread. Drops what Ray's threads would print between the results."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._thread = stream, get_ident()
@@ -298,9 +265,6 @@ def plan_workers(ray: Any, workers: int | None, threads: int | None, device: str
         workers: Number of workers; `None` is one for each GPU, or without GPUs one for each machine.
         threads: CPU threads of each; `None` divides the CPUs, and is 1 with a GPU.
         device: `"cpu"`, `"cuda"`, or `None` for GPUs if there are some.
-
-    Raises:
-        ConfigError: `device` names one GPU, but Ray assigns the GPUs.
     """
     if device not in (None, "cpu", "cuda"):
         raise ConfigError(

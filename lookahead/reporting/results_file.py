@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lookahead.documents.table_files import UNPACKS_TOO_FAR, load_pyarrow, row_groups
+from lookahead.documents.table_files import parquet_records
 from lookahead.errors import DocumentError
 from lookahead.utils.atomic import parse_json
 
@@ -20,7 +20,6 @@ MOST = 1e15  # largest number accepted
 MOST_BYTES = 64 << 20  # of a line
 MOST_COMPLAINTS = 5
 PATIENCE = 1000  # malformed lines after which a file without a valid one is given up
-_BATCH_ROWS = 1024
 _AS_JSON = ("stats", "plain")  # columns that a Parquet file holds as JSON strings
 _LENGTH = re.compile("[0-9]{1,9}")
 
@@ -261,18 +260,8 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """The rows of a Parquet file, numbered from 1, without null fields."""
     _check_is_file(path)
     open(path, "rb").close()  # a missing file raises the same error as for JSON lines
-    arrow, parquet = load_pyarrow(str(path))
-    number = 0
-    try:
-        for _, batches in row_groups(parquet.ParquetFile(path), rows=_BATCH_ROWS):
-            if batches is None:
-                raise DocumentError(f"{path}: {UNPACKS_TOO_FAR}")
-            for row in (row for batch in batches for row in batch.to_pylist()):
-                number += 1
-                record = {name: value for name, value in row.items() if value is not None}
-                for name in _AS_JSON:
-                    if isinstance(record.get(name), str):
-                        record[name] = _parse(record[name].encode("utf-8", "replace"))[0]
-                yield number, record
-    except arrow.ArrowException as error:
-        raise DocumentError(f"{path} is no Parquet file that can be read: {' '.join(str(error).split())}") from error
+    for number, record in enumerate(parquet_records(path), start=1):
+        for name in _AS_JSON:
+            if isinstance(record.get(name), str):
+                record[name] = _parse(record[name].encode("utf-8", "replace"))[0]
+        yield number, record

@@ -44,12 +44,6 @@ class MeasuredText:
         tokenizer: Counts the tokens.
         clean: Applied to each piece first. It may change whitespace only.
         before: Number of characters before the first piece.
-
-    Attributes:
-        text: The cleaned text.
-        pieces: The cleaned pieces.
-        ends: The end of each piece, in characters of the cleaned text.
-        starts: The start of each token without leading whitespace, in characters of the cleaned text.
     """
 
     def __init__(
@@ -63,6 +57,7 @@ class MeasuredText:
         self._given = "".join(piece.text for piece in pieces)
         self.pieces = [Piece(clean(piece.text), piece.end) for piece in pieces]
         self.text = "".join(piece.text for piece in self.pieces)
+        # In characters of the cleaned text: the end of each piece, the start of each token without leading whitespace.
         self.ends = array("q", accumulate(len(piece.text) for piece in self.pieces))
         self.starts = array("q")
         for begin, block in _blocks(self.text, self.ends):
@@ -88,22 +83,18 @@ class MeasuredText:
     @cached_property
     def _letters(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Indices of the characters other than whitespace, given and cleaned: cleaning keeps their number and order."""
-        return _letter_indices(self._given), _letter_indices(self.text)
+        given, cleaned = (
+            np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4") for text in (self._given, self.text)
+        )
+        return np.flatnonzero(~np.isin(given, _SPACES)), np.flatnonzero(~np.isin(cleaned, _SPACES))
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A stretch of a document.
+    """A stretch of a document; its spans have the index of the first, and that after the last."""
 
-    Attributes:
-        text: Its text without outer whitespace, never empty.
-        chars: Its span in the given document: the first character, and the one after the last.
-        tokens: Likewise in tokens of the document.
-        pieces: Likewise in pieces of the document.
-    """
-
-    text: str
-    chars: tuple[int, int]
+    text: str  # without outer whitespace, never empty
+    chars: tuple[int, int]  # of the given document
     tokens: tuple[int, int]
     pieces: tuple[int, int]
 
@@ -112,16 +103,13 @@ class Part:
 class Parts:
     """A document, cut.
 
-    Attributes:
-        parts: The parts in order.
-        tokens: Tokens of the whole document.
-        split: `"none"` if the document fits as a whole, `"sections"` if it is cut between sections or paragraphs only,
-            `"sentences"` if it is cut between sentences or lines too, `"hard"` if a stretch without such places is cut
-            between words or tokens.
+    The split is `"none"` if the document fits as a whole, `"sections"` if it is cut between sections or paragraphs
+    only, `"sentences"` if it is cut between sentences or lines too, `"hard"` if a stretch without such places is cut
+    between words or tokens.
     """
 
     parts: tuple[Part, ...]
-    tokens: int
+    tokens: int  # of the whole document
     split: Split
 
     @property
@@ -131,9 +119,7 @@ class Parts:
 
 
 class _Span(NamedTuple):
-    """A stretch that is not cut further, in characters."""
-
-    begin: int
+    begin: int  # in characters
     end: int
     closing: Break
 
@@ -185,12 +171,6 @@ def _blocks(text: str, ends: Sequence[int]) -> Iterator[tuple[int, str]]:
         end = ends[last] if last >= 0 and ends[last] > begin else begin + _BLOCK
         yield begin, text[begin:end]
         begin = end
-
-
-def _letter_indices(text: str) -> NDArray[np.int64]:
-    """The indices of all characters other than whitespace."""
-    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
-    return np.flatnonzero(~np.isin(codes, _SPACES))
 
 
 def _trimmed(measured: MeasuredText, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -257,14 +237,9 @@ def _pack(measured: MeasuredText, spans: list[_Span], budget: int) -> list[tuple
 
 
 def _last_of_part(spans: list[_Span], marks: list[int], first: int, done: int, budget: int) -> int:
-    """The index of the best last span of a part.
+    """The index of the best last span of a part that begins with span `first`, after `done` tokens.
 
-    Args:
-        spans: All spans.
-        marks: Tokens up to the end of each span.
-        first: Index of the first span of the part.
-        done: Tokens before the part.
-        budget: Most tokens of the part.
+    `marks` are the tokens up to the end of each span.
     """
     left = marks[-1] - done
     if left <= budget:

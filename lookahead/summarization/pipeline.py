@@ -13,7 +13,7 @@ from lookahead.summarization.chunking import Split
 from lookahead.summarization.prompt_fitter import FittedDocument, PromptFitter
 
 if TYPE_CHECKING:
-    from lookahead.summarization.decoder import PlainFigures
+    from lookahead.summarization.baseline import PlainFigures
     from lookahead.verification.stopping import FinishReason
 
 
@@ -75,11 +75,7 @@ class Summary:
         return self.text
 
     def check(self) -> Summary:
-        """This summary, if it is not empty.
-
-        Raises:
-            DocumentError: The summary is empty.
-        """
+        """This summary; DocumentError if it is empty."""
         if not self.text:
             raise DocumentError(f"the model wrote no summary of the document's {self.document_tokens} tokens")
         return self
@@ -128,18 +124,8 @@ _Rounds = Generator[tuple[list[str], int], _Output, _Output]
 class SummaryPipeline:
     """A document on its way to a summary, in rounds of prompts that may be decoded together.
 
-    Args:
-        text: The document, not blank.
-        fitter: Cuts it and renders its prompts.
-        keep_parts: Whether the summary keeps those of the parts.
-
-    Attributes:
-        prompts: The prompts of the current round; empty at the end.
-        limit: Most new tokens of each prompt.
-        summary: The summary at the end, `None` before.
-
-    Raises:
-        DocumentError: No part of the document fits a prompt.
+    While `summary` is `None`, `prompts` are those of the current round, each with at most `limit` new tokens.
+    DocumentError if no part of the document fits a prompt.
     """
 
     def __init__(self, text: str, fitter: PromptFitter, *, keep_parts: bool) -> None:

@@ -21,16 +21,11 @@ _NO_LIMIT = 10**9  # tokenizers without a limit state 10**30
 class Approach:
     """How a document longer than a prompt is read.
 
-    Attributes:
-        overlap: Tokens at the end of a part that the next part repeats, at least 0.
-        refine: Whether the parts are read in order, each with the summary so far, by a model that follows
-            instructions. Otherwise all parts are summarized, then their summaries together.
-
-    Raises:
-        ConfigError: The overlap is negative.
+    With `refine` the parts are read in order, each with the summary so far, by a model that follows instructions.
+    Otherwise all parts are summarized, then their summaries together.
     """
 
-    overlap: int = 0
+    overlap: int = 0  # tokens at the end of a part that the next part repeats
     refine: bool = False
 
     def __post_init__(self) -> None:
@@ -40,12 +35,7 @@ class Approach:
 
 @dataclass(frozen=True, slots=True)
 class FittedDocument:
-    """A document as prompts.
-
-    Attributes:
-        parts: How it was cut.
-        prompts: One rendered prompt per part.
-    """
+    """A document as prompts, one for each part."""
 
     parts: Parts
     prompts: list[str]
@@ -59,19 +49,14 @@ class FittedDocument:
 class PromptFitter:
     """Renders documents to prompts that leave room for a summary.
 
+    ConfigError if no document would fit, or the model cannot follow the request or the approach.
+
     Args:
         model: Its configuration states the context length.
         tokenizer: Counts tokens and renders templates; its `model_max_length` limits the context too.
         max_new_tokens: Tokens to leave room for.
         request: What the model is asked for; `None` means a summary in two sentences.
         approach: How a document longer than a prompt is read; `None` means its parts separately, without overlap.
-
-    Attributes:
-        max_new_tokens: As given.
-        approach: As given.
-
-    Raises:
-        ConfigError: No document would fit, or the model cannot follow the request or the approach.
     """
 
     def __init__(
@@ -126,7 +111,7 @@ class PromptFitter:
 
     @property
     def add_special_tokens(self) -> bool:
-        """Whether the tokenizer must add its special tokens, since no template wrote them."""
+        """As `Prompting.add_special_tokens`."""
         return self._prompting.add_special_tokens
 
     @property
@@ -138,27 +123,17 @@ class PromptFitter:
         return self._document_limit // 4
 
     def fit(self, document: str) -> FittedDocument:
-        """Cut a document into parts whose prompts all fit.
-
-        Args:
-            document: A text that is not blank.
-
-        Raises:
-            DocumentError: No part of it fits a prompt.
-        """
+        """Cut a document, not blank, into parts whose prompts all fit; DocumentError if none would."""
         text = document.strip()
         before = len(document) - len(document.lstrip())
         measured = MeasuredText(split_pieces(text), self._tokenizer, self._prompting.clean, before)
         return self._fit(measured, self.approach)
 
     def fit_summaries(self, summaries: list[str]) -> FittedDocument:
-        """Put as many summaries of parts into each prompt as fit together.
+        """Put as many summaries of parts, none blank, into each prompt as fit together.
 
         Each is first truncated to `partial_summary_limit`, since text can have more tokens than it was generated with.
         A summary is cut only if no prompt can hold it.
-
-        Args:
-            summaries: At least one, and none blank.
         """
         limit = self.partial_summary_limit
         summaries = [truncate(summary, self._tokenizer, limit).strip() for summary in summaries]
@@ -167,12 +142,9 @@ class PromptFitter:
         return self._fit(MeasuredText(pieces, self._tokenizer, self._prompting.clean), Approach())
 
     def refining_prompt(self, fitted: FittedDocument, number: int, summary: str) -> str:
-        """The prompt for a part of a document and the summary of the parts before it.
+        """The prompt for a part of a document and the summary of the parts before it, which may be empty.
 
-        Args:
-            fitted: The document.
-            number: Index of the part.
-            summary: The summary, possibly empty. Its end is left out if it does not fit.
+        The end of the summary is left out if it does not fit.
         """
         if not summary:
             return fitted.prompts[number]
@@ -185,7 +157,6 @@ class PromptFitter:
             keep = max(0, keep - excess)
 
     def _fit(self, measured: MeasuredText, approach: Approach) -> FittedDocument:
-        """Cut a text into parts whose prompts all fit."""
         limit, room = self._document_limit, self._prompt_limit
         is_refined = False
         while True:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Literal
 
 from lookahead.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-SUMMARIZE_TEMPLATE = "summarize"
+SUMMARIZE_TEMPLATE: Final = "summarize"
 INSTRUCTION = "{document}\n\nSummarize the text above in two sentences."  # small models follow what comes last
 STYLES = {
     "bullets": "Summarize the following text as a list of three to six bullet points, each on a line of its own.",
@@ -35,18 +35,10 @@ _NO_CHAT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SummaryRequest:
-    """What a model is asked for instead of the usual summary.
+    """What a model is asked for instead of the usual summary: a prompt or a style."""
 
-    Attributes:
-        prompt: The instruction; `{document}` in it stands for the document, which follows it otherwise.
-        style: `"bullets"`, `"paragraph"` or `"headline"`.
-
-    Raises:
-        ConfigError: The prompt is blank, the style is unknown, or both are given.
-    """
-
-    prompt: str | None = None
-    style: str | None = None
+    prompt: str | None = None  # `{document}` in it stands for the document, which follows it otherwise
+    style: str | None = None  # a key of `STYLES`
 
     def __post_init__(self) -> None:
         if self.prompt is not None and not self.prompt.strip():
@@ -69,16 +61,8 @@ class Prompting:
     document as a user's message. Without one the prompt is the document and `Summary:`. An encoder-decoder model
     reads the document itself after the prefix that its configuration names (T5's `summarize: `).
 
-    Args:
-        tokenizer: The tokenizer whose templates are used.
-        request: What to ask for; `None` means a summary in two sentences.
-        model: Its model, which tells whether there is an encoder.
-
-    Attributes:
-        template: `"encoder"`, `"summarize"`, `"chat"` or `"plain"`.
-
-    Raises:
-        ConfigError: The model follows no instructions, and the request needs it to.
+    Without a request it is a summary in two sentences. The model tells whether there is an encoder. ConfigError if the
+    model follows no instructions, and the request needs it to.
     """
 
     def __init__(
@@ -91,9 +75,11 @@ class Prompting:
         self._request = request or SummaryRequest()
         self._prefix = ""
         templates = tokenizer.chat_template
+        self.template: Literal["encoder", "summarize", "chat", "plain"]
         if model is not None and model.config.is_encoder_decoder:
             self.template = "encoder"
-            self._prefix = summary_prefix(model)
+            tasks = getattr(model.config, "task_specific_params", None) or {}
+            self._prefix = str((tasks.get("summarization") or {}).get("prefix") or "")
         elif isinstance(templates, dict) and SUMMARIZE_TEMPLATE in templates:
             self.template = SUMMARIZE_TEMPLATE
         elif templates and (isinstance(templates, str) or "default" in templates):
@@ -126,11 +112,7 @@ class Prompting:
         raise ConfigError(f"{reason}, so a {asked} has no effect; {hint}")
 
     def check_refining(self) -> None:
-        """Refuse a model that cannot be given a summary beside a document.
-
-        Raises:
-            ConfigError: The model follows no instructions.
-        """
+        """Refuse a model that cannot be given a summary beside a document with a ConfigError."""
         if self.template in _NO_CHAT:
             raise ConfigError(
                 f"{_NO_CHAT[self.template]}, so it cannot refine a summary part by part; give --model an instruction "
@@ -150,12 +132,7 @@ class Prompting:
         return self._markers.sub(lambda marker: f"{marker[0][0]} {marker[0][1:]}", text)
 
     def render(self, document: str, summary: str | None = None) -> str:
-        """The whole prompt for a cleaned document.
-
-        Args:
-            document: The document, or the next part of it.
-            summary: The summary of the parts before; `None` if there are none. For chats only.
-        """
+        """The whole prompt for a cleaned document, or the part of it that follows on a summary; that for chats only."""
         if self.template == "encoder" and self._request.prompt is None:
             return self._prefix + document
         if self.template == "plain" and self._request.prompt is None:
@@ -181,9 +158,3 @@ class Prompting:
         """Tokens of a rendered prompt, special ones included."""
         encoded = self._tokenizer(prompt, add_special_tokens=self.add_special_tokens, verbose=False)
         return len(encoded["input_ids"])
-
-
-def summary_prefix(model: PreTrainedModel) -> str:
-    """The text that the configuration of an encoder-decoder model puts before a document; often empty."""
-    tasks = getattr(model.config, "task_specific_params", None) or {}
-    return str((tasks.get("summarization") or {}).get("prefix") or "")

@@ -85,13 +85,7 @@ def split_pieces(text: str) -> list[Piece]:
     """Cut a text between its lines and sentences and before its headings.
 
     A section begins with a heading: a markdown heading, an underlined line, a rule, or a line such as "Chapter IX"
-    after an empty line. A paragraph ends at an empty line.
-
-    Args:
-        text: Any text.
-
-    Returns:
-        The pieces in order. Joined they are the text again.
+    after an empty line. A paragraph ends at an empty line. The pieces joined are the text again.
     """
     pieces: list[Piece] = []
     start = 0
@@ -100,7 +94,9 @@ def split_pieces(text: str) -> list[Piece]:
             continue
         begin = max(start, match.start())  # the previous heading ends with the indentation of this one
         pieces += _section_pieces(text[start:begin])
-        start = _end_of_whitespace(text, match.end())
+        start = match.end()
+        while start < len(text) and text[start].isspace():
+            start += 1
         pieces.append(Piece(text[begin:start], Break.NOTHING))
     pieces += _section_pieces(text[start:])
     return pieces
@@ -111,13 +107,7 @@ def split_sentences(text: str) -> list[str]:
 
     A sentence ends at an empty line, and at `.`, `!`, `?` or `…` with closing quotes and brackets if a new sentence
     begins after it. Abbreviations ("Dr. Watson"), initials ("J. R. Smith"), "e.g.", decimal numbers and single line
-    breaks do not end a sentence.
-
-    Args:
-        text: Any text.
-
-    Returns:
-        The sentences in order, each with the whitespace that follows it. Joined they are the text again.
+    breaks do not end a sentence. Each has the whitespace that follows it: joined they are the text again.
     """
     sentences: list[str] = []
     start = 0
@@ -139,20 +129,16 @@ def _ends_a_sentence(text: str, start: int, match: re.Match[str]) -> bool:
     gap = match["gap"]
     if not gap or gap.count("\n") > 1:
         return bool(gap)
-    following = _first_letter(text, match.end())
+    index = match.end()
+    while index < len(text) and text[index] in _OPENERS:
+        index += 1
+    following = text[index : index + 1]  # the first character that is no quote, bracket or space; empty at the end
     if following.islower():
         return False  # "What?" she said. Hm ... perhaps.
     if match["stop"] != ".":
         return True
     word = _LAST_WORD.search(text, max(start, match.start() - _WORD_REACH), match.start())
     return word is None or not _is_abbreviation(word[0], following)
-
-
-def _first_letter(text: str, index: int) -> str:
-    """The first character from `index` on that is no quote, bracket or space; empty at the end."""
-    while index < len(text) and text[index] in _OPENERS:
-        index += 1
-    return text[index : index + 1]
 
 
 def _is_abbreviation(word: str, following: str) -> bool:
@@ -180,9 +166,3 @@ def _follows_an_empty_line(text: str, index: int) -> bool:
     before = text[max(0, index - _LINE_REACH) : index]
     words = before.rstrip()
     return not words or before.count("\n", len(words)) > 1
-
-
-def _end_of_whitespace(text: str, index: int) -> int:
-    while index < len(text) and text[index].isspace():
-        index += 1
-    return index

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lookahead.documents.decode_text import Document, Reject, check_words
-from lookahead.errors import DocumentError, LookaheadError
+from lookahead.errors import ConfigError, DocumentError, LookaheadError
 from lookahead.stats import total, total_in_sequence
-from lookahead.summarization.decoder import SummaryDecoder
+from lookahead.summarization.baseline import PlainFigures, decode_plainly
 from lookahead.summarization.pipeline import Summarized, Summary, SummaryPipeline
 from lookahead.summarization.prompt_fitter import Approach, PromptFitter
 from lookahead.summarization.prompting import SummaryRequest
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from lookahead.config import LookaheadConfig
+    from lookahead.generation.api import GenerationResult
     from lookahead.generation.scheduler import Completion, Scheduler
     from lookahead.models.target import OnPrefill
 
@@ -27,13 +28,11 @@ __all__ = ["Summarized", "Summarizer", "Summary"]
 
 Outcome = Summarized | Reject
 
+_ROWS_TOGETHER = 8  # prompts of one document
+
 
 class Summarizer:
     """Summarizes documents with one model.
-
-    Attributes:
-        exact: Whether the model computes in fp32, where plain decoding must give the same tokens.
-        fitter: Cuts documents and renders prompts.
 
     Args:
         model: Any causal language model.
@@ -64,17 +63,14 @@ class Summarizer:
         approach: Approach | None = None,
         keep_parts: bool = False,
     ) -> None:
-        self.exact = str(model.dtype) == "torch.float32"
         self.fitter = PromptFitter(model, tokenizer, max_new_tokens, request, approach)
-        self._keep_parts = keep_parts
-        self._decoder = SummaryDecoder(
-            model,
-            tokenizer,
-            config=config,
-            num_beams=num_beams,
-            add_special_tokens=self.fitter.add_special_tokens,
-            compare=compare,
-        )
+        self.on_prefill: OnPrefill | None = None  # as for `lookahead.generate`
+        self._model, self._tokenizer, self._config = model, tokenizer, config
+        self._compare, self._keep_parts = compare, keep_parts
+        if num_beams is not None and num_beams < 1:
+            raise ConfigError(f"num_beams must be at least 1, got {num_beams}")
+        own = model.generation_config.num_beams if model.generation_config is not None else None
+        self._num_beams: int = num_beams or own or 1
 
     def summarize(self, text: str) -> Summary:
         """Summarize one document: its parts if it is long, then their summaries.
@@ -82,13 +78,13 @@ class Summarizer:
         Raises:
             DocumentError: The text has no letter or digit, or the model wrote nothing about it.
         """
-        self._decoder.take_figures()  # of a document that failed half way
-        pipeline = self._begin(text)
+        pipeline, plain = self.begin(text), PlainFigures()
         while pipeline.summary is None:
-            done = self._decoder.decode(pipeline.prompts, pipeline.limit)
+            done, figures = self._decode(pipeline.prompts, pipeline.limit)
+            plain += figures
             texts = [each for result in done for each in result.texts]
             pipeline.take(texts, total_in_sequence(result.stats for result in done), done[-1].finish_reasons[-1])
-        return replace(pipeline.summary.check(), plain=self._decoder.take_figures())
+        return replace(pipeline.summary.check(), plain=plain if self._compare else None)
 
     def summarize_all(self, documents: Iterable[Document | None], rows: int | None = None) -> Iterator[Outcome]:
         """Summarize many documents, the prompts of several decoded together, in the order in which they are done.
@@ -101,21 +97,14 @@ class Summarizer:
             documents: The documents, which may come from a stream. It may give None, while documents that it gave are
                 not done, to say that the next one has not come yet.
             rows: Prompts that are decoded together, 1 to 1024; `None` decides.
-
-        Raises:
-            ConfigError: `rows` is out of range.
         """
-        if self._decoder.is_alone:
+        if self._is_alone:
             return (self.summarize_or_reject(document) for document in documents if document is not None)
         return _BatchSummarizer(self, rows).run(documents)
 
     def rows_together(self, rows: int | None = None) -> int:
-        """The number of prompts that `summarize_all` decodes together for this argument.
-
-        Raises:
-            ConfigError: `rows` is out of range.
-        """
-        return 1 if self._decoder.is_alone else self._open_scheduler(rows).rows
+        """The number of prompts that `summarize_all` decodes together for this argument."""
+        return 1 if self._is_alone else self.open_scheduler(rows).rows
 
     def summarize_or_reject(self, document: Document) -> Outcome:
         """Summarize one document, or tell why it cannot be."""
@@ -127,35 +116,73 @@ class Summarizer:
             message = " ".join(str(error).split())
             return Reject(document.id, f"{document.id}: {type(error).__name__}: {message}", document)
 
-    def report_prefill(self, on_prefill: OnPrefill | None) -> None:
-        """Set a function to call while prompts are read, with the tokens of a prompt read so far and in all."""
-        self._decoder.on_prefill = on_prefill
-
     def warm_up(self) -> None:
-        """Decode a few tokens, so that compiling is not charged to the first document."""
-        prompts = self.fitter.fit("One, two, three. One, two, three.").prompts
-        self._decoder.warm_up(prompts[0])
-        self._decoder.decode(prompts, 8)
+        """Decode a few tokens with every proposer, so that compiling is not charged to the first document."""
+        import numpy as np
 
-    def _begin(self, text: str) -> SummaryPipeline:
+        from lookahead.config import LookaheadConfig
+        from lookahead.drafting.select import BatchValue, Draft, fit
+        from lookahead.drafting.tree import TokenTree
+
+        prompts = self.fitter.fit("One, two, three. One, two, three.").prompts
+        everything = replace(self._config or LookaheadConfig(), draft="fixed", min_probability=0.0)
+        self._generate(prompts[:1], 12, config=everything, num_beams=1)
+        # Compile what only batches need.
+        fit([Draft(TokenTree.root(0), ())] * 2, np.ones(3), BatchValue(np.ones(2), np.arange(3.0)))
+        self._decode(prompts, 8)
+
+    def begin(self, text: str) -> SummaryPipeline:
         """Cut a document into the prompts of its first round."""
         check_words(text)
         return SummaryPipeline(text, self.fitter, keep_parts=self._keep_parts)
 
-    def _open_scheduler(self, rows: int | None) -> Scheduler:
+    def open_scheduler(self, rows: int | None) -> Scheduler:
+        """A scheduler that decodes the prompts of several documents together."""
         from lookahead.generation.scheduler import Scheduler
 
-        decoder = self._decoder
+        add = self.fitter.add_special_tokens
         scheduler = Scheduler(
-            decoder.model,
-            decoder.tokenizer,
-            rows=rows,
-            config=decoder.config,
-            add_special_tokens=decoder.add_special_tokens,
-            do_sample=False,
+            self._model, self._tokenizer, rows=rows, config=self._config, add_special_tokens=add, do_sample=False
         )
-        scheduler.on_prefill = decoder.on_prefill
+        scheduler.on_prefill = self.on_prefill
         return scheduler
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether prompts of one document are not decoded together with those of others."""
+        return self._compare or self._num_beams > 1
+
+    def _decode(self, prompts: Sequence[str], limit: int) -> tuple[list[GenerationResult], PlainFigures]:
+        """Continue each prompt by at most `limit` tokens, as many together as the cache has room for.
+
+        With `compare`, decode them plainly too.
+        """
+        from lookahead.generation.scheduler import cache_tokens_of
+
+        add = self.fitter.add_special_tokens
+        ids: list[list[int]] = self._tokenizer(list(prompts), add_special_tokens=add, verbose=False)["input_ids"]
+        room = cache_tokens_of(self._model, _ROWS_TOGETHER) // (max(map(len, ids)) + limit)
+        rows = max(1, min(_ROWS_TOGETHER // self._num_beams, room))
+        done: list[GenerationResult] = []
+        plain = PlainFigures()
+        for start in range(0, len(prompts), rows):
+            batch = list(prompts[start : start + rows])
+            # An encoder-decoder model is drafted for one input at a time.
+            calls = [[prompt] for prompt in batch] if self._model.config.is_encoder_decoder else [batch]
+            results = [self._generate(call, limit) for call in calls]
+            if self._compare:
+                beams = self._num_beams
+                tokens, stats = decode_plainly(self._model, self._tokenizer, ids[start : start + rows], limit, beams)
+                plain += PlainFigures(stats, tokens == [row for result in results for row in result.token_ids])
+            done += results
+        return done, plain
+
+    def _generate(self, prompts: list[str], limit: int, **changed: Any) -> GenerationResult:
+        from lookahead.generation.api import generate
+
+        options = {"config": self._config, "num_beams": self._num_beams, "on_prefill": self.on_prefill, **changed}
+        options |= {"add_special_tokens": self.fitter.add_special_tokens, "max_new_tokens": limit, "do_sample": False}
+        return generate(self._model, self._tokenizer, prompts, **options)
 
 
 @dataclass(slots=True)
@@ -172,7 +199,7 @@ class _BatchSummarizer:
 
     def __init__(self, summarizer: Summarizer, rows: int | None) -> None:
         self._summarizer, self._rows = summarizer, rows
-        self._scheduler = summarizer._open_scheduler(rows)
+        self._scheduler = summarizer.open_scheduler(rows)
         self._numbers = count()
         self._queue: deque[tuple[_Task, int]] = deque()  # tasks and indices of the prompts that wait
         self._running: dict[int, tuple[_Task, int]] = {}  # likewise for those being decoded, by their number
@@ -212,7 +239,7 @@ class _BatchSummarizer:
     def _begin(self, document: Document) -> None:
         """Cut a document into prompts, and queue them."""
         try:
-            task = _Task(document, self._summarizer._begin(document.text))
+            task = _Task(document, self._summarizer.begin(document.text))
         except Exception:
             self._outcomes.append(self._summarizer.summarize_or_reject(document))
         else:
@@ -237,7 +264,7 @@ class _BatchSummarizer:
             completions = self._scheduler.step()
         except Exception:
             tasks = {id(task): task for task, _ in self._running.values()}
-            self._scheduler = self._summarizer._open_scheduler(self._rows)
+            self._scheduler = self._summarizer.open_scheduler(self._rows)
             for task in tasks.values():
                 self._summarize_alone(task)
             return
