@@ -15,7 +15,7 @@ import pytest
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.errors import ConfigError
 from lookahead.jobs import job_figures as report
-from lookahead.jobs.identity import JobIdentity
+from lookahead.jobs.identity import JobIdentity, text_hash
 from lookahead.jobs.job import JobTotals, run_job
 from lookahead.jobs.job_options import JobOptions
 from lookahead.jobs.journal import Journal
@@ -322,7 +322,9 @@ def test_no_space_for_a_line_leaves_whole_lines_and_the_job_can_be_resumed():
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
             with pytest.raises(OSError):
                 for i in range(99):
-                    journal.write(Document(i, f"text {i}"), {"summary": "x" * 100})
+                    content = text_hash(f"text {i}")
+                    line = {"id": i, "summary": "x" * 100, "document": content.hex(), "fingerprint": JOB.fingerprint}
+                    journal.append(line, content)
         sys.exit(i)
 
     count = status_of(fill)

@@ -15,7 +15,7 @@ import pytest
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.errors import ConfigError
 from lookahead.jobs import journal as journals
-from lookahead.jobs.identity import JobIdentity, write_manifest
+from lookahead.jobs.identity import JobIdentity, text_hash, write_manifest
 from lookahead.jobs.job import JobTotals, run_job
 from lookahead.jobs.job_options import JobOptions
 from lookahead.jobs.jobfile import read_job_file
@@ -73,6 +73,12 @@ def run(
 
 def documents(names: str) -> list[Document]:
     return [Document(name, f"text {name}") for name in names]
+
+
+def line(name: str) -> tuple[dict[str, Any], bytes]:
+    """A line of results, and the hash of its text."""
+    content = text_hash(f"text {name}")
+    return {"id": name, "summary": "S", "document": content.hex(), "fingerprint": JOB.fingerprint}, content
 
 
 def lines(path: Path = OUT) -> list[dict[str, Any]]:
@@ -178,7 +184,7 @@ def test_a_long_prompt_that_differs_is_told_in_a_line() -> None:
 def test_what_a_process_is_writing_is_left_to_it(options: dict[str, bool]) -> None:
     paths = OutputPaths(OUT)
     with Journal(paths, JOB) as journal:
-        journal.write(documents("a")[0], {"summary": "A"})
+        journal.append(*line("a"))
         before = OUT.read_bytes()
         with pytest.raises(ConfigError, match=r"out\.jsonl is being written by another process"):
             run(documents("b"), **options)
@@ -188,8 +194,8 @@ def test_what_a_process_is_writing_is_left_to_it(options: dict[str, bool]) -> No
 def test_a_job_is_alone_also_when_its_files_were_replaced() -> None:
     paths = OutputPaths(OUT)
     with Journal(paths, JOB) as journal:
-        for document in documents("ba"):
-            journal.write(document, {"summary": "S"})
+        for name in "ba":
+            journal.append(*line(name))
         for document in documents("ab"):
             journal.take(document)
         before = OUT.stat().st_ino
@@ -212,7 +218,7 @@ def test_of_two_jobs_begun_at_once_one_is_told_and_the_other_goes_on(monkeypatch
 
     monkeypatch.setattr(journals, "write_manifest", write_while_another_begins)
     with Journal(paths, JOB) as journal:
-        journal.write(documents("a")[0], {"summary": "A"})
+        journal.append(*line("a"))
     assert Path("out.jsonl.manifest.json").exists()
 
 

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TextIO, cast
 
@@ -195,7 +195,7 @@ def _estimate(options: JobOptions, documents: Iterator[Document | Reject], summa
     if _prints_text(options):
         console(sys.stdout).print(table(("", ""), report.estimate_rows(estimate)))
     else:
-        print(json.dumps(estimate.to_dict()))
+        print(json.dumps(asdict(estimate)))
     return 1 if estimate.failed else 0
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lookahead.documents.byte_sources import STDIN
 from lookahead.documents.decode_text import Document, Reject
@@ -63,10 +63,6 @@ class Estimate:
     timed_parts: int  # parts that were summarized: neighbours, at most `MOST_PARTS` of a document
     seconds: float | None  # on this machine; `None` without documents
     cost: float | None  # of that time; `None` without a price
-
-    def to_dict(self) -> dict[str, Any]:
-        """The estimate as a JSON-ready dict."""
-        return asdict(self)
 
 
 def estimate_job(

@@ -10,6 +10,7 @@ from lookahead.documents.decode_text import Document, DocumentId, Reject
 from lookahead.jobs.identity import JobIdentity, text_hash
 from lookahead.jobs.journal import Journal, Sink, Stream
 from lookahead.jobs.output_location import OutputPaths
+from lookahead.jobs.result_lines import copy_of
 from lookahead.stats import DecodingStats, total_in_sequence
 
 if TYPE_CHECKING:
@@ -90,6 +91,9 @@ def run_job(
     the job; a line of rejects has `id` and `error`. If `paths` resumes an earlier run, its documents are skipped. Equal
     texts are summarized once.
 
+    ConfigError if a file cannot be created, or the results are of another job; OSError if a line cannot be written,
+    and those before it are whole.
+
     Args:
         documents: The documents, read as they are needed.
         worker: Summarizes them.
@@ -101,19 +105,15 @@ def run_job(
         retry_rejects: Whether documents that failed in an earlier run are tried again.
         is_part: Whether the inputs hold more documents than these, which may have lines too.
         shown: Receives the results if `paths` names no file for them.
-
-    Raises:
-        ConfigError: A file cannot be created, or the results are of another job.
-        OSError: A line cannot be written; those before it are whole.
     """
     writer: Journal | Stream
     if paths.is_journal:
         writer = Journal(paths, identity, retry_rejects=retry_rejects, is_part=is_part)
     else:
-        writer = Stream(paths, identity, shown)
+        writer = Stream(paths, shown)
     writer.notes = totals.notes = totals.notes + writer.notes  # one list: notes are known if the job is interrupted
     with writer:
-        run = _Run(writer, totals, observer)
+        run = _Run(writer, identity, totals, observer)
         for outcome in worker.summarize_all(run.unfinished(documents), rows):
             if isinstance(outcome, Reject):
                 run.reject(outcome)
@@ -125,8 +125,11 @@ def run_job(
 class _Run:
     """One run of a job."""
 
-    def __init__(self, writer: Journal | Stream, totals: JobTotals, observer: JobObserver) -> None:
+    def __init__(
+        self, writer: Journal | Stream, identity: JobIdentity, totals: JobTotals, observer: JobObserver
+    ) -> None:
         self._writer, self._totals, self._observer = writer, totals, observer
+        self._job = {"model": identity.model, "fingerprint": identity.fingerprint}  # in every line
         self._twins: dict[bytes, list[DocumentId]] = {}  # documents that wait for an equal text, by its hash
 
     def unfinished(self, documents: Iterable[Document | Reject]) -> Iterator[Document]:
@@ -151,10 +154,11 @@ class _Run:
 
     def write(self, done: Summarized) -> None:
         """Write the line of a document, and of those that waited for it."""
-        self._writer.write(done.document, done.summary.to_dict())
+        content = text_hash(done.document.text)
+        line = {"id": done.document.id, **done.summary.to_dict(), "document": content.hex(), **self._job}
+        self._writer.append(line, content)
         self._totals.add(done)
         self._observer.summarized(done, self._totals)
-        content = text_hash(done.document.text)
         for twin in self._twins.pop(content, []):
             self._copy(twin, content)
 
@@ -168,6 +172,6 @@ class _Run:
             self._observer.rejected(each, self._totals)
 
     def _copy(self, name: DocumentId, content: bytes) -> None:
-        self._writer.copy(name, content)
+        self._writer.append(copy_of(self._writer.line_of(content), name), content)
         self._totals.copied += 1
         self._observer.passed(name, self._totals)

@@ -64,7 +64,10 @@ def read_job_file(path: Path) -> dict[str, Any]:
 def to_toml(options: JobOptions) -> str:
     """All options as a job file, without those that are `None`."""
     values = {name: getattr(options, option.name) for name, option in _names().items()}
-    return "".join(f"{name} = {_value(value)}\n" for name, value in values.items() if value is not None)
+    set_values = ((name, value) for name, value in values.items() if value is not None)
+    lines = "".join(f"{name} = {json.dumps(value, ensure_ascii=False, default=str)}\n" for name, value in set_values)
+    # JSON values are TOML values, except for the delete character and lone surrogates in strings.
+    return lines.replace("\x7f", "\\u007f").encode("utf-8", "replace").decode()
 
 
 def _names() -> dict[str, Field[Any]]:
@@ -80,15 +83,3 @@ def _accepts(kind: type, value: Any, least: float | None, most: float | None) ->
     if kind is list:
         return all(isinstance(each, str) for each in value)
     return bool((least is None or value >= least) and (most is None or value <= most))
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_value, value))}]"
-    if isinstance(value, int | float):
-        return repr(value)
-    # JSON strings are TOML strings, except for the delete character and lone surrogates.
-    text = str(value).encode("utf-8", "replace").decode()
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -24,7 +24,7 @@ from lookahead.jobs.identity import (
 )
 from lookahead.jobs.output_location import OutputPaths
 from lookahead.jobs.parquet_results import read_parquet_lines, write_parquet
-from lookahead.jobs.result_lines import JsonLinesFile, Record, copy_of, parse_record, sort_lines
+from lookahead.jobs.result_lines import JsonLinesFile, Record, parse_record, sort_lines
 from lookahead.ngram.replacing import remove_leftovers
 
 Before = Literal["finished", "rejected"] | None  # what an earlier run did with a document
@@ -33,48 +33,15 @@ Sink = Callable[[Record], None]  # receives the lines of results
 _REMEMBERED = 4096  # lines of a stream that can be copied; bounds its memory
 
 
-class ResultWriter:
-    """What a journal and a stream share: the fields of a line, and copies of lines."""
-
-    def __init__(self, identity: JobIdentity) -> None:
-        self.notes: list[str] = []  # what the user should know about the files
-        self._identity = identity
-        self._files = ExitStack()
-
-    def write(self, document: Document, record: Record) -> None:
-        """Write the line of a document; after an OSError the lines before it are whole."""
-        content = text_hash(document.text)
-        job = {"model": self._identity.model, "fingerprint": self._identity.fingerprint}
-        self._append({"id": document.id, **record, "document": content.hex(), **job}, content)
-
-    def copy(self, name: DocumentId, content: bytes) -> None:
-        """Write the line of a document whose text already has a line, by the hash of the text."""
-        self._append(copy_of(self._line_of(content), name), content)
-
-    def _append(self, record: Record, content: bytes) -> None:
-        raise NotImplementedError
-
-    def _line_of(self, content: bytes) -> Record:
-        raise NotImplementedError
-
-    def __enter__(self) -> ResultWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._files.close()
-
-
-class Stream(ResultWriter):
+class Stream:
     """Writes to standard output, a pipe or a device. Nothing is resumed; only the newest lines can be copied.
 
-    Args:
-        paths: The files, checked.
-        identity: The job.
-        shown: Receives the results if `paths` names no file for them.
+    If `paths` name no file for the results, `shown` receives them.
     """
 
-    def __init__(self, paths: OutputPaths, identity: JobIdentity, shown: Sink | None) -> None:
-        super().__init__(identity)
+    def __init__(self, paths: OutputPaths, shown: Sink | None) -> None:
+        self.notes: list[str] = []  # what the user should know about the files
+        self._files = ExitStack()
         paths.clear()
         self._rejects = self._files.enter_context(JsonLinesFile(paths.rejects, lazy=True)) if paths.rejects else None
         self._sink = self._files.enter_context(JsonLinesFile(paths.results)).write if paths.results else shown
@@ -93,10 +60,8 @@ class Stream(ResultWriter):
         if self._rejects is not None:
             self._rejects.write({"id": reject.id, "error": reject.error})
 
-    def finish(self) -> None:
-        """Nothing is left to do."""
-
-    def _append(self, record: Record, content: bytes) -> None:
+    def append(self, record: Record, content: bytes) -> None:
+        """Write the line of a document with this text hash."""
         if self._sink is None:
             return
         self._sink(record)
@@ -105,11 +70,21 @@ class Stream(ResultWriter):
         if len(self._lines) > _REMEMBERED:
             self._lines.popitem(last=False)
 
-    def _line_of(self, content: bytes) -> Record:
+    def line_of(self, content: bytes) -> Record:
+        """A line with this text hash, if `has` says that there is one."""
         return self._lines[content]
 
+    def finish(self) -> None:
+        """Nothing is left to do."""
 
-class Journal(ResultWriter):
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
+
+
+class Journal:
     """The results, rejects and manifest of a job that can be resumed.
 
     A document is finished if it has a line with its id and the hash of its text. Lines are appended as documents
@@ -128,7 +103,8 @@ class Journal(ResultWriter):
     def __init__(
         self, paths: OutputPaths, identity: JobIdentity, *, retry_rejects: bool = False, is_part: bool = False
     ) -> None:
-        super().__init__(identity)
+        self.notes: list[str] = []  # what the user should know about the files
+        self._identity, self._files = identity, ExitStack()
         assert paths.results is not None and paths.running is not None and paths.rejects is not None
         self._is_part, self._is_parquet = is_part, paths.is_parquet
         self._results, self._running, self._rejects = paths.results, paths.running, paths.rejects
@@ -165,12 +141,7 @@ class Journal(ResultWriter):
         return content in self._offsets
 
     def reject(self, reject: Reject, content: bytes | None = None) -> None:
-        """Write the line of a document that failed, unless an earlier run did.
-
-        Args:
-            reject: The document and its error.
-            content: The hash of its text, if it was read.
-        """
+        """Write the line of a document that failed, unless an earlier run did; `content` is its text hash, if read."""
         key = key_of(reject.id, content or reject.error)
         if content is None:
             self._unreadable.add(id_key(reject.id))
@@ -202,15 +173,23 @@ class Journal(ResultWriter):
         if self._is_parquet:
             self._running.unlink()
 
-    def _append(self, record: Record, content: bytes) -> None:
+    def append(self, record: Record, content: bytes) -> None:
+        """Write the line of a document with this text hash; after an OSError the lines before it are whole."""
         offset = self._file.size
         self._file.write(record)
         self._offsets.setdefault(content, offset)
 
-    def _line_of(self, content: bytes) -> Record:
+    def line_of(self, content: bytes) -> Record:
+        """The first line with this text hash."""
         with open(self._running, "rb") as file:
             file.seek(self._offsets[content])
             return parse_record(file.readline())
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
 
     def _has_changed(self, record: Record) -> bool:
         """Whether a line that matches no document of this run has the id of one."""

@@ -48,12 +48,7 @@ class OutputPaths:
         return list(dict.fromkeys(path for path in paths if path is not None))
 
     def check(self, inputs: Sequence[Input]) -> None:
-        """Refuse a path that cannot be written or that holds something else, before any work is done.
-
-        Raises:
-            ConfigError: With the path and the reason.
-            DocumentError: It is a Parquet file, and pyarrow is not installed.
-        """
+        """Refuse a path that cannot be written or that holds something else with a ConfigError, before any work."""
         results = self.results
         if self.resume and self.overwrite:
             raise ConfigError("--resume goes on with an output and --overwrite begins anew; pass one of them")

@@ -40,17 +40,7 @@ def write_parquet(lines: Path, path: Path) -> None:
 
 
 def read_parquet_lines(path: Path, lines: Path, is_own: Callable[[Record], bool]) -> None:
-    """Write the JSON lines that a Parquet file was made of.
-
-    Args:
-        path: The Parquet file.
-        lines: The file to write.
-        is_own: Whether a line is of the job that is resumed.
-
-    Raises:
-        ConfigError: The Parquet file is damaged, or not of this job.
-        OSError: The lines cannot be written.
-    """
+    """Write the JSON lines that a Parquet file was made of, all of them of the job that is resumed (`is_own`)."""
     try:
         with replacing(lines) as file:
             for number, record in enumerate(parquet_records(path), start=1):

@@ -41,12 +41,22 @@ class RayWorker:
 
     async def start(self) -> WorkerInfo | LookaheadError:
         """Load the model and start the engine. An error in the options is returned, not raised."""
+        from lookahead.generation.step_costs import prepare_costs
+        from lookahead.models.loading import load, prepare_process
+
+        options = self._options
         try:
-            summarizer, info = self._load()
+            prepare_process(options.threads)
+            loaded = load(options.location or options.model, dtype=options.dtype, device=options.device)
+            with suppress(OSError):  # the costs are measured, but not saved
+                prepare_costs(loaded.model)
+            summarizer = options.make_summarizer(*loaded)
+            rows = summarizer.rows_together(options.rows)
+            summarizer.warm_up()
         except LookaheadError as error:
             return error
         Thread(target=self._serve, args=(summarizer,), daemon=True).start()
-        return info
+        return WorkerInfo(JobIdentity.of(options, *loaded), rows)
 
     async def summarize(self, document: Document) -> Summary | str:
         """The summary of a document, or an error message. RuntimeError if the engine has stopped."""
@@ -56,20 +66,6 @@ class RayWorker:
         if self._failure is not None:  # checked last: an engine that stops later fails the pending futures
             raise RuntimeError(f"the engine stopped: {self._failure!r}")
         return await asyncio.wrap_future(answer)
-
-    def _load(self) -> tuple[Summarizer, WorkerInfo]:
-        from lookahead.generation.step_costs import prepare_costs
-        from lookahead.models.loading import load, prepare_process
-
-        options = self._options
-        prepare_process(options.threads)
-        loaded = load(options.location or options.model, dtype=options.dtype, device=options.device)
-        with suppress(OSError):  # the costs are measured, but not saved
-            prepare_costs(loaded.model)
-        summarizer = options.make_summarizer(*loaded)
-        rows = summarizer.rows_together(options.rows)
-        summarizer.warm_up()
-        return summarizer, WorkerInfo(JobIdentity.of(options, *loaded), rows)
 
     def _serve(self, summarizer: Summarizer) -> None:
         """Summarize documents until the process ends."""

@@ -37,15 +37,8 @@ class JsonLinesFile:
     """A file of JSON lines, each written whole or not at all.
 
     A line is one unbuffered write followed by fsync. If the write fails (no space left) or is interrupted, the file is
-    truncated to its last whole line before the error is raised.
-
-    Args:
-        path: The file.
-        lazy: Create the file with its first line.
-        append: Keep the lines of an existing file.
-
-    Raises:
-        ConfigError: The file cannot be created.
+    truncated to its last whole line before the error is raised. With `lazy` the file is created with its first line,
+    with `append` the lines of an existing file are kept. ConfigError if it cannot be created.
     """
 
     def __init__(self, path: Path, *, lazy: bool = False, append: bool = False) -> None:

@@ -107,7 +107,9 @@ class WorkerPool:
         source, is_open = iter(documents), True
         error: Exception | None = None
         while True:
-            worker, document, deaths = self._least_busy(), None, 0
+            free = [worker for worker in self._workers if worker.in_flight < worker.capacity]
+            worker = min(free, key=lambda each: each.in_flight, default=None)
+            document, deaths = None, 0
             if worker is None:
                 pass
             elif self._retries:
@@ -121,7 +123,9 @@ class WorkerPool:
             elif self._last_tries and worker.in_flight == 0:
                 document, deaths = self._last_tries.popleft(), TRIES - 1
             if worker is not None and document is not None:
-                self._submit(worker, document, deaths)
+                size = worker.capacity if deaths == TRIES - 1 else 1  # the last try is alone
+                self._calls[worker.handle.summarize.remote(document)] = _Call(worker, document, deaths, size)
+                worker.in_flight += size
             is_busy = any(call.document is not None for call in self._calls.values())
             if not (is_open or is_busy or self._retries or self._last_tries):
                 break
@@ -133,16 +137,6 @@ class WorkerPool:
         worker = _Worker(self._make(self._options))
         self._workers.append(worker)
         self._calls[worker.handle.start.remote()] = _Call(worker)
-
-    def _least_busy(self) -> _Worker | None:
-        free = [worker for worker in self._workers if worker.in_flight < worker.capacity]
-        return min(free, key=lambda worker: worker.in_flight, default=None)
-
-    def _submit(self, worker: _Worker, document: Document, deaths: int) -> None:
-        """Let a worker summarize a document. One on its last try takes the whole capacity."""
-        size = worker.capacity if deaths == TRIES - 1 else 1
-        self._calls[worker.handle.summarize.remote(document)] = _Call(worker, document, deaths, size)
-        worker.in_flight += size
 
     def _collect(self, *, waits: bool) -> Iterator[Outcome]:
         """Yield what is finished; with `waits`, wait for at least one answer."""

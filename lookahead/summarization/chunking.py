@@ -230,28 +230,20 @@ def _pack(measured: MeasuredText, spans: list[_Span], budget: int) -> list[tuple
     parts: list[tuple[int, int]] = []
     first = done = 0
     while first < len(spans):
-        last = _last_of_part(spans, marks, first, done, budget)
+        last = len(spans) - 1
+        left = marks[-1] - done
+        if left > budget:
+            target = -(-left // -(-left // budget))  # tokens, if all parts left had one length
+            last = max(first, bisect_right(marks, done + budget) - 1)
+            for quarters, weakest in _CHOICES:
+                least = max(first, bisect_left(marks, done + target * quarters // 4))
+                places = [i for i in range(least, last + 1) if spans[i].closing >= weakest]
+                if places:
+                    last = max(places, key=lambda i: (spans[i].closing, -abs(marks[i] - done - target), i))
+                    break
         parts.append((spans[first].begin, spans[last].end))
         first, done = last + 1, marks[last]
     return parts
-
-
-def _last_of_part(spans: list[_Span], marks: list[int], first: int, done: int, budget: int) -> int:
-    """The index of the best last span of a part that begins with span `first`, after `done` tokens.
-
-    `marks` are the tokens up to the end of each span.
-    """
-    left = marks[-1] - done
-    if left <= budget:
-        return len(spans) - 1
-    target = -(-left // -(-left // budget))  # tokens, if all parts left had one length
-    most = max(first, bisect_right(marks, done + budget) - 1)
-    for quarters, weakest in _CHOICES:
-        least = max(first, bisect_left(marks, done + target * quarters // 4))
-        places = [i for i in range(least, most + 1) if spans[i].closing >= weakest]
-        if places:
-            return max(places, key=lambda i: (spans[i].closing, -abs(marks[i] - done - target), i))
-    return most
 
 
 def _overlapping(

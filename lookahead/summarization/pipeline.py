@@ -138,13 +138,7 @@ class SummaryPipeline:
         self.prompts, self.limit = next(self._rounds)
 
     def take(self, texts: Sequence[str], stats: DecodingStats, finish_reason: FinishReason = "stop") -> None:
-        """Take the output of a round, and go on to the next one.
-
-        Args:
-            texts: New text of each prompt.
-            stats: Counters of the decoding, all prompts together.
-            finish_reason: Why the text of the last prompt ended.
-        """
+        """Take the new text of each prompt and the counters of all; `finish_reason` is that of the last prompt."""
         self._stats.append(stats)
         output = _Output([text.strip() for text in texts], stats.emitted_tokens, finish_reason)
         try:

@@ -49,14 +49,8 @@ class FittedDocument:
 class PromptFitter:
     """Renders documents to prompts that leave room for a summary.
 
-    ConfigError if no document would fit, or the model cannot follow the request or the approach.
-
-    Args:
-        model: Its configuration states the context length.
-        tokenizer: Counts tokens and renders templates; its `model_max_length` limits the context too.
-        max_new_tokens: Tokens to leave room for.
-        request: What the model is asked for; `None` means a summary in two sentences.
-        approach: How a document longer than a prompt is read; `None` means its parts separately, without overlap.
+    The arguments are those of `Summarizer`. ConfigError if no document would fit, or the model cannot follow the
+    request or the approach.
     """
 
     def __init__(

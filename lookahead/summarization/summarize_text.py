@@ -89,7 +89,6 @@ def summarize(
 
 
 def _read(text: Any) -> str:
-    """The text of a document that is given as text or as the path of its file."""
     if isinstance(text, os.PathLike):
         return _read_file(Path(text))
     if isinstance(text, list | tuple):
@@ -100,16 +99,9 @@ def _read(text: Any) -> str:
     if not isinstance(text, str):
         raise ConfigError(f"text must be a string or a pathlib.Path, got {type(text).__name__}")
     name = text.strip()
-    if len(name) <= _LONGEST_PATH and name.isprintable() and _is_file(name):
+    if len(name) <= _LONGEST_PATH and name.isprintable() and os.path.isfile(name):
         raise DocumentError(f"{name!r} is the name of a file, not its text; pass pathlib.Path({name!r}) to read it")
     return text
-
-
-def _is_file(name: str) -> bool:
-    try:
-        return os.path.isfile(name)
-    except ValueError:  # a zero byte in the name
-        return False
 
 
 def _read_file(path: Path) -> str:

@@ -207,23 +207,24 @@ class _BatchSummarizer:
 
     def run(self, documents: Iterable[Document | None]) -> Iterator[Outcome]:
         """Summarize documents. If taking one raises, those before it are finished and yielded first."""
-        source, error = iter(documents), None
-        is_open = True
+        source, is_open = iter(documents), True
+        error: Exception | None = None
         while True:
             while self._scheduler.is_free and (self._queue or is_open) and not self._outcomes:
                 if self._queue:
-                    self._put()
+                    self._put(*self._queue.popleft())
                     continue
                 try:
                     document = next(source)
-                except StopIteration:
-                    is_open = False
                 except Exception as raised:
-                    error, is_open = raised, False
-                else:
-                    if document is None:  # none has come yet
-                        break
-                    self._begin(document)
+                    error, is_open = None if isinstance(raised, StopIteration) else raised, False
+                    continue
+                if document is None:  # none has come yet
+                    break
+                try:
+                    self._queue_round(_Task(document, self._summarizer.begin(document.text)))
+                except Exception:
+                    self._outcomes.append(self._summarizer.summarize_or_reject(document))
             if not self._outcomes and self._scheduler.is_idle:
                 if error is not None:
                     raise error
@@ -236,21 +237,11 @@ class _BatchSummarizer:
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
-    def _begin(self, document: Document) -> None:
-        """Cut a document into prompts, and queue them."""
-        try:
-            task = _Task(document, self._summarizer.begin(document.text))
-        except Exception:
-            self._outcomes.append(self._summarizer.summarize_or_reject(document))
-        else:
-            self._queue_round(task)
-
     def _queue_round(self, task: _Task) -> None:
         self._queue.extend((task, index) for index in range(len(task.pipeline.prompts)))
 
-    def _put(self) -> None:
-        """Give the next prompt a row."""
-        task, index = self._queue.popleft()
+    def _put(self, task: _Task, index: int) -> None:
+        """Give a prompt a row."""
         number = next(self._numbers)
         self._running[number] = task, index
         try:
