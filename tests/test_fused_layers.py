@@ -32,8 +32,6 @@ import lookahead
 from lookahead.drafting.tree import TokenTree
 from lookahead.kernels import layer_ops
 from lookahead.models import fused_layers
-from lookahead.models import target as target_module
-from lookahead.models.fused_layers import LayerScope
 from lookahead.models.target import Target
 
 on_x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="torch sums in another order")
@@ -80,16 +78,16 @@ def fused(monkeypatch) -> Iterator[list[int]]:
 
     fused_layers._probed.clear()
     monkeypatch.setattr(fused_layers, "_fused", recorded)
-    with LayerScope(made()).serving():  # compared, so that later only passes are recorded
+    with fused_layers.serving(made()):  # compared, so that later only passes are recorded
         threads.clear()
     yield threads
     fused_layers._probed.clear()
 
 
-def served(scope: LayerScope) -> Any:
-    """The modules that a scope serves."""
-    with scope.serving():
-        return [each for each in scope._model.modules() if "forward" in each.__dict__]
+def served(model: Any) -> Any:
+    """The modules of a model that are served."""
+    with fused_layers.serving(model):
+        return [each for each in model.modules() if "forward" in each.__dict__]
 
 
 def trees_of(rows: int, nodes: int, seed: int) -> list[TokenTree]:
@@ -118,7 +116,7 @@ def own_code(monkeypatch) -> Any:
 
     def logits(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
         with monkeypatch.context() as patch:
-            patch.setattr(target_module, "LayerScope", lambda model: LayerScope(nn.Identity()))
+            patch.setattr(fused_layers, "_forwards_of", lambda model: [])
             return logits_of(*args, **kwargs)
 
     return logits
@@ -151,7 +149,7 @@ def test_whole_passes_in_float32_are_near_those_of_the_models_own_layers(name, f
 @on_x86
 def test_a_layer_that_is_fused_and_its_last_norm_are_served_and_nothing_else():
     model = made("qwen3")
-    assert served(LayerScope(model)) == [*model.model.layers, model.model.norm]
+    assert served(model) == [*model.model.layers, model.model.norm]
     assert not any("forward" in each.__dict__ for each in model.modules())
 
 
@@ -207,8 +205,8 @@ def test_a_layer_that_is_more_than_its_class_says_stays_as_it_is(how, fused, own
     assert how in ("more modules", "dropout") or not torch.equal(plain[-1], expected[-1])
     got = logits_of(model, 1, 5)
     assert all(map(torch.equal, got, expected))
-    assert model.model.layers[1] not in served(LayerScope(model))
-    assert model.model.layers[0] in served(LayerScope(model)) and fused
+    assert model.model.layers[1] not in served(model)
+    assert model.model.layers[0] in served(model) and fused
 
 
 def test_a_hook_for_all_modules_is_heeded(own_code, fused):
@@ -224,7 +222,7 @@ def test_a_hook_for_all_modules_is_heeded(own_code, fused):
 def test_layers_of_another_class_or_type_of_numbers_stay_as_they_are():
     gemma = GemmaForCausalLM(GemmaConfig(**SIZES)).to(HALF).eval()
     for model in (gemma, made(dtype=torch.float16), made(dtype=torch.float64), made(hidden_act="gelu").train()):
-        assert not served(LayerScope(model))
+        assert not served(model)
 
 
 @pytest.mark.parametrize("kernel", ["rms_norm", "rotate", "gated_silu", "mean_squares"])
@@ -244,7 +242,7 @@ def test_a_kernel_with_another_bit_serves_no_layer(kernel, monkeypatch):
     for each in (fused_layers._keeps_means, fused_layers._keeps_silu):
         each.cache_clear()
     try:
-        assert not any(type(each) is LlamaDecoderLayer for each in served(LayerScope(made())))
+        assert not any(type(each) is LlamaDecoderLayer for each in served(made()))
     finally:
         for each in (fused_layers._keeps_means, fused_layers._keeps_silu):
             each.cache_clear()
@@ -253,11 +251,10 @@ def test_a_kernel_with_another_bit_serves_no_layer(kernel, monkeypatch):
 @on_x86
 def test_other_threads_and_calls_outside_of_passes_get_the_models_own_layers(fused):
     model, ids = made(), torch.arange(3, 9)[None]
-    scope = LayerScope(model)
-    with torch.inference_mode(), scope.serving():
+    with torch.inference_mode(), fused_layers.serving(model):
         expected = model(ids).logits
         assert not fused
-        with scope.running():
+        with fused_layers.running():
             outputs: list[torch.Tensor] = []
             other = threading.Thread(target=lambda: outputs.append(model(ids).logits))
             other.start()
@@ -270,10 +267,9 @@ def test_other_threads_and_calls_outside_of_passes_get_the_models_own_layers(fus
 @pytest.mark.parametrize("block", [torch.enable_grad, lambda: torch.autocast("cpu", HALF)])
 def test_gradients_and_autocast_are_left_to_the_model(block, fused):
     model = made(dtype=SINGLE)
-    scope = LayerScope(model)
-    with scope.serving():
+    with fused_layers.serving(model):
         fused.clear()  # the comparison with the model's own code
-        with block(), scope.running():
+        with block(), fused_layers.running():
             model(torch.arange(3, 9)[None])
     assert not fused
 
@@ -281,8 +277,7 @@ def test_gradients_and_autocast_are_left_to_the_model(block, fused):
 def test_prompts_of_many_tokens_are_left_to_the_model(fused, monkeypatch):
     monkeypatch.setattr(fused_layers, "_MOST", 72 * 5)
     model = made()
-    scope = LayerScope(model)
-    with torch.inference_mode(), scope.serving(), scope.running():
+    with torch.inference_mode(), fused_layers.serving(model), fused_layers.running():
         model(torch.arange(3, 9)[None])
         assert not fused
         model(torch.arange(3, 8)[None])
@@ -292,12 +287,11 @@ def test_prompts_of_many_tokens_are_left_to_the_model(fused, monkeypatch):
 @on_x86
 def test_blocks_of_several_targets_end_in_any_order(fused):
     model = made()
-    scopes = [LayerScope(model), LayerScope(model)]
-    blocks = [scope.serving() for scope in scopes]
+    blocks = [fused_layers.serving(model) for _ in range(2)]
     for block in blocks:
         block.__enter__()
     blocks[0].__exit__(None, None, None)
-    with torch.inference_mode(), scopes[1].running():
+    with torch.inference_mode(), fused_layers.running():
         model(torch.tensor([[5, 6]]))
     assert len(fused) == 3
     blocks[1].__exit__(None, None, None)
@@ -307,13 +301,12 @@ def test_blocks_of_several_targets_end_in_any_order(fused):
 @on_x86
 def test_a_model_that_is_copied_or_pickled_while_it_is_served_is_a_model_of_its_own(fused):
     model, ids = made(), torch.tensor([[5, 6, 7]])
-    with LayerScope(model).serving():
+    with fused_layers.serving(model):
         twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     for twin in twins:
         for weight in twin.parameters():
             weight.data.zero_()
-        scope = LayerScope(twin)
-        with torch.inference_mode(), scope.serving(), scope.running():
+        with torch.inference_mode(), fused_layers.serving(twin), fused_layers.running():
             assert not twin(ids).logits.any()
     assert len(fused) == 2 * 3
 

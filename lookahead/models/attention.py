@@ -19,8 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from lookahead.models.exact_attention import attend_in_turn, own_attention
-from lookahead.models.model_state import state_of
-from lookahead.models.replaced import replaced
+from lookahead.models.model_state import replaced, state_of
 from lookahead.models.tree_pass import AttentionSpan, TreePass, TreeTensors, mask_of
 
 ATTENTION_NAME = "lookahead_tree"

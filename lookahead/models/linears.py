@@ -21,9 +21,8 @@ from torch.nn.functional import linear
 
 from lookahead.models import product_bits
 from lookahead.models.exact_attention import MAX_ROWS
-from lookahead.models.model_state import state_of
+from lookahead.models.model_state import replaced, state_of
 from lookahead.models.product_bits import Bits, Layout, Packed, best_layout, by_onednn, lay_out, rows_of
-from lookahead.models.replaced import replaced
 
 _LAYOUTS = {"own": Layout(block=512), "onednn": Layout(rows=16)}  # of float32
 _SHARE_OF_MEMORY = 0.25  # most of the machine's memory that the packed weights of a model may take

@@ -1,9 +1,9 @@
-"""State of a model that is kept between calls: one `ModelState` per model."""
+"""State of a model that is kept between calls, one `ModelState` per model, and what its modules hold meanwhile."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 from threading import Lock, RLock
 from typing import Any, TypeVar
@@ -80,6 +80,7 @@ class ModelState:
 
 _guard = Lock()
 _states: WeakKeyDictionary[Any, ModelState] = WeakKeyDictionary()
+_uses: Counter[tuple[int, str]] = Counter()  # open blocks by attribute; they keep the module of an id alive
 
 
 def state_of(model: Any) -> ModelState:
@@ -109,3 +110,31 @@ def _version_of(model: Any) -> Hashable:
     weights = (each for module in model.modules() for each in module._parameters.values() if each is not None)
     # Offloaded weights are other objects after every pass, and inference tensors have no version.
     return hash(tuple((id(each), each._version) for each in weights if not each.is_meta and not each.is_inference()))
+
+
+@contextmanager
+def replaced(name: str, values: Collection[tuple[Any, Any, Any]]) -> Iterator[None]:
+    """Set an attribute of modules until the last open block of any thread ends.
+
+    Args:
+        name: The attribute.
+        values: Modules, each with its own value and the one that takes its place; without one of its own (None) it has
+            that of its class.
+    """
+    with _guard:
+        for module, _, value in values:
+            _uses[id(module), name] += 1
+            module.__dict__[name] = value
+    try:
+        yield
+    finally:
+        with _guard:
+            for module, own, _ in values:
+                key = id(module), name
+                _uses[key] -= 1
+                if _uses[key]:
+                    continue
+                del _uses[key]
+                module.__dict__.pop(name, None)
+                if own is not None:
+                    module.__dict__[name] = own

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import UnsupportedModelError
+from lookahead.models import fused_layers
 from lookahead.models.attention import AttentionScope
 from lookahead.models.cache import TreeCache, windows_of
 from lookahead.models.compiled import CompiledRunner
 from lookahead.models.exact_attention import takes_rows
-from lookahead.models.fused_layers import LayerScope
 from lookahead.models.linears import LinearScope, take_has_packed
 from lookahead.models.product_bits import Bits
 from lookahead.models.tree_pass import AttentionSpan, TreePass, copy_together, padded_slots
@@ -143,8 +143,8 @@ class Target:
         # Compiled passes have their own products. Each process measures whether packing pays, and tensor-parallel
         # processes must compute the same bits.
         is_apart = (is_fixed and compiles) or (getattr(model, "_tp_size", None) or 1) > 1
-        served = nn.Identity() if is_apart else model
-        self._linears, self._layers = LinearScope(served, packs=packs), LayerScope(served)
+        self._served = nn.Identity() if is_apart else model
+        self._linears = LinearScope(self._served, packs=packs)
         self._has_packed = False  # whether the newest pass packed weights
         self._tested = 0  # self-tests of kernels before the newest pass
         self._fast = None
@@ -173,7 +173,7 @@ class Target:
             self._is_served = True
             try:
                 scope = nullcontext() if self._scope is None else self._scope.serving()
-                with self._layers.serving(), self._linears.serving(), scope:
+                with fused_layers.serving(self._served), self._linears.serving(), scope:
                     yield
             finally:
                 self._is_served = False
@@ -323,7 +323,7 @@ class Target:
         if trees is not None and not self._is_together:
             bits = "alone" if is_exact else "any" if self._is_alone else "together"
         take_has_packed()
-        with self._linears.running(bits), self._layers.running(), scope:
+        with self._linears.running(bits), fused_layers.running(), scope:
             output = self._model(
                 input_ids=ids,
                 past_key_values=self.cache,
