@@ -6,6 +6,7 @@ third of the speed, because their sums are stored after every few products.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -38,8 +39,8 @@ _FUSED = {"flags": ("contract",)}
 _DOT_OF_PAIRS = "llvm.x86.avx512bf16.dpbf16ps.512"
 
 
-def tile_of(registers: int, kind: str = "product") -> Any:
-    """An intrinsic: 1 to 8 rows of the left matrix times so many registers of columns of the right one.
+def tile_of(registers: int, kind: str = "product", rows: Sequence[int] = range(1, ROWS + 1)) -> Any:
+    """An intrinsic: some rows of the left matrix times so many registers of columns of the right one.
 
     Elements of both are float32, or int32 that hold two bfloat16.
 
@@ -51,14 +52,15 @@ def tile_of(registers: int, kind: str = "product") -> Any:
         registers: Vector registers of a row of the product.
         kind: `"product"`; or `"fours"`, which adds four products at a time, paired by twos, to what the matrix for the
             product holds.
+        rows: The numbers of rows that it takes, each at most 8.
     """
     emit_term, together = {"product": (_emit_product, 1), "fours": (_emit_four, 4)}[kind]
 
-    def emit_rows(builder: Any, rows: int, operands: Any) -> None:
+    def emit_rows(builder: Any, count: int, operands: Any) -> None:
         left, at, row_step, inner_step, right, column, right_step, out, to, out_step, terms = operands
         firsts = [
             (builder.add(at, builder.mul(row_step, row)), builder.add(to, builder.mul(out_step, row)))
-            for row in map(_WHOLE, range(rows))
+            for row in map(_WHOLE, range(count))
         ]
         lefts = [builder.gep(left, [first]) for first, _ in firsts]
         places = [
@@ -77,16 +79,16 @@ def tile_of(registers: int, kind: str = "product") -> Any:
     @intrinsic
     def tile(
         context: Any, left: Any, at: Any, row_step: Any, inner_step: Any, right: Any, column: Any, right_step: Any,
-        out: Any, to: Any, out_step: Any, rows: Any, terms: Any,
+        out: Any, to: Any, out_step: Any, count: Any, terms: Any,
     ) -> Any:  # fmt: skip
         def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
             operands = [
                 target.make_array(kind)(target, builder, value).data if isinstance(kind, types.Array) else value
                 for kind, value in zip(signature.args, values, strict=True)
             ]
-            rows, done = operands.pop(-2), builder.append_basic_block("done")
-            choice = builder.switch(rows, done)  # a constant leaves one case
-            for count in range(1, ROWS + 1):
+            asked, done = operands.pop(-2), builder.append_basic_block("done")
+            choice = builder.switch(asked, done)  # a constant leaves one case
+            for count in rows:
                 case = builder.append_basic_block("rows")
                 choice.add_case(_WHOLE(count), case)
                 builder.position_at_end(case)
@@ -95,7 +97,7 @@ def tile_of(registers: int, kind: str = "product") -> Any:
             builder.position_at_end(done)
             return target.get_dummy_value()
 
-        arguments = left, at, row_step, inner_step, right, column, right_step, out, to, out_step, rows, terms
+        arguments = left, at, row_step, inner_step, right, column, right_step, out, to, out_step, count, terms
         return types.void(*arguments), emit
 
     return tile

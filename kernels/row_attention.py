@@ -29,7 +29,7 @@ from lookahead.kernels.threads import array_at, run, take
 BLOCK = 512  # keys whose weights are computed before their values are added
 _STEP = BLOCK + LANES  # elements from one dimension of the transposed keys to the next
 _COLUMNS = 2 * LANES
-_FEW = 4  # queries up to which a tile has so many rows
+_FEW = 4  # rows of a tile for so many queries
 _PARTS = 4  # partial sums of a score
 _TOGETHER = 4  # keys whose weighted values are added before they are added to the sum
 
@@ -120,9 +120,9 @@ def _multiply_add(context: Any, x: Any, y: Any, z: Any) -> Any:
 
 
 _fma: Any = _multiply_add
-_score_tile: Any = tile_of(2)
-_one_register: Any = tile_of(1, "fours")
-_two_registers: Any = tile_of(2, "fours")
+_score_tile: Any = tile_of(2, rows=(_FEW, ROWS))
+_one_register: Any = tile_of(1, "fours", rows=(_FEW, ROWS))
+_two_registers: Any = tile_of(2, "fours", rows=(_FEW, ROWS))
 
 
 def _attend(address: Any) -> None:
@@ -130,83 +130,73 @@ def _attend(address: Any) -> None:
     _, parts, query_at, keys_at, values_at, nodes_at, out_at, width, heads, dim, slots, kv_heads, count, start, bits = (
         array_at(address, (15,), np.int64)
     )
-    query = array_at(query_at, (width, heads, dim), np.int16)
+    query, out = (
+        array_at(query_at, (width, heads, dim), np.uint16),
+        array_at(out_at, (width, heads, dim), np.uint16),
+    )
     keys, values = (
-        array_at(keys_at, (slots, kv_heads, dim), np.int16),
-        array_at(values_at, (slots, kv_heads, dim), np.int16),
+        array_at(keys_at, (slots, kv_heads, dim), np.uint16),
+        array_at(values_at, (slots, kv_heads, dim), np.uint16),
     )
     pairs = array_at(keys_at, (slots, kv_heads, dim // 2), np.int32)
     nodes = array_at(nodes_at, (3, count), np.int64)
     order, parents, depths = nodes[0, :width], nodes[1], nodes[2]
     scale = np.int32(bits).view(np.float32)
-    out = array_at(out_at, (width, heads, dim), np.uint16)
     groups = heads // kv_heads
-    rows = width * groups
-    queries = np.zeros((_FEW if rows <= _FEW else (rows + ROWS - 1) // ROWS * ROWS, dim), np.float32)
-    sums, scores = np.empty((len(queries), dim), np.float32), np.zeros((len(queries), BLOCK), np.float32)
+    rows, deepest = width * groups, 0
+    for node in order:
+        deepest = max(deepest, depths[node])
+    padded = _FEW if rows <= _FEW else (rows + ROWS - 1) // ROWS * ROWS
+    queries, sums = np.empty((padded, dim), np.float32), np.empty((padded, dim), np.float32)
+    scores, peaks, totals = (
+        np.empty((padded, BLOCK), np.float32),
+        np.empty(rows, np.float32),
+        np.empty(rows, np.float32),
+    )
     transposed, block = np.empty((dim, _STEP), np.float32), np.empty((BLOCK, dim), np.float32)
+    held = np.empty(count, np.int64)  # by depth, the node whose values stand in the block
+    queries[:], scores[:] = 0.0, 0.0
     head = take(address)
     while head < parts:
         for row in range(rows):
             line = query[row // groups, head * groups + row % groups]
             for i in range(dim):
                 queries[row, i] = widen(line[i])
-        totals = _attend_head(
-            queries, keys, pairs, values, start, head, groups, order, parents, depths, scale, scores, transposed, block,
-            sums,
-        )  # fmt: skip
+        peaks[:], totals[:], sums[:] = -np.inf, 0.0, 0.0
+        for begin in range(0, start + deepest + 1, BLOCK):
+            common = max(0, min(BLOCK, start - begin))  # keys of the prompt
+            _load(keys, pairs, values, begin, common, head, transposed, block)
+            _score_prompt(queries, transposed, common, scale, scores)
+            for node in order:
+                first, size = (node + width - count) * groups, min(BLOCK, start + depths[node] + 1 - begin)
+                if size > common:
+                    _score_path(
+                        node, size, common, start - begin, keys, start, head, parents, depths,
+                        queries[first : first + groups], scale, scores[first : first + groups],
+                    )  # fmt: skip
+                if size > 0:
+                    for row in range(first, first + groups):
+                        peak, total = _weigh(scores[row], size, peaks[row])
+                        fade = _F(math.exp(peaks[row] - peak))
+                        totals[row], peaks[row] = _fma(fade, totals[row], total), peak
+                        if begin:
+                            for i in range(dim):
+                                sums[row, i] *= fade
+            whole = common // _TOGETHER * _TOGETHER
+            if whole:
+                _add_prompt(scores, block, whole, sums)
+            held[:] = -1
+            for node in order:
+                first, size = (node + width - count) * groups, min(BLOCK, start + depths[node] + 1 - begin)
+                if size > whole:
+                    _load_path(node, size, common, start - begin, values, start, head, parents, depths, held, block)
+                    for row in range(first, first + groups):
+                        _add_rest(scores[row], block, whole, size, sums[row])
         for row in range(rows):
-            share, line = _F(1.0) / totals[row], out[row // groups, head * groups + row % groups]
+            share, written = _F(1.0) / totals[row], out[row // groups, head * groups + row % groups]
             for i in range(dim):
-                line[i] = narrow(sums[row, i] * share, line[i])
+                written[i] = narrow(sums[row, i] * share, written[i])
         head = take(address)
-
-
-@jit_part
-def _attend_head(
-    queries, keys, pairs, values, start, head, groups, order, parents, depths, scale, scores, transposed, block, sums
-):  # fmt: skip
-    """Sum the weighted values of one KV head; returns the sum of the weights of every query."""
-    first_node = len(parents) - len(order)
-    peaks, totals = np.full(len(queries), -np.inf, np.float32), np.zeros(len(queries), np.float32)
-    held = np.empty(len(parents), np.int64)
-    sums[:] = 0.0
-    deepest = 0
-    for node in order:
-        deepest = max(deepest, depths[node])
-    for begin in range(0, start + deepest + 1, BLOCK):
-        common = max(0, min(BLOCK, start - begin))  # keys of the prompt
-        _load(keys, pairs, values, begin, common, head, transposed, block)
-        _score_prompt(queries, transposed, common, scale, scores)
-        for node in order:
-            first = (node - first_node) * groups
-            size = min(BLOCK, start + depths[node] + 1 - begin)
-            if size > common:
-                _score_path(
-                    node, size, common, start - begin, keys, start, head, parents, depths,
-                    queries[first : first + groups], scale, scores[first : first + groups],
-                )  # fmt: skip
-            if size > 0:
-                for row in range(first, first + groups):
-                    peak = max(peaks[row], _peak_of(scores[row], size))
-                    total = _weigh(scores[row], size, peak)
-                    fade = _F(math.exp(peaks[row] - peak))
-                    totals[row], peaks[row] = _fma(fade, totals[row], total), peak
-                    if begin:
-                        for i in range(sums.shape[1]):
-                            sums[row, i] *= fade
-        whole = common // _TOGETHER * _TOGETHER
-        if whole:
-            _add_prompt(scores, block, whole, sums)
-        held[:] = -1
-        for node in order:
-            size = min(BLOCK, start + depths[node] + 1 - begin)
-            if size > whole:
-                _load_path(node, size, common, start - begin, values, start, head, parents, depths, held, block)
-                first = (node - first_node) * groups
-                for row in range(first, first + groups):
-                    _add_rest(scores[row], block, whole, size, sums[row])
-    return totals
 
 
 @jit_part
@@ -240,14 +230,20 @@ def _score_prompt(queries, transposed, size, scale, scores):
         for column in range(0, size, _COLUMNS):
             for i in range(_PARTS):
                 at, line, step = first * dim + i, i * _STEP + column, _PARTS * _STEP
-                if rows == _FEW:
-                    _score_tile(
-                        queries, at, dim, _PARTS, transposed, line, step, parts[i], 0, STRIDE, _FEW, dim // _PARTS
-                    )
-                else:
-                    _score_tile(
-                        queries, at, dim, _PARTS, transposed, line, step, parts[i], 0, STRIDE, ROWS, dim // _PARTS
-                    )
+                _score_tile(
+                    queries,
+                    at,
+                    dim,
+                    _PARTS,
+                    transposed,
+                    line,
+                    step,
+                    parts[i],
+                    0,
+                    STRIDE,
+                    min(ROWS, rows),
+                    dim // _PARTS,
+                )
             for row in range(min(ROWS, rows)):
                 scored = scores[first + row, column : column + _COLUMNS]
                 for i in range(_COLUMNS):
@@ -294,29 +290,24 @@ def _load_path(node, size, common, root, values, start, head, parents, depths, h
 
 
 @jit_part
-def _peak_of(scores, size):
-    """The largest score."""
-    lanes = np.full(LANES, -np.inf, np.float32)
-    whole = size // LANES * LANES
-    for first in range(0, whole, LANES):
-        for lane in range(LANES):
-            lanes[lane] = max(lanes[lane], scores[first + lane])
-    peak = lanes[0]
-    for lane in range(1, LANES):
-        peak = max(peak, lanes[lane])
-    for i in range(whole, size):
-        peak = max(peak, scores[i])
-    return peak
-
-
-@jit_part
 def _weigh(scores, size, peak):
-    """Replace scores by weights, rounded to bfloat16; returns the sum of the weights before they are rounded.
+    """Replace scores by weights, rounded to bfloat16.
+
+    Returns the highest of the scores and `peak`, and the sum of the weights before they are rounded.
 
     Source of the exponential: Malossi et al. 2015, "Fast exponential computation on SIMD architectures".
     """
     whole = size // LANES * LANES
-    lanes = np.zeros(2 * LANES, np.float32)
+    lanes = np.empty(2 * LANES, np.float32)
+    lanes[:] = peak
+    for first in range(0, whole, LANES):
+        for lane in range(LANES):
+            lanes[lane] = max(lanes[lane], scores[first + lane])
+    for lane in range(LANES):
+        peak = max(peak, lanes[lane])
+    for i in range(whole, size):
+        peak = max(peak, scores[i])
+    lanes[:] = 0.0
     for i in range(whole):
         shifted = scores[i] - peak
         power = shifted * _LOG2E
@@ -340,7 +331,7 @@ def _weigh(scores, size, peak):
     bits = scores.view(np.int32)
     for i in range(size):  # to the nearest bfloat16, ties to even
         bits[i] = (bits[i] + np.int32(0x7FFF) + ((bits[i] >> np.int32(16)) & np.int32(1))) & np.int32(-65536)
-    return total
+    return peak, total
 
 
 @jit_part
@@ -349,15 +340,11 @@ def _add_prompt(weights, values, size, sums):
     rows, dim = sums.shape
     for first in range(0, rows, ROWS):
         for column in range(0, dim, _COLUMNS):
-            at, to = first * BLOCK, first * dim + column
-            if dim - column > LANES and rows == _FEW:
-                _two_registers(weights, at, BLOCK, 1, values, column, dim, sums, to, dim, _FEW, size)
-            elif dim - column > LANES:
-                _two_registers(weights, at, BLOCK, 1, values, column, dim, sums, to, dim, ROWS, size)
-            elif rows == _FEW:
-                _one_register(weights, at, BLOCK, 1, values, column, dim, sums, to, dim, _FEW, size)
+            at, to, count = first * BLOCK, first * dim + column, min(ROWS, rows)
+            if dim - column > LANES:
+                _two_registers(weights, at, BLOCK, 1, values, column, dim, sums, to, dim, count, size)
             else:
-                _one_register(weights, at, BLOCK, 1, values, column, dim, sums, to, dim, ROWS, size)
+                _one_register(weights, at, BLOCK, 1, values, column, dim, sums, to, dim, count, size)
 
 
 @jit_part

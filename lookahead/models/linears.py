@@ -55,21 +55,16 @@ class PackedLinear:
             self._own = None
 
     def weight(self, own: Tensor, bias: Tensor | None, bits: Bits = "any") -> Packed | None:
-        """A packed form of a layer's weight, made anew where that has changed; None where there is none.
-
-        Args:
-            own: The layer's weight.
-            bias: The layer's bias.
-            bits: Those that rows of half precision must have.
-        """
+        """A packed form of a layer's weight whose rows have certain bits, made anew where the weight has changed."""
         if self._own is not own or self._version != own._version:
             self._packed.clear()
             self._own, self._version = own, own._version
         if bits not in self._packed:
+            others = [each for each in self._packed.values() if each is not None]
             packed = _pack(own, bias, bits)
-            if packed is not None and not any(self._packed.values()):
+            if packed is not None and not others:
                 self._digest = _digest(own)
-            for other in filter(None, self._packed.values()):
+            for other in others:
                 if packed is not None and packed.layout == other.layout:
                     packed = other._replace(most=packed.most)
             self._packed[bits] = packed
@@ -98,7 +93,11 @@ class LinearScope:
         if dtype == torch.float32 and not ways:
             return
         size = sum({id(each.weight): each.weight.nbytes for each in layers}.values())
-        self._packs = packs and bool(ways) and size <= _SHARE_OF_MEMORY * _memory()
+        try:
+            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        except (AttributeError, OSError, ValueError):  # Windows does not tell
+            memory = 0
+        self._packs = packs and bool(ways) and size <= _SHARE_OF_MEMORY * memory
         self._fewest = 1 if ways[:1] == ("own",) == faster_ways(dtype, threads, (1,))[:1] else 2
         known = state_of(model).linears
         for layer in layers:
@@ -125,14 +124,6 @@ class LinearScope:
             yield
         finally:
             _thread.mode = outer
-
-
-def _memory() -> int:
-    """Bytes of the machine's memory; 0 where the system does not tell, as on Windows."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
-        return 0
 
 
 def take_has_packed() -> bool:
@@ -169,16 +160,16 @@ def _half_product(
         return linear(x, own, bias)
     packs = packs and own.numel() >= product_bits.FEWEST_WEIGHTS
     found = packed.weight(own, bias, "alone" if bits == "any" else bits) if packs else None
-    if bits == "any" and (found is None or rows > found.most) and packs:
+    if bits == "any" and packs and (found is None or rows > found.most):
         found = packed.weight(own, bias, "together")
+    most = rows_of(own, bias, Layout()).alone if found is None else found.most
+    multiply = (lambda part: linear(part, own, bias)) if found is None else (lambda part: found.product(part, bias))
     if bits != "alone":
-        return linear(x, own, bias) if found is None or rows > found.most else found.product(x, bias)
-    most = max(1, rows_of(own, bias, Layout()).alone) if found is None else found.most
-    if rows <= most:
-        return linear(x, own, bias) if found is None else found.product(x, bias)
-    parts = x.reshape(rows, -1).split(most)  # a split takes as long as a small product
-    products = [linear(part, own, bias) if found is None else found.product(part, bias) for part in parts]
-    return torch.cat(products).view(*x.shape[:-1], -1)
+        return linear(x, own, bias) if rows > most else multiply(x)
+    if rows <= most or rows == 1:
+        return multiply(x)
+    parts = x.reshape(rows, -1).split(max(1, most))  # a split takes as long as a small product
+    return torch.cat([multiply(part) for part in parts]).view(*x.shape[:-1], -1)
 
 
 def _digest(weight: Tensor) -> int:
