@@ -6,9 +6,12 @@ the results have the bits of those operators: each rounds, and the mean sums in 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
-from numba import njit
+from numba import njit, types
+from numba.extending import overload
 from torch import Tensor
 
 from lookahead.kernels.microkernel import exp, jit_part, narrow, widen
@@ -22,6 +25,7 @@ _WIDTH = _PARTIALS * _LANES
 
 _F = np.float32
 _MOST = _F(80.0)  # from here on SiLU is the number itself
+_KINDS: dict[torch.dtype, Any] = {torch.bfloat16: 0, torch.float32: 0.0}  # arguments whose types tell the kernels apart
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -31,35 +35,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x: bfloat16 or float32 `[..., size]`, contiguous.
         weight: `[size]`, contiguous, of the same dtype.
         eps: Added to the mean square.
-
-    Returns:
-        Of the shape and dtype of `x`.
     """
-    out = torch.empty_like(x)
-    size = x.shape[-1]
-    norm = _norm_halves if x.dtype == torch.bfloat16 else _norm_singles
-    norm(x.data_ptr(), 0, weight.data_ptr(), 0, out.data_ptr(), x.numel() // size, size, eps)
+    out, size = torch.empty_like(x), x.shape[-1]
+    rows = x.numel() // size
+    _norm(x.data_ptr(), 0, weight.data_ptr(), 0, out.data_ptr(), rows, size, eps, _KINDS[x.dtype])
     return out
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum of two tensors, and its `rms_norm`.
-
-    Args:
-        x: bfloat16 or float32 `[..., size]`, contiguous.
-        delta: Of the same shape and dtype, contiguous.
-        weight: `[size]`, contiguous, of the same dtype.
-        eps: Added to the mean square.
-
-    Returns:
-        The sum and what `rms_norm` makes of it, of the shape and dtype of `x`.
-    """
-    total, out = torch.empty_like(x), torch.empty_like(x)
-    size = x.shape[-1]
-    norm = _norm_halves if x.dtype == torch.bfloat16 else _norm_singles
-    norm(
+    """The sum of two tensors, both as `rms_norm` takes them, and its `rms_norm`."""
+    total, out, size = torch.empty_like(x), torch.empty_like(x), x.shape[-1]
+    _norm(
         x.data_ptr(), delta.data_ptr(), weight.data_ptr(), total.data_ptr(), out.data_ptr(),
-        x.numel() // size, size, eps,
+        x.numel() // size, size, eps, _KINDS[x.dtype],
     )  # fmt: skip
     return total, out
 
@@ -75,33 +63,32 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
     """
     dim = cos.shape[-1]
     tokens = cos.numel() // dim
-    turn = _rotate_halves if query.dtype == torch.bfloat16 else _rotate_singles
-    turn(
+    _rotate(
         query.data_ptr(), key.data_ptr(), cos.data_ptr(), sin.data_ptr(),
-        tokens, query.numel() // tokens, key.numel() // tokens, dim,
+        tokens, query.numel() // tokens, key.numel() // tokens, dim, _KINDS[query.dtype],
     )  # fmt: skip
 
 
 def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up`; the gate may be overwritten.
-
-    Args:
-        gate: bfloat16 or float32, contiguous.
-        up: Of the same shape and dtype, contiguous.
-
-    Returns:
-        Of the same shape and dtype.
-    """
-    multiply = _gate_halves if gate.dtype == torch.bfloat16 else _gate_singles
-    multiply(gate.data_ptr(), up.data_ptr(), gate.numel())
+    """`silu(gate) * up`, which overwrites the gate; bfloat16 or float32 of one shape, contiguous."""
+    _gate(gate.data_ptr(), up.data_ptr(), gate.numel(), _KINDS[gate.dtype])
     return gate
 
 
 def mean_squares(x: Tensor) -> list[float]:
     """The mean square of every row of `[rows, size]`, as `rms_norm` computes it: numbers of float32."""
-    out, size = torch.empty_like(x), x.shape[1]
-    norm = _norm_halves if x.dtype == torch.bfloat16 else _norm_singles
-    return [norm(row.data_ptr(), 0, x.data_ptr(), 0, out.data_ptr(), 1, size, 0.0) for row in x]
+    out, size, kind = torch.empty_like(x), x.shape[1], _KINDS[x.dtype]
+    return [_norm(row.data_ptr(), 0, x.data_ptr(), 0, out.data_ptr(), 1, size, 0.0, kind) for row in x]
+
+
+def _numbers_at(address: Any, size: Any, kind: Any) -> Any:
+    """The array at an address, of the dtype that a kind stands for."""
+
+
+@overload(_numbers_at, strict=False)
+def _typed_numbers_at(address: Any, size: Any, kind: Any) -> Any:
+    dtype = np.uint16 if isinstance(kind, types.Integer) else np.float32
+    return lambda address, size, kind: array_at(address, (size,), dtype)
 
 
 @jit_part
@@ -145,16 +132,16 @@ def _mean_square(line, sums):
     return final / _F(size)
 
 
-@jit_part
-def _norm(x_at, delta_at, weight_at, total_at, out_at, rows, size, eps, dtype):
+@njit(cache=True, error_model="numpy")
+def _norm(x_at, delta_at, weight_at, total_at, out_at, rows, size, eps, kind):
     """Add what stands at `delta_at`, unless it is 0, and norm the rows; returns the mean square of the last one."""
     count = rows * size
     x, out, weight = (
-        array_at(x_at, (count,), dtype),
-        array_at(out_at, (count,), dtype),
-        array_at(weight_at, (size,), dtype),
+        _numbers_at(x_at, count, kind),
+        _numbers_at(out_at, count, kind),
+        _numbers_at(weight_at, size, kind),
     )
-    delta, total = array_at(delta_at, (count,), dtype), array_at(total_at, (count,), dtype)
+    delta, total = _numbers_at(delta_at, count, kind), _numbers_at(total_at, count, kind)
     line, factors = np.empty(size, np.float32), np.empty(size, np.float32)
     sums = np.empty(_LEVELS * _WIDTH, np.float32)
     for i in range(size):
@@ -171,21 +158,11 @@ def _norm(x_at, delta_at, weight_at, total_at, out_at, rows, size, eps, dtype):
             for i in range(size):
                 line[i] = widen(own[i])
         mean = _mean_square(line, sums)
-        scale = _F(1.0) / np.sqrt(mean + eps)
+        scale = _F(1.0) / np.sqrt(mean + _F(eps))
         for i in range(size):
             scaled = widen(narrow(line[i] * scale, normed[i]))
             normed[i] = narrow(factors[i] * scaled, normed[i])
     return mean
-
-
-@njit(cache=True, error_model="numpy")
-def _norm_halves(x_at, delta_at, weight_at, total_at, out_at, rows, size, eps):
-    return _norm(x_at, delta_at, weight_at, total_at, out_at, rows, size, _F(eps), np.uint16)
-
-
-@njit(cache=True, error_model="numpy")
-def _norm_singles(x_at, delta_at, weight_at, total_at, out_at, rows, size, eps):
-    return _norm(x_at, delta_at, weight_at, total_at, out_at, rows, size, _F(eps), np.float32)
 
 
 @jit_part
@@ -202,11 +179,11 @@ def _rotate_heads(heads, cos, sin):
             second[i] = narrow(widen(kept_too) + widen(turned_too), second[i])
 
 
-@jit_part
-def _rotate(query_at, key_at, cos_at, sin_at, tokens, width, key_width, dim, dtype):
+@njit(cache=True, error_model="numpy")
+def _rotate(query_at, key_at, cos_at, sin_at, tokens, width, key_width, dim, kind):
     """Rotate the heads of queries and keys, which have so many numbers a token."""
-    query, key = array_at(query_at, (tokens * width,), dtype), array_at(key_at, (tokens * key_width,), dtype)
-    cos, sin = array_at(cos_at, (tokens * dim,), dtype), array_at(sin_at, (tokens * dim,), dtype)
+    query, key = _numbers_at(query_at, tokens * width, kind), _numbers_at(key_at, tokens * key_width, kind)
+    cos, sin = _numbers_at(cos_at, tokens * dim, kind), _numbers_at(sin_at, tokens * dim, kind)
     cosines, sines = np.empty(dim, np.float32), np.empty(dim, np.float32)
     for token in range(tokens):
         for i in range(dim):
@@ -216,30 +193,11 @@ def _rotate(query_at, key_at, cos_at, sin_at, tokens, width, key_width, dim, dty
 
 
 @njit(cache=True, error_model="numpy")
-def _rotate_halves(query_at, key_at, cos_at, sin_at, tokens, width, key_width, dim):
-    _rotate(query_at, key_at, cos_at, sin_at, tokens, width, key_width, dim, np.uint16)
-
-
-@njit(cache=True, error_model="numpy")
-def _rotate_singles(query_at, key_at, cos_at, sin_at, tokens, width, key_width, dim):
-    _rotate(query_at, key_at, cos_at, sin_at, tokens, width, key_width, dim, np.float32)
-
-
-@jit_part
-def _gate(gate, up):
+def _gate(gate_at, up_at, size, kind):
     """Write the product over the gate."""
-    for i in range(len(gate)):
+    gate, up = _numbers_at(gate_at, size, kind), _numbers_at(up_at, size, kind)
+    for i in range(size):
         x = widen(gate[i])
         power = exp(-x if x < _MOST else -_MOST)
         activated = widen(narrow(x / (_F(1.0) + power), gate[i]))
         gate[i] = narrow(activated * widen(up[i]), gate[i])
-
-
-@njit(cache=True, error_model="numpy")
-def _gate_halves(gate_at, up_at, size):
-    _gate(array_at(gate_at, (size,), np.uint16), array_at(up_at, (size,), np.uint16))
-
-
-@njit(cache=True, error_model="numpy")
-def _gate_singles(gate_at, up_at, size):
-    _gate(array_at(gate_at, (size,), np.float32), array_at(up_at, (size,), np.float32))
