@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from numba import types
 from numba.extending import intrinsic
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lookahead.kernels.microkernel import LANES, ROWS, STRIDE, jit_part, narrow, tile_of, transpose, widen
@@ -42,22 +41,14 @@ _INT, _FLOAT = struct.Struct("i"), struct.Struct("f")
 _EXPONENT, _BIAS = _F(1 << 23), _F(127 << 23)  # a number times the one, plus the other: the bits of 2 to that number
 
 
-def row_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    nodes: Tensor,
-    start: int,
-    scale: float,
-) -> Tensor:
+def row_attention(query: Tensor, keys: Tensor, values: Tensor, *, nodes: Tensor, start: int, scale: float) -> Tensor:
     """Attention of some nodes of one tree, each over the prompt and its own path.
 
     Args:
         query: bfloat16 `[width, heads, dim]`; the last `width` nodes of the tree.
         keys: bfloat16 `[slots, kv_heads, dim]`, contiguous; the prompt, and behind it all nodes of the tree.
         values: bfloat16 `[slots, kv_heads, dim]`, likewise.
-        nodes: int64 `[3, nodes]`, from `pack_nodes`.
+        nodes: int64 `[2, nodes]`; the parents of the tree's nodes, and their depths.
         start: Slots before the root.
         scale: Factor on the scores.
 
@@ -72,22 +63,6 @@ def row_attention(
     sizes = width, heads, dim, slots, kv_heads, nodes.shape[1], start, bits
     run(_attend, kv_heads, [query, keys, values, nodes, out], *sizes)
     return out
-
-
-def pack_nodes(order: NDArray[np.int64], parents: NDArray[np.int32], depths: NDArray[np.int32]) -> Tensor:
-    """What `row_attention` reads of a tree.
-
-    Args:
-        order: `[width]`; the last `width` nodes of the tree, every one after its ancestors among them.
-        parents: `[nodes]`.
-        depths: `[nodes]`; 0 for the root.
-
-    Returns:
-        int64 `[3, nodes]`; the order, padded, the parents and the depths.
-    """
-    packed = np.zeros((3, len(parents)), np.int64)
-    packed[0, : len(order)], packed[1], packed[2] = order, parents, depths
-    return torch.from_numpy(packed)
 
 
 def is_supported(query: Tensor, keys: Tensor, values: Tensor) -> bool:
@@ -139,12 +114,12 @@ def _attend(address: Any) -> None:
         array_at(values_at, (slots, kv_heads, dim), np.uint16),
     )
     pairs = array_at(keys_at, (slots, kv_heads, dim // 2), np.int32)
-    nodes = array_at(nodes_at, (3, count), np.int64)
-    order, parents, depths = nodes[0, :width], nodes[1], nodes[2]
+    nodes = array_at(nodes_at, (2, count), np.int64)
+    parents, depths = nodes[0], nodes[1]
     scale = np.int32(bits).view(np.float32)
     groups = heads // kv_heads
     rows, deepest = width * groups, 0
-    for node in order:
+    for node in range(count - width, count):
         deepest = max(deepest, depths[node])
     padded = _FEW if rows <= _FEW else (rows + ROWS - 1) // ROWS * ROWS
     queries, sums = np.empty((padded, dim), np.float32), np.empty((padded, dim), np.float32)
@@ -167,7 +142,7 @@ def _attend(address: Any) -> None:
             common = max(0, min(BLOCK, start - begin))  # keys of the prompt
             _load(keys, pairs, values, begin, common, head, transposed, block)
             _score_prompt(queries, transposed, common, scale, scores)
-            for node in order:
+            for node in range(count - width, count):
                 first, size = (node + width - count) * groups, min(BLOCK, start + depths[node] + 1 - begin)
                 if size > common:
                     _score_path(
@@ -186,7 +161,7 @@ def _attend(address: Any) -> None:
             if whole:
                 _add_prompt(scores, block, whole, sums)
             held[:] = -1
-            for node in order:
+            for node in range(count - width, count):
                 first, size = (node + width - count) * groups, min(BLOCK, start + depths[node] + 1 - begin)
                 if size > whole:
                     _load_path(node, size, common, start - begin, values, start, head, parents, depths, held, block)

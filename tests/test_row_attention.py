@@ -54,11 +54,9 @@ def one_by_one(query: Tensor, keys: Tensor, values: Tensor, tree: TokenTree, sta
     return torch.cat(out)[:, :, 0]
 
 
-def by_rows(query: Tensor, keys: Tensor, values: Tensor, tree: TokenTree, start: int, order: Any) -> Tensor:
-    return row_attention.row_attention(
-        query, keys, values, nodes=row_attention.pack_nodes(np.array(order), tree.parents, tree.depths), start=start,
-        scale=query.shape[2] ** -0.5,
-    )  # fmt: skip
+def by_rows(query: Tensor, keys: Tensor, values: Tensor, tree: TokenTree, start: int) -> Tensor:
+    nodes = Turns(tree, start, 0).nodes
+    return row_attention.row_attention(query, keys, values, nodes=nodes, start=start, scale=query.shape[2] ** -0.5)
 
 
 @pytest.mark.parametrize("start", [0, 1, 15, 16, 100, BLOCK - 7, BLOCK, BLOCK + 1, 2 * BLOCK - 4])
@@ -66,7 +64,7 @@ def by_rows(query: Tensor, keys: Tensor, values: Tensor, tree: TokenTree, start:
 def test_every_node_attends_over_its_own_path_alone(start, heads, kv_heads, dim):
     tree = tree_of(20, start)
     tensors = tensors_of(start + 20, 20, heads, kv_heads, dim)
-    got = by_rows(*tensors, tree, start, range(20))
+    got = by_rows(*tensors, tree, start)
     exact = one_by_one(*(each.double() for each in tensors), tree, start, 0)
     assert (got - exact).abs().max() < 0.01 * exact.abs().max()
     if is_exact:
@@ -75,24 +73,23 @@ def test_every_node_attends_over_its_own_path_alone(start, heads, kv_heads, dim)
 
 @pytest.mark.parametrize("reach", [1, 3, 12])
 @pytest.mark.parametrize("scored", [0, 1, 5, 11])
-def test_nodes_that_an_earlier_pass_scored_and_any_order_change_no_bit(scored, reach):
+def test_nodes_that_an_earlier_pass_scored_change_no_bit(scored, reach):
     tree = tree_of(12, 3, reach)
     query, keys, values = tensors_of(BLOCK + 8, 12, 4, 2, 32)
     start = BLOCK - 4
-    whole = by_rows(query, keys, values, tree, start, range(12))
-    steps = exact_attention.depth_first(tree.parents, tree.depths, scored)
-    got = by_rows(query[scored:], keys, values, tree, start, [node for node, *_ in steps])
+    whole = by_rows(query, keys, values, tree, start)
+    got = by_rows(query[scored:], keys, values, tree, start)
     assert torch.equal(got, whole[scored:])
 
 
 def test_slots_behind_the_tree_and_other_paths_are_not_read():
     tree = tree_of(12, 5)
     query, keys, values = tensors_of(60, 12, 4, 2, 32)
-    expected = by_rows(query, keys, values, tree, 40, range(12))
+    expected = by_rows(query, keys, values, tree, 40)
     keys[52:], values[52:] = float("nan"), float("nan")
     leaf = int(next(node for node in range(1, 12) if node not in tree.parents))
     keys[40 + leaf], values[40 + leaf] = float("nan"), float("nan")
-    got = by_rows(query, keys, values, tree, 40, range(12))
+    got = by_rows(query, keys, values, tree, 40)
     assert got[leaf].isnan().all()
     assert torch.equal(got[[n for n in range(12) if n != leaf]], expected[[n for n in range(12) if n != leaf]])
 
@@ -112,26 +109,26 @@ def test_several_threads_share_the_work_and_change_no_bit(kv_heads, has_openmp, 
     if not has_openmp:
         monkeypatch.setattr(kernel_threads, "_launcher", lambda: None)
     tree, tensors = tree_of(9, 4), tensors_of(700, 9, 8, kv_heads, 64)
-    several = [by_rows(*tensors, tree, 691, range(9)) for _ in range(8)]
+    several = [by_rows(*tensors, tree, 691) for _ in range(8)]
     torch.set_num_threads(1)
-    alone = by_rows(*tensors, tree, 691, range(9))
+    alone = by_rows(*tensors, tree, 691)
     assert all(torch.equal(each, alone) for each in several)
 
 
 def test_calls_from_several_threads_at_once_are_apart(threads):
     tree = tree_of(9, 4)
     tensors = [tensors_of(300 + i, 9, 8, 4, 64) for i in range(4)]
-    expected = [by_rows(*each, tree, 291 + i, range(9)) for i, each in enumerate(tensors)]
+    expected = [by_rows(*each, tree, 291 + i) for i, each in enumerate(tensors)]
     with ThreadPoolExecutor(4) as pool:
         for _ in range(8):
-            got = pool.map(lambda i: by_rows(*tensors[i], tree, 291 + i, range(9)), range(4))
+            got = pool.map(lambda i: by_rows(*tensors[i], tree, 291 + i), range(4))
             assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
 
 
 @pytest.mark.parametrize("size", [0.0, 30.0, 3e4])
 def test_scores_that_are_equal_or_far_apart_keep_their_bits(size):
     tree, tensors = tree_of(9, 1), tensors_of(200, 9, 4, 2, 64, size)
-    got = by_rows(*tensors, tree, 191, range(9))
+    got = by_rows(*tensors, tree, 191)
     assert got.isfinite().all()
     if is_exact:
         assert torch.equal(got, one_by_one(*tensors, tree, 191, 0))
@@ -149,7 +146,7 @@ def attend(tree: TokenTree, scored: int, window: int | None, dtype: torch.dtype)
     query, keys, values = (each.to(dtype) for each in tensors_of(40, len(tree) - scored, 4, 2, 32))
     got = attend_in_turn(
         Layer(), query.transpose(0, 1)[None], keys.transpose(0, 1)[None], values.transpose(0, 1)[None],
-        Turns.of(tree, 40 - len(tree), scored), window=window, crops=False,
+        Turns(tree, 40 - len(tree), scored), window=window, crops=False,
         own=exact_attention.sdpa_attention_forward, options={},
     )  # fmt: skip
     return got[0], one_by_one(query, keys, values, tree, 40 - len(tree), scored)

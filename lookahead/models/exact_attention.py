@@ -8,14 +8,12 @@ its own path, in the call that the model would make for one token.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PretrainedConfig
@@ -23,94 +21,54 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import UnsupportedModelError
+from lookahead.kernels import row_attention
 
 Attention = Callable[..., tuple[Tensor, Any]]
 MAX_ROWS = 32  # rows of a product up to which half precision was seen to give each the bits it has alone
 _LENGTHS = (1, 7, 16, 40, 100, 530, 1060)  # keys for which the kernel for rows is compared with SDPA
-Step = tuple[int, int, int, int | Tensor | None]
-"""A node, its depth, the first depth whose slot must change before it attends, and the nodes whose KV goes there."""
 
 
-class Turns(NamedTuple):
+class Turns:
     """How the nodes of one row's tree attend in turn.
 
-    Attributes:
+    Args:
         tree: The tree, the nodes that an earlier pass scored included.
         start: The slot of the root.
         scored: First nodes of the tree that an earlier pass scored.
-        steps: The nodes from `scored` on, depth first.
-        nodes: For `kernels.row_attention`.
     """
 
-    tree: TokenTree
-    start: int
-    scored: int
-    steps: Sequence[Step]
-    nodes: Tensor
+    def __init__(self, tree: TokenTree, start: int, scored: int) -> None:
+        self.tree, self.start, self.scored = tree, start, scored
 
-    @classmethod
-    def of(cls, tree: TokenTree, start: int, scored: int) -> Turns:
-        """The turns of a tree whose root stands in slot `start`."""
-        from lookahead.kernels.row_attention import pack_nodes
+    @cached_property
+    def nodes(self) -> Tensor:
+        """For `kernels.row_attention`."""
+        return torch.from_numpy(np.array([self.tree.parents, self.tree.depths], np.int64))
 
-        steps = depth_first(tree.parents, tree.depths, scored)
-        order = np.array([node for node, *_ in steps])
-        return cls(tree, start, scored, steps, pack_nodes(order, tree.parents, tree.depths))
+    @cached_property
+    def steps(self) -> list[tuple[int, int, int, Tensor | None]]:
+        """The nodes from `scored` on, depth first.
 
-
-@njit(cache=True)
-def _depth_first(parents, depths, scored):
-    """The nodes from `scored` on, depth first, and the nodes to move: int64 `[n, 4]` and `[moves]`.
-
-    Of every node: the node, its depth, the first depth to change, and where its moves end. Slot d holds node d at
-    first, and after that the newest node of depth d that was moved there.
-    """
-    nodes = len(parents)
-    child, sibling = np.full(nodes, -1), np.full(nodes, -1)
-    for node in range(nodes - 1, 0, -1):
-        sibling[node] = child[parents[node]]
-        child[parents[node]] = node
-    deepest = 0
-    for node in range(nodes):
-        deepest = max(deepest, depths[node])
-    steps = np.empty((nodes - scored, 4), np.int64)
-    moves = np.empty(nodes + (nodes - scored) * (deepest + 1), np.int64)
-    held, path = np.arange(nodes), np.empty(nodes, np.int64)
-    waiting = np.zeros(nodes + 1, np.int64)
-    waits, step, moved = 1, 0, 0
-    while waits:
-        waits -= 1
-        node = waiting[waits]
-        depth = depths[node]
-        path[depth] = node
-        if node >= scored:
-            first = 0
-            while first <= depth and held[first] == path[first]:
-                first += 1
-            for at in range(first, depth + 1):
-                held[at] = moves[moved] = path[at]
-                moved += 1
-            steps[step, 0], steps[step, 1], steps[step, 2], steps[step, 3] = node, depth, first, moved
-            step += 1
-        if node and sibling[node] >= 0:
-            waiting[waits] = sibling[node]
-            waits += 1
-        if child[node] >= 0:
-            waiting[waits] = child[node]
-            waits += 1
-    return steps, moves[:moved]
-
-
-def depth_first(parents: NDArray[np.int32], depths: NDArray[np.int32], scored: int = 0) -> list[Step]:
-    """The order in which the nodes of a tree (int32 `[n]` each) attend, those before `scored` left out."""
-    steps, moves = _depth_first(parents, depths, scored)
-    order: list[Step] = []
-    begin = 0
-    for node, depth, first, end in steps.tolist():
-        moved: int | Tensor | None = torch.from_numpy(moves[begin:end]) if end > begin else None
-        order.append((node, depth, first, node if end == begin + 1 else moved))
-        begin = end
-    return order
+        Of every node: the node, its depth, the first depth whose slot must change before it attends, and the nodes
+        whose KV goes there and into the slots behind it. Slot d holds node d at first, and after that the newest node
+        of depth d that was moved there.
+        """
+        depths: list[int] = self.tree.depths.tolist()
+        children: list[list[int]] = [[] for _ in depths]
+        for node, parent in enumerate(self.tree.parents[1:].tolist(), 1):
+            children[parent].append(node)
+        held, path, waiting, steps = list(range(len(depths))), [0] * len(depths), [0], []
+        while waiting:
+            node = waiting.pop()
+            depth = depths[node]
+            path[depth] = node
+            if node >= self.scored:
+                end = depth + 1
+                first = next((at for at in range(end) if held[at] != path[at]), end)
+                held[first:end] = path[first:end]
+                steps.append((node, depth, first, torch.tensor(path[first:end]) if first < end else None))
+            waiting += reversed(children[node])
+        return steps
 
 
 def own_attention(module: Any, config: PretrainedConfig) -> Attention:
@@ -139,10 +97,7 @@ def has_bits_of_sdpa(dim: int, groups: int) -> bool:
         dim: Dimensions of a head.
         groups: Query heads per KV head.
     """
-    from lookahead.kernels import row_attention
-
-    source, root = torch.Generator().manual_seed(0), TokenTree.root(0)
-    nodes = row_attention.pack_nodes(np.zeros(1, np.int64), root.parents, root.depths)
+    source, nodes = torch.Generator().manual_seed(0), torch.zeros(2, 1, dtype=torch.int64)
     for length in _LENGTHS:
         query, key, value = (
             torch.randn(heads, rows, dim, generator=source)
@@ -162,9 +117,7 @@ def has_bits_of_sdpa(dim: int, groups: int) -> bool:
             shared = [tensor.repeat_interleave(groups, 0)[None] for tensor in (keys, values)]
             alone = scaled_dot_product_attention(one[None], shared[0], shared[1])
             slots = [tensor.transpose(0, 1).contiguous() for tensor in (one, keys, values)]
-            got = row_attention.row_attention(
-                slots[0], slots[1], slots[2], nodes=nodes, start=length - 1, scale=dim**-0.5
-            )
+            got = row_attention.row_attention(*slots, nodes=nodes, start=length - 1, scale=dim**-0.5)
             if not torch.equal(got[0], alone[0, :, 0]):
                 return False
     return True
@@ -210,40 +163,30 @@ def attend_in_turn(
     Returns:
         `[1, width, heads, value_dim]`.
     """
-    tree, start, scored, steps, packed_nodes = turns
+    tree, start, scored = turns.tree, turns.start, turns.scored
     is_sdpa, scale = own is sdpa_attention_forward, options.get("scaling")
-    if is_sdpa and (window is None or start + int(tree.depths.max()) + 1 < window):
-        from lookahead.kernels import row_attention
-
-        slots = key[0].transpose(0, 1), value[0].transpose(0, 1)  # as the cache holds them
-        rows = query[0].transpose(0, 1)
-        # For a single head torch would share the sums of a product among its threads.
-        is_whole = query.shape[1] > 1 and all(each.is_contiguous() for each in slots)
-        if (
-            is_whole
-            and row_attention.is_supported(rows, *slots)
-            and has_bits_of_sdpa(query.shape[3], query.shape[1] // key.shape[1])
-        ):
-            return row_attention.row_attention(
-                rows, *slots, nodes=packed_nodes, start=start, scale=query.shape[3] ** -0.5 if scale is None else scale
-            )[None]
-    heads, width = query.shape[1:3]
+    heads, width, dim = query.shape[1:]
     kv_heads = key.shape[1]
+    if is_sdpa and heads > 1 and (window is None or start + int(tree.depths.max()) + 1 < window):
+        # For a single head torch would share the sums of a product among its threads.
+        rows, *slots = (each[0].transpose(0, 1) for each in (query, key, value))  # as the cache holds them
+        is_whole = all(each.is_contiguous() for each in slots)
+        if is_whole and row_attention.is_supported(rows, *slots) and has_bits_of_sdpa(dim, heads // kv_heads):
+            scale = dim**-0.5 if scale is None else scale
+            return row_attention.row_attention(rows, *slots, nodes=turns.nodes, start=start, scale=scale)[None]
     nodes = slice(start, start + scored + width)
-    is_moved = any(moved is not None for _, _, _, moved in steps)
+    is_moved = any(moved is not None for *_, moved in turns.steps)
     held = [(each, each[:, :, nodes].clone()) for each in (key, value)] if is_moved else []
     # With one row of a batch for each KV head, SDPA reads shared heads in place and computes the same bits.
     queries = query[0].unflatten(0, (kv_heads, heads // kv_heads)).split(1, 2)
     keys, values = (each[0][:, None].expand(-1, heads // kv_heads, -1, -1) for each in (key, value))
     seen: dict[int, tuple[Tensor, Tensor]] = {}  # views of the slots up to an end
     out: list[Any] = [None] * width
-    for node, depth, first_moved, moved in steps:
+    for node, depth, first_moved, moved in turns.steps:
         column, end = node - scored, start + depth + 1
         if moved is not None:
             for each, kept in held:
-                each[:, :, start + first_moved : end] = (
-                    kept[:, :, moved] if isinstance(moved, Tensor) else kept[:, :, moved, None]
-                )
+                each[:, :, start + first_moved : end] = kept[:, :, moved]
         if is_sdpa and (window is None or end < window):
             if end not in seen:
                 seen[end] = keys.narrow(2, 0, end), values.narrow(2, 0, end)

@@ -163,7 +163,10 @@ def _half_product(
     if bits == "any" and packs and (found is None or rows > found.most):
         found = packed.weight(own, bias, "together")
     most = rows_of(own, bias, Layout()).alone if found is None else found.most
-    multiply = (lambda part: linear(part, own, bias)) if found is None else (lambda part: found.product(part, bias))
+
+    def multiply(part: Tensor) -> Tensor:
+        return linear(part, own, bias) if found is None else found.product(part, bias)
+
     if bits != "alone":
         return linear(x, own, bias) if rows > most else multiply(x)
     if rows <= most or rows == 1:

@@ -169,7 +169,7 @@ class TreePass:
         """How the nodes of the only row attend in turn."""
         assert self._trees is not None
         scored = 0 if self._scored is None else int(self._scored[0])
-        return Turns.of(self._trees[0], int(self._slots.lengths[0]) - scored, scored)
+        return Turns(self._trees[0], int(self._slots.lengths[0]) - scored, scored)
 
 
 def padded_rows(active: int, rows: int) -> int:
