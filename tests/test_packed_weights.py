@@ -248,7 +248,8 @@ def test_a_model_whose_rows_change_their_bits_is_said_to_round(tiny_llama, monke
     monkeypatch.setattr(product_bits, "FEWEST_WEIGHTS", 1 << 16)
     assert keeps_bits(model), "its layers are small"
     monkeypatch.setattr(product_bits, "FEWEST_WEIGHTS", 1)
-    monkeypatch.setattr(product_bits, "rows_of", lambda *layer: Rows(2, 2))
+    for module in (linears, product_bits):
+        monkeypatch.setattr(module, "rows_of", lambda *layer: Rows(2, 2))
     assert not keeps_bits(model) and not is_bitwise(model)
 
 

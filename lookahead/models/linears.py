@@ -19,6 +19,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from lookahead.kernels import packed_product
 from lookahead.models import product_bits
 from lookahead.models.exact_attention import MAX_ROWS
 from lookahead.models.model_state import replaced, state_of
@@ -31,6 +32,7 @@ _MOST_ROWS = 128  # of float32 that the kernel of this package takes; it is made
 _TRIED = (2048, 2048)  # inputs and outputs of the measured products
 _FROM_MEMORY = 0.8  # time of our kernel relative to others where weights come from memory, not from a cache as there
 _FEW_ROWS = (4, 16)  # of those products
+_FEWEST_ROWS = 8  # of one product in a larger layer
 _TRIALS = 5
 _GAIN = 0.95  # most time relative to torch to count as faster
 
@@ -162,17 +164,13 @@ def _half_product(
     found = packed.weight(own, bias, "alone" if bits == "any" else bits) if packs else None
     if bits == "any" and packs and (found is None or rows > found.most):
         found = packed.weight(own, bias, "together")
-    most = rows_of(own, bias, Layout()).alone if found is None else found.most
-
-    def multiply(part: Tensor) -> Tensor:
-        return linear(part, own, bias) if found is None else found.product(part, bias)
-
     if bits != "alone":
-        return linear(x, own, bias) if rows > most else multiply(x)
-    if rows <= most or rows == 1:
-        return multiply(x)
-    parts = x.reshape(rows, -1).split(max(1, most))  # a split takes as long as a small product
-    return torch.cat([multiply(part) for part in parts]).view(*x.shape[:-1], -1)
+        return linear(x, own, bias) if found is None or rows > found.most else found.product(x, bias)
+    most = max(1, rows_of(own, bias, Layout()).alone) if found is None else found.most
+    # A split takes as long as a small product.
+    parts = [x] if rows <= most else x.reshape(rows, -1).split(most)
+    products = [linear(part, own, bias) if found is None else found.product(part, bias) for part in parts]
+    return products[0] if rows <= most else torch.cat(products).view(*x.shape[:-1], -1)
 
 
 def _digest(weight: Tensor) -> int:
@@ -210,7 +208,16 @@ def _pack(weight: Tensor, bias: Tensor | None, bits: Bits) -> Packed | None:
 
 def keeps_bits(model: nn.Module) -> bool:
     """Whether rows of the linear layers in half precision can have the bits they have alone, without many products."""
-    return product_bits.keeps_bits(each for each in model.modules() if type(each) is nn.Linear and _is_plain(each))
+    try:
+        return all(
+            layer.weight.numel() < product_bits.FEWEST_WEIGHTS
+            or rows_of(layer.weight, layer.bias, Layout()).alone >= _FEWEST_ROWS
+            or best_layout(layer.weight, layer.bias, "alone", ("own", "onednn"))[1] >= _FEWEST_ROWS
+            for layer in model.modules()
+            if type(layer) is nn.Linear and _is_plain(layer)
+        )
+    except (AttributeError, RuntimeError):  # torch was built without oneDNN
+        return False
 
 
 @cache
@@ -228,7 +235,7 @@ def faster_ways(dtype: torch.dtype, threads: int, rows: tuple[int, ...] = _FEW_R
         x, weight = x.to(dtype), (weight / inputs).to(dtype)
         products: dict[str, Callable[[Tensor, None], Tensor]] = {"torch": lambda x, _: linear(x, weight)}
         for way, layout in _LAYOUTS.items():
-            if way == "own" and not _is_supported(weight):
+            if way == "own" and not packed_product.is_supported(weight):
                 continue
             try:
                 packed = lay_out(weight, layout).product
@@ -236,23 +243,15 @@ def faster_ways(dtype: torch.dtype, threads: int, rows: tuple[int, ...] = _FEW_R
                     products[way] = packed
             except (AttributeError, RuntimeError):  # torch was built without oneDNN
                 continue
-        seconds = {way: sum(_least_seconds(product, x[:count]) for count in rows) for way, product in products.items()}
+        seconds: dict[str, float] = {}
+        for way, product in products.items():
+            taken = [_seconds_of(product, x[:count]) for _ in range(_TRIALS) for count in rows]
+            seconds[way] = sum(min(taken[i :: len(rows)]) for i in range(len(rows)))
     order = sorted(seconds, key=lambda way: seconds[way] * (_FROM_MEMORY if way == "own" else 1))
     return tuple(way for way in order if seconds[way] < _GAIN * seconds["torch"])
 
 
-def _least_seconds(product: Callable[[Tensor, None], Tensor], x: Tensor) -> float:
-    """The time of a product, the shortest of some trials."""
-    taken = []
-    for _ in range(_TRIALS):
-        begin = time.perf_counter()
-        product(x, None)
-        taken.append(time.perf_counter() - begin)
-    return min(taken)
-
-
-def _is_supported(weight: Tensor) -> bool:
-    """Whether the kernel of this package takes a weight."""
-    from lookahead.kernels import packed_product
-
-    return packed_product.is_supported(weight)
+def _seconds_of(product: Callable[[Tensor, None], Tensor], x: Tensor) -> float:
+    begin = time.perf_counter()
+    product(x, None)
+    return time.perf_counter() - begin

@@ -6,7 +6,7 @@ CPU. So products of every shape are compared once, with numbers that nearly canc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from lookahead.kernels import packed_product
 from lookahead.models.exact_attention import MAX_ROWS
 
 FEWEST_WEIGHTS = 1 << 16  # of a layer; below, the call of oneDNN takes longer than it saves
-_FEWEST_ROWS = 8  # of one product in a larger layer
 _OUTPUTS = 4096  # most outputs of a layer that are compared, but for what is left over
 _DIFFERENT = 256  # outputs of the compared weight that differ; the others repeat them
 _ROWS = (1, 2, 3, 5, 8, 11, 16, 17, 24, 31, MAX_ROWS)
@@ -30,41 +30,25 @@ other rows, or any."""
 
 
 class Layout(NamedTuple):
-    """How a weight is laid out; torch's own product takes it as it is.
+    """How a weight is laid out; torch's own product takes it as it is."""
 
-    Attributes:
-        rows: Rows that oneDNN lays it out for, or 0; it serves other numbers of rows too.
-        block: Inputs of a block of sums of `kernels.packed_product`, or 0.
-    """
-
-    rows: int = 0
-    block: int = 0
+    rows: int = 0  # that oneDNN lays it out for; it serves other numbers of rows too
+    block: int = 0  # inputs of a block of sums of `kernels.packed_product`
 
 
 class Packed(NamedTuple):
-    """A weight that is laid out.
-
-    Attributes:
-        layout: How.
-        product: Multiplies rows `[..., inputs]` by the weight, and adds a bias `[outputs]` or None.
-        most: Rows of a product up to which bits are right, in half precision.
-    """
+    """A weight that is laid out."""
 
     layout: Layout
-    product: Callable[[Tensor, Tensor | None], Tensor]
-    most: int = 0
+    product: Callable[[Tensor, Tensor | None], Tensor]  # of rows `[..., inputs]` and a bias `[outputs]` or None
+    most: int = 0  # rows of a product up to which bits are right, in half precision
 
 
 class Rows(NamedTuple):
-    """Most rows of a product of half precision, up to `MAX_ROWS`, that have certain bits.
+    """Most rows of a product of half precision, up to `MAX_ROWS`, that have certain bits."""
 
-    Attributes:
-        alone: Those that each row has alone in torch's own product.
-        together: Those that the same rows have in torch's own product.
-    """
-
-    alone: int
-    together: int
+    alone: int  # those that each row has alone in torch's own product
+    together: int  # those that the same rows have in torch's own product
 
 
 def by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -81,8 +65,6 @@ def lay_out(weight: Tensor, layout: Layout, most: int = 0) -> Packed:
         RuntimeError: oneDNN does not take the weight.
     """
     if layout.block:
-        from lookahead.kernels import packed_product
-
         packed = packed_product.pack(weight)
         return Packed(layout, partial(packed_product.multiply, packed, len(weight), layout.block), most)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), layout.rows)
@@ -101,23 +83,17 @@ def best_layout(weight: Tensor, bias: Tensor | None, bits: Bits, ways: Sequence[
     Returns:
         The layout and the most rows of a product; 0 rows where none is right.
     """
+    layouts = {"onednn": [Layout(rows=16), Layout(rows=1)]}  # the second keeps the bits of some long rows
+    if packed_product.is_supported(weight):
+        layouts["own"] = [Layout(block=block) for block in _BLOCKS]
     best, most = Layout(), 0
-    for layout in (layout for way in ways for layout in _layouts(weight, way)):
+    for layout in (layout for way in ways for layout in layouts.get(way, ())):
         rows = rows_of(weight, bias, layout)._asdict()[bits]
         if rows > most:
             best, most = layout, rows
         if most == MAX_ROWS:
             break
     return best, most
-
-
-def _layouts(weight: Tensor, way: str) -> list[Layout]:
-    """How a weight may be laid out for a way to multiply."""
-    from lookahead.kernels import packed_product
-
-    if way == "onednn":
-        return [Layout(rows=16), Layout(rows=1)]  # the second keeps the bits of some long rows
-    return [Layout(block=block) for block in _BLOCKS] if packed_product.is_supported(weight) else []
 
 
 def rows_of(weight: Tensor, bias: Tensor | None, layout: Layout) -> Rows:
@@ -135,22 +111,24 @@ def rows_of(weight: Tensor, bias: Tensor | None, layout: Layout) -> Rows:
 @torch.inference_mode()
 def _compare_rows(dtype: torch.dtype, shape: torch.Size, is_bare: bool, layout: Layout, threads: int) -> Rows:
     """Compare the bits of rows that are multiplied alone, together, and with a weight that is laid out."""
-    row, weight, bias = _cancelling(dtype, shape, is_bare)
-    x = row * (2.0 ** (torch.arange(MAX_ROWS) % 8)).to(dtype)[:, None]
+    x, weight, bias = _cancelling(dtype, shape, is_bare, MAX_ROWS)
     alone = torch.cat([linear(each, weight, bias) for each in x.split(1)])
     other = None if layout == Layout() else lay_out(weight, layout)
-    right: tuple[list[bool], list[bool]] = [], []
+    most = {"alone": 0, "together": 0}
     for rows in _ROWS:
         together = linear(x[:rows], weight, bias)
         product = together if other is None else other.product(x[:rows], bias)
-        for kept, expected in zip(right, (alone[:rows], together), strict=True):
-            kept.append(torch.equal(product, expected))
-    counts = (next((i for i, is_right in enumerate(each) if not is_right), len(_ROWS)) for each in right)
-    return Rows(*(_ROWS[count - 1] if count else 0 for count in counts))
+        before = _ROWS[_ROWS.index(rows) - 1] if rows > _ROWS[0] else 0
+        for name, expected in (("alone", alone[:rows]), ("together", together)):
+            if most[name] == before and torch.equal(product, expected):
+                most[name] = rows
+    return Rows(**most)
 
 
-def _cancelling(dtype: torch.dtype, shape: torch.Size, is_bare: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A row `[1, inputs]`, a weight and a bias whose sums nearly cancel: the rest shows the order."""
+def _cancelling(
+    dtype: torch.dtype, shape: torch.Size, is_bare: bool, rows: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Rows `[rows, inputs]`, a weight and a bias whose sums nearly cancel: the rest shows the order."""
     source = torch.Generator().manual_seed(0)
     outputs, inputs = shape
     outputs = min(outputs, _OUTPUTS + outputs % _OUTPUTS)
@@ -159,20 +137,14 @@ def _cancelling(dtype: torch.dtype, shape: torch.Size, is_bare: bool) -> tuple[T
         row[0, place], few[:, place] = 1, 0
         few[:, place] = -(few.double() @ row[0].double()).to(dtype)
     weight = few.repeat(-(-outputs // len(few)), 1)[:outputs]
-    return row, weight, None if is_bare else linear(row, weight)[0]
+    x = row * (2.0 ** (torch.arange(rows) % 8)).to(dtype)[:, None]
+    return x, weight, None if is_bare else linear(row, weight)[0]
 
 
-def keeps_bits(layers: Iterable[nn.Linear]) -> bool:
-    """Whether rows of linear layers can have the bits they have alone, without many products."""
-    try:
-        return all(
-            each.weight.numel() < FEWEST_WEIGHTS
-            or rows_of(each.weight, each.bias, Layout()).alone >= _FEWEST_ROWS
-            or best_layout(each.weight, each.bias, "alone", ("own", "onednn"))[1] >= _FEWEST_ROWS
-            for each in layers
-        )
-    except (AttributeError, RuntimeError):  # torch was built without oneDNN
-        return False
+def has_other_products(model: nn.Module) -> bool:
+    """Whether a model multiplies by weights that are not those of linear layers, as GPT-2 does."""
+    others = (each for each in model.modules() if type(each) is not nn.Linear and not isinstance(each, nn.Embedding))
+    return any(weight.dim() > 1 for each in others for weight in each.parameters(recurse=False))
 
 
 def has_bits_of_copies(model: Any, rows: int, copies: int) -> bool:
@@ -183,19 +155,15 @@ def has_bits_of_copies(model: Any, rows: int, copies: int) -> bool:
         rows: Rows of the pass.
         copies: How many copies the larger pass has.
     """
-    others = (each for each in model.modules() if type(each) is not nn.Linear and not isinstance(each, nn.Embedding))
-    if any(weight.dim() > 1 for each in others for weight in each.parameters(recurse=False)):
-        return False
     head, threads = model.get_output_embeddings(), torch.get_num_threads()
     layers = [each for each in model.modules() if type(each) is nn.Linear and each is not head]
     shapes = {(each.weight.dtype, each.weight.shape, each.bias is None) for each in layers}
-    return all(_compare_copies(*shape, rows, copies, threads) for shape in shapes)
+    return not has_other_products(model) and all(_compare_copies(*shape, rows, copies, threads) for shape in shapes)
 
 
 @lru_cache(maxsize=1024)
 @torch.inference_mode()
 def _compare_copies(dtype: torch.dtype, shape: torch.Size, is_bare: bool, rows: int, copies: int, threads: int) -> bool:
     """Compare rows in a product with a weight of such a shape, and copies of them."""
-    row, weight, bias = _cancelling(dtype, shape, is_bare)
-    x = row * (2.0 ** (torch.arange(rows) % 8)).to(dtype)[:, None]
+    x, weight, bias = _cancelling(dtype, shape, is_bare, rows)
     return torch.equal(linear(x, weight, bias).repeat(copies, 1), linear(x.repeat(copies, 1), weight, bias))

@@ -20,6 +20,7 @@ from lookahead.errors import ConfigError, UnsupportedModelError
 from lookahead.models.exact_attention import MAX_ROWS
 from lookahead.models.linears import keeps_bits
 from lookahead.models.model_state import state_of
+from lookahead.models.product_bits import has_other_products
 from lookahead.models.target import Shape, Target, input_device
 
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -244,8 +245,7 @@ def is_bitwise(model: PreTrainedModel) -> bool:
     if any("experts" in name for name, _ in model.named_modules()):
         return False
     # Linear layers multiply as many rows as keep their bits. Other products, as those of GPT-2, take all rows at once.
-    others = (each for each in model.modules() if type(each) is not nn.Linear and not isinstance(each, nn.Embedding))
-    if any(weight.dim() > 1 for each in others for weight in each.parameters(recurse=False)) or not keeps_bits(model):
+    if has_other_products(model) or not keeps_bits(model):
         return False
     name = f"bitwise, {torch.get_num_threads()} threads"
     return state_of(model).probed(name, model, partial(_has_bits_of_single_tokens, model, config.vocab_size))
