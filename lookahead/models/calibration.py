@@ -7,6 +7,7 @@ import json
 import math
 import platform
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Sequence
@@ -48,24 +49,14 @@ _VERSION = 4  # of the files of step costs
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The cost of a step with a certain number of nodes.
-
-    Attributes:
-        nodes: Nodes of the tree, its root included.
-        seconds: Median of the rounds.
-        flop: Floating-point operations of the step, computed from parameters and context.
-        moved: Bytes it reads and writes: weights once, KV once. All weights of a mixture of experts count, which is
-            too many for few nodes.
-        bound_s: The longer of the times the machine needs for `flop` and for `moved` at its measured speed.
-        break_even: Tokens a step must emit to be as fast as plain decoding.
-    """
+    """The cost of a step with a certain number of nodes, the root of the tree included."""
 
     nodes: int
-    seconds: float
-    flop: float
-    moved: float
-    bound_s: float
-    break_even: float
+    seconds: float  # median of the rounds
+    flop: float  # computed from parameters and context
+    moved: float  # bytes: weights once, KV once; all experts of a mixture, which is too many for few nodes
+    bound_s: float  # the longer of the times the machine needs for `flop` and for `moved` at its measured speed
+    break_even: float  # tokens a step must emit to be as fast as plain decoding
 
     @property
     def intensity(self) -> float:
@@ -80,12 +71,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Step costs for one length of context.
-
-    Attributes:
-        context: Tokens in the cache.
-        points: One per number of nodes.
-    """
+    """Step costs for one length of context, in tokens: a point per number of nodes."""
 
     context: int
     points: list[Point]
@@ -151,22 +137,16 @@ def calibrate(
 def calibrate_quickly(
     model: PreTrainedModel, cost: StepCost, *, within_s: float = LONGEST_QUICK_S, clock: Clock = time.perf_counter
 ) -> bool:
-    """Measure a few steps of few sizes over a short context, unless that takes longer than allowed.
+    """Measure a few steps of few sizes over a short context, unless that takes longer than `within_s` seconds.
 
     Every size is measured up to three times within 3 seconds, and at least once: about 30 plain steps.
-
-    Args:
-        model: A causal language model.
-        cost: Receives the measurements.
-        within_s: Most seconds it may take, estimated from a plain step.
-        clock: Seconds.
 
     Returns:
         Whether anything was measured: not for a slow model, nor for one that cannot verify drafts. Nor on a machine so
         busy that a step of several nodes took longer than as many steps of one, which would keep drafts off for good.
     """
     config: Any = model.config.get_text_config()
-    positions = getattr(config, "max_position_embeddings", None) or _QUICK_CONTEXT
+    positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
     context = min(_QUICK_CONTEXT, positions - max(QUICK_NODES) - 2)
     if context < 1:
         return False
@@ -214,7 +194,10 @@ def _sweep(
     rng = np.random.default_rng(0)
     config: Any = model.config.get_text_config()
     prompt = rng.integers(0, config.vocab_size, context + 1).astype(np.int32)
-    trees = [_tree(rng, n, config.vocab_size, is_chain=support.shape == "chains") for n in nodes]
+    trees, children = [], 2 if support.shape == "trees" else 1
+    for n in nodes:
+        tokens = (np.arange(n, dtype=np.int32) + rng.integers(config.vocab_size)) % config.vocab_size  # siblings differ
+        trees.append(TokenTree.from_parents(tokens, (np.arange(n) - 1).clip(0) // children))
     spent: list[list[float]] = []
     with target.serving():
         target.prefill([prompt[:2]])  # a model that is too slow reads no more than this
@@ -235,14 +218,6 @@ def _sweep(
 def _step(target: Target, tree: TokenTree) -> None:
     """Score a tree and read the argmax, as decoding does."""
     likeliest(target.score([tree])).cpu()
-
-
-def _tree(rng: np.random.Generator, nodes: int, vocabulary: int, *, is_chain: bool) -> TokenTree:
-    """A chain, or a tree whose branches have two children each."""
-    parents = [max(0, node - 1) if is_chain else max(0, (node - 1) // 2) for node in range(nodes)]
-    # Siblings must differ, and nothing else matters.
-    tokens = (np.arange(nodes) + rng.integers(vocabulary)) % vocabulary
-    return TokenTree.from_parents(tokens.astype(np.int32), parents)
 
 
 def _points(
@@ -293,12 +268,7 @@ def cache_folder() -> Path:
 
 
 def identity(model: nn.Module, passes: str = PASSES[0]) -> dict[str, Any]:
-    """What step costs depend on: parameter shapes, dtype, device, threads, PyTorch version and kind of passes.
-
-    Args:
-        model: The model.
-        passes: How the model runs, one of `PASSES`.
-    """
+    """What step costs depend on: parameter shapes, dtype, device, threads, PyTorch version and kind of passes."""
     parameter = next(model.parameters())
     shapes = ",".join(f"{name}{tuple(each.shape)}" for name, each in model.named_parameters())
     device = parameter.device
@@ -318,7 +288,7 @@ def cost_path(model: nn.Module, folder: Path | str | None = None, passes: str = 
     """The file of a model's step costs in a folder; `cache_folder()` when None."""
     known = identity(model, passes)
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
-    return (Path(folder) if folder is not None else cache_folder()) / f"{known['model']}-{known['dtype']}-{digest}.json"
+    return Path(cache_folder() if folder is None else folder) / f"{known['model']}-{known['dtype']}-{digest}.json"
 
 
 def read_costs(model: nn.Module, cost: StepCost, folder: Path | str | None = None, passes: str = PASSES[0]) -> bool:
@@ -326,13 +296,12 @@ def read_costs(model: nn.Module, cost: StepCost, folder: Path | str | None = Non
 
     A file that cannot be read or holds something else is ignored with a warning; `write_costs` replaces it.
     """
-    path = cost_path(model, folder, passes)
-    known = identity(model, passes)
+    path, known = cost_path(model, folder, passes), identity(model, passes)
     try:
         content = read_json(path)
         if isinstance(content, dict) and content.get("version") in range(1, _VERSION):
             return False  # an older release wrote it
-        if not isinstance(content, dict) or content.get("version") != _VERSION or content.get("for") != known:
+        if not isinstance(content, dict) or (content.get("version"), content.get("for")) != (_VERSION, known):
             raise ConfigError("it is not of this version or for this model")
         cost.update(content["costs"])
     except FileNotFoundError:

@@ -25,15 +25,10 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Speed of a device.
+    """Speed of a device."""
 
-    Attributes:
-        flops: Floating-point operations a second in a large matrix product.
-        bytes_per_s: Bytes read and written a second by a copy of a buffer as large as the weights.
-    """
-
-    flops: float
-    bytes_per_s: float
+    flops: float  # a second in a large matrix product
+    bytes_per_s: float  # read and written by a copy of a buffer as large as the weights
 
 
 def measure_machine(model: PreTrainedModel, clock: Clock = time.perf_counter) -> Machine:
