@@ -37,22 +37,8 @@ def tree_attention(
 ) -> Tensor:
     """`lookahead.kernels.tree_attention.tree_attention` on a CPU; see there for the arguments.
 
-    Args:
-        query: float32 or bfloat16 `[rows, heads, width, dim]`.
-        keys: `[rows, slots, kv_heads, dim]`, a slice of whole rows of contiguous buffers.
-        values: `[rows, slots, kv_heads, value_dim]`, likewise.
-        lengths: int32 `[rows]`.
-        nodes: int32 `[rows]`.
-        depths: int32 `[rows, width]`.
-        words: int64 `[rows, width, ceil(width / 64)]`.
-        scaling: Factor on the scores.
-        softcap: Scores become `softcap * tanh(scores / softcap)`.
-        window: Positions a node may look back, itself included.
-        chunk: A node looks at positions of its own chunk of so many only.
-        sinks: Floating point `[heads]`.
-
-    Returns:
-        `[rows, width, heads, value_dim]`, contiguous, in the type of `query`; computed in float32.
+    The query is float32 or bfloat16, keys and values are slices of whole rows of contiguous buffers in the same type,
+    and so is the result, which is computed in float32.
     """
     rows, heads, width, dim = query.shape
     out = torch.empty(rows, width, heads, values.shape[3])
@@ -83,20 +69,14 @@ def pays(query: Tensor, keys: Tensor, values: Tensor) -> bool:
     512 bits.
     """
     _, heads, width, _ = query.shape
-    return (
-        width * (heads // keys.shape[2]) >= LANES
-        and torch.get_num_threads() == 1
-        and torch.backends.cpu.get_cpu_capability() == "AVX512"
-        and query.dtype in _SHIFTS
-        and all(_is_slice(slots, query.dtype) for slots in (keys, values))
-    )
-
-
-def _is_slice(slots: Tensor, dtype: torch.dtype) -> bool:
-    """Whether slots have the layout `tree_attention` needs."""
-    _, _, heads, dim = slots.shape
-    steps = slots.stride()
-    return slots.dtype == dtype and dim % ROWS == 0 and steps[1:] == (heads * dim, dim, 1) and steps[0] % steps[1] == 0
+    if width * (heads // keys.shape[2]) < LANES or torch.get_num_threads() > 1 or query.dtype not in _SHIFTS:
+        return False
+    for slots in (keys, values):
+        (_, _, kv_heads, dim), (of_row, of_slot, *rest) = slots.shape, slots.stride()
+        is_slice = (of_slot, *rest) == (kv_heads * dim, dim, 1) and of_row % of_slot == 0
+        if slots.dtype != query.dtype or dim % ROWS or not is_slice:
+            return False
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def _buffers_of(slots: Tensor) -> Tensor:
@@ -136,10 +116,15 @@ def _attend(
                     multiply(block, dim, 1, queries, scores, size, dim, padded)
                     if softcap > 0.0:
                         _apply_softcap(scores, size * STRIDE, np.float32(softcap))
-                    if start < most:
-                        _apply_window(scores, start, size, firsts, columns)
+                    if start < most:  # hide the slots before a query's first visible position
+                        for slot in range(size):
+                            for column in range(columns):
+                                if start + slot < firsts[column]:
+                                    scores[slot * STRIDE + column] = -np.inf
                     for node in range(max(0, start - length), start + size - length):
-                        _add(scores[(length + node - start) * STRIDE :], hidden[node * STRIDE :], padded)
+                        line, mask = scores[(length + node - start) * STRIDE :], hidden[node * STRIDE :]
+                        for i in range(padded):
+                            line[i] += mask[i]
                     _update_softmax(scores, size, padded, peaks, totals, fades)
                     _load(values[row], start, size, head, shift, block)
                     multiply(block, 1, value_dim, scores, part, value_dim, size, padded)
@@ -198,21 +183,6 @@ def _apply_softcap(scores, size, softcap):
         fade = exp(np.float32(-2.0) * abs(scores[i] / softcap))
         bent = softcap * (np.float32(1.0) - fade) / (np.float32(1.0) + fade)
         scores[i] = -bent if scores[i] < 0.0 else bent
-
-
-@jit_part
-def _apply_window(scores, start, size, firsts, columns):
-    """Hide the slots before a query's first visible position."""
-    for slot in range(size):
-        for column in range(columns):
-            if start + slot < firsts[column]:
-                scores[slot * STRIDE + column] = -np.inf
-
-
-@jit_part
-def _add(to, other, size):
-    for i in range(size):
-        to[i] += other[i]
 
 
 @njit(cache=True, fastmath={"contract"}, error_model="numpy")

@@ -87,12 +87,12 @@ def _multiply_pairs(address: Any) -> None:
 
 
 @jit_part
-def _multiply(address, term, number):
+def _multiply(address, kind, number):
     """Panel by panel, which stays in a near cache for all rows; the results are numbers of such a type."""
     _, parts, x_at, packed_at, out_at, bias_at, rows, terms, panels, outputs, block, together, has_bias = array_at(
         address, (13,), np.int64
     )
-    x, packed = array_at(x_at, (rows, terms), term), array_at(packed_at, (panels, terms, COLUMNS), term)
+    x, packed = array_at(x_at, (rows, terms), kind), array_at(packed_at, (panels, terms, COLUMNS), kind)
     out, bias = array_at(out_at, (rows, outputs), number), array_at(bias_at, (outputs,), number)
     sums, others = np.empty(ROWS * COLUMNS, np.float32), np.empty(ROWS * COLUMNS, np.float32)
     part = take(address)
@@ -100,7 +100,14 @@ def _multiply(address, term, number):
         for panel in range(part * together, min(panels, (part + 1) * together)):
             first, begin = 0, panel * COLUMNS
             while first < rows:
-                taken = _sum_rows(x, packed, panel, first, rows, terms, block, sums, others)
+                taken = min(ROWS, rows - first)
+                for term in range(0, terms, block):
+                    count, to = min(block, terms - term), others if term else sums
+                    at, column = first * terms + term, (panel * terms + term) * COLUMNS
+                    _tile(x, at, terms, 1, packed, column, COLUMNS, to, 0, COLUMNS, taken, count)
+                    if term:
+                        for i in range(taken * COLUMNS):
+                            sums[i] = others[i] + sums[i]
                 if has_bias:
                     for row in range(taken):
                         for i in range(min(COLUMNS, outputs - begin)):
@@ -121,17 +128,3 @@ def _store(sums, taken, out, first, begin, outputs):
         for row in range(taken):
             for i in range(outputs - begin):
                 out[first + row, begin + i] = narrow(sums[row * COLUMNS + i], out[0, 0])
-
-
-@jit_part
-def _sum_rows(x, packed, panel, first, rows, terms, block, sums, others):
-    """Up to 8 of the rows from `first` on, times one panel; returns how many."""
-    taken = min(ROWS, rows - first)
-    for begin in range(0, terms, block):
-        count, to = min(block, terms - begin), others if begin else sums
-        at, column = first * terms + begin, (panel * terms + begin) * COLUMNS
-        _tile(x, at, terms, 1, packed, column, COLUMNS, to, 0, COLUMNS, taken, count)
-        if begin:
-            for i in range(taken * COLUMNS):
-                sums[i] = others[i] + sums[i]
-    return taken

@@ -73,9 +73,7 @@ def _take(context: Any, address: Any) -> Any:
 
 
 @intrinsic
-def _pointer(context: Any, address: Any) -> Any:
-    """An address as a pointer."""
-
+def _as_pointer(context: Any, address: Any) -> Any:
     def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
         return builder.inttoptr(values[0], ir.IntType(8).as_pointer())
 
@@ -83,11 +81,11 @@ def _pointer(context: Any, address: Any) -> Any:
 
 
 take: Any = _take
-_as_pointer: Any = _pointer
+_pointer: Any = _as_pointer
 _view: Any = vars(numba)["carray"]
 
 
 @jit_part
 def array_at(address, shape, dtype):
     """The array at an address."""
-    return _view(_as_pointer(address), shape, dtype)
+    return _view(_pointer(address), shape, dtype)
