@@ -53,6 +53,16 @@ def _key(bits):
     return bits if bits >= 0 else np.int32(_LOWEST - bits)
 
 
+@jit_part
+def _highest(bits):
+    """The highest key of a block, and the highest bits of its magnitudes: above those of infinity if one is NaN."""
+    key, magnitude = np.int32(_LOWEST), np.int32(0)
+    for i in range(bits.size):
+        key = max(key, _key(bits[i]))
+        magnitude = max(magnitude, np.int32(bits[i] & 0x7FFFFFFF))
+    return key, magnitude
+
+
 @njit(cache=True, error_model="numpy", nogil=True)
 def _rank(values, bits, argmax, top, chances):
     """The core of `rank`, on rows of logits and of their bits."""
@@ -62,11 +72,8 @@ def _rank(values, bits, argmax, top, chances):
     for row in range(values.shape[0]):
         magnitude = np.int32(0)
         for block in range(blocks.size):
-            part, key = bits[row, block * _BLOCK : (block + 1) * _BLOCK], np.int32(_LOWEST)
-            for i in range(part.size):
-                key = max(key, _key(part[i]))
-                magnitude = max(magnitude, np.int32(part[i] & 0x7FFFFFFF))  # above that of infinity for NaN
-            blocks[block] = key
+            blocks[block], largest = _highest(bits[row, block * _BLOCK : (block + 1) * _BLOCK])
+            magnitude = max(magnitude, largest)
         if magnitude > _INFINITY:
             argmax[row] = -1
             continue
