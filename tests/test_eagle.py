@@ -17,7 +17,7 @@ from lookahead.heads.eagle import EagleDrafter, EagleHead, FusedEagleHead, fused
 from lookahead.heads.guess_tree import guess_tree
 from lookahead.heads.head_files import open_heads, write_heads
 from lookahead.heads.induction_init import fresh_fused
-from lookahead.heads.layers import hidden_states
+from lookahead.heads.layers import hidden_states, layer_config
 from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.training.examples import collate, make_example
 from lookahead.training.learners import DraftStarts, EagleLearner, FusedEagleLearner, unroll
@@ -28,7 +28,8 @@ from lookahead.training.train_heads import frequent_tokens
 def head(request, tiny_llama) -> EagleHead:
     """A head with random weights, some of them wide, so that nothing is nearly zero."""
     torch.manual_seed(5)
-    made = EagleHead.fresh(tiny_llama) if request.param == "eagle" else fresh_fused(tiny_llama, range(1, 101, 2))
+    is_fused = request.param != "eagle"
+    made = fresh_fused(tiny_llama, range(1, 101, 2)) if is_fused else EagleHead(layer_config(tiny_llama))
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.normal_(std=0.25) if parameter.ndim > 1 else parameter.uniform_(0.5, 1.5)
@@ -118,7 +119,7 @@ def test_untrained_steps_have_losses_with_gradients_for_every_weight(tiny_llama)
     examples = [make_example([4, 5], range(10, 22), 99), make_example([3], range(30, 37), 99)]
     batch = collate(examples)
     fused = fresh_fused(tiny_llama, frequent_tokens(examples, tiny_llama, 40))
-    for learner in (EagleLearner(EagleHead.fresh(tiny_llama), 2), FusedEagleLearner(fused, 3)):
+    for learner in (EagleLearner(EagleHead(layer_config(tiny_llama)), 2), FusedEagleLearner(fused, 3)):
         with torch.no_grad():
             states = hidden_states(tiny_llama, batch["input_ids"], learner.layers)
         for loss in learner.losses(tiny_llama, states, batch):
@@ -247,7 +248,7 @@ def test_a_published_head_may_name_its_layers(tiny_llama, tmp_path):
     ],
 )
 def test_an_architecture_that_is_not_served_is_refused(tiny_llama, tmp_path, changes, says):
-    _publish(tmp_path, EagleHead.fresh(tiny_llama), **changes)
+    _publish(tmp_path, EagleHead(layer_config(tiny_llama)), **changes)
     with pytest.raises(HeadsError, match=says):
         open_heads(tmp_path, tiny_llama)
 

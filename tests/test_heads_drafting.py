@@ -20,6 +20,7 @@ from lookahead.heads.guess_tree import GuessTree, independent_heads_tree
 from lookahead.heads.head_files import write_heads
 from lookahead.heads.independent_heads import MedusaHeads, MtpHeads
 from lookahead.heads.induction_init import fresh_fused
+from lookahead.heads.layers import layer_config
 from lookahead.models.loading import LoadedModel, load
 from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.training.train_heads import Settings, train_heads
@@ -137,7 +138,7 @@ def test_heads_that_know_nothing_change_no_token(looping_llama, trained, ragged,
 def test_untrained_heads_change_no_token(looping_llama, ragged, tmp_path):
     write_heads(MedusaHeads.fresh(looping_llama, heads=5), tmp_path / "medusa", looping_llama)
     write_heads(MtpHeads.fresh(looping_llama, heads=2), tmp_path / "mtp", looping_llama)
-    write_heads(EagleHead.fresh(looping_llama), tmp_path / "eagle", looping_llama)
+    write_heads(EagleHead(layer_config(looping_llama)), tmp_path / "eagle", looping_llama)
     write_heads(fresh_fused(looping_llama, range(0, 101, 3)), tmp_path / "eagle3", looping_llama)
     for folder in tmp_path.iterdir():
         expected, got = both(looping_llama, drafting(Heads(folder)), **ragged, do_sample=False)

@@ -9,14 +9,12 @@ from typing import Annotated
 import typer
 
 from lookahead.cli.chat import chat
+from lookahead.cli.draft_files import memory_app, pool_app
 from lookahead.cli.generate import generate
 from lookahead.cli.measure import calibrate, explain, pick_draft
-from lookahead.cli.memory import memory_app
 from lookahead.cli.options import App
-from lookahead.cli.pool import pool_app
-from lookahead.cli.report import report
 from lookahead.cli.serve import serve
-from lookahead.cli.summarize import summarize
+from lookahead.cli.summarize import report, summarize
 from lookahead.cli.train import train
 
 app = App(

@@ -75,7 +75,10 @@ def _talk(conversation: Conversation, max_new_tokens: int) -> bool:
     are_answered = True
     while True:
         try:
-            line = _read(is_terminal).strip()
+            shows_prompt = is_terminal and sys.stdout.isatty()
+            if is_terminal and not shows_prompt:
+                console(sys.stderr).print("> ", end="")
+            line = input("> " if shows_prompt else "").strip()
             if line in ("/quit", "/exit"):
                 return are_answered
             are_answered = _take(conversation, line, max_new_tokens, is_terminal) and are_answered
@@ -100,13 +103,6 @@ def _take(conversation: Conversation, line: str, max_new_tokens: int, is_termina
             say("error", str(error))
             return is_terminal
     return True
-
-
-def _read(is_terminal: bool) -> str:
-    """The next line, after a prompt if stdin is a terminal."""
-    if is_terminal and not sys.stdout.isatty():
-        console(sys.stderr).print("> ", end="")
-    return input("> " if is_terminal and sys.stdout.isatty() else "")
 
 
 def _answer(conversation: Conversation, line: str, max_new_tokens: int, *, stops_alone: bool) -> None:

@@ -73,7 +73,7 @@ def generate(options: GenerateOptions) -> None:
         prompt = text if options.raw else as_chat(loaded.tokenizer, text, options.system)
         with truncation_named():
             pieces = stream(
-                *loaded, prompt, on_prefill=on_prefill, config=config, seed=options.seed, truncate=options.truncation,
+                *loaded, prompt, on_prefill=on_prefill, config=config, seed=options.seed, truncate=options.truncate,
                 max_new_tokens=options.max_new_tokens, **decoding,
             )  # fmt: skip
         with pieces.serving():

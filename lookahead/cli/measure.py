@@ -102,7 +102,7 @@ def explain(options: ExplainOptions) -> None:
     check_max_new_tokens(options.max_new_tokens)
     locate_model(options.model)
     config = options.config()
-    from lookahead.reporting.render import check_page
+    from lookahead.reporting.charts import check_page
 
     text = read_prompt_file(options.prompt)
     if options.html is not None:
@@ -114,7 +114,7 @@ def explain(options: ExplainOptions) -> None:
 
     prompt = text if options.raw else as_chat(loaded.tokenizer, text)
     settings: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "do_sample": False}
-    settings["truncate"] = options.truncation
+    settings["truncate"] = options.truncate
     with remembering(options, loaded.model), truncation_named():
         traced = trace(*loaded, prompt, config=config, **settings)
     plain = generate(*loaded, prompt, config=LookaheadConfig(proposers=()), **settings).stats

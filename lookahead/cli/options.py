@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
-from enum import Enum
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 import typer
@@ -17,13 +16,6 @@ from lookahead.documents.byte_sources import opened
 from lookahead.documents.decode_text import decode_bytes
 from lookahead.errors import PromptError, PromptTooLongError
 from lookahead.jobs.job_options import option, options_of
-
-
-class Side(str, Enum):
-    """The end of a prompt that is cut off."""
-
-    left = "left"
-    right = "right"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +42,9 @@ class PromptOptions:
     """How a prompt becomes tokens."""
 
     raw: bool = option(False, "Continue the text as it is, without the chat template.")
-    truncate: Side | None = option(None, "Which end to cut off a prompt longer than the model's context.")
-
-    @property
-    def truncation(self) -> Literal["left", "right"] | None:
-        """The argument `truncate` of `lookahead.generate`."""
-        return None if self.truncate is None else "left" if self.truncate is Side.left else "right"
+    truncate: Literal["left", "right"] | None = option(
+        None, "Which end to cut off a prompt longer than the model's context."
+    )
 
 
 def _parameters_of(options: type) -> list[inspect.Parameter]:
@@ -101,7 +90,7 @@ class App(typer.Typer):
     def __init__(self, **settings: Any) -> None:
         super().__init__(cls=_Group, no_args_is_help=True, **settings)
 
-    def add(self, function: Callable[[Any], None]) -> None:
+    def add(self, function: Callable[[Any], None], name: str | None = None) -> None:
         """Add a command: a function whose only parameter is its options dataclass."""
         (options,) = (hint for name, hint in get_type_hints(function).items() if name != "return")
         arguments = {each.name for each in fields(options) if each.metadata.get("argument")}
@@ -116,7 +105,7 @@ class App(typer.Typer):
         run.__signature__ = inspect.Signature([context, *_parameters_of(options)])  # type: ignore[attr-defined]
         run.__annotations__ = {}
         run.__doc__ = function.__doc__
-        self.command(function.__name__.replace("_", "-"), cls=_Command)(run)
+        self.command(name or function.__name__.replace("_", "-"), cls=_Command)(run)
 
 
 @contextmanager
@@ -130,13 +119,7 @@ def truncation_named() -> Iterator[None]:
 
 
 def read_prompt_file(name: str) -> str:
-    """The text of a file, or of standard input for the name `-`.
-
-    Raises:
-        DocumentError: It is not text, a URL cannot be read, or a pipe sends nothing in time.
-        PromptError: It is empty.
-        OSError: The file cannot be read.
-    """
+    """The text of a file or a URL, or of standard input for the name `-`."""
     with opened(name) as file:
         text = decode_bytes(file.read(), name)
     if not text.strip():

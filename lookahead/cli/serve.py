@@ -5,21 +5,12 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
+from typing import Literal
 
 from lookahead.cli.terminal import console, convert, remembering, say, watch_compilation
 from lookahead.errors import ConfigError
 from lookahead.jobs.job_options import DeviceOptions, DraftingOptions, option
-from lookahead.models.loading import DEFAULT_MODEL, locate_model
-
-
-class LogLevel(str, Enum):
-    """What the server logs, the least severe first."""
-
-    debug = "debug"
-    info = "info"
-    warning = "warning"
-    error = "error"
+from lookahead.models.loading import DEFAULT_MODEL, locate_model, prepare_process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +25,9 @@ class ServeOptions(DraftingOptions, DeviceOptions):
     model_timeout: int = option(300, "Seconds without requests until a model is unloaded.", min=1)
     enable_cors: bool = option(False, "Let web pages of any origin call the server.")
     continuous_batching: bool = option(False, "Batch requests by transformers' own loop, without drafts.")
-    log_level: LogLevel = option(LogLevel.warning, "What is logged on stderr; info shows every request.")
+    log_level: Literal["debug", "info", "warning", "error"] = option(
+        "warning", "What is logged on stderr; info shows every request."
+    )
 
 
 def serve(options: ServeOptions) -> None:
@@ -56,8 +49,6 @@ def serve(options: ServeOptions) -> None:
     config = options.config()
     if options.memory is not None and options.model is None:
         raise ConfigError(f"memory {options.memory} is that of one model: name the only MODEL to serve")
-    from lookahead.models.loading import prepare_process
-
     with console(sys.stderr).status("loading the model"):
         prepare_process(options.threads)
         from lookahead.generation import serving
@@ -72,17 +63,14 @@ def serve(options: ServeOptions) -> None:
         )  # fmt: skip
     server = serving.make_server(
         models, continuous_batching=options.continuous_batching, enable_cors=options.enable_cors,
-        log_level=options.log_level.value,
+        log_level=options.log_level,
     )  # fmt: skip
     if options.continuous_batching:
         say("note", "with --continuous-batching transformers' own loop generates: nothing is drafted")
     address = f"[{options.host}]" if ":" in options.host else options.host
     say("serving", f"{name} at http://{address}:{listener.getsockname()[1]}/v1; Ctrl-C ends")
     try:
-        with (
-            suppress(KeyboardInterrupt),
-            remembering(options, models.first),
-        ):  # uvicorn finishes its work and then passes the signal on
-            server.run(sockets=[listener])
+        with suppress(KeyboardInterrupt), remembering(options, models.first):
+            server.run(sockets=[listener])  # uvicorn finishes its work and then passes the signal on
     finally:
         models.shutdown()

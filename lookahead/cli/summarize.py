@@ -1,4 +1,4 @@
-"""The command that summarizes documents."""
+"""The commands that summarize documents, and that show the results as an HTML page."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple, TextIO, cast
 
 import typer
 
-from lookahead.cli.terminal import JobDisplay, console, load, remembering, say_skipped, table, usage_errors
+from lookahead.cli.terminal import JobDisplay, console, load, remembering, say, say_skipped, table, usage_errors
 from lookahead.errors import ClusterError, ConfigError, LookaheadError
-from lookahead.jobs import job_figures as report
+from lookahead.jobs import job_figures
 from lookahead.jobs.job_options import JobOptions, option
 from lookahead.jobs.jobfile import read_job_file, to_toml
 
@@ -180,7 +180,7 @@ def _worker_pool(options: JobOptions) -> Iterator[_Runner]:
     with redirect_stdout(cast(TextIO, OwnStdout(sys.stdout))), status, connect(options.ray_address) as ray:
         plan = plan_workers(ray, options.workers, options.threads, options.device)
         with WorkerPool(ray, {**sent, "threads": plan.threads}, plan) as pool:
-            status.update(f"waiting for the first of {report.count(plan.workers, 'worker')}")
+            status.update(f"waiting for the first of {job_figures.count(plan.workers, 'worker')}")
             identity = pool.wait_ready().identity
             status.stop()
             yield _Runner(pool, identity, None, pool.notes)
@@ -193,7 +193,7 @@ def _estimate(options: JobOptions, documents: Iterator[Document | Reject], summa
     with console(sys.stderr).status("counting"):
         estimate = estimate_job(documents, summarizer.fitter, summarizer, options)
     if _prints_text(options):
-        console(sys.stdout).print(table(("", ""), report.estimate_rows(estimate)))
+        console(sys.stdout).print(table(("", ""), job_figures.estimate_rows(estimate)))
     else:
         print(json.dumps(asdict(estimate)))
     return 1 if estimate.failed else 0
@@ -223,7 +223,7 @@ def _run(
                 shown=None if display.as_text else print_line,
             )  # fmt: skip
         except (KeyboardInterrupt, ClusterError, OSError) as error:
-            stopped = report.describe_stop(totals, paths.results)
+            stopped = job_figures.describe_stop(totals, paths.results)
             if isinstance(error, KeyboardInterrupt):
                 _save(memory, display)
                 display.say("interrupted", stopped)
@@ -236,7 +236,7 @@ def _run(
     totals.notes += runner.notes
     display.conclude(totals, exact=is_exact)
     if memory is not None and is_saved:
-        console(sys.stderr).print(report.describe_memory(memory, totals), soft_wrap=True)
+        console(sys.stderr).print(job_figures.describe_memory(memory, totals), soft_wrap=True)
     return 1 if totals.rejected or (totals.different and is_exact) or not is_saved else 0
 
 
@@ -249,3 +249,41 @@ def _save(memory: OutputMemory | None, display: JobDisplay) -> bool:
         display.say("error", str(error))
         return False
     return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Options of `lookahead report`."""
+
+    results: Path = option(
+        help="What 'lookahead summarize -o RESULTS' wrote: JSON lines, or .parquet.", argument=True, metavar="RESULTS"
+    )
+    output: Path | None = option(None, "The page. (default: RESULTS.report.html)", "--output", "-o", metavar="PAGE")
+    rejects: Path | None = option(None, "File of documents that failed. (default: RESULTS.rejects.jsonl)")
+
+
+def report(options: ReportOptions) -> None:
+    """Show the results of a job as one HTML page.
+
+    Speedups, acceptance by source, tokens per pass, time by length, speed over the
+    job, failures by reason, totals, and the summaries of the documents that took
+    longest or gained most and least. The page is one file and needs no network.
+    What the results do not hold is left out; malformed lines are named. It may be
+    made while the job runs. An earlier report is replaced, but no other file.
+
+    For example:
+
+      lookahead report summaries.jsonl
+      lookahead report summaries.jsonl -o report.html
+
+    Exit status: 0 the page is written; 2 there is nothing to report, or a file
+    cannot be read or written.
+    """
+    from lookahead.reporting.report_page import write_report
+
+    done = write_report(options.results, options.output, options.rejects)
+    for problem in done.problems:
+        say("warning", problem)
+    documents = f"{done.documents:,} document{'' if done.documents == 1 else 's'}"
+    failed = f", {done.failed:,} failed" if done.failed else ", no failures"
+    console(sys.stderr).print(f"{documents}{failed}; written to {done.path}", soft_wrap=True)

@@ -35,9 +35,8 @@ from lookahead.models.loading import convert_once, is_gguf, locate_model
 
 if TYPE_CHECKING:
     from lookahead.documents.decode_text import DocumentId, Reject
-    from lookahead.documents.inputs import Input
     from lookahead.jobs.job import JobTotals
-    from lookahead.jobs.job_options import DocumentOptions, DraftingOptions, ModelOptions
+    from lookahead.jobs.job_options import DraftingOptions, ModelOptions
     from lookahead.models.loading import LoadedModel
     from lookahead.pools.build_pool import PoolTotals
     from lookahead.summarization.summarizer import Summarized
@@ -152,17 +151,13 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], total: Sequenc
 
 
 def load(options: ModelOptions, model: str | None = None, *, measures_costs: bool = True) -> LoadedModel:
-    """Load a model and its step costs, with a status line meanwhile.
+    """Load a model, or another one in the same way, and its step costs, with a status line meanwhile.
 
-    Args:
-        options: The model, its precision and its device. It is located before torch is imported.
-        model: Another model to load in the same way.
-        measures_costs: Whether costs that no file holds are measured quickly, and saved.
+    It is located before torch is imported. Costs that no file holds are measured quickly, and saved, if asked for.
     """
     name = options.model if model is None else model
     location, _ = locate_model(name)
-    memory: str | None = getattr(options, "memory", None)
-    if memory is not None:
+    if (memory := getattr(options, "memory", None)) is not None:
         _check_memory(memory)
     from lookahead.generation.step_costs import load_costs, prepare_costs
     from lookahead.models import loading
@@ -175,18 +170,18 @@ def load(options: ModelOptions, model: str | None = None, *, measures_costs: boo
         loaded = loading.load(name, dtype=options.dtype, device=options.device)
         with warnings.catch_warnings(record=True) as caught:  # printed when the status line is gone
             warnings.simplefilter("always")
+            started, are_known = time.perf_counter() - compilation.spent, False
             if measures_costs:
                 status.update(_MEASURING)
-                started, are_known = time.perf_counter() - compilation.spent, False
                 try:
                     are_known = prepare_costs(loaded.model)
                 except OSError as error:
                     warnings.warn(f"step costs are not kept for the next time: {error}", stacklevel=1)
-                seconds = time.perf_counter() - compilation.spent - started
-                if are_known and seconds > _SILENT_S and not out.is_terminal:
-                    say("note", f"{_MEASURING}: {seconds:.1f} s")
             else:
                 load_costs(loaded.model)
+            seconds = time.perf_counter() - compilation.spent - started
+            if are_known and seconds > _SILENT_S and not out.is_terminal:
+                say("note", f"{_MEASURING}: {seconds:.1f} s")
     for warning in caught:
         say("warning", str(warning.message))
     return loaded
@@ -242,11 +237,7 @@ def reading() -> Iterator[Callable[[int, int], None]]:
 
 
 class _Bar:
-    """A progress bar on stderr, shown if that is a terminal.
-
-    Attributes:
-        progress: Its context manager.
-    """
+    """A progress bar on stderr, shown if that is a terminal."""
 
     def __init__(self, template: str, total: int | None, *, is_shown: bool = True, **values: Any) -> None:
         stderr = console(sys.stderr)
@@ -274,13 +265,7 @@ class _Bar:
 
 
 class JobDisplay(_Bar):
-    """Shows a job: progress and errors on stderr, and the summaries on stdout if they are wanted.
-
-    Args:
-        total: Number of documents, `None` if unknown.
-        as_text: Whether to print the summaries.
-        with_bar: Whether to show the bar on a terminal.
-    """
+    """Shows a job: progress and errors on stderr, and the summaries on stdout if they are wanted (`as_text`)."""
 
     def __init__(self, total: int | None, *, as_text: bool, with_bar: bool) -> None:
         self.as_text = as_text
@@ -333,11 +318,7 @@ class JobDisplay(_Bar):
 
 
 class PoolDisplay(_Bar):
-    """Shows how a pool is made: progress and errors on stderr.
-
-    Args:
-        total: Number of documents, `None` if unknown.
-    """
+    """Shows how a file of documents is made: progress and errors on stderr."""
 
     def __init__(self, total: int | None) -> None:
         super().__init__("documents, {task.fields[tokens]:,} tokens{task.fields[stage]}", total, tokens=0, stage="")
@@ -354,36 +335,3 @@ class PoolDisplay(_Bar):
     def writing(self) -> None:
         """Show that the documents are read and the pool is written."""
         self._update(stage=", indexing and writing")
-
-
-def find_sources(inputs: list[str], field: str | None, output: Path, *, overwrite: bool) -> list[Input]:
-    """The inputs of a command that makes a file of documents, and a check that it may write the file."""
-    from lookahead.documents.inputs import check_output, find_inputs
-    from lookahead.documents.readers import check_readers
-
-    skipped: list[str] = []
-    sources = find_inputs(inputs, field, on_skip=skipped.append)
-    say_skipped(skipped)
-    check_readers(sources)
-    check_output(output, sources, overwrite=overwrite)
-    return sources
-
-
-def fill(options: DocumentOptions, sources: list[Input], write: Callable[..., str]) -> None:
-    """Make a file of documents, show the progress, and exit.
-
-    Args:
-        options: How documents are read.
-        sources: The inputs.
-        write: Writes the file and returns a line about it. It takes `inputs`, `limit`, `totals` and `observer`.
-    """
-    from lookahead.documents.readers import count_documents
-    from lookahead.pools.build_pool import PoolTotals
-
-    totals = PoolTotals()
-    display = PoolDisplay(count_documents(sources))
-    with display.progress:
-        line = write(inputs=sources, limit=options.max_document_bytes, totals=totals, observer=display)
-    console(sys.stderr).print(str(totals))
-    console(sys.stderr).print(line)
-    raise typer.Exit(1 if totals.rejected else 0)

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from lookahead.heads.guess_tree import GuessTree, HeadDrafter, Warp, guess_tree
-from lookahead.heads.layers import DraftCache, DraftLayer, attend, layer_config, take, unembed
+from lookahead.heads.layers import DraftCache, DraftLayer, attend, take, unembed
 from lookahead.ngram.acceptance import AcceptanceTable
 
 DEPTH = 6  # maximum number of tokens guessed in a row
@@ -37,18 +37,11 @@ class EagleHead(nn.Module):
     It attends to all earlier pairs of feature and token. The LM head and the embedding are the model's. The names of
     the weights are those of published checkpoints.
 
-    Args:
-        config: Sizes of the layer, as of a Llama.
-        bias: Whether the projection of the pair has a bias.
-
-    Attributes:
-        hidden_layers: The hidden states of the model that it reads, numbered as by `output_hidden_states`.
-
     Source: Li et al. 2024, "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty", §3.1.
     """
 
     kind = "eagle"
-    hidden_layers: tuple[int, ...] = (-1,)
+    hidden_layers: tuple[int, ...] = (-1,)  # that it reads, numbered as by `output_hidden_states`
 
     def __init__(self, config: LlamaConfig, *, bias: bool = True) -> None:
         super().__init__()
@@ -57,11 +50,6 @@ class EagleHead(nn.Module):
         self.fc = nn.Linear(2 * hidden, hidden, bias=bias)
         self.layers = nn.ModuleList([DraftLayer(config, hidden)])
         self.rotation = LlamaRotaryEmbedding(config)
-
-    @classmethod
-    def fresh(cls, model: PreTrainedModel) -> EagleHead:
-        """An untrained head with a layer like the model's."""
-        return cls(layer_config(model))
 
     @property
     def layer(self) -> DraftLayer:
@@ -92,11 +80,6 @@ class FusedEagleHead(EagleHead):
     """Predicts the next token from hidden states of several layers, and further tokens from its own output.
 
     Its features need not be the model's. Its vocabulary is a part of the model's: the most frequent tokens.
-
-    Args:
-        config: Sizes of the layer, as of a Llama.
-        hidden_layers: The hidden states of the model it reads.
-        draft_vocab: Number of tokens it can propose.
 
     Source: Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time
         Test", §3.
@@ -152,13 +135,6 @@ def fused_layers(model: PreTrainedModel) -> tuple[int, int, int]:
 
 class EagleDrafter(HeadDrafter):
     """Drafts with an EAGLE head: a tree grown level by level from the likeliest nodes, then reduced to the best ones.
-
-    Args:
-        head: The head.
-        model: As for `HeadDrafter`.
-        rates: As for `HeadDrafter`; a guess is counted by its depth.
-        warp: As for `HeadDrafter`.
-        rows: Maximum number of rows.
 
     Source: Li et al. 2024, "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", §4.1 (expansion)
         and §4.2 (reranking), the latter by probabilities that are calibrated while decoding.
@@ -228,18 +204,10 @@ class EagleDrafter(HeadDrafter):
     def _step(
         self, rows: Sequence[int], level: int, tokens: Tensor, out: Tensor, seen: Tensor, parents: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Run the head at the chosen guesses of the previous level.
+        """Run the head at `tokens` `[rows, n]`, the chosen guesses of the previous level.
 
-        Args:
-            rows: The rows.
-            level: At least 1.
-            tokens: int32 `[rows, n]`, the guesses.
-            out: `[rows, nodes, hidden]`, the output at the nodes they follow.
-            seen: bool `[rows, nodes, slots]`, the slots of the tree that these nodes attend to.
-            parents: int64 `[rows, n]`, the node that each guess follows.
-
-        Returns:
-            The output at each guess, `[rows, n, hidden]`, and the slots it attends to, bool `[rows, n, slots + n]`.
+        `parents` `[rows, n]` are the nodes that they follow, `out` `[rows, nodes, hidden]` the output there, and `seen`
+        bool `[rows, nodes, slots]` the slots of the tree that these attend to. Returns both for the guesses.
         """
         head, n = self._head, tokens.shape[1]
         lengths = [self._cache.lengths[row] for row in rows]

@@ -21,22 +21,13 @@ Warp = Callable[[Tensor], Tensor]
 
 
 class GuessTree(NamedTuple):
-    """Guesses as a tree.
-
-    Attributes:
-        tokens: int32 `[nodes]`; the root first.
-        parents: int32 `[nodes]`; a parent comes before its child, that of the root is 0.
-        probabilities: float32 `[nodes]`; the calibrated probability of each once its parent is right; 1 for the root.
-        kinds: int32 `[nodes, 2]`; the head of each, or its depth, counted from 0, and its rank among the guesses
-            after its parent.
-        draft_probs: float32 `[nodes]`; the probability that its head gave it.
-    """
+    """Guesses as a tree of nodes, the root first."""
 
     tokens: IntArray
-    parents: IntArray
-    probabilities: FloatArray
-    kinds: IntArray
-    draft_probs: FloatArray
+    parents: IntArray  # before their children; that of the root is 0
+    probabilities: FloatArray  # calibrated, once the parent is right; 1 for the root
+    kinds: IntArray  # [nodes, 2]: the head or the depth, from 0, and the rank among the guesses after the parent
+    draft_probs: FloatArray  # that the head gave it
 
 
 def guess_tree(
@@ -48,16 +39,9 @@ def guess_tree(
     rates: AcceptanceTable,
     max_nodes: int,
 ) -> GuessTree:
-    """Select the guesses that are likeliest to be reached.
+    """Select the guesses after `root` that are likeliest to be reached, at most `max_nodes`.
 
-    Args:
-        root: The token they follow.
-        tokens: int32 `[n]`; guess i is node i + 1.
-        parents: int32 `[n]`, the earlier node that each follows; 0 is the root.
-        kinds: int32 `[n, 2]`, as of a `GuessTree`.
-        draft_probs: float32 `[n]`, as of a `GuessTree`.
-        rates: Calibrates the probabilities.
-        max_nodes: Maximum number of nodes besides the root.
+    Guess i is node i + 1; the arrays are as of a `GuessTree`, without its root.
     """
     probabilities = np.append(np.float32(1), rates.calibrate(kinds, draft_probs))
     nodes, kept_parents = best_nodes(np.append(np.int32(0), parents), probabilities, max_nodes)
@@ -76,14 +60,8 @@ def independent_heads_tree(
     """Combine the guesses of independent heads: each guess of a head may follow each guess of the head before.
 
     Published trees of this kind are fixed, chosen from the average accuracy of every rank of every head. Here each step
-    selects the nodes with the highest product of probabilities along their path.
-
-    Args:
-        root: The token that the first head's guesses follow.
-        tokens: int32 `[heads, k]`, the guesses of each head, all different.
-        draft_probs: float32 `[heads, k]`, the probabilities that the heads give them.
-        rates: Calibrates the probabilities.
-        max_nodes: Maximum number of nodes besides the root.
+    selects the nodes with the highest product of probabilities along their path. The guesses and their probabilities
+    are `[heads, k]`, those of a head all different.
 
     Source: Cai et al. 2024, "Medusa", §2.3.3 (sparse trees), there greedy over measured accuracies.
     """
@@ -104,36 +82,19 @@ def independent_heads_tree(
 
 
 class HeadDrafter(ABC):
-    """Drafts with heads for the rows of one call, and keeps their states of each row.
+    """Drafts with heads for the rows of one call, and keeps their states of each row."""
 
-    Args:
-        model: The model, for its embedding and its LM head.
-        rates: Calibrates the guesses.
-        warp: The logits processors of sampling, on `[n, vocab]`; None for greedy decoding.
-
-    Attributes:
-        hidden_layers: The hidden states of the model that the heads read, numbered as by `output_hidden_states`.
-        reads_all: Whether the heads read the states of every token; otherwise of the last token only.
-    """
-
-    hidden_layers: tuple[int, ...] = (-1,)
-    reads_all: bool = True
+    hidden_layers: tuple[int, ...] = (-1,)  # of the model that the heads read, numbered as by `output_hidden_states`
+    reads_all: bool = True  # the states of every token; otherwise of the last token only
 
     def __init__(self, model: PreTrainedModel, rates: AcceptanceTable, warp: Warp | None) -> None:
-        self._model = model
-        self._rates = rates
-        self._warp = warp
+        self._model, self._rates = model, rates
+        self._warp = warp  # the logits processors of sampling, on `[n, vocab]`
         self._last: dict[int, Tensor] = {}  # by row, the state that its next guesses are made from
 
     @abstractmethod
     def read(self, rows: Sequence[int], tokens: Sequence[Tensor], states: Sequence[Tensor]) -> None:
-        """Read the new tokens of some rows.
-
-        Args:
-            rows: The rows.
-            tokens: For each int64 `[n]`, the new tokens.
-            states: For each `[n, size]`, the hidden states that the tokens were chosen from, layers side by side.
-        """
+        """Read the new tokens `[n]` of each row, and the states `[n, size]` that they were chosen from."""
 
     @abstractmethod
     def draft(self, rows: Sequence[int], roots: Sequence[int], max_nodes: int) -> list[GuessTree]:

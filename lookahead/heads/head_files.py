@@ -49,19 +49,10 @@ _LAYER_SIZES = (
 
 
 def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[str, Network]:
-    """Read heads for a model, in its dtype and on its device, ready to draft.
+    """Read heads for a model, in its dtype and on its device, ready to draft; returns their kind too.
 
-    Args:
-        folder: As written by `write_heads`; a published checkpoint of Medusa, EAGLE-1, 2 or 3 in safetensors; or
-            `NATIVE`.
-        model: The model they were trained for.
-
-    Returns:
-        Their kind, and the heads.
-
-    Raises:
-        HeadsError: There are no heads, or they are damaged, a pickle, of an architecture that is not served, or of
-            another model; or the model takes no heads.
+    The folder is one of `write_heads`, a published checkpoint of Medusa, EAGLE-1, 2 or 3 in safetensors, or `NATIVE`. A
+    `HeadsError` tells what is damaged, a pickle, of an architecture that is not served, or of another model.
     """
     weight = lm_head(model).weight  # checks first that the model takes heads
     if folder == NATIVE:
@@ -72,7 +63,9 @@ def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[
     if not place.is_dir():
         raise HeadsError(_not_a_folder(place))
     config = _read_config(place)
-    kind = config.get("lookahead_heads") or _published_kind(place, config)
+    # Of published checkpoints only Medusa's have a file name or a size of their own.
+    is_medusa = "medusa_num_heads" in config or any(place.glob("medusa_lm_head.*"))
+    kind = config.get("lookahead_heads") or (MedusaHeads.kind if is_medusa else EagleHead.kind)
     if kind not in list(_FILES):  # a list, since JSON values need not be hashable
         raise HeadsError(f"{place}: heads of an unknown kind, {kind!r}")
     tensors = _read_weights(place, kind)
@@ -93,11 +86,7 @@ def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[
 
 
 def write_heads(heads: TrainedHeads, folder: str | os.PathLike[str], model: PreTrainedModel) -> None:
-    """Write heads in bfloat16 into a new folder. The configuration is written last, so partial heads are not opened.
-
-    Raises:
-        OSError: They cannot be written.
-    """
+    """Write heads in bfloat16 into a new folder. The configuration is written last, so partial heads are not opened."""
     base = Path(model.config.name_or_path).name if model.config.name_or_path else type(model).__name__
     own = {
         "lookahead_heads": heads.kind,
@@ -158,12 +147,6 @@ def _read_config(place: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise HeadsError(f"{path}: must hold a JSON object, got {type(values).__name__}")
     return values
-
-
-def _published_kind(place: Path, config: Mapping[str, Any]) -> str:
-    """The kind of a published checkpoint: only Medusa's have a file name or a size of their own."""
-    is_medusa = "medusa_num_heads" in config or any(place.glob("medusa_lm_head.*"))
-    return MedusaHeads.kind if is_medusa else EagleHead.kind
 
 
 def _read_weights(place: Path, kind: str) -> dict[str, Tensor]:
@@ -284,10 +267,7 @@ def _try_out(layer: DraftLayer, rotation: LlamaRotaryEmbedding) -> None:
 
 @contextmanager
 def _errors_naming(folder: Path) -> Iterator[None]:
-    """Turn any error while heads are made from a folder into a `HeadsError` that names the folder.
-
-    Inconsistent sizes and tensors fail in many places of torch and transformers.
-    """
+    """Turn any error, as inconsistent sizes fail in many places of torch, into a `HeadsError` that names the folder."""
     try:
         yield
     except Exception as error:

@@ -37,12 +37,6 @@ class MedusaHeads(nn.ModuleList):
     The names of the weights are those of published checkpoints: `0.0.linear.weight` is the first block of head 0,
     `0.1.weight` its projection.
 
-    Args:
-        hidden_size: Of the model.
-        vocab_size: Of the model.
-        heads: Number of heads.
-        blocks: Residual blocks of each.
-
     Source: Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads",
         §2.1.1.
     """
@@ -81,16 +75,13 @@ class MedusaHeads(nn.ModuleList):
 
 
 class MtpHead(DraftLayer):
-    """A decoder layer that reads a low layer's hidden states beside the last ones, each through a norm.
-
-    Its output is added to the last hidden states, scaled by a learned weight for each dimension.
-    """
+    """A decoder layer that reads a low layer's hidden states beside the last ones, and is added to the latter."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config, 2 * config.hidden_size)
         self.low_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.kept = nn.Parameter(torch.ones(config.hidden_size))
+        self.kept = nn.Parameter(torch.ones(config.hidden_size))  # scales the last hidden states
 
     def enter(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """The input of attention, `[..., 2 · hidden]`, and what its output is added to, `[..., hidden]`."""
@@ -101,13 +92,7 @@ class MtpHead(DraftLayer):
 class MtpHeads(nn.Module):
     """Heads in front of the model's own LM head. Each attends to all earlier hidden states.
 
-    Args:
-        config: Sizes of a layer, as of a Llama.
-        heads: Number of heads.
-        low_layer: The layer they read beside the last one, which keeps little of the tokens that were read.
-
-    Attributes:
-        hidden_layers: Both layers, numbered as by `output_hidden_states`.
+    Beside the last layer, which keeps little of the tokens that were read, they read a low one.
 
     Source: Gloeckle et al. 2024, "Better & Faster Large Language Models via Multi-token Prediction", §2. There heads
         and model are trained together from the beginning. Here heads are added to a trained model that may stay

@@ -30,11 +30,9 @@ _SHRINKAGE = 1e-3  # ridge of the least squares, relative to the mean square of 
 
 @torch.no_grad()
 def fresh_fused(model: PreTrainedModel, tokens: Sequence[int]) -> FusedEagleHead:
-    """An untrained EAGLE-3 head with the model's LM head; for a small model its attention is an induction head.
+    """An untrained EAGLE-3 head that can propose some token ids, ascending, with the model's LM head.
 
-    Args:
-        model: The model.
-        tokens: The token ids that it can propose, ascending.
+    For a small model its attention is an induction head: it looks up what followed the last token.
     """
     head = FusedEagleHead(layer_config(model), hidden_layers=fused_layers(model), draft_vocab=len(tokens))
     chosen = torch.tensor(tokens)
@@ -43,18 +41,10 @@ def fresh_fused(model: PreTrainedModel, tokens: Sequence[int]) -> FusedEagleHead
     head.lm_head.weight.copy_(weight[chosen.to(weight.device)])
     # Logits start near 1: wrong certainty takes longer to unlearn.
     head.norm.weight.fill_(1.0 / float(head.lm_head.weight.norm(dim=-1).mean()))
-    if head.hidden_layers[0] == 0:
-        _begin_fused(head, model)
-    return head
-
-
-def _begin_fused(head: FusedEagleHead, model: PreTrainedModel) -> None:
-    """Let a head that reads the model's embeddings look up what followed the last token.
-
-    It reads pairs of a token and the embedding of the next token: keys hold the former, values the latter.
-    """
-    hidden, weight = head.config.hidden_size, lm_head(model).weight
-    ids = torch.arange(min(len(weight), 64), device=weight.device)
+    if head.hidden_layers[0] != 0:
+        return head
+    # It reads pairs of a token and the embedding of the next token: keys hold the former, values the latter.
+    hidden, ids = head.config.hidden_size, torch.arange(min(len(weight), 64), device=weight.device)
     size = max(1e-6, float(hidden_states(model, ids[None], (0,)).float().square().mean().sqrt()))
     one, none = torch.eye(hidden), torch.zeros(hidden, hidden)
     head.fc.weight.zero_()
@@ -62,6 +52,7 @@ def _begin_fused(head: FusedEagleHead, model: PreTrainedModel) -> None:
     token, following = torch.cat((none, one), 1), torch.cat((one, none), 1)
     output = _embedding_to_lm_head(model)
     _set_induction(head.midlayer, head.rotation, query=following, key=token, value=following, output=output)
+    return head
 
 
 @torch.no_grad()
@@ -69,12 +60,7 @@ def begin_mtp(heads: MtpHeads, model: PreTrainedModel, examples: Iterable[Mappin
     """Let untrained heads look up the next token: head k predicts the token k + 1 positions after its last occurrence.
 
     The model's last hidden states encode the next token, its low ones the tokens at and before a position. The linear
-    maps from states to tokens are found by least squares on the examples.
-
-    Args:
-        heads: Untrained heads.
-        model: Their model.
-        examples: `input_ids` int64 `[tokens]` and `wanted` bool `[tokens]`; the first ones are read.
+    maps from states to tokens are found by least squares on the first examples.
     """
     weight = lm_head(model).weight.float()
     vectors, hidden, read = _unit(weight), weight.shape[1], 0
@@ -110,15 +96,9 @@ def _set_induction(
 ) -> None:
     """Set the attention of an untrained layer so that it finds positions by a token, and adds the token to predict.
 
-    Tokens are vectors `[hidden]` with a mean square of 1. Queries and keys share a random rotation of them.
-
-    Args:
-        layer: The layer.
-        rotation: Its rotary embedding.
-        query: `[hidden, reads]`, from the input of attention to the token looked for.
-        key: `[hidden, reads]`, to the token that a position is found by.
-        value: `[hidden, reads]`, to the token to predict.
-        output: `[hidden, hidden]`, from that token to what the layer adds.
+    Tokens are vectors `[hidden]` with a mean square of 1. Queries and keys share a random rotation of them. `query`,
+    `key` and `value` `[hidden, reads]` map the input of attention to the token looked for, the one that a position is
+    found by, and the one to predict; `output` `[hidden, hidden]` maps that to what the layer adds.
     """
     attention, dim, device = layer.self_attn, layer.self_attn.head_dim, layer.self_attn.q_proj.weight.device
     query, key, value, output = (each.to(device) for each in (query, key, value, output))
@@ -140,9 +120,8 @@ def _set_induction(
 
 def _slow_dimensions(rotation: LlamaRotaryEmbedding) -> Tensor:
     """The dimensions of an attention head that rotate slowly with the position, int64 `[n]`; at least a quarter."""
-    frequencies = rotation.inv_freq
-    half = len(frequencies)
-    count = max(int((frequencies.cpu() <= _SLOW).sum()), half // 4, 1)
+    half = len(rotation.inv_freq)
+    count = max(int((rotation.inv_freq.cpu() <= _SLOW).sum()), half // 4, 1)
     slowest = torch.arange(half - count, half)
     return torch.cat((slowest, slowest + half))
 

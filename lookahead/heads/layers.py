@@ -39,20 +39,12 @@ def body_of(model: PreTrainedModel) -> PreTrainedModel:
 def hidden_states(model: PreTrainedModel, input_ids: Tensor, layers: tuple[int, ...] = ()) -> Tensor:
     """The input of the LM head at every position, or the inputs of other layers.
 
-    Args:
-        model: The model.
-        input_ids: int64 `[batch, tokens]`, padded on the right if at all, so that no mask is needed.
-        layers: Decoder layers whose inputs are returned side by side instead; 0 is the embedding.
-
-    Returns:
-        `[batch, tokens, hidden]`, or `[batch, tokens, layers · hidden]`.
+    Of int64 `[batch, tokens]`, padded on the right if at all, so that no mask is needed. The inputs of `layers`, 0 the
+    embedding, stand side by side: `[batch, tokens, layers · hidden]`.
     """
     body: Any = body_of(model)
-    if not layers:
-        last: Tensor = body(input_ids=input_ids, use_cache=False).last_hidden_state
-        return last
-    states = body(input_ids=input_ids, use_cache=False, output_hidden_states=True).hidden_states
-    return torch.cat([states[layer] for layer in layers], dim=-1)
+    out = body(input_ids=input_ids, use_cache=False, output_hidden_states=bool(layers))
+    return torch.cat([out.hidden_states[layer] for layer in layers], dim=-1) if layers else out.last_hidden_state
 
 
 def unembed(model: PreTrainedModel, hidden: Tensor) -> Tensor:
@@ -87,12 +79,7 @@ def layer_config(model: PreTrainedModel) -> LlamaConfig:
 
 
 class Attention(nn.Module):
-    """The projections of an attention layer.
-
-    Args:
-        config: Sizes, as of a Llama.
-        reads: Size of the input of queries, keys and values; it may be wider than the hidden states.
-    """
+    """The projections of an attention layer whose input of size `reads` may be wider than the hidden states."""
 
     def __init__(self, config: LlamaConfig, reads: int) -> None:
         super().__init__()
@@ -105,12 +92,7 @@ class Attention(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """Attention and an MLP, in parts: the caller keeps the keys and values.
-
-    Args:
-        config: Sizes, as of a Llama.
-        reads: Size of the input of queries, keys and values.
-    """
+    """Attention and an MLP, in parts: the caller keeps the keys and values."""
 
     def __init__(self, config: LlamaConfig, reads: int) -> None:
         super().__init__()
@@ -120,49 +102,33 @@ class DraftLayer(nn.Module):
 
     def query(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
         """Queries `[batch, heads, tokens, dim]` of `[batch, tokens, reads]`."""
-        return self._rotated(self._split(self.self_attn.q_proj(x)), rotation)
+        return _rotated(self._split(self.self_attn.q_proj(x)), rotation)
 
     def keys_values(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values, `[batch, kv heads, tokens, dim]` each, of `[batch, tokens, reads]`."""
         keys, values = self._split(self.self_attn.k_proj(x)), self._split(self.self_attn.v_proj(x))
-        return self._rotated(keys, rotation), values
+        return _rotated(keys, rotation), values
 
     def finish(self, residual: Tensor, context: Tensor) -> Tensor:
-        """The output of the layer, `[batch, tokens, hidden]`.
-
-        Args:
-            residual: `[batch, tokens, hidden]`, what attention is added to.
-            context: `[batch, heads, tokens, dim]`, the output of attention.
-        """
-        hidden: Tensor = residual + self.self_attn.o_proj(context.transpose(1, 2).flatten(2))
-        added: Tensor = self.mlp(self.post_attention_layernorm(hidden))
-        return hidden + added
+        """The output `[batch, tokens, hidden]`, of the same without attention and of `[batch, heads, tokens, dim]`."""
+        hidden = residual + self.self_attn.o_proj(context.transpose(1, 2).flatten(2))
+        return cast(Tensor, hidden + self.mlp(self.post_attention_layernorm(hidden)))
 
     def _split(self, projected: Tensor) -> Tensor:
-        heads: Tensor = projected.unflatten(-1, (-1, self.self_attn.head_dim))
-        return heads.transpose(1, 2)
+        return cast(Tensor, projected.unflatten(-1, (-1, self.self_attn.head_dim))).transpose(1, 2)
 
-    def _rotated(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """Rotate `[batch, heads, tokens, dim]` by cosines and sines `[batch, tokens, dim]`."""
-        cosine, sine = (each[:, None] for each in rotation)
-        rotated: Tensor = x * cosine + rotate_half(x) * sine
-        return rotated
+
+def _rotated(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate `[batch, heads, tokens, dim]` by cosines and sines `[batch, tokens, dim]`."""
+    cosine, sine = (each[:, None] for each in rotation)
+    return cast(Tensor, x * cosine + rotate_half(x) * sine)
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """Attention of few queries to keys of fewer heads.
+    """Attention of queries `[batch, heads, n, dim]` to keys `[batch, kv heads, keys, dim]`, mask `[batch, n, keys]`.
 
     Query heads that share keys are stacked as further queries, so that no key is copied. On a CPU this is several times
     as fast as `enable_gqa`.
-
-    Args:
-        query: `[batch, heads, tokens, dim]`.
-        keys: `[batch, kv heads, keys, dim]`.
-        values: As the keys.
-        mask: bool `[batch, tokens, keys]`, the visible keys.
-
-    Returns:
-        `[batch, heads, tokens, dim]`.
     """
     shared = query.shape[1] // keys.shape[1]
     packed = query.reshape(query.shape[0], keys.shape[1], -1, query.shape[3])
@@ -176,18 +142,11 @@ def take(states: Tensor, index: Tensor) -> Tensor:
 
 
 class DraftCache:
-    """Keys and values of one layer: those of committed tokens first, those of a draft tree after them.
-
-    Args:
-        rows: Maximum number of rows.
-
-    Attributes:
-        lengths: Committed tokens of each row.
-    """
+    """Keys and values of one layer: those of committed tokens first, those of a draft tree after them."""
 
     def __init__(self, rows: int) -> None:
         self._states: list[Tensor] = []  # keys and values, `[rows, slots, kv heads, dim]`
-        self.lengths = [0] * rows
+        self.lengths = [0] * rows  # committed tokens of each
 
     def write(self, rows: Sequence[int], first: Sequence[int], keys: Tensor, values: Tensor) -> None:
         """Write keys and values `[rows, kv heads, n, dim]` into the n slots from `first` on of each row."""
@@ -217,18 +176,10 @@ class DraftCache:
         read: Tensor,
         add: Tensor,
     ) -> Tensor:
-        """Commit the new tokens of some rows, and run the layer at the last token of each row.
+        """Commit `new` tokens of each row; the output `[rows, hidden]` of the layer at the last token of each row.
 
-        Args:
-            layer: The layer.
-            rotation: Its rotary embedding.
-            rows: The rows.
-            new: Number of new tokens of each.
-            read: `[rows, most, reads]`, the input of attention; shorter rows are padded on the right.
-            add: `[rows, most, hidden]`, what attention is added to.
-
-        Returns:
-            `[rows, hidden]`.
+        `read` `[rows, most, reads]` is the input of attention, and `add` `[rows, most, hidden]` what that is added to;
+        shorter rows are padded on the right.
         """
         first = [self.lengths[row] for row in rows]
         positions = torch.tensor(first, device=read.device)[:, None] + torch.arange(max(new), device=read.device)

@@ -24,11 +24,7 @@ NATIVE_DEPTH = 4  # tokens guessed in a row; the layer was trained for one, and 
 
 
 def open_native(model: PreTrainedModel) -> MtpModel:
-    """Load the MTP layer of the checkpoint that a model was loaded from.
-
-    Raises:
-        HeadsError: This version of transformers cannot, or there is no such layer, or more than one.
-    """
+    """Load the MTP layer of the checkpoint that a model was loaded from, or raise a `HeadsError`."""
     name, config = type(model).__name__, model.config.get_text_config()
     try:
         from transformers.modeling_layers import MtpModel

@@ -22,48 +22,22 @@ MOST_KINDS = 50  # distinct models, and proposers
 _LOCATION = re.compile(r"^(?:(?!: ).)*:\d+: ")  # `docs.jsonl:12: `
 
 
-class Ranking:
-    """The `MOST_SHOWN` results with the largest values of a column; the earlier of equal values.
-
-    Args:
-        column: Name of the column.
-        sign: -1 for the smallest values.
-
-    Attributes:
-        results: The best first.
-    """
-
-    def __init__(self, column: str, sign: int = 1) -> None:
-        self._column, self._sign = column, sign
-        self._values: list[float] = []
-        self.results: list[Result] = []
-
-    def add(self, result: Result) -> None:
-        """Rank a result."""
-        value = result.figures[self._column]
-        if value is None:
-            return
-        place = sum(self._sign * value <= each for each in self._values)
-        self._values.insert(place, self._sign * value)
-        self.results.insert(place, result)
-        del self._values[MOST_SHOWN:], self.results[MOST_SHOWN:]
+def _rank(ranking: list[Result], result: Result, column: str, sign: int = 1) -> None:
+    """Keep the `MOST_SHOWN` results with the largest values, or the smallest; the earlier of equal values."""
+    if result.figures[column] is not None:
+        ranking.append(result)
+        ranking.sort(key=lambda each: -sign * (each.figures[column] or 0.0))
+        del ranking[MOST_SHOWN:]
 
 
 class Failures:
-    """Failures by reason. Reasons that differ only in locations, ids and numbers are one.
-
-    Attributes:
-        total: Number of failures.
-        count: Failures by reason, for up to `MOST_REASONS` reasons.
-        first: The first message of each reason.
-        examples: The first ids of each reason.
-    """
+    """Failures by reason. Reasons that differ only in locations, ids and numbers are one."""
 
     def __init__(self) -> None:
         self.total = 0
         self.count: Counter[str] = Counter()
-        self.first: dict[str, str] = {}
-        self.examples: dict[str, list[str]] = {}
+        self.first: dict[str, str] = {}  # message of each reason
+        self.examples: dict[str, list[str]] = {}  # the first ids of each reason
 
     def add(self, record: dict[str, Any]) -> None:
         """Count a line of a rejects file."""
@@ -81,29 +55,19 @@ class Failures:
 
 
 class Aggregate:
-    """Totals, columns and rankings of the lines of a results file.
-
-    Attributes:
-        documents: Number of lines.
-        copies: Lines with the summary of an equal document.
-        known_ends: Lines that say whether the token limit cut their summary off; `cut` of them did.
-        names: Ids of the first lines.
-        compared: Lines that say whether plain decoding gave the same summary; `different` of them did not.
-        names_of_different: Ids of the first of those.
-        models: Lines by model.
-        sources: Draft nodes by proposer.
-        longest: The documents with the longest times. The other rankings are by speedup and by tokens per pass.
-    """
+    """Totals, columns and rankings of the lines of a results file."""
 
     def __init__(self, results: Iterable[Result]) -> None:
-        self.documents = self.copies = self.compared = self.different = self.known_ends = self.cut = 0
-        self.names: list[str] = []
-        self.names_of_different: list[str] = []
+        self.documents = self.copies = 0  # lines, and those with the summary of an equal document
+        self.known_ends = self.cut = 0  # lines that say whether the token limit cut them off, and those where it did
+        self.compared = self.different = 0  # lines compared with plain decoding, and those that differ from it
+        self.names: list[str] = []  # of the first lines
+        self.names_of_different: list[str] = []  # of the first of those
         self.models: Counter[str] = Counter()
-        self.sources: dict[str, SourceCounts] = {}
-        self.longest = Ranking("seconds")
-        self.most_speedup, self.least_speedup = Ranking("speedup"), Ranking("speedup", -1)
-        self.most_accepted, self.least_accepted = Ranking("acceptance_length"), Ranking("acceptance_length", -1)
+        self.sources: dict[str, SourceCounts] = {}  # by proposer
+        self.longest: list[Result] = []
+        # By speedup and by tokens per pass, the largest and the smallest.
+        self.gains: dict[str, tuple[list[Result], list[Result]]] = {"speedup": ([], []), "acceptance_length": ([], [])}
         self._columns = {name: array("d") for name in Result.from_record({}).figures}
         for result in results:
             self._add(result)
@@ -139,9 +103,10 @@ class Aggregate:
         for name, column in self._columns.items():
             value = result.figures[name]
             column.append(np.nan if value is None else value)
-        speedups, lengths = (self.most_speedup, self.least_speedup), (self.most_accepted, self.least_accepted)
-        for ranking in (self.longest, *speedups, *lengths):
-            ranking.add(result)
+        _rank(self.longest, result, "seconds")
+        for name, (most, least) in self.gains.items():
+            _rank(most, result, name)
+            _rank(least, result, name, -1)
         if len(self.names) < MOST_NAMED:
             self.names.append(result.name)
         self.documents += 1

@@ -1,14 +1,20 @@
-"""Charts as SVG shapes: scales, histograms and scatter plots. `charts.html.j2` draws them."""
+"""HTML pages from the Jinja2 templates, every value escaped, and charts as SVG shapes, which `charts.html.j2` draws."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from numpy.typing import NDArray
+
+from lookahead.errors import ConfigError
 
 Values = NDArray[np.float64]
 
@@ -18,23 +24,19 @@ _BINS = (8, 24)  # least and largest number of bins aimed at
 _TAIL = 100  # number of values from which the largest 1% may share the last bin
 _CELLS = (48, 30)  # of a binned scatter plot
 _SHADES = 5
+# Control characters, lone surrogates and noncharacters are invalid in HTML. Direction marks would reorder the text
+# around them.
+_INVALID = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff\u202a-\u202e\u2066-\u2069]")
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """An axis.
+    """An axis."""
 
-    Attributes:
-        low: Lower end; above 0 if the axis is logarithmic.
-        high: Upper end, above `low`.
-        is_log: Whether it is logarithmic.
-        least_step: Smallest difference of two marks, 1 for counts.
-    """
-
-    low: float
+    low: float  # above 0 if the axis is logarithmic
     high: float
     is_log: bool = False
-    least_step: float = 0.0
+    least_step: float = 0.0  # between marks, 1 for counts
 
     def place(self, value: Any) -> Any:
         """Position of a value, or of an array of values, from 0 to 1."""
@@ -106,25 +108,9 @@ def units(number: float) -> str:
     return f"{number:.1f}".removesuffix(".0")
 
 
-class Shape(NamedTuple):
-    """An SVG element with a tooltip."""
-
-    tag: str
-    attributes: dict[str, str]
-    tooltip: str = ""
-
-
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A plot. Positions are in SVG units, from the top left.
-
-    Attributes:
-        x: Horizontal axis.
-        y: Vertical axis.
-        x_name: Name of the horizontal axis, with its unit.
-        y_name: Name of the vertical axis, with its unit.
-        shapes: In drawing order.
-    """
+    """A plot. Positions are in SVG units, from the top left."""
 
     WIDTH: ClassVar[int] = 420
     HEIGHT: ClassVar[int] = 236
@@ -137,7 +123,7 @@ class Chart:
     y: Scale
     x_name: str
     y_name: str
-    shapes: list[Shape] = field(default_factory=list)
+    shapes: list[tuple[str, dict[str, str], str]] = field(default_factory=list)  # tags, attributes and tooltips
 
     def left(self, value: float) -> float:
         """Horizontal position of a value."""
@@ -151,7 +137,7 @@ class Chart:
         """Draw an element. Numbers are positions; `style` is its class."""
         named = {"class" if name == "style" else name: value for name, value in attributes.items()}
         texts = {name: value if isinstance(value, str) else units(value) for name, value in named.items()}
-        self.shapes.append(Shape(tag, texts, tooltip))
+        self.shapes.append((tag, texts, tooltip))
 
     def add_point(self, x: float, y: float, tooltip: str = "") -> None:
         """Draw a dot at a pair of values."""
@@ -209,15 +195,7 @@ def histogram(bins: Bins, x_name: str, rules: dict[str, float]) -> Chart:
 
 
 def scatter(x: Values, y: Values, names: Sequence[str], x_name: str, y_name: str) -> Chart:
-    """A point for each document, or shaded cells for more than `MOST_POINTS` documents.
-
-    Args:
-        x: `[documents]`, at least one.
-        y: `[documents]`.
-        names: Ids of at least the first `MOST_POINTS` documents.
-        x_name: Name of the horizontal axis, with its unit.
-        y_name: Name of the vertical axis, with its unit.
-    """
+    """A point for each document at values `[documents]`, or shaded cells for more than `MOST_POINTS` documents."""
     chart = Chart(scale_of(x.min(), x.max()), scale_of(y.min(), y.max()), x_name, y_name)
     if x.size > MOST_POINTS:
         _add_cells(chart, x, y)
@@ -237,3 +215,35 @@ def _add_cells(chart: Chart, x: Values, y: Values) -> None:
         shade = 1 + int((_SHADES - 1) * math.log(count) / math.log(max(int(counts.max()), 2)))
         left, top = chart.LEFT + column * width, chart.BOTTOM - (row + 1) * height
         chart.add("rect", f"{count:,}", style=f"shade-{shade}", x=left, y=top, width=width, height=height)
+
+
+def render(template: str, **values: Any) -> str:
+    """Fill a template of `templates/`. Text is escaped; characters that are invalid in HTML become U+FFFD."""
+    return _INVALID.sub("\ufffd", _environment().get_template(template).render(values))
+
+
+def check_page(path: Path, option: str) -> None:
+    """Refuse a page that cannot be written, before any work is done."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ConfigError(f"{option} must be a file in a folder that exists, got {str(path)!r}")
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("lookahead.reporting"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+    )
+    environment.filters |= {
+        "brief": brief,
+        "duration": duration,
+        "exact": exact,
+        "count": lambda number: f"{number:,}",
+        "percent": lambda share: f"{share:.1%}",
+        "units": units,
+    }
+    return environment

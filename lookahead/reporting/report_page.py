@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,11 +16,12 @@ from lookahead.reporting.charts import (
     Scale,
     Values,
     bin_values,
+    check_page,
     histogram,
+    render,
     scale_from_zero,
     scatter,
 )
-from lookahead.reporting.render import check_page, render
 from lookahead.reporting.results_file import Reading, Result, read_rejects, read_results
 from lookahead.utils.atomic import write_atomically
 
@@ -32,45 +33,19 @@ _LEAST_VALUES = 5  # of a histogram
 
 
 class WrittenReport(NamedTuple):
-    """A page that was written: its path, the documents summarized and failed, and what could not be read.
-
-    `failed` is `None` without a rejects file.
-    """
+    """A page that was written, the documents summarized and failed, and what could not be read."""
 
     path: Path
     documents: int
-    failed: int | None
+    failed: int | None  # None without a rejects file
     problems: list[str]
-
-
-class Distribution(NamedTuple):
-    """The values of a column: `[documents]` values and their histogram.
-
-    `chart` is `None` if there are too few values or all are equal; `beyond` values are above its `end`.
-    """
-
-    values: Values
-    median: float
-    chart: Chart | None
-    beyond: int
-    end: float
-
-
-class JobSpeed(NamedTuple):
-    """Tokens per second along the file, in stretches of `stretch` documents."""
-
-    chart: Chart
-    has_plain: bool
-    stretch: int
 
 
 def write_report(results: Path, output: Path | None = None, rejects: Path | None = None) -> WrittenReport:
     """Write an HTML page about the results of `lookahead summarize`, atomically.
 
-    Args:
-        results: JSON lines, or Parquet if the name ends in `.parquet`.
-        output: The page; `None` is `RESULTS.report.html`. Only an earlier report is overwritten.
-        rejects: The file of documents that failed; `None` is `RESULTS.rejects.jsonl`, if it exists.
+    Without names the page is `RESULTS.report.html`, and documents that failed are in `RESULTS.rejects.jsonl`, if it
+    exists. Only an earlier report is overwritten.
 
     Raises:
         ConfigError: `output` cannot be written, or exists and is no report.
@@ -122,18 +97,23 @@ def _render_report(
     )
 
 
-def _distribution(aggregate: Aggregate, column: str, x_name: str, rules: dict[str, float]) -> Distribution | None:
-    """A column and its histogram, with lines at the median and at `rules`; `None` if no line has it."""
+def _distribution(aggregate: Aggregate, column: str, x_name: str, rules: dict[str, float]) -> dict[str, Any] | None:
+    """A column and its histogram, with lines at the median and at `rules`; `None` if no line has it.
+
+    `chart` is `None` for too few values, or if all are equal; `beyond` values are above its `end`.
+    """
     (values,) = aggregate.known(column)
     if not values.size:
         return None
     bins, median = bin_values(values), float(np.median(values))
     is_worth = values.size >= _LEAST_VALUES and np.unique(values).size > 1
     chart = histogram(bins, x_name, {"median": median} | rules) if is_worth else None
-    return Distribution(values, median, chart, bins.beyond if chart else 0, float(bins.edges[-1]))
+    end, beyond = float(bins.edges[-1]), bins.beyond if chart else 0
+    return {"values": values, "median": median, "chart": chart, "beyond": beyond, "end": end}
 
 
-def _job_speed(aggregate: Aggregate) -> JobSpeed | None:
+def _job_speed(aggregate: Aggregate) -> dict[str, Any] | None:
+    """Tokens per second along the file, in stretches of `stretch` documents."""
     ours = _speed_by_stretch(aggregate.column("decoded"), aggregate.column("decode_s"))
     plain = _speed_by_stretch(aggregate.column("plain_decoded"), aggregate.column("plain_decode_s"))
     if ours is None:
@@ -145,7 +125,7 @@ def _job_speed(aggregate: Aggregate) -> JobSpeed | None:
     if plain:
         chart.add_line("plain-line", *plain)
     stretch = -(-int(np.isfinite(aggregate.column("decode_s")).sum()) // _MOST_STRETCHES)
-    return JobSpeed(chart, plain is not None, stretch)
+    return {"chart": chart, "has_plain": plain is not None, "stretch": stretch}
 
 
 def _speed_by_stretch(decoded: Values, seconds: Values) -> tuple[Values, Values] | None:
@@ -170,15 +150,15 @@ def _times(aggregate: Aggregate, column: str, x_name: str) -> tuple[Chart, int] 
 
 def _document_lists(aggregate: Aggregate) -> list[tuple[str, list[Result]]]:
     """The documents with the longest times, and with the largest and smallest gains."""
-    most, least, what = aggregate.most_speedup.results, aggregate.least_speedup.results, "speedup"
+    (most, least), what = aggregate.gains["speedup"], "speedup"
     if not most:
-        most, least, what = aggregate.most_accepted.results, aggregate.least_accepted.results, "tokens per pass"
+        (most, least), what = aggregate.gains["acceptance_length"], "tokens per pass"
     # No document is in both lists.
     half = MOST_SHOWN if len(most) == MOST_SHOWN and aggregate.documents >= 2 * MOST_SHOWN else (len(most) + 1) // 2
     best = most[:half]
     worst = [result for result in least if not any(result is each for each in best)][:half]
     lists = [
-        ("Took longest", aggregate.longest.results),
+        ("Took longest", aggregate.longest),
         (f"Gained most, by {what}", best),
         (f"Gained least, by {what}", worst),
     ]
@@ -188,13 +168,12 @@ def _document_lists(aggregate: Aggregate) -> list[tuple[str, list[Result]]]:
 def _check_output(path: Path) -> None:
     """Refuse a page that cannot be written or is another file, before any work is done."""
     check_page(path, "output")
-    if path.exists():
-        if not path.is_file() or not _is_report(path):
-            raise ConfigError(f"output {path} exists and is no report; name another file with --output")
-    elif not os.access(path.absolute().parent, os.W_OK):
-        raise ConfigError(f"output {path} cannot be written: permission denied")
-
-
-def _is_report(path: Path) -> bool:
-    with path.open("rb") as file:
-        return MARK.encode() in file.read(_MARK_WITHIN)
+    if not path.exists():
+        if not os.access(path.absolute().parent, os.W_OK):
+            raise ConfigError(f"output {path} cannot be written: permission denied")
+        return
+    if path.is_file():
+        with path.open("rb") as file:
+            if MARK.encode() in file.read(_MARK_WITHIN):
+                return
+    raise ConfigError(f"output {path} exists and is no report; name another file with --output")

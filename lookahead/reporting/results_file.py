@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lookahead.documents.byte_sources import bounded_lines
 from lookahead.documents.table_files import parquet_records
 from lookahead.errors import DocumentError
 from lookahead.utils.atomic import parse_json
@@ -34,36 +35,26 @@ class SourceCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One line of results. A field that the line lacks, or holds with another type, is `None`.
+    """One line of results. A field that the line lacks, or holds with another type, is `None`."""
 
-    Attributes:
-        name: The id, up to `MOST_NAME` characters.
-        text: The summary, up to `MOST_TEXT` characters.
-        figures: Numbers of the line, by name: tokens, draft nodes, passes after the prefill, and seconds.
-        identical: Whether plain decoding gave the same summary.
-        is_cut: Whether the token limit cut the summary off.
-        is_copy: Whether the summary is that of an equal document; then there are no statistics.
-        model: The model.
-        sources: Draft nodes by proposer.
-    """
-
-    name: str
+    name: str  # the id
     text: str
-    figures: dict[str, float | None]
-    identical: bool | None
-    is_cut: bool | None
-    is_copy: bool
+    figures: dict[str, float | None]  # by name: tokens, draft nodes, passes after the prefill, and seconds
+    identical: bool | None  # to plain decoding
+    is_cut: bool | None  # by the token limit
+    is_copy: bool  # of the summary of an equal document; then there are no statistics
     model: str | None
-    sources: dict[str, SourceCounts]
+    sources: dict[str, SourceCounts]  # by proposer
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Result:
         """The valid fields of a line."""
         stats = _mapping(record.get("stats"))
         identical, text, reason = record.get("identical"), record.get("summary"), record.get("finish_reason")
+        text = text if isinstance(text, str) else ""
         return cls(
             name=as_text(record.get("id"))[:MOST_NAME],
-            text=_shorten(text) if isinstance(text, str) else "",
+            text=text if len(text) <= MOST_TEXT else text[:MOST_TEXT].rstrip() + " […]",
             figures=_figures(record, stats, _mapping(record.get("plain"))),
             identical=identical if isinstance(identical, bool) else None,
             is_cut=None if reason not in ("stop", "length") else reason == "length",
@@ -110,10 +101,6 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _shorten(text: str) -> str:
-    return text if len(text) <= MOST_TEXT else text[:MOST_TEXT].rstrip() + " […]"
-
-
 def _product(left: float | None, right: float | None) -> float | None:
     return None if left is None or right is None else left * right
 
@@ -137,19 +124,12 @@ def _sources(stats: Mapping[str, Any]) -> dict[str, SourceCounts]:
 
 @dataclass(slots=True)
 class Reading:
-    """Counts of the lines of a file.
+    """Counts of the lines of a file."""
 
-    Attributes:
-        taken: Valid lines.
-        malformed: Other lines.
-        complaints: What is wrong with the first of those.
-        is_torn: Whether the last line is incomplete.
-    """
-
-    taken: int = 0
-    malformed: int = 0
-    complaints: list[str] = field(default_factory=list)
-    is_torn: bool = False
+    taken: int = 0  # valid lines
+    malformed: int = 0  # other lines
+    complaints: list[str] = field(default_factory=list)  # what is wrong with the first of those
+    is_torn: bool = False  # the last line is incomplete
 
     def complain(self, number: int, what: str) -> None:
         """Count a malformed line; `number` begins at 1."""
@@ -175,10 +155,6 @@ class Reading:
 def read_results(path: Path, reading: Reading) -> Iterator[Result]:
     """The lines of a results file: JSON lines, or Parquet if the name ends in `.parquet`.
 
-    Args:
-        path: The file.
-        reading: Counts the lines.
-
     Raises:
         DocumentError: The file holds no results, or is Parquet and cannot be read.
         OSError: The file cannot be read.
@@ -203,11 +179,7 @@ def read_results(path: Path, reading: Reading) -> Iterator[Result]:
 
 
 def read_rejects(path: Path, reading: Reading) -> Iterator[dict[str, Any]]:
-    """The lines of a rejects file.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
+    """The lines of a rejects file."""
     for number, record in _json_lines(path, reading):
         if isinstance(record.get("error"), str):
             reading.taken += 1
@@ -226,21 +198,18 @@ def _json_lines(path: Path, reading: Reading) -> Iterator[tuple[int, dict[str, A
     """The objects of a JSON lines file with their line numbers; empty lines are skipped."""
     _check_is_file(path)
     with open(path, "rb") as file:
-        number = 0
-        while not reading.is_hopeless and (line := file.readline(MOST_BYTES)):
-            number += 1
-            is_whole = line.endswith(b"\n")
-            if not is_whole and len(line) == MOST_BYTES:
-                while (rest := file.readline(MOST_BYTES)) and not rest.endswith(b"\n"):
-                    pass
+        for number, (_, line) in enumerate(bounded_lines(file, MOST_BYTES), start=1):
+            if line is None:
                 reading.complain(number, f"is longer than {MOST_BYTES >> 20} MiB")
             elif line.strip():
                 record, problem = _parse(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
                 if record is not None:
                     yield number, record
                 else:
-                    reading.is_torn = not is_whole
-                    reading.complain(number, problem if is_whole else "is torn, the last one")
+                    reading.is_torn = not line.endswith(b"\n")
+                    reading.complain(number, "is torn, the last one" if reading.is_torn else problem)
+            if reading.is_hopeless:
+                break
 
 
 def _parse(line: bytes) -> tuple[dict[str, Any] | None, str]:

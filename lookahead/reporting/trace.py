@@ -18,7 +18,7 @@ from lookahead.generation.prompts import Prompt, Truncation, reader_of
 from lookahead.generation.validation import check_options
 from lookahead.models.calibration import Calibration, Sweep
 from lookahead.models.support import validate_model
-from lookahead.reporting.render import render
+from lookahead.reporting.charts import render
 from lookahead.stats import DecodingStats
 
 STEP_HEADINGS = ("step", "drafted", "expected", "accepted", "ms")
@@ -37,17 +37,11 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # how a tokenizer decodes a character
 
 @dataclass(frozen=True, slots=True)
 class TracePiece:
-    """One emitted token.
+    """One emitted token."""
 
-    Attributes:
-        text: The text it adds; empty for a special token, and until a character is complete.
-        sources: The proposers that drafted it; empty if it is the model's own.
-        special: The name of a special token.
-    """
-
-    text: str
-    sources: tuple[str, ...] = ()
-    special: str = ""
+    text: str  # that it adds; empty for a special token, and until a character is complete
+    sources: tuple[str, ...] = ()  # that drafted it; empty if it is the model's own
+    special: str = ""  # name of a special token
 
     @property
     def visible(self) -> str:
@@ -58,42 +52,25 @@ class TracePiece:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One pass of the model. The first is the prefill, which emits one token without a draft.
-
-    Attributes:
-        pieces: The tokens it emitted, in order.
-        drafted: Draft nodes verified.
-        expected: Draft nodes expected to be accepted: the sum of their path probabilities.
-        accepted: Draft nodes accepted.
-        seconds: Duration.
-    """
+    """One pass of the model. The first is the prefill, which emits one token without a draft."""
 
     pieces: list[TracePiece]
-    drafted: int
-    expected: float
+    drafted: int  # draft nodes verified
+    expected: float  # to be accepted: the sum of their path probabilities
     accepted: int
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The decoding of one prompt.
+    """The decoding of one prompt."""
 
-    Attributes:
-        prompt: The prompt; chat messages as the model reads them.
-        sources: The names of all proposers.
-        steps: The steps in order.
-        stats: Their sums.
-        model: A line about the model, if known.
-        plain: The counters of decoding the prompt without drafts, if that was done.
-    """
-
-    prompt: str
-    sources: list[str]
+    prompt: str  # chat messages as the model reads them
+    sources: list[str]  # names of all proposers
     steps: list[Step]
     stats: DecodingStats
-    model: str = ""
-    plain: DecodingStats | None = None
+    model: str = ""  # a line about it, if known
+    plain: DecodingStats | None = None  # of decoding without drafts, if that was done
 
     @property
     def text(self) -> str:
@@ -175,18 +152,15 @@ def step_cells(number: int, step: Step) -> tuple[str, ...]:
 def source_rows(trace: Trace) -> list[tuple[str, ...]]:
     """`SOURCE_HEADINGS`, a row for each proposer that drafted, and the sums."""
     stats = trace.stats
-    rows: list[tuple[str, ...]] = [SOURCE_HEADINGS]
-    for name, error in stats.calibration_error_by_source.items():
-        if stats.drafted_by_source[name]:
-            nodes = stats.drafted_by_source[name], stats.expected_by_source[name], stats.accepted_by_source[name]
-            rows.append(_source_row(name, stats.forwards_by_source[name], *nodes, error))
+    drafted, expected, accepted = stats.drafted_by_source, stats.expected_by_source, stats.accepted_by_source
+    rows = [
+        (name, stats.forwards_by_source[name], drafted[name], expected[name], accepted[name], error)
+        for name, error in stats.calibration_error_by_source.items()
+        if drafted[name]
+    ]
     sums = stats.drafted_tokens, stats.expected_tokens, stats.accepted_tokens
-    rows.append(_source_row("all", stats.target_forwards, *sums, stats.calibration_error))
-    return rows
-
-
-def _source_row(name: str, passes: int, drafted: int, expected: float, accepted: int, error: float) -> tuple[str, ...]:
-    return name, str(passes), str(drafted), f"{expected:.1f}", str(accepted), f"{error:+.3f}"
+    rows.append(("all", stats.target_forwards, *sums, stats.calibration_error))
+    return [SOURCE_HEADINGS, *((name, str(n), str(d), f"{e:.1f}", str(a), f"{x:+.3f}") for name, n, d, e, a, x in rows)]
 
 
 def total_line(trace: Trace) -> str:

@@ -28,23 +28,14 @@ Example = dict[str, Tensor]
 
 
 class Record(NamedTuple):
-    """One line of a training file.
+    """One line of a training file."""
 
-    Attributes:
-        prompt: The prompt; None for plain text.
-        output: The output, or the plain text; None if the model is to answer.
-    """
-
-    prompt: str | None
-    output: str | None
+    prompt: str | None  # None for plain text
+    output: str | None  # or the plain text; None if the model is to answer
 
 
 def read_records(path: Path) -> list[Record]:
-    """Read a training file.
-
-    Args:
-        path: A text file, or JSON lines (`.jsonl`) of objects with `prompt` and `output`, with `prompt` alone, or
-            with `text`.
+    """Read a text file, or JSON lines (`.jsonl`) with `prompt` and `output`, with `prompt` alone, or with `text`.
 
     Raises:
         TrainingError: It cannot be read, or a line is none of these; the message names the line.
@@ -94,20 +85,8 @@ def answer_prompts(
 ) -> list[list[int]]:
     """Answer prompts greedily with a model, and keep the answers in a file from which another start continues.
 
-    Heads learn most from the model's own outputs.
-
-    Args:
-        loaded: The model and its tokenizer.
-        prompts: As for `lookahead.generate`.
-        file: One answer a line, after a first line that identifies the prompts.
-        max_new_tokens: Maximum number of tokens of an answer.
-        say: Receives one line for every 100 answers.
-
-    Returns:
-        The tokens of every answer, an end-of-sequence token included.
-
-    Raises:
-        TrainingError: The file cannot be read, is damaged, or holds answers to other prompts.
+    Heads learn most from the model's own outputs. The file has an answer a line, an end-of-sequence token included,
+    after a first line that identifies the prompts; a damaged one, or one of other prompts, is a `TrainingError`.
 
     Source: Cai et al. 2024, "Medusa", §2.3.2 (self-distillation).
     """
@@ -149,15 +128,9 @@ def _read_answers(file: Path, first: object, most: int, vocabulary: int) -> list
 def make_examples(
     records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, answers: Sequence[list[int]], max_length: int
 ) -> list[Example]:
-    """Make examples of records, those with an output first.
+    """Make examples of at most `max_length` tokens, first of records with an output, then of the model's answers.
 
-    Plain text is split into pieces of `max_length` tokens; all but the first token of each are wanted.
-
-    Args:
-        records: The records.
-        tokenizer: The model's.
-        answers: The tokens of the model's answers to the prompts without an output, in their order.
-        max_length: Maximum number of tokens of an example; the rest is cut off.
+    Plain text is split into pieces of that length; all but the first token of each are wanted.
     """
 
     def encode(text: str, **options: Any) -> list[int]:
@@ -185,11 +158,7 @@ def make_example(prompt: Sequence[int], output: Sequence[int], max_length: int) 
 
 
 def split_examples(examples: Sequence[Example], every: int) -> tuple[list[Example], list[Example]]:
-    """Split examples: one in `every` is held out; examples with nothing to guess are dropped.
-
-    Raises:
-        TrainingError: They are too few.
-    """
+    """Split examples: one in `every` is held out; examples with nothing to guess are dropped."""
     useful = [example for example in examples if example["wanted"].sum() > 1]
     held_out = useful[every // 2 :: every]
     train = [example for i, example in enumerate(useful) if i % every != every // 2]

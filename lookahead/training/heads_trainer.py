@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, cast
@@ -34,16 +34,8 @@ class HeadTrainer(Trainer):
     """Trains heads, and the model with them if asked.
 
     A frozen model is not part of the checkpoints. A model that is trained too starts after `HEAD_START` of the steps,
-    when the heads no longer guess at random, and at a lower rate.
-
-    Args:
-        model: The model of the heads, on the device of training.
-        learner: The heads.
-        args: As for `Trainer`; the learning rate is that of the heads.
-        train: Examples to train on.
-        held_out: Examples to evaluate on.
-        say: Receives one line for each log entry; the callbacks of `Trainer` would write to stdout.
-        is_joint: Whether the model is trained too.
+    when the heads no longer guess at random, and at a lower rate. `say` receives a line for each log entry, since the
+    callbacks of `Trainer` would write to stdout.
 
     Source: Cai et al. 2024, "Medusa", §2.2.2 (differential learning rates and heads warm-up).
     """
@@ -59,16 +51,17 @@ class HeadTrainer(Trainer):
         *,
         is_joint: bool = False,
     ) -> None:
-        self._base = model
-        self._learner = learner
-        self._say = say
-        self._is_joint = is_joint
+        self._base, self._learner, self._say, self._is_joint = model, learner, say, is_joint
+        groups: list[dict[str, Any]] = [{"params": list(learner.parameters()), "lr": args.learning_rate}]
+        if is_joint:
+            groups.append({"params": list(model.parameters()), "lr": args.learning_rate / HEADS_RATE})
         super().__init__(
             model=JointWeights(learner, model) if is_joint else learner,
             args=args,
             data_collator=collate,
             train_dataset=cast(Any, train),
             eval_dataset=cast(Any, held_out),
+            optimizers=(torch.optim.AdamW(groups, weight_decay=0.0), None),
         )
         for own in (PrinterCallback, ProgressCallback):
             self.remove_callback(own)
@@ -84,7 +77,11 @@ class HeadTrainer(Trainer):
         leaf = states.detach().requires_grad_(self._is_joint)
         losses = self._learner.losses(self._base, leaf, batch)
         total = torch.zeros((), device=states.device)
-        while (loss := self._next(losses)) is not None:
+        while True:
+            with self.compute_loss_context_manager():  # the autocast of training
+                loss = next(losses, None)
+            if loss is None:
+                break
             self.accelerator.backward(loss)
             total += loss.detach()
         if leaf.grad is not None:
@@ -117,37 +114,19 @@ class HeadTrainer(Trainer):
             figures = ", ".join(shown) or f"loss {logs['loss']:.4g}"
             self._say(f"step {self.state.global_step:,} of {self.state.max_steps:,}: {figures}")
 
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """AdamW, with a lower rate for a model that is trained too."""
-        if self.optimizer is None:
-            rate = self.args.learning_rate
-            groups: list[dict[str, Any]] = [{"params": list(self._learner.parameters()), "lr": rate}]
-            if self._is_joint:
-                groups.append({"params": list(self._base.parameters()), "lr": rate / HEADS_RATE})
-            betas = (self.args.adam_beta1, self.args.adam_beta2)
-            self.optimizer = torch.optim.AdamW(groups, betas=betas, weight_decay=self.args.weight_decay)
-        return self.optimizer
-
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
         """The schedule of `rate_scale`; a model that is trained too starts later."""
         if self.lr_scheduler is None:
             warm_up = max(1, int(self.args.get_warmup_steps(num_training_steps)))
             starts = (0, int(HEAD_START * num_training_steps)) if self._is_joint else (0,)
-            scales: list[Callable[[int], float]] = [
-                partial(rate_scale, start=start, warm_up=warm_up, end=num_training_steps) for start in starts
-            ]
-            self.lr_scheduler = LambdaLR(optimizer or self.create_optimizer(), scales)
+            scales = [partial(rate_scale, start=start, warm_up=warm_up, end=num_training_steps) for start in starts]
+            self.lr_scheduler = LambdaLR(cast(torch.optim.Optimizer, optimizer or self.optimizer), cast(Any, scales))
         return self.lr_scheduler
 
     def _states(self, batch: dict[str, Tensor], gradients: AbstractContextManager[Any]) -> Tensor:
         """The model's hidden states, float32."""
         with gradients, self.compute_loss_context_manager():
             return hidden_states(self._base, batch["input_ids"], self._learner.layers).float()
-
-    def _next(self, losses: Iterator[Tensor]) -> Tensor | None:
-        """The next loss, under the autocast of training."""
-        with self.compute_loss_context_manager():
-            return next(losses, None)
 
 
 def rate_scale(step: int, *, start: int, warm_up: int, end: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -22,25 +22,14 @@ NOISE = 0.1  # maximum noise on features relative to their size: at drafting the
 
 
 class Learner(nn.Module, ABC):
-    """Heads in training on the hidden states of a model.
+    """Heads in training on the hidden states `[batch, tokens, size]` of a model."""
 
-    Attributes:
-        layers: The decoder layers whose inputs are read; empty for the input of the LM head.
-        depth: Number of tokens guessed.
-    """
-
-    layers: tuple[int, ...] = ()
-    depth: int
+    layers: tuple[int, ...] = ()  # the decoder layers whose inputs are read; empty for the input of the LM head
+    depth: int  # tokens guessed
 
     @abstractmethod
     def losses(self, model: PreTrainedModel, states: Tensor, batch: dict[str, Tensor]) -> Iterator[Tensor]:
-        """Scalars whose sum is the loss; the backward pass of each may run before the next is computed.
-
-        Args:
-            model: The model of the heads.
-            states: `[batch, tokens, size]`, its hidden states.
-            batch: `input_ids` and `wanted`, `[batch, tokens]`, padded on the right.
-        """
+        """Scalars whose sum is the loss; the backward pass of each may run before the next is computed."""
 
     @abstractmethod
     def hits(self, model: PreTrainedModel, states: Tensor, batch: dict[str, Tensor]) -> Tensor:
@@ -51,11 +40,8 @@ class IndependentHeadsLearner(Learner):
     """Cross-entropy of every head with the token it guesses.
 
     The backward pass of a head runs before the next head's logits are computed: with a vocabulary V and a hidden size d
-    the peak memory is O(V + d) a token, not O(heads · V + d).
-
-    Args:
-        heads: The heads.
-        is_joint: Whether the model is trained too. The loss is then its own and `HEADS_SHARE` of theirs.
+    the peak memory is O(V + d) a token, not O(heads · V + d). If the model is trained too, the loss is its own and
+    `HEADS_SHARE` of theirs.
 
     Source: Cai et al. 2024, "Medusa", §2.2.1 (the loss and its decay) and §2.2.2 (joint training); Gloeckle et al.
         2024, "Better & Faster Large Language Models via Multi-token Prediction", §2 (one head after the other).
@@ -85,20 +71,15 @@ class IndependentHeadsLearner(Learner):
         counts = []
         for head in range(self.depth):
             positions, labels = targets(batch, head + 2)
-            counts.append(_count_hits(_five_likeliest(self.heads.guess(model, head, states, positions)), labels))
+            counts.append(_count_hits(self.heads.guess(model, head, states, positions), labels))
         return torch.stack(counts)
 
 
 class DraftStarts(NamedTuple):
-    """The positions of a batch at which drafting may begin: the next token was written by the model.
+    """The positions of a batch at which drafting may begin: the next token was written by the model."""
 
-    Attributes:
-        positions: int64 `[batch, starts]`, ascending; 0 after the last.
-        is_start: bool `[batch, starts]`, False after the last.
-    """
-
-    positions: Tensor
-    is_start: Tensor
+    positions: Tensor  # int64 [batch, starts], ascending; 0 after the last
+    is_start: Tensor  # bool [batch, starts], False after the last
 
     @classmethod
     def of(cls, batch: dict[str, Tensor]) -> DraftStarts:
@@ -120,9 +101,7 @@ class DraftStarts(NamedTuple):
 class EagleLearner(Learner):
     """Smooth L1 between predicted features and the model's, and a share of cross-entropy between their tokens.
 
-    Args:
-        head: The head.
-        depth: Steps measured on held-out text; one is trained.
+    One step is trained, and `depth` steps are measured on held-out text.
 
     Source: Li et al. 2024, "EAGLE", §3.2 (both losses, their weights, and noise on the features).
     """
@@ -152,8 +131,7 @@ class EagleLearner(Learner):
         features = self.head.enter(self._inputs(states))
         for step, out in enumerate(unroll(self.head, model, features, batch, starts, self.depth)):
             kept, labels = starts.labels(batch, step)
-            guesses = self.head.token_ids(_five_likeliest(self.head.logits(model, out[kept])))
-            counts.append(_count_hits(guesses, labels))
+            counts.append(_count_hits(self.head.logits(model, out[kept]), labels, self.head.token_ids))
         return torch.stack(counts)
 
     def _inputs(self, states: Tensor) -> Tensor:
@@ -163,10 +141,6 @@ class EagleLearner(Learner):
 
 class FusedEagleLearner(EagleLearner):
     """Cross-entropy of every step with the model's distribution over the tokens that the head can propose.
-
-    Args:
-        head: The head.
-        depth: Steps trained.
 
     Source: Li et al. 2025, "EAGLE-3", §3.2; the weight of a step decays as in its published training.
     """
@@ -203,19 +177,8 @@ def unroll(
     """Run a head as drafting does: the first step on the model's features, further steps on its own output.
 
     The tokens are those of the text. At the first step a start attends to all pairs of feature and token up to its own;
-    at later steps also to its own later pairs. So the steps of all starts run together.
-
-    Args:
-        head: The head.
-        model: Its model.
-        features: `[batch, tokens, hidden]`, of the model's hidden states.
-        batch: `input_ids` and `wanted`.
-        starts: Where drafting begins.
-        steps: Number of steps.
-
-    Yields:
-        `[batch, starts, hidden]`: at step s, from 0, the output for the token s + 2 positions after each start;
-        undefined beyond the end of the text.
+    at later steps also to its own later pairs. So the steps of all starts run together. Yields `[batch, starts,
+    hidden]`: at step s, from 0, the output for the token s + 2 positions after each start, undefined beyond the text.
 
     Source: Li et al. 2025, "EAGLE-3", §3.2 (training-time test).
     """
@@ -242,15 +205,7 @@ def unroll(
 def _attend_with_later(
     query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, later: list[tuple[Tensor, Tensor]]
 ) -> Tensor:
-    """Attention to the pairs of the text, and of each start to its own later pairs.
-
-    Args:
-        query: `[batch, heads, starts, dim]`.
-        keys: `[batch, kv heads, tokens, dim]`.
-        values: As the keys.
-        visible: bool `[batch, starts, tokens]`.
-        later: Keys and values `[batch, kv heads, starts, dim]`.
-    """
+    """Attention `[batch, heads, starts, dim]` to visible pairs of the text, and of each start to its own later ones."""
     kv_heads = keys.shape[1]
     grouped = query.reshape(len(query), kv_heads, -1, *query.shape[2:]) * query.shape[-1] ** -0.5
     text = torch.einsum("bkgpd,bktd->bkgpt", grouped, keys).masked_fill(~visible[:, None, None], float("-inf"))
@@ -263,16 +218,9 @@ def _attend_with_later(
 
 
 def targets(batch: dict[str, Tensor], ahead: int) -> tuple[Tensor, Tensor]:
-    """The positions at which the token `ahead` positions later is to be guessed, and that token.
+    """The positions `[n]` in the flattened batch whose `ahead`-th next token is to be guessed, and these tokens `[n]`.
 
-    Drafting can begin there: the model itself wrote the next token too.
-
-    Args:
-        batch: `input_ids` and `wanted`, `[batch, tokens]`.
-        ahead: At least 1, the token that the LM head gives.
-
-    Returns:
-        int64 `[n]`, positions in the flattened batch, and int64 `[n]`, the tokens.
+    Drafting can begin there: the model itself wrote the next token too, which is 1 ahead.
     """
     ids, wanted = batch["input_ids"], batch["wanted"]
     counts = torch.zeros_like(wanted)
@@ -282,12 +230,7 @@ def targets(batch: dict[str, Tensor], ahead: int) -> tuple[Tensor, Tensor]:
     return positions, ids.flatten()[positions + ahead]
 
 
-def _five_likeliest(logits: Tensor) -> Tensor:
-    """The likeliest five tokens, or fewer if there are no five, int64 `[n, 5]` of logits `[n, vocab]`."""
-    return logits.topk(min(5, logits.shape[-1]), dim=-1).indices
-
-
-def _count_hits(guesses: Tensor, labels: Tensor) -> Tensor:
-    """Right first guesses, right ones among all, and trials, int64 `[3]`, of int64 `[n, 5]` and labels `[n]`."""
-    right = guesses == labels[:, None]
+def _count_hits(logits: Tensor, labels: Tensor, token_ids: Callable[[Tensor], Tensor] = lambda index: index) -> Tensor:
+    """Right first guesses, right ones among the likeliest five, and trials, int64 `[3]`, of logits `[n, tokens]`."""
+    right = token_ids(logits.topk(min(5, logits.shape[-1]), dim=-1).indices) == labels[:, None]
     return torch.stack([right[:, 0].sum(), right.any(1).sum(), torch.tensor(len(labels), device=labels.device)])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import xxhash
@@ -20,7 +20,7 @@ from lookahead.heads.eagle import EagleHead
 from lookahead.heads.head_files import TrainedHeads, write_heads
 from lookahead.heads.independent_heads import MedusaHeads, MtpHeads
 from lookahead.heads.induction_init import begin_mtp, fresh_fused
-from lookahead.heads.layers import body_of, lm_head
+from lookahead.heads.layers import body_of, layer_config, lm_head
 from lookahead.models.loading import LoadedModel
 from lookahead.training.examples import Example, Record, answer_prompts, make_examples, read_records, split_examples
 from lookahead.training.learners import EagleLearner, FusedEagleLearner, IndependentHeadsLearner, Learner
@@ -39,20 +39,7 @@ _DONE = "trainer_state.json"  # written last into a checkpoint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The settings of a run; a resumed run must have the same.
-
-    Attributes:
-        kind: `"medusa"`, `"mtp"`, `"eagle"` or `"eagle3"`.
-        heads: Number of tokens guessed; Medusa and MTP have one head for each.
-        is_joint: Whether the model is trained too, which changes its outputs; not for EAGLE.
-        draft_vocab: Number of tokens that an EAGLE-3 head can propose, the most frequent ones of the data.
-        steps: Number of batches; None for one pass over the data.
-        batch_size: Examples of a batch.
-        learning_rate: The maximum learning rate of the heads.
-        max_length: Maximum number of tokens of an example.
-        max_new_tokens: Maximum number of tokens of the model's answer to a prompt without an output.
-        hold_out_every: One example in this many is held out.
-        seed: Of the first weights and of the order of the examples.
+    """The settings of a run, as `lookahead train --help` tells them; a resumed run must have the same.
 
     Raises:
         TrainingError: A value is out of its range.
@@ -85,11 +72,7 @@ class Settings:
 
 
 def check_trainer() -> None:
-    """Check that transformers' Trainer can be used.
-
-    Raises:
-        TrainingError: accelerate, which it needs, is not installed.
-    """
+    """Refuse to train without accelerate, which transformers' Trainer needs."""
     if importlib.util.find_spec("accelerate") is None:
         raise TrainingError(
             "training needs accelerate, which is not installed; pip install 'lookahead-decoding[train]'"
@@ -105,15 +88,9 @@ def train_heads(
     resume: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, float]:
-    """Train heads for a model and write them.
+    """Train heads for a model with the examples of a file (`read_records`), and write them.
 
-    Args:
-        loaded: The model and its tokenizer; the model is not changed unless it is trained too.
-        data: The file of examples, see `lookahead.training.examples.read_records`.
-        output: The folder for the heads and the checkpoints; a model that was trained too is in `model`.
-        settings: The settings.
-        resume: Whether to continue the run that the folder holds.
-        say: Receives one line for each step of the run.
+    The folder gets the heads, the checkpoints, and in `model` a model that was trained too.
 
     Returns:
         On held-out examples, for each token guessed: the share of right first guesses, `eval_accuracy_1` and so on, and
@@ -128,7 +105,13 @@ def train_heads(
     lm_head(loaded.model)
     _enter(output, settings, model_fingerprint(loaded.model, body_of(loaded.model)), records, resume=resume)
     with _removed_on_failure(output), _restored(loaded.model):
-        examples = _examples(loaded, records, output, settings, say)
+        prompts = [prompt for prompt, written in records if written is None and prompt is not None]
+        answers: list[list[int]] = []
+        if prompts:
+            say(f"{len(prompts):,} prompts without an output: the model answers them first")
+            file, most = output / _ANSWERS, settings.max_new_tokens
+            answers = answer_prompts(loaded, prompts, file, max_new_tokens=most, say=say)
+        examples = make_examples(records, loaded.tokenizer, answers, settings.max_length)
         train, held_out = split_examples(examples, settings.hold_out_every)
         say(f"{len(train):,} examples to train on, {len(held_out):,} held out")
         trainer, heads = _prepare(loaded, train, held_out, output, settings, say)
@@ -144,10 +127,7 @@ def train_heads(
 
 @contextmanager
 def _removed_on_failure(output: Path) -> Iterator[None]:
-    """Remove the files of a run that fails before its first checkpoint.
-
-    The model's answers are kept unless the run was refused: the same run may succeed later.
-    """
+    """Remove the files of a run that fails before its first checkpoint, but the answers only if it was refused."""
     try:
         yield
     except Exception as error:
@@ -163,8 +143,7 @@ def _removed_on_failure(output: Path) -> Iterator[None]:
 @contextmanager
 def _restored(model: PreTrainedModel) -> Iterator[None]:
     """Restore after a block which parameters require gradients, and whether the model is in training mode."""
-    took = [parameter.requires_grad for parameter in model.parameters()]
-    was_training = model.training
+    took, was_training = [parameter.requires_grad for parameter in model.parameters()], model.training
     try:
         yield
     finally:
@@ -204,18 +183,6 @@ def _enter(output: Path, settings: Settings, model: str, records: list[Record], 
             )
 
 
-def _examples(
-    loaded: LoadedModel, records: list[Record], output: Path, settings: Settings, say: Callable[[str], None]
-) -> list[Example]:
-    """The examples of all records; the model answers prompts without an output."""
-    answers: list[list[int]] = []
-    prompts = [prompt for prompt, written in records if written is None and prompt is not None]
-    if prompts:
-        say(f"{len(prompts):,} prompts without an output: the model answers them first")
-        answers = answer_prompts(loaded, prompts, output / _ANSWERS, max_new_tokens=settings.max_new_tokens, say=say)
-    return make_examples(records, loaded.tokenizer, answers, settings.max_length)
-
-
 def _prepare(
     loaded: LoadedModel,
     train: list[Example],
@@ -234,30 +201,29 @@ def _prepare(
         torch.manual_seed(settings.seed)  # a resumed run begins with the same weights
         learner, heads = untrained(model, train, settings)
     on_cpu = model.device.type == "cpu"
-    arguments: dict[str, Any] = {
-        "output_dir": str(output / "checkpoints"),
-        "per_device_train_batch_size": settings.batch_size,
-        "per_device_eval_batch_size": settings.batch_size,
-        "max_steps": settings.steps or -1,
-        "num_train_epochs": 1,
-        "learning_rate": settings.learning_rate,
-        "warmup_steps": 0.03,
-        "max_grad_norm": 1.0,
-        "save_steps": 0.05,
-        "save_total_limit": 2,
-        "eval_strategy": "steps",
-        "eval_steps": 0.25,
-        "logging_steps": 0.01,
+    arguments = TrainingArguments(
+        output_dir=str(output / "checkpoints"),
+        per_device_train_batch_size=settings.batch_size,
+        per_device_eval_batch_size=settings.batch_size,
+        max_steps=settings.steps or -1,
+        num_train_epochs=1,
+        learning_rate=settings.learning_rate,
+        warmup_steps=0.03,
+        max_grad_norm=1.0,
+        save_steps=0.05,
+        save_total_limit=2,
+        eval_strategy="steps",
+        eval_steps=0.25,
+        logging_steps=0.01,
         # On a CPU only if the model is bfloat16: without its instructions it is slower.
-        "bf16": model.dtype == torch.bfloat16 if on_cpu else torch.cuda.is_bf16_supported(),
-        "use_cpu": on_cpu,
-        "report_to": [],
-        "remove_unused_columns": False,
-        "train_sampling_strategy": "group_by_length",
-        "seed": settings.seed,
-    }
-    arguments_of = TrainingArguments(**arguments)
-    return HeadTrainer(model, learner, arguments_of, train, held_out, say, is_joint=settings.is_joint), heads
+        bf16=model.dtype == torch.bfloat16 if on_cpu else torch.cuda.is_bf16_supported(),
+        use_cpu=on_cpu,
+        report_to=[],
+        remove_unused_columns=False,
+        train_sampling_strategy="group_by_length",
+        seed=settings.seed,
+    )
+    return HeadTrainer(model, learner, arguments, train, held_out, say, is_joint=settings.is_joint), heads
 
 
 def untrained(model: PreTrainedModel, train: list[Example], settings: Settings) -> tuple[Learner, TrainedHeads]:
@@ -271,7 +237,7 @@ def untrained(model: PreTrainedModel, train: list[Example], settings: Settings) 
         begin_mtp(mtp, model, train)
         return IndependentHeadsLearner(mtp, is_joint=settings.is_joint), mtp
     if settings.kind == "eagle":
-        head = EagleHead.fresh(model).float().to(device)
+        head = EagleHead(layer_config(model)).float().to(device)
         return EagleLearner(head, count), head
     fused = fresh_fused(model, frequent_tokens(train, model, settings.draft_vocab)).float().to(device)
     return FusedEagleLearner(fused, count), fused

@@ -67,18 +67,9 @@ def blockwise_attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal self-attention without a cache, in the form transformers calls.
+    """Causal self-attention (batch, heads, length, head_dim) without a cache, in the form transformers calls.
 
-    Args:
-        module: The attention layer; unused.
-        query: (batch, heads, length, head_dim).
-        key: (batch, key/value heads, length, head_dim).
-        value: The same shape as key.
-        attention_mask: Must be None: rows are right-padded.
-        scaling: Factor of the scores; 1/sqrt(head_dim) by default.
-
-    Returns:
-        (batch, length, heads, head_dim) and no weights.
+    Rows are right-padded, so there is no mask. Returns (batch, length, heads, head_dim) and no weights.
     """
     batch, heads, length, head_dim = query.shape
     if attention_mask is not None or key.shape[2] != length:

@@ -21,15 +21,10 @@ READABLE = (".txt", ".jsonl", ".txt.xz", ".jsonl.xz", ".tar.xz")
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One whole work: a novel, a story, an article.
+    """One whole work: a novel, a story, an article."""
 
-    Attributes:
-        name: Where it came from, unique within a corpus.
-        text: Its text with every whitespace run collapsed by `clean`.
-    """
-
-    name: str
-    text: str
+    name: str  # where it came from, unique within a corpus
+    text: str  # with every whitespace run collapsed by `clean`
 
 
 def clean(text: str) -> str:
@@ -44,14 +39,9 @@ def clean(text: str) -> str:
 
 
 def read_documents(paths: Sequence[Path], fields: Sequence[str] = TEXT_FIELDS) -> list[Document]:
-    """Read every document under the given files and folders, sorted by name.
+    """Read every document of files (`READABLE`) and of folders at any depth, sorted by name.
 
-    Args:
-        paths: Files (`READABLE`) or folders that hold such files, at any depth.
-        fields: JSON fields that may hold a document; the first one present counts.
-
-    Raises:
-        TrainingError: A path does not exist, cannot be read, or nothing with text was found.
+    The first of the JSON fields that is present holds a document.
     """
     documents: list[Document] = []
     for path in paths:
@@ -70,13 +60,7 @@ def read_documents(paths: Sequence[Path], fields: Sequence[str] = TEXT_FIELDS) -
 
 
 def split_held_out(documents: Sequence[Document], every: int) -> tuple[list[Document], list[Document]]:
-    """Set every `every`-th whole document aside for evaluation.
-
-    A corpus of a single document is not split: the held-out part is then empty.
-
-    Returns:
-        The documents to train on and the held-out ones.
-    """
+    """Set every `every`-th whole document aside for evaluation, but not the only one."""
     if every < 2:
         raise TrainingError(f"one document in {every} cannot be held out: the number must be at least 2")
     offset = every // 2

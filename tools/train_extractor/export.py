@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -16,11 +14,7 @@ from tools.train_extractor.rows import EOS_ID, PAD_ID
 
 
 def check_writable(folder: Path) -> None:
-    """Create the folder if need be and make sure files can be written there.
-
-    Raises:
-        TrainingError: They cannot.
-    """
+    """Create the folder if need be and make sure files can be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder):
@@ -41,21 +35,9 @@ def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: 
         model.generation_config = GenerationConfig(
             do_sample=False, eos_token_id=EOS_ID, pad_token_id=PAD_ID, bos_token_id=None
         )
-        with _no_progress_bar():
-            model.bfloat16().save_pretrained(partial)
+        transformers_logging.disable_progress_bar()
+        model.bfloat16().save_pretrained(partial)
         tokenizer.save_pretrained(partial, save_jinja_files=False)
         for file in sorted(partial.iterdir()):
             file.chmod(0o644)
             os.replace(file, folder / file.name)
-
-
-@contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """Keep transformers from drawing a bar for a file of a few megabytes."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()

@@ -53,15 +53,7 @@ def extract_size(sentences: int) -> int:
 def central_sentences(
     sentences: Sequence[npt.NDArray[np.int32]], idf: npt.NDArray[np.float64], *, count: int | None = None
 ) -> list[int]:
-    """Choose the most central sentences of a passage.
-
-    Args:
-        sentences: Token ids of each sentence, in document order.
-        idf: Weight of each token id.
-        count: How many to choose; `extract_size` decides by default.
-
-    Returns:
-        Indices of the chosen sentences in document order.
+    """Indices of the most central sentences of a passage in document order; `extract_size` of them by default.
 
     Source: centroid and position terms of MEAD, Radev et al. 2004, "Centroid-based summarization of
     multiple documents", §3, with subword tokens for words and 1/sqrt(rank) for the position term.

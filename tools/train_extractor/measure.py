@@ -45,15 +45,10 @@ _WORD = re.compile(r"[a-z0-9]+")
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """One passage and what a classical scorer extracts from it.
-
-    Attributes:
-        sentences: Its sentences in order.
-        extract: Indices of the central ones.
-    """
+    """One passage and what a classical scorer extracts from it."""
 
     sentences: list[str]
-    extract: list[int]
+    extract: list[int]  # indices of the central ones
 
     @property
     def text(self) -> str:
@@ -67,29 +62,19 @@ class Passage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Means over all passages; tokens are the model's own.
-
-    Attributes:
-        sentences: Sentences emitted in all.
-        verbatim: Share of them that stand in their passage character for character, 0 to 1.
-        whole: Share of them that are one of the passage's sentences from beginning to end.
-        finished: Share of extracts that ended by themselves.
-        rouge_l, rouge_l_lead_3, rouge_l_random_3: F1 against the classical extract, 0 to 1.
-        prompt_tokens, new_tokens: Mean per passage.
-        s_per_passage: Mean seconds of generation.
-    """
+    """Means over all passages; tokens are the model's own."""
 
     passages: int
-    sentences: int
-    verbatim: float
-    whole: float
-    finished: float
-    rouge_l: float
+    sentences: int  # emitted in all
+    verbatim: float  # share of them that stand in their passage character for character, 0 to 1
+    whole: float  # share of them that are one of the passage's sentences from beginning to end
+    finished: float  # share of extracts that ended by themselves
+    rouge_l: float  # F1 against the classical extract, 0 to 1
     rouge_l_lead_3: float
     rouge_l_random_3: float
     prompt_tokens: float
     new_tokens: float
-    s_per_passage: float
+    s_per_passage: float  # of generation
 
 
 @njit(cache=True)

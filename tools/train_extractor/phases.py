@@ -6,59 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Phase:
-    """A stretch of training with one mixture of rows.
-
-    Attributes:
-        name: What it is called in logs.
-        share: Share of all training tokens it takes, 0 to 1.
-        mixture: Share of the rows of each kind in `rows.KINDS`.
-        shortest, longest: Bounds of the row length, in tokens; lengths are log-uniform between them.
-        batch_tokens: Tokens of one optimizer step, padding included.
-    """
+    """A stretch of training with one mixture of rows."""
 
     name: str
-    share: float
-    mixture: Mapping[str, float]
-    shortest: int
+    share: float  # of all training tokens, 0 to 1
+    mixture: Mapping[str, float]  # share of the rows of each kind in `rows.KINDS`
+    shortest: int  # row in tokens; lengths are log-uniform up to the longest
     longest: int
-    batch_tokens: int
+    batch_tokens: int  # of one optimizer step, padding included
 
 
 PHASES = (
-    Phase(
-        name="language",
-        share=0.05,
-        mixture={"language": 0.6, "tiled": 0.4},
-        shortest=96,
-        longest=160,
-        batch_tokens=4096,
-    ),
-    Phase(
-        name="copying",
-        share=0.10,
-        mixture={"tiled": 0.3, "ambiguous": 0.4, "copy": 0.15, "language": 0.15},
-        shortest=96,
-        longest=256,
-        batch_tokens=6144,
-    ),
-    Phase(
-        name="extracting",
-        share=0.27,
-        mixture={"summary": 0.55, "copy": 0.2, "ambiguous": 0.25},
-        shortest=100,
-        longest=420,
-        batch_tokens=8192,
-    ),
-    Phase(
-        name="long passages",
-        share=0.58,
-        mixture={"summary": 0.65, "copy": 0.2, "ambiguous": 0.15},
-        shortest=120,
-        longest=960,
-        batch_tokens=8192,
-    ),
+    Phase("language", 0.05, {"language": 0.6, "tiled": 0.4}, 96, 160, 4096),
+    Phase("copying", 0.10, {"tiled": 0.3, "ambiguous": 0.4, "copy": 0.15, "language": 0.15}, 96, 256, 6144),
+    Phase("extracting", 0.27, {"summary": 0.55, "copy": 0.2, "ambiguous": 0.25}, 100, 420, 8192),
+    Phase("long passages", 0.58, {"summary": 0.65, "copy": 0.2, "ambiguous": 0.15}, 120, 960, 8192),
 )
 """The recipe. Copying does not emerge from language modelling or extracts alone at this size."""
 

@@ -18,15 +18,10 @@ from tools.train_extractor.trainer import wanted_logits
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Fixed held-out rows.
+    """Fixed held-out rows."""
 
-    Attributes:
-        batches: A batch of each kind of row, by name.
-        passages: Prompt token ids of passages to summarize.
-    """
-
-    batches: dict[str, Batch]
-    passages: list[npt.NDArray[np.int32]]
+    batches: dict[str, Batch]  # by kind of row
+    passages: list[npt.NDArray[np.int32]]  # prompts to summarize
 
     @classmethod
     def draw(cls, maker: RowMaker, *, rows: int = 12, passages: int = 6, size: int = 320) -> Probe:

@@ -25,41 +25,26 @@ Tokens = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """One training sequence.
-
-    Attributes:
-        ids: int32, its tokens.
-        wanted: bool, which tokens the model is asked to predict from those before them.
-    """
+    """One training sequence."""
 
     ids: Tokens
-    wanted: npt.NDArray[np.bool_]
+    wanted: npt.NDArray[np.bool_]  # which tokens the model is asked to predict from those before them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Right-padded rows of similar length.
-
-    Attributes:
-        ids: int64 (rows, length).
-        labels: int64 (rows, length): the *next* token, or `IGNORED`.
-    """
+    """Right-padded rows of similar length, int64 (rows, length)."""
 
     ids: npt.NDArray[np.int64]
-    labels: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]  # the *next* token, or `IGNORED`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowMaker:
-    """Draws rows of every kind from one stream.
-
-    Attributes:
-        stream: The text.
-        idf: Weight of each token id, for the extract.
-    """
+    """Draws rows of every kind from one stream."""
 
     stream: Stream
-    idf: npt.NDArray[np.float64]
+    idf: npt.NDArray[np.float64]  # weight of each token id, for the extract
 
     def make(self, kind: str, size: int, rng: np.random.Generator) -> Row:
         """Draw one row of a kind in `KINDS`, about `size` tokens long."""
@@ -68,7 +53,7 @@ class RowMaker:
     def language(self, size: int, rng: np.random.Generator) -> Row:
         """Plain text; every token is wanted."""
         ids = self._window(size, rng)
-        return Row(ids, _all_but_first(len(ids)))
+        return Row(ids, np.arange(len(ids)) > 0)
 
     def tiled(self, size: int, rng: np.random.Generator) -> Row:
         """A chunk of 6-64 tokens of real text, half the time shuffled, repeated to fill the row.
@@ -78,10 +63,7 @@ class RowMaker:
         chunk = self._window(int(rng.integers(6, max(7, min(65, size // 2 + 1)))), rng)
         if rng.random() < 0.5:
             chunk = rng.permutation(chunk)
-        ids = np.resize(chunk, size)
-        wanted = np.zeros(size, dtype=np.bool_)
-        wanted[len(chunk) + 1 :] = True
-        return Row(ids, wanted)
+        return Row(np.resize(chunk, size), np.arange(size) > len(chunk))
 
     def ambiguous(self, size: int, rng: np.random.Generator) -> Row:
         """Chunks that share planted n-grams, then most of them again in another order.
@@ -115,9 +97,7 @@ class RowMaker:
         passage = self._passage(size, rng)
         extract = [passage[index] for index in central_sentences(passage, self.idf)]
         ids = np.concatenate(([DOC_ID], *passage, [SUM_ID], *extract, [EOS_ID])).astype(np.int32)
-        wanted = np.zeros(len(ids), dtype=np.bool_)
-        wanted[2 + sum(map(len, passage)) :] = True
-        return Row(ids, wanted)
+        return Row(ids, np.arange(len(ids)) >= 2 + sum(map(len, passage)))
 
     def _window(self, size: int, rng: np.random.Generator) -> Tokens:
         """`size` consecutive tokens from anywhere, fewer if the stream is shorter."""
@@ -167,13 +147,6 @@ def pad(rows: Sequence[Row]) -> Batch:
         ids[index, : len(row.ids)] = row.ids
         labels[index, : len(row.ids) - 1] = np.where(row.wanted, row.ids, IGNORED)[1:]
     return Batch(ids, labels)
-
-
-def _all_but_first(length: int) -> npt.NDArray[np.bool_]:
-    """A mask that wants every token that has a predecessor."""
-    wanted = np.ones(length, dtype=np.bool_)
-    wanted[:1] = False
-    return wanted
 
 
 def _copy_row(passage: Sequence[Tokens], copies: Sequence[Tokens], separator: int) -> Row:

@@ -20,17 +20,11 @@ _ENCODE_BATCH = 4096  # sentences handed to the tokenizer at once
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stream:
-    """Tokens of whole documents, one after the other.
+    """Tokens of whole documents, one after the other."""
 
-    Attributes:
-        tokens: int32, every token; each sentence begins with its leading space.
-        sentences: int64, where each sentence begins in `tokens`, plus the end of the last.
-        documents: int64, where each document begins in `sentences`, plus the number of sentences.
-    """
-
-    tokens: npt.NDArray[np.int32]
-    sentences: npt.NDArray[np.int64]
-    documents: npt.NDArray[np.int64]
+    tokens: npt.NDArray[np.int32]  # each sentence begins with its leading space
+    sentences: npt.NDArray[np.int64]  # where each begins in `tokens`, plus the end of the last
+    documents: npt.NDArray[np.int64]  # where each begins in `sentences`, plus the number of sentences
 
     @classmethod
     def encode(cls, documents: Iterable[Document], tokenizer: PreTrainedTokenizerFast) -> Stream:
@@ -40,7 +34,6 @@ class Stream:
         as the whole text would.
         """
         pieces: list[npt.NDArray[np.int32]] = []
-        lengths: list[int] = []
         starts = [0]
         for document in documents:
             sentences = [f" {sentence}" for sentence in bare_sentences(document.text)]
@@ -48,14 +41,11 @@ class Stream:
                 batch = tokenizer.backend_tokenizer.encode_batch_fast(
                     sentences[first : first + _ENCODE_BATCH], add_special_tokens=False
                 )
-                for encoded in batch:
-                    ids = np.asarray(encoded.ids, dtype=np.int32)
-                    pieces.append(ids)
-                    lengths.append(len(ids))
-            starts.append(len(lengths))
-        if not lengths:
+                pieces += [np.asarray(encoded.ids, dtype=np.int32) for encoded in batch]
+            starts.append(len(pieces))
+        if not pieces:
             raise TrainingError("no sentence found in the training text")
-        bounds = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+        bounds = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
         return cls(np.concatenate(pieces), bounds, np.asarray(starts, dtype=np.int64))
 
     @classmethod

@@ -29,13 +29,7 @@ def prompt(passage: str) -> str:
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE on the texts.
-
-    Args:
-        texts: Cleaned text.
-        vocab_size: Tokens, special ones included; at least 260.
-        max_length: The model's positions, in tokens.
-    """
+    """Train a byte-level BPE on cleaned texts, with at least 260 tokens, special ones included."""
     if vocab_size < len(SPECIAL_TOKENS) + 256:
         raise ValueError(f"vocab_size must be at least {len(SPECIAL_TOKENS) + 256}, got {vocab_size}")
     tokenizer = Tokenizer(models.BPE())

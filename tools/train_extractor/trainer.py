@@ -31,39 +31,25 @@ _POOL_BATCHES = 12  # batches that are drawn, sorted by length and shuffled toge
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Where a run stands; stored in its checkpoint.
+    """Where a run stands; stored in its checkpoint."""
 
-    Attributes:
-        step: Optimizer steps taken.
-        tokens: Training tokens seen, padding left out.
-        pool: Pools of batches drawn.
-        pool_tokens: Training tokens seen when the present pool was drawn; they decide its phase.
-        used: Batches of the present pool already trained on.
-        phase_tokens: Tokens seen in each phase by name.
-    """
-
-    step: int = 0
-    tokens: int = 0
-    pool: int = 0
-    pool_tokens: int = 0
-    used: int = 0
-    phase_tokens: dict[str, int]
+    step: int = 0  # optimizer steps taken
+    tokens: int = 0  # training tokens seen, padding left out
+    pool: int = 0  # pools of batches drawn
+    pool_tokens: int = 0  # training tokens seen when the present pool was drawn; they decide its phase
+    used: int = 0  # batches of the present pool already trained on
+    phase_tokens: dict[str, int]  # seen, by the name of the phase
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One line of the log.
-
-    Attributes:
-        loss: Mean over the wanted tokens since the last report, nats.
-        tokens_per_s: Training tokens a second since the last report.
-    """
+    """One line of the log."""
 
     step: int
     tokens: int
     phase: str
-    loss: float
-    tokens_per_s: float
+    loss: float  # mean over the wanted tokens since the last report, nats
+    tokens_per_s: float  # since the last report
 
 
 class Trainer:

@@ -22,25 +22,15 @@ _TOKENIZER_SHARE = 3  # every third document trains the tokenizer; more changes 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What defines a run; a resumed run must have the same, but for `tokens`.
+    """What defines a run; a resumed run must have the same, but for `tokens`."""
 
-    Attributes:
-        tokens: Training tokens in all.
-        seed: Of the weights and of every row drawn.
-        vocab_size: Tokens of the vocabulary.
-        layers: Transformer layers.
-        hidden_size: A multiple of 128.
-        positions: Tokens of the longest input the model declares.
-        hold_out_every: One document in so many is kept for evaluation.
-    """
-
-    tokens: int
-    seed: int = 0
+    tokens: int  # to train on
+    seed: int = 0  # of the weights and of every row drawn
     vocab_size: int = 4096
     layers: int = 4
-    hidden_size: int = 256
-    positions: int = 2048
-    hold_out_every: int = 20
+    hidden_size: int = 256  # a multiple of 128
+    positions: int = 2048  # tokens of the longest input the model declares
+    hold_out_every: int = 20  # documents, of which one is kept for evaluation
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
@@ -72,17 +62,8 @@ class Workspace:
     ) -> tuple[PreTrainedTokenizerFast, Stream, Stream]:
         """Train the tokenizer and encode the text, or load what an earlier start left here.
 
-        Args:
-            text: Files and folders of text.
-            settings: Those of this run; stored on the first start.
-            say: Receives a line about each thing done.
-
-        Returns:
-            The tokenizer, the stream to train on and the held-out stream (the first again when the
-            text is a single document).
-
-        Raises:
-            TrainingError: The text is unusable or the folder belongs to a run with other settings.
+        Returns the tokenizer, the stream to train on and the held-out stream, which is the first again if the text is
+        a single document.
         """
         stored = self.folder / "settings.json"
         if stored.exists():

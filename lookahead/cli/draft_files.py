@@ -1,0 +1,307 @@
+"""The commands that make and check pools and memories: files to draft from."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from lookahead.cli.options import App
+from lookahead.cli.terminal import PoolDisplay, console, convert, load, say_skipped, table
+from lookahead.jobs.job_options import INPUTS, DocumentOptions, ModelOptions, option
+from lookahead.models.loading import locate_model
+
+_MODEL = "The model that will draft from it, or its tokenizer: a folder, a GGUF file, a name on the Hub."
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolOptions:
+    """Options of `lookahead pool info`."""
+
+    pool: str = option(help="A pool file.", argument=True, metavar="POOL")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolVerifyOptions(PoolOptions):
+    """Options of `lookahead pool verify`."""
+
+    model: str | None = option(None, "Check that it was made for this model.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceOptions(DocumentOptions):
+    """The documents that a file is made of."""
+
+    inputs: list[str] = option(help=INPUTS, argument=True, metavar="INPUTS...")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolAddOptions(PoolOptions, SourceOptions):
+    """Options of `lookahead pool add`."""
+
+    model: str = option(help=_MODEL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolBuildOptions(SourceOptions):
+    """Options of `lookahead pool build`."""
+
+    output: Path = option(MISSING, "The pool file to write.", "--output", "-o", metavar="POOL")
+    model: str = option(help=_MODEL)
+    max_tokens: int | None = option(None, "Most tokens to take. (default: all)", min=1)
+    overwrite: bool = option(False, "Replace the pool if it exists.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions:
+    """Options of `lookahead memory info`."""
+
+    memory: str = option(help="A memory file.", argument=True, metavar="MEMORY")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryVerifyOptions(MemoryOptions):
+    """Options of `lookahead memory verify`."""
+
+    model: str | None = option(None, "Check that it was learned from this model.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryAddOptions(MemoryOptions, SourceOptions, ModelOptions):
+    """Options of `lookahead memory add`."""
+
+    max_tokens: int | None = option(None, "Most tokens to read. (default: all)", min=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryBuildOptions(SourceOptions, ModelOptions):
+    """Options of `lookahead memory build`."""
+
+    output: Path = option(MISSING, "The memory file to write.", "--output", "-o", metavar="MEMORY")
+    max_contexts: int = option(1 << 18, "Most contexts that it may hold, 40 bytes each.", min=1024, max=1 << 26)
+    max_tokens: int | None = option(None, "Most tokens to read. (default: all)", min=1)
+    overwrite: bool = option(False, "Replace the memory if it exists.")
+
+
+def pool_build(options: PoolBuildOptions) -> None:
+    """Make a pool of documents.
+
+    A document that cannot be read is reported and left out. The file appears only
+    when all of it is written.
+
+    For example:
+
+      lookahead pool build corpus.jsonl --model ./my-model -o pool.lkp
+      lookahead pool build 'notes/*.md' docs.jsonl --field body --model ./my-model -o pool.lkp
+      lookahead summarize article.txt --model ./my-model --pool pool.lkp
+
+    Exit status: 0 all documents are in it; 1 some are left out; 2 an argument is
+    wrong, or nothing could be written; 130 interrupted, and nothing was written.
+    """
+    _fill_pool(options, options.output, overwrite=options.overwrite, max_tokens=options.max_tokens)
+
+
+def pool_add(options: PoolAddOptions) -> None:
+    """Add documents to a pool.
+
+    A new file replaces the old one when all of it is written; processes that have
+    the old one open continue to read it.
+
+    For example:
+
+      lookahead pool add pool.lkp more.jsonl --model ./my-model
+      cat notes.txt | lookahead pool add pool.lkp - --model ./my-model
+
+    Exit status: 0 all documents were added; 1 some were left out; 2 an argument is
+    wrong, or nothing could be written; 130 interrupted, and the pool is as it was.
+    """
+    _fill_pool(options, Path(options.pool), overwrite=True, add=True)
+
+
+def pool_info(options: PoolOptions) -> None:
+    """Show the header of a pool file; its contents are not read.
+
+    For example: lookahead pool info pool.lkp
+    """
+    from lookahead.pools.open_pool import header_rows, read_pool_header
+
+    console(sys.stdout).print(table(("", ""), header_rows(options.pool, read_pool_header(options.pool))))
+
+
+def pool_verify(options: PoolVerifyOptions) -> None:
+    """Check every byte of a pool, and with --model that it was made for that model.
+
+    For example:
+
+      lookahead pool verify pool.lkp
+      lookahead pool verify pool.lkp --model ./my-model
+
+    Exit status: 0 it can be used; 2 it cannot, and a line says why.
+    """
+    from lookahead.pools.open_pool import describe_pool, open_pool
+
+    fingerprint, fits = None, ""
+    if options.model is not None:
+        tokenizer = _load_tokenizer(options.model)
+        from lookahead.utils.fingerprints import tokenizer_fingerprint
+
+        fingerprint, fits = tokenizer_fingerprint(tokenizer), f", made for {options.model}"
+    header = open_pool(options.pool, fingerprint=fingerprint).header
+    console(sys.stdout).print(f"{describe_pool(options.pool, header)}: whole{fits}")
+
+
+def memory_build(options: MemoryBuildOptions) -> None:
+    """Make a memory of texts: the model reads them, and what it expects after each context is kept.
+
+    Nothing is generated. Where there are more contexts than fit, those read last
+    are kept. Decoding with --memory starts from them and adds its own.
+
+    For example:
+
+      lookahead memory build corpus.jsonl --model ./my-model -o my-model.lkm
+      lookahead memory build 'notes/*.md' --model ./my-model --max-tokens 100000 -o my-model.lkm
+      lookahead generate - --model ./my-model --memory my-model.lkm < prompt.txt
+
+    Exit status: 0 all documents were read; 1 some are left out; 2 an argument is
+    wrong, or nothing could be written; 130 interrupted, and nothing was written.
+    """
+    _fill_memory(options, options.output, overwrite=options.overwrite, max_contexts=options.max_contexts)
+
+
+def memory_add(options: MemoryAddOptions) -> None:
+    """Add what a model expects in more texts to a memory.
+
+    For example: lookahead memory add my-model.lkm more.jsonl --model ./my-model
+
+    Exit status: 0 all documents were read; 1 some were left out; 2 an argument is
+    wrong, or nothing could be written; 130 interrupted, and the memory is as it was.
+    """
+    _fill_memory(options, Path(options.memory), overwrite=True, max_contexts=None)
+
+
+def memory_info(options: MemoryOptions) -> None:
+    """Show the header of a memory file; its contents are not read.
+
+    For example: lookahead memory info my-model.lkm
+    """
+    from lookahead.ngram.memory_file import VERSION, read_memory_header
+    from lookahead.pools.open_pool import pool_errors
+
+    with pool_errors(options.memory):
+        header = read_memory_header(options.memory)
+    rows = [
+        ("memory", options.memory),
+        ("contexts", f"{header.contexts:,}"),
+        ("most contexts", f"{header.max_contexts:,}"),
+        ("vocabulary", f"{header.vocabulary:,}"),
+        ("bytes", f"{header.file_bytes:,}"),
+        ("model", f"{header.fingerprint:016x}"),
+        ("checksum", f"{header.checksum:016x}"),
+        ("format", f"version {VERSION}"),
+    ]
+    console(sys.stdout).print(table(("", ""), rows))
+
+
+def memory_verify(options: MemoryVerifyOptions) -> None:
+    """Check every byte of a memory, and with --model that it was learned from that model.
+
+    For example:
+
+      lookahead memory verify my-model.lkm
+      lookahead memory verify my-model.lkm --model ./my-model
+
+    Exit status: 0 it can be used; 2 it cannot, and a line says why.
+    """
+    from lookahead.ngram.memory_file import read_memory
+    from lookahead.pools.open_pool import pool_errors
+
+    header, fits = None, ""
+    if options.model is not None:
+        model = load(ModelOptions(model=options.model), measures_costs=False).model
+        from lookahead.proposers.file_memory import header_of
+
+        header, fits = header_of(model), f", learned from {options.model}"
+    with pool_errors(options.memory):
+        contexts = read_memory(options.memory, header)[0].contexts
+    console(sys.stdout).print(f"{_describe_memory(options.memory, contexts)}: whole{fits}")
+
+
+def _fill_pool(options: PoolBuildOptions | PoolAddOptions, output: Path, *, overwrite: bool, **settings: Any) -> None:
+    """Write a pool of documents."""
+
+    def prepare() -> Callable[..., str]:
+        tokenizer, path = _load_tokenizer(options.model), str(output)
+        from lookahead.pools.build_pool import build_pool
+        from lookahead.pools.open_pool import describe_pool
+
+        return lambda **reading: describe_pool(path, build_pool(path, tokenizer=tokenizer, **settings, **reading))
+
+    _fill(options, output, prepare, overwrite=overwrite)
+
+
+def _fill_memory(
+    options: MemoryBuildOptions | MemoryAddOptions, output: Path, *, overwrite: bool, max_contexts: int | None
+) -> None:
+    """Write a memory of documents."""
+
+    def prepare() -> Callable[..., str]:
+        (model, tokenizer), path = load(options, measures_costs=False), str(output)
+        from lookahead.generation.model_memory import build_memory
+
+        make = partial(build_memory, max_contexts=max_contexts, max_tokens=options.max_tokens)
+        return lambda **reading: _describe_memory(path, make(path, model, tokenizer, **reading).contexts)
+
+    _fill(options, output, prepare, overwrite=overwrite)
+
+
+def _fill(options: SourceOptions, output: Path, prepare: Callable[[], Callable[..., str]], *, overwrite: bool) -> None:
+    """Check the inputs and the file, load what writing it takes, write it, show the progress, and exit."""
+    from lookahead.documents.inputs import check_output, find_inputs
+    from lookahead.documents.readers import check_readers, count_documents
+
+    skipped: list[str] = []
+    sources = find_inputs(options.inputs, options.field, on_skip=skipped.append)
+    say_skipped(skipped)
+    check_readers(sources)
+    check_output(output, sources, overwrite=overwrite)
+    write = prepare()
+    from lookahead.pools.build_pool import PoolTotals
+
+    totals, display = PoolTotals(), PoolDisplay(count_documents(sources))
+    with display.progress:
+        line = write(inputs=sources, limit=options.max_document_bytes, totals=totals, observer=display)
+    console(sys.stderr).print(f"{totals}\n{line}")
+    raise typer.Exit(1 if totals.rejected else 0)
+
+
+def _load_tokenizer(model: str) -> Any:
+    """Load a tokenizer with a status line."""
+    from lookahead.models.loading import TOKENIZER_FILES, load_tokenizer, prepare_process
+
+    location, _ = locate_model(model, TOKENIZER_FILES)
+    with console(sys.stderr).status("loading the tokenizer"):
+        prepare_process(None)
+        convert(location)
+        return load_tokenizer(model)
+
+
+def _describe_memory(path: str, contexts: int) -> str:
+    """The size of a memory in one line."""
+    return f"{path}: {contexts:,} context{'' if contexts == 1 else 's'}"
+
+
+pool_app = App(help="Make pools: files of your documents to draft from.")
+memory_app = App(help="Make memories: files of what a model expects after each context, to draft from.")
+for name, of_pool, of_memory in (
+    ("build", pool_build, memory_build),
+    ("add", pool_add, memory_add),
+    ("info", pool_info, memory_info),
+    ("verify", pool_verify, memory_verify),
+):
+    pool_app.add(of_pool, name)
+    memory_app.add(of_memory, name)
