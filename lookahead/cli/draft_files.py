@@ -20,17 +20,17 @@ _MODEL = "The model that will draft from it, or its tokenizer: a folder, a GGUF 
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoolOptions:
-    """Options of `lookahead pool info`."""
+class FileOptions:
+    """Options of `lookahead pool info` and `lookahead memory info`."""
 
-    pool: str = option(help="A pool file.", argument=True, metavar="POOL")
+    file: str = option(help="The file.", argument=True, metavar="FILE")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoolVerifyOptions(PoolOptions):
-    """Options of `lookahead pool verify`."""
+class VerifyOptions(FileOptions):
+    """Options of `lookahead pool verify` and `lookahead memory verify`."""
 
-    model: str | None = option(None, "Check that it was made for this model.")
+    model: str | None = option(None, "Check that it belongs to this model.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,51 +41,40 @@ class SourceOptions(DocumentOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoolAddOptions(PoolOptions, SourceOptions):
+class BuildOptions(SourceOptions):
+    """Options of `lookahead pool build` and `lookahead memory build`."""
+
+    output: Path = option(MISSING, "The file to write.", "--output", "-o", metavar="FILE")
+    max_tokens: int | None = option(None, "Most tokens to read. (default: all)", min=1)
+    overwrite: bool = option(False, "Replace the file if it exists.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolBuildOptions(BuildOptions):
+    """Options of `lookahead pool build`."""
+
+    model: str = option(help=_MODEL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolAddOptions(FileOptions, SourceOptions):
     """Options of `lookahead pool add`."""
 
     model: str = option(help=_MODEL)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoolBuildOptions(SourceOptions):
-    """Options of `lookahead pool build`."""
+class MemoryBuildOptions(BuildOptions, ModelOptions):
+    """Options of `lookahead memory build`."""
 
-    output: Path = option(MISSING, "The pool file to write.", "--output", "-o", metavar="POOL")
-    model: str = option(help=_MODEL)
-    max_tokens: int | None = option(None, "Most tokens to take. (default: all)", min=1)
-    overwrite: bool = option(False, "Replace the pool if it exists.")
+    max_contexts: int = option(1 << 18, "Most contexts that it may hold, 40 bytes each.", min=1024, max=1 << 26)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryOptions:
-    """Options of `lookahead memory info`."""
-
-    memory: str = option(help="A memory file.", argument=True, metavar="MEMORY")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryVerifyOptions(MemoryOptions):
-    """Options of `lookahead memory verify`."""
-
-    model: str | None = option(None, "Check that it was learned from this model.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryAddOptions(MemoryOptions, SourceOptions, ModelOptions):
+class MemoryAddOptions(FileOptions, SourceOptions, ModelOptions):
     """Options of `lookahead memory add`."""
 
     max_tokens: int | None = option(None, "Most tokens to read. (default: all)", min=1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryBuildOptions(SourceOptions, ModelOptions):
-    """Options of `lookahead memory build`."""
-
-    output: Path = option(MISSING, "The memory file to write.", "--output", "-o", metavar="MEMORY")
-    max_contexts: int = option(1 << 18, "Most contexts that it may hold, 40 bytes each.", min=1024, max=1 << 26)
-    max_tokens: int | None = option(None, "Most tokens to read. (default: all)", min=1)
-    overwrite: bool = option(False, "Replace the memory if it exists.")
 
 
 def pool_build(options: PoolBuildOptions) -> None:
@@ -120,20 +109,20 @@ def pool_add(options: PoolAddOptions) -> None:
     Exit status: 0 all documents were added; 1 some were left out; 2 an argument is
     wrong, or nothing could be written; 130 interrupted, and the pool is as it was.
     """
-    _fill_pool(options, Path(options.pool), overwrite=True, add=True)
+    _fill_pool(options, Path(options.file), overwrite=True, add=True)
 
 
-def pool_info(options: PoolOptions) -> None:
+def pool_info(options: FileOptions) -> None:
     """Show the header of a pool file; its contents are not read.
 
     For example: lookahead pool info pool.lkp
     """
     from lookahead.pools.open_pool import header_rows, read_pool_header
 
-    console(sys.stdout).print(table(("", ""), header_rows(options.pool, read_pool_header(options.pool))))
+    console(sys.stdout).print(table(("", ""), header_rows(options.file, read_pool_header(options.file))))
 
 
-def pool_verify(options: PoolVerifyOptions) -> None:
+def pool_verify(options: VerifyOptions) -> None:
     """Check every byte of a pool, and with --model that it was made for that model.
 
     For example:
@@ -151,8 +140,8 @@ def pool_verify(options: PoolVerifyOptions) -> None:
         from lookahead.utils.fingerprints import tokenizer_fingerprint
 
         fingerprint, fits = tokenizer_fingerprint(tokenizer), f", made for {options.model}"
-    header = open_pool(options.pool, fingerprint=fingerprint).header
-    console(sys.stdout).print(f"{describe_pool(options.pool, header)}: whole{fits}")
+    header = open_pool(options.file, fingerprint=fingerprint).header
+    console(sys.stdout).print(f"{describe_pool(options.file, header)}: whole{fits}")
 
 
 def memory_build(options: MemoryBuildOptions) -> None:
@@ -181,10 +170,10 @@ def memory_add(options: MemoryAddOptions) -> None:
     Exit status: 0 all documents were read; 1 some were left out; 2 an argument is
     wrong, or nothing could be written; 130 interrupted, and the memory is as it was.
     """
-    _fill_memory(options, Path(options.memory), overwrite=True, max_contexts=None)
+    _fill_memory(options, Path(options.file), overwrite=True, max_contexts=None)
 
 
-def memory_info(options: MemoryOptions) -> None:
+def memory_info(options: FileOptions) -> None:
     """Show the header of a memory file; its contents are not read.
 
     For example: lookahead memory info my-model.lkm
@@ -192,10 +181,10 @@ def memory_info(options: MemoryOptions) -> None:
     from lookahead.ngram.memory_file import VERSION, read_memory_header
     from lookahead.pools.open_pool import pool_errors
 
-    with pool_errors(options.memory):
-        header = read_memory_header(options.memory)
+    with pool_errors(options.file):
+        header = read_memory_header(options.file)
     rows = [
-        ("memory", options.memory),
+        ("memory", options.file),
         ("contexts", f"{header.contexts:,}"),
         ("most contexts", f"{header.max_contexts:,}"),
         ("vocabulary", f"{header.vocabulary:,}"),
@@ -207,7 +196,7 @@ def memory_info(options: MemoryOptions) -> None:
     console(sys.stdout).print(table(("", ""), rows))
 
 
-def memory_verify(options: MemoryVerifyOptions) -> None:
+def memory_verify(options: VerifyOptions) -> None:
     """Check every byte of a memory, and with --model that it was learned from that model.
 
     For example:
@@ -226,9 +215,9 @@ def memory_verify(options: MemoryVerifyOptions) -> None:
         from lookahead.proposers.file_memory import header_of
 
         header, fits = header_of(model), f", learned from {options.model}"
-    with pool_errors(options.memory):
-        contexts = read_memory(options.memory, header)[0].contexts
-    console(sys.stdout).print(f"{_describe_memory(options.memory, contexts)}: whole{fits}")
+    with pool_errors(options.file):
+        contexts = read_memory(options.file, header)[0].contexts
+    console(sys.stdout).print(f"{_describe_memory(options.file, contexts)}: whole{fits}")
 
 
 def _fill_pool(options: PoolBuildOptions | PoolAddOptions, output: Path, *, overwrite: bool, **settings: Any) -> None:

@@ -14,17 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
+from rich import progress as bars
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
@@ -93,17 +85,11 @@ def usage_errors() -> Iterator[None]:
     except KeyboardInterrupt as error:
         say("interrupted", "stopped before anything was finished")
         raise typer.Exit(130) from error
-    finally:
-        _end_compilation()
 
 
 @functools.cache
 def watch_compilation() -> Any:
-    """Print one line once Numba has compiled for a second; later processes load the code from disk.
-
-    Returns:
-        The listener, whose `spent` is the time in seconds. `usage_errors` removes it at the end of the command.
-    """
+    """Print one line once Numba has compiled for a second; the listener's `spent` is the time in seconds."""
     from numba.core import event
 
     class Notice(event.Listener):
@@ -128,15 +114,6 @@ def watch_compilation() -> Any:
     notice = Notice()
     event.register("numba:compile", notice)
     return notice
-
-
-def _end_compilation() -> None:
-    """Remove the listener, so that the next command in this process gets its own."""
-    if watch_compilation.cache_info().currsize:
-        from numba.core import event
-
-        event.unregister("numba:compile", watch_compilation())
-        watch_compilation.cache_clear()
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]], total: Sequence[str] | None = None) -> Table:
@@ -241,14 +218,11 @@ class _Bar:
 
     def __init__(self, template: str, total: int | None, *, is_shown: bool = True, **values: Any) -> None:
         stderr = console(sys.stderr)
-        self.progress = Progress(
-            SpinnerColumn(),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn(template),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+        columns = (bars.SpinnerColumn(), bars.BarColumn(), bars.MofNCompleteColumn(), bars.TextColumn(template))
+        times = (bars.TimeElapsedColumn(), bars.TextColumn("left"), bars.TimeRemainingColumn())
+        self.progress = bars.Progress(
+            *columns,
+            *times,
             console=stderr,
             transient=True,
             redirect_stdout=False,  # rich would print it to stderr
@@ -259,6 +233,11 @@ class _Bar:
     def say(self, kind: str, message: str) -> None:
         """Print one line to stderr, above the bar."""
         say(kind, message, self.progress.console)
+
+    def rejected(self, reject: Reject, *_: object) -> None:
+        """Show why a document failed."""
+        self.say("error", reject.error)
+        self._update(advance=1)
 
     def _update(self, **values: Any) -> None:
         self.progress.update(self._task, **values)
@@ -297,11 +276,6 @@ class JobDisplay(_Bar):
         """Count a document that needed no work."""
         self._update(advance=1)
 
-    def rejected(self, reject: Reject, totals: JobTotals) -> None:
-        """Show why a document failed."""
-        self.say("error", reject.error)
-        self._update(advance=1)
-
     def conclude(self, totals: JobTotals, *, exact: bool) -> None:
         """Show the figures of the job: on stdout after the summaries, else on stderr."""
         out, seconds = console(sys.stdout if self.as_text else sys.stderr), time.monotonic() - self._started
@@ -326,11 +300,6 @@ class PoolDisplay(_Bar):
     def taken(self, totals: PoolTotals) -> None:
         """Show how many documents and tokens were taken."""
         self._update(advance=1, tokens=totals.tokens)
-
-    def rejected(self, reject: Reject) -> None:
-        """Show why a document failed."""
-        self.say("error", reject.error)
-        self._update(advance=1)
 
     def writing(self) -> None:
         """Show that the documents are read and the pool is written."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from lookahead.errors import HeadsError
+from lookahead.errors import HeadsError, LookaheadError
 from lookahead.heads.eagle import DEPTH, EagleDrafter, EagleHead, FusedEagleHead, fused_layers
 from lookahead.heads.guess_tree import HeadDrafter, Warp
 from lookahead.heads.independent_heads import MedusaDrafter, MedusaHeads, MtpDrafter, MtpHeads
@@ -62,7 +62,7 @@ def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[
     place = Path(folder).expanduser()
     if not place.is_dir():
         raise HeadsError(_not_a_folder(place))
-    config = _read_config(place)
+    config = read_object(place / "config.json", HeadsError)
     # Of published checkpoints only Medusa's have a file name or a size of their own.
     is_medusa = "medusa_num_heads" in config or any(place.glob("medusa_lm_head.*"))
     kind = config.get("lookahead_heads") or (MedusaHeads.kind if is_medusa else EagleHead.kind)
@@ -138,14 +138,14 @@ def _sizes_of(heads: TrainedHeads) -> dict[str, Any]:
     return sizes
 
 
-def _read_config(place: Path) -> dict[str, Any]:
-    path = place / "config.json"
+def read_object(path: Path, error_type: type[LookaheadError]) -> dict[str, Any]:
+    """The JSON object of a file."""
     try:
         values = read_json(path)
     except (OSError, ValueError) as error:
-        raise HeadsError(f"{path}: cannot be read: {error}") from error
+        raise error_type(f"{path}: cannot be read: {error}") from error
     if not isinstance(values, dict):
-        raise HeadsError(f"{path}: must hold a JSON object, got {type(values).__name__}")
+        raise error_type(f"{path}: must hold a JSON object, got {type(values).__name__}")
     return values
 
 

@@ -50,6 +50,7 @@ class Result:
     def from_record(cls, record: Mapping[str, Any]) -> Result:
         """The valid fields of a line."""
         stats = _mapping(record.get("stats"))
+        columns = [_mapping(stats.get(f"{which}_by_source")) for which in ("drafted", "accepted", "expected")]
         identical, text, reason = record.get("identical"), record.get("summary"), record.get("finish_reason")
         text = text if isinstance(text, str) else ""
         return cls(
@@ -60,7 +61,10 @@ class Result:
             is_cut=None if reason not in ("stop", "length") else reason == "length",
             is_copy=record.get("copy_of") is not None,
             model=as_text(record["model"])[:MOST_NAME] if record.get("model") is not None else None,
-            sources=_sources(stats),
+            sources={
+                str(name)[:MOST_NAME]: SourceCounts(*(_number(column.get(name)) or 0.0 for column in columns))
+                for name in columns[0]
+            },
         )
 
 
@@ -112,14 +116,6 @@ def _decoded(stats: Mapping[str, Any], decode_s: float | None) -> float | None:
         return _product(_number(stats.get("tokens_per_s")), decode_s)
     counts = [(key, _number(passes) or 0.0) for key, passes in histogram.items() if _LENGTH.fullmatch(str(key))]
     return sum(int(length) * passes for length, passes in counts)
-
-
-def _sources(stats: Mapping[str, Any]) -> dict[str, SourceCounts]:
-    columns = [_mapping(stats.get(f"{which}_by_source")) for which in ("drafted", "accepted", "expected")]
-    return {
-        str(name)[:MOST_NAME]: SourceCounts(*(_number(column.get(name)) or 0.0 for column in columns))
-        for name in columns[0]
-    }
 
 
 @dataclass(slots=True)

@@ -21,15 +21,6 @@ HEADS_RATE = 4.0  # learning rate of heads relative to that of a model trained w
 HEAD_START = 0.25  # share of the steps before a model trained with its heads is trained too
 
 
-class JointWeights(nn.Module):
-    """Heads and the weights of their model, each weight once: safetensors takes no tied weights."""
-
-    def __init__(self, learner: Learner, model: PreTrainedModel) -> None:
-        super().__init__()
-        self.learner = learner
-        self.weights = nn.ParameterList(model.parameters())
-
-
 class HeadTrainer(Trainer):
     """Trains heads, and the model with them if asked.
 
@@ -55,8 +46,10 @@ class HeadTrainer(Trainer):
         groups: list[dict[str, Any]] = [{"params": list(learner.parameters()), "lr": args.learning_rate}]
         if is_joint:
             groups.append({"params": list(model.parameters()), "lr": args.learning_rate / HEADS_RATE})
+        # Each weight once: safetensors takes no tied weights.
+        both = nn.ModuleDict({"learner": learner, "weights": nn.ParameterList(model.parameters())})
         super().__init__(
-            model=JointWeights(learner, model) if is_joint else learner,
+            model=both if is_joint else learner,
             args=args,
             data_collator=collate,
             train_dataset=cast(Any, train),

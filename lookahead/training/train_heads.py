@@ -17,14 +17,14 @@ from transformers import PreTrainedModel
 
 from lookahead.errors import LookaheadError, TrainingError
 from lookahead.heads.eagle import EagleHead
-from lookahead.heads.head_files import TrainedHeads, write_heads
+from lookahead.heads.head_files import TrainedHeads, read_object, write_heads
 from lookahead.heads.independent_heads import MedusaHeads, MtpHeads
 from lookahead.heads.induction_init import begin_mtp, fresh_fused
 from lookahead.heads.layers import body_of, layer_config, lm_head
 from lookahead.models.loading import LoadedModel
 from lookahead.training.examples import Example, Record, answer_prompts, make_examples, read_records, split_examples
 from lookahead.training.learners import EagleLearner, FusedEagleLearner, IndependentHeadsLearner, Learner
-from lookahead.utils.atomic import read_json, write_atomically
+from lookahead.utils.atomic import write_atomically
 from lookahead.utils.fingerprints import model_fingerprint
 
 if TYPE_CHECKING:
@@ -169,12 +169,7 @@ def _enter(output: Path, settings: Settings, model: str, records: list[Record], 
         return
     if not resume:
         raise TrainingError(f"{output} already holds a run: pass --resume, or choose another --output")
-    try:
-        before = read_json(path)
-    except (OSError, ValueError) as error:
-        raise TrainingError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(before, dict):
-        raise TrainingError(f"{path}: must hold a JSON object, got {type(before).__name__}")
+    before = read_object(path, TrainingError)
     for name, value in run.items():
         if before.get(name) != value:
             raise TrainingError(
