@@ -93,11 +93,10 @@ def test_dir_shows_the_public_names_and_none_but_those_of_every_module():
 @pytest.mark.parametrize(("silent_s", "lines"), [(0.0, 1), (1e9, 0)])
 def test_compiling_is_told_in_one_line_once_it_takes_a_while(monkeypatch, capsys, silent_s, lines):
     monkeypatch.setattr(terminal, "_SILENT_S", silent_s)
-    notice = terminal.watch_compilation.__wrapped__()
-    try:
-        numba.njit(lambda x: abs(min(x, 1)))(1)
-        numba.njit(lambda x: abs(min(x, 2)))(1)
-    finally:
-        event.unregister("numba:compile", notice)
+    event.unregister("numba:compile", terminal.watch_compilation())  # of commands before in this process
+    terminal.watch_compilation.cache_clear()
+    notice = terminal.watch_compilation()
+    numba.njit(lambda x: abs(min(x, 1)))(1)
+    numba.njit(lambda x: abs(min(x, 2)))(1)
     assert capsys.readouterr().err.count("\n") == lines
     assert notice.spent > 0.0
