@@ -130,10 +130,11 @@ def test_a_weight_that_changes_is_packed_anew():
 def test_a_weight_is_packed_once_for_all_calls(monkeypatch):
     model, packed, pack = model_of(), [], linears._pack
     monkeypatch.setattr(linears, "_pack", lambda *layer, **how: packed.append(layer) or pack(*layer, **how))
-    for _ in range(3):
-        run(LinearScope(model), model, torch.randn(5, 24))
+    scopes = [LinearScope(model) for _ in range(3)]
+    for scope in scopes:
+        run(scope, model, torch.randn(5, 24))
     assert len(packed) == 1
-    assert linears.take_has_packed() and not linears.take_has_packed()
+    assert [scope.has_packed for scope in scopes] == [True, False, False]
 
 
 def test_other_threads_and_calls_outside_use_the_models_own_products(multiplied):

@@ -169,11 +169,9 @@ def _is_served(x: Tensor, norm: Any) -> bool:
 
 def _norm_forward(norm: Any, x: Tensor) -> Tensor:
     """The norm's `forward`; one call for a few tokens on a thread that runs a pass."""
-    own: Tensor = _norm(norm, x) if _is_served(x, norm) else type(norm).forward(norm, x)
-    return own
-
-
-def _norm(norm: Any, x: Tensor) -> Tensor:
+    if not _is_served(x, norm):
+        own: Tensor = type(norm).forward(norm, x)
+        return own
     return layer_ops.rms_norm(x, norm._parameters["weight"], norm.variance_epsilon)
 
 
@@ -196,10 +194,14 @@ def _fused(
     attention, (before, between, *of_heads) = parts.attention, parts.norms
     to_query, to_key, to_value, to_out, to_gate, to_up, to_down = parts.linears
     (cos, sin), (rows, tokens, _) = position_embeddings, hidden.shape
-    x, shape = _norm(before, hidden), (rows, tokens, -1, cos.shape[-1])
+    x = layer_ops.rms_norm(hidden, before._parameters["weight"], before.variance_epsilon)
+    shape = (rows, tokens, -1, cos.shape[-1])
     query, key, value = to_query(x).view(shape), to_key(x).view(shape), to_value(x).view(shape)
     if of_heads:
-        query, key = _norm(of_heads[0], query), _norm(of_heads[1], key)
+        query, key = (
+            layer_ops.rms_norm(each, norm._parameters["weight"], norm.variance_epsilon)
+            for each, norm in zip((query, key), of_heads, strict=True)
+        )
     if len(cos) != rows:
         cos, sin = cos.expand(rows, -1, -1), sin.expand(rows, -1, -1)
     layer_ops.rotate(query, key, cos.contiguous(), sin.contiguous())
@@ -241,7 +243,7 @@ def _computes_the_same(parts: _Parts) -> bool:
         layer_ops.rotate(query, key, *places)
         pairs = [
             (type(parts.layer).forward(parts.layer, x, position_embeddings=places), _fused(parts, x, places)),
-            (type(norm).forward(norm, x), _norm(norm, x)),
+            (type(norm).forward(norm, x), layer_ops.rms_norm(x, weight, norm.variance_epsilon)),
             *zip(rotated, (query, key), strict=True),
         ]
     except (RuntimeError, TypeError, ValueError):  # another version of transformers, or an unusual weight

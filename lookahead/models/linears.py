@@ -83,9 +83,13 @@ class LinearScope:
     Args:
         model: The model.
         packs: Whether weights may be packed. Without, products of many rows in float32 still go to oneDNN.
+
+    Attributes:
+        has_packed: Whether the newest block of `running` packed a weight.
     """
 
     def __init__(self, model: nn.Module, *, packs: bool = True) -> None:
+        self.has_packed = False
         self._forwards: list[tuple[nn.Linear, None, Callable[[Tensor], Tensor]]] = []
         layers = [each for each in model.modules() if type(each) is nn.Linear and _is_plain(each)]
         if "forward" in model.__dict__ or not layers:
@@ -120,19 +124,12 @@ class LinearScope:
         Args:
             bits: Those that rows of half precision must have.
         """
-        outer = getattr(_thread, "mode", None)
+        outer, _thread.has_packed = getattr(_thread, "mode", None), False
         _thread.mode = (bits, self._packs, self._fewest) if self._forwards else (bits, False, 1)
         try:
             yield
         finally:
-            _thread.mode = outer
-
-
-def take_has_packed() -> bool:
-    """Whether this thread packed a weight since it last asked."""
-    has_packed: bool = getattr(_thread, "has_packed", False)
-    _thread.has_packed = False
-    return has_packed
+            _thread.mode, self.has_packed = outer, _thread.has_packed
 
 
 def _forward(layer: nn.Linear, packed: PackedLinear, x: Tensor) -> Tensor:

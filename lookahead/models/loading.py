@@ -91,13 +91,9 @@ def load(
     from transformers import AutoTokenizer
 
     options = {"local_files_only": is_local, "trust_remote_code": False}
-    try:
-        with _no_bars():
-            tokenizer = AutoTokenizer.from_pretrained(location, **options)
-            loaded = _auto_class(location, options).from_pretrained(location, dtype=chosen, **options).to(target)
-    except Exception as error:
-        # transformers, safetensors, tokenizers and the Hub client raise dozens of unrelated types here.
-        raise UnsupportedModelError(f"model {name!r} cannot be loaded: {first_line(error)}") from error
+    with _no_bars(), _loading(f"model {name!r}"):
+        tokenizer = AutoTokenizer.from_pretrained(location, **options)
+        loaded = _auto_class(location, options).from_pretrained(location, dtype=chosen, **options).to(target)
     return LoadedModel(loaded.eval(), tokenizer)
 
 
@@ -128,12 +124,20 @@ def load_tokenizer(model: str = DEFAULT_MODEL) -> PreTrainedTokenizerBase:
     location = to_safetensors(location)
     from transformers import AutoTokenizer
 
-    options: dict[str, Any] = {"local_files_only": is_local, "trust_remote_code": False}
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(location, **options)
-    except Exception as error:  # unrelated types, as for a model
-        raise UnsupportedModelError(f"the tokenizer of {model!r} cannot be loaded: {first_line(error)}") from error
+    with _loading(f"the tokenizer of {model!r}"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            location, local_files_only=is_local, trust_remote_code=False
+        )
     return tokenizer
+
+
+@contextmanager
+def _loading(what: str) -> Iterator[None]:
+    """One error for the dozens of unrelated types that transformers, safetensors and the Hub client raise."""
+    try:
+        yield
+    except Exception as error:
+        raise UnsupportedModelError(f"{what} cannot be loaded: {first_line(error)}") from error
 
 
 def prepare_process(threads: int | None) -> None:

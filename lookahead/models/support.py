@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike, fspath
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -39,15 +39,10 @@ _CHAIN = (0, 0, 1, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """What a model can verify in one pass.
-
-    Attributes:
-        shape: Token trees, chains only, or nothing but its next token.
-        reason: Why it is not trees; empty if it is.
-    """
+    """What a model can verify in one pass: trees, chains only, or nothing but its next token."""
 
     shape: Shape | Literal["none"]
-    reason: str = ""
+    reason: str = ""  # why it is not trees
 
 
 class ProbeError(Exception):
@@ -134,27 +129,26 @@ def rope_parameters_of(config: Any) -> Iterator[dict[str, Any]]:
 
 def _probe(model: PreTrainedModel, config: Any) -> Support:
     """Try trees, then chains."""
+
+    def mismatch_of(shape: Shape) -> str:
+        return probe_passes(
+            partial(_scores_like_the_model, model, shape),
+            lambda ids: model(input_ids=ids.to(input_device(model))),
+            vocabulary=vocabulary_size(model),
+            mismatch="its attention ignores prepared masks and positions",
+            failure="its attention takes no prepared masks",
+        )
+
     # A probe is too short to show the effect of a window or a slope over cache slots.
     if "local" in getattr(config, "attention_layers", ()):
         reason = "its attention windows count slots of the cache"
     elif getattr(config, "alibi", False) or getattr(getattr(config, "attn_config", None), "alibi", False):
         reason = "its attention bias depends on cache slots (ALiBi)"
     else:
-        reason = _mismatch_of(model, "trees")
+        reason = mismatch_of("trees")
     if not reason:
         return Support("trees")
-    return Support("none" if _mismatch_of(model, "chains") else "chains", reason)
-
-
-def _mismatch_of(model: PreTrainedModel, shape: Shape) -> str:
-    """What is wrong with the logits of drafted passes, or an empty string."""
-    return probe_passes(
-        partial(_scores_like_the_model, model, shape),
-        lambda ids: model(input_ids=ids.to(input_device(model))),
-        vocabulary=vocabulary_size(model),
-        mismatch="its attention ignores prepared masks and positions",
-        failure="its attention takes no prepared masks",
-    )
+    return Support("none" if mismatch_of("chains") else "chains", reason)
 
 
 def probe_passes(
@@ -205,6 +199,9 @@ def _scores_like_the_model(model: PreTrainedModel, shape: Shape, tokens: Sequenc
     """Whether two drafted passes, with a commit between them, give the logits of the model's own passes."""
     tree = TokenTree.from_parents([tokens[2], *tokens[2:]], _TREE if shape == "trees" else _CHAIN)
     path = np.array([0, 4] if shape == "trees" else [0, 1], np.int32)
+    paths: list[list[int]] = []  # tokens from the root to every node
+    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+        paths.append([*(paths[parent] if paths else []), token])
     texts = [list(tokens[:2]), list(tokens[1:2])][: 2 if shape == "trees" else 1]
     target = Target(model, rows=len(texts), capacity=16, device=input_device(model), shape=shape)
     with target.serving():
@@ -221,14 +218,17 @@ def _scores_like_the_model(model: PreTrainedModel, shape: Shape, tokens: Sequenc
         (text + tail, logits)
         for row, text in enumerate(texts)
         for tail, logits in (
-            (_path(tree, len(tree) - 1), first[row, -1]),
-            (_path(tree, len(tree) - 2), first[row, -2]),
+            (paths[-1], first[row, -1]),
+            (paths[-2], first[row, -2]),
             ([*tree.tokens[path].tolist(), tokens[0]], second[row, 0]),
         )
     ]
     checks.append(([*texts[0], *tree.tokens[path].tolist(), tokens[0], tokens[3]], third[0, 0]))
-    own = _own_logits(model, [ids for ids, _ in checks], first.device)
-    return all(agree(model, logits, expected) for (_, logits), expected in zip(checks, own, strict=True))
+    # The model's logits after these texts, in one pass of its own; no text sees what pads it behind its end.
+    longest = max(len(ids) for ids, _ in checks)
+    padded = [[*ids, *[0] * (longest - len(ids))] for ids, _ in checks]
+    own = cast(Any, model)(input_ids=torch.tensor(padded, device=first.device)).logits
+    return all(agree(model, logits, own[row, len(ids) - 1]) for row, (ids, logits) in enumerate(checks))
 
 
 def is_bitwise(model: PreTrainedModel) -> bool:
@@ -289,20 +289,6 @@ def agree(model: PreTrainedModel, logits: Tensor, expected: Tensor) -> bool:
     """Whether logits, `[vocab]`, are those expected but for rounding."""
     tolerance = max(_TOLERANCE.get(dtype, _TOLERANCE_FP32) for dtype in (model.dtype, logits.dtype))
     return bool((logits - expected).norm() <= tolerance * expected.norm())
-
-
-def _path(tree: TokenTree, node: int) -> list[int]:
-    """Tokens from the root to a node."""
-    return [*(_path(tree, int(tree.parents[node])) if node else []), int(tree.tokens[node])]
-
-
-def _own_logits(model: PreTrainedModel, texts: Sequence[list[int]], device: torch.device) -> list[Tensor]:
-    """The model's logits after texts that it reads in one pass of its own; no text sees what pads it behind its end."""
-    causal_lm: Any = model
-    longest = max(map(len, texts))
-    ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=device)
-    logits = causal_lm(input_ids=ids).logits
-    return [logits[row, len(text) - 1] for row, text in enumerate(texts)]
 
 
 def check_model(model: object) -> None:

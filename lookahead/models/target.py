@@ -21,7 +21,7 @@ from lookahead.models.attention import AttentionScope
 from lookahead.models.cache import TreeCache, windows_of
 from lookahead.models.compiled import CompiledRunner
 from lookahead.models.exact_attention import takes_rows
-from lookahead.models.linears import LinearScope, take_has_packed
+from lookahead.models.linears import LinearScope
 from lookahead.models.product_bits import Bits
 from lookahead.models.tree_pass import AttentionSpan, TreePass, copy_together, padded_slots
 
@@ -145,7 +145,6 @@ class Target:
         is_apart = (is_fixed and compiles) or (getattr(model, "_tp_size", None) or 1) > 1
         self._served = nn.Identity() if is_apart else model
         self._linears = LinearScope(self._served, packs=packs)
-        self._has_packed = False  # whether the newest pass packed weights
         self._tested = 0  # self-tests of kernels before the newest pass
         self._fast = None
         if is_fixed:
@@ -157,7 +156,7 @@ class Target:
     @property
     def is_cold(self) -> bool:
         """Whether the newest pass did work, such as compiling, that later passes of its shape do not repeat."""
-        is_cold = self._has_packed or _counter()() > self._tested
+        is_cold = self._linears.has_packed or _counter()() > self._tested
         return is_cold or (self._fast is not None and self._fast.is_cold)
 
     @contextmanager
@@ -242,7 +241,7 @@ class Target:
         Args:
             trees: One tree per active row, in the order of the rows.
         """
-        outputs, self._has_packed, self._tested = None, False, _counter()()
+        outputs, self._linears.has_packed, self._tested = None, False, _counter()()
         if self._fast is not None:
             outputs = self._fast.score(trees, has_softcap=self._has_softcap)
         if outputs is None:
@@ -322,7 +321,6 @@ class Target:
         bits: Bits = "together"
         if trees is not None and not self._is_together:
             bits = "alone" if is_exact else "any" if self._is_alone else "together"
-        take_has_packed()
         with self._linears.running(bits), fused_layers.running(), scope:
             output = self._model(
                 input_ids=ids,
@@ -330,7 +328,6 @@ class Target:
                 use_cache=True,
                 **options,
             )
-        self._has_packed = take_has_packed()
         self.hidden = _choose_layers(output, self._hidden_layers) if keeps_hidden else {}
         logits: Tensor = output.logits
         return logits[:, kept[0]] if kept and not self._keeps_logits else logits
