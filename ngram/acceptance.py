@@ -42,12 +42,7 @@ _FIRST_FOLLOWED = _FIRST_KIND + KIND_OF.max() + 1  # then the copies, by token
 
 @njit(cache=True)
 def children_along(parents, tokens, emitted):
-    """Follow emitted tokens down a tree from its root.
-
-    Args:
-        parents: int32 `[k]`, a parent before its children.
-        tokens: int32 `[k]`.
-        emitted: int32 `[n]`, the tokens after the root.
+    """Follow emitted tokens down a tree from its root; a parent comes before its children.
 
     Returns:
         The children of every node on the path, int32 `[m]`, those of the root first; and which of them hold the emitted
@@ -107,9 +102,9 @@ class AcceptanceTable:
 
         Args:
             parents: int32 `[k]`, a tree whose root is node 0 and whose parents come before their children.
-            tokens: int32 `[k]`, the token of each node.
-            kinds: int32 `[k, 2]`, as for `calibrate`; those of the root are not read.
-            draft_probs: float32 `[k]`, as for `calibrate`.
+            tokens: int32 `[k]`.
+            kinds: int32 `[k, 2]`, as for `calibrate`, like `draft_probs`; those of the root are not read.
+            draft_probs: float32 `[k]`.
             emitted: int32 `[n]`, the tokens the target chose after the root.
         """
         nodes, hits = children_along(parents, tokens, emitted)
@@ -157,14 +152,7 @@ class HitRates(RawArrays):
         _count(self.frequent, tokens)
 
     def learn(self, parents: IntArray, tokens: IntArray, features: IntArray, emitted: IntArray) -> None:
-        """Count every candidate whose parent was emitted: a hit if its token was emitted next.
-
-        Args:
-            parents: int32 `[k]`, a tree whose root is node 0 and whose parents come before their children.
-            tokens: int32 `[k]`, the token of each node.
-            features: int32 `[k]`, the feature of each node; that of the root is not read.
-            emitted: int32 `[n]`, the tokens the target chose after the root.
-        """
+        """Count every candidate of a `Trie` whose parent was emitted: a hit if its token was emitted next."""
         if not parents.size == tokens.size == features.size:
             raise ValueError(f"a tree of {tokens.size} tokens has {parents.size} parents, {features.size} features")
         _learn(self.table, self.prior, parents, tokens, features, emitted)
@@ -265,17 +253,10 @@ def _learn(table, prior, parents, tokens, features, emitted):
 
 @njit(cache=True, error_model="numpy")
 def copied(parents, tokens, features, placed, argmax):
-    """The nodes of a verified tree after which the target continues a copy of the row's own text.
+    """The nodes of a verified tree after which the target continues a copy of the row's own text, bool `[nodes]`.
 
-    Args:
-        parents: int32 `[k]`, a tree of candidates.
-        tokens: int32 `[k]`.
-        features: int32 `[k]`.
-        placed: int32 `[k]`, the node of the verified tree that each became, 0 if it was left out.
-        argmax: int32 `[nodes]`, the target's likeliest token after every node of the verified tree.
-
-    Returns:
-        bool `[nodes]`; True too after a node without children at which a copy ends.
+    True too after a node without children at which a copy ends. `placed` is the node of the verified tree that each
+    candidate became, 0 if it was left out; `argmax` the target's likeliest token after every node of that tree.
     """
     nodes, has_child = np.zeros(argmax.size, np.bool_), np.zeros(argmax.size, np.bool_)
     for node in range(parents.size - 1, 0, -1):

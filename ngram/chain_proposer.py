@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,23 +17,14 @@ _CONTEXT = 16  # tokens before an output that are kept with it, so that its begi
 _NOTHING: NDArray[np.float64] = np.zeros(0)
 
 
+@dataclass(slots=True, eq=False)
 class ChainRequest:
-    """One request: its text, its search, and the chain drafted last.
+    """One request: its text, its search, and the chain drafted last."""
 
-    Attributes:
-        text: Prompt and output, one open document.
-        search: What is searched for continuations.
-        kept: Tokens of the text that the shared memory has or does not need; at first those of the prompt.
-        drafted: int32 `[11, k]`, as `lookahead.ngram.search.Grown.written`; None if nothing was drafted.
-    """
-
-    __slots__ = ("drafted", "kept", "search", "text")
-
-    def __init__(self, text: ChainIndex, search: Search, kept: int) -> None:
-        self.text = text
-        self.search = search
-        self.kept = kept
-        self.drafted: IntArray | None = None
+    text: ChainIndex  # prompt and output, one open document
+    search: Search
+    kept: int  # tokens of the text that the shared memory has or does not need; at first those of the prompt
+    drafted: IntArray | None = None  # [11, k], as `lookahead.ngram.search.Grown.written`
 
     def __len__(self) -> int:
         """Tokens of the prompt and the output so far."""
@@ -82,23 +75,14 @@ class ChainProposer:
         self._shared: list[Chains] = [self.outputs] if pool is None else [self.outputs, pool]
 
     def start(self, prompt: IntArray) -> ChainRequest:
-        """Index the prompt of a new request, int32 `[n]`.
-
-        Raises:
-            TypeError: The prompt does not hold whole numbers.
-            ValueError: It is not flat, or an id is negative or above int32.
-        """
+        """Index the prompt of a new request, int32 `[n]`; raises what `ChainIndex.append` does."""
         text = ChainIndex()
         text.append(prompt)
         search = Search([text, *self._shared], self.rates, None, (_SHORTEST, _LONGEST, _MAX_LINKS))
         return ChainRequest(text, search, len(prompt))
 
     def draft(self, request: ChainRequest, most: int) -> tuple[IntArray, NDArray[np.float64]]:
-        """Draft the tokens after a request's text.
-
-        Args:
-            request: What `start` returned.
-            most: Maximum number of tokens, at most `max_draft`.
+        """Draft the tokens after a request's text, at most `most` and at most `max_draft`.
 
         Returns:
             The tokens, int32 `[n]`, and the probability that the target accepts the chain up to each, float64 `[n]`.
@@ -115,9 +99,7 @@ class ChainProposer:
     def observe(self, request: ChainRequest, tokens: IntArray) -> None:
         """Add tokens that the target chose, int32 `[n]`, and learn how far the last chain foretold them.
 
-        Raises:
-            TypeError: They are not whole numbers.
-            ValueError: They are not flat, or an id is negative or above int32.
+        Raises what `ChainIndex.append` does.
         """
         request.text.append(tokens)
         if request.drafted is not None:

@@ -30,10 +30,9 @@ class Chains(RawArrays):
     """Hash chains over an arena of documents. `ChainIndex` grows them, `Pool` maps them from a file.
 
     Args:
-        arena: int32 `[capacity]`, `SEPARATOR` before each document.
+        arena: int32 `[capacity]`, `SEPARATOR` before each document; `length` entries are in use.
         heads: int32 `[LEVELS, slots]`, the newest position of each chain, 0 if it is empty; `slots` is a power of two.
         links: int32 `[capacity, LEVELS]`, the previous position in each chain, 0 at its end.
-        length: Entries of the arena in use.
     """
 
     __slots__ = ("_arena", "_heads", "_length", "_links")
@@ -122,10 +121,7 @@ class ChainIndex(Chains):
         self._length = end
 
     def append_documents(self, tokens: IntArray) -> None:
-        """Close the open document and add several, the last of which stays open.
-
-        Args:
-            tokens: int32 `[n]`, `SEPARATOR` between documents.
+        """Close the open document and add several, int32 `[n]` with `SEPARATOR` between; the last one stays open.
 
         Raises:
             TypeError: `tokens` is not an int32 array.
@@ -157,7 +153,8 @@ class ChainIndex(Chains):
         needed = self._length + extra
         if needed > self._arena.size:
             capacity = max(needed, int(_GROWTH * self._arena.size))
-            arena, links = _extended(self._arena, capacity), _extended(self._links, capacity)
+            arena, links = np.zeros(capacity, np.int32), np.zeros((capacity, LEVELS), np.int32)
+            arena[: self._arena.size], links[: self._arena.size] = self._arena, self._links
             heads, slots = self._heads, 1 << (capacity.bit_length() - 1)
             if slots > heads.shape[1]:
                 heads = np.zeros((LEVELS, slots), np.int32)
@@ -185,12 +182,6 @@ def as_tokens(tokens: Sequence[int] | IntArray) -> IntArray:
     if most > np.iinfo(np.int32).max:
         raise ValueError(f"token ids must be below 2**31, got {most}")
     return np.ascontiguousarray(array, np.int32)
-
-
-def _extended(array: IntArray, capacity: int) -> IntArray:
-    larger = np.zeros((capacity, *array.shape[1:]), array.dtype)
-    larger[: array.shape[0]] = array
-    return larger
 
 
 @jit_inline

@@ -38,21 +38,13 @@ Records = NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class MemoryHeader:
-    """The header of a memory file.
+    """The header of a memory file, 64 bits a field."""
 
-    Attributes:
-        fingerprint: Fingerprint of the model, 64 bits.
-        vocabulary: Token ids of the model; those in the file are below.
-        contexts: Number of contexts.
-        max_contexts: Most contexts that the file may hold; the oldest are left out beyond.
-        checksum: XXH3 of all bytes after the header, 64 bits.
-    """
-
-    fingerprint: int
-    vocabulary: int
+    fingerprint: int  # of the model
+    vocabulary: int  # token ids of the model; those in the file are below
     contexts: int
-    max_contexts: int
-    checksum: int = 0
+    max_contexts: int  # that the file may hold; the oldest are left out beyond
+    checksum: int = 0  # XXH3 of all bytes after the header
 
     @property
     def file_bytes(self) -> int:

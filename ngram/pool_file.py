@@ -28,36 +28,21 @@ _READ_AT_ONCE = 1 << 22  # bytes, a multiple of 4
 
 @dataclass(frozen=True, slots=True)
 class PoolHeader:
-    """The header of a pool file.
+    """The header of a pool file, 64 bits a field."""
 
-    Attributes:
-        fingerprint: Fingerprint of the tokenizer, 64 bits.
-        length: Entries of the arena: the tokens, and a separator before each document.
-        slots: Chains of each level, a power of two.
-        tokens: Tokens of all documents, at least 1.
-        documents: Number of documents.
-        largest_token: The largest token id.
-        checksum: XXH3 of all bytes after the header, 64 bits.
-        learned: 1 if the documents are earlier outputs, to which a job adds; 0 if they are a corpus.
-    """
-
-    fingerprint: int
-    length: int
-    slots: int
-    tokens: int
+    fingerprint: int  # of the tokenizer
+    length: int  # entries of the arena: the tokens, and a separator before each document
+    slots: int  # chains of each level, a power of two
+    tokens: int  # of all documents, at least 1
     documents: int
     largest_token: int
-    checksum: int
-    learned: int = 0
+    checksum: int  # XXH3 of all bytes after the header
+    learned: int = 0  # 1 if the documents are earlier outputs, to which a job adds; 0 if they are a corpus
 
     @property
     def file_bytes(self) -> int:
         """Size of the file, in bytes."""
         return HEADER_BYTES + 4 * (LEVELS * self.slots + LEVELS * self.length + self.length)
-
-    def to_bytes(self) -> bytes:
-        """The bytes of the header; its own checksum comes last."""
-        return pack_header(_MAGIC, VERSION, astuple(self))
 
 
 class Pool(Chains):
@@ -66,10 +51,6 @@ class Pool(Chains):
     Processes share the pages of the file. `write_pool` replaces a file and never changes one, so a mapping stays valid.
     Another program that changes the file could crash this process (a page beyond the end of a file is a bus error) or
     lead a search out of its memory: `is_intact` is checked before each use.
-
-    Attributes:
-        path: The file.
-        header: Its header.
     """
 
     __slots__ = ("__weakref__", "_descriptor", "_is_intact", "_version", "header", "path")
@@ -190,7 +171,7 @@ def write_pool(
         learned=int(is_learned),
     )
     with replacing(Path(path)) as file:
-        file.write(header.to_bytes())
+        file.write(pack_header(_MAGIC, VERSION, astuple(header)))
         for section in (heads, links, arena):
             file.write(section.data)
     return header

@@ -15,21 +15,13 @@ FREE: NDArray[np.float64] = np.zeros(0)  # costs if nodes are free
 
 
 class Limits(NamedTuple):
-    """Limits of the part of a tree that is verified.
+    """Limits of the part of a tree that is verified."""
 
-    Attributes:
-        max_nodes: Maximum number of nodes besides the root.
-        max_depth: Maximum depth of a node.
-        min_probability: Nodes less likely to be reached than this are left out.
-        is_chain: Whether only the likeliest child of a node is kept.
-        worth: Tokens that a verified node is worth whether accepted or not, as a source learns from its logits.
-    """
-
-    max_nodes: int
+    max_nodes: int  # besides the root
     max_depth: int
-    min_probability: float = 0.0
-    is_chain: bool = False
-    worth: float = 0.0
+    min_probability: float = 0.0  # nodes less likely to be reached are left out
+    is_chain: bool = False  # only the likeliest child of a node is kept
+    worth: float = 0.0  # tokens that a verified node is worth, accepted or not, as a source learns from its logits
 
 
 NOTHING = Limits(0, 0)
@@ -160,7 +152,7 @@ def _lay_out(parents, required, scratch, last, size):
 
 @jit_inline
 def union(root, offered, offers):
-    """Merge trees by prefix: a node that several offer is one node.
+    """Merge trees with one root by prefix: a node that several offer is one node.
 
     Args:
         root: The token of their root.

@@ -47,36 +47,27 @@ _NO_MEMORY = RecycledTable(contexts=4)
 
 
 class Trie(NamedTuple):
-    """Candidates for the tokens after a context, as a tree.
+    """Candidates for the tokens after a context, as a tree by falling path probability; arrays are `[k]`.
 
-    Attributes:
-        tokens: int32 `[k]`; node 0, the root, holds the last token of the context.
-        parents: int32 `[k]`; nodes by falling path probability, a parent before its children.
-        probabilities: float32 `[k]`; the probability of a node once its parent was chosen; 1 for the root.
-        features: int32 `[k]`; the feature of each node, for `HitRates.learn`; 0 for the root.
-        sources: int32 `[k]`; bit i is set if text i offered the node, the bit after those of the texts if the
-            recycled table did; 0 for the root.
+    Bit i of a node's sources is set if text i offered it, the bit after those of the texts if the recycled table did.
     """
 
-    tokens: IntArray
-    parents: IntArray
-    probabilities: NDArray[np.float32]
-    features: IntArray
-    sources: IntArray
+    tokens: IntArray  # node 0, the root, holds the last token of the context
+    parents: IntArray  # a parent comes before its children
+    probabilities: NDArray[np.float32]  # of a node once its parent was chosen; 1 for the root
+    features: IntArray  # for `HitRates.learn`; 0 for the root
+    sources: IntArray  # 0 for the root
 
 
 class Grown(NamedTuple):
     """A tree, and the part of it that is worth verifying.
 
-    Attributes:
-        written: int32 `[11, k]`: tokens, parents, features, sources and the bits of float32 probabilities of the whole
-            tree; the node of the part that each became; then tokens, parents, depths and sources of the part, and
-            zeros.
-        path_probs: float64 `[m]`, the probability that a node of the part is reached; 1 for the root.
+    `written` is int32 `[11, k]`: tokens, parents, features, sources and the bits of float32 probabilities of the whole
+    tree; the node of the part that each became; then tokens, parents, depths and sources of the part, and zeros.
     """
 
     written: IntArray
-    path_probs: NDArray[np.float64]
+    path_probs: NDArray[np.float64]  # [m], the probability that a node of the part is reached; 1 for the root
 
     @property
     def trie(self) -> Trie:
@@ -86,14 +77,7 @@ class Grown(NamedTuple):
 
 
 class Search(RawArrays):
-    """The texts, tables and limits of a search, set up once for all steps.
-
-    Args:
-        texts: As for `grow_trie`; not checked here.
-        rates: As for `grow_trie`.
-        memory: As for `grow_trie`.
-        bounds: `min_ngram`, `max_ngram` and `max_links`.
-    """
+    """The texts, tables and bounds (`min_ngram`, `max_ngram`, `max_links`) of a search, unchecked, for all steps."""
 
     __slots__ = ("_searched",)
 
@@ -114,15 +98,15 @@ class Search(RawArrays):
         costs: NDArray[np.float64] = FREE,
         context: IntArray | None = None,
     ) -> Grown:
-        """`grow_trie` without checks, and the selection of the part worth verifying.
+        """`grow_trie` of at most `MAX_NODES` without checks, and the selection of the part worth verifying.
 
         Args:
-            max_nodes: At most `MAX_NODES`.
-            min_probability: As for `grow_trie`.
+            max_nodes: As for `grow_trie`, like `min_probability` and `context`, which is int32.
+            min_probability: Nodes less likely to be reached than this are left out.
             limits: Limits of the selected part.
             costs: float64 `[limits.max_nodes + 2]` or longer, the cost of a step by its nodes, the root counted; empty
                 if nodes are free.
-            context: As for `grow_trie`, int32. If it is None, there is at least one text.
+            context: If it is None, there is at least one text.
         """
         tail = _NO_TAIL if context is None else context
         floor = min_probability if min_probability > _FLOOR else _FLOOR

@@ -21,21 +21,13 @@ _WINDOW_PROB = 0.05  # of a window node once its parent was chosen
 
 @dataclass(frozen=True, slots=True)
 class WindowTree:
-    """A window and the guesses beside it, merged into one tree.
+    """A window and the guesses beside it, merged into one tree; arrays are `[k]`."""
 
-    Attributes:
-        tokens: int32 `[k]`; the root, node 0, is the last token.
-        parents: int32 `[k]`; a parent comes before its children, whose tokens all differ.
-        probabilities: float32 `[k]`; the probability of a node once its parent was chosen; 1 for the root.
-        cells: int32 `[levels, width]`; the node of each cell of the window.
-        required: Nodes 0 to `required - 1` are the window, the root included; the rest are guesses.
-    """
-
-    tokens: IntArray
-    parents: IntArray
-    probabilities: NDArray[np.float32]
-    cells: IntArray
-    required: int
+    tokens: IntArray  # the root, node 0, is the last token
+    parents: IntArray  # a parent comes before its children, whose tokens all differ
+    probabilities: NDArray[np.float32]  # of a node once its parent was chosen; 1 for the root
+    cells: IntArray  # [levels, width]; the node of each cell of the window
+    required: int  # nodes 0 to `required - 1` are the window, the root included; the rest are guesses
 
 
 class JacobiWindow:
@@ -80,11 +72,8 @@ class JacobiWindow:
     def tree(self, max_nodes: int, guesses: Trie | None = None) -> WindowTree:
         """Lay out the window and the guesses as one tree.
 
-        If the window has more nodes than allowed, columns on the right are left out, then the upper levels.
-
-        Args:
-            max_nodes: Maximum number of nodes of the window besides the root; guesses are not counted.
-            guesses: Guesses to verify beside it, a tree with the same root.
+        If the window has more than `max_nodes` besides the root, columns on the right are left out, then the upper
+        levels. Guesses, a tree with the same root, are not counted.
         """
         cells = self.cells[: max_nodes + 1, : max(1, (max_nodes + 1) // len(self.cells))]
         tokens, parents = cells.reshape(-1), _cell_parents(*cells.shape)
@@ -98,17 +87,12 @@ class JacobiWindow:
         return WindowTree(tokens, parents, probs, nodes, int(nodes.max()) + 1)
 
     def slide(self, answers: IntArray | None, emitted: IntArray, context: IntArray) -> None:
-        """Move on by the emitted tokens.
+        """Move on by the emitted tokens, at least one, which end the context.
 
-        The answers after the last level become a new level. Once all levels are filled, level 0 is dropped for it.
-        Columns left of the last token are dropped. New columns on the right are drawn from the context, always the
-        same for the same tokens.
-
-        Args:
-            answers: int32 `[levels, width]`, the target's next token after each cell, `UNKNOWN` where it was not
-                asked; `None` if nothing was asked.
-            emitted: int32 `[n]`, the tokens the step emitted, at least one.
-            context: int32 `[m]`, the last tokens, `emitted` at their end.
+        The answers, int32 `[levels, width]`, are the target's next token after each cell, `UNKNOWN` where it was not
+        asked, and None if nothing was. Those after the last level become a new level. Once all levels are filled, level
+        0 is dropped for it. Columns left of the last token are dropped. New columns on the right are drawn from the
+        context, always the same for the same tokens.
         """
         rows = self.cells if answers is None else np.concatenate((self.cells, answers[-1:]))
         levels, width = min(len(rows), self._most_levels), rows.shape[1]
@@ -182,6 +166,6 @@ def _cell_parents(levels: int, width: int) -> IntArray:
 
 @njit(cache=True)
 def _union(tokens, parents, probabilities, offers):
-    """Merge the window and the guesses: tokens, parents, probabilities, and the node of every token offered."""
+    """Tokens, parents and probabilities of the window and the guesses, and the node of every token offered."""
     merged, probs, placed = union(tokens[0], (tokens, parents, probabilities, np.zeros_like(tokens)), offers)
     return merged[0].copy(), merged[1].copy(), probs.astype(np.float32), placed

@@ -33,18 +33,12 @@ _FORGET = 1 / 512  # rate at which a low worth of the branch recovers while it i
 class Budget:
     """A token bucket: losses are paid from it, gains and a share of all work are paid in.
 
-    Attributes:
-        balance: What it holds; at first what may be lost before anything was gained.
-        cap: Its maximum.
-        refill: Share of the work that is paid in.
-        floor: Its minimum.
-
     Source: Tanenbaum and Wetherall 2011, "Computer Networks", §5.4.2.
     """
 
-    balance: float
+    balance: float  # at first what may be lost before anything was gained
     cap: float
-    refill: float
+    refill: float  # share of the work that is paid in
     floor: float = -math.inf
 
     def settle(self, gain: float, work: float) -> None:
@@ -54,19 +48,12 @@ class Budget:
 
 @dataclass(slots=True)
 class Ema:
-    """An exponential moving average; the plain mean of the first 1 / rate observations.
-
-    Attributes:
-        rate: Weight of a new observation.
-        clip: A new observation counts as at most so many times the average.
-        value: The average.
-        count: Observations so far; at first those that the initial value stands for.
-    """
+    """An exponential moving average; the plain mean of the first 1 / rate observations."""
 
     rate: float
-    clip: float = math.inf
+    clip: float = math.inf  # a new observation counts as at most so many times the average
     value: float = 0.0
-    count: int = 0
+    count: int = 0  # observations; at first those that the initial value stands for
 
     def add(self, observation: float) -> float:
         """Add an observation; returns its clipped value."""
@@ -119,13 +106,7 @@ class EnableRule:
         return self._state(rows).proposing.value
 
     def verifies(self, rows: int, speedup: float, at_risk: float = 0.0) -> bool:
-        """Whether a draft is verified.
-
-        Args:
-            rows: Rows of the step.
-            speedup: Its expected speedup over plain decoding.
-            at_risk: Plain steps that it loses where none of it is accepted.
-        """
+        """Whether a draft is verified that loses `at_risk` plain steps where none of it is accepted."""
         needed = -OVERDRAFT if speedup >= LONG_MATCH else min(at_risk, 1.0)
         return self._state(rows).budget.balance >= needed
 
@@ -142,12 +123,12 @@ class EnableRule:
     def record(
         self, rows: int, *, drafted: bool, tokens: float, forward: float, usual: float, proposing: float
     ) -> None:
-        """Count a step with proposals; times are in plain steps.
+        """Count a step with proposals; all but `rows` in plain steps.
 
         Args:
             rows: Rows of the step.
             drafted: Whether a draft was verified.
-            tokens: Plain steps that the emitted tokens would have taken.
+            tokens: What the emitted tokens would have taken.
             forward: Time of the step without `proposing`.
             usual: Average time of a step of such trees.
             proposing: Time of the proposers, learning included.
@@ -193,12 +174,6 @@ class LookaheadBranch:
         max_nodes: Maximum nodes of a draft, the branch included, the root not counted.
         teaches: Whether a source learns from the logits at all nodes, as the recycled ones do.
 
-    Attributes:
-        can_run: Whether there is any size to choose.
-        size: Size in the coming step; None where it is off.
-        host_s: Time of its proposer in the step so far.
-        teaching: Tokens that a verified node is worth whether accepted or not.
-
     Source: Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding", §4 (steps
         saved grow linearly with the logarithm of the window).
     """
@@ -211,13 +186,13 @@ class LookaheadBranch:
         max_nodes: int = MAX_NODES_LIMIT,
         teaches: bool = False,
     ) -> None:
-        self.size: BranchSize | None = None
-        self.host_s = 0.0
+        self.size: BranchSize | None = None  # in the coming step; None where it is off
+        self.host_s = 0.0  # time of its proposer in the step so far
         self._sizes = tuple(sizes)
         self._states = states if states is not None else {}
         self._state = BranchState()
         self._max_nodes = max_nodes
-        self.teaching = _TEACHING_GAIN if teaches else 0.0
+        self.teaching = _TEACHING_GAIN if teaches else 0.0  # tokens that a verified node is worth, accepted or not
         self.can_run = bool(sizes)
 
     @property
@@ -234,9 +209,7 @@ class LookaheadBranch:
     def choose(self, curve: Callable[[int], FloatArray], measured: int) -> None:
         """Choose the size for the coming step, after `rest`.
 
-        Args:
-            curve: Gives the seconds of a step by its nodes a row, 0 up to a number of nodes.
-            measured: Nodes a row of the largest step that was measured.
+        `curve` gives the seconds of a step of 0 up to some nodes a row, of which `measured` were measured at most.
         """
         state, size = self._state, self._state.size
         if size is not None and (size not in self._sizes or state.budget.balance < 0.0):
@@ -252,13 +225,9 @@ class LookaheadBranch:
         return nodes if self.size is None else min(nodes + self.size.nodes, self._max_nodes)
 
     def record(self, *, nodes: int, tokens: float, without: tuple[int, float], costs: FloatArray) -> None:
-        """Count a step.
+        """Count a step: the nodes of its largest tree, the tokens a row, and both if the branch had offered nothing.
 
-        Args:
-            nodes: Nodes of its largest tree.
-            tokens: Emitted tokens a row.
-            without: Both if the branch had offered nothing.
-            costs: Seconds of a step by its nodes.
+        `costs` are the seconds of a step by its nodes.
         """
         state, plain_s, (own_nodes, own_tokens) = self._state, float(costs[1]), without
         state.steps += 1
@@ -282,11 +251,13 @@ class LookaheadBranch:
         Of the sizes beyond what was measured only the smallest is considered, at the measured cost: one step tells.
         """
         state, nodes = self._state, round(self._state.nodes.value)
-        costs = curve(nodes + max(map(_likely_nodes, self._sizes)))
+        # Nodes that a branch adds to a tree: guesses share prefixes, and unlikely ones are left out.
+        likely = [size.window_nodes + size.guesses for size in self._sizes]
+        costs = curve(nodes + max(likely))
         costs = costs / costs[1]
         best, best_rate = None, state.tokens.value / costs[nodes] * (_HYSTERESIS if state.size is None else 1.0)
-        for size in self._sizes:
-            whole = nodes + _likely_nodes(size)
+        for size, added in zip(self._sizes, likely, strict=True):
+            whole = nodes + added
             tokens = state.tokens.value + state.worth.value * _expected_gain(size)
             tokens += _WINDOW_SHARE * self.teaching * size.window_nodes
             rate = tokens / (costs[max(nodes, min(whole, measured))] + state.host.value)
@@ -296,11 +267,6 @@ class LookaheadBranch:
             if whole > measured:
                 break
         return best
-
-
-def _likely_nodes(size: BranchSize) -> int:
-    """Nodes that a branch adds to a tree: guesses share prefixes, and unlikely ones are left out."""
-    return size.window_nodes + size.guesses
 
 
 def _expected_gain(size: BranchSize) -> float:

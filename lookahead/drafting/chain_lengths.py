@@ -30,15 +30,12 @@ class BatchCost:
     through those measured, fitted by least squares; older ones count less. The first one is left out: engines compile
     then. Where every step drafts, plain ones are not measured any more; one that took longer than steps with drafts do
     by now is then taken to be as fast as these without their drafted tokens.
-
-    Attributes:
-        plain: Seconds of a plain step; None before one is measured.
     """
 
     __slots__ = ("_is_warm", "_plain_steps", "_since_plain", "_sums", "plain")
 
     def __init__(self) -> None:
-        self.plain: float | None = None
+        self.plain: float | None = None  # seconds of a plain step
         self._plain_steps = self._since_plain = 0
         self._is_warm = False
         self._sums = [0.0] * 5  # weight, tokens, seconds, tokens², tokens × seconds; in Python faster than in an array

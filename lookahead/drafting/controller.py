@@ -20,51 +20,29 @@ _LASTING = 0.5  # probability that rows run to their limits, where an end-of-seq
 
 
 class StepPlan(NamedTuple):
-    """The decision before a step; without a controller, all that the options allow.
-
-    Attributes:
-        rows: Rows of the step.
-        context: Tokens of the longest row.
-        drafts: Whether the proposers are asked.
-        max_nodes: Maximum nodes of a draft, the root not counted.
-        costs: float64 `[max_nodes + 2]`, seconds of a step by the nodes of its largest tree; empty: nodes are free.
-        plain_s: Seconds of a plain step.
-        value: The value of a token of each row.
-        branch: The size of the lookahead branch; None where it is off.
-        min_probability: Nodes less likely to be reached than this cannot pay for themselves.
-        worth: Tokens that a verified node is worth besides, as a source learns from it.
-    """
+    """The decision before a step; without a controller, all that the options allow."""
 
     rows: int
-    context: int = 0
-    drafts: bool = False
-    max_nodes: int = 0
-    costs: FloatArray = FREE
+    context: int = 0  # tokens of the longest row
+    drafts: bool = False  # whether the proposers are asked
+    max_nodes: int = 0  # of a draft, the root not counted
+    costs: FloatArray = FREE  # [max_nodes + 2], seconds of a step by the nodes of its largest tree; empty: free
     plain_s: float = 1.0
     value: BatchValue = SINGLE_ROW
-    branch: BranchSize | None = None
-    min_probability: float = 0.0
-    worth: float = 0.0
+    branch: BranchSize | None = None  # None where the lookahead branch is off
+    min_probability: float = 0.0  # nodes less likely to be reached cannot pay for themselves
+    worth: float = 0.0  # tokens that a verified node is worth besides, as a source learns from it
 
 
 class StepRecord(NamedTuple):
-    """The result of a step.
+    """The result of a step."""
 
-    Attributes:
-        verified: For every row the tree, and int32 `[a]` the accepted nodes, the root first.
-        tokens: Tokens that each row emitted.
-        nodes: Nodes of the largest tree, its root counted.
-        host_s: Time of drafting and of the proposers' learning.
-        step_s: Time of the whole step.
-        is_cold: Whether its pass did one-time work such as compiling; its time is not counted.
-    """
-
-    verified: Sequence[tuple[TokenTree, IntArray]]
-    tokens: Sequence[int]
-    nodes: int
-    host_s: float
-    step_s: float
-    is_cold: bool = False
+    verified: Sequence[tuple[TokenTree, IntArray]]  # of every row the tree, and the accepted nodes, the root first
+    tokens: Sequence[int]  # that each row emitted
+    nodes: int  # of the largest tree, its root counted
+    host_s: float  # of drafting and of the proposers' learning
+    step_s: float  # of the whole step
+    is_cold: bool = False  # whether its pass did one-time work such as compiling; its time is not counted
 
 
 class Controller:

@@ -71,14 +71,7 @@ class StepCost:
         return warms_up
 
     def observe(self, nodes: float, seconds: float, *, rows: int = 1, context: int = 0) -> None:
-        """Learn from a step.
-
-        Args:
-            nodes: Nodes of the largest tree, its root counted; where rows differ, their mean may stand for it.
-            seconds: Time of the step without the host work on its draft.
-            rows: Rows of the step.
-            context: Tokens in the cache of the longest row.
-        """
+        """Learn from a step without the host work on its draft: the nodes of its largest tree, and its longest row."""
         bucket = bucket_of(rows, context)
         if bucket not in self._ratios:
             nearest = self._nearest(bucket)
@@ -102,11 +95,6 @@ class StepCost:
 
         In seconds once a step was measured, before that in steps of one token. It need not be monotonic: a step of 16
         nodes can take less time than one of 12.
-
-        Args:
-            rows: Rows of the step.
-            nodes: Nodes of the largest tree to consider.
-            context: Tokens in the cache of the longest row.
         """
         nearest = self._nearest(bucket_of(rows, context))
         key = (nearest, rows, nodes)
@@ -193,8 +181,7 @@ class StepCost:
     def _move(self, ratios: FloatArray, rows: int, nodes: float, seconds: float) -> float:
         """Move the nearest point towards a measurement, or all points after a plain step; the others decay a little.
 
-        Returns:
-            Relative change of the point.
+        Returns the relative change of the point.
         """
         nearest, plain = _point(rows * nodes), _point(rows)
         is_known, is_first = ratios[nearest] > 0.0, not ratios.any()

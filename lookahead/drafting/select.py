@@ -24,19 +24,14 @@ _NONE_REQUIRED = np.zeros(1, np.int32)
 class Draft(NamedTuple):
     """One row's tree, and the nodes that proposals became in it.
 
-    Attributes:
-        tree: The tree to verify.
-        placed: For each proposer int32 `[k]`, the tree node that each node of its proposal became, 0 if it was left
-            out; empty if the proposer offered nothing.
-        path_probs: float64 `[nodes]`, the probability that a node is reached, that is, accepted; 1 for the root. Their
-            sum is the expected number of tokens of the step.
-        required: int32 `[nodes]`, 1 where a node must be in the draft.
+    For each proposer, `placed` holds the tree node that each node of its proposal became, 0 if it was left out; it is
+    empty if the proposer offered nothing. The sum of `path_probs` is the expected number of tokens of the step.
     """
 
     tree: TokenTree
     placed: tuple[IntArray, ...]
-    path_probs: FloatArray = _CERTAIN
-    required: IntArray = _NONE_REQUIRED
+    path_probs: FloatArray = _CERTAIN  # [nodes], the probability to be reached, that is, accepted; 1 for the root
+    required: IntArray = _NONE_REQUIRED  # [nodes], 1 where a node must be in the draft
 
     def bare(self) -> Draft:
         """The draft reduced to its root."""
@@ -83,7 +78,7 @@ def merge(
     if not offers or limits.max_nodes <= 0 or limits.max_depth <= 0:
         sizes = [0 if offer is None else len(offer.tokens) for offer in proposals]
         return Draft(TokenTree.root(root), tuple(np.zeros(size, np.int32) for size in sizes))
-    arrays = [(each.tokens, each.parents, each.probabilities, _sources_of(each)) for _, each in offers]
+    arrays = [(*each[:3], np.ones(len(each[0]), np.int32) if each[3] is None else each[3]) for _, each in offers]
     firsts = np.cumsum([0, *(sources if sources is not None else (1,) * len(proposals))])
     table = np.array([(len(each.tokens), each.required, firsts[i]) for i, each in offers])
     joined = tuple(map(np.concatenate, zip(*arrays, strict=True)))
@@ -94,15 +89,10 @@ def merge(
 
 
 class BatchValue(NamedTuple):
-    """The value of tokens to a batch: it ends with its longest row, so a token is worth the wall time it saves there.
+    """The value of tokens to a batch: it ends with its longest row, so one is worth the wall time it saves there."""
 
-    Attributes:
-        left: float64 `[rows]`, tokens that each row may still emit.
-        plain: float64 `[rows + 1]`, cost of a plain step of 0, 1, … rows; non-decreasing.
-    """
-
-    left: FloatArray
-    plain: FloatArray
+    left: FloatArray  # [rows], tokens that each row may still emit
+    plain: FloatArray  # [rows + 1], cost of a plain step of 0, 1, … rows; non-decreasing
 
     @classmethod
     def of(cls, left: Sequence[int], plain: FloatArray, lasting: float) -> BatchValue:
@@ -125,15 +115,10 @@ SINGLE_ROW = BatchValue(np.full(1, 1e9), np.arange(2.0))
 
 
 def fit(drafts: Sequence[Draft], costs: FloatArray, batch: BatchValue) -> list[Draft]:
-    """Cut the drafts of a batch to one size, that which saves most per cost.
+    """Cut the drafts of a batch, merged without costs, to one size, that which saves most per cost.
 
     A pass computes as many nodes for every row as the largest tree has, so trees are sized together: each keeps its
     required nodes and its likeliest ones up to that size.
-
-    Args:
-        drafts: One per row, merged without costs.
-        costs: float64, the cost of a step by the nodes of its largest tree, the root counted.
-        batch: The value of a token of each row.
     """
     path_probs = np.concatenate([draft.path_probs for draft in drafts])
     required = np.concatenate([draft.required for draft in drafts])
@@ -154,17 +139,9 @@ def fit(drafts: Sequence[Draft], costs: FloatArray, batch: BatchValue) -> list[D
     return fitted
 
 
-def _sources_of(offer: Proposal) -> IntArray:
-    return offer.sources if offer.sources is not None else np.ones(len(offer.tokens), np.int32)
-
-
 @njit(cache=True, error_model="numpy")
 def _merge(root, offered, offers, limits, costs):
-    """The core of `merge`.
-
-    Returns tokens, parents, depths, sources and what is required, int32 `[5, nodes]`; path probabilities; where nodes
-    went.
-    """
+    """Tokens, parents, depths, sources, what is required, int32 `[5, nodes]`; path probabilities; where nodes went."""
     merged, path_probs, placed = union(root, offered, offers)
     parents = merged[1]
     for node in range(1, len(path_probs)):
@@ -187,7 +164,6 @@ def _merge(root, offered, offers, limits, costs):
 
 @njit(cache=True, error_model="numpy")
 def _steps_saved(tokens, left, plain):
-    """The core of `BatchValue.steps_saved`."""
     return (_seconds_left(left, plain) - _seconds_left(left - tokens, plain)) / plain[len(left)]
 
 

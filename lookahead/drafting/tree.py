@@ -81,16 +81,9 @@ class TokenTree:
 def sum_by_source(
     tree: TokenTree, path_probs: NDArray[np.float64], path: IntArray, sources: int
 ) -> NDArray[np.float64]:
-    """Count the nodes of every source; a node of two sources counts for both.
+    """Nodes drafted, accepted, and expected to be accepted of every source, float64 `[sources, 3]`, without the root.
 
-    Args:
-        tree: A draft.
-        path_probs: float64 `[n]`, the probability of every node to be accepted.
-        path: int32 `[a]`, the nodes accepted, the root first.
-        sources: How many bits of `tree.sources` are in use.
-
-    Returns:
-        float64 `[sources, 3]`: nodes drafted, accepted, and expected to be accepted, the root left out.
+    A node of two sources counts for both. `path` are the accepted nodes, the root first.
     """
     bits = (tree.sources >> np.arange(sources)[:, None]) & 1  # the root has none
     return np.array([bits.sum(1), bits[:, path].sum(1), bits @ path_probs]).T
@@ -104,15 +97,9 @@ def count_within(tree: TokenTree, path: IntArray, bits: int) -> int:
 def without_sources(
     verified: Sequence[tuple[TokenTree, IntArray]], tokens: Sequence[int], bits: int
 ) -> tuple[int, list[int]]:
-    """The size and the tokens of a step of several rows if some sources had offered nothing.
+    """The nodes of the largest tree, and the tokens of each row, if the sources of `bits` had offered nothing.
 
-    Args:
-        verified: Of every row the tree, and int32 `[a]` the accepted nodes, the root first.
-        tokens: Number of tokens that each row emitted.
-        bits: Bits of these sources.
-
-    Returns:
-        Nodes of the largest tree, its root counted, and the number of tokens of each row.
+    `verified` is of every row the tree and the accepted nodes, and `tokens` how many each row emitted.
     """
     nodes = max(1 + int(np.count_nonzero(tree.sources & ~bits)) for tree, _ in verified)
     lost = [count_within(tree, path, bits) for tree, path in verified]

@@ -38,15 +38,12 @@ class KnownRequests:
         self._addresses = np.zeros(0, np.int64)
 
     def match(self, tokens: IntArray, counts: NDArray[np.int64], wanted: Sequence[object]) -> list[ChainRequest]:
-        """Find the request of every row.
+        """Find the request of every row; returns those that left their rows in this call.
 
         Args:
             tokens: int32 `[rows or more, columns]`, the tokens of each row from its first column on.
             counts: int64 `[rows]`, how many.
             wanted: For each row, whether one that left may be found for it: a truth value.
-
-        Returns:
-            The requests that left their rows in this call.
         """
         stay = _agree(self._addresses[: counts.size], tokens, counts)
         if len(self.rows) == counts.size and stay.all():
@@ -64,25 +61,20 @@ class KnownRequests:
                 found = _find(_addresses_of(loose), tokens[row], counts[row])
                 rows[row] = loose.pop(found) if found >= 0 else None
         self.rows, self._addresses = rows, _addresses_of(rows)
-        self.aside = loose
         gone = [request for request in left if any(request is other for other in loose)]
-        self._forget()
+        kept, total = 0, 0  # the longest absent requests beyond the limits are forgotten
+        for request in reversed(loose):
+            total += len(request)
+            if kept == self._max_aside or total > self._aside_tokens:
+                break
+            kept += 1
+        self.aside = loose[len(loose) - kept :]
         return gone
 
     def enter(self, row: int, request: ChainRequest | None) -> None:
         """Set the request of a row; None: it has none any more."""
         self.rows[row] = request
         self._addresses[row] = request.text.address if request is not None else 0
-
-    def _forget(self) -> None:
-        """Forget the longest absent requests beyond the limits."""
-        kept, total = 0, 0
-        for request in reversed(self.aside):
-            total += len(request)
-            if kept == self._max_aside or total > self._aside_tokens:
-                break
-            kept += 1
-        self.aside = self.aside[len(self.aside) - kept :]
 
 
 def _addresses_of(requests: Sequence[ChainRequest | None]) -> NDArray[np.int64]:

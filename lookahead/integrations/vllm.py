@@ -71,11 +71,6 @@ class VllmOptions:
         return cls(**given)
 
 
-def _clock_of(vllm_config: Any) -> Callable[[], float]:
-    device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
-    return time.process_time if device == "cpu" else time.perf_counter
-
-
 class LookaheadProposer:
     """Drafts for vLLM: named in `speculative_config` with the method `custom_class`.
 
@@ -115,7 +110,8 @@ class LookaheadProposer:
             raise ConfigError(f"num_speculative_tokens: {error}") from error
         self._known = KnownRequests(int(vllm_config.scheduler_config.max_num_seqs), options.memory_tokens)
         self._lengths = ChainLengths()
-        self._clock = clock or _clock_of(vllm_config)
+        device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
+        self._clock = clock or (time.process_time if device == "cpu" else time.perf_counter)
         self._told: set[str] = set()
         # At the last return: tokens of each row, drafted tokens of all, and the time.
         self._before: tuple[list[int], int, float] = ([], 0, 0.0)
@@ -157,7 +153,10 @@ class LookaheadProposer:
         lengths = counts.tolist()
         if rows and not 0 <= min(lengths) <= max(lengths) <= tokens.shape[1]:
             raise ValueError(f"rows hold 0 to {tokens.shape[1]} tokens, got {min(lengths)} to {max(lengths)}")
-        self._learn_cost(sampled, lengths, now)
+        before, drafted, then = self._before
+        # A step is timed if it did nothing but decode the rows of the step before.
+        if rows and all(sampled) and before == [n - len(new) for n, new in zip(lengths, sampled, strict=True)]:
+            self._lengths.observe(rows=rows, drafted=drafted, seconds=now - then)
         drafts: list[list[int]] = [[] for _ in range(rows)]
         if not self._lengths.rests():
             self._draft(sampled, counts, tokens, drafts)
@@ -196,12 +195,6 @@ class LookaheadProposer:
             if len(self._known.rows) > 1 and len(request) >= request.kept + _SHARED_EARLY:
                 self._proposer.finish(request)
         return self._proposer.draft(request, self._max_length - len(text) - 1)
-
-    def _learn_cost(self, sampled: Sequence[Sequence[int]], lengths: list[int], now: float) -> None:
-        """Learn the time of the last step, if it did nothing but decode the rows of the step before."""
-        before, drafted, then = self._before
-        if lengths and all(sampled) and before == [n - len(new) for n, new in zip(lengths, sampled, strict=True)]:
-            self._lengths.observe(rows=len(lengths), drafted=drafted, seconds=now - then)
 
     def _tell(self, error: Exception) -> None:
         """Log a fault, once for each type of exception."""

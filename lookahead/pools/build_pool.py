@@ -23,19 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class PoolTotals:
-    """What was read for a pool so far.
-
-    Attributes:
-        documents: Documents taken.
-        tokens: Their tokens.
-        rejected: Documents that could not be read or have no tokens.
-        is_full: Whether documents were left out because the pool has its most tokens.
-    """
+    """What was read for a pool so far."""
 
     documents: int = 0
     tokens: int = 0
-    rejected: int = 0
-    is_full: bool = False
+    rejected: int = 0  # documents that could not be read or have no tokens
+    is_full: bool = False  # whether documents were left out because the pool has its most tokens
 
     def __str__(self) -> str:
         skipped = f", {self.rejected:,} skipped" if self.rejected else ""
@@ -105,7 +98,8 @@ def read_tokens(
     observer: PoolObserver,
 ) -> Iterator[IntArray]:
     """The documents of all inputs as int32 `[tokens]` each, at most `max_tokens` together."""
-    for ids in _tokenized(inputs, tokenizer, limit):
+    for document in read_documents(inputs, limit=limit):
+        ids = document if isinstance(document, Reject) else _tokens_of(document, tokenizer)
         if isinstance(ids, Reject):
             totals.rejected += 1
             observer.rejected(ids)
@@ -120,11 +114,6 @@ def read_tokens(
             observer.taken(totals)
         if totals.is_full:
             break
-
-
-def _tokenized(inputs: Sequence[Input], tokenizer: PreTrainedTokenizerBase, limit: int) -> Iterator[IntArray | Reject]:
-    for document in read_documents(inputs, limit=limit):
-        yield document if isinstance(document, Reject) else _tokens_of(document, tokenizer)
 
 
 def _tokens_of(document: Document, tokenizer: PreTrainedTokenizerBase) -> IntArray | Reject:

@@ -31,40 +31,25 @@ _EMA_RATE = 0.2  # weight of a new measurement of time
 
 @dataclass(slots=True)
 class PassTimes:
-    """Seconds measured for one number of rows; 0 where nothing was measured yet.
+    """Seconds measured for one number of rows; 0 where nothing was measured yet."""
 
-    Attributes:
-        draft: One pass of the draft model over new nodes.
-        target: From the end of drafting to the end of the step.
-    """
-
-    draft: Ema = field(default_factory=lambda: Ema(_EMA_RATE))
-    target: Ema = field(default_factory=lambda: Ema(_EMA_RATE))
+    draft: Ema = field(default_factory=lambda: Ema(_EMA_RATE))  # one pass of the draft model over new nodes
+    target: Ema = field(default_factory=lambda: Ema(_EMA_RATE))  # from the end of drafting to the end of the step
 
     def pays(self, tokens: float, gain: float, spent: float) -> bool:
-        """Whether a further pass of the draft model raises the tokens per second.
+        """Whether a further pass, expected to add `gain` to `tokens`, raises the tokens per second.
 
-        The first draft stays small: no step of the target has been timed then.
-
-        Args:
-            tokens: Expected tokens of the draft so far.
-            gain: Expected tokens that a further pass adds.
-            spent: Seconds of drafting so far.
+        The first draft stays small: no step of the target has been timed then. `spent` are the seconds of drafting.
         """
         return self.target.value > 0.0 and gain * (self.target.value + spent) > tokens * self.draft.value
 
 
 @dataclass(slots=True)
 class DraftModelState:
-    """What was learned of a draft model for one target.
+    """What was learned of a draft model for one target."""
 
-    Attributes:
-        rates: How often its tokens are accepted, by how tokens are chosen: greedy, sampled or drawn.
-        times: The times of passes, by batch size in powers of two.
-    """
-
-    rates: dict[str, AcceptanceTable] = field(default_factory=dict)
-    times: dict[int, PassTimes] = field(default_factory=dict)
+    rates: dict[str, AcceptanceTable] = field(default_factory=dict)  # by how tokens are chosen: greedy, sampled, drawn
+    times: dict[int, PassTimes] = field(default_factory=dict)  # by batch size in powers of two
 
 
 class DraftModel:
@@ -146,7 +131,7 @@ class DraftModel:
         return ModelProposer(
             self.model,
             call,
-            state_of(call.model).learned.of(self, partial(self._begin, call.model)),
+            state_of(call.model).learned.of(self, partial(_begin, self.model, call.model)),
             name=self.name,
             vocabulary=vocabulary,
             shape=support.shape,
@@ -154,10 +139,6 @@ class DraftModel:
             children=self.children if self.children is not None else children,
             width=self.width if self.width is not None else width,
         )
-
-    def _begin(self, target: PreTrainedModel) -> DraftModelState:
-        _warn_of_cost(self.model, target)
-        return DraftModelState()
 
     def _shared_vocabulary(self, call: Call) -> int:
         """How many token ids, from 0 on, both models know."""
@@ -177,18 +158,19 @@ class DraftModel:
         return min(own, call.vocab_size)
 
 
-def _warn_of_cost(draft: PreTrainedModel, target: PreTrainedModel) -> None:
+def _begin(draft: PreTrainedModel, target: PreTrainedModel) -> DraftModelState:
     """Warn of a draft model that is larger than its target, with the times of their passes."""
     own, others = (sum(parameter.numel() for parameter in model.parameters()) for model in (draft, target))
-    if own <= others:
-        return
-    with torch.inference_mode():
-        pass_s, target_s = (pass_seconds(model, _COST_ROUNDS) for model in (draft, target))
-    warnings.warn(
-        f"the draft model has {own:,} parameters and the target {others:,}: a pass of it takes {1e3 * pass_s:.2f} ms, "
-        f"{pass_s / target_s:.1f} times one of the target, so that drafting with it will hardly pay",
-        stacklevel=3,
-    )
+    if own > others:
+        with torch.inference_mode():
+            pass_s, target_s = (pass_seconds(model, _COST_ROUNDS) for model in (draft, target))
+        warnings.warn(
+            f"the draft model has {own:,} parameters and the target {others:,}: a pass of it takes "
+            f"{1e3 * pass_s:.2f} ms, {pass_s / target_s:.1f} times one of the target, so that drafting with it will "
+            "hardly pay",
+            stacklevel=3,
+        )
+    return DraftModelState()
 
 
 @dataclass(slots=True)
@@ -203,16 +185,7 @@ class _DraftRow:
 class ModelProposer(Proposer):
     """The drafts of one call. Rows share the passes of the draft model, whose cache keeps what was accepted.
 
-    Args:
-        model: The draft model.
-        call: The call.
-        state: What is known of the draft model, and where more is learned.
-        name: Its name in the stats.
-        vocabulary: Token ids that both models know are those below.
-        shape: What the draft model can score: trees, or a chain.
-        depth: Maximum number of passes a step.
-        children: Candidates after every node.
-        width: Candidates that one pass scores.
+    Token ids that both models know are those below `vocabulary`; `shape` is what the draft model can score.
     """
 
     def __init__(

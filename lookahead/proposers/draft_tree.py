@@ -25,21 +25,12 @@ _OF_DRAWS = np.array([0.6, 0.15, 0.06, 0.02], np.float32)
 
 
 class DraftTree:
-    """The candidates of one row, node 0 the root; scored nodes have candidates of their own.
+    """The candidates of one row, node 0 the root, which is scored; scored nodes have candidates of their own.
 
-    Args:
-        root: The row's last token, scored already.
-
-    Attributes:
-        tokens: int32 `[nodes]`.
-        parents: int32 `[nodes]`; a parent comes before its children.
-        kinds: int32 `[nodes, 2]`, as for `AcceptanceTable`. The level of a draw is the range of its draft probability,
-            any other level is 0. The rank is the place among the candidates after the parent.
-        draft_probs: float32 `[nodes]`, as for `AcceptanceTable`.
-        probabilities: float32 `[nodes]`, calibrated: of each once its parent is chosen.
-        path_probs: float64 `[nodes]`, the probability of each to be reached.
-        slots: int32 `[nodes]`, the place of each among the scored nodes, -1 for one that is not.
-        scored: int32 `[scored]`, the scored nodes, in the order they were.
+    `slots` holds the place of each node among the `scored` ones, -1 for one that is not. `kinds` and `draft_probs` are
+    those of `AcceptanceTable`: the level of a draw is the range of its draft probability, any other level is 0; the
+    rank is the place among the candidates after the parent. `probabilities` are calibrated, `path_probs` their product
+    along the path.
     """
 
     def __init__(self, root: int) -> None:
@@ -68,12 +59,7 @@ class DraftTree:
         self._depths = np.append(self._depths, self._depths[parents] + 1)
 
     def likeliest(self, width: int, least: float = 0.0) -> IntArray:
-        """The likeliest candidates that are not scored, at most `width`; ties go to the earlier one.
-
-        Args:
-            width: Their maximum number.
-            least: The minimum probability of each to be reached.
-        """
+        """The likeliest candidates that are not scored, at most `width`, none below `least`; ties go to the earlier."""
         open_nodes = np.flatnonzero((self.slots < 0) & (self.path_probs >= least)).astype(np.int32)
         return open_nodes[np.argsort(-self.path_probs[open_nodes], kind="stable")[:width]]
 
@@ -118,9 +104,6 @@ class DraftTreeBatch:
         vocabulary: Token ids that may be proposed are those below.
         warp: As in `lookahead.drafting.proposal.Call`.
         by_rejection: Candidates are drawn, and all of them are proposed.
-
-    Attributes:
-        trees: One per row.
     """
 
     def __init__(
@@ -149,14 +132,12 @@ class DraftTreeBatch:
     def choose(self) -> NDArray[np.int64]:
         """Choose the candidates of every row to be scored next: int64 `[rows]`, how many were scored before."""
         before = np.array([len(tree.scored) for tree in self.trees])
-        self._chosen = [tree.choose(self._width_of(tree)) for tree in self.trees]
+        widths = [self._width] * len(before)
+        if self._by_rejection:  # the number of draws must not depend on what they turn out to be
+            left = [(self._max_nodes + 1 - len(tree.tokens)) // self._children for tree in self.trees]
+            widths = [min(self._width, each) for each in left]
+        self._chosen = [tree.choose(width) for tree, width in zip(self.trees, widths, strict=True)]
         return before
-
-    def _width_of(self, tree: DraftTree) -> int:
-        """How many candidates to score: the number of draws must not depend on what they turn out to be."""
-        if not self._by_rejection:
-            return self._width
-        return min(self._width, (self._max_nodes + 1 - len(tree.tokens)) // self._children)
 
     @property
     def is_chosen(self) -> bool:
@@ -164,11 +145,7 @@ class DraftTreeBatch:
         return any(map(len, self._chosen))
 
     def add(self, logits: Tensor) -> None:
-        """Take the candidates after the chosen nodes of every row from the logits there.
-
-        Args:
-            logits: `[rows, most nodes chosen, vocab]`.
-        """
+        """Take the candidates after the chosen nodes of every row from logits `[rows, most nodes chosen, vocab]`."""
         scores = logits[..., : self._vocabulary].flatten(0, 1).float()
         probabilities = torch.softmax(scores if self._warp is None else self._warp(scores), -1)
         if self._by_rejection:
@@ -198,11 +175,13 @@ class DraftTreeBatch:
 
     def proposals(self) -> list[Proposal]:
         """The best nodes of every tree; all of it where it was drawn."""
-        return [self._propose(row, tree) for row, tree in enumerate(self.trees)]
-
-    def _propose(self, row: int, tree: DraftTree) -> Proposal:
-        if not self._by_rejection:
-            nodes, parents = best_nodes(tree.parents, tree.probabilities, self._max_nodes)
-            return Proposal(tree.tokens[nodes], parents, tree.probabilities[nodes])
-        draws = Draws(torch.stack(self._distributions[row]), tree.slots[tree.parents])
-        return Proposal(tree.tokens, tree.parents, tree.probabilities, required=len(tree.tokens), draws=draws)
+        made = []
+        for tree, distributions in zip(self.trees, self._distributions, strict=True):
+            whole = Proposal(tree.tokens, tree.parents, tree.probabilities)
+            if self._by_rejection:
+                draws = Draws(torch.stack(distributions), tree.slots[tree.parents])
+                made.append(whole._replace(required=len(tree.tokens), draws=draws))
+            else:
+                nodes, parents = best_nodes(tree.parents, tree.probabilities, self._max_nodes)
+                made.append(Proposal(tree.tokens[nodes], parents, tree.probabilities[nodes]))
+        return made

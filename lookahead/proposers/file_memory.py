@@ -36,12 +36,7 @@ _LOCK_S = 60.0  # of waiting for another process, which writes for less than a s
 
 @dataclass(frozen=True, slots=True)
 class FileMemory:
-    """A memory that started from a file.
-
-    Attributes:
-        memory: What it holds now.
-        header: What binds it to its model, and its bound.
-    """
+    """A memory that started from a file, and what binds it to its model."""
 
     memory: Memory
     header: MemoryHeader
@@ -66,10 +61,7 @@ def header_of(model: Any, max_contexts: int = DEFAULT_CONTEXTS) -> MemoryHeader:
 def open_file_memory(path: str, model: Any, opened: dict[str, FileMemory]) -> Memory:
     """The memory of a model that a file begins, empty if there is no file.
 
-    Args:
-        path: The file. It is read once: later calls go on with what the model learned since.
-        model: The model.
-        opened: The memories of the model that were opened before, by path, to which this one is added.
+    The file is read once: later calls find it in `opened`, by its path, with what the model learned since.
 
     Raises:
         PoolError: The file cannot be read, is damaged, or belongs to another model.
@@ -87,11 +79,8 @@ def open_file_memory(path: str, model: Any, opened: dict[str, FileMemory]) -> Me
 def merge_into(path: str, header: MemoryHeader, new: Records, old: Records = EMPTY) -> MemoryHeader:
     """Merge records into a file, which is made if there is none, under a lock and atomically.
 
-    Args:
-        path: The file.
-        header: A header of the model of the records; its bound counts for a new file.
-        new: Records that replace those of the file.
-        old: Records that the file may replace.
+    The header is one of the model of the records; its bound counts for a new file. New records replace those of the
+    file, which replace old ones.
 
     Raises:
         PoolError: The file cannot be read or written, or belongs to another model. It is as it was.

@@ -66,11 +66,7 @@ class _HeadsRow:
 class HeadsProposer(Proposer):
     """Lets heads read what was decoded, offers what they guess, and counts what was right.
 
-    Args:
-        drafter: The heads.
-        rates: Their hit rates; as the drafter has.
-        name: Their name in the stats.
-        device: Where the heads are; layers of a model spread over several devices are elsewhere.
+    The rates are those that the drafter has. Layers of a model spread over several devices are not on `device`.
     """
 
     def __init__(self, drafter: HeadDrafter, rates: AcceptanceTable, name: str, device: torch.device) -> None:
@@ -128,17 +124,15 @@ class HeadsProposer(Proposer):
         """Let the heads read what is new in some rows."""
         if not rows:
             return
-        states = [self._joined(self._rows[row].states) for row in rows]
+        states = []
+        for row in rows:  # the steps behind one another, all layers side by side: [tokens, layers * size]
+            layers = [torch.cat(layer).to(self._device) for layer in zip(*self._rows[row].states, strict=True)]
+            states.append(torch.cat(layers, -1))
         tokens = [torch.from_numpy(np.concatenate(self._rows[row].tokens)).long().to(self._device) for row in rows]
         self._drafter.read(rows, tokens, states)
         for row in rows:
             self._rows[row].tokens.clear()
             self._rows[row].states.clear()
-
-    def _joined(self, steps: Sequence[Sequence[Tensor]]) -> Tensor:
-        """The states of some steps behind one another, those of all layers side by side, `[tokens, layers * size]`."""
-        layers = [torch.cat(layer) for layer in zip(*steps, strict=True)]
-        return torch.cat([layer.to(self._device) for layer in layers], -1)
 
 
 def _along(states: Tensor, path: IntArray) -> Tensor:

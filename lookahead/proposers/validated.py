@@ -56,14 +56,9 @@ class ProposerBudget:
     def settle(
         self, *, spent_s: float | None, alone: float, tokens: float, step_s: float, is_first: bool = False
     ) -> None:
-        """Count a step.
+        """Count a step of `step_s`, of which the proposer took `spent_s`; None where it was not asked.
 
-        Args:
-            spent_s: Time of the proposer; None where it was not asked.
-            alone: Accepted tokens a row that only it offered.
-            tokens: Emitted tokens a row.
-            step_s: Time of the whole step, more than `spent_s`.
-            is_first: Whether it was its first proposal since it was shown a row.
+        `alone` of its `tokens` a row were offered by it alone. `is_first`: its first proposal since it was shown a row.
         """
         gain = of_row = 0.0
         if spent_s is not None:
@@ -85,11 +80,6 @@ class ValidatedProposer:
 
     With `draft="auto"` it is shown only the rows that its budget can pay for. A proposer that reads hidden states,
     which cost memory, finishes a row once it is not asked for it any more.
-
-    Args:
-        factory: The user's object in the configuration; called once.
-        call: The call of `generate`.
-        budget: What the proposer may lose.
 
     Raises:
         ProposerError: The factory returns no proposer, or a proposal is no tree of tokens that the target knows.
@@ -150,20 +140,16 @@ class ValidatedProposer:
         if is_poor or not known:
             return [None] * len(rows)
         begin = time.perf_counter()
-        offers = dict(zip(known, self._ask(known, max_nodes), strict=True))
+        offers = self._ask_rows(known, max_nodes)
+        if len(offers) != len(known):
+            raise ProposerError(f"the proposer {self._name} gave {len(offers)} proposals for {len(known)} rows")
+        for row, offer in zip(known, offers, strict=True):
+            if offer is not None and (fault := self._fault(row, offer, max_nodes)):
+                raise ProposerError(f"the proposer {self._name} gave a proposal for row {row} {fault}")
         self._spent_s = time.perf_counter() - begin
         self._unasked.update(dict.fromkeys(known, 0))
-        return [offers.get(row) for row in rows]
-
-    def _ask(self, rows: Sequence[int], max_nodes: int) -> Sequence[Proposal | None]:
-        offers = self._ask_rows(rows, max_nodes)
-        if len(offers) != len(rows):
-            raise ProposerError(f"the proposer {self._name} gave {len(offers)} proposals for {len(rows)} rows")
-        for row, offer in zip(rows, offers, strict=True):
-            fault = "" if offer is None else self._fault(row, offer, max_nodes)
-            if fault:
-                raise ProposerError(f"the proposer {self._name} gave a proposal for row {row} {fault}")
-        return offers
+        offered = dict(zip(known, offers, strict=True))
+        return [offered.get(row) for row in rows]
 
     def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
         """Pass the feedback on."""
