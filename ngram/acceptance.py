@@ -14,7 +14,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from lookahead.ngram.chains import IntArray
-from lookahead.ngram.features import KIND_OF, is_copy, is_own_copy, prior_probs
+from lookahead.ngram.features import KIND_OF, is_own_copy, prior_probs
 from lookahead.ngram.raw_arrays import RawArrays, array_at, jit_inline, pointers_at
 
 Float32Array = NDArray[np.float32]
@@ -30,14 +30,11 @@ _MEMORY = 400.0
 # Fisher information of the odds of a kind: before any trial, and the maximum that trials add.
 _FIRST_KNOWN, _MOST_KNOWN = 8.0, 50.0
 _LEAST_ODDS, _MOST_ODDS = 0.1, 16.0
-_MANY = 4.0
-_ENDING_SHARES = (0.08, 0.3)
-_FOLLOWED = 4096  # rows that count the copies that reach a token, by its id modulo this
-_MOST_COPIES = 64.0
+
 _COUNTED = 64  # tokens whose frequency is counted
 _MOST_COUNT = 4096
 _FIRST_KIND = len(KIND_OF)  # rows of the table after those of the features: the odds of the kinds
-_FIRST_FOLLOWED = _FIRST_KIND + KIND_OF.max() + 1  # then the copies, by token
+_ROWS = _FIRST_KIND + KIND_OF.max() + 1
 
 
 @njit(cache=True)
@@ -81,14 +78,11 @@ class AcceptanceTable:
         self._counts = np.zeros((levels, _TABLE_RANKS, len(_PROB_EDGES) + 1, 2))  # hits, expected hits
 
     def calibrate(self, kinds: IntArray, draft_probs: Float32Array) -> Float32Array:
-        """Probabilities that tokens are accepted once their parent is.
+        """Probabilities that tokens are accepted once their parent is, each at most 0.99; 0 for a NaN.
 
         Args:
             kinds: int32 `[..., 2]`, the level and the rank of each token.
             draft_probs: float32 `[...]`, the probabilities that the draft model or the head gives.
-
-        Returns:
-            float32 `[...]`, each at most 0.99; 0 for a NaN.
         """
         counts = self._counts[self._cells(kinds, draft_probs)] + _PSEUDO_HITS
         probs = np.minimum(_MOST_CERTAIN, draft_probs * counts[..., 0] / counts[..., 1])
@@ -125,14 +119,10 @@ class HitRates(RawArrays):
     token; for a frequent token, its rank. Each starts at a prior worth 16 trials and halves its counts at 400 trials,
     so that it follows a change of text. Features of one kind share a factor on their odds, updated at every trial.
 
-    A copy tends to end at particular tokens, so the share of copies that ended at a token is a feature of long matches.
-    It tends to resume soon after in its source, so the distance to the last copy is a feature of short matches.
-
     Attributes:
         prior: float64 `[features]`: the probability of each feature before any trial.
-        table: float64 `[features + kinds + 4096, 3]`: for each feature the probability before its kind's odds, hits,
-            and trials; for each kind the factor on the odds, and its Fisher information; for tokens (by id modulo 4096)
-            how many long matches reached them, and how many ended there.
+        table: float64 `[features + kinds, 3]`: for each feature the probability before its kind's odds, hits, and
+            trials; for each kind the factor on the odds, and its Fisher information.
         frequent: int64 `[64, 2]`: frequent tokens and their counts, the most frequent first; -1 is no token.
     """
 
@@ -140,9 +130,9 @@ class HitRates(RawArrays):
 
     def __init__(self) -> None:
         self.prior = prior_probs()
-        self.table = np.zeros((_FIRST_FOLLOWED + _FOLLOWED, 3))
+        self.table = np.zeros((_ROWS, 3))
         self.table[:_FIRST_KIND, 0] = self.prior
-        self.table[_FIRST_KIND:_FIRST_FOLLOWED, 0] = 1.0
+        self.table[_FIRST_KIND:, 0] = 1.0
         self.frequent = np.tile(np.array([-1, 0]), (_COUNTED, 1))
         super().__init__(2)
         self._point_to(self.table, self.frequent)
@@ -162,21 +152,8 @@ class HitRates(RawArrays):
 def rates_at(address):
     """The table and the frequent tokens of the `HitRates` at an address."""
     pointers = pointers_at(address, 2)
-    table = array_at(pointers[0], (_FIRST_FOLLOWED + _FOLLOWED, 3), np.float64)
+    table = array_at(pointers[0], (_ROWS, 3), np.float64)
     return table, array_at(pointers[1], (_COUNTED, 2), np.int64)
-
-
-@jit_inline
-def risk_of(table, token):
-    """The bucket of how often copies end after a token."""
-    row = _FIRST_FOLLOWED + token % _FOLLOWED
-    reached, ended = table[row, 0], table[row, 1]
-    if ended == 0.0:
-        return 0 if reached == 0.0 else (1 if reached < _MANY else 2)
-    risk = 3
-    for share in _ENDING_SHARES:
-        risk += ended >= share * reached
-    return risk
 
 
 @njit(cache=True, error_model="numpy")
@@ -225,30 +202,12 @@ def _count_trial(table, prior, feature, hit):
     row[0] = (_PSEUDO_COUNTS * prior[feature] + row[1]) / (_PSEUDO_COUNTS + row[2])
 
 
-@jit_inline
-def _count_copy(table, token, has_ended):
-    """Count a copy that reached a token."""
-    row = table[_FIRST_FOLLOWED + token % _FOLLOWED]
-    row[0] += 1.0
-    row[1] += has_ended
-    if row[0] >= _MOST_COPIES:
-        for column in range(row.size):
-            row[column] *= 0.5
-
-
 @njit(cache=True, error_model="numpy")
 def _learn(table, prior, parents, tokens, features, emitted):
-    """The core of `HitRates.learn`; also counts whether copies went on, at each node with one among its children."""
+    """The core of `HitRates.learn`."""
     nodes, hits = children_along(parents, tokens, emitted)
-    has_copy, has_ended = False, True
     for i in range(len(nodes)):
-        parent, feature = parents[nodes[i]], features[nodes[i]]
-        _count_trial(table, prior, feature, 1.0 if hits[i] else 0.0)
-        has_copy, has_ended = has_copy or is_copy(feature), has_ended and not hits[i]
-        if i + 1 == len(nodes) or parents[nodes[i + 1]] != parent:
-            if has_copy:
-                _count_copy(table, tokens[parent], 1.0 if has_ended else 0.0)
-            has_copy, has_ended = False, True
+        _count_trial(table, prior, features[nodes[i]], 1.0 if hits[i] else 0.0)
 
 
 @njit(cache=True, error_model="numpy")

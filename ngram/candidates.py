@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from lookahead.ngram.acceptance import hit_rate, risk_of
+from lookahead.ngram.acceptance import hit_rate
 from lookahead.ngram.features import (
     CEILING,
     COPY,
     FREQUENT,
-    PROXIMITY_WEIGHT,
     RANKS,
-    RESUMED,
     bucket_of,
     feature_of_both,
     feature_of_frequent,
@@ -27,23 +25,24 @@ _FOLLOWED = 6  # occurrences followed further of those that agree on a token
 _LONG = 2  # tokens; a match of this length replaces the recycled context
 _SHORT = 5  # tokens; no frequent tokens are offered beside a match of this length
 
-# Columns of an occurrence: the position of its next token, the length of its match, its text, the number of following
-# tokens read, and its proximity (`lookahead.ngram.features.proximity_of`, or RESUMED where nothing matches).
-_POSITION, LENGTH, _TEXT, _READ, _NEAR = range(5)
+# Columns of an occurrence: the position of its next token, the length of its match, its text, and the number of
+# following tokens read.
+_POSITION, LENGTH, _TEXT, _READ = range(4)
+OCCURRENCE = 4
 _CHUNK = 8  # tokens read at a time
 # Columns of an option: the range of its occurrences, its parent and depth, its token, its feature (until it is scored,
-# the length of its match), a bit for each source, the agreement on it, and its proximity.
-FIRST, STOP, PARENT, DEPTH, TOKEN, FEATURE, SOURCES, _SUPPORT, _PROXIMITY = range(9)
-COLUMNS = 9
+# the length of its match), a bit for each source, and the agreement on it.
+FIRST, STOP, PARENT, DEPTH, TOKEN, FEATURE, SOURCES, _SUPPORT = range(8)
+COLUMNS = 8
 _MEMBERS, _AGREEING = PARENT, DEPTH  # while occurrences are counted: all of an option's, and those of the first text
 
 
 @jit_inline
-def add_occurrence(arena, length, is_open, matches, each, position, matched, text, proximity):
+def add_occurrence(arena, length, is_open, matches, each, position, matched, text):
     """Write down occurrence number `each`, and the first tokens after it."""
     occurrences, ahead, _ = matches
     occurrences[each, _POSITION], occurrences[each, LENGTH], occurrences[each, _TEXT] = position, matched, text
-    occurrences[each, _READ], occurrences[each, _NEAR] = 0, proximity
+    occurrences[each, _READ] = 0
     _read_ahead(arena, length, is_open, occurrences, ahead, each)
 
 
@@ -96,10 +95,10 @@ def split(texts, own, found, first, stop, depth, options, weights):
         token = ahead[each, depth]
         if token < 0:
             continue
-        is_resumed = occurrences[each, _NEAR] == RESUMED
-        if text == 0 and not is_resumed:
+        matched = occurrences[each, LENGTH] + depth
+        if text == 0:
             of_first_text += 1
-            own_length = max(own_length, occurrences[each, LENGTH] + depth)
+            own_length = max(own_length, matched)
         option = 0
         while option < count and options[option, TOKEN] != token:
             option += 1
@@ -112,13 +111,11 @@ def split(texts, own, found, first, stop, depth, options, weights):
             options[option, TOKEN] = token
             count += 1
         options[option, _MEMBERS] += 1
-        options[option, _AGREEING] += text == 0 and not is_resumed
-        options[option, FEATURE] = max(options[option, FEATURE], occurrences[each, LENGTH] + depth)
+        options[option, FEATURE] = max(options[option, FEATURE], matched)
         if text == 0:
-            options[option, FIRST] = max(options[option, FIRST], occurrences[each, LENGTH] + depth)
+            options[option, _AGREEING] += 1
+            options[option, FIRST] = max(options[option, FIRST], matched)
         options[option, SOURCES] |= 1 << text
-        if not is_resumed or options[option, _MEMBERS] == 1:
-            options[option, _PROXIMITY] = max(options[option, _PROXIMITY], occurrences[each, _NEAR])
         orders[1, end], orders[2, end] = each, option
         end += 1
     longest, begin = 0, first
@@ -128,10 +125,7 @@ def split(texts, own, found, first, stop, depth, options, weights):
         if agreeing > 0:
             options[option, _SUPPORT] = support_of(0, agreeing, of_first_text)
             options[option, FEATURE] = options[option, FIRST]
-            weights[option] = matched + 0.5 * agreeing + 1.0 + PROXIMITY_WEIGHT[options[option, _PROXIMITY]]
-        elif options[option, _PROXIMITY] == RESUMED:
-            options[option, _SUPPORT] = 0
-            weights[option] = matched
+            weights[option] = matched + 0.5 * agreeing + 1.0
         else:
             kind = 1 if of_first_text == 0 else (3 if own_length >= matched else 2)
             options[option, _SUPPORT] = support_of(kind, total, end - of_first_text)
@@ -147,16 +141,15 @@ def split(texts, own, found, first, stop, depth, options, weights):
 
 
 @jit_inline
-def score(after, options, probs, matches, longest, memory, hashes, orders, source, table, frequent):
+def score(least, options, probs, matches, longest, memory, hashes, orders, source, table, frequent):
     """Rank the options of matches, and add recycled tokens, or frequent ones if no recycled context is known.
 
-    Fills `probs` with the probability of each option once the node was chosen; returns the number of options. `after`
-    is the token of the node, and the least probability of options without a match.
+    Fills `probs` with the probability of each option once the node was chosen; returns the number of options. `least`
+    is the least probability of options without a match.
     """
-    token, least = after
     order, group, way = find_context(memory[0], hashes, orders) if orders > 0 else (0, 0, 0)
     _rank(options, probs, matches)
-    risk = risk_of(table, token) if matches > 0 else 0
+
     own, foreign = 0, 0
     for at in range(matches):
         # Options of the first text are ranked separately: other texts are weak evidence for them.
@@ -169,13 +162,10 @@ def score(after, options, probs, matches, longest, memory, hashes, orders, sourc
             bucket = _bucket_in(memory, group, way, options[at, TOKEN])
             if bucket > 0:
                 options[at, SOURCES] |= 1 << source
-        is_resumed = options[at, _PROXIMITY] == RESUMED
-        if order == 0 or options[at, FEATURE] >= _LONG or (is_resumed and bucket == 0):
-            feature = feature_of_match(options[at, FEATURE], rank, options[at, _SUPPORT], risk, options[at, _PROXIMITY])
-        elif is_resumed:
-            feature = feature_of_memory(order, bucket, 0)
+        if order == 0 or options[at, FEATURE] >= _LONG:
+            feature = feature_of_match(options[at, FEATURE], rank, options[at, _SUPPORT])
         else:
-            feature = feature_of_both(rank, options[at, _SUPPORT], options[at, _PROXIMITY], order, bucket)
+            feature = feature_of_both(rank, options[at, _SUPPORT], order, bucket)
         options[at, FEATURE] = feature
         probs[at] = hit_rate(table, feature)
     is_long = longest >= _LONG

@@ -39,8 +39,7 @@ class ChainProposer:
 
     Args:
         max_draft: Maximum number of tokens of a chain, from 1 to 1,024.
-        memory_tokens: Maximum number of tokens of earlier outputs, at least 1,024. The oldest half is forgotten when
-            they are full.
+        memory_tokens: Maximum number of tokens of earlier outputs; the oldest half is forgotten when they are full.
         pool: A corpus, of token ids that the target knows; it is not changed.
         min_probability: A chain ends before a token that is less likely than this to be reached.
 

@@ -16,8 +16,7 @@ FloatArray = NDArray[np.float64]
 RANKS = 16
 CEILING = 0.999  # maximum sum of the probabilities of a node's children
 
-# A match without a recycled context: by its length (in buckets), its rank, the agreement of its occurrences, and the
-# risk that a copy ends here (long matches) or the proximity (short ones).
+# A match without a recycled context: by its length (in buckets), its rank, and the agreement of its occurrences.
 _LENGTH_STARTS = (1, 2, 3, 4, 5, 7, 10, 16, 24)
 _LENGTH_PRIOR = (0.24, 0.38, 0.48, 0.57, 0.60, 0.72, 0.80, 0.90, 0.96)
 # Support: occurrences in the first text, the row's own; in others only; in others while the first text has another
@@ -30,16 +29,7 @@ _LATER_RANK = 0.6
 _LENGTHS, _SUPPORTS = len(_LENGTH_STARTS), len(_SUPPORT_ODDS)
 _LENGTH_OF = np.searchsorted(_LENGTH_STARTS, np.arange(129), side="right").clip(1) - 1
 COPY = 4  # minimum tokens of a match that counts as a copy
-# The risk of a token: no copy reached it yet; few or many did, and none ended after it; a small, a medium or a large
-# share of them ended.
-_RISK_ODDS = np.array([1.0, 1.5, 4.0, 1.0, 0.4, 0.15])
-_RISKS = len(_RISK_ODDS)
-# The proximity of a match too short to be a copy: anywhere, near or close ahead of the last copy's source; or, without
-# a match, that source itself, as if the tokens since replaced some of it. Risks and proximities share an axis.
-_PROXIMITY_ODDS = np.array([0.8, 1.2, 3.0, 0.1, 1.0, 1.0])
-PROXIMITY_WEIGHT = np.array([0.0, 0.5, 1.5, 0.0])  # tokens; weight in ranking
-RESUMED = 3
-_AHEAD, _CLOSE = 48, 8  # tokens
+
 
 # The bucket of a recycled token: its rank among the successors of the longest known context (first, second, later) and
 # its probability. 0: it is not among them.
@@ -49,10 +39,9 @@ _FIRST_BUCKET = np.array([1, 6, 10])
 _BUCKETS = 1 + len(_BUCKET_PRIOR)
 _ORDER_SHARE = np.array([0.65, 0.85, 0.9, 1.0])  # factor for a known context of 1 to 4 tokens
 
-# A match of one token with a recycled context: by its rank (first, second, later), its support, its proximity, the
-# known context (short, long), and the bucket of the recycled token.
+# A match of one token with a recycled context: by its rank (first, second, later), its support, the known context
+# (short, long), and the bucket of the recycled token.
 _BOTH_RANKS = 3
-_BOTH_PROXIMITIES = 3
 _BOTH_ORDERS = 2
 # A recycled token alone: by the known context, its bucket, and the longest match, which is for another token.
 _BESIDE_STARTS = (0, 1, 2, 3, 5, 10)
@@ -64,9 +53,9 @@ FREQUENT = 8
 _FREQUENT_PRIOR = 0.06 * 0.88 ** np.arange(FREQUENT)
 _FREQUENT_SHARE = np.array([1.0, 0.5, 0.25, 0.15, 0.1, 0.05])
 
-_FIRST_COPY = _LENGTH_OF[COPY] * RANKS * _SUPPORTS * _RISKS
-_FIRST_BOTH = _LENGTHS * RANKS * _SUPPORTS * _RISKS
-_FIRST_MEMORY = _FIRST_BOTH + _BOTH_RANKS * _SUPPORTS * _BOTH_PROXIMITIES * _BOTH_ORDERS * _BUCKETS
+_FIRST_COPY = _LENGTH_OF[COPY] * RANKS * _SUPPORTS
+_FIRST_BOTH = _LENGTHS * RANKS * _SUPPORTS
+_FIRST_MEMORY = _FIRST_BOTH + _BOTH_RANKS * _SUPPORTS * _BOTH_ORDERS * _BUCKETS
 _FIRST_FREQUENT = _FIRST_MEMORY + ORDERS * (_BUCKETS - 1) * _BESIDES
 
 
@@ -76,12 +65,11 @@ def _kinds() -> IntArray:
     Kinds are: short and long matches, in the first text and in others; recycled tokens by bucket, with and without a
     match; all frequent tokens.
     """
-    is_foreign = np.arange(_SUPPORTS).repeat(_RISKS) >= _AGREEMENTS
+    is_foreign = np.arange(_SUPPORTS) >= _AGREEMENTS
     is_copy = np.arange(_LENGTHS * RANKS) >= _LENGTH_OF[COPY] * RANKS
     match = 2 * is_copy[:, None] + is_foreign
-    shape = (_BOTH_RANKS, _SUPPORTS, _BOTH_PROXIMITIES, _BOTH_ORDERS, _BUCKETS)
-    both = np.broadcast_to(4 + np.arange(_BUCKETS), shape).copy()
-    both[..., 0] = is_foreign[::_RISKS, None, None]
+    both = np.broadcast_to(4 + np.arange(_BUCKETS), (_BOTH_RANKS, _SUPPORTS, _BOTH_ORDERS, _BUCKETS)).copy()
+    both[..., 0] = is_foreign[:, None]
     memory = 4 + _BUCKETS + np.tile(np.arange(_BUCKETS - 1).repeat(_BESIDES), ORDERS)
     frequent = np.full(FREQUENT * _BESIDES, 3 + 2 * _BUCKETS)
     return np.concatenate((match.reshape(-1), both.reshape(-1), memory, frequent)).astype(np.int32)
@@ -101,17 +89,13 @@ def _prob(odds: Any) -> Any:
 
 def _of_matches() -> FloatArray:
     """Priors of matches alone, in the order of `feature_of_match`."""
-    odds = np.empty((_LENGTHS, RANKS, _SUPPORTS, _RISKS))
+    prior = np.empty((_LENGTHS, RANKS, _SUPPORTS))
     for length, prob in enumerate(_LENGTH_PRIOR):
         for support, factor in enumerate(_SUPPORT_ODDS):
             likely = prob if support < _CONTRADICTED else min(prob, _CONTRADICTED_PRIOR)
             top = _prob(factor * likely / (1.0 - likely))
-            later = top * ((1.0 - top) * _LATER_RANK) ** np.arange(RANKS)
-            is_copy = length >= _LENGTH_OF[COPY]
-            factors = _RISK_ODDS if is_copy else (_PROXIMITY_ODDS if support < _AGREEMENTS else 1.0)
-            odds[length, :, support] = (later / (1.0 - later))[:, None] * factors
-    prior: FloatArray = _prob(odds).reshape(-1)
-    return prior
+            prior[length, :, support] = top * ((1.0 - top) * _LATER_RANK) ** np.arange(RANKS)
+    return prior.reshape(-1)
 
 
 def _of_both() -> FloatArray:
@@ -122,12 +106,10 @@ def _of_both() -> FloatArray:
     """
     length = _LENGTH_PRIOR[0]
     prob = length * ((1.0 - length) * _LATER_RANK) ** np.arange(_BOTH_RANKS)
-    support = np.sqrt(_SUPPORT_ODDS)[:, None] * np.ones(_BOTH_PROXIMITIES)
-    support[:_AGREEMENTS] *= _PROXIMITY_ODDS[:_BOTH_PROXIMITIES]
-    match = (prob / (1.0 - prob))[:, None, None, None, None] * support[..., None, None]
+    match = (prob / (1.0 - prob))[:, None, None, None] * np.sqrt(_SUPPORT_ODDS)[:, None, None]
     prob = _ORDER_SHARE[[1, -1], None] * _BUCKET_PRIOR
     memory = prob / (1.0 - prob)
-    odds = np.empty((_BOTH_RANKS, _SUPPORTS, _BOTH_PROXIMITIES, _BOTH_ORDERS, _BUCKETS))
+    odds = np.empty((_BOTH_RANKS, _SUPPORTS, _BOTH_ORDERS, _BUCKETS))
     odds[..., 0] = 0.3 * match[..., 0]
     odds[..., 1:] = np.maximum(odds[..., :1], match**0.25 * memory**0.75)
     firsts = slice(_FIRST_BUCKET[0], _FIRST_BUCKET[1])
@@ -162,15 +144,9 @@ def support_of(kind, agreeing, total):
 
 
 @jit_inline
-def is_copy(feature):
-    """Whether a feature is of a match long enough to be a copy."""
-    return _FIRST_COPY <= feature < _FIRST_BOTH
-
-
-@jit_inline
 def is_own_copy(feature):
-    """Whether a feature is of a copy of the first text."""
-    return is_copy(feature) and is_own(feature // _RISKS % _SUPPORTS)
+    """Whether a feature is of a match in the first text long enough to be a copy."""
+    return _FIRST_COPY <= feature < _FIRST_BOTH and is_own(feature % _SUPPORTS)
 
 
 @jit_inline
@@ -190,27 +166,15 @@ def bucket_of(rank, prob):
 
 
 @jit_inline
-def proximity_of(distance):
-    """The bucket of the distance of a match ahead of the last copy's source, in tokens."""
-    if distance <= 0 or distance > _AHEAD:
-        return 0
-    return 1 if distance > _CLOSE else 2
+def feature_of_match(length, rank, support):
+    """The row of `HitRates.table` for a match of `length` tokens without a recycled context."""
+    return (_LENGTH_OF[min(length, _LENGTH_OF.size - 1)] * RANKS + rank) * _SUPPORTS + support
 
 
 @jit_inline
-def feature_of_match(length, rank, support, risk, proximity):
-    """The row of `HitRates.table` for a match of `length` tokens without a recycled context.
-
-    A copy counts by its risk, a shorter match by its proximity.
-    """
-    row = (_LENGTH_OF[min(length, _LENGTH_OF.size - 1)] * RANKS + rank) * _SUPPORTS + support
-    return row * _RISKS + (risk if length >= COPY else proximity)
-
-
-@jit_inline
-def feature_of_both(rank, support, proximity, order, bucket):
+def feature_of_both(rank, support, order, bucket):
     """The row for a match of one token with a recycled context of `order` tokens, 1 to 4."""
-    row = (min(rank, _BOTH_RANKS - 1) * _SUPPORTS + support) * _BOTH_PROXIMITIES + proximity
+    row = min(rank, _BOTH_RANKS - 1) * _SUPPORTS + support
     return _FIRST_BOTH + (row * _BOTH_ORDERS + (order > 2)) * _BUCKETS + bucket
 
 

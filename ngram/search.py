@@ -17,6 +17,7 @@ from lookahead.ngram.candidates import (
     FIRST,
     LENGTH,
     MOST_OPTIONS,
+    OCCURRENCE,
     PARENT,
     SOURCES,
     STOP,
@@ -26,7 +27,6 @@ from lookahead.ngram.candidates import (
     split,
 )
 from lookahead.ngram.chains import MAX_CONTEXT, ChainIndex, Chains, IntArray, as_tokens, chains_at, find_matches
-from lookahead.ngram.features import RESUMED, proximity_of
 from lookahead.ngram.prune import FREE, NOTHING, Limits, node_at, select
 from lookahead.ngram.raw_arrays import RawArrays, jit_inline, pointers_at
 from lookahead.ngram.recycled import ORDERS, RecycledTable, hash_context, table_at
@@ -39,8 +39,7 @@ _POINTERS = _MOST_TEXTS + 6  # texts, memory, rates, min_ngram, max_ngram, max_l
 _FLOOR = 0.0001  # least probability of a node to be reached
 _MAX_LINKS = 1 << 12
 _VARIETY = 16  # different next tokens looked for in a text
-_COPY_AGE, _COPY_LINKS = 12, 2  # the last copy is searched at this many tokens, along this many links of each
-_MOST_CHANGED = 3  # tokens that may replace as many of a copy's source before the copy resumes
+
 _NO_TEXT = ChainIndex()
 _NO_TAIL = np.zeros(0, np.int32)
 _NO_MEMORY = RecycledTable(contexts=4)
@@ -191,8 +190,10 @@ def _propose(search_at, max_nodes, context, own, floor, budget, max_depth, min_p
     tail = first[0][: first[3]] if own else context
     most = _MOST_TEXTS * walked + 1
     rest = MOST_OPTIONS * (COLUMNS + 1) + ORDERS
-    space = np.empty(most * (8 + max_nodes) + (2 * max_nodes + 1) * COLUMNS + 4 * (max_nodes + 1) + rest, np.int64)
-    occurrences, used = _carve(space, 0, most, 5)
+    space = np.empty(
+        most * (OCCURRENCE + 3 + max_nodes) + (2 * max_nodes + 1) * COLUMNS + 4 * (max_nodes + 1) + rest, np.int64
+    )
+    occurrences, used = _carve(space, 0, most, OCCURRENCE)
     ahead, used = _carve(space, used, most, max_nodes)
     orders, used = _carve(space, used, 3, most)
     nodes, used = _carve(space, used, max_nodes + 1, COLUMNS)
@@ -252,43 +253,17 @@ def _find(chains, text, own, tail, bounds, matches, count):
     shortest, longest, walked = bounds
     occurrences, _, orders = matches
     positions, lengths = orders[1, :walked], orders[2, :walked]
-    source, changed = _last_copy(arena, links, length) if own else (0, 0)
-    near = source if source > 0 else 1  # before the first copy, the beginning: summaries start there
     found = find_matches(arena, heads, links, length, tail, tail.size, shortest, longest, _VARIETY, positions, lengths)
     for each in range(found):
-        position, matched = positions[each], lengths[each]
-        proximity = proximity_of(position - near) if own else 0
-        add_occurrence(arena, length, own, matches, count, position, matched, text, proximity)
+        matched = lengths[each]
+        add_occurrence(arena, length, own, matches, count, positions[each], matched, text)
         at = count
         while text > 0 and at > 0 and occurrences[orders[0, at - 1], LENGTH] < matched:
             orders[0, at] = orders[0, at - 1]
             at -= 1
         orders[0, at] = count
         count += 1
-    if shortest == 1 and 0 < changed <= _MOST_CHANGED and source + changed < length:
-        add_occurrence(arena, length, True, matches, count, source + changed, 0, text, RESUMED)
-        orders[0, count] = count
-        count += 1
     return count
-
-
-@jit_inline
-def _last_copy(arena, links, length):
-    """The last copy in the open document: the position after its source (0: none), and its distance to the end.
-
-    A copy is three or more tokens that occurred in a row before. Only the last dozen tokens are examined.
-    """
-    for end in range(length - 1, max(3, length - _COPY_AGE), -1):
-        if arena[end] < 0:
-            break
-        place = links[end, 1]
-        for _ in range(_COPY_LINKS):
-            if place <= 2:
-                break
-            if arena[place] == arena[end] and arena[place - 1] == arena[end - 1] and arena[place - 2] == arena[end - 2]:
-                return place + 1, length - 1 - end
-            place = links[place, 1]
-    return 0, 0
 
 
 @jit_inline
@@ -313,8 +288,8 @@ def _grow(texts, own, found, known, begin, nodes, tips, numbers, space_of_option
             matches, longest = split(texts, own, found, first, stop, depth, options, likely)
         if recalls:
             orders = hash_context(tail, tail.size, nodes[:, TOKEN], nodes[:, PARENT], node, hashes)
-        after = (nodes[node, TOKEN], floor / path_prob)
-        offered = score(after, options, likely, matches, longest, memory, hashes, orders, source, table, frequent)
+        least = floor / path_prob
+        offered = score(least, options, likely, matches, longest, memory, hashes, orders, source, table, frequent)
         first_option = _greatest(likely, offered) if is_chain else 0
         for option in range(first_option, min(first_option + 1, offered) if is_chain else offered):
             value = likely[option] * path_prob

@@ -36,14 +36,7 @@ class JacobiWindow:
     Cell (l, i) holds a token for l + i positions after the last. Level 0 is a chain that starts at the last token.
     Each further cell is the child of the cell below it. The target's answer after a column of N-1 tokens completes an
     n-gram, and becomes the top of the next window. A window starts with level 0 and grows by one level a step.
-
-    Args:
-        width: Columns W, at least 1.
-        ngram_size: N, at least 2.
-        context: int32 `[n]`, the tokens so far, at least one; unknown cells are drawn from them.
-
-    Attributes:
-        cells: int32 `[levels, width]`, the levels filled so far.
+    Unknown cells are drawn from the context, at least one token. `cells` are the filled levels, `[levels, width]`.
 
     Raises:
         ValueError: A size is too small, or the context is empty.
@@ -123,22 +116,12 @@ def ngrams_of_step(
     emitted: IntArray,
     max_length: int,
 ) -> IntArray:
-    """Collect the n-grams of a step, as documents for a pool.
+    """Collect the n-grams of a step, as documents for a pool with `SEPARATOR` between, the most useful ones last.
 
-    First those that the window completes, the longest first; then each guess with the target's next token; last the
-    emitted tokens. Guesses and output include the tokens before them, so that longer contexts find them too.
-
-    Args:
-        window: The window before it slides.
-        tree: Its tree.
-        answers: int32 `[levels, width]`, the target's next token after each cell, `UNKNOWN` where it was not asked.
-        argmax: int32 `[k]`, the same for each node of the tree.
-        before: int32 `[n]`, the tokens up to the root, the root included, that may enter the pool; at least one.
-        emitted: int32 `[m]`, the tokens the step emitted.
-        max_length: Maximum number of tokens of a guess; one fewer are taken of `before`.
-
-    Returns:
-        int32 `[tokens]`, `SEPARATOR` between documents, the most useful ones last.
+    First those that the window, before it slides, completes by its answers, the longest first; then each guess of the
+    tree with the target's argmax, `max_length` tokens at most; last the emitted tokens. Guesses and output include the
+    tokens before them that may enter the pool, so that longer contexts find them too. Answers and argmax are `UNKNOWN`
+    where the target was not asked.
     """
     documents: list[int] = []
     columns, column_answers = window.cells.T.tolist(), answers.T.tolist()

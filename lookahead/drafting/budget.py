@@ -168,23 +168,17 @@ class LookaheadBranch:
     expected to add tokens by the logarithm of its window. A budget, 0.5% of the time and a few tokens, bounds what
     trials cost: while it is empty the branch is off.
 
-    Args:
-        sizes: To choose from, the smallest first; none where the branch cannot run.
-        states: What was learned of the model before, by batch size.
-        max_nodes: Maximum nodes of a draft, the branch included, the root not counted.
-        teaches: Whether a source learns from the logits at all nodes, as the recycled ones do.
-
     Source: Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding", §4 (steps
         saved grow linearly with the logarithm of the window).
     """
 
     def __init__(
         self,
-        sizes: Sequence[BranchSize],
-        states: dict[int, BranchState] | None = None,
+        sizes: Sequence[BranchSize],  # to choose from, the smallest first; none where the branch cannot run
+        states: dict[int, BranchState] | None = None,  # what was learned of the model before, by batch size
         *,
-        max_nodes: int = MAX_NODES_LIMIT,
-        teaches: bool = False,
+        max_nodes: int = MAX_NODES_LIMIT,  # of a draft, the branch included, the root not counted
+        teaches: bool = False,  # a source learns from the logits at all nodes, as the recycled ones do
     ) -> None:
         self.size: BranchSize | None = None  # in the coming step; None where it is off
         self.host_s = 0.0  # time of its proposer in the step so far

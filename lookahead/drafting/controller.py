@@ -52,17 +52,7 @@ class Controller:
     told the step as it would have been without it. So a proposer that costs too much is turned off alone, and one that
     earns its time counts even where the others earn nothing. The same holds for a lookahead branch on trial.
 
-    It reads no clock.
-
-    Args:
-        cost: The measured costs of steps; learns from every step.
-        rule: Turns drafting on and off; learns likewise.
-        branch: Sizes the lookahead branch where costs decide that; None where it never runs.
-        proposers: In the order of their sources' bits.
-        node_budget: Maximum nodes of a draft without the lookahead branch, the root not counted.
-        is_padded: Whether trees are padded to a few sizes.
-        runs_to_limit: Whether nothing ends a row before its limit.
-        by_rejection: Whether all drawn nodes must be verified, so that a draft cannot be sized.
+    It reads no clock. The cost, the rule and the branch learn from every step.
     """
 
     def __init__(
@@ -70,12 +60,12 @@ class Controller:
         cost: StepCost,
         rule: EnableRule,
         branch: LookaheadBranch | None = None,
-        proposers: Sequence[Proposer] = (),
+        proposers: Sequence[Proposer] = (),  # in the order of their sources' bits
         *,
-        node_budget: int,
-        is_padded: bool = False,
-        runs_to_limit: bool = False,
-        by_rejection: bool = False,
+        node_budget: int,  # of a draft without the lookahead branch, the root not counted
+        is_padded: bool = False,  # trees are padded to a few sizes
+        runs_to_limit: bool = False,  # nothing ends a row before its limit
+        by_rejection: bool = False,  # all drawn nodes must be verified, so that a draft cannot be sized
     ) -> None:
         self._cost = cost
         self._rule = rule
@@ -103,10 +93,8 @@ class Controller:
     def plan(self, left: Sequence[int], context: int, *, is_refilled: bool = False) -> StepPlan:
         """Decide what is drafted before the coming step.
 
-        Args:
-            left: Tokens that each row of the step may still emit.
-            context: Tokens of the longest row.
-            is_refilled: Whether a waiting request takes the place of a row that ends.
+        `left` are the tokens that each row may still emit, `context` those of the longest row. With `is_refilled` a
+        waiting request takes the place of a row that ends.
         """
         rows = len(left)
         self._branch.rest(rows)

@@ -66,13 +66,11 @@ def merge(
     those of `lookahead.ngram.prune.select`: the likeliest path is 0, 1, 2, …, and committing it moves no KV.
 
     Args:
-        root: The row's last token.
-        proposals: One proposal, or None, per proposer. Each has `root` as its root.
+        root: The row's last token, the root of each proposal.
+        proposals: One, or None, per proposer.
         limits: Limits of the tree; its depth is below the number of tokens that the row may still emit.
-        sources: Number of sources of each proposer, at most 31 together, whose bits are consecutive in the tree. None
-            if each has one.
-        costs: float64 `[max_nodes + 2]` or longer, the cost of a step with so many nodes, the root counted; empty if
-            nodes are free.
+        sources: Sources of each proposer, 1 by default, at most 31 together; their bits are consecutive in the tree.
+        costs: As for `select`.
     """
     offers = [(i, offer) for i, offer in enumerate(proposals) if offer is not None]
     if not offers or limits.max_nodes <= 0 or limits.max_depth <= 0:

@@ -20,20 +20,13 @@ class KnownRequests:
 
     A row belongs to the request whose tokens it begins with. Of a row that belongs to the same request as before, 32
     tokens are compared; of others all. A request that is in no row is set aside: it was finished, aborted or preempted,
-    and the engine does not tell which. One that comes back is found again.
-
-    Args:
-        max_aside: Maximum number of requests set aside; the longest absent is forgotten.
-        aside_tokens: Maximum number of their tokens.
-
-    Attributes:
-        rows: The request of each row, None where there is none.
-        aside: Requests in no row, the longest absent first.
+    and the engine does not tell which. One that comes back is found again. At most `max_aside` of together
+    `aside_tokens` tokens are kept, and the longest absent are forgotten.
     """
 
     def __init__(self, max_aside: int, aside_tokens: int) -> None:
-        self.rows: list[ChainRequest | None] = []
-        self.aside: list[ChainRequest] = []
+        self.rows: list[ChainRequest | None] = []  # None where a row has none
+        self.aside: list[ChainRequest] = []  # those in no row, the longest absent first
         self._max_aside, self._aside_tokens = max_aside, aside_tokens
         self._addresses = np.zeros(0, np.int64)
 

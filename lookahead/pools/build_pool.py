@@ -54,23 +54,13 @@ def build_pool(
     inputs: Sequence[Input],
     tokenizer: PreTrainedTokenizerBase,
     *,
-    add: bool = False,
-    max_tokens: int | None = None,
-    limit: int = DEFAULT_LIMIT,
+    add: bool = False,  # the documents of the existing pool are kept
+    max_tokens: int | None = None,  # the document that exceeds them is cut, and later ones are not read
+    limit: int = DEFAULT_LIMIT,  # bytes of a document
     totals: PoolTotals,
     observer: PoolObserver,
 ) -> PoolHeader:
     """Make a pool of the documents of all inputs. An existing file is replaced when the new one is complete.
-
-    Args:
-        path: The file to write.
-        inputs: The files to read.
-        tokenizer: Tokenizes the documents.
-        add: Whether the documents of the existing pool are kept.
-        max_tokens: Most tokens to take. The document that exceeds them is cut, and later ones are not read.
-        limit: Most bytes of a document.
-        totals: Updated as documents are read.
-        observer: Told of each document.
 
     Raises:
         PoolError: There is no document to take, the existing pool cannot be opened or was made with another tokenizer,

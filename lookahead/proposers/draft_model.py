@@ -127,18 +127,8 @@ class DraftModel:
             raise ProposerError(f"{name} cannot draft: {support.reason}; choose another draft model")
         if support.shape == "chains" and call.rows > 1:
             raise ProposerError(f"{name} cannot draft for {call.rows} prompts at once: {support.reason}")
-        children, width = _DRAWN_SHAPE if call.by_rejection else _SHAPE
-        return ModelProposer(
-            self.model,
-            call,
-            state_of(call.model).learned.of(self, partial(_begin, self.model, call.model)),
-            name=self.name,
-            vocabulary=vocabulary,
-            shape=support.shape,
-            depth=self.depth,
-            children=self.children if self.children is not None else children,
-            width=self.width if self.width is not None else width,
-        )
+        state = state_of(call.model).learned.of(self, partial(_begin, self.model, call.model))
+        return ModelProposer(self, call, state, vocabulary, support.shape)
 
     def _shared_vocabulary(self, call: Call) -> int:
         """How many token ids, from 0 on, both models know."""
@@ -188,27 +178,19 @@ class ModelProposer(Proposer):
     Token ids that both models know are those below `vocabulary`; `shape` is what the draft model can score.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        call: Call,
-        state: DraftModelState,
-        *,
-        name: str,
-        vocabulary: int,
-        shape: Shape,
-        depth: int,
-        children: int,
-        width: int,
-    ) -> None:
-        self.sources = (name,)
-        self._model = model
+    def __init__(self, draft: DraftModel, call: Call, state: DraftModelState, vocabulary: int, shape: Shape) -> None:
+        self.sources = (draft.name,)
+        self._model = draft.model
         self._call = call
         self._vocabulary = vocabulary
         self._shape = shape
-        self._depth = depth
-        is_chain = shape == "chains" or call.is_chain
-        self._children, self._width = (1, 1) if is_chain else (children, width)
+        self._depth = draft.depth
+        children, width = _DRAWN_SHAPE if call.by_rejection else _SHAPE
+        if shape == "chains" or call.is_chain:
+            self._children = self._width = 1
+        else:
+            self._children = draft.children if draft.children is not None else children
+            self._width = draft.width if draft.width is not None else width
         mode = "drawn" if call.by_rejection else "greedy" if call.warp is None else "sampled"
         self._rates = state.rates.setdefault(mode, AcceptanceTable(LEVELS))
         self._times = state.times

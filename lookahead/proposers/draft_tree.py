@@ -93,30 +93,19 @@ class DraftTree:
 
 
 class DraftTreeBatch:
-    """Turns the logits of a draft model into candidates for all rows, and candidates into proposals.
-
-    Args:
-        roots: The last token of every row.
-        rates: Calibrates the probabilities; has `LEVELS` levels.
-        max_nodes: Maximum number of nodes of a proposal besides its root.
-        width: Candidates of a row that one pass scores.
-        children: Candidates after every node.
-        vocabulary: Token ids that may be proposed are those below.
-        warp: As in `lookahead.drafting.proposal.Call`.
-        by_rejection: Candidates are drawn, and all of them are proposed.
-    """
+    """Turns the logits of a draft model into candidates for all rows, and candidates into proposals."""
 
     def __init__(
         self,
-        roots: Sequence[int],
-        rates: AcceptanceTable,
+        roots: Sequence[int],  # the last token of every row
+        rates: AcceptanceTable,  # of `LEVELS` levels
         *,
-        max_nodes: int,
-        width: int,
-        children: int,
-        vocabulary: int,
-        warp: Callable[[Tensor], Tensor] | None,
-        by_rejection: bool,
+        max_nodes: int,  # of a proposal besides its root
+        width: int,  # candidates of a row that one pass scores
+        children: int,  # candidates after every node
+        vocabulary: int,  # token ids that may be proposed are those below
+        warp: Callable[[Tensor], Tensor] | None,  # as in `lookahead.drafting.proposal.Call`
+        by_rejection: bool,  # candidates are drawn, and all of them are proposed
     ) -> None:
         self.trees = [DraftTree(root) for root in roots]
         self._rates = rates

@@ -43,13 +43,6 @@ class JacobiProposer:
     first step on. They enter a pool, as do the target's answers after guesses, and the output. Guesses are looked up in
     the pool by the longest known context, and merged by prefix.
 
-    Args:
-        window: Columns W of the window, at least 1.
-        ngram_size: N, the length of the n-grams that a full window completes, at least 2.
-        guesses: G; guesses take at most the nodes of G n-grams, `G * (N - 1)`. 0 only moves the window.
-        pool_from_prompt: Whether the prompt enters the pool too.
-        rates: Hit rates of guesses, updated while decoding; the priors when None.
-
     Raises:
         ValueError: A size is out of its range.
 
@@ -65,12 +58,12 @@ class JacobiProposer:
 
     def __init__(
         self,
-        window: int = 7,
-        ngram_size: int = 5,
-        guesses: int = 7,
+        window: int = 7,  # columns W, at least 1
+        ngram_size: int = 5,  # N, the length of the n-grams that a full window completes, at least 2
+        guesses: int = 7,  # G; guesses take at most the nodes of G n-grams, G * (N - 1)
         *,
-        pool_from_prompt: bool = True,
-        rates: HitRates | None = None,
+        pool_from_prompt: bool = True,  # the prompt enters the pool too
+        rates: HitRates | None = None,  # hit rates of guesses; the priors when None
     ) -> None:
         if window < 1 or ngram_size < 2 or guesses < 0:
             raise ValueError(
@@ -152,12 +145,7 @@ class AutoJacobiProposer:
 
     While the branch is off, only emitted tokens are remembered: there is no window and no pool, and nothing is read
     from the target. When the branch returns at the same size, a row goes on with its window and its pool; at another
-    size it starts anew.
-
-    Args:
-        branch: Whether the branch is on, and its size; the time taken is added to it.
-        pool_from_prompt: Whether the prompt enters the n-gram pool too.
-        rates: Hit rates of guesses, updated while decoding.
+    size it starts anew. The time taken is added to the branch.
     """
 
     sources: tuple[str, ...] = ("jacobi",)

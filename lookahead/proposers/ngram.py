@@ -25,11 +25,9 @@ _OUTPUT_TOKENS = 1 << 20  # of earlier outputs; the oldest half is forgotten whe
 
 
 class Memory:
-    """Texts and logits of earlier requests, in bounded memory.
+    """Texts of finished requests, and the target's likeliest tokens after contexts, in bounded memory.
 
-    Attributes:
-        outputs: Texts of finished requests: at most 1,048,576 tokens.
-        recycled: The target's likeliest tokens after contexts: 262,144 contexts, 16 MiB, unless another table is given.
+    262,144 contexts take 16 MiB, unless another table is given.
     """
 
     __slots__ = ("outputs", "recycled")
@@ -54,16 +52,7 @@ class NgramProposer:
     Four sources share one tree (`lookahead.ngram.search.grow_trie`): `"prompt"` finds earlier occurrences in the row's
     prompt and output, `"outputs"` in those of earlier requests, `"corpus"` in a pool; `"recycled"` has the target's
     likeliest tokens after the last four, three, two or one tokens, at every node of the tree. Hit rates of candidates
-    are learned from every step of every row, and kept for later rows.
-
-    Args:
-        sources: Which of the four.
-        memory: Texts and recycled tokens of earlier requests, to which this one adds its own; empty when None.
-        rates: Hit rates of candidates, updated while decoding; the priors when None.
-        pool: The corpus, of token ids that the target knows; it is not changed.
-        min_ngram: Shortest context looked up, in tokens, at least 1.
-        max_ngram: Longest context compared, in tokens, from `min_ngram` to 64.
-        min_probability: Candidates less likely to be reached than this are not offered.
+    are learned from every step of every row, and kept for later rows; so is what the memory gets.
 
     Raises:
         ValueError: An n-gram length is out of its range, a source is unknown, or `"corpus"` has no pool.
@@ -79,13 +68,13 @@ class NgramProposer:
     def __init__(
         self,
         sources: Sequence[str] = ("prompt", "outputs", "recycled"),
-        memory: Memory | None = None,
-        rates: HitRates | None = None,
-        pool: Pool | None = None,
+        memory: Memory | None = None,  # empty when None
+        rates: HitRates | None = None,  # the priors when None
+        pool: Pool | None = None,  # the corpus, of token ids that the target knows
         *,
-        min_ngram: int = 1,
-        max_ngram: int = 16,
-        min_probability: float = 0.0,
+        min_ngram: int = 1,  # tokens of the shortest context looked up
+        max_ngram: int = 16,  # tokens of the longest context compared, at most 64
+        min_probability: float = 0.0,  # candidates less likely to be reached are not offered
     ) -> None:
         if not 1 <= min_ngram <= max_ngram <= MAX_CONTEXT:
             raise ValueError(f"need 1 <= min_ngram <= max_ngram <= {MAX_CONTEXT}, got {min_ngram!r} and {max_ngram!r}")

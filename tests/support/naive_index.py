@@ -65,18 +65,6 @@ def continuation(stream: Sequence[int], position: int, depth: int, *, is_open: b
     return tokens
 
 
-def find_resumed(stream: Sequence[int]) -> list[int]:
-    """Where copies of three tokens go on behind as many of their source as were changed since: one to three."""
-    places: list[int] = []
-    for changed in range(1, 4):
-        end = len(stream) - changed
-        if end < 3 or min(stream[end - 3 :]) < 0:
-            continue
-        sources = [at for at in range(3, end) if stream[at - 3 : at] == stream[end - 3 : end]]
-        places += [at + changed for at in sources if at + changed < len(stream)]
-    return places
-
-
 class RecycledByDict:
     """What `RecycledTable` remembers where it forgets nothing: successors by context, the newest."""
 
