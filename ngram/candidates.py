@@ -25,11 +25,8 @@ _FOLLOWED = 6  # occurrences followed further of those that agree on a token
 _LONG = 2  # tokens; a match of this length replaces the recycled context
 _SHORT = 5  # tokens; no frequent tokens are offered beside a match of this length
 
-# Columns of an occurrence: the position of its next token, the length of its match, its text, and the number of
-# following tokens read.
-_POSITION, LENGTH, _TEXT, _READ = range(4)
-OCCURRENCE = 4
-_CHUNK = 8  # tokens read at a time
+# Columns of an occurrence: the position of its next token, the length of its match, and its text.
+POSITION, LENGTH, TEXT = range(3)
 # Columns of an option: the range of its occurrences, its parent and depth, its token, its feature (until it is scored,
 # the length of its match), a bit for each source, and the agreement on it.
 FIRST, STOP, PARENT, DEPTH, TOKEN, FEATURE, SOURCES, _SUPPORT = range(8)
@@ -38,45 +35,17 @@ _MEMBERS, _AGREEING = PARENT, DEPTH  # while occurrences are counted: all of an 
 
 
 @jit_inline
-def add_occurrence(arena, length, is_open, matches, each, position, matched, text):
-    """Write down occurrence number `each`, and the first tokens after it."""
-    occurrences, ahead, _ = matches
-    occurrences[each, _POSITION], occurrences[each, LENGTH], occurrences[each, _TEXT] = position, matched, text
-    occurrences[each, _READ] = 0
-    _read_ahead(arena, length, is_open, occurrences, ahead, each)
-
-
-@jit_inline
-def _read_ahead(arena, length, is_open, occurrences, ahead, each):
-    """Copy some more of the tokens after an occurrence, -1 at the end of its document.
+def _token_after(chains, is_open, position, depth):
+    """The token at a depth after an occurrence, negative at the end of its document.
 
     The open document, the first text if it is the row's own, has no end: it is continued by what followed the
     occurrence, so that a loop is continued as a loop.
     """
-    begin, depth = occurrences[each, _POSITION], occurrences[each, _READ]
-    stop = min(depth + _CHUNK, ahead.shape[1])
-    while depth < stop:
-        position = begin + depth
-        if position >= length:
-            position = begin + depth % (length - begin) if is_open else 0  # entry 0 is a separator
-        token = arena[position]
-        ahead[each, depth] = token
-        depth += 1
-        if token < 0:
-            depth = stop = ahead.shape[1]  # nothing is read after it
-    occurrences[each, _READ] = stop
-
-
-@jit_inline
-def _read_on(texts, own, occurrences, ahead, each):
-    """`_read_ahead` in the text of an occurrence."""
-    text = occurrences[each, _TEXT]
-    if text == 0:
-        _read_ahead(texts[0][0], texts[0][3], own, occurrences, ahead, each)
-    elif text == 1:
-        _read_ahead(texts[1][0], texts[1][3], False, occurrences, ahead, each)
-    else:
-        _read_ahead(texts[2][0], texts[2][3], False, occurrences, ahead, each)
+    arena, _, _, length = chains
+    at = position + depth
+    if at >= length:
+        at = position + depth % (length - position) if is_open else 0  # entry 0 is a separator
+    return arena[at]
 
 
 @jit_inline
@@ -85,14 +54,17 @@ def split(texts, own, found, first, stop, depth, options, weights):
 
     Fills `weights`, by which options are ranked. Returns the number of options, and the longest match.
     """
-    occurrences, ahead, orders = found
+    occurrences, orders = found
     count, foreign, end, of_first_text, own_length = 0, 0, 0, 0, 0
     for at in range(first, stop):
         each = orders[0, at]
-        text = occurrences[each, _TEXT]
-        if occurrences[each, _READ] <= depth:
-            _read_on(texts, own, occurrences, ahead, each)
-        token = ahead[each, depth]
+        text, position = occurrences[each, TEXT], occurrences[each, POSITION]
+        if text == 0:
+            token = _token_after(texts[0], own, position, depth)
+        elif text == 1:
+            token = _token_after(texts[1], False, position, depth)
+        else:
+            token = _token_after(texts[2], False, position, depth)
         if token < 0:
             continue
         matched = occurrences[each, LENGTH] + depth

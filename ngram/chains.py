@@ -73,10 +73,8 @@ class Chains(RawArrays):
 class ChainIndex(Chains):
     """An index of documents, the last of which is open and grows.
 
-    A match lies within one document. Hashes only name candidates: every match is compared token by token.
-
-    Args:
-        max_tokens: Maximum number of tokens; when they are full, the oldest half is dropped. `None` keeps all.
+    A match lies within one document. Hashes only name candidates: every match is compared token by token. When
+    `max_tokens` are full, the oldest half is dropped.
 
     Raises:
         ValueError: `max_tokens` is below 1,024.

@@ -33,10 +33,7 @@ _RANKED, _KEPT, _FIRST_CHILD, _NEXT_SIBLING, _ORDER = range(5)
 def best_nodes(parents: IntArray, probabilities: NDArray[np.floating], max_nodes: int) -> tuple[IntArray, IntArray]:
     """Select the nodes of a tree that are likeliest to be reached: those with the highest product along their path.
 
-    Args:
-        parents: int32 `[k]`; the root is node 0, and a parent comes before its children.
-        probabilities: float `[k]`; of each node once its parent was chosen; 1 for the root.
-        max_nodes: Maximum number of nodes besides the root.
+    `probabilities` are those of each node once its parent was chosen, 1 for the root, which is not counted.
 
     Returns:
         The selected nodes, int32 `[n]`, depth first, the likelier child first; and their parents among these.
@@ -49,7 +46,6 @@ def best_nodes(parents: IntArray, probabilities: NDArray[np.floating], max_nodes
 
 @njit(cache=True, error_model="numpy")
 def _best_nodes(parents, probabilities, max_nodes):
-    """The core of `best_nodes`."""
     path_probs, zeros = probabilities.copy(), np.zeros(len(parents), np.int32)
     for node in range(1, len(parents)):
         path_probs[node] *= path_probs[parents[node]]

@@ -29,13 +29,11 @@ class RecycledTable(RawArrays):
     """The likeliest successors of contexts, from the target's latest pass over them, in memory of fixed size.
 
     It is a set-associative cache: the hash of a context of 1 to 4 tokens names a set of four entries, and a new context
-    replaces the oldest entry. 56 bits of the hash are stored and compared, so that contexts do not mix.
-
-    Args:
-        contexts: Entries, a multiple of 4; 64 bytes each.
+    replaces the oldest entry. 56 bits of the hash are stored and compared, so that contexts do not mix. A context takes
+    64 bytes.
 
     Raises:
-        ValueError: `contexts` is not such a number.
+        ValueError: The number of contexts is no multiple of 4.
     """
 
     __slots__ = ("_keys", "_now", "_probs", "_times", "_tokens")

@@ -17,12 +17,12 @@ from lookahead.ngram.candidates import (
     FIRST,
     LENGTH,
     MOST_OPTIONS,
-    OCCURRENCE,
     PARENT,
+    POSITION,
     SOURCES,
     STOP,
+    TEXT,
     TOKEN,
-    add_occurrence,
     score,
     split,
 )
@@ -113,33 +113,22 @@ class Search(RawArrays):
 
 
 def grow_trie(
-    texts: Sequence[Chains],
+    texts: Sequence[Chains],  # at most three
     rates: HitRates,
-    max_nodes: int,
+    max_nodes: int,  # besides the root
     *,
     memory: RecycledTable | None = None,
-    context: Sequence[int] | IntArray | None = None,
-    min_ngram: int = 1,
-    max_ngram: int = 16,
-    max_links: int = 32,
-    min_probability: float = 0.0,
+    context: Sequence[int] | IntArray | None = None,  # its end is looked up; None: the open document of the first text
+    min_ngram: int = 1,  # tokens of the shortest match
+    max_ngram: int = 16,  # tokens of the longest context compared, at most 64
+    max_links: int = 32,  # walked in each text
+    min_probability: float = 0.0,  # nodes less likely to be reached are left out
 ) -> Trie | None:
     """Merge earlier continuations of a context and the target's recycled tokens into a tree, likeliest paths first.
 
     Each occurrence is followed to the end of its document; at the end of the open document it continues with the path
     itself, so that a loop is continued as a loop. The recycled table is looked up at every node. The same token from
     several sources is one candidate; its probability is the hit rate of its features.
-
-    Args:
-        texts: Texts to search, at most three.
-        rates: Hit rates of features.
-        max_nodes: Maximum number of nodes besides the root.
-        memory: Recycled tokens of the target.
-        context: Tokens whose end is looked up; `None` means the open document of the first text.
-        min_ngram: Shortest match, in tokens, at least 1.
-        max_ngram: Longest context compared, in tokens, from `min_ngram` to 64.
-        max_links: Maximum number of chain links walked in each text, at least 1.
-        min_probability: Nodes less likely to be reached than this are left out.
 
     Returns:
         The tree, or `None` if nothing was found or `max_nodes` is below 1.
@@ -172,13 +161,6 @@ def grow_trie(
 # longer than the search. For the same reason nothing in it may fail, so no tuple is indexed by a variable.
 
 
-@jit_inline
-def _carve(space, used, rows, columns):
-    """A table `[rows, columns]` after the used part of the scratch memory, and the size used then."""
-    end = used + rows * columns
-    return space[used:end].reshape(rows, columns), end
-
-
 @njit(cache=True, error_model="numpy")
 def _propose(search_at, max_nodes, context, own, floor, budget, max_depth, min_probability, is_chain, worth, costs):
     """Find, grow and select, by addresses. With `own` the context is the first text's open document."""
@@ -189,34 +171,23 @@ def _propose(search_at, max_nodes, context, own, floor, budget, max_depth, min_p
     limits = (budget, max_depth, min_probability, is_chain, worth)
     tail = first[0][: first[3]] if own else context
     most = _MOST_TEXTS * walked + 1
-    rest = MOST_OPTIONS * (COLUMNS + 1) + ORDERS
-    space = np.empty(
-        most * (OCCURRENCE + 3 + max_nodes) + (2 * max_nodes + 1) * COLUMNS + 4 * (max_nodes + 1) + rest, np.int64
-    )
-    occurrences, used = _carve(space, 0, most, OCCURRENCE)
-    ahead, used = _carve(space, used, most, max_nodes)
-    orders, used = _carve(space, used, 3, most)
-    nodes, used = _carve(space, used, max_nodes + 1, COLUMNS)
-    tips, used = _carve(space, used, max_nodes, COLUMNS)
-    options, used = _carve(space, used, MOST_OPTIONS, COLUMNS)
-    numbers, used = _carve(space, used, 4, max_nodes + 1)
-    likely, used = _carve(space, used, 1, MOST_OPTIONS)
-    hashes, used = _carve(space, used, 1, ORDERS)
-    probs = numbers.view(np.float64)
+    occurrences, orders = np.empty((most, 3), np.int64), np.empty((3, most), np.int64)
+    nodes, tips = np.empty((max_nodes + 1, COLUMNS), np.int64), np.empty((max_nodes, COLUMNS), np.int64)
+    options, likely = np.empty((MOST_OPTIONS, COLUMNS), np.int64), np.empty(MOST_OPTIONS)
+    probs, hashes = np.empty((4, max_nodes + 1)), np.empty(ORDERS, np.uint64)
     for column in range(COLUMNS):
         nodes[0, column] = 0
     count = 1
     if tail.size > 0 and tail[-1] >= 0:
-        matches = (occurrences, ahead, orders)
+        matches = (occurrences, orders)
         bounds = (shortest, longest, walked)
         found = _find(first, 0, own, tail, bounds, matches, 0)
         found = _find(second, 1, False, tail, bounds, matches, found)
         found = _find(third, 2, False, tail, bounds, matches, found)
         nodes[0, TOKEN], nodes[0, STOP] = tail[-1], found
-        known = (memory, hashes[0].view(np.uint64), table, frequent, source)
-        space_of_options = (options, likely[0].view(np.float64))
+        known = (memory, hashes, table, frequent, source)
         begin = (tail, floor, is_chain)
-        count = _grow((first, second, third), own, matches, known, begin, nodes, tips, probs, space_of_options)
+        count = _grow((first, second, third), own, matches, known, begin, nodes, tips, probs, (options, likely))
     return _write(nodes, probs[0], probs[3], count, limits, costs)
 
 
@@ -251,12 +222,16 @@ def _find(chains, text, own, tail, bounds, matches, count):
     if length == 1:
         return count
     shortest, longest, walked = bounds
-    occurrences, _, orders = matches
+    occurrences, orders = matches
     positions, lengths = orders[1, :walked], orders[2, :walked]
     found = find_matches(arena, heads, links, length, tail, tail.size, shortest, longest, _VARIETY, positions, lengths)
     for each in range(found):
         matched = lengths[each]
-        add_occurrence(arena, length, own, matches, count, positions[each], matched, text)
+        occurrences[count, POSITION], occurrences[count, LENGTH], occurrences[count, TEXT] = (
+            positions[each],
+            matched,
+            text,
+        )
         at = count
         while text > 0 and at > 0 and occurrences[orders[0, at - 1], LENGTH] < matched:
             orders[0, at] = orders[0, at - 1]

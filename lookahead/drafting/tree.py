@@ -74,7 +74,8 @@ class TokenTree:
 
     def ancestor_words(self) -> NDArray[np.int64]:
         """int64 `[n, ceil(n / 64)]`: bit `j % 64` of word `j // 64` is set if node j is on the path from the root."""
-        words: NDArray[np.int64] = _ancestor_words(self.parents)
+        words = np.zeros((len(self), (len(self) + 63) // 64), np.int64)
+        fill_ancestor_words(self.parents, words)
         return words
 
 
@@ -113,14 +114,6 @@ def node_depths(parents):
     for node in range(1, len(parents)):
         depths[node] = depths[parents[node]] + 1
     return depths
-
-
-@njit(cache=True)
-def _ancestor_words(parents):
-    nodes = len(parents)
-    words = np.zeros((nodes, (nodes + 63) // 64), np.int64)
-    fill_ancestor_words(parents, words)
-    return words
 
 
 @njit(cache=True)
