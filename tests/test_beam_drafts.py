@@ -112,6 +112,7 @@ def search_with(
     return searches[0].served, len(steps)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("options", MORE_OPTIONS.values(), ids=MORE_OPTIONS)
 @pytest.mark.parametrize("make", ADVERSARIES, ids=NAMES)
 @pytest.mark.parametrize("name", ["Llama", "Gemma3"])
@@ -172,6 +173,7 @@ def test_every_family_finds_the_sequences_of_transformers_with_drafts(family: Fa
         torch.testing.assert_close(mine, theirs, rtol=0, atol=limit)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("count", [2, 8])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("inputs", [ONE, RAGGED], ids=["one", "ragged"])

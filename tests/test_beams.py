@@ -28,6 +28,7 @@ from tests.support.stateful import Grammar
 TREES = [family for family in FAMILIES.values() if family.decoded == "trees"]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("inputs", [ONE, RAGGED], ids=["one", "ragged"])
 @pytest.mark.parametrize("family", cases([*TREES, *ENCODER_DECODERS.values()]))
 def test_every_family_finds_the_sequences_of_transformers(family: Family, inputs: dict[str, Any]) -> None:
@@ -35,6 +36,7 @@ def test_every_family_finds_the_sequences_of_transformers(family: Family, inputs
     assert_same(build(family), LookaheadConfig(proposers=()), **inputs)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("count", [2, 8])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("inputs", [ONE, RAGGED], ids=["one", "ragged"])
