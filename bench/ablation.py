@@ -10,7 +10,7 @@ lookup` (transformers), `longest suffix` (vLLM), `first occurrence` (SAM decodin
 allow, `token recycling` a static tree of as many nodes (80 in the paper). With `--memory shared` each combination
 remembers the prompts before, with a memory file it also knows what that holds; with `request` every prompt starts anew.
 "Before loops" counts, of each output, the tokens up to the place where 16 tokens repeat, as small models loop and that
-flatters n-grams. In fp32 a token that is not that of `model.generate` ends the run. The last line is one JSON object.
+flatters n-grams. In fp32 a token that is not that of `model.generate` ends the run.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ with the options of beam search and without drafts. Sequences and beam indices m
 the command fails where they are not. Otherwise one model searches on one thread of one core, transformers and lookahead
 in turn on every prompt, and their order rotates; in fp32, and in bf16 where rows keep their bits, a difference ends the
 run. `undrafted` is lookahead without drafts. The keys and values of a search are the most that its caches hold at a
-time. `--encoder-decoder` takes a model of BART-base's shape with random weights and inputs of 700 tokens. The last line
-is one JSON object.
+time. `--encoder-decoder` takes a model of BART-base's shape with random weights and inputs of 700 tokens.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ def parser_of(
         dtype: The default of `--dtype`, `fp32` or `bf16`.
         core: Whether there is `--core`, for `stay_on_one_core`.
     """
+    page = f"{page}\nThe last line printed is one JSON object."
     parser = argparse.ArgumentParser(description=page, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, help="also write the JSON object here")
     if model is not None:

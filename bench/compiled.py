@@ -6,8 +6,7 @@
 One thread, batch 1. Steps of both kinds take turns with one of transformers, after `--context` tokens: medians of
 processor milliseconds by the nodes of the tree. Then passages of a text are summarized, or continued where the model
 knows no summaries, by the engine without drafts and with them, plainly and compiled, every way in turn, by the clock on
-the wall, medians of rounds. In fp32 every output must be that of `model.generate`, or the command fails. The last
-line is one JSON object.
+the wall, medians of rounds. In fp32 every output must be that of `model.generate`, or the command fails.
 """
 
 from __future__ import annotations

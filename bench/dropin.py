@@ -3,8 +3,8 @@
     python -m bench.dropin
 
 With the tests' summarizer on one thread: seconds of `enable` and `disable`; a call with `max_new_tokens=1` with and
-without lookahead, in turn, for several prompt lengths, as the ratio of medians; and how much the memory of the
-process grows over many calls once it is warm. The last line is one JSON object.
+without lookahead, in turn, for several prompt lengths, as the ratio of medians; and how much the memory of the process
+grows over many calls once it is warm.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ for which lookahead's own check says that it does must give the same outputs too
 command reports the share of prompts that part from greedy decoding, and how near to a tie the two likeliest tokens were
 there. Transformers' own prompt lookup runs beside it. Steps without drafts are those of `model.generate` always: with
 `proposers=()` no prompt may part. Give `--prompts` to include the tests' summarizer on real passages, or `--model` to
-compare that model in bf16 alone. The last line is one JSON object.
+compare that model in bf16 alone.
 """
 
 from __future__ import annotations

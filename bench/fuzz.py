@@ -2,8 +2,7 @@
 
     python -m bench.fuzz --runs 10000
 
-Every case is drawn from its own number, so that a failing one can be run alone (`--first N --runs 1`). The last
-line is one JSON object.
+Every case is drawn from its own number, so that a failing one can be run alone (`--first N --runs 1`).
 """
 
 from __future__ import annotations

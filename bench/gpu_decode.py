@@ -18,7 +18,7 @@ after the same prompt, and is dictated nothing.
 
 The gate comes first: in fp32 a tiny model must give the tokens of `model.generate`, and this one with CUDA graphs those
 of the same passes run one operation at a time, or nothing is timed. On a CPU, where there are no graphs, that is what
-runs in their place: it shows that the command works, and nothing about a GPU. The last line is one JSON object.
+runs in their place: it shows that the command works, and nothing about a GPU.
 """
 
 from __future__ import annotations

@@ -19,8 +19,7 @@ no decoding, however fast, could exceed here. A token that is kept has to be com
 its scores are computed too.
 
 Before that --streamed short documents go through a dry engine, a model of one tiny layer, and the growth of the
-resident memory of the process is read from /proc (Linux): from before the first document to the highest. The last line
-is one JSON object.
+resident memory of the process is read from /proc (Linux): from before the first document to the highest.
 """
 
 from __future__ import annotations

@@ -11,8 +11,7 @@ block mask ready-made, as once per step; "flex, mask inside" makes the block mas
 method that differs from float64 by more than half precision explains is not timed, and the command fails. Bandwidth
 counts keys and values once, and stands beside that of a plain copy, which counts what it reads and what it writes.
 Compaction moves 5 tokens in all layers. On a CPU, on one thread, nothing is recorded, FlexAttention is not compiled,
-and the reference compacts: that measures the CPU's own kernel beside SDPA, and nothing about a GPU. The last line is
-one JSON object.
+and the reference compacts: that measures the CPU's own kernel beside SDPA, and nothing about a GPU.
 """
 
 from __future__ import annotations

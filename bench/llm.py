@@ -12,8 +12,7 @@ n-grams: the figures "without loops" leave its prompt out for every method.
 
 The gate comes before any figure: in fp32, and in bf16 where the stats say that every pass kept its bits, a token of
 ours that is not that of `model.generate` ends the run, greedy or sampled. Elsewhere in bf16 the first difference of
-every output is counted, with the gap between the two likeliest logits of greedy decoding there. The last line is one
-JSON object.
+every output is counted, with the gap between the two likeliest logits of greedy decoding there.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ of the steps, prefill and all work of the host included: by the clock on the wal
 a busy machine disturbs less.
 
 The gate comes first: both, and in fp32 transformers' own `model.generate`, must write the given text, or nothing is
-timed. The last line is one JSON object.
+timed.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 
 The ways of ours take turns with one step of transformers: "exact" lets every node attend alone (half precision only),
 "fast" uses a mask, "unpacked" is fast without packed weights. Figures are medians of processor milliseconds. A perfect
-pass reads every weight once at the measured bandwidth of this core, or multiplies at its measured peak, whichever
-takes longer; "% of perfect" is its time over that of the way. The last line is one JSON object.
+pass reads every weight once at the measured bandwidth of this core, or multiplies at its measured peak, whichever takes
+longer; "% of perfect" is its time over that of the way.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ of which every node of every tree leaves eight successors. `append_bulk_us` is w
 `append_us` a call with one new token.
 
 Beside them, on the same text: transformers' own prompt lookup, and the longest suffix found by a scan (Knuth, Morris
-and Pratt), the rule of vLLM's n-gram proposer. Both draft a chain of 10. One core is used. The last line is one JSON
-object.
+and Pratt), the rule of vLLM's n-gram proposer. Both draft a chain of 10. One core is used.
 """
 
 from __future__ import annotations

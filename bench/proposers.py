@@ -15,8 +15,7 @@ cost model, so that tokens per pass do not depend on the machine. Then all decod
 which may turn drafting off. Those that can draw decode at temperature 1 by rejection sampling, and all that draft by
 typical acceptance, which is lossy: `divergence` says by how much. In these two modes the outputs differ from those of
 the same seed, and `identical` says nothing. Memory is fresh for each prompt. Figures of other models in the file of
-`--output` stay there, so that the pair and the heads can be measured one after the other. The last line is one JSON
-object.
+`--output` stay there, so that the pair and the heads can be measured one after the other.
 """
 
 from __future__ import annotations

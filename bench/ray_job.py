@@ -9,7 +9,7 @@ one thread, has loaded the model and is warm before its clock starts; the clock 
 are written. The summaries of all three are compared, in fp32; where one differs or is lost, this ends in an error.
 
 `overhead` is by how much the seconds on Ray exceed those of the local processes. With fewer cores than workers, or with
-other work on the machine, both are rough. The last line is one JSON object.
+other work on the machine, both are rough.
 """
 
 from __future__ import annotations

@@ -9,10 +9,9 @@ what a draft foretold and one token more.
 
 Beside ours stand transformers' own prompt lookup (`hf_prompt_lookup`), the longest suffix (`longest_suffix`, vLLM's
 rule) and the automaton of first occurrences (`first_occurrence`, that of SAM decoding). `ours@16` drafts at most 16
-nodes a step from the prompt and the output, with memory fresh for each pair; `ours_shared@16` from what earlier
-pairs left too; `outputs@16` from that alone. Hit rates are learned from the first pair on. `calibration` says how
-many tokens the drafts promised and how many were accepted, after the first 2,000 tokens. The last line is one JSON
-object.
+nodes a step from the prompt and the output, with memory fresh for each pair; `ours_shared@16` from what earlier pairs
+left too; `outputs@16` from that alone. Hit rates are learned from the first pair on. `calibration` says how many tokens
+the drafts promised and how many were accepted, after the first 2,000 tokens.
 """
 
 from __future__ import annotations

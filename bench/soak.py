@@ -5,9 +5,8 @@
 Requests are pieces of the texts, cut anywhere, of varied length, with short outputs: greedy, sampled, in ragged
 batches, and streamed, every second of those left half-way. What requests share is bounded (`LookaheadConfig.memory`)
 but takes thousands of them to fill. So requests warm up until the earlier outputs have reached their bound and been
-halved for the first time; what grows from there on is a leak. The sizes of both stores stand beside the resident
-memory of the process, which is read from /proc (Linux), after Python's garbage was collected. The last line is one
-JSON object.
+halved for the first time; what grows from there on is a leak. The sizes of both stores stand beside the resident memory
+of the process, which is read from /proc (Linux), after Python's garbage was collected.
 """
 
 from __future__ import annotations

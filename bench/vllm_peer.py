@@ -8,8 +8,7 @@ and decodes the same prompts: those of Spec-Bench in order, then several questio
 share a prompt ("shared"). Outputs are compared with vLLM's own plain ones at the same batch.
 
 At batch 1 seconds begin at the first token. At larger ones they include the prefills, which are the same for all.
-`tokens per pass` leaves the prefills out. `--record` keeps the plain outputs for `bench.vllm_replay`. The last line is
-one JSON object.
+`tokens per pass` leaves the prefills out. `--record` keeps the plain outputs for `bench.vllm_replay`.
 """
 
 from __future__ import annotations

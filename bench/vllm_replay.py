@@ -12,7 +12,7 @@ tokens.
 An output that repeats 16 of its own tokens loops, which flatters n-grams: "no loops" leaves it out for every method.
 
 A step takes 1, and each drafted token of a request `--token-cost` more; lookahead is told so by its clock. `gain` is
-tokens per that time, over plain decoding. Prefills are left out. The last line is one JSON object.
+tokens per that time, over plain decoding. Prefills are left out.
 """
 
 from __future__ import annotations

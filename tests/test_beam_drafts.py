@@ -155,7 +155,7 @@ def test_nothing_is_drafted_that_no_step_could_choose(tokens: int, tiny_llama: P
     assert len(read) < tokens or tokens < 9, "nothing was drafted"
 
 
-@pytest.mark.parametrize("family", cases(TREES))
+@pytest.mark.parametrize("family", cases(TREES, by_feature=True))
 def test_every_family_finds_the_sequences_of_transformers_with_drafts(family: Family) -> None:
     # In float64 rounding hides nothing: a wrong position or mask moves logits by 0.1 and more. Some layers compute in
     # float32 all the same, and those that transformers cannot run in float64, such as experts, stay in it.

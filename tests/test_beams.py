@@ -30,7 +30,7 @@ TREES = [family for family in FAMILIES.values() if family.decoded == "trees"]
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("inputs", [ONE, RAGGED], ids=["one", "ragged"])
-@pytest.mark.parametrize("family", cases([*TREES, *ENCODER_DECODERS.values()]))
+@pytest.mark.parametrize("family", cases([*TREES, *ENCODER_DECODERS.values()], by_feature=True))
 def test_every_family_finds_the_sequences_of_transformers(family: Family, inputs: dict[str, Any]) -> None:
     # The sizes of drafts follow measured time, and rounding follows the sizes: drafts have tests of their own.
     assert_same(build(family), LookaheadConfig(proposers=()), **inputs)

@@ -113,6 +113,7 @@ def test_lengths_out_of_range_are_refused(small_pool, lengths):
 # Outputs
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("proposers", [(), ("corpus",), ("prompt",), ("prompt", "jacobi", "corpus")], ids=str)
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_the_tokens_are_those_of_generate_whatever_the_pool_offers(

@@ -45,7 +45,7 @@ def lost(target: PreTrainedModel, config: LookaheadConfig, tokens: int) -> float
     return engine.stats[0].decode_s / 0.01 - engine.stats[0].decoded_tokens
 
 
-@pytest.mark.parametrize("draft_s", [0.0001, 0.001, 0.004, 0.02, 0.1])
+@pytest.mark.parametrize("draft_s", [0.0001, 0.004, 0.1])
 def test_a_draft_model_that_foretells_nothing_loses_a_few_steps_whatever_it_takes(
     looping_llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, draft_s: float
 ) -> None:
@@ -108,8 +108,8 @@ def test_beside_a_draft_model_that_is_too_dear_the_names_draft_as_if_it_were_not
     Clock(monkeypatch, {target: 0.01, twin: 0.01, draft: draft_s})
     names = ("prompt", "recycled")
     config = LookaheadConfig(proposers=(*names, DraftModel(draft)), memory="request")
-    alone = [lost(twin, LookaheadConfig(proposers=names, memory="request"), 200) for _ in range(3)]
-    beside = [lost(target, config, 200) for _ in range(3)]
+    alone = [lost(twin, LookaheadConfig(proposers=names, memory="request"), 200) for _ in range(2)]
+    beside = [lost(target, config, 200) for _ in range(2)]
     for before, after in zip(alone, beside, strict=True):
         assert after < before + 6 + 2 * draft_s / 0.01  # it reads the prompt, and is tried once
 
@@ -154,8 +154,8 @@ def test_sources_that_are_useless_do_not_switch_off_a_draft_model_that_is_good(
         monkeypatch.setattr("lookahead.proposers.ngram.NgramProposer.newest", {}, raising=False)
         useless = "prompt"
     together = LookaheadConfig(proposers=(useless, DraftModel(draft, **shape)), memory="request")
-    saved = [-lost(twin, alone, 200) for _ in range(3)]
-    kept = [-lost(target, together, 200) for _ in range(3)]
+    saved = [-lost(twin, alone, 200) for _ in range(2)]
+    kept = [-lost(target, together, 200) for _ in range(2)]
     assert min(saved) > 60 and min(kept) > 0.9 * min(saved)
     assert clock.passes[draft] > 0.9 * clock.passes[other]
 

@@ -185,7 +185,6 @@ def test_transformers_finds_the_real_kernels_distribution_from_the_root(tmp_path
     metadata.parent.mkdir()
     metadata.write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {KERNELS_MIN_VERSION}\n")
     script = (
-        "from transformers import LlamaForCausalLM\n"
         "from transformers.utils.import_utils import is_kernels_available\n"
         "import kernels; print(is_kernels_available(), kernels.__file__)"
     )

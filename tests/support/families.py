@@ -112,13 +112,17 @@ _WELL_KNOWN = {
 }
 
 
-def cases(families: Iterable[Family]) -> list[Any]:
-    """Test parameters: one family for every kind of attention, and the others under the marker `exhaustive`."""
-    seen, made = set(), []
+def cases(families: Iterable[Family], *, by_feature: bool = False) -> list[Any]:
+    """Test parameters: one family for every kind of attention, and the others under the marker `exhaustive`.
+
+    A kind is a set of features. `by_feature` runs a family only for a feature that no family before it has.
+    """
+    seen: set[Any] = set()
+    made: list[Any] = []
     for family in families:
         kind = frozenset(family.features.split(", ")) - _OTHER_FEATURES
-        runs = kind not in seen or family.name in _WELL_KNOWN
-        seen.add(kind)
+        runs = bool(kind - seen) if by_feature else kind not in seen or family.name in _WELL_KNOWN
+        seen |= kind if by_feature else {kind}
         made.append(pytest.param(family, id=family.name, marks=() if runs else pytest.mark.exhaustive))
     return made
 
