@@ -15,7 +15,6 @@ import llvmlite.binding as llvm
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from lookahead.kernels.microkernel import LANES, ROWS, jit_part, narrow, tile_of, widen
 from lookahead.kernels.threads import array_at, run, take
@@ -44,9 +43,9 @@ def pack(weight: Tensor) -> Tensor:
         last panel is padded with zeros.
     """
     terms = weight.detach().view(_TERM[weight.dtype])
-    packed: Tensor = (
-        pad(terms, (0, 0, 0, -len(terms) % COLUMNS)).unflatten(0, (-1, COLUMNS)).transpose(1, 2).contiguous()
-    )
+    packed = terms.new_zeros(-(-len(terms) // COLUMNS), terms.shape[1], COLUMNS)
+    for panel, columns in zip(packed, terms.split(COLUMNS), strict=True):  # a panel at a time fits a near cache
+        panel[:, : len(columns)] = columns.T
     return packed
 
 

@@ -64,6 +64,27 @@ def test_products_agree_with_those_in_float64_whatever_their_shape(shape, bias, 
     assert len(multiplied) == 1
 
 
+@pytest.mark.skipif(not packed_product.is_supported(torch.zeros(1, 2)), reason="this CPU has no AVX-512")
+@pytest.mark.parametrize("outputs", [1, 31, 32, 33, 100])
+def test_a_packed_weight_holds_panels_of_outputs_padded_with_zeros(outputs):
+    weight = torch.randn(outputs, 6)
+    panels = torch.cat([weight, torch.zeros(-outputs % 32, 6)]).unflatten(0, (-1, 32)).transpose(1, 2)
+    assert torch.equal(packed_product.pack(weight), panels)
+
+
+def test_a_weight_is_packed_once_for_all_the_bits_that_one_layout_keeps(monkeypatch):
+    packed = []
+    monkeypatch.setattr(
+        linears, "lay_out", lambda weight, *layout: packed.append(1) or product_bits.lay_out(weight, *layout)
+    )
+    monkeypatch.setattr(linears, "best_layout", lambda *asked: (Layout(rows=16), 8 if asked[2] == "alone" else 4))
+    model = model_of(dtype=torch.bfloat16)
+    scope, x = LinearScope(model), torch.randn(2, 24).bfloat16()
+    for bits in ("alone", "together", "any"):
+        run(scope, model, x, bits)
+    assert packed == [1]
+
+
 def test_activations_that_are_not_contiguous_are_read_as_they_stand():
     model, x = model_of(), torch.randn(24, 3, 40).transpose(0, 2)
     assert torch.allclose(run(LinearScope(model), model, x), model(x.contiguous()), atol=1e-5)
@@ -261,11 +282,11 @@ def test_packed_weights_that_change_the_bits_of_half_precision_are_not_used(bits
     by_row = lambda x, *rest: torch.cat([linear(row, *rest) for row in x.split(1)])  # noqa: E731
     monkeypatch.setattr(product_bits, "linear", by_row)
     monkeypatch.setattr(product_bits, "by_onednn", by_row)
-    packed = linears._pack(weight, None, bits)
+    packed = linears._pack(weight, None, bits, ())
     assert packed is not None and packed.most == 32
     product_bits._compare_rows.cache_clear()
     monkeypatch.setattr(product_bits, "by_onednn", lambda *operands: by_row(*operands) * 1.01)
-    assert linears._pack(weight, None, bits) is None
+    assert linears._pack(weight, None, bits, ()) is None
 
 
 needs_dots = pytest.mark.skipif(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from threading import local
@@ -63,12 +63,9 @@ class PackedLinear:
             self._own, self._version = own, own._version
         if bits not in self._packed:
             others = [each for each in self._packed.values() if each is not None]
-            packed = _pack(own, bias, bits)
+            packed = _pack(own, bias, bits, others)
             if packed is not None and not others:
                 self._digest = _digest(own)
-            for other in others:
-                if packed is not None and packed.layout == other.layout:
-                    packed = other._replace(most=packed.most)
             self._packed[bits] = packed
             _thread.has_packed = True
         return self._packed[bits]
@@ -190,15 +187,20 @@ def _is_plain(layer: nn.Linear) -> bool:
     )
 
 
-def _pack(weight: Tensor, bias: Tensor | None, bits: Bits) -> Packed | None:
-    """A packed weight; None where nothing multiplies faster, or bits change."""
+def _pack(weight: Tensor, bias: Tensor | None, bits: Bits, others: Sequence[Packed]) -> Packed | None:
+    """A packed weight, None where nothing multiplies faster or bits change; one of the others is not packed again."""
     ways = faster_ways(weight.dtype, torch.get_num_threads())
     with torch.inference_mode():
         try:
             if weight.dtype == torch.float32:
                 return lay_out(weight, _LAYOUTS[ways[0]])
             layout, most = best_layout(weight, bias, bits, ways)
-            return lay_out(weight, layout, most) if most else None
+            if not most:
+                return None
+            for other in others:
+                if other.layout == layout:
+                    return other._replace(most=most)
+            return lay_out(weight, layout, most)
         except (AttributeError, RuntimeError):
             return None
 
