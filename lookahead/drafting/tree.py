@@ -79,17 +79,6 @@ class TokenTree:
         return words
 
 
-def sum_by_source(
-    tree: TokenTree, path_probs: NDArray[np.float64], path: IntArray, sources: int
-) -> NDArray[np.float64]:
-    """Nodes drafted, accepted, and expected to be accepted of every source, float64 `[sources, 3]`, without the root.
-
-    A node of two sources counts for both. `path` are the accepted nodes, the root first.
-    """
-    bits = (tree.sources >> np.arange(sources)[:, None]) & 1  # the root has none
-    return np.array([bits.sum(1), bits[:, path].sum(1), bits @ path_probs]).T
-
-
 def count_within(tree: TokenTree, path: IntArray, bits: int) -> int:
     """Nodes of a path (int32 `[a]`), the root left out, that only the sources of `bits` offered."""
     return int(np.count_nonzero(tree.sources[path[1:]] & ~bits == 0))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
-from torch import Tensor
 
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.controller import Controller, StepPlan
@@ -13,6 +12,7 @@ from lookahead.drafting.proposal import Feedback, Proposal, Proposer, Top, quest
 from lookahead.drafting.select import Draft, drafter_of, fit, merge
 from lookahead.drafting.tree import TokenTree
 from lookahead.engine.row import ROOT, Row
+from lookahead.models.target import Target
 from lookahead.ngram.prune import FREE, Limits
 from lookahead.proposers.validated import ValidatedProposer
 from lookahead.verification.exact import VerifyResult
@@ -120,42 +120,34 @@ class TreeDrafter:
 
     def observe(
         self,
-        row: Row,
-        draft: Draft,
-        result: VerifyResult,
+        rows: Sequence[Row],
+        drafts: Sequence[Draft],
+        results: Sequence[VerifyResult | Exception],
         scores: Scores,
-        at: int,
-        hidden: Mapping[int, Tensor],
-        prompt_hidden: Mapping[int, Tensor],
-        *,
+        target: Target,
         needs_argmax: bool,
     ) -> None:
-        """Let the proposers learn from a step.
+        """Let the proposers learn from a step of some rows, which all rows of the pass are.
 
         The tokens of plain steps are collected until the proposers are asked again, unless one of them reads more than
         tokens: many tokens at once cost little more than one.
-
-        Args:
-            row: The row.
-            draft: Its verified draft.
-            result: The target's choice.
-            scores: The likeliest tokens of the pass.
-            at: The row's place in the pass.
-            hidden: The hidden states of the pass, `[rows, nodes, size]` by layer.
-            prompt_hidden: Those of the row's prompt, after its prefill.
-            needs_argmax: Whether a proposer reads the argmax of this step.
         """
-        if draft.placed is self.nothing and not (hidden or needs_argmax) and scores.top is None:
-            row.pending.append(result.tokens)
-            return
-        nodes, top = len(draft.tree), None
-        if scores.top is not None and scores.probabilities is not None:
-            top = Top(draft.tree, scores.top[at, :nodes], scores.probabilities[at, :nodes])
-        argmax = scores.argmax[at, :nodes] if needs_argmax else NO_NODES
-        states = {layer: each[at, :nodes] for layer, each in hidden.items()} if hidden else {}
-        feedback = Feedback(result.tokens, result.path, argmax, top, states, prompt_hidden)
-        for proposer, placed in zip(self._proposers, draft.placed, strict=True):
-            proposer.observe(row.slot, feedback, placed)
+        hidden, prompts = target.hidden, target.prompt_hidden
+        for at, (row, draft, result) in enumerate(zip(rows, drafts, results, strict=True)):
+            if isinstance(result, Exception):
+                continue
+            if draft.placed is self.nothing and not (hidden or needs_argmax) and scores.top is None:
+                row.pending.append(result.tokens)
+                continue
+            nodes, top = len(draft.tree), None
+            if scores.top is not None and scores.probabilities is not None:
+                top = Top(draft.tree, scores.top[at, :nodes], scores.probabilities[at, :nodes])
+            argmax = scores.argmax[at, :nodes] if needs_argmax else NO_NODES
+            states = {layer: each[at, :nodes] for layer, each in hidden.items()} if hidden else {}
+            feedback = Feedback(result.tokens, result.path, argmax, top, states, prompts[at] if prompts else {})
+            for proposer, placed in zip(self._proposers, draft.placed, strict=True):
+                proposer.observe(row.slot, feedback, placed)
+        prompts.clear()
 
     def _observe_pending(self, row: Row) -> None:
         """Let the proposers observe the tokens that were emitted while they were not asked."""

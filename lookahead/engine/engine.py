@@ -134,12 +134,10 @@ class Engine:
         self._rows += rows
         self._target.keeps_hidden = any(reader.reads_hidden for reader in self._drafter.hidden_readers)
         logits = self._target.prefill([row.text for row in rows], first)
-        drafts, needs_argmax = self._drafter.bare(rows), self._drafter.needs_argmax
-        scores = self._read(logits, needs_argmax, self._drafter.needs_top)
+        drafts, scores = self._drafter.bare(rows), read_scores(logits, with_top=self._drafter.needs_top)
         results = self._verify(drafts, logits, scores, first)
-        self._commit(drafts, results, first)
         with self._learning:
-            self._observe(drafts, results, scores, needs_argmax, first)
+            self._drafter.observe(rows, drafts, results, scores, self._target, self._drafter.needs_argmax)
             outputs = self._retire(drafts, results, first)
         now = time.perf_counter()
         for row in rows:
@@ -167,10 +165,9 @@ class Engine:
         needs_argmax = self._drafter.needs_argmax or plan.branch is not None
         drafts, logits, scores, nodes = self._score(drafts, needs_argmax)
         results = self._verify(drafts, logits, scores)
-        self._commit(drafts, results)
         with self._learning:
             verified = time.perf_counter()
-            self._observe(drafts, results, scores, needs_argmax)
+            self._drafter.observe(self._rows, drafts, results, scores, self._target, needs_argmax)
             now = time.perf_counter()
             for row in self._rows:
                 row.stats.decode_s = now - row.prefilled
@@ -191,31 +188,31 @@ class Engine:
             drafts = self._ensemble.agree(drafts)
         self._target.keeps_hidden = any(reader.reads_hidden for reader in self._drafter.hidden_readers)
         logits = self._target.score([draft.tree for draft in drafts])
-        asked = any(draft.placed is not self._drafter.nothing for draft in drafts)
-        scores = self._read(logits, needs_argmax, self._drafter.needs_top and asked)
-        nodes = logits.shape[1]
-        if nodes > 1 and not _are_numbers(drafts, logits, scores):
-            drafts = self._drafter.bare(self._rows)
-            for i in range(len(drafts)):
-                self.cache.wipe(i, int(self.cache.slots.lengths[i]))
-            logits = self._target.score([draft.tree for draft in drafts])
-            scores = self._read(logits, needs_argmax, False)
+        needs_top = self._drafter.needs_top and any(draft.placed is not self._drafter.nothing for draft in drafts)
+        scores, nodes = Scores(NO_NODES), logits.shape[1]
+        # On a GPU reading is also what waits for the pass, so that its time is known.
+        if needs_argmax or needs_top or logits.device.type != "cpu" or any(row.is_simple for row in self._rows):
+            scores = read_scores(logits, with_top=needs_top)
+        if nodes > 1:
+            wrong = scores.argmax < 0 if len(scores.argmax) else logits[..., 0].isnan().numpy()
+            if wrong.any() and any(wrong[i, : len(draft.tree)].any() for i, draft in enumerate(drafts)):
+                drafts = self._drafter.bare(self._rows)
+                for i in range(len(drafts)):
+                    self.cache.wipe(i, int(self.cache.slots.lengths[i]))
+                logits = self._target.score([draft.tree for draft in drafts])
+                scores = read_scores(logits, with_top=False)
         return drafts, logits, scores, nodes
 
-    def _read(self, logits: Tensor, needs_argmax: bool, needs_top: bool) -> Scores:
-        """The likeliest tokens after every node, as far as anyone asks: the step's one read from the device."""
-        wanted = needs_argmax or needs_top or any(row.is_simple for row in self._rows)
-        if not wanted and logits.device.type == "cpu":
-            return Scores(NO_NODES)  # elsewhere reading is also what waits for the pass, so that its time is known
-        return read_scores(logits, with_top=needs_top)
-
     def _verify(self, drafts: Sequence[Draft], logits: Tensor, scores: Scores, first: int = 0) -> Results:
-        """Walk the trees of all rows from `first` on; an error in place of a result where it is that row's own."""
+        """Walk the trees of all rows from `first` on, then keep the KV of what was accepted, and count it.
+
+        Where an error is that of one row, it stands in place of the row's result.
+        """
         results: Results = []
         for i, (row, draft) in enumerate(zip(self._rows[first:], drafts, strict=True)):
             pick: Pick | None = None
             if self._by_rejection:
-                pick = self._drafter.rounds[i].choose if self._drafter.rounds else _draw
+                pick = self._drafter.rounds[i].choose if self._drafter.rounds else lambda node, chances: draw(chances)
             try:
                 argmax = scores.argmax[i] if len(scores.argmax) else scores.argmax
                 results.append(row.verify(draft, logits[i], argmax, pick, is_typical=self._by_typicality))
@@ -223,28 +220,13 @@ class Engine:
                 if not self._isolates:
                     raise
                 results.append(error)
-        return results
-
-    def _commit(self, drafts: Sequence[Draft], results: Results, first: int = 0) -> None:
-        """Keep the KV of what was accepted, and count it."""
         for i, (draft, result) in enumerate(zip(drafts, results, strict=True), first):
             if isinstance(result, Exception):
                 self.cache.wipe(i)
             else:
                 self._target.commit(i, result.path)
                 self._rows[i].count(draft, result, self.sources, is_bitwise=self._target.is_bitwise)
-
-    def _observe(
-        self, drafts: Sequence[Draft], results: Results, scores: Scores, needs_argmax: bool, first: int = 0
-    ) -> None:
-        """Let the proposers learn from every row."""
-        hidden, prompts = self._target.hidden, self._target.prompt_hidden
-        for i, (draft, result) in enumerate(zip(drafts, results, strict=True)):
-            if not isinstance(result, Exception):
-                prompt = prompts[i] if prompts else {}
-                row = self._rows[first + i]
-                self._drafter.observe(row, draft, result, scores, i, hidden, prompt, needs_argmax=needs_argmax)
-        prompts.clear()
+        return results
 
     def _retire_outgrown(self) -> list[StepOutput]:
         """Take out rows that the model has no more positions for, where one row's error ends that row alone."""
@@ -290,17 +272,6 @@ class Engine:
         last = self._rows.pop()
         if i < len(self._rows):
             self._rows[i] = last
-
-
-def _draw(node: int, chances: Tensor) -> int:
-    """The token after a node where nothing was drafted."""
-    return draw(chances)
-
-
-def _are_numbers(drafts: Sequence[Draft], logits: Tensor, scores: Scores) -> bool:
-    """Whether the logits at all nodes of some trees are numbers, as far as it can be told without a further read."""
-    wrong = scores.argmax < 0 if len(scores.argmax) else logits[..., 0].isnan().numpy()
-    return not (wrong.any() and any(wrong[i, : len(draft.tree)].any() for i, draft in enumerate(drafts)))
 
 
 def _record(

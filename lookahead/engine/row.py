@@ -13,10 +13,10 @@ from torch import Tensor
 
 from lookahead.drafting.proposal import IntArray
 from lookahead.drafting.select import Draft
-from lookahead.drafting.tree import TokenTree, sum_by_source
+from lookahead.drafting.tree import TokenTree
 from lookahead.errors import PromptError
 from lookahead.stats import DecodingStats
-from lookahead.verification.exact import VerifyResult, verify, verify_greedy
+from lookahead.verification.exact import VerifyResult, verify, walk_greedy
 from lookahead.verification.sampling import TokenChooser, not_a_number
 from lookahead.verification.stopping import FinishReason, StoppingRule
 from lookahead.verification.typical import Walk, longest_typical
@@ -165,14 +165,15 @@ class Row:
             is_typical: Whether what the target finds likely enough is accepted, which is lossy.
         """
         if self.is_simple:
-            result = verify_greedy(draft.tree, argmax, self.stopping.eos_tokens, self.left)
+            tree, eos_tokens = draft.tree, self.stopping.eos_tokens
+            result = VerifyResult(*walk_greedy(tree.tokens, tree.parents, argmax, eos_tokens, self.left))
             if result.tokens[-1] < 0:
                 raise not_a_number(self.index, self.emitted + len(result.tokens) - 1)
             self.ids[self.length : self.length + len(result.tokens)] = result.tokens
             self.length += len(result.tokens)
             self.emitted += len(result.tokens)
             if result.finished:
-                self.finish_reason = "stop" if int(result.tokens[-1]) in self.stopping.eos_tokens else "length"
+                self.finish_reason = "stop" if int(result.tokens[-1]) in eos_tokens else "length"
             return result
 
         typical: Walk = {}
@@ -223,8 +224,9 @@ class Row:
         stats.drafted_tokens += len(draft.tree) - 1
         stats.accepted_tokens += len(result.path) - 1
         stats.expected_tokens += float(draft.path_probs.sum()) - 1.0
-        sums = sum_by_source(draft.tree, draft.path_probs, result.path, len(sources))
-        for name, (drafted, accepted, expected) in zip(sources, sums.tolist(), strict=True):
+        bits = (draft.tree.sources >> np.arange(len(sources))[:, None]) & 1  # by source and node; the root has none
+        counts = np.array([bits.sum(1), bits[:, result.path].sum(1), bits @ draft.path_probs]).T
+        for name, (drafted, accepted, expected) in zip(sources, counts.tolist(), strict=True):
             stats.forwards_by_source[name] += drafted > 0
             stats.drafted_by_source[name] += int(drafted)
             stats.accepted_by_source[name] += int(accepted)

@@ -52,19 +52,6 @@ def verify(tree: TokenTree, choose: Callable[[int], int], is_finished: Callable[
         path.append(child)
 
 
-def verify_greedy(tree: TokenTree, argmax: IntArray, eos_tokens: IntArray, limit: int) -> VerifyResult:
-    """`verify` for greedy decoding that ends at an end-of-sequence token or after `limit` tokens, in one call.
-
-    Args:
-        tree: The draft.
-        argmax: int32 `[n]`; the target's choice after every node.
-        eos_tokens: int32 `[k]`; tokens that end the output.
-        limit: Tokens the row may still emit, at least 1.
-    """
-    path, tokens, finished = _walk(tree.tokens, tree.parents, argmax, eos_tokens, limit)
-    return VerifyResult(path, tokens, finished)
-
-
 @njit(cache=True)
 def _child(tokens, parents, node, token):
     """The child of `node` that holds `token`, or 0."""
@@ -75,8 +62,16 @@ def _child(tokens, parents, node, token):
 
 
 @njit(cache=True)
-def _walk(tree_tokens, parents, argmax, eos_tokens, limit):
-    """Follow the argmax from the root; returns (path, tokens, finished)."""
+def walk_greedy(tree_tokens, parents, argmax, eos_tokens, limit):
+    """`verify` for greedy decoding that ends at an end token or after `limit` tokens; the fields of a `VerifyResult`.
+
+    Args:
+        tree_tokens: int32 `[n]`, of the draft.
+        parents: int32 `[n]`.
+        argmax: int32 `[n]`; the target's choice after every node.
+        eos_tokens: int32 `[k]`; tokens that end the output.
+        limit: Tokens the row may still emit, at least 1.
+    """
     path, tokens = np.empty(len(tree_tokens), np.int32), np.empty(len(tree_tokens), np.int32)
     node, count = 0, 0
     while True:
