@@ -111,18 +111,16 @@ class LookaheadConfig:
         if self.window is not None and "jacobi" not in self.proposers:
             object.__setattr__(self, "proposers", (*self.proposers, "jacobi"))
         self._check_proposers()
-        if self.draft not in ("auto", "fixed"):
-            raise ConfigError(f"draft must be auto or fixed, got {self.draft!r}")
-        if self.acceptance not in ACCEPTANCES:
-            raise ConfigError(f"acceptance must be {', '.join(ACCEPTANCES)}, got {self.acceptance!r}")
+        choices = {"draft": ("auto", "fixed"), "acceptance": ACCEPTANCES, "exactness": ("auto", "fast")}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} must be {' or '.join(allowed)}, got {getattr(self, name)!r}")
         names = [each for each in self.proposers if isinstance(each, str)]
         if names and self.acceptance == "rejection":
             raise ConfigError(
                 f"acceptance='rejection' takes proposers that draw, such as DraftModel(...), and {names[0]!r} does "
                 "not: leave it out"
             )
-        if self.exactness not in ("auto", "fast"):
-            raise ConfigError(f"exactness must be auto or fast, got {self.exactness!r}")
         if self.pack != "auto" and self.pack is not False:
             raise ConfigError(f"pack must be auto or False, got {self.pack!r}")
         self._settle_memory()
@@ -136,10 +134,6 @@ class LookaheadConfig:
         least: Any = self.min_probability
         if not isinstance(least, Real) or not 0.0 <= float(least) <= 1.0:
             raise ConfigError(f"min_probability must be from 0 to 1, got {least!r}")
-        self._check_branch()
-
-    def _check_branch(self) -> None:
-        """Check the sizes of the lookahead branch, and that `max_nodes` holds its window."""
         if self.window not in (None, "auto"):
             _check_range("window", self.window, 1, 64, instead="auto or ")
         if self.ngram_size is not None:

@@ -78,13 +78,14 @@ class DecodingStats:
     @property
     def calibration_error(self) -> float:
         """Mean of expected minus actual acceptance of a draft node; above 0 the proposers are overconfident."""
-        return _calibration_error(self.expected_tokens, self.accepted_tokens, self.drafted_tokens)
+        drafted = self.drafted_tokens
+        return (self.expected_tokens - self.accepted_tokens) / drafted if drafted else 0.0
 
     @property
     def calibration_error_by_source(self) -> dict[str, float]:
         """The same by proposer; 0 for a proposer without nodes."""
         return {
-            name: _calibration_error(self.expected_by_source[name], self.accepted_by_source[name], drafted)
+            name: (self.expected_by_source[name] - self.accepted_by_source[name]) / drafted if drafted else 0.0
             for name, drafted in self.drafted_by_source.items()
         }
 
@@ -135,10 +136,6 @@ class DecodingStats:
             "tpot_s": round(self.tpot_s, 6),
             "tokens_per_s": round(self.tokens_per_s, 3),
         }
-
-
-def _calibration_error(expected: float, accepted: int, drafted: int) -> float:
-    return (expected - accepted) / drafted if drafted else 0.0
 
 
 def total(rows: Iterable[DecodingStats]) -> DecodingStats:

@@ -373,5 +373,5 @@ def test_names_draw_nothing_and_are_refused_beside_rejection() -> None:
         LookaheadConfig(acceptance="rejection")
     with pytest.raises(ConfigError, match="'corpus' does not"):
         LookaheadConfig(acceptance="rejection", proposers=(DraftModel(tiny()),), pool="some.lkp")
-    with pytest.raises(ConfigError, match="acceptance must be exact, rejection, typical, got 'any'"):
+    with pytest.raises(ConfigError, match="acceptance must be exact or rejection or typical, got 'any'"):
         LookaheadConfig(acceptance="any")

@@ -143,5 +143,5 @@ def test_every_sequence_of_two_tokens_is_as_likely_as_the_rule_has_it() -> None:
 
 
 def test_an_unknown_rule_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match="exact, rejection, typical, got 'greedy'"):
+    with pytest.raises(ConfigError, match="exact or rejection or typical, got 'greedy'"):
         LookaheadConfig(acceptance="greedy")

@@ -25,17 +25,8 @@ NO_NODES = np.zeros(0, np.int32)
 class TreeDrafter:
     """Asks the proposers of an engine, and merges their proposals into one tree per row.
 
-    Args:
-        proposers: The sources of drafts.
-        controller: Accepts or refuses a draft; None drafts all that the options allow.
-        config: The options.
-        positions: Positions the model has a table for; None if unlimited.
-        is_chain: Whether the target verifies chains only.
-        by_rejection: Whether drafts are accepted by rejection sampling.
-
     Attributes:
         sources: The names of the sources, by their bits in `TokenTree.sources`.
-        needs_argmax, needs_top: Whether a proposer reads these of every step.
         hidden_readers: The proposers that read hidden states.
         nothing: `Draft.placed` where no proposer was asked.
         rounds: The rejection sampling of every row; empty where nothing was drawn.

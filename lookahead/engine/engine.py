@@ -35,7 +35,7 @@ class Engine:
         controller: Decides whether and how much to draft; None drafts all that the options allow.
         config: The options.
         batch: The rows that `run` decodes, those of one call of `model.generate`, as many as the cache has.
-        keep_cache: Whether to keep the KV of rows that end.
+        keep_cache: Whether `kept` shall hold the KV per layer of every row that ended.
         is_chain: Whether the target verifies chains only.
         by_rejection: Whether drawn nodes are accepted by rejection sampling; proposals then have `draws`.
         isolates: Whether an error of one row ends that row alone; its `StepOutput` then holds the error.
@@ -43,13 +43,6 @@ class Engine:
         ensemble: The tensor-parallel processes; only the leading one has proposers and a controller.
         learning: A lock held while proposers and controller work, which may learn together with other engines on other
             threads. Passes and verification run without it, so that threads that share a model decode side by side.
-
-    Attributes:
-        batch: As given.
-        cache: The KV cache of the rows.
-        sources: The names of the sources of drafts, by their bits in `TokenTree.sources`.
-        stats: One per row of the batch.
-        kept: With `keep_cache`, the KV per layer of every row that ended.
     """
 
     def __init__(
@@ -148,8 +141,7 @@ class Engine:
     def step(self, *, is_refilled: bool = False) -> list[StepOutput]:
         """Advance every running row by one target pass; the model must be in service.
 
-        Args:
-            is_refilled: Whether a row that ends makes room for another.
+        With `is_refilled` a row that ends makes room for another.
         """
         begin = time.perf_counter()
         with self._learning:

@@ -32,10 +32,6 @@ class PlainLoop:
         lengths: int64 `[batch]`, tokens of each prompt without its padding.
         criteria: When a row ends.
         context: Tokens of a row that the model may read; None for no limit.
-
-    Attributes:
-        sample: As given, by these criteria.
-        stats: One per row.
     """
 
     def __init__(
@@ -84,15 +80,9 @@ class PlainLoop:
 
 
 class _RecordingCriteria(StoppingCriteriaList):
-    """Stopping criteria that record the end of every row.
+    """Stopping criteria that record the end of every row: the number of its ids, and the reason.
 
-    Args:
-        criteria: The criteria of the call.
-
-    Attributes:
-        ends: By row, the number of its ids when it ended, and the reason.
-        pads: Whether a row is padded from there on. Without an end-of-sequence token transformers pads nothing: a row
-            goes on until all have ended.
+    With an end-of-sequence token (`pads`) transformers pads a row from its end on; else the row goes on until all end.
     """
 
     def __init__(self, criteria: StoppingCriteriaList) -> None:

@@ -64,18 +64,12 @@ class Row:
     Attributes:
         index: Its number in a `StepOutput`: its place in the batch, or the number of its prompt.
         ids: int64; the buffer holds all that it may still emit.
-        length: Ids so far.
         padding: The number of padding ids, which come first.
-        chooser: Chooses its tokens.
-        stopping: Decides when it ends.
-        place: Its place in the batch that those two were made for.
+        place: Its place in the batch that `chooser` and `stopping` were made for.
         device: The device of the ids that logits processors and stopping criteria get.
-        stats: Its counters.
         slot: Its number among the rows of its engine; reused once it has ended.
-        emitted: Tokens it emitted.
         pending: Emitted tokens that the proposers have not observed yet.
         prefilled: When its prompt was read, by `time.perf_counter`.
-        finish_reason: Why it ended; None while it runs.
         is_simple: Whether its tokens are the argmax of the raw logits until one of them or its length ends it.
     """
 

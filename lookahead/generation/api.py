@@ -94,13 +94,9 @@ def generate(
         PromptError: A prompt has no tokens, or there is no room for a new one.
         UnsupportedModelError: The generation mode cannot be served.
     """
-    check_pair(model, tokenizer)
-    validate_model(model)
-    check_options(model, config, generation_config, generate_kwargs, seed)
+    reading = add_special_tokens, truncate, chat_template_kwargs
+    encoded = _read(model, tokenizer, prompts, config, generation_config, seed, reading, generate_kwargs)
     config = replace(config or LookaheadConfig(), compile=True) if compile else config
-    template = chat_template_kwargs
-    reader = reader_of(model, tokenizer, generation_config, add_special_tokens, truncate, template, generate_kwargs)
-    encoded = [reader.read(prompt, i) for i, prompt in enumerate(reader.separate(prompts))]
     if not encoded:
         return GenerationResult([], [], DecodingStats(), [], [])
     engine = prepare_ids(model, tokenizer, encoded, config, generation_config, seed, generate_kwargs)
@@ -134,19 +130,32 @@ def stream(
     Returns:
         An iterator over the pieces of the text, which tells its `token_ids`, `stats` and `finish_reason`.
     """
-    check_pair(model, tokenizer)
-    validate_model(model)
-    check_options(model, config, generation_config, generate_kwargs, seed)
+    reading = add_special_tokens, truncate, chat_template_kwargs
+    encoded = _read(model, tokenizer, prompt, config, generation_config, seed, reading, generate_kwargs)
     config = replace(config or LookaheadConfig(), compile=True) if compile else config
-    template = chat_template_kwargs
-    reader = reader_of(model, tokenizer, generation_config, add_special_tokens, truncate, template, generate_kwargs)
-    prompts = list(reader.separate(prompt))
-    if len(prompts) != 1:
-        raise PromptError(f"stream takes one prompt, got {len(prompts)}; lookahead.stream_many takes several")
-    encoded = [reader.read(prompts[0], 0)]
+    if len(encoded) != 1:
+        raise PromptError(f"stream takes one prompt, got {len(encoded)}; lookahead.stream_many takes several")
     engine = prepare_ids(model, tokenizer, encoded, config, generation_config, seed, generate_kwargs)
     engine.report_prefill(on_prefill)
     return TextStream(engine, tokenizer, partial(return_cache, engine, generate_kwargs.get("past_key_values")))
+
+
+def _read(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Prompts,
+    config: LookaheadConfig | None,
+    generation_config: GenerationConfig | None,
+    seed: int | None,
+    reading: tuple[bool, Truncation | None, Mapping[str, Any] | None],
+    generate_kwargs: dict[str, Any],
+) -> list[list[int]]:
+    """Check the arguments of a call, and read its prompts."""
+    check_pair(model, tokenizer, stacklevel=5)
+    validate_model(model)
+    check_options(model, config, generation_config, generate_kwargs, seed)
+    reader = reader_of(model, tokenizer, generation_config, *reading, generate_kwargs)
+    return [reader.read(prompt, i) for i, prompt in enumerate(reader.separate(prompts))]
 
 
 def prepare_ids(

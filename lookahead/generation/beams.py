@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +31,6 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerateBeamOutput
 
 from lookahead.config import LookaheadConfig
-from lookahead.drafting.tree import IntArray
 from lookahead.engine.fallback import PlainLoop
 from lookahead.engine.row import CarriedError, StepOutput
 from lookahead.errors import PromptError, UnsupportedModelError
@@ -56,13 +55,7 @@ BEAM_MODES = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
 
 @dataclass(slots=True)
 class Passes:
-    """Passes of a search behind its prefill.
-
-    Attributes:
-        served: For each how many steps it has served; empty if every step has a pass.
-        drafted: Nodes that were scored beside the tips of the beams.
-        are_bitwise: Whether they have the bits of transformers.
-    """
+    """Passes of a search behind its prefill; `served` has the steps of each, and is empty if every step has a pass."""
 
     served: list[int] = field(default_factory=list)
     drafted: int = 0
@@ -156,7 +149,14 @@ def beam_search(
         packs=config.pack == "auto",
     )
     texts = [ids[len(ids) - length :] for ids, length in zip(prompts.cpu().numpy(), lengths.tolist(), strict=True)]
-    read = partial(_read_as_generate, model, target, model_kwargs) if is_exact else partial(_read_once, target, texts)
+
+    def read(input_ids: Tensor, config: GenerationConfig) -> Tensor:
+        """Logits `[prompts, vocab]` after the prompts; each is read once where bits are not those of transformers."""
+        if is_exact:
+            return _read_as_generate(model, target, model_kwargs, input_ids, config)
+        with torch.inference_mode():
+            return target.prefill(texts)[:, 0]
+
     drafts = None
     # Sampled beams scatter. In half precision a row's bits depend on the other rows of its pass.
     if len(texts) == 1 and not is_exact and not generation_config.do_sample:
@@ -217,12 +217,6 @@ def _compare_bits(model: Any, beams: int, vocabulary: int) -> bool:
     except Exception:  # a model's own attention may raise anything here, and masks still serve it
         return False
     return True
-
-
-def _read_once(target: Target, prompts: Sequence[IntArray], input_ids: Tensor, config: GenerationConfig) -> Tensor:
-    """Read each prompt once; the logits after them, `[prompts, vocab]`."""
-    with torch.inference_mode():
-        return target.prefill(prompts)[:, 0]
 
 
 def _read_as_generate(
@@ -310,18 +304,7 @@ def prepare_beams(
 
 
 class BeamLoop(PlainLoop):
-    """Searches once and returns all tokens in one step, with the interface of `Engine`.
-
-    Args:
-        search: `beam_search` but for its configuration.
-        input_ids: int64 `[batch * num_beams, tokens]`; of an encoder-decoder model those of the decoder.
-        lengths: int64 `[batch]`, tokens of each prompt without its padding.
-        criteria: When a beam ends.
-        config: Resolved by `generate`.
-
-    Attributes:
-        stats: One per returned sequence.
-    """
+    """Searches once and returns all tokens in one step, with the interface of `Engine`."""
 
     def __init__(
         self,

@@ -37,13 +37,7 @@ PROMPTS = (
 
 @dataclass(slots=True)
 class Score:
-    """The results of one configuration over all prompts.
-
-    Attributes:
-        prompts: Number of prompts.
-        identical: Number of outputs equal to those of `model.generate`.
-        stats: The sum over all prompts; `decode_s` is the sum too.
-    """
+    """The results of one configuration over all prompts; `decode_s` is the sum over them too."""
 
     prompts: int = 0
     identical: int = 0
@@ -76,15 +70,6 @@ class Score:
         }
 
 
-@dataclass(slots=True)
-class _Way:
-    """One configuration, with its learned state and its results."""
-
-    config: LookaheadConfig
-    learned: LearnedState = field(default_factory=LearnedState)
-    score: Score = field(default_factory=Score)
-
-
 def compare(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -96,52 +81,27 @@ def compare(
 ) -> dict[str, Score]:
     """Decode every prompt with every configuration, in rotating order; each has a learned state of its own.
 
-    Args:
-        model: The target.
-        tokenizer: Its tokenizer.
-        prompts: The prompts; at least one.
-        configs: The configurations by name.
-        warm_up: Number of prompts, from the first on, that are decoded once before and not counted.
-        **generate_kwargs: As for `model.generate`. Every prompt has a seed of its own.
+    The first `warm_up` prompts are decoded once before and not counted. Every prompt has a seed of its own.
     """
-    ways = {name: _Way(config) for name, config in configs.items()}
-    for number, prompt in enumerate([*prompts[:warm_up], *prompts]):
-        expected = _own_output(model, tokenizer, prompt, number, generate_kwargs)
-        names = list(ways)
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            way = ways[name]
-            with use_learned(model, way.learned):
-                result = generate(model, tokenizer, prompt, config=way.config, seed=number, **generate_kwargs)
-            if number >= warm_up:
-                way.score.add(result.stats, result.token_ids[0] == expected)
-    return {name: way.score for name, way in ways.items()}
-
-
-def _own_output(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, seed: int, generate_kwargs: dict[str, Any]
-) -> list[int]:
-    """The output of transformers' own loop."""
-    encoded = tokenizer(prompt, return_tensors="pt").to(input_device(model))
     causal_lm: Any = model
-    torch.manual_seed(seed)
-    ids, mask = encoded["input_ids"], encoded["attention_mask"]
-    output = causal_lm.generate(
-        ids, attention_mask=mask, **{"pad_token_id": pad_token_of(tokenizer), **generate_kwargs}
-    )
-    tokens: list[int] = output[0, ids.shape[1] :].tolist()
-    return tokens
+    scores, learned = {name: Score() for name in configs}, {name: LearnedState() for name in configs}
+    for number, prompt in enumerate([*prompts[:warm_up], *prompts]):
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(input_device(model))
+        torch.manual_seed(number)
+        output = causal_lm.generate(**inputs, **{"pad_token_id": pad_token_of(tokenizer), **generate_kwargs})
+        expected = output[0, inputs["input_ids"].shape[1] :].tolist()
+        names = list(configs)
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            with use_learned(model, learned[name]):
+                result = generate(model, tokenizer, prompt, config=configs[name], seed=number, **generate_kwargs)
+            if number >= warm_up:
+                scores[name].add(result.stats, result.token_ids[0] == expected)
+    return scores
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A measured configuration.
-
-    Attributes:
-        name: The name of the draft model, or `PLAIN` or `NAMES`.
-        parameters: Number of parameters of the draft model; 0 without one.
-        pass_s: Seconds of its pass over one token; 0 without one.
-        score: The results.
-    """
+    """A measured configuration; `parameters` and `pass_s`, of a pass over one token, are 0 without a draft model."""
 
     name: str
     parameters: int
@@ -151,13 +111,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """The measurements and the best candidate.
-
-    Attributes:
-        candidates: Plain decoding, the sources that need no draft model, then these with each draft model.
-        target_pass_s: Seconds of a pass of the target over one token.
-        best: The name of the best candidate.
-    """
+    """The measurements: plain decoding, the sources that need no draft model, then these with each; and the best."""
 
     candidates: list[Candidate]
     target_pass_s: float
@@ -187,14 +141,7 @@ def pick_draft(
     prompts: Sequence[str] = PROMPTS,
     **generate_kwargs: Any,
 ) -> Pick:
-    """Measure draft models beside the sources that need none, and choose the best.
-
-    Args:
-        model: The target.
-        tokenizer: Its tokenizer.
-        drafts: The draft models by name.
-        prompts: The prompts.
-        **generate_kwargs: As for `model.generate`.
+    """Measure draft models, by their names, beside the sources that need none, and choose the best.
 
     Raises:
         ProposerError: One of them cannot draft for the target.

@@ -54,19 +54,13 @@ class Enabled:
     """A switch that is on until `disable` is called or the `with` block ends; see `enable`."""
 
     def __init__(self, model: PreTrainedModel, config: LookaheadConfig | None) -> None:
-        self._model: Any = model
-        self._config = config
+        owner: Any = model
+        self.config = config
         serving: Any = model.__dict__.get("generate")
         if not isinstance(serving, Generate):
-            serving = Generate(self._model)
-            self._model.generate = serving
+            serving = owner.generate = Generate(model)
         self._serving: Generate = serving
         serving.switches.append(self)
-
-    @property
-    def config(self) -> LookaheadConfig | None:
-        """How to draft while this is the newest switch."""
-        return self._config
 
     def disable(self) -> None:
         """Turn the switch off; with the last one the model is as it was. A second call does nothing."""

@@ -240,7 +240,7 @@ def assemble(
         model: The model.
         config: The options.
         pool: The opened pool of the configuration.
-        batch: As for `Engine`.
+        batch: As for `Engine`, as are `keep_cache` and `isolates`.
         slots: Rows of the cache.
         stopping: When rows end.
         tokenizer: The model's, where it is known.
@@ -248,8 +248,8 @@ def assemble(
         shape: Whether the model can score trees or chains.
         warp: As in `Call`; None for greedy decoding.
         encoded: The output of the encoder of an encoder-decoder model.
-        keep_cache: As for `Engine`.
-        isolates: As for `Engine`.
+        keep_cache: Whether the caller gets the cache.
+        isolates: Whether rows fail alone.
 
     Raises:
         PoolError: The memory file cannot be opened.

@@ -125,10 +125,8 @@ def collect(
 def adopt(past: DynamicCache, cache: TreeCache, padding: NDArray[np.int64]) -> None:
     """Copy the keys and values of a transformers cache into an empty tree cache.
 
-    Args:
-        past: Keys and values `[batch, heads, held, dim]` per layer, left-padded as the prompts are.
-        cache: Filled; its rows then hold `past.get_seq_length() - padding` tokens, or none.
-        padding: int64 `[batch]`, padding tokens before each prompt.
+    The former are left-padded as the prompts are, by `padding`, int64 `[batch]`. The rows then hold
+    `past.get_seq_length() - padding` tokens, or none.
     """
     width = past.get_seq_length()
     for row, pad in enumerate(padding.tolist()):
@@ -198,19 +196,16 @@ def output_dict(
     Scores and logits of a row that ended before the others are zeros from there on; transformers computes
     them from padding.
     """
-    scores = _by_step(chooser.scores) if config.output_scores else None
-    logits = _by_step(chooser.logits) if config.output_logits else None
+
+    def by_step(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
+        """Turn lists of `[vocab]` per row into one `[batch, vocab]` per step."""
+        nothing, steps = torch.zeros_like(rows[0][0]), range(max(map(len, rows)))
+        return tuple(torch.stack([row[step] if step < len(row) else nothing for row in rows]) for step in steps)
+
     kind = GenerateEncoderDecoderOutput if is_encoder_decoder else GenerateDecoderOnlyOutput
     return kind(
         sequences=cast(torch.LongTensor, sequences),
-        scores=cast(Any, scores),
-        logits=cast(Any, logits),
+        scores=cast(Any, by_step(chooser.scores) if config.output_scores else None),
+        logits=cast(Any, by_step(chooser.logits) if config.output_logits else None),
         past_key_values=cast(Any, past),
     )
-
-
-def _by_step(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
-    """Turn lists of `[vocab]` per row into one `[batch, vocab]` per step."""
-    nothing = torch.zeros_like(rows[0][0])
-    steps = range(max(map(len, rows)))
-    return tuple(torch.stack([row[step] if step < len(row) else nothing for row in rows]) for step in steps)

@@ -94,16 +94,7 @@ def build_memory(
 ) -> MemoryHeader:
     """Make a memory of the documents of all inputs, or add them to one. The model reads them and generates nothing.
 
-    Args:
-        path: The file to write.
-        model: A causal LM.
-        tokenizer: Its tokenizer.
-        inputs: The files to read.
-        max_contexts: Most contexts of a new file; `None` adds to the file that exists, up to its bound.
-        max_tokens: Most tokens to read.
-        limit: Most bytes of a document.
-        totals: Updated as documents are read.
-        observer: Told of each document.
+    With `max_contexts=None` they are added to the file that exists, up to its bound. `limit` is in bytes of a document.
 
     Raises:
         PoolError: There is no document to read, the existing memory cannot be added to, or the file cannot be written.

@@ -96,10 +96,12 @@ class PromptReader:
         self._chat_kwargs = dict(chat_template_kwargs or {})
         self._truncate = truncate
         self._names = ("input", "encoder") if model.config.is_encoder_decoder else ("prompt", "model")
-        self.limit = _prompt_limit(model)
-        self.room = self.limit
-        if self.limit is not None and not model.config.is_encoder_decoder:
-            self.room = self.limit - reserved
+        if model.config.is_encoder_decoder:
+            self.limit = getattr(model.config, "max_encoder_position_embeddings", None) or position_limit(model)
+            self.room = self.limit
+        else:
+            self.limit = context_limit(model)
+            self.room = None if self.limit is None else self.limit - reserved
         if truncate is not None and self.room is not None and self.room < 1:
             raise ConfigError(
                 f"max_new_tokens must be less than the model's context of {self.limit} tokens to truncate a prompt, "
@@ -138,29 +140,25 @@ class PromptReader:
         pad = self._tokenizer.pad_token_id
         if len(rows) < 2 or pad is None or pad == self._tokenizer.eos_token_id:
             return rows
-        return [_without_padding(row, pad) for row in rows]  # as `model.generate` takes it where there is no mask
+        kept = [[i for i, token in enumerate(row) if token != pad] for row in rows]
+        # As `model.generate` takes it where there is no mask.
+        return [row[at[0] : at[-1] + 1] if at else [] for row, at in zip(rows, kept, strict=True)]
 
     def read(self, prompt: Any, index: int) -> list[int]:
-        """The token ids of one prompt.
-
-        Args:
-            prompt: Text, chat messages, or ids.
-            index: Its number, for the message.
+        """The token ids of one prompt, text, chat messages or ids; `index` is its number, for the message.
 
         Raises:
             PromptError: It is none, has no tokens, or has too many.
         """
         if isinstance(prompt, str):
-            ids, is_chat_prompt = self._encode(prompt), False
-        elif is_chat(prompt):
-            ids, is_chat_prompt = self.render(prompt, index), True
+            ids = self._encode(prompt)
         else:
-            ids, is_chat_prompt = self._ids(prompt, index), False
+            ids = self.render(prompt, index) if is_chat(prompt) else self._ids(prompt, index)
         if not ids:
             shown = f": {prompt!r}" if isinstance(prompt, str) else ""
             raise PromptError(f"prompt {index} has no tokens{shown}; a prompt needs at least one")
         if self._truncate is not None and self.room is not None and len(ids) > self.room:
-            return self._shorten_chat(prompt, index) if is_chat_prompt else self._shorten(prompt, ids)
+            return self._shorten_chat(prompt, index) if is_chat(prompt) else self._shorten(prompt, ids)
         if self.limit is not None and len(ids) > self.limit:
             raise PromptTooLongError(
                 f"{self._names[0]} {index} has {len(ids)} tokens and the {self._names[1]} positions for {self.limit}"
@@ -197,7 +195,12 @@ class PromptReader:
                 "tokenizer.chat_template"
             )
         for number, message in enumerate(messages):
-            _check_message(message, f"message {number} of prompt {index}")
+            where = f"message {number} of prompt {index}"
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                got = ", ".join(map(str, message)) if isinstance(message, Mapping) else type(message).__name__
+                raise PromptError(f"{where} must be a dict with 'role' and 'content', got {got}")
+            if "content" not in message and "tool_calls" not in message:
+                raise PromptError(f"{where}, role {message['role']!r}, has no 'content'")
         continues = messages[-1]["role"] == "assistant"
         try:
             encoded: Any = self._tokenizer.apply_chat_template(
@@ -306,22 +309,6 @@ def within(
     return {**options, "max_length": longest + room} if total is not None and total > longest + room else options
 
 
-def _prompt_limit(model: PreTrainedModel) -> int | None:
-    """Most tokens of a prompt, of an encoder's input where there is one."""
-    if model.config.is_encoder_decoder:
-        limit: int | None = getattr(model.config, "max_encoder_position_embeddings", None) or position_limit(model)
-        return limit
-    return context_limit(model)
-
-
-def _check_message(message: object, where: str) -> None:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        got = ", ".join(map(str, message)) if isinstance(message, Mapping) else type(message).__name__
-        raise PromptError(f"{where} must be a dict with 'role' and 'content', got {got}")
-    if "content" not in message and "tool_calls" not in message:
-        raise PromptError(f"{where}, role {message['role']!r}, has no 'content'")
-
-
 def _are_ids(prompt: object) -> bool:
     """Whether a prompt is a sequence of whole numbers."""
     if not isinstance(prompt, list | tuple | range) or not prompt:
@@ -345,11 +332,6 @@ def _nested(values: Any) -> list[list[int]]:
     if not all(_are_ids(row) or not row for row in rows):
         raise PromptError("token ids must be whole numbers")
     return rows
-
-
-def _without_padding(ids: list[int], pad: int) -> list[int]:
-    kept = [i for i, token in enumerate(ids) if token != pad]
-    return ids[kept[0] : kept[-1] + 1] if kept else []
 
 
 def _got(value: object) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import (
     GenerationConfig,
@@ -35,30 +34,13 @@ from lookahead.verification.stopping import StoppingRule
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt and its options.
-
-    Attributes:
-        index: The caller's number of the prompt.
-        ids: Its token ids.
-        max_new_tokens: Its own limit; None for that of the options.
-        row: Its row; None if it must be decoded alone.
-        slots: Maximum cache slots that the row may need.
-    """
+    """A prompt and its options: its `row`, None if it must be decoded alone, and the most `slots` that it may need."""
 
     index: int
     ids: list[int]
     max_new_tokens: int | None
     row: Row | None = None
     slots: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Terms:
-    """The options of a prompt, resolved by `model.generate`."""
-
-    processors: LogitsProcessorList
-    stopping: StoppingRule
-    do_sample: bool
 
 
 class RequestReader:
@@ -106,7 +88,6 @@ class RequestReader:
         if "pad_token_id" not in options and model.generation_config.pad_token_id is None:
             options = {**options, "pad_token_id": pad_token_of(tokenizer)}
         self._settings = serve_stop_strings(model, tokenizer, generation_config, options)
-        self._simple: dict[int, NDArray[np.int32]] = {}  # end-of-sequence tokens, where all else is the argmax
 
     def take(self, index: int, prompt: Prompt, max_new_tokens: int | None) -> Request:
         """Read a prompt.
@@ -118,15 +99,26 @@ class RequestReader:
         ids = self.reader.read(prompt, index)
         check_token_ids(np.array(ids), index, vocabulary_size(self._model))
         options = self._with_limit(self._settings[1], max_new_tokens)
-        self._refuse_limit(index, len(ids), options)
+        config = self._settings[0]
+        if options.get("max_new_tokens") is None and getattr(config, "max_new_tokens", None) is None:
+            limit = options.get("max_length") or getattr(config, "max_length", None)
+            if limit is not None and limit <= len(ids):
+                raise PromptError(f"max_length must be more than the {len(ids)} tokens of prompt {index}, got {limit}")
         if not self._alone:
-            terms = self._terms(ids, options)
-            if self._context is not None:
-                terms = replace(terms, stopping=terms.stopping.within(self._context))
-            most = terms.stopping.max_length
-            if not terms.do_sample and support_of(self._model, shortest=len(ids), max_length=most).shape == "trees":
-                chooser = TokenChooser(terms.processors, do_sample=False, batch_size=1)
-                row = Row.begin(index, ids, chooser, terms.stopping, device=input_device(self._model))
+            causal_lm: Any = self._model
+            tokens = torch.tensor([ids], device=input_device(self._model))
+            processors, stopping, do_sample = causal_lm.generate(
+                tokens,
+                attention_mask=torch.ones_like(tokens),
+                generation_config=config,
+                custom_generate=_resolved,
+                **options,
+            )
+            stopping = stopping if self._context is None else stopping.within(self._context)
+            most = stopping.max_length
+            if not do_sample and support_of(self._model, shortest=len(ids), max_length=most).shape == "trees":
+                chooser = TokenChooser(processors, do_sample=False, batch_size=1)
+                row = Row.begin(index, ids, chooser, stopping, device=input_device(self._model))
                 return Request(index, ids, max_new_tokens, row, most + self._config.node_budget + 1)
         return Request(index, ids, max_new_tokens)
 
@@ -145,34 +137,6 @@ class RequestReader:
     def _with_limit(self, options: dict[str, Any], max_new_tokens: int | None) -> dict[str, Any]:
         return options if max_new_tokens is None else {**options, "max_new_tokens": max_new_tokens}
 
-    def _refuse_limit(self, index: int, tokens: int, options: dict[str, Any]) -> None:
-        """Refuse a prompt that has reached `max_length`."""
-        config = self._settings[0]
-        if options.get("max_new_tokens") is not None or (config is not None and config.max_new_tokens is not None):
-            return
-        limit = options.get("max_length") or (config.max_length if config is not None else None)
-        if limit is not None and limit <= tokens:
-            raise PromptError(f"max_length must be more than the {tokens} tokens of prompt {index}, got {limit}")
-
-    def _terms(self, ids: Sequence[int], options: dict[str, Any]) -> _Terms:
-        """The options as `model.generate` resolves them; it is called once if the result depends on lengths alone."""
-        new: int | None = options.get("max_new_tokens")
-        if new is not None and new in self._simple:
-            rule = StoppingRule(max_length=len(ids) + new, eos_tokens=self._simple[new])
-            return _Terms(LogitsProcessorList(), rule, do_sample=False)
-        causal_lm: Any = self._model
-        prompt = torch.tensor([ids], device=input_device(self._model))
-        terms: _Terms = causal_lm.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            generation_config=self._settings[0],
-            custom_generate=_terms_of,
-            **options,
-        )
-        if new is not None and not (terms.do_sample or terms.processors or terms.stopping.custom):
-            self._simple[new] = terms.stopping.eos_tokens
-        return terms
-
 
 def _validate_stateless(options: dict[str, Any]) -> None:
     """Refuse processors and criteria that may keep a state from one prompt to another."""
@@ -186,15 +150,15 @@ def _validate_stateless(options: dict[str, Any]) -> None:
         )
 
 
-def _terms_of(
+def _resolved(
     model: PreTrainedModel,
     input_ids: Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     **model_kwargs: Any,
-) -> _Terms:
-    """A custom method of `model.generate` that returns the resolved options."""
+) -> tuple[LogitsProcessorList, StoppingRule, bool]:
+    """A custom method of `model.generate` that returns the options as they are resolved there."""
     validate_call(model, generation_config, model_kwargs)
     rule = stopping_rule(stopping_criteria, generation_config)
-    return _Terms(logits_processor, rule, bool(generation_config.do_sample))
+    return logits_processor, rule, bool(generation_config.do_sample)

@@ -32,20 +32,12 @@ from lookahead.verification.stopping import StoppingRule, reason_of
 
 def prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> NDArray[np.int64]:
     """Number of tokens of each prompt without its left padding; checks that all are in the vocabulary."""
-    lengths = _prompt_lengths(input_ids, attention_mask)
-    for row, ids in enumerate(input_ids.cpu().numpy()):
-        check_token_ids(ids[len(ids) - lengths[row] :], row, vocab_size)
-    return lengths
-
-
-def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> NDArray[np.int64]:
-    """Tokens of each prompt by its mask."""
     batch_size, longest = input_ids.shape
     if not longest:
         raise PromptError("prompt 0 has no tokens: a prompt needs at least one")
-    if attention_mask is None:
-        return np.full(batch_size, longest)
-    mask = attention_mask.cpu().numpy().astype(bool)
+    mask = np.ones((batch_size, longest), bool)
+    if attention_mask is not None:
+        mask = attention_mask.cpu().numpy().astype(bool)
     lengths: NDArray[np.int64] = mask.sum(1)
     if not (mask == (np.arange(longest) >= (longest - lengths)[:, None])).all():
         raise UnsupportedModelError("attention_mask must be left-padded: zeros first, then ones, in every row")
@@ -54,6 +46,8 @@ def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> NDArray
             f"attention_mask of prompt {int(lengths.argmin())} is all zeros: a prompt needs at least one token; "
             "leave out custom_generate for it"
         )
+    for row, ids in enumerate(input_ids.cpu().numpy()):
+        check_token_ids(ids[longest - lengths[row] :], row, vocab_size)
     return lengths
 
 

@@ -259,25 +259,22 @@ class Scheduler:
         """Grow the cache to at least so many rows and slots."""
         too_large = False
         if self._engine is None:
-            self._engine = self._open(first, longest)
+            self._engine = assemble(
+                self._model,
+                self._config,
+                pool_of(self._config, vocabulary=vocabulary_size(self._model)),
+                slots=self.rows,
+                stopping=first.stopping,
+                tokenizer=self._tokenizer,
+                capacity=longest,
+                isolates=True,
+            )
             too_large = self.rows * longest > self._cache_tokens
         slots = self._engine.cache.slots
         if too_large or longest > slots.capacity or rows > slots.rows:
             most = max(rows, min(self.rows, self._cache_tokens // longest))
             capacity = max(longest, min(slots.capacity, self._cache_tokens // most))
             self._engine.cache.resize(rows=most, capacity=capacity)
-
-    def _open(self, row: Row, capacity: int) -> Engine:
-        return assemble(
-            self._model,
-            self._config,
-            pool_of(self._config, vocabulary=vocabulary_size(self._model)),
-            slots=self.rows,
-            stopping=row.stopping,
-            tokenizer=self._tokenizer,
-            capacity=capacity,
-            isolates=True,
-        )
 
     def _in_passes(self, rows: Sequence[Row]) -> list[list[Row]]:
         """Group rows whose prompts are read in one pass: those of similar length, so that little padding is read."""

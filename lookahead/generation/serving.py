@@ -31,15 +31,12 @@ class EnabledModels(ModelManager):
     """Loads models for the server by the names that `lookahead.load` takes, and enables each of them.
 
     Args:
-        preload: The model that is loaded at once, and listed first.
+        preload: The model that is loaded at once, and listed first; then `first`.
         only: Whether it is the only one that is served, and stays in memory.
         config: How to draft; the defaults when None.
         dtype: As `lookahead.load` takes it.
         device: Likewise.
         timeout_s: Seconds without a request after which a model is unloaded.
-
-    Attributes:
-        first: The model that was loaded at once.
 
     Raises:
         ConfigError: The dtype is unknown, or the device does not exist.
@@ -152,16 +149,10 @@ def make_server(
     enable_cors: bool = False,
     log_level: str = "warning",
 ) -> uvicorn.Server:
-    """The server of `transformers serve`, whose handlers call the `generate` of these models.
+    """The server of `transformers serve`, whose handlers call the `generate` of these models; they end with it.
 
-    Args:
-        models: They are unloaded when the server ends.
-        continuous_batching: Whether requests are batched by transformers' own loop, which drafts nothing.
-        enable_cors: Whether pages of other origins may call the server.
-        log_level: Of uvicorn.
-
-    Returns:
-        Run it with `server.run(sockets=[listen(host, port)])`.
+    With `continuous_batching` requests are batched by transformers' own loop, which drafts nothing. Run it with
+    `server.run(sockets=[listen(host, port)])`.
     """
     import uvicorn
     from fastapi import HTTPException

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import cache
 from numbers import Integral, Real
 from typing import Any, cast
 
@@ -50,11 +49,7 @@ _MODE_OPTIONS = (
 
 
 def check_pair(model: object, tokenizer: object, *, stacklevel: int = 4) -> None:
-    """Refuse what is no model or no tokenizer; warn once if the tokenizer seems to be that of another model.
-
-    Raises:
-        ConfigError: It says what was passed, and how to load a model or a tokenizer.
-    """
+    """Refuse what is no model or no tokenizer by ConfigError; warn once of the tokenizer of another model."""
     if isinstance(model, PreTrainedTokenizerBase) and isinstance(tokenizer, nn.Module):
         raise ConfigError("model and tokenizer are swapped: pass the model first, then its tokenizer")
     check_model(model)
@@ -82,8 +77,9 @@ def _warn_of_a_foreign_tokenizer(model: Any, tokenizer: PreTrainedTokenizerBase,
     for name in ("eos_token_id", "bos_token_id"):
         own = getattr(tokenizer, name, None)
         configs = (model.config.get_text_config(), getattr(model, "generation_config", None))
-        given = {token for config in configs for token in _as_list(getattr(config, name, None))}
-        given = {token for token in given if 0 <= token < known}  # others are defaults that no one set
+        tokens = [getattr(config, name, None) for config in configs]
+        given: set[Any] = {token for each in tokens for token in (each if isinstance(each, list | tuple) else [each])}
+        given = {token for token in given if token is not None and 0 <= token < known}  # others no one set
         if own is not None and given and own not in given:
             differences.append(f"{name} {own} against {', '.join(map(str, sorted(given)))}")
     if differences:
@@ -94,11 +90,6 @@ def _warn_of_a_foreign_tokenizer(model: Any, tokenizer: PreTrainedTokenizerBase,
         )
 
 
-def _as_list(tokens: Any) -> list[int]:
-    """One token id, several, or none."""
-    return [] if tokens is None else list(tokens) if isinstance(tokens, list | tuple) else [tokens]
-
-
 def check_options(
     model: PreTrainedModel,
     config: object,
@@ -106,15 +97,13 @@ def check_options(
     options: Mapping[str, Any],
     seed: object = None,
 ) -> None:
-    """Refuse options of the wrong type or out of range, and those that no one would read.
-
-    Raises:
-        ConfigError: It names the option, what is allowed, and what was received.
-    """
+    """Refuse options of the wrong type or out of range, and those that no one would read, by ConfigError."""
     check_config("config", config)
     if generation_config is not None and not isinstance(generation_config, GenerationConfig):
         hint = "; pass its entries as keyword arguments" if isinstance(generation_config, Mapping) else ""
-        raise ConfigError(f"generation_config must be a GenerationConfig, got {_got(generation_config)}{hint}")
+        raise ConfigError(
+            f"generation_config must be a GenerationConfig, got a {type(generation_config).__name__}{hint}"
+        )
     if options.get("streamer") is not None:
         raise ConfigError("streamer is not taken here; use stream, or model.generate under lookahead.enable")
     for name in _PROMPTS:
@@ -132,14 +121,19 @@ def check_options(
     defaults = generation_config if generation_config is not None else model.generation_config
     if options.get("temperature") == 0 and (do_sample if do_sample is not None else defaults.do_sample):
         raise ConfigError("temperature must be more than 0 to sample, got 0; do_sample=False takes the likeliest token")
+    known = vars(GenerationConfig())
     for name in options:
-        _refuse_misspelt(model, name)
+        # An option that is none, where another one was meant; transformers refuses the others.
+        if name not in known and not hasattr(model.generation_config, name):
+            meant = _ALIASES.get(name) or next(iter(difflib.get_close_matches(name, known, 1, 0.8)), None)
+            if meant is not None:
+                raise ConfigError(f"{name!r} is no option of generate; did you mean {meant!r}?")
 
 
 def check_config(name: str, config: object) -> None:
     """Refuse what is no configuration of ours; None stands for the defaults."""
     if config is not None and not isinstance(config, LookaheadConfig):
-        raise ConfigError(f"{name} must be a LookaheadConfig, got {_got(config)}")
+        raise ConfigError(f"{name} must be a LookaheadConfig, got a {type(config).__name__}")
 
 
 def _check_ranges(options: Mapping[str, Any]) -> None:
@@ -158,28 +152,9 @@ def _check_ranges(options: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name} must be a number {span}, got {value!r}")
 
 
-@cache
-def _known_options() -> frozenset[str]:
-    return frozenset(vars(GenerationConfig()))
-
-
-def _refuse_misspelt(model: PreTrainedModel, name: str) -> None:
-    """Refuse an option that is none, where another one was meant; transformers refuses the others."""
-    known = _known_options()
-    if name in known or hasattr(model.generation_config, name):
-        return
-    meant = _ALIASES.get(name) or next(iter(difflib.get_close_matches(name, known, 1, 0.8)), None)
-    if meant is not None:
-        raise ConfigError(f"{name!r} is no option of generate; did you mean {meant!r}?")
-
-
 def _is_whole(value: object) -> bool:
     """Whether a value is a whole number; a truth value is none."""
     return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _got(value: object) -> str:
-    return f"a {type(value).__name__}"
 
 
 def context_limit(model: PreTrainedModel) -> int | None:
@@ -242,7 +217,8 @@ def validate_call(
         if getattr(config, name):
             raise UnsupportedModelError(f"{name}=True is not served; leave out custom_generate for it")
     for name, value in model_kwargs.items():
-        if name in served or _is_absent(value):
+        # transformers passes an empty dictionary for no images
+        if name in served or value is None or (isinstance(value, dict) and all(v is None for v in value.values())):
             continue
         if name in _TOKEN_TYPES and not value.any() and not _heeds(model, name):
             continue
@@ -261,11 +237,6 @@ def validate_call(
 def is_cache_returned(past: Any, config: GenerationConfig) -> bool:
     """Whether the caller of `model.generate` sees the cache."""
     return bool(config.return_dict_in_generate or getattr(past, "_is_user_defined", False))
-
-
-def _is_absent(value: Any) -> bool:
-    """Whether an input is not given; transformers passes an empty dictionary for no images."""
-    return value is None or (isinstance(value, dict) and all(each is None for each in value.values()))
 
 
 def _heeds(model: PreTrainedModel, name: str) -> bool:

@@ -27,13 +27,7 @@ NOTHING_READ = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 
 class Known(NamedTuple):
-    """What a pass tells about a node.
-
-    Attributes:
-        logits: `[vocab]`, after the node.
-        top: int32 `[8]`, the likeliest tokens after it, -1 beyond the vocabulary; empty if not read.
-        log_probs: float32 `[8]`, theirs; empty likewise.
-    """
+    """What a pass tells about a node: logits `[vocab]` after it, and its 8 likeliest tokens, empty if not read."""
 
     logits: Tensor
     top: IntArray = NOTHING_READ[0]
@@ -52,6 +46,7 @@ class BeamTree:
         scored: First nodes that passes have scored; later ones wait for the next pass.
         tips: The newest node of each beam.
         known: What passes told about the tips and the nodes behind them.
+        most: Nodes beyond which dropping dead ones pays.
     """
 
     def __init__(self, before: IntArray, logits: Tensor, beams: int) -> None:
@@ -61,7 +56,7 @@ class BeamTree:
         self.known = {0: Known(logits)}
         self.scored = 1
         self.tips = [0] * beams
-        self._most = DEAD_NODES
+        self.most = DEAD_NODES
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -100,24 +95,13 @@ class BeamTree:
                 alive.add(node)
         self.known = {node: each for node, each in self.known.items() if node in alive}
 
-    @property
-    def is_overgrown(self) -> bool:
-        """Whether so many nodes were added that dropping dead ones pays."""
-        return len(self) > self._most
-
     def tree(self) -> TokenTree:
         """All nodes."""
         parents = np.array(self._parents, np.int32)
         return TokenTree(np.array(self._tokens, np.int32), parents, node_depths(parents), np.zeros_like(parents))
 
     def learn(self, logits: Tensor, top: IntArray | None = None, probs: NDArray[np.float32] | None = None) -> None:
-        """Take what a pass told about the nodes that were not scored yet.
-
-        Args:
-            logits: `[n, vocab]`.
-            top: int32 `[n, 8]`, the likeliest tokens; None if they were not read.
-            probs: float32 `[n, 8]`, their probabilities.
-        """
+        """Take logits `[n, vocab]` of the nodes not scored yet, and their likeliest tokens, `[n, 8]`, if read."""
         new = range(self.scored, len(self))
         if top is None or probs is None:
             self.known.update({node: Known(each) for node, each in zip(new, logits, strict=False)})
@@ -125,10 +109,6 @@ class BeamTree:
             log_probs = np.log(np.maximum(probs, np.float32(1e-12)))
             self.known.update({node: Known(*each) for node, *each in zip(new, logits, top, log_probs, strict=False)})
         self.scored = len(self)
-
-    def after_tips(self) -> list[Tensor]:
-        """Logits `[vocab]` after the newest token of each beam."""
-        return [self.known[tip].logits for tip in self.tips]
 
     def path_of(self, node: int) -> NDArray[np.int64]:
         """The nodes from the root to a node."""
@@ -150,8 +130,7 @@ class BeamTree:
     def drop_dead(self) -> tuple[IntArray, int]:
         """Forget the nodes that no beam comes from or may take; what all beams share is left to the cache.
 
-        Returns:
-            int32, the nodes to keep in the cache, and how many of them, the last ones, are still nodes.
+        Returns int32, the nodes to keep in the cache, and how many of them, the last ones, are still nodes.
         """
         kept, shared = _survivors(np.array(self._parents), np.array(self.tips))
         places = {node: place for place, node in enumerate(kept[shared:].tolist())}
@@ -162,7 +141,7 @@ class BeamTree:
         self.known = {places[node]: each for node, each in self.known.items() if node in places}
         self.tips = [places[tip] for tip in self.tips]
         self.scored = len(self)
-        self._most = len(self) + DEAD_NODES
+        self.most = len(self) + DEAD_NODES
         return kept, len(self)
 
 
@@ -258,7 +237,7 @@ class BeamModel:
         """Logits after the tips of all beams, with a pass if some of them were not scored yet."""
         with torch.inference_mode():
             for row, tree in enumerate(self._trees):
-                if tree.is_overgrown:
+                if len(tree) > tree.most:
                     self._target.cache.commit(row, *tree.drop_dead())
                 own = slice(row * self._beams, (row + 1) * self._beams)
                 tree.advance(self._chosen[own], tokens[own])
@@ -304,7 +283,8 @@ class BeamModel:
         """Logits after the tips, `[batch * num_beams, 1, vocab]`, as transformers' models return them."""
         return CausalLMOutputWithPast(
             logits=cast(
-                torch.FloatTensor, torch.stack([each for tree in self._trees for each in tree.after_tips()])[:, None]
+                torch.FloatTensor,
+                torch.stack([tree.known[tip].logits for tree in self._trees for tip in tree.tips])[:, None],
             )
         )
 

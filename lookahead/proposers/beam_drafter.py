@@ -42,28 +42,20 @@ _RATE = 0.03  # step size of the logistic regression
 # Of a level: a constant; how far the score of the first candidate left out is below that of the last beam; how far that
 # of a token not found may be above it; the share of guessed nodes; whether it is a later level.
 _FEATURES = 5
+_FIRST_WEIGHTS = 0.0, 1.0, -2.0, -1.8, 0.0  # fitted to SmolLM2-135M-Instruct with 4 beams
 _ROOT = np.zeros(1, np.int32)
-
-
-def _first_weights() -> NDArray[np.float64]:
-    """Fitted to SmolLM2-135M-Instruct with 4 beams."""
-    return np.array([0.0, 1.0, -2.0, -1.8, 0.0])
 
 
 @dataclass(slots=True)
 class BeamState:
     """What drafting for beams learns of a model, for later searches.
 
-    Attributes:
-        rates: Hit rates of the candidates of the n-gram search.
-        weights: float64 `[5]`, of the logistic regression that tells whether all beams stay among the drafted nodes.
-        costs: Seconds of a pass by its nodes.
-        budget: Plain passes that drafting may lose.
-        host: Seconds to make a draft and to learn from its pass.
+    The `weights`, float64 `[5]`, are of the logistic regression that tells whether all beams stay among drafted nodes.
+    The `budget` holds plain passes that drafting may lose; `host` is in seconds, to make a draft and to learn from it.
     """
 
     rates: HitRates = field(default_factory=HitRates)
-    weights: NDArray[np.float64] = field(default_factory=_first_weights)
+    weights: NDArray[np.float64] = field(default_factory=lambda: np.array(_FIRST_WEIGHTS))
     costs: StepCost = field(default_factory=StepCost)
     budget: Budget = field(default_factory=lambda: Budget(2.0, 4.0, REFILL))
     host: Ema = field(default_factory=lambda: Ema(0.1, clip=2.0, value=1e-3, count=3))
@@ -116,15 +108,11 @@ class BeamDrafter:
         self._spent: float | None = None  # seconds of the newest pass, drafting included
         self._host_s = 0.0  # of the newest draft
 
-    @property
-    def _context(self) -> int:
-        return self._tokens + self._passes
-
     def draft(self, tree: BeamTree, scores: Sequence[float], steps: int, left: int) -> bool:
-        """Add drafted nodes to a tree.
+        """Add drafted nodes to a tree, of which some tips are not scored.
 
         Args:
-            tree: Some of its tips are not scored.
+            tree: The tree.
             scores: Of the beams.
             steps: How many steps the pass before has served; 0 before the first pass.
             left: Steps that the search may take behind the next one.
@@ -147,14 +135,7 @@ class BeamDrafter:
         return True
 
     def learn(self, tree: BeamTree, logits: Tensor, seconds: float, *, is_cold: bool) -> None:
-        """Learn from a pass, and let the tree learn too.
-
-        Args:
-            tree: As it was scored.
-            logits: `[1, new, vocab]`, after the last nodes of the tree.
-            seconds: Time of the pass.
-            is_cold: Whether it did work that later passes do not repeat.
-        """
+        """Learn from a pass, of logits `[1, new, vocab]` after the last nodes of a tree, and let the tree learn too."""
         begin, first, new = time.perf_counter(), tree.scored, logits.shape[1]
         scores = read_scores(logits, with_top=True)
         assert scores.top is not None and scores.probabilities is not None
@@ -169,10 +150,10 @@ class BeamDrafter:
                     each, before = slice(node - first, node - first + 1), tree.context(node)
                     self._recycled.store(before, _ROOT, before[-1:], top[each], probs[each])
             if not is_cold:
-                state.costs.observe(new, seconds, context=self._context)
+                state.costs.observe(new, seconds, context=self._tokens + self._passes)
             state.host.add(self._host_s + time.perf_counter() - begin)
             # What the pass took, not what was expected of it: costs that are learned late would hide losses.
-            expected = float(state.costs.curve(1, new, self._context)[new])
+            expected = float(state.costs.curve(1, new, self._tokens + self._passes)[new])
             self._spent = (expected if is_cold else seconds) + state.host.value
 
     def _settle(self, steps: int) -> None:
@@ -181,7 +162,7 @@ class BeamDrafter:
         for level, features in enumerate(self._drafted[:steps], 1):
             error = (level < steps) - _chances(state.weights, features)
             state.weights += _RATE * error * features
-        plain = float(state.costs.curve(1, self._beams, self._context)[-1])
+        plain = float(state.costs.curve(1, self._beams, self._tokens + self._passes)[-1])
         gain = 0.0 if self._spent is None else steps - self._spent / plain
         state.budget.settle(gain, steps)
         self._spent = None
@@ -189,7 +170,7 @@ class BeamDrafter:
     def _add_levels(self, tree: BeamTree, scores: Sequence[float], left: int) -> None:
         """Add the levels that promise the most steps per second."""
         waiting, first = len(tree) - tree.scored, len(tree)
-        costs = self._state.costs.curve(1, waiting + self._most, self._context)[waiting:]
+        costs = self._state.costs.curve(1, waiting + self._most, self._tokens + self._passes)[waiting:]
         if self._is_fixed:
             costs = np.ones_like(costs)
         best, nodes, levels = 1.0 / costs[0], first, 0
@@ -224,13 +205,8 @@ class BeamDrafter:
     ) -> tuple[list[tuple[float, int, int]], NDArray[np.float64]]:
         """The likeliest continuations of the nodes of a level: score, node and token, those of high scores first.
 
-        Args:
-            tree: Holds the nodes.
-            level: The score and the node of each.
-
-        Returns:
-            The candidates, and float64 `[n, 5]`, the features of a level of the first `beams`, `beams` + 1, … of them;
-            n is 0 if there are too few.
+        With them float64 `[n, 5]`, the features of a level of the first `beams`, `beams` + 1, … of them; n is 0 if
+        there are too few.
         """
         found, missed = [], -math.inf
         for score, node in level:

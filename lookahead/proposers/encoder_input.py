@@ -12,11 +12,8 @@ from lookahead.drafting.proposal import Feedback, IntArray, Proposal, Proposer, 
 class EncoderInputProposer:
     """Wraps a proposer and shows it the encoder's input before a row's own tokens.
 
-    The n-grams of a summary are in the document, while the decoder's prompt is one start token.
-
-    Args:
-        proposer: The proposer.
-        inputs: For every row of the batch the encoder's input without padding, int32 `[tokens]`.
+    The n-grams of a summary are in the document, while the decoder's prompt is one start token. The inputs are those of
+    every row of the batch without padding, int32 `[tokens]`.
     """
 
     def __init__(self, proposer: Proposer, inputs: Sequence[IntArray]) -> None:

@@ -24,12 +24,6 @@ class TokenChooser:
     HuggingFace step t is drawn once for the whole batch, when the first row reaches t. So rows that advance at
     different rates get the numbers they would get from `model.generate`.
 
-    Args:
-        processors: The logits processors that `model.generate` prepared.
-        do_sample: Whether to sample; the argmax otherwise.
-        batch_size: Rows of the batch, finished ones included.
-        keep: Whether to keep the logits and scores of every choice.
-
     Attributes:
         logits: For every row float32 `[vocab]` per emitted token, before any processor; empty unless kept.
         scores: The same after the processors.
@@ -60,9 +54,6 @@ class TokenChooser:
             logits: `[vocab]`, the target's raw logits after `prefix`.
             row: Index of the row in the batch.
             step: Tokens the row emitted before this one.
-
-        Raises:
-            LogitsError: The scores are not numbers.
         """
         scores = self._process(prefix, logits, row)
         if self._do_sample:
@@ -103,8 +94,7 @@ class TokenChooser:
     def _noise_of(self, step: int, probs: Tensor) -> Tensor:
         """Noise `[batch, vocab]` of a HuggingFace step, drawn in step order."""
         while self._first_step + len(self._noise) <= step:
-            shape = (self._batch_size, probs.shape[-1])
-            self._noise.append(torch.empty(shape, dtype=probs.dtype, device=probs.device).exponential_())
+            self._noise.append(probs.new_empty(self._batch_size, probs.shape[-1]).exponential_())
         return self._noise[step - self._first_step]
 
 
@@ -140,12 +130,8 @@ _ROW_WISE = frozenset(
         *(hf.TopHLogitsWarper, hf.LogitNormalization, hf.InfNanRemoveLogitsProcessor, hf.ExponentialDecayLengthPenalty),
         *(hf.MinLengthLogitsProcessor, hf.MinNewTokensLengthLogitsProcessor, hf.NoRepeatNGramLogitsProcessor),
         *(hf.RepetitionPenaltyLogitsProcessor, hf.SequenceBiasLogitsProcessor, hf.NoBadWordsLogitsProcessor),
-        *(
-            hf.EncoderRepetitionPenaltyLogitsProcessor,
-            hf.EncoderNoRepeatNGramLogitsProcessor,
-            hf.WatermarkLogitsProcessor,
-        ),
-        *(hf.ForcedBOSTokenLogitsProcessor, hf.ForcedEOSTokenLogitsProcessor),
+        *(hf.EncoderRepetitionPenaltyLogitsProcessor, hf.EncoderNoRepeatNGramLogitsProcessor),
+        *(hf.ForcedBOSTokenLogitsProcessor, hf.ForcedEOSTokenLogitsProcessor, hf.WatermarkLogitsProcessor),
         *(hf.SuppressTokensLogitsProcessor, hf.SuppressTokensAtBeginLogitsProcessor),
     }
 )
