@@ -105,15 +105,6 @@ def test_a_decoder_that_verifies_chains_gives_the_tokens_of_generate(family: Any
         compare(model, ONE, "real", do_sample=False)
 
 
-@pytest.mark.parametrize("name", ["Bart", "Pegasus", "T5"])
-def test_several_inputs_at_once_are_decoded_plainly_and_say_so(name: str) -> None:
-    model = model_of(name)
-    with pytest.warns(UserWarning, match="for 2 inputs at once.*decoded plainly"):
-        compare(model, BATCH, config=None, do_sample=True)
-    with pytest.raises(UnsupportedModelError, match="for 2 inputs at once"):
-        generate(model, BATCH, custom_generate=lookahead.decode, lookahead_config=FIXED)
-
-
 @pytest.mark.parametrize("family", cases(PLAIN))
 def test_a_decoder_that_cannot_verify_chains_is_decoded_plainly_and_says_so(family: Any) -> None:
     model = model_of(family.name)

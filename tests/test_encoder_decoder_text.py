@@ -89,8 +89,7 @@ def test_text_is_generated_and_streamed_as_the_model_itself_would(
     result = lookahead.generate(model, tiny_tokenizer, DOCUMENT, config=FIXED, **options)
     assert result.token_ids == [own_tokens(model, tiny_tokenizer, DOCUMENT, **options)]
     assert "".join(lookahead.stream(model, tiny_tokenizer, DOCUMENT, **options)) == result.texts[0]
-    with pytest.warns(UserWarning, match="for 2 inputs at once"):
-        both = lookahead.generate(model, tiny_tokenizer, [DOCUMENT, "A cat."], **options)
+    both = lookahead.generate(model, tiny_tokenizer, [DOCUMENT, "A cat."], **options)
     assert both.token_ids == [own_tokens(model, tiny_tokenizer, text, **options) for text in (DOCUMENT, "A cat.")]
 
 

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
+import numpy as np
 from torch import Tensor
 
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.controller import Controller, StepPlan, StepRecord
 from lookahead.drafting.proposal import Proposer
 from lookahead.drafting.select import Draft
+from lookahead.drafting.tree import TokenTree
 from lookahead.engine.drafter import NO_NODES, TreeDrafter
 from lookahead.engine.row import ROOT, CarriedError, Pick, Row, StepOutput
 from lookahead.errors import PromptError
@@ -200,6 +202,20 @@ class Engine:
 
         Where an error is that of one row, it stands in place of the row's result.
         """
+        if self._target.is_aligned and len(drafts) > 1 and max(len(draft.tree) for draft in drafts) > 1:
+            results = self._walk_aligned(drafts, logits, scores)
+        else:
+            results = self._walk(drafts, logits, scores, first)
+        for i, (draft, result) in enumerate(zip(drafts, results, strict=True), first):
+            if isinstance(result, Exception):
+                self.cache.wipe(i)
+            else:
+                self._target.commit(i, result.path)
+                self._rows[i].count(draft, result, self.sources, is_bitwise=self._target.is_bitwise)
+        return results
+
+    def _walk(self, drafts: Sequence[Draft], logits: Tensor, scores: Scores, first: int) -> Results:
+        """Walk the trees of all rows from `first` on."""
         results: Results = []
         for i, (row, draft) in enumerate(zip(self._rows[first:], drafts, strict=True)):
             pick: Pick | None = None
@@ -212,13 +228,24 @@ class Engine:
                 if not self._isolates:
                     raise
                 results.append(error)
-        for i, (draft, result) in enumerate(zip(drafts, results, strict=True), first):
-            if isinstance(result, Exception):
-                self.cache.wipe(i)
-            else:
-                self._target.commit(i, result.path)
-                self._rows[i].count(draft, result, self.sources, is_bitwise=self._target.is_bitwise)
         return results
+
+    def _walk_aligned(self, drafts: Sequence[Draft], logits: Tensor, scores: Scores) -> Results:
+        """Walk chains of rows that must stay equally long: on as long as every row accepts and none ends."""
+        emitted: list[list[int]] = [[] for _ in drafts]
+        node, goes_on = 0, True
+        while goes_on:
+            for i, (row, draft) in enumerate(zip(self._rows, drafts, strict=True)):
+                alone = Draft(TokenTree.root(int(draft.tree.tokens[node])), self._drafter.nothing)
+                argmax = scores.argmax[i, node:] if len(scores.argmax) else scores.argmax
+                token = int(row.verify(alone, logits[i, node:], argmax).tokens[0])
+                emitted[i].append(token)
+                is_drafted = node + 1 < len(draft.tree) and int(draft.tree.tokens[node + 1]) == token
+                goes_on = goes_on and is_drafted and row.finish_reason is None
+            node += 1
+        path = np.arange(node, dtype=np.int32)
+        ends = [row.finish_reason is not None for row in self._rows]
+        return [VerifyResult(path, np.array(each, np.int32), end) for each, end in zip(emitted, ends, strict=True)]
 
     def _retire_outgrown(self) -> list[StepOutput]:
         """Take out rows that the model has no more positions for, where one row's error ends that row alone."""

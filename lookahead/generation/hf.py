@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, cast
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -165,8 +166,7 @@ def prepare(
     plain = PlainLoop(sample, input_ids, lengths, stopping_criteria, lookahead_context)
     if stopping.max_length <= longest + 1:
         return plain  # a single token: there is nothing to draft
-    together = 1 if has_encoder else batch_size  # several inputs of an encoder have a reason of their own
-    if warn_if_stateful(logits_processor, stopping_criteria, generation_config, together, config.acceptance):
+    if warn_if_stateful(logits_processor, stopping_criteria, generation_config, batch_size, config.acceptance):
         return plain
     if has_encoder:
         support = decoder_support(model, max_length=stopping.max_length)
@@ -175,7 +175,7 @@ def prepare(
     reason = _unsupported_reason(model, support, batch_size, bool(lengths.min() < longest), config)
     if reason and lookahead_config is not None and config.proposers:
         raise UnsupportedModelError(f"{reason}; leave out the configuration to decode it plainly")
-    if together > 1 and stopping.custom and not stopping.eos_tokens.size:
+    if batch_size > 1 and stopping.custom and not stopping.eos_tokens.size:
         # There transformers lets a row that was stopped go on until all are: how far depends on the slowest.
         reason = "a batch with stopping criteria and no end-of-sequence token ends as one"
     if support.shape == "none" or reason:
@@ -196,8 +196,8 @@ def prepare(
         rule = stopping if lookahead_context is None else stopping.within(padding + lookahead_context)
         rows.append(Row.begin(i, ids, chooser, rule, padding=padding, place=i, device=input_ids.device))
     encoded = _encoded(model, generation_config, inputs_tensor, model_kwargs) if has_encoder else None
-    if encoded is not None:
-        rows[0].stats.prompt_tokens += len(encoded.tokens)
+    for row, tokens in zip(rows, () if encoded is None else encoded.tokens, strict=False):
+        row.stats.prompt_tokens += len(tokens)
     engine = assemble(
         model,
         config,
@@ -262,7 +262,7 @@ def assemble(
         tokenizer=tokenizer,
         rows=slots,
         vocab_size=decoder_vocabulary(model),
-        max_length=stopping.max_length + (0 if encoded is None else len(encoded.tokens)),
+        max_length=stopping.max_length + (0 if encoded is None else max(map(len, encoded.tokens))),
         max_nodes=config.node_budget,
         is_chain=shape == "chains",
         is_timed=config.draft == "auto",
@@ -272,7 +272,7 @@ def assemble(
     proposers, controller = _drafting(model, config, pool, call, encoded, runs_to_limit=stopping.is_only_length)
     target: Target
     if encoded is not None:
-        target = DecoderTarget(model, encoded)
+        target = DecoderTarget(model, encoded, slots)
     else:
         longest = max((row.length for row in batch), default=PREFILL_CHUNK)
         is_single = slots == 1 and not any(row.padding for row in batch)  # `generate` attends to padding under a mask
@@ -333,7 +333,7 @@ def _drafting(
     if encoded is not None:
         if reads_hidden:
             raise UnsupportedModelError(f"{type(model).__name__} shows no hidden states to proposers: take others")
-        proposers = [EncoderInputProposer(proposer, [encoded.tokens]) for proposer in proposers]
+        proposers = [EncoderInputProposer(proposer, encoded.tokens) for proposer in proposers]
     ensemble = tensor_parallel_group(model)
     if ensemble is not None:
         validate_tensor_parallel(model, reads_hidden=reads_hidden, by_rejection=call.by_rejection)
@@ -362,15 +362,16 @@ def _unsupported_reason(
         return f"{name} cannot be decoded speculatively: {support.reason}"
     if support.shape == "trees":
         return ""
-    if rows > 1:
-        inputs = "inputs" if has_encoder else "prompts"
-        return f"{name} cannot be decoded speculatively for {rows} {inputs} at once: {support.reason}"
+    if rows > 1 and not has_encoder:
+        return f"{name} cannot be decoded speculatively for {rows} prompts at once: {support.reason}"
     if has_encoder and is_padded:
         return f"{name} cannot be decoded speculatively behind a padded decoder_attention_mask"
     if "jacobi" in config.proposers and not config.decides_branch:
         return f"{name} cannot verify the lookahead branch: {support.reason}"
     if config.acceptance == "rejection" and len(config.proposers) > 1:
         return f"{name} cannot verify what several proposers draw: {support.reason}"
+    if config.acceptance != "exact" and rows > 1:
+        return f"{name} cannot accept {rows} inputs by acceptance={config.acceptance!r}: {support.reason}"
     return ""
 
 
@@ -382,9 +383,11 @@ def _encoded(
     is_returned = is_cache_returned(past, config)
     if not isinstance(past, EncoderDecoderCache) or not isinstance(past.self_attention_cache, DynamicCache):
         past = empty_cache(model)
-    tokens: IntArray = np.zeros(0, np.int32)
+    outputs = model_kwargs["encoder_outputs"]
+    tokens: list[IntArray] = [np.zeros(0, np.int32)] * len(outputs[0])
     is_shared = vocabulary_size(model, model.get_encoder()) == decoder_vocabulary(model)
     if inputs is not None and inputs.ndim == 2 and is_shared:
-        ids = inputs[0] if mask is None else inputs[0][mask[0].bool()]
-        tokens = ids.cpu().numpy().astype(np.int32)
-    return Encoded(model_kwargs["encoder_outputs"], mask, past, is_returned, tokens)
+        inputs = inputs.repeat_interleave(len(tokens) // len(inputs), 0)  # for several sampled outputs of each
+        seen = torch.ones_like(inputs) if mask is None else mask
+        tokens = [ids[kept.bool()].cpu().numpy().astype(np.int32) for ids, kept in zip(inputs, seen, strict=True)]
+    return Encoded(outputs, mask, past, is_returned, tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,15 @@ from transformers import (
 )
 
 from lookahead.config import LookaheadConfig
+from lookahead.engine.engine import Engine
+from lookahead.engine.fallback import PlainLoop
 from lookahead.engine.row import Row
 from lookahead.errors import PromptError, UnsupportedModelError
-from lookahead.generation.api import GenerationResult, generate
+from lookahead.generation.api import prepare_ids
 from lookahead.generation.prompts import Prompt, Truncation, pad_token_of, reader_of
 from lookahead.generation.request import serve_stop_strings, stateful_name, stopping_rule
 from lookahead.generation.validation import check_options, check_pair, check_token_ids, context_limit, validate_call
+from lookahead.models.encoder_decoder import decoder_support
 from lookahead.models.support import prefills_at_once, support_of, validate_model, vocabulary_size
 from lookahead.models.target import input_device
 from lookahead.pools.open_pool import pool_of
@@ -51,6 +54,7 @@ class RequestReader:
 
     Attributes:
         reader: Reads the prompts.
+        shares_batches: Whether prompts without a row may be decoded together, each with the tokens it has alone.
 
     Raises:
         ConfigError: An option is out of its range.
@@ -88,6 +92,16 @@ class RequestReader:
         if "pad_token_id" not in options and model.generation_config.pad_token_id is None:
             options = {**options, "pad_token_id": pad_token_of(tokenizer)}
         self._settings = serve_stop_strings(model, tokenizer, generation_config, options)
+        defaults = generation_config if generation_config is not None else model.generation_config
+        asked = [options.get(name, getattr(defaults, name)) for name in ("do_sample", "num_beams", "max_time")]
+        # A draw, a beam or a limit of time belongs to its call.
+        self.shares_batches = (
+            model.config.is_encoder_decoder
+            and not (own or self._settings[1].get("stopping_criteria") or asked[0] or asked[2])
+            and (asked[1] or 1) == 1
+            and config.acceptance == "exact"
+            and decoder_support(model, max_length=1).shape == "chains"
+        )
 
     def take(self, index: int, prompt: Prompt, max_new_tokens: int | None) -> Request:
         """Read a prompt.
@@ -122,17 +136,12 @@ class RequestReader:
                 return Request(index, ids, max_new_tokens, row, most + self._config.node_budget + 1)
         return Request(index, ids, max_new_tokens)
 
-    def decode_alone(self, request: Request) -> GenerationResult:
-        """Decode one prompt by itself."""
+    def engine(self, requests: Sequence[Request]) -> Engine | PlainLoop:
+        """What decodes prompts without a row; several have the same limit, and may share a batch."""
         generation_config, options = self._given
-        return generate(
-            self._model,
-            self._tokenizer,
-            request.ids,
-            config=self._config,
-            generation_config=generation_config,
-            **self._with_limit(options, request.max_new_tokens),
-        )
+        options = self._with_limit(options, requests[0].max_new_tokens)
+        ids = [request.ids for request in requests]
+        return prepare_ids(self._model, self._tokenizer, ids, self._config, generation_config, None, options)
 
     def _with_limit(self, options: dict[str, Any], max_new_tokens: int | None) -> dict[str, Any]:
         return options if max_new_tokens is None else {**options, "max_new_tokens": max_new_tokens}

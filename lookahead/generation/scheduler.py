@@ -186,6 +186,7 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._running: dict[int, Request] = {}
         self._failed: list[Completion] = []
+        self._apart: Iterator[list[Completion]] | None = None
 
     @property
     def is_free(self) -> bool:
@@ -215,8 +216,13 @@ class Scheduler:
         if self._failed:
             failed, self._failed = self._failed, []
             return failed
-        if self._waiting and self._waiting[0].row is None:
-            return [self._decode_alone(self._waiting.popleft())]
+        if self._apart is None and self._waiting and self._waiting[0].row is None:
+            self._apart = self._decode_apart()
+        if self._apart is not None:
+            done = next(self._apart, None)
+            if done is not None:
+                return done
+            self._apart = None
         joining = self._joining()
         engine = self._engine
         if engine is None:
@@ -230,13 +236,38 @@ class Scheduler:
                 step_outputs = engine.step(is_refilled=bool(self._waiting) or len(self._running) == self.rows)
         return [self._complete(step_output) for step_output in step_outputs if step_output.finished]
 
-    def _decode_alone(self, request: Request) -> Completion:
+    def _decode_apart(self) -> Iterator[list[Completion]]:
+        """Decode the first waiting prompt, which has no row, and those behind it that may share its batch."""
+        group = [self._waiting.popleft()]
+        while self._requests.shares_batches and self._waiting and len(group) < self.rows:
+            longest = max(len(request.ids) for request in (*group, self._waiting[0]))
+            is_full = (len(group) + 1) * longest > self._cache_tokens
+            if is_full or self._waiting[0].max_new_tokens != group[0].max_new_tokens:
+                break
+            group.append(self._waiting.popleft())
+        tokens: dict[int, list[int]] = {row: [] for row in range(len(group))}
+        self._running |= {request.index: request for request in group}
         try:
-            result = self._requests.decode_alone(request)
+            engine = self._requests.engine(group)
+            engine.report_prefill(self.on_prefill)
+            for step_outputs in engine.run():
+                done = []
+                for step_output in step_outputs:
+                    row = step_output.row
+                    if row not in tokens:  # a further sequence of a prompt
+                        continue
+                    tokens[row] += step_output.tokens.tolist()
+                    if step_output.finish_reason is not None:
+                        index, ids = self._running.pop(group[row].index).index, tokens.pop(row)
+                        text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
+                        reason = step_output.finish_reason
+                        done.append(Completion(index, text, ids, engine.stats[row], finish_reason=reason))
+                yield done
         except PromptError as error:
-            return Completion(request.index, error=error)
-        reason = result.finish_reasons[0]
-        return Completion(request.index, result.texts[0], result.token_ids[0], result.stats, finish_reason=reason)
+            yield [Completion(group[row].index, error=error) for row in tokens]
+        finally:
+            for request in group:
+                self._running.pop(request.index, None)
 
     def _joining(self) -> list[Row]:
         """Take the next prompts, in order, that there are free rows and slots for."""

@@ -1,9 +1,9 @@
-"""The decoder of an encoder-decoder model as a target: one row, chains only, the cache of transformers."""
+"""The decoder of an encoder-decoder model as a target: chains only, rows of one length, the cache of transformers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from lookahead.models.support import (
 )
 from lookahead.models.target import Target, input_device, position_limit
 
-_CHAINS = Support("chains", "the decoder of an encoder-decoder model verifies chains, a row at a time")
+_CHAINS = Support("chains", "the decoder of an encoder-decoder model verifies chains")
 _CHAIN = (0, 0, 1, 2, 3)
 
 
@@ -37,18 +37,19 @@ class Encoded:
     """What the decoder attends to, and where it keeps its keys and values.
 
     Attributes:
-        outputs: The encoder's output for one input.
-        mask: int64 `[1, tokens]`, the attention mask of the input; None for all tokens.
+        outputs: The encoder's output, one row per input.
+        mask: int64 `[rows, tokens]`, the attention mask of the inputs; None for all tokens.
         past: An empty cache; it ends as `model.generate` would leave it, and cross-attention is computed once.
         is_returned: Whether the caller gets the cache, and may use it outside of inference mode.
-        tokens: int32 `[tokens]`, the encoder's input without padding; empty if the decoder has another vocabulary.
+        tokens: For every row int32 `[tokens]`, the encoder's input without padding; empty if the decoder has another
+            vocabulary.
     """
 
     outputs: Any
     mask: Tensor | None
     past: EncoderDecoderCache
     is_returned: bool = False
-    tokens: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
+    tokens: Sequence[IntArray] = ()
 
 
 def empty_cache(model: PreTrainedModel) -> EncoderDecoderCache:
@@ -64,58 +65,86 @@ def decoder_positions(model: PreTrainedModel) -> int | None:
 
 
 class DecoderTarget(Target):
-    """A decoder that scores a chain in one causal pass; the cache is cropped to the accepted tokens.
+    """A decoder that scores a chain per row in one causal pass; the cache is cropped to the accepted tokens.
 
     The model's own attention, masks and positions are used, so relative and learned ones are those of
-    `model.generate`.
+    `model.generate`. They are those of a batch whose rows have one length, so all rows must accept as many tokens.
+    Rows that ended leave the passes, unless the caller gets the cache: then they go on with padding, as there.
 
     Args:
         model: The encoder-decoder model; nothing in it is changed.
-        encoded: The encoded input.
+        encoded: The encoded inputs.
+        rows: Number of inputs.
     """
 
-    def __init__(self, model: PreTrainedModel, encoded: Encoded) -> None:
-        super().__init__(model, rows=1, capacity=1, device=input_device(model), shape="chains")
+    def __init__(self, model: PreTrainedModel, encoded: Encoded, rows: int = 1) -> None:
+        super().__init__(model, rows=rows, capacity=1, device=input_device(model), shape="chains")
         self.positions = decoder_positions(model)
-        self._encoded = encoded
-        self._past = encoded.past
-        self._committed = 0
+        self.is_aligned = rows > 1
+        self._outputs, self._mask, self._past, self._keeps = (
+            *(encoded.outputs, encoded.mask, encoded.past, encoded.is_returned),
+        )
+        self._rows = rows  # of the cache
+        self._places = list(range(rows))  # of the active rows among them
+        self._committed = self._accepted = 0
         pad = getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
         self._pad = -1 if pad is None else pad
 
     def prefill(self, prompts: Sequence[IntArray], first: int = 0) -> Tensor:
-        """Read the decoder's prompt, its start token in most calls; logits after its last token, `[1, 1, vocab]`."""
-        logits = self._read(prompts[0])
+        """Read the decoder's prompts, a start token each in most calls; logits after the last, `[rows, 1, vocab]`."""
+        logits = self._read(np.stack(prompts))
         self._committed = len(prompts[0]) - 1
         return logits[:, -1:]
 
     def commit(self, row: int, path: IntArray) -> None:
-        """Keep the keys and values of an accepted path, which begins the chain, and cut off the rest."""
-        self._committed += len(path)
+        """Keep the keys and values of an accepted path, which begins the chain, as long as those of other rows."""
+        self._accepted = len(path)
+
+    def retire(self, row: int) -> int:
+        """Take a row out; of the last one the cache stays as it is: it may be the caller's."""
+        last = self._places.pop()
+        if row < len(self._places):
+            self._places[row] = last
+        self.cache.slots.active -= 1
+        if not self._places:
+            self._settle()
+        return len(self._places)
+
+    def _settle(self) -> None:
+        """Cut off what was not accepted, and the rows that ended."""
+        self._committed += self._accepted
+        self._accepted = 0
         surplus = self._past.get_seq_length() - self._committed
         if surplus:
             self._past.crop(-surplus)
-
-    def retire(self, row: int) -> int:
-        """The cache stays as it is: it may be the caller's."""
-        return row
+        if self._keeps or not self._places or self._places == list(range(self._rows)):
+            return
+        kept = torch.tensor(self._places, device=self._device)
+        self._past.batch_select_indices(kept)
+        self._outputs = type(self._outputs)(last_hidden_state=self._outputs[0][kept])
+        self._mask = None if self._mask is None else self._mask[kept]
+        self._rows, self._places = len(self._places), list(range(len(self._places)))
 
     def _score(self, trees: Sequence[TokenTree], scored: NDArray[np.int64]) -> Tensor:
-        """One pass over a chain, or several: behind a padding token some models count positions anew (M2M100)."""
-        tokens = trees[0].tokens
-        ends = np.flatnonzero(tokens[:-1] == self._pad) + 1
-        parts = [self._read(part) for part in np.split(tokens, ends)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        """One pass over a chain per row, or several: behind padding some models count positions anew (M2M100)."""
+        self._settle()
+        tokens = np.full((self._rows, max(map(len, trees))), max(self._pad, 0))
+        for place, tree in zip(self._places, trees, strict=True):
+            tokens[place, : len(tree)] = tree.tokens
+            tokens[place, len(tree) :] = tree.tokens[-1]
+        ends = np.flatnonzero((tokens[self._places, :-1] == self._pad).any(0)) + 1
+        parts = [self._read(part) for part in np.split(tokens, ends, 1)]
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        return logits if self._places == list(range(self._rows)) else logits[self._places]
 
     def _read(self, tokens: IntArray) -> Tensor:
-        """One pass over tokens behind those in the cache; logits after all of them, `[1, tokens, vocab]`."""
+        """One pass over tokens `[rows, tokens]` behind those in the cache; logits `[rows, tokens, vocab]`."""
         # `serving` runs in inference mode. A cache that is returned must be usable outside of it.
-        with torch.inference_mode(not self._encoded.is_returned), torch.no_grad():
-            ids = torch.from_numpy(np.ascontiguousarray(tokens, np.int64))[None].to(self._device)
+        with torch.inference_mode(not self._keeps), torch.no_grad():
             output = self._model(
-                decoder_input_ids=ids,
-                encoder_outputs=self._encoded.outputs,
-                attention_mask=self._encoded.mask,
+                decoder_input_ids=torch.from_numpy(np.ascontiguousarray(tokens, np.int64)).to(self._device),
+                encoder_outputs=self._outputs,
+                attention_mask=self._mask,
                 past_key_values=self._past,
                 use_cache=True,
             )

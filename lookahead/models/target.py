@@ -81,6 +81,7 @@ class Target:
     Attributes:
         is_bitwise: Whether all passes since the newest prefill, itself included, have the bits of `model.generate`.
         positions: Positions the model has a table for; None if unlimited.
+        is_aligned: Whether rows must accept equally many tokens, so that they keep one length.
         on_prefill: Called before the first pass of a prefill and after every pass, if set.
         keeps_hidden: Whether later passes keep hidden states.
         hidden: Hidden states of the newest pass, `[active, nodes of the largest tree, size]`; after a prefill those of
@@ -121,6 +122,7 @@ class Target:
         self._windows = windows_of(model)
         self.cache = TreeCache(rows=rows, capacity=slots, windows=self._windows)
         self.positions = position_limit(model)
+        self.is_aligned = False
         self._hidden_layers = tuple(hidden_layers)
         self.on_prefill: OnPrefill | None = None
         self.keeps_hidden = True

@@ -1,0 +1,167 @@
+"""Several inputs of an encoder-decoder model at once: every row has the tokens of `model.generate`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+import lookahead
+from bench.llm import PassCounter
+from lookahead import LookaheadConfig
+from lookahead.errors import PromptError, UnsupportedModelError
+from tests.support.adversarial_proposers import drafting_by, perfect
+from tests.support.families import cases
+from tests.test_encoder_decoder import (
+    BATCH,
+    CHAINS,
+    FIXED,
+    NEW_TOKENS,
+    OPTIONS,
+    READ,
+    WANDERING,
+    StopsAfter,
+    compare,
+    generate,
+    model_of,
+    texts_of,
+)
+
+NAMES = ["Bart", "Pegasus", "T5"]
+LENGTHS = 15, 5, 11
+ROWS = [READ[:length] for length in LENGTHS]
+RAGGED = {
+    "input_ids": torch.tensor([row + [0] * (15 - len(row)) for row in ROWS]),
+    "attention_mask": torch.tensor([[1] * len(row) + [0] * (15 - len(row)) for row in ROWS]),
+}
+PADDED_BEFORE = {name: torch.stack([row.flip(0) for row in rows]) for name, rows in RAGGED.items()}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_decoded_plainly() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*decoded plainly")
+        yield
+
+
+@pytest.mark.parametrize("family", cases(CHAINS))
+def test_ragged_inputs_give_the_tokens_of_generate(family: Any) -> None:
+    model = model_of(family.name)
+    assert compare(model, RAGGED, "perfect", **WANDERING) == 2
+    assert compare(model, RAGGED, "empty", **WANDERING) == NEW_TOKENS
+    compare(model, RAGGED, "always wrong", **WANDERING)
+    compare(model, BATCH, "real", do_sample=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("inputs", [RAGGED, PADDED_BEFORE], ids=["padded behind", "padded before"])
+def test_sampled_rows_get_the_random_numbers_of_generate(name: str, inputs: Any) -> None:
+    for offer in ("perfect", "always wrong", "real"):
+        compare(model_of(name), inputs, offer, do_sample=True, temperature=1.3)
+    compare(model_of(name), inputs, "real", do_sample=True, num_return_sequences=3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_end_at_their_own_tokens_inside_a_draft(name: str) -> None:
+    model = model_of(name)
+    text = generate(model, RAGGED, **WANDERING)
+    for row in range(len(ROWS)):
+        for place in (1, 2, 4, 7):  # the first row to end, or one of several
+            eos = int(text[row, place])
+            for offer in ("perfect", "always wrong", "real"):
+                compare(model, RAGGED, offer, **WANDERING, eos_token_id=eos, pad_token_id=0)
+    for limit in (2, 3, 7):
+        compare(model, RAGGED, perfect(texts_of(text, RAGGED)), **WANDERING, max_length=limit)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("name", NAMES)
+def test_processors_see_every_row_as_generate_would_show_it(name: str, options: dict[str, Any]) -> None:
+    for offer in ("perfect", "always wrong", "real"):
+        compare(model_of(name), RAGGED, offer, **options)
+
+
+def test_drafts_of_one_row_save_no_pass_that_another_row_needs() -> None:
+    """Rows keep one length: the slowest row of every step decides."""
+    model = model_of("T5")
+    right = perfect(texts_of(generate(model, RAGGED, **WANDERING), RAGGED))
+
+    def for_the_first(row: int, text: list[int], max_nodes: int) -> Any:
+        return right(row, text, max_nodes) if row == 0 else None
+
+    def for_two_tokens(row: int, text: list[int], max_nodes: int) -> Any:
+        return right(row, text, 9 if row else 2)
+
+    assert compare(model, RAGGED, for_the_first, **WANDERING) == NEW_TOKENS
+    assert compare(model, RAGGED, for_two_tokens, **WANDERING) == 1 + (NEW_TOKENS - 1) // 3
+
+
+def test_padding_that_a_row_wrote_is_where_its_positions_begin_anew() -> None:
+    for offer in ("perfect", "real"):
+        compare(model_of("M2M100"), RAGGED, offer, sequence_bias={(0,): 4.0}, do_sample=True)
+
+
+def test_scores_and_the_cache_are_those_of_generate() -> None:
+    wanted = {"return_dict_in_generate": True, "output_scores": True}
+    for name in ("Bart", "T5"):
+        model = model_of(name)
+        text = generate(model, RAGGED, **WANDERING)
+        ends = {**WANDERING, "eos_token_id": int(text[1, 6]), "pad_token_id": 0}
+        expected: Any = generate(model, RAGGED, **ends, **wanted)
+        with drafting_by(perfect(texts_of(expected.sequences, RAGGED))):
+            got: Any = generate(
+                model, RAGGED, **ends, **wanted, custom_generate=lookahead.decode, lookahead_config=FIXED
+            )
+        assert torch.equal(got.sequences, expected.sequences)
+        lengths = (expected.sequences != 0).sum(1)
+        for step, (one, other) in enumerate(zip(got.scores, expected.scores, strict=True)):
+            running = lengths > step + 1
+            torch.testing.assert_close(one[running], other[running], rtol=1e-3, atol=1e-3)
+        for which in ("self_attention_cache", "cross_attention_cache"):
+            caches = [getattr(output.past_key_values, which) for output in (got, expected)]
+            for mine, theirs in zip(caches[0].layers, caches[1].layers, strict=True):
+                torch.testing.assert_close(mine.keys, theirs.keys, rtol=1e-3, atol=1e-3)
+
+
+def test_several_inputs_are_accepted_exactly_or_refused_by_name() -> None:
+    model = model_of("T5")
+    config = LookaheadConfig(acceptance="typical")
+    with pytest.raises(UnsupportedModelError, match="cannot accept 2 inputs by acceptance='typical'"):
+        generate(model, BATCH, custom_generate=lookahead.decode, lookahead_config=config, do_sample=True)
+
+
+@pytest.mark.parametrize("name", ["Bart", "T5"])
+def test_prompts_of_a_stream_share_batches_and_each_is_done_at_its_own_end(
+    name: str, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    model = model_of(name)
+    texts = ["A boy met a dog.", "The dog met a cat, and the cat slept.", "", "A cat.", "The end of it."]
+    options = {"max_new_tokens": 14, "do_sample": False, "no_repeat_ngram_size": 2, "eos_token_id": 31}
+    alone = {i: lookahead.generate(model, tiny_tokenizer, text, **options) for i, text in enumerate(texts) if text}
+    config = LookaheadConfig(draft="fixed", memory="request")
+    with PassCounter(model) as counter:
+        done = list(lookahead.stream_many(model, tiny_tokenizer, texts, rows=3, config=config, **options))
+    assert {each.index: each.token_ids for each in done if each.error is None} == {
+        i: result.token_ids[0] for i, result in alone.items()
+    }
+    assert [each.index for each in done if isinstance(each.error, PromptError)] == [2]
+    assert all(each.finish_reason == alone[each.index].finish_reasons[0] for each in done if each.error is None)
+    assert counter.passes < sum(result.stats.emitted_tokens for result in alone.values()) / 2
+    for own in ({"do_sample": True}, {"num_beams": 2}):
+        torch.manual_seed(0)
+        many = list(lookahead.stream_many(model, tiny_tokenizer, [texts[0]], rows=3, **{**options, **own}))
+        torch.manual_seed(0)
+        assert (
+            many[0].token_ids == lookahead.generate(model, tiny_tokenizer, texts[0], **{**options, **own}).token_ids[0]
+        )
+
+
+def test_a_criterion_of_the_users_own_sees_the_whole_batch() -> None:
+    with pytest.warns(UserWarning, match="StopsAfter may keep a state"), warnings.catch_warnings():
+        warnings.simplefilter("always")
+        compare(model_of("T5"), RAGGED, "perfect", **WANDERING, stopping_criteria=[StopsAfter(5)])
