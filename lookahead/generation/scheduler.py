@@ -99,7 +99,8 @@ def stream_many(
         prompts: The prompts, each as `generate` takes it: text, chat messages, token ids.
         rows: How many are decoded together, 1 to 1024; None decides: 16 on a CPU, 32 on a GPU. One after the other
             where nothing else is exact: where tokens are sampled, with processors or criteria that you give, or sources
-            of drafts of your own, and with models that score no trees.
+            of drafts of your own, and with causal models that score no trees. Prompts of an encoder-decoder model are
+            decoded in batches: a batch is taken when the one before has ended.
         config: How to draft; the defaults when None.
         generation_config: As for `model.generate`.
         add_special_tokens: Whether the tokenizer adds its special tokens to text; False for text that holds them.

@@ -167,14 +167,12 @@ class Summarizer:
         plain = PlainFigures()
         for start in range(0, len(prompts), rows):
             batch = list(prompts[start : start + rows])
-            # An encoder-decoder model is drafted for one input at a time.
-            calls = [[prompt] for prompt in batch] if self._model.config.is_encoder_decoder else [batch]
-            results = [self._generate(call, limit) for call in calls]
+            result = self._generate(batch, limit)
             if self._compare:
                 beams = self._num_beams
                 tokens, stats = decode_plainly(self._model, self._tokenizer, ids[start : start + rows], limit, beams)
-                plain += PlainFigures(stats, tokens == [row for result in results for row in result.token_ids])
-            done += results
+                plain += PlainFigures(stats, tokens == result.token_ids)
+            done.append(result)
         return done, plain
 
     def _generate(self, prompts: list[str], limit: int, **changed: Any) -> GenerationResult:

@@ -37,17 +37,18 @@ INTRODUCTION = """\
 
 Lookahead gives the tokens of `model.generate` with every model in this table, greedy or sampled; what differs is
 how much one pass can verify. **Trees** are drafts that branch, for one prompt or a batch; **chains** are drafts
-without branches, for one prompt at a time, and a batch is decoded plainly; **plain** is decoding token by token by
-transformers itself, after a warning that says why. Every row is a test: a tiny random model of the class is compared
-with `model.generate`, and a model that is not listed is probed with a few tokens when it is met for the first time.
+without branches, for one prompt of a causal model at a time, whose batches are decoded plainly; **plain** is decoding
+token by token by transformers itself, after a warning that says why. Every row is a test: a tiny random model of the
+class is compared with `model.generate`, and a model that is not listed is probed with a few tokens when it is met for
+the first time.
 
 `python -m tests.support.families --write` writes this page."""
 ENCODER_DECODERS_TOO = """\
 ## Encoder-decoder models
 
-Their encoder reads the input once, as ever. The decoder verifies chains for one input at a time, drafted from the
-input's own tokens first of all; several inputs at once are decoded plainly. The third column is about the decoder's
-attention to its own text."""
+Their encoder reads the input once, as ever. The decoder verifies chains, drafted from the input's own tokens first of
+all. The rows of a batch keep one length: a pass gives every row as many tokens as the slowest row accepts. The third
+column is about the decoder's attention to its own text."""
 
 Decoded = Literal["trees", "chains", "plain"]
 
