@@ -69,7 +69,7 @@ class DecoderTarget(Target):
 
     The model's own attention, masks and positions are used, so relative and learned ones are those of
     `model.generate`. They are those of a batch whose rows have one length, so all rows must accept as many tokens.
-    Rows that ended leave the passes, unless the caller gets the cache: then they go on with padding, as there.
+    Rows that ended leave the passes, unless the caller gets the cache: then they go on with padding.
 
     Args:
         model: The encoder-decoder model; nothing in it is changed.
