@@ -23,13 +23,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def shortcoming(query: Tensor, keys: Tensor, values: Tensor) -> str | None:
-    """Why the attention kernel does not support these tensors, or None if it does.
-
-    Args:
-        query: `[rows, heads, width, dim]`.
-        keys: `[rows, slots, kv_heads, dim]`.
-        values: `[rows, slots, kv_heads, value_dim]`.
-    """
+    """Why the attention kernel does not support these tensors, or None if it does."""
     dtype, device = query.dtype, query.device
     for name, tensor in (("query", query), ("keys", keys), ("values", values)):
         shape, steps = tensor.shape, tensor.stride()
@@ -50,11 +44,6 @@ def shortcoming(query: Tensor, keys: Tensor, values: Tensor) -> str | None:
             return f"{name} must start at a multiple of {_ALIGNMENT} bytes, got address {tensor.data_ptr():#x}"
     if not 0 < query.shape[2] <= MAX_NODES:
         return f"query must hold 1 to {MAX_NODES} nodes, got {query.shape[2]}"
-    return _mismatch(query, keys, values)
-
-
-def _mismatch(query: Tensor, keys: Tensor, values: Tensor) -> str | None:
-    """How the shapes of query, keys and values disagree."""
     rows, heads, width, dim = query.shape
     _, slots, kv_heads, _ = keys.shape
     if keys.shape != (rows, slots, kv_heads, dim):
@@ -69,11 +58,7 @@ def _mismatch(query: Tensor, keys: Tensor, values: Tensor) -> str | None:
 
 
 def slot_shortcoming(buffers: Sequence[Tensor]) -> str | None:
-    """Why the compaction kernel does not support these KV buffers, or None if it does.
-
-    Args:
-        buffers: `[rows, capacity, …]`, one per layer and kind.
-    """
+    """Why the compaction kernel does not support KV buffers `[rows, capacity, …]`, or None if it does."""
     if not buffers:
         return "buffers must hold at least one buffer, got none"
     like, device = buffers[0].shape[:2], buffers[0].device
@@ -88,16 +73,23 @@ def slot_shortcoming(buffers: Sequence[Tensor]) -> str | None:
     return None
 
 
-def check_tree(query: Tensor, lengths: Tensor, nodes: Tensor, depths: Tensor, words: Tensor) -> None:
-    """Check the tensors that describe rows and trees, shapes and types only.
+def check_tree(
+    query: Tensor, lengths: Tensor, nodes: Tensor, depths: Tensor, words: Tensor, sinks: Tensor | None = None
+) -> None:
+    """Check the tensors that describe rows and trees, and the logits of sinks, shapes and types only.
 
     Values are not read, which would wait for the device.
     """
-    rows, _, width, _ = query.shape
-    check_tensor("lengths", lengths, (rows,), torch.int32, query.device)
-    check_tensor("nodes", nodes, (rows,), torch.int32, query.device)
-    check_tensor("depths", depths, (rows, width), torch.int32, query.device)
-    check_tensor("words", words, (rows, width, math.ceil(width / 64)), torch.int64, query.device)
+    (rows, heads, width, _), device = query.shape, query.device
+    check_tensor("lengths", lengths, (rows,), torch.int32, device)
+    check_tensor("nodes", nodes, (rows,), torch.int32, device)
+    check_tensor("depths", depths, (rows, width), torch.int32, device)
+    check_tensor("words", words, (rows, width, math.ceil(width / 64)), torch.int64, device)
+    if sinks is None:
+        return
+    wanted = f"sinks must be a contiguous floating-point tensor of shape ({heads},) on {device}"
+    right = sinks.shape == (heads,) and sinks.device == device and sinks.is_contiguous()
+    require(right and sinks.is_floating_point(), f"{wanted}, got {sinks.dtype} {tuple(sinks.shape)} on {sinks.device}")
 
 
 def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
@@ -107,18 +99,3 @@ def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch
     wanted = f"{name} must be a contiguous {dtype} tensor of shape {tuple(shape)} on {device}"
     got = f"{tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()} on {tensor.device}"
     raise ValueError(f"{wanted}, got {got}")
-
-
-def check_positive(name: str, number: float | None) -> None:
-    """Check that an optional number is finite and above zero."""
-    if number is not None and not 0 < number < math.inf:
-        raise ValueError(f"{name} must be above 0 and finite, or None, got {number}")
-
-
-def check_sinks(sinks: Tensor | None, query: Tensor) -> None:
-    """Check the sink logits: one per query head."""
-    if sinks is None:
-        return
-    wanted = f"sinks must be a contiguous floating-point tensor of shape ({query.shape[1]},) on {query.device}"
-    right = sinks.shape == (query.shape[1],) and sinks.device == query.device and sinks.is_contiguous()
-    require(right and sinks.is_floating_point(), f"{wanted}, got {sinks.dtype} {tuple(sinks.shape)} on {sinks.device}")

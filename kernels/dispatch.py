@@ -29,8 +29,8 @@ def attention_for(
 ) -> Callable[..., Tensor] | None:
     """The tree attention kernel for tensors like these, or None where torch's own attention is used.
 
-    It takes what `lookahead.kernels.tree_attention.tree_attention` takes, with the shapes and strides given here, and
-    checks nothing.
+    It takes query, keys and values with the shapes and strides given here, and lengths, nodes, depths, words and sinks
+    as `lookahead.kernels.tree_attention.tree_attention` does, and checks nothing.
 
     On a GPU the first call for a combination of heads, types and options runs the self-test
     (`lookahead.kernels.self_test`).
@@ -39,20 +39,24 @@ def attention_for(
         query: `[rows, heads, width, dim]`.
         keys: `[rows, slots, kv_heads, dim]`.
         values: `[rows, slots, kv_heads, value_dim]`.
-        options: "window", "chunk", "softcap" and "sinks" of the call; unused ones are None or left out.
+        options: "scaling", "window", "chunk", "softcap" and "sinks" of the call; unused ones are None or left out.
     """
+    bound: dict[str, Any] = {name: options.get(name) for name in ("scaling", "softcap", "window", "chunk")}
     if query.device.type == "cpu":
         from lookahead.kernels import cpu_attention
 
-        return cpu_attention.tree_attention if cpu_attention.pays(query, keys, values) else None
+        return partial(cpu_attention.tree_attention, **bound) if cpu_attention.pays(query, keys, values) else None
     if not runs_on(query.device) or shortcoming(query, keys, values) is not None:
         return None
-    from lookahead.kernels.tree_attention import launch, tree_attention
+    from lookahead.kernels.tree_attention import bind, tree_attention
 
-    groups = query.shape[1] // keys.shape[2]
-    given = frozenset(name for name, option in options.items() if option is not None)
-    variant = KernelVariant(query.device, query.dtype, keys.shape[3], values.shape[3], groups, given)
-    return launch if attention_is_right(variant, tree_attention) else None
+    groups, has_sinks = query.shape[1] // keys.shape[2], options.get("sinks") is not None
+    given = {name for name in ("softcap", "window", "chunk") if bound[name] is not None}
+    given |= {"sinks"} if has_sinks else set()
+    variant = KernelVariant(query.device, query.dtype, keys.shape[3], values.shape[3], groups, frozenset(given))
+    if not attention_is_right(variant, tree_attention):
+        return None
+    return bind(query, keys, values, **bound, has_sinks=has_sinks)
 
 
 def compactor_for(buffers: Sequence[Tensor]) -> Callable[..., None] | None:

@@ -24,16 +24,7 @@ _LIMITS: dict[str, Any] = {"window": 40, "chunk": 90, "softcap": 3.0}
 
 
 class KernelVariant(NamedTuple):
-    """What a kernel is compiled for.
-
-    Attributes:
-        device: The GPU.
-        dtype: Of query, keys and values.
-        dim: Head size of query and keys.
-        value_dim: Head size of values.
-        groups: Query heads per KV head.
-        options: Which of "window", "chunk", "softcap" and "sinks" are used.
-    """
+    """What a kernel is compiled for: sizes, query heads per KV head, and which options of `tree_attention` are used."""
 
     device: torch.device
     dtype: torch.dtype
@@ -71,28 +62,25 @@ def tests_run() -> int:
 
 
 def _test_once(kernel: object, what: object, device: torch.device, error_of: Callable[[], float], most: float) -> bool:
-    """Whether a kernel has passed its test for `what`; the first call runs it."""
-    if (what, kernel) not in _outcomes and not _is_recording(device):
-        _outcomes[what, kernel] = _is_right(what, error_of, most)
-    return _outcomes.get((what, kernel), False)
+    """Whether a kernel has run with an error of at most `most`; the first call tests it, and logs a line if not."""
+    key = what, kernel
+    if key not in _outcomes and not _is_recording(device):
+        problem = None
+        try:
+            error = error_of()
+            if not error <= most:  # NaN is an error too
+                problem = f"it differs by {error:.2g} from the reference"
+        except Exception as failure:  # for any failure torch's own attention is used
+            problem = f"{type(failure).__name__}: {failure}"
+        if problem is not None:
+            _log.warning("the kernel for %s is not used: %s", what, problem)
+        _outcomes[key] = problem is None
+    return _outcomes.get(key, False)
 
 
 def _is_recording(device: torch.device) -> bool:
     """Whether a CUDA graph is being recorded."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _is_right(what: object, error_of: Callable[[], float], most: float) -> bool:
-    """Whether a kernel runs with an error of at most `most`; logs a line if not."""
-    try:
-        error = error_of()
-    except Exception as problem:  # for any failure torch's own attention is used
-        _log.warning("the kernel for %s is not used: %s: %s", what, type(problem).__name__, problem)
-        return False
-    if not error <= most:  # NaN is an error too
-        _log.warning("the kernel for %s is not used: it differs by %.2g from the reference", what, error)
-        return False
-    return True
 
 
 def _attention_error(variant: KernelVariant, attend: Callable[..., Tensor]) -> float:

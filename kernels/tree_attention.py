@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+import math
+from collections.abc import Callable
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -10,7 +12,7 @@ import triton
 from torch import Tensor
 
 from lookahead.kernels.attend import attend, merge
-from lookahead.kernels.checks import check_positive, check_sinks, check_tree, require, shortcoming
+from lookahead.kernels.checks import check_tree, require, shortcoming
 
 Precision = Literal["tf32x3", "ieee"]
 
@@ -26,19 +28,12 @@ ATTEND_OPTIONS = OPTIONS | {"maxnreg": 255}
 
 
 class Blocks(NamedTuple):
-    """How one program of `attend` works.
+    """How one program of `attend` works."""
 
-    Attributes:
-        rows: Packed query rows.
-        keys: Slots read at once; a divisor of 64, the width of a word of ancestor bits.
-        warps: Warps.
-        stages: Blocks of keys in flight.
-    """
-
-    rows: int
-    keys: int
+    rows: int  # of packed queries
+    keys: int  # slots read at once; a divisor of 64, the width of a word of ancestor bits
     warps: int
-    stages: int
+    stages: int  # blocks of keys in flight
 
 
 def blocks_for(dtype: torch.dtype, block_dim: int, precision: Precision, major: int, *, is_padded: bool) -> Blocks:
@@ -63,7 +58,6 @@ def blocks_for(dtype: torch.dtype, block_dim: int, precision: Precision, major: 
     return Blocks(64, keys, 4 if is_large else 8, 3)
 
 
-@lru_cache(1024)
 def split_for(slots: int, packed: int, programs: int, processors: int) -> int:
     """Slots per split, a power of two: as few as one wave of programs has room for.
 
@@ -134,72 +128,85 @@ def tree_attention(
     problem = shortcoming(query, keys, values)
     require(problem is None, str(problem))
     require(query.is_cuda or _interprets(), f"query must be on a CUDA device, got {query.device}")
-    check_tree(query, lengths, nodes, depths, words)
-    check_sinks(sinks, query)
+    check_tree(query, lengths, nodes, depths, words, sinks)
     for name, number in (("scaling", scaling), ("softcap", softcap), ("window", window), ("chunk", chunk)):
-        check_positive(name, number)
+        wanted = number is None or 0 < number < math.inf
+        require(wanted, f"{name} must be above 0 and finite, or None, got {number}")
     require(split is None or (split > 0 and split % 64 == 0), f"split must be a multiple of 64, got {split}")
     require(precision in ("tf32x3", "ieee"), f"precision must be 'tf32x3' or 'ieee', got {precision!r}")
-    return launch(
-        query, keys, values, lengths=lengths, nodes=nodes, depths=depths, words=words, scaling=scaling, softcap=softcap,
-        window=window, chunk=chunk, sinks=sinks, split=split, precision=precision,
+    launch = bind(
+        query, keys, values, scaling=scaling, softcap=softcap, window=window, chunk=chunk, has_sinks=sinks is not None,
+        split=split, precision=precision,
     )  # fmt: skip
+    return launch(query, keys, values, lengths=lengths, nodes=nodes, depths=depths, words=words, sinks=sinks)
 
 
-def launch(
+def bind(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
     *,
-    lengths: Tensor,
-    nodes: Tensor,
-    depths: Tensor,
-    words: Tensor,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    window: int | None = None,
-    chunk: int | None = None,
-    sinks: Tensor | None = None,
+    scaling: float | None,
+    softcap: float | None,
+    window: int | None,
+    chunk: int | None,
+    has_sinks: bool,
     split: int | None = None,
     precision: Precision = "tf32x3",
-) -> Tensor:
-    """`tree_attention` without checks, for tensors like those of a call that was checked."""
+) -> Callable[..., Tensor]:
+    """`tree_attention` with these options, for tensors of these shapes and strides: what it takes is not checked."""
     rows, heads, width, dim = query.shape
     _, slots, kv_heads, value_dim = values.shape
-    out = query.new_empty(rows, width, heads, value_dim)
-    if rows == 0:
-        return out
     packed, (major, processors) = width * heads // kv_heads, _gpu(query.device)
     blocks, shared, own = constants(
-        query.dtype, dim, value_dim, heads // kv_heads,
-        has_limit=window is not None or chunk is not None, has_softcap=softcap is not None,
-        has_sinks=sinks is not None, precision=precision, major=major,
+        query.dtype, dim, value_dim, heads // kv_heads, has_limit=window is not None or chunk is not None,
+        has_softcap=softcap is not None, has_sinks=has_sinks, precision=precision, major=major,
     )  # fmt: skip
-    row_blocks = -(-packed // blocks.rows)  # not triton.cdiv, which takes 2 us
+    row_blocks = triton.cdiv(packed, blocks.rows)
     if split is None:
         split = split_for(slots, packed, row_blocks * kv_heads * rows, processors)
-    splits = -(-slots // split)
-    sums, peaks = out, out  # unused with one split
-    if splits > 1:
-        sums = query.new_empty(rows, kv_heads, splits, packed, shared["BLOCK_VALUE"], dtype=torch.float32)
-        peaks = query.new_empty(rows, kv_heads, splits, packed, 2, dtype=torch.float32)
-    limits = (_NO_LIMIT if window is None else window, _NO_LIMIT if chunk is None else chunk)
-    sinks = lengths if sinks is None else sinks  # any pointer
+    splits = triton.cdiv(slots, split)
     scaling = dim**-0.5 if scaling is None else scaling
     factor, squeeze = (scaling, 1.0) if softcap is None else (softcap, scaling / softcap)
-    with torch.cuda.device_of(query):
-        attend[(splits * row_blocks, kv_heads, rows)](
-            query, keys, values, lengths, nodes, depths, words, sinks, out, sums, peaks,
-            *_strides(query), *_strides(keys), *_strides(values),
-            width, words.shape[2], splits, split, factor * _LOG2E, squeeze, *limits,
-            **shared, **own, IN_ONE=splits == 1, num_warps=blocks.warps, **ATTEND_OPTIONS,
-        )  # fmt: skip
+    limits = (_NO_LIMIT if window is None else window, _NO_LIMIT if chunk is None else chunk)
+    numbers = (
+        *_strides(query), *_strides(keys), *_strides(values),
+        width, -(-width // 64), splits, split, factor * _LOG2E, squeeze, *limits,
+    )  # fmt: skip
+    options = {**shared, **own, "IN_ONE": splits == 1, "num_warps": blocks.warps, **ATTEND_OPTIONS}
+    merging = {**shared, "AT_ONCE": MERGED_AT_ONCE, "num_warps": 4, **OPTIONS}
+    parts = rows, kv_heads, splits, packed
+
+    def launch(
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        lengths: Tensor,
+        nodes: Tensor,
+        depths: Tensor,
+        words: Tensor,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        out = query.new_empty(rows, width, heads, value_dim)
+        if rows == 0:
+            return out
+        sums, peaks = out, out  # unused with one split
         if splits > 1:
-            merge[(packed, kv_heads, rows)](
-                lengths, nodes, depths, sinks, out, sums, peaks, width, splits, split, *limits,
-                **shared, AT_ONCE=MERGED_AT_ONCE, num_warps=4, **OPTIONS,
-            )  # fmt: skip
-    return out
+            sums = query.new_empty(*parts, shared["BLOCK_VALUE"], dtype=torch.float32)
+            peaks = query.new_empty(*parts, 2, dtype=torch.float32)
+        sinks = lengths if sinks is None else sinks  # any pointer
+        with torch.cuda.device_of(query):
+            attend[(splits * row_blocks, kv_heads, rows)](
+                query, keys, values, lengths, nodes, depths, words, sinks, out, sums, peaks, *numbers, **options
+            )
+            if splits > 1:
+                merge[(packed, kv_heads, rows)](
+                    lengths, nodes, depths, sinks, out, sums, peaks, width, splits, split, *limits, **merging
+                )
+        return out
+
+    return launch
 
 
 @cache

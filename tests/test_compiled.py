@@ -196,10 +196,12 @@ def test_a_static_pass_says_what_the_trees_say_and_padding_copies_the_root(span:
         filled = [random_tree(seed + 1, 70), random_tree(seed + 2, 1 + 9 * seed), random_tree(seed + 3, 33)]
         static.fill(trees if seed == 0 else filled)
     slots.begin(70)
-    expected = TreePass(slots, trees).mask(1, span, torch.float32, CPU)[:, 0] == 0
-    got = static.mask(1, span, torch.float32, CPU)[:, 0] == 0
+    expected = TreePass(slots, CPU, trees).mask(1, span, torch.float32, CPU)[:, 0] == 0
+    kv_length = slots.kv_length
+    with slots.fixed(4, 128, static.index):
+        got = static.mask(1, span, torch.float32, CPU)[:, 0] == 0
     for row, tree in enumerate(trees):
-        assert torch.equal(got[row, : len(tree), : slots.kv_length], expected[row, : len(tree)])
+        assert torch.equal(got[row, : len(tree), :kv_length], expected[row, : len(tree)])
         assert static.index.view(4, 128)[row].tolist() == list(
             range(row * 256 + slots.lengths[row], row * 256 + 128 + slots.lengths[row])
         )
@@ -207,7 +209,7 @@ def test_a_static_pass_says_what_the_trees_say_and_padding_copies_the_root(span:
         assert static.tokens[row].tolist() == [*tree.tokens.tolist(), *[tree.tokens[0]] * (128 - len(tree))]
         assert (got[row, len(tree) :] == got[row, 0]).all()
     assert (got[3].sum(-1) == 1).all() and got[3, :, 0].all(), "a padding row looks at its root"
-    assert not got[:, :, slots.kv_length + 128 :].any()
+    assert not got[:, :, kv_length + 128 :].any()
     sees = reference.tree_mask(256, *static.tensors(CPU), *span)
     for row, tree in enumerate(trees):
         assert torch.equal(sees[row, : len(tree)], got[row, : len(tree)])

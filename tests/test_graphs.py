@@ -107,8 +107,12 @@ def test_replayed_trees_are_scored_as_trees_are(
     # Windows, softcaps, sinks, chunks, prepared masks; a prefill in between; padding rows and nodes.
     model = build(FAMILIES[name])
     if with_kernel:
-        kernel = partial(reference.tree_attention, dtype=torch.float32)
-        monkeypatch.setattr(choice, "attention_for", lambda *_: kernel)
+
+        def attention_for(*tensors: Any) -> Any:
+            options = {name: option for name, option in tensors[-1].items() if name != "sinks"}
+            return partial(reference.tree_attention, dtype=torch.float32, **options)
+
+        monkeypatch.setattr(choice, "attention_for", attention_for)
     prompts = [np.arange(3, 24, dtype=np.int32), np.arange(30, 43, dtype=np.int32), np.arange(50, 57, dtype=np.int32)]
     fast, plain = (Target(model, rows=5, capacity=80, device=CPU, captures=captures) for captures in (True, False))
     with fast.serving():
@@ -120,7 +124,7 @@ def test_replayed_trees_are_scored_as_trees_are(
             trees = [random_tree(3 * step + row, 5 + (step + row) % 4) for row in range(3)]
             if step == 4:  # other passes use the model meanwhile
                 for target in (fast, plain):
-                    grown = target.extend([TokenTree.from_parents([9, 8], [0, 0])] * 3, np.ones(3, np.int64))
+                    grown = target.score([TokenTree.from_parents([9, 8], [0, 0])] * 3, np.ones(3, np.int64))
                 assert grown.shape[1] == 1
             got, want = fast.score(trees), plain.score(trees)
             for row, tree in enumerate(trees):

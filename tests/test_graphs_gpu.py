@@ -128,7 +128,7 @@ def test_a_replayed_pass_gives_the_logits_of_the_same_pass_run_by_hand(
                     target.commit(row, np.flatnonzero(ancestor_mask(tree)[-1]).astype(np.int32))
             if step == 6:  # other passes between replays
                 for target in (replayed, by_hand):
-                    target.extend([TokenTree.from_parents([9, 8], [0, 0])] * 2, np.ones(2, np.int64))
+                    target.score([TokenTree.from_parents([9, 8], [0, 0])] * 2, np.ones(2, np.int64))
     assert len(captured) == 1
 
 

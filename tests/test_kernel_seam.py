@@ -65,8 +65,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     def attention(query: Tensor, keys: Tensor, values: Tensor, **arguments: Any) -> Tensor:
         tree = {name: arguments[name] for name in ("lengths", "nodes", "depths", "words")}
-        checks.check_tree(query, **tree)
-        checks.check_sinks(arguments["sinks"], query)
+        checks.check_tree(query, **tree, sinks=arguments["sinks"])
         told.update(name for name, argument in arguments.items() if argument is not None)
         return reference.tree_attention(query, keys, values, **arguments, dtype=torch.float32).to(query.dtype)
 
@@ -74,11 +73,10 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         problem = checks.shortcoming(query, keys, values)
         assert problem is None, problem
 
-        def announced(*tensors: Tensor, **arguments: Any) -> Tensor:
+        def announced(*tensors: Tensor, sinks: Tensor | None, **tree: Tensor) -> Tensor:
             # Chosen for one layer, it serves all that are alike; sinks are a layer's own.
-            own = [arguments[name] if option is None or name != "sinks" else option for name, option in options.items()]
-            assert own == list(options.values())
-            return attention(*tensors, **arguments)
+            assert (sinks is None) == (options["sinks"] is None)
+            return attention(*tensors, **{**options, "sinks": sinks}, **tree)
 
         return announced
 
@@ -150,8 +148,8 @@ def test_the_tensors_of_a_pass_say_what_its_mask_says(span: AttentionSpan) -> No
     slots.lengths[:] = (0, 17, 40)
     trees = [random_tree(1, 70), random_tree(2, 1), random_tree(3, 33)]
     slots.begin(70)
-    tree_pass = TreePass(slots, trees)
     device = torch.device("cpu")
+    tree_pass = TreePass(slots, device, trees)
     mask = tree_pass.mask(1, span, torch.float32, device)[:, 0] == 0
     sees = reference.tree_mask(slots.kv_length, *tree_pass.tensors(device), *span)
     for row, tree in enumerate(trees):
@@ -169,10 +167,9 @@ def test_nodes_that_a_tree_gained_see_what_they_see_when_all_of_it_is_scored(spa
     slots, device = TreeSlots(rows=2, capacity=200), torch.device("cpu")
     slots.lengths[:] = texts
     slots.begin(60)
-    whole = TreePass(slots, trees).mask(2, span, torch.float32, device)
-    slots.lengths[:] = texts + scored
-    slots.begin(3)
-    gained = TreePass(slots, trees, scored).mask(2, span, torch.float32, device)
+    whole = TreePass(slots, device, trees).mask(2, span, torch.float32, device)
+    slots.begin(3, scored)
+    gained = TreePass(slots, device, trees, scored).mask(2, span, torch.float32, device)
     for row, (tree, first) in enumerate(zip(trees, scored.tolist(), strict=True)):
         new = len(tree) - first
         mine = whole[row, 0, 2 * first : 2 * len(tree), : gained.shape[3]]
@@ -316,6 +313,7 @@ def test_every_row_writes_its_nodes_behind_its_own_committed_slots(dtype, width:
     cache = TreeCache(rows=3, capacity=40)
     cache.slots.lengths[:] = lengths
     cache.slots.begin(width)
+    TreePass(cache.slots, torch.device("cpu"), [random_tree(1, width)] * 3)
     states = [torch.randn(3, width, 2, dim).to(dtype).transpose(1, 2) for dim in (8, 4)]
     seen = cache.update(*states, 0)
     for kept, written in zip(seen, states, strict=True):
@@ -329,7 +327,7 @@ def test_rows_of_a_plain_step_that_differ_in_length_see_their_own_slots_and_no_o
     slots = TreeSlots(rows=3, capacity=40)
     slots.lengths[:] = (2, 9, 5)
     slots.begin(1)
-    tree_pass = TreePass(slots, [TokenTree.root(1)] * 3)
+    tree_pass = TreePass(slots, torch.device("cpu"), [TokenTree.root(1)] * 3)
     assert not tree_pass.sees_all
     mask = tree_pass.mask(groups, AttentionSpan(), torch.bfloat16, torch.device("cpu"))
     assert mask.shape == (3, 1, groups, 10)

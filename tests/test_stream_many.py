@@ -205,7 +205,7 @@ def test_a_long_first_prompt_takes_no_more_of_the_cache_than_it_needs(tiny_llama
     scheduler.step()
     slots = scheduler._engine.cache.slots
     assert slots.rows * slots.capacity <= 600
-    assert scheduler._engine.cache.layers[0].buffers[0].shape[:2] == (slots.rows, slots.capacity)
+    assert scheduler._engine.cache.layers[0].keys.shape[:2] == (slots.rows, slots.capacity)
 
 
 def test_the_cache_takes_no_more_bytes_than_the_weights(tiny_llama, monkeypatch):

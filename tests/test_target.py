@@ -107,7 +107,7 @@ def test_trees_that_grow_are_scored_node_by_node_as_if_at_once(model: PreTrained
                 new = np.minimum(scored + rng.integers(0, 4, 3), list(map(len, trees)))
                 if (new == scored).all():
                     continue
-                logits = target.extend([first_nodes(tree, int(n)) for tree, n in zip(trees, new, strict=True)], scored)
+                logits = target.score([first_nodes(tree, int(n)) for tree, n in zip(trees, new, strict=True)], scored)
                 with model_as_it_was(model):
                     for row, tree in enumerate(trees):
                         for node in range(scored[row], new[row]):
@@ -130,7 +130,7 @@ def test_a_tree_that_grows_by_many_nodes_is_no_chain_to_a_kernel(
     with target.serving(), whole.serving():
         target.prefill(PROMPTS[1:2])
         whole.prefill(PROMPTS[1:2])
-        grown = target.extend([tree], np.array([1]))
+        grown = target.score([tree], np.array([1]))
         torch.testing.assert_close(grown[0], whole.score([tree])[0, 1:], rtol=1e-4, atol=1e-4)
 
 
@@ -146,7 +146,7 @@ def test_a_tree_that_grows_is_scored_as_the_whole_tree_is(name: str) -> None:
         other.prefill(prompts)
         scored, grown = 1, []
         for count in (3, 7, 8, 14):
-            grown.append(target.extend([first_nodes(tree, count) for tree in trees], np.array([scored, scored])))
+            grown.append(target.score([first_nodes(tree, count) for tree in trees], np.array([scored, scored])))
             scored = count
         torch.testing.assert_close(torch.cat(grown, 1), other.score(trees)[:, 1:], rtol=1e-4, atol=1e-4)
 

@@ -209,7 +209,7 @@ def _compare_bits(model: Any, beams: int, vocabulary: int) -> bool:
                 for step in range(2):
                     tokens = (torch.arange(beams) * stride + step) % vocabulary
                     tree.advance(range(beams), tokens.tolist())
-                    ours = target.extend([tree.tree()], np.array([tree.scored]))
+                    ours = target.score([tree.tree()], np.array([tree.scored]))
                     tree.learn(ours[0])
                     theirs = model(input_ids=tokens[:, None], past_key_values=past, use_cache=True).logits
                     if not torch.equal(ours[0], theirs[:, 0]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -18,6 +17,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
+from lookahead.kernels import dispatch
 from lookahead.models.exact_attention import attend_in_turn, own_attention
 from lookahead.models.model_state import replaced, state_of
 from lookahead.models.tree_pass import AttentionSpan, TreePass, TreeTensors, mask_of
@@ -35,18 +35,18 @@ class AttentionScope:
     Within `serving` the modules of the model hold a view of their configuration. A view has the type and the values of
     its configuration, and names tree attention on threads that run a pass. The configuration itself does not change,
     so other threads that call the model, and other models with the same configuration, are not affected.
-
-    Args:
-        model: The model.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._facts: dict[Any, Any] = {}
         # The model itself keeps its configuration: users read it, and no module chooses its attention by it.
-        modules = [each for each in model.modules() if each is not model and _config_of(each) is not None]
-        configs = [_real(_config_of(module)) for module in modules]
+        held = [(each, each.__dict__.get("config")) for each in model.modules() if each is not model]
         with _guard:
-            self._modules = [(*each, _view_of(each[1])) for each in zip(modules, configs, strict=True)]
+            self._modules = [
+                (module, _real(config), _view_of(_real(config)))
+                for module, config in held
+                if isinstance(config, PretrainedConfig)
+            ]
             self._own_views = tuple({id(view): view for _, _, view in self._modules}.values())
         state_of(model).views = self._own_views  # compiled code is for certain views
 
@@ -68,14 +68,8 @@ class AttentionScope:
             _thread.views, _thread.tree_pass, _thread.facts = outer
 
 
-def _config_of(module: nn.Module) -> Any:
-    config = module.__dict__.get("config")
-    return config if isinstance(config, PretrainedConfig) else None
-
-
 def _view_of(config: Any) -> Any:
     """The view of a configuration, shared by all modules of all models that hold it."""
-    config = _real(config)
     view = _views.get(id(config))
     if view is None:
         kind: Any = type(config)
@@ -151,43 +145,50 @@ def tree_attention(
         scaling: Factor on the scores; `dim ** -0.5` when None.
         softcap: Scores become `softcap * tanh(scores / softcap)`.
         s_aux: `[heads]`, a learned logit per head that takes part in the softmax only (attention sinks).
-        **kwargs: Arguments of other attention functions. `sliding_window` is read: the positions a query may look
-            back, itself included.
+        **kwargs: `sliding_window` is read: the positions a query may look back, itself included.
 
     Returns:
         `[rows, width, heads, value_dim]`, contiguous, and None for the weights.
     """
     tree_pass: TreePass = _thread.tree_pass
     softcap = softcap if tree_pass.has_softcap else None
+    width, slots, groups = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
+    told = _limits_of(module)
+    if "sliding_window" in kwargs:
+        told = AttentionSpan(kwargs["sliding_window"], told.chunk)
     if tree_pass.is_exact:
         options = {"softcap": softcap, "s_aux": s_aux, "scaling": scaling, **kwargs}
-        window = _span_of(module, kwargs, key.shape[2] + 1).window
-        return _attend_alone(tree_pass, module, query, key, value, window, options), None
-    span = _span_of(module, kwargs, key.shape[2])
-    width, groups = query.shape[2], query.shape[1] // key.shape[1]
+        return attend_in_turn(
+            module, query, key, value, tree_pass.turns, window=_within(told, slots + 1).window,
+            # Not by layer: the last layers of some models have no cache of their own and read one with the same window.
+            crops=_within(told, slots + 1).window in (tree_pass.windows or ()),
+            own=own_attention(module, _real(module.config)),
+            options={name: option for name, option in options.items() if option is not None},
+        ), None  # fmt: skip
+    span = _within(told, slots)
     # A prompt's chain is a tree too. The GPU kernel is built for few queries. In half precision a prompt is read as
     # `generate` reads it: rounding differences in all of its KV could change tokens.
     is_cpu_prompt = tree_pass.is_prefill and query.device.type == "cpu" and query.dtype == torch.float32
-    if tree_pass.scores_trees and torch.compiler.is_compiling() and _keeps_kernel(query):
-        tensors = tree_pass.tensors(query.device)
-        return _in_compiled_code(query, key, value, *tensors, s_aux, scaling, softcap, *span), None
-    if (tree_pass.scores_trees or is_cpu_prompt) and not torch.compiler.is_compiling():
-        slots = (key.transpose(1, 2), value.transpose(1, 2))  # as the cache holds them
-        limits = {"window": span.window, "chunk": span.chunk, "softcap": softcap, "sinks": s_aux}
-        kernel = _kernel_for(tree_pass, module, kwargs, query, slots, limits)
+    if torch.compiler.is_compiling():
+        if tree_pass.scores_trees and _keeps_kernel(query):
+            trees = tree_pass.tensors(query.device)
+            return _in_compiled_code(query, key, value, *trees, s_aux, scaling, softcap, *span), None
+    elif tree_pass.scores_trees or is_cpu_prompt:
+        buffers = key.transpose(1, 2), value.transpose(1, 2)  # as the cache holds them
+        options = {**span._asdict(), "scaling": scaling, "softcap": softcap, "sinks": s_aux}
+        kernel = _kernel_for(tree_pass, query, buffers, options, told)
         if kernel is not None:
-            return kernel(query, *slots, **tree_pass.tensors(query.device)._asdict(), scaling=scaling, **limits), None
-    plain = softcap is None and s_aux is None
-    if plain and tree_pass.is_from_empty and span == AttentionSpan():
-        # Causal attention from an empty cache needs no mask, and SDPA skips half of the work.
-        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
+            return kernel(query, *buffers, **tree_pass.tensors(query.device)._asdict(), sinks=s_aux), None
+    mask, is_plain = None, softcap is None and s_aux is None and span == AttentionSpan()
+    if is_plain and tree_pass.is_causal and (tree_pass.is_from_empty or _takes_flash(query, key, value)):
+        # Causal attention from an empty cache needs no mask, and SDPA skips half of the work. Nor does a further part
+        # of a prompt, where flash attention aligns the last query with the last key.
+        if tree_pass.is_from_empty:
+            out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
+        else:
+            last = causal_lower_right(width, slots)
+            out = scaled_dot_product_attention(query, key, value, attn_mask=last, scale=scaling, enable_gqa=groups > 1)
         return out.transpose(1, 2).contiguous(), None
-    if plain and tree_pass.is_causal and span == AttentionSpan() and _takes_flash(query, key, value):
-        # Nor does a further part of a prompt, where flash attention aligns the last query with the last key.
-        last = causal_lower_right(width, key.shape[2])
-        out = scaled_dot_product_attention(query, key, value, attn_mask=last, scale=scaling, enable_gqa=groups > 1)
-        return out.transpose(1, 2).contiguous(), None
-    mask = None
     if span != AttentionSpan() or not tree_pass.sees_all:
         mask = tree_pass.mask(groups, span, query.dtype, query.device)
     return _attend_masked(query, key, value, mask, scaling, softcap, s_aux), None
@@ -209,8 +210,17 @@ def _attend_masked(
     packed = query.view(rows, kv_heads, groups, width, dim).transpose(2, 3).reshape(rows, kv_heads, width * groups, dim)
     if softcap is None and s_aux is None:
         out = scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
-    else:
-        out = _softmax_attention(packed, key, value, mask, scaling or dim**-0.5, softcap, s_aux)
+    else:  # as in Gemma 2 and gpt-oss, which SDPA does not support
+        scores = packed @ key.transpose(2, 3) * (scaling or dim**-0.5)
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        if mask is not None:
+            scores = scores + mask
+        if s_aux is not None:
+            sinks = s_aux.to(scores.dtype).view(1, kv_heads, 1, groups).expand(rows, -1, width, -1)
+            scores = torch.cat([scores, sinks.reshape(rows, kv_heads, width * groups, 1)], -1)
+        weights = torch.softmax(scores, -1, dtype=torch.float32)[..., : key.shape[2]]
+        out = weights.to(value.dtype) @ value
     out = out.view(rows, kv_heads, width, groups, -1).permute(0, 2, 1, 3, 4)
     return out.reshape(rows, width, heads, -1)
 
@@ -241,13 +251,11 @@ def _in_compiled_code(
     chunk: int | None,
 ) -> Tensor:
     """Tree attention as an operation that `torch.compile` does not look into."""
-    from lookahead.kernels.dispatch import attention_for
-
     trees, slots = TreeTensors(lengths, nodes, depths, words), (key.transpose(1, 2), value.transpose(1, 2))
-    limits = {"window": window, "chunk": chunk, "softcap": softcap, "sinks": sinks}
-    kernel = attention_for(query, *slots, limits)
+    options = {"scaling": scaling, "window": window, "chunk": chunk, "softcap": softcap, "sinks": sinks}
+    kernel = dispatch.attention_for(query, *slots, options)
     if kernel is not None:
-        return kernel(query, *slots, **trees._asdict(), scaling=scaling, **limits)
+        return kernel(query, *slots, **trees._asdict(), sinks=sinks)
     groups, span = query.shape[1] // key.shape[1], AttentionSpan(window, chunk)
     return _attend_masked(
         query, key, value, mask_of(trees, key.shape[2], groups, span, query.dtype), scaling, softcap, sinks
@@ -261,31 +269,16 @@ def _shape_in_compiled_code(query: Tensor, key: Tensor, value: Tensor, *others: 
 
 
 def _kernel_for(
-    tree_pass: TreePass,
-    module: nn.Module,
-    kwargs: dict[str, Any],
-    query: Tensor,
-    slots: tuple[Tensor, Tensor],
-    limits: dict[str, Any],
+    tree_pass: TreePass, query: Tensor, slots: tuple[Tensor, Tensor], options: dict[str, Any], told: AttentionSpan
 ) -> Callable[..., Tensor] | None:
     """The kernel of a layer; chosen and checked once in a pass for layers that are alike."""
     layouts = [(each.shape, each.stride()) for each in (query, *slots)]
-    kind = (
-        query.device,
-        query.dtype,
-        *layouts,
-        limits["window"],
-        limits["chunk"],
-        limits["softcap"],
-        limits["sinks"] is None,
-    )
+    *numbers, sinks = options.values()
+    kind = (query.device, query.dtype, *layouts, *numbers, sinks is None)
     if kind not in tree_pass.kernels:
-        from lookahead.kernels.dispatch import attention_for
-
-        tree_pass.kernels[kind] = attention_for(query, *slots, limits)
-        later = _span_of(module, kwargs, sys.maxsize)._asdict()
-        if query.device.type != "cpu" and any(limits[name] != limit for name, limit in later.items()):
-            attention_for(query, *slots, limits | later)  # tested now, not in the middle of a text
+        tree_pass.kernels[kind] = dispatch.attention_for(query, *slots, options)
+        if query.device.type != "cpu" and (options["window"], options["chunk"]) != told:
+            dispatch.attention_for(query, *slots, options | told._asdict())  # tested now, not in the middle of a text
     return tree_pass.kernels[kind]
 
 
@@ -296,35 +289,19 @@ def _takes_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, True, query.shape[1] != key.shape[1]))
 
 
-def _attend_alone(
-    tree_pass: TreePass,
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    window: int | None,
-    options: dict[str, Any],
-) -> Tensor:
-    """Attention of an exact pass."""
-    # Not by layer: the last layers of some models have no cache of their own and read one with the same window.
-    crops = window in (tree_pass.windows or ())
-    return attend_in_turn(
-        module, query, key, value, tree_pass.turns, window=window, crops=crops,
-        own=_once(_own_attention_of, module),
-        options={name: option for name, option in options.items() if option is not None},
-    )  # fmt: skip
-
-
-def _span_of(module: Any, kwargs: dict[str, Any], kv_length: int) -> AttentionSpan:
-    """How far back the queries of a layer may look; limits beyond `kv_length` are left out."""
-    window, chunk = _once(_limits_of, module)
-    if "sliding_window" in kwargs:
-        window = kwargs["sliding_window"]
-    return AttentionSpan(*(limit if limit is not None and limit < kv_length else None for limit in (window, chunk)))
+def _within(span: AttentionSpan, slots: int) -> AttentionSpan:
+    """A span without limits that so few slots do not reach."""
+    return AttentionSpan(*(None if limit is None or limit >= slots else limit for limit in span))
 
 
 def _limits_of(module: Any) -> AttentionSpan:
-    """The window of a layer that is told none, and its chunk."""
+    """The window of a layer that is told none, and its chunk.
+
+    They are read once in a block of `serving`: configurations take microseconds to answer.
+    """
+    facts: dict[Any, AttentionSpan] = {} if torch.compiler.is_compiling() else _thread.facts
+    if id(module) in facts:
+        return facts[id(module)]
     config: Any = getattr(module, "config", None)
     window: int | None = getattr(module, "sliding_window", None)
     if window is None and not hasattr(config, "layer_types"):
@@ -334,47 +311,8 @@ def _limits_of(module: Any) -> AttentionSpan:
     # Llama 4 does not tell attention functions which of its layers look at chunks only.
     if chunk is not None and config.layer_types[module.layer_idx] != "chunked_attention":
         chunk = None
-    return AttentionSpan(window, chunk)
-
-
-def _own_attention_of(module: Any) -> Any:
-    """The attention function that a layer of the model calls by itself."""
-    return own_attention(module, _real(module.config))
-
-
-def _once(read: Callable[[Any], Any], module: Any) -> Any:
-    """What `read` tells of a layer, read once in a block of `serving`: configurations take microseconds to answer."""
-    facts = None if torch.compiler.is_compiling() else getattr(_thread, "facts", None)
-    if facts is None:
-        return read(module)
-    key = read, id(module)
-    if key not in facts:
-        facts[key] = read(module)
-    return facts[key]
-
-
-def _softmax_attention(
-    packed: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float,
-    softcap: float | None,
-    s_aux: Tensor | None,
-) -> Tensor:
-    """Attention with softcapping (Gemma 2) or sinks (gpt-oss), which SDPA does not support."""
-    scores = packed @ key.transpose(2, 3) * scaling
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if mask is not None:
-        scores = scores + mask
-    if s_aux is None:
-        return torch.softmax(scores, -1, dtype=torch.float32).to(value.dtype) @ value
-    kv_heads, rows = key.shape[1], packed.shape[2]
-    groups = len(s_aux) // kv_heads
-    sinks = s_aux.view(kv_heads, 1, groups).expand(kv_heads, rows // groups, groups).reshape(1, kv_heads, rows, 1)
-    scores = torch.cat([scores, sinks.to(scores.dtype).expand(scores.shape[0], -1, -1, -1)], -1)
-    return torch.softmax(scores, -1, dtype=torch.float32)[..., :-1].to(value.dtype) @ value
+    facts[id(module)] = AttentionSpan(window, chunk)
+    return facts[id(module)]
 
 
 AttentionInterface.register(ATTENTION_NAME, tree_attention)

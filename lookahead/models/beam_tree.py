@@ -260,7 +260,7 @@ class BeamModel:
         if needed > cache.slots.capacity:  # a cache that grows by itself gains half of its size
             cache.resize(rows=len(self._trees), capacity=needed + DEAD_NODES)
         begin, busy = time.perf_counter(), time.process_time()
-        logits = self._target.extend([tree.tree() for tree in self._trees], scored)
+        logits = self._target.score([tree.tree() for tree in self._trees], scored)
         if self._drafts is not None and reads:
             logits[0, 0, 0].item()  # the pass has run
             seconds = time.perf_counter() - begin

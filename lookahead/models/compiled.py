@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from threading import RLock
+from threading import Lock
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,38 +32,12 @@ _TOLERANCE_FP32 = 1e-4
 _log = logging.getLogger(__name__)
 
 
-class CompiledShape(NamedTuple):
-    """The shapes a forward is compiled for.
-
-    Attributes:
-        batch: Rows of the cache.
-        capacity: Slots a row of the cache has.
-        rows: Rows of the pass.
-        width: Nodes of a row.
-        hidden_layers: Which hidden states are returned.
-    """
-
-    batch: int
-    capacity: int
-    rows: int
-    width: int
-    hidden_layers: tuple[int, ...]
-
-
 def forward(
     model: Any, cache: TreeCache, static: FixedShapePass, hidden_layers: tuple[int, ...], mask_dtype: torch.dtype | None
 ) -> tuple[Tensor, ...]:
-    """Run a model on the buffers of a fixed-shape pass.
+    """Run a model on the buffers of a fixed-shape pass: logits `[rows, width, vocab]`, and some of the hidden states.
 
-    Args:
-        model: A causal language model.
-        cache: The cache of the pass.
-        static: The pass.
-        hidden_layers: Which hidden states to return beside the logits.
-        mask_dtype: Type of the mask for a model that takes prepared masks; None for one that calls tree attention.
-
-    Returns:
-        Logits `[rows, width, vocab]`, and those hidden states, `[rows, width, size]`.
+    The mask has a type for a model that takes prepared masks, and none for one that calls tree attention.
     """
     options: dict[str, Any] = {}
     if mask_dtype is not None:
@@ -79,36 +53,30 @@ def forward(
 class CompiledForward:
     """`forward`, compiled for one shape when it is first called."""
 
-    def __init__(self, shape: CompiledShape) -> None:
+    def __init__(self, rows: int, width: int) -> None:
         # Dynamo limits the compiled variants of one code object, so each shape gets a copy.
-        code = forward.__code__.replace(co_name=f"forward_{shape.rows}x{shape.width}")
+        code = forward.__code__.replace(co_name=f"forward_{rows}x{width}")
         copy = FunctionType(code, forward.__globals__, code.co_name)
         self._guarded: Any = torch.compile(copy, backend=self._compile, fullgraph=True, dynamic=False)
-        self._lock = RLock()  # threads that share a model share its compiled code
-        self._newest: tuple[Callable[..., Sequence[Tensor]], Sequence[Any], Sequence[Tensor]] | None = None
+        self._lock = Lock()  # threads that share a model share its compiled code
+        self._calls: list[tuple[Callable[..., Sequence[Tensor]], Sequence[Any], Sequence[Tensor]]] = []
 
     def bind(self, *arguments: Any) -> tuple[Run, tuple[Tensor, ...]]:
         """Run once, and return a function that runs again on the same tensors without Dynamo's guards.
 
         Guards take as long as a layer of a small model. Nothing they check changes while one call of the library
         decodes, and the tensors of a fixed-shape pass keep their addresses, so the compiled code is called directly.
-
-        Args:
-            *arguments: Those of `forward`.
-
-        Returns:
-            The function, and what `forward` returned.
         """
         with self._lock:
-            outputs = self._call(*arguments)
-            newest, self._newest = self._newest, None
-        if newest is None:
-            return partial(self._call, *arguments), outputs
-        compiled, inputs, results = newest
-        places = {id(each): place for place, each in enumerate(results)}
-        order = [places[id(output)] for output in outputs if id(output) in places]
-        if len(order) < len(outputs):  # Dynamo made an output outside of the compiled code
-            return partial(self._call, *arguments), outputs
+            self._calls.clear()
+            outputs: tuple[Tensor, ...] = self._guarded(*arguments)
+            calls = self._calls.copy()
+            self._calls.clear()  # they would keep a cache alive
+        places = {id(each): place for *_, results in calls[-1:] for place, each in enumerate(results)}
+        if any(id(output) not in places for output in outputs):
+            return lambda: self.bind(*arguments)[1], outputs  # Dynamo makes an output outside of the compiled code
+        compiled, inputs, _ = calls[-1]
+        order = [places[id(output)] for output in outputs]
 
         def run() -> tuple[Tensor, ...]:
             results = compiled(*inputs)
@@ -116,38 +84,31 @@ class CompiledForward:
 
         return run, outputs
 
-    def _call(self, *arguments: Any) -> tuple[Tensor, ...]:
-        """Call the guarded code."""
-        with self._lock:
-            self._newest = None  # it would keep a cache alive
-            outputs: tuple[Tensor, ...] = self._guarded(*arguments)
-        return outputs
-
     def _compile(self, graph: Any, examples: Sequence[Any]) -> Callable[..., Sequence[Tensor]]:
-        """Compile with Inductor, which caches its code on disk, and remember the newest call."""
+        """Compile with Inductor, which caches its code on disk, and remember the call."""
         from torch._dynamo import lookup_backend
 
         compiled = lookup_backend(_BACKEND)(graph, list(examples))
 
         def call(*inputs: Any) -> Sequence[Tensor]:
             results = compiled(*inputs)
-            self._newest = (compiled, inputs, results)
+            self._calls.append((compiled, inputs, results))
             return results
 
         return call
 
 
 class _ShapeRunner:
-    """One fixed-shape pass and what runs it: the model's forward, its compiled code, or a graph of either."""
+    """A fixed-shape pass, and what runs it: the model's forward, its compiled code, or a graph of either."""
 
     def __init__(self, static: FixedShapePass, arguments: tuple[Any, ...], compiled: CompiledForward | None) -> None:
         self.static = static
         self.graph: Graph | None = None
         self.is_checked = False  # whether a replay was compared with the pass itself
         self.uses = 0
-        self._compiled = compiled
         self._arguments = arguments
-        self._run: Run | None = None if compiled is not None else partial(forward, *arguments)
+        self._compiled = compiled
+        self._run: Run | None = partial(forward, *arguments) if compiled is None else None
 
     def run(self) -> tuple[Tensor, ...]:
         """Run the pass without its graph, with new masks."""
@@ -162,17 +123,10 @@ class _ShapeRunner:
 
 
 class CompiledRunner:
-    """Scores trees in fixed-shape passes that are compiled or recorded.
+    """Scores trees in fixed-shape passes that are compiled or recorded; `Target` has its options.
 
     Args:
-        model: The model; passes run within `AttentionScope.serving`.
-        cache: The cache of the rows.
-        device: Where the model takes its tokens.
-        most_nodes: Nodes of the largest expected tree, its root included.
-        hidden_layers: Which hidden states to return.
         scope: Lets the model call tree attention; None for a model that takes prepared masks.
-        compiles: Whether to compile the model.
-        captures: Whether to record CUDA graphs.
         capture: Records a pass; `CudaGraphs` when None.
 
     Attributes:
@@ -213,12 +167,7 @@ class CompiledRunner:
                 self._give_up("capture", problem)
 
     def score(self, trees: Sequence[TokenTree], *, has_softcap: bool) -> tuple[Tensor, ...] | None:
-        """Logits `[active, nodes of the largest tree, vocab]` and hidden states likewise; None if passes failed.
-
-        Args:
-            trees: One per active row.
-            has_softcap: As for `TreePass`.
-        """
+        """Logits `[active, nodes of the largest tree, vocab]` and hidden states likewise; None if passes failed."""
         self.is_cold = False
         if not (self._compiles or self._capture) or not self._cache.layers:
             return None
@@ -243,16 +192,15 @@ class CompiledRunner:
         return tuple(each[: len(trees), :nodes] for each in outputs)
 
     def _open(self, rows: int, width: int, has_softcap: bool) -> _ShapeRunner:
-        """Make the runner of a shape that is new since the KV moved."""
-        slots = self._cache.slots
+        """The runner of a shape that is new since the KV moved."""
+        slots, compiled = self._cache.slots, None
         static = FixedShapePass(slots, rows, width, self._device, has_softcap=has_softcap)
-        compiled = None
         if self._compiles:
-            shape = CompiledShape(len(slots.lengths), slots.capacity, rows, width, self._hidden_layers)
+            shape = len(slots.lengths), slots.capacity, rows, width, self._hidden_layers
             known = state_of(self._model).compiled  # shared by all calls
             self.is_cold = shape not in known
             if self.is_cold:
-                known[shape] = CompiledForward(shape)
+                known[shape] = CompiledForward(rows, width)
             compiled = known[shape]
         return _ShapeRunner(static, (self._model, self._cache, static, self._hidden_layers, self._mask_dtype), compiled)
 

@@ -40,12 +40,7 @@ Capture = Callable[[Run], Graph]
 
 
 def graph_shortcoming(model: torch.nn.Module, device: torch.device) -> str | None:
-    """Why passes of a model cannot be recorded, or None if they may.
-
-    Args:
-        model: The model.
-        device: Where it takes its tokens.
-    """
+    """Why passes of a model that takes its tokens on `device` cannot be recorded, or None if they may."""
     if device.type != "cuda":
         return f"it is on {device}"
     devices = {str(each.device) for each in model.parameters()}
@@ -55,13 +50,10 @@ def graph_shortcoming(model: torch.nn.Module, device: torch.device) -> str | Non
 
 
 class Watch(TorchDispatchMode):
-    """Refuses operations that wait for a device, in this thread, while it is entered.
+    """Refuses operations that wait for a kind of device, in this thread, while it is entered.
 
     One of them would make a recording fail, and torch's allocator would believe that the recording goes on. So a pass
     is watched once before it is recorded.
-
-    Args:
-        device: The kind of device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -70,11 +62,7 @@ class Watch(TorchDispatchMode):
         self._kind = device.type
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation that does not wait.
-
-        Raises:
-            RuntimeError: It waits.
-        """
+        """Run an operation; RuntimeError if it waits."""
         made = func(*args, **(kwargs or {}))
         packet = getattr(func, "overloadpacket", func)
         kinds = {each.device.type for each in tree_leaves((args, made)) if isinstance(each, Tensor)}
@@ -97,12 +85,8 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 class CudaGraphs:
     """Records passes as CUDA graphs that share one pool of memory.
 
-    No replay needs what another one left in the pool, so they may run in any order.
-
-    Args:
-        device: The GPU.
-        is_watched: Whether to watch a pass before it is recorded. Compiled code needs no watch, and cannot be compiled
-            under one.
+    No replay needs what another one left in the pool, so they may run in any order. Compiled code needs no watch, and
+    cannot be compiled under one.
     """
 
     def __init__(self, device: torch.device, *, is_watched: bool = True) -> None:
@@ -114,8 +98,7 @@ class CudaGraphs:
     def __call__(self, run: Run) -> Graph:
         """Run a pass once, so that everything it compiles and allocates exists, and record it.
 
-        Raises:
-            RuntimeError: The pass waits for the device, or does something else that cannot be recorded.
+        RuntimeError: It waits for the device, or does something else that cannot be recorded.
         """
         side = _side_stream(self._device)
         with torch.cuda.device(self._device), _recording:

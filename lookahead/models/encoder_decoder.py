@@ -125,7 +125,7 @@ class DecoderTarget(Target):
         self._mask = None if self._mask is None else self._mask[kept]
         self._rows, self._places = len(self._places), list(range(len(self._places)))
 
-    def _score(self, trees: Sequence[TokenTree], scored: NDArray[np.int64]) -> Tensor:
+    def score(self, trees: Sequence[TokenTree], scored: NDArray[np.int64] | None = None) -> Tensor:
         """One pass over a chain per row, or several: behind padding some models count positions anew (M2M100)."""
         self._settle()
         tokens = np.full((self._rows, max(map(len, trees))), max(self._pad, 0))

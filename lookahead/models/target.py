@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import UnsupportedModelError
+from lookahead.kernels import dispatch
 from lookahead.models import fused_layers
 from lookahead.models.attention import AttentionScope
 from lookahead.models.cache import TreeCache, windows_of
@@ -23,7 +24,7 @@ from lookahead.models.compiled import CompiledRunner
 from lookahead.models.exact_attention import takes_rows
 from lookahead.models.linears import LinearScope
 from lookahead.models.product_bits import Bits
-from lookahead.models.tree_pass import AttentionSpan, TreePass, copy_together, padded_slots
+from lookahead.models.tree_pass import AttentionSpan, TreePass, padded_slots
 
 Shape = Literal["trees", "chains"]
 OnPrefill = Callable[[int, int], None]
@@ -79,6 +80,7 @@ class Target:
         is_together: Whether `is_bitwise` means the bits of decoding all nodes of a pass as the rows of a batch.
 
     Attributes:
+        is_cold: Whether the newest pass did work, such as compiling, that later passes of its shape do not repeat.
         is_bitwise: Whether all passes since the newest prefill, itself included, have the bits of `model.generate`.
         positions: Positions the model has a table for; None if unlimited.
         is_aligned: Whether rows must accept equally many tokens, so that they keep one length.
@@ -147,19 +149,13 @@ class Target:
         is_apart = (is_fixed and compiles) or (getattr(model, "_tp_size", None) or 1) > 1
         self._served = nn.Identity() if is_apart else model
         self._linears = LinearScope(self._served, packs=packs)
-        self._tested = 0  # self-tests of kernels before the newest pass
+        self.is_cold = False
         self._fast = None
         if is_fixed:
             self._fast = CompiledRunner(
                 model, self.cache, device, most_nodes=most_nodes, hidden_layers=self._hidden_layers,
                 scope=self._scope, compiles=compiles, captures=captures,
             )  # fmt: skip
-
-    @property
-    def is_cold(self) -> bool:
-        """Whether the newest pass did work, such as compiling, that later passes of its shape do not repeat."""
-        is_cold = self._linears.has_packed or _counter()() > self._tested
-        return is_cold or (self._fast is not None and self._fast.is_cold)
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -191,10 +187,11 @@ class Target:
             Logits after the last token of every prompt, `[prompts, 1, vocab]`.
         """
         with self.cache.slots.since(first):
-            return self._prefill(prompts)
+            return self._read_prompts(prompts)
 
-    def _prefill(self, prompts: Sequence[IntArray]) -> Tensor:
-        slots = self.cache.slots
+    def _read_prompts(self, prompts: Sequence[IntArray]) -> Tensor:
+        """`prefill` of all rows that are in the passes."""
+        slots, report = self.cache.slots, self.on_prefill or (lambda *_: None)
         committed = slots.lengths[: slots.active]
         cached = committed.copy()
         lengths = np.array([len(prompt) for prompt in prompts])
@@ -205,10 +202,13 @@ class Target:
             padded[row, : new[row]] = prompt[cached[row] :]
         last: dict[int, Tensor] = {}
         hidden: list[dict[int, Tensor]] = []
-        is_whole = bool((new == width).all()) and not np.ptp(cached)
-        size = width if is_whole and self._reads_whole(width, is_continued=bool(cached.any())) else self._prefill_chunk
+        # In half precision prompts of one length are read in one pass, with the bits of `model.generate`. Without fused
+        # causal attention the memory of a pass grows quadratically with its tokens.
+        is_fused = not (self._has_softcap or cached.any() or any(self._windows))
+        is_whole = self._is_half and not (np.ptp(new) or np.ptp(cached)) and (is_fused or width <= _MAX_WHOLE)
+        size = width if is_whole else self._prefill_chunk
         self.is_bitwise = self._is_exact and size >= width
-        self._report(0, width)
+        report(0, width)
         for start in range(0, width, size):
             chunk = np.ascontiguousarray(padded[:, start : start + size])
             # A row whose prompt has ended writes padding after it, into the slots of its later trees.
@@ -216,69 +216,48 @@ class Target:
             ends = new - 1 - start
             ending = np.flatnonzero((ends >= 0) & (ends < chunk.shape[1]))
             keep, place = np.unique(ends[ending], return_inverse=True)
-            positions = committed[:, None] + np.arange(chunk.shape[1])
-            logits = self._forward(chunk, positions, None, keep=keep if len(keep) else np.zeros(1, np.int64))
+            keep = keep if len(keep) else np.zeros(1, np.int64)
+            is_plain = self._is_half and not np.ptp(committed) and keep.tolist() == [chunk.shape[1] - 1]
+            slots.begin(chunk.shape[1], is_plain=is_plain)
+            tree_pass = TreePass(slots, self._device, prompt=(chunk, keep), has_softcap=self._has_softcap)
+            logits = self._forward(tree_pass, "together")
             last.update({int(row): logits[row, column] for row, column in zip(ending, place, strict=True)})
             hidden.append(self.hidden)
-            self._report(min(start + size, width), width)
+            report(min(start + size, width), width)
         committed[:] = lengths - 1
         whole = {layer: torch.cat([chunk[layer] for chunk in hidden], 1) for layer in self.hidden}
         self.prompt_hidden = [{layer: each[row, :n] for layer, each in whole.items()} for row, n in enumerate(new)]
         self.hidden = {layer: each[range(len(new)), new - 1][:, None] for layer, each in whole.items()}
         return torch.stack([last[row] for row in range(len(prompts))])[:, None]
 
-    def _reads_whole(self, width: int, *, is_continued: bool) -> bool:
-        """Whether to read prompts of one length in one pass, bit-identical to `model.generate`."""
-        # Without fused causal attention the memory of a pass grows quadratically with its tokens.
-        is_fused = not (self._has_softcap or is_continued or any(self._windows))
-        return self._is_half and (is_fused or width <= _MAX_WHOLE)
-
-    def _report(self, done: int, tokens: int) -> None:
-        if self.on_prefill is not None:
-            self.on_prefill(done, tokens)
-
-    def score(self, trees: Sequence[TokenTree]) -> Tensor:
+    def score(self, trees: Sequence[TokenTree], scored: NDArray[np.int64] | None = None) -> Tensor:
         """Logits after every node, `[active, nodes of the largest tree, vocab]`, in one forward pass.
 
         Args:
             trees: One tree per active row, in the order of the rows.
+            scored: int64 `[active]`; how many first nodes of each tree were scored since the last commit, at least 1,
+                of which no logits are returned. Their KV is in their slots. A prefill scores the root.
         """
-        outputs, self._linears.has_packed, self._tested = None, False, _counter()()
-        if self._fast is not None:
+        tested, outputs = dispatch.tests_run(), None
+        self._linears.has_packed = False
+        if self._fast is not None and scored is None:
             outputs = self._fast.score(trees, has_softcap=self._has_softcap)
-        if outputs is None:
-            return self._score(trees, np.zeros(len(trees), np.int64))
-        self.hidden = dict(zip(self._hidden_layers, outputs[1:], strict=True)) if self.keeps_hidden else {}
-        return outputs[0]
-
-    def extend(self, trees: Sequence[TokenTree], scored: NDArray[np.int64]) -> Tensor:
-        """Logits after the nodes that trees gained, `[active, most nodes gained, vocab]`, in one forward pass.
-
-        Args:
-            trees: One tree per active row.
-            scored: int64 `[active]`; how many first nodes of each tree were scored since the last commit, at least 1.
-                Their KV is in their slots. A prefill scores the root.
-        """
-        committed = self.cache.slots.lengths[: len(trees)]
-        committed += scored
-        try:
-            return self._score(trees, scored)
-        finally:
-            committed -= scored
-
-    def _score(self, trees: Sequence[TokenTree], scored: NDArray[np.int64]) -> Tensor:
-        """One pass over all but the first nodes of trees."""
-        starts = self.cache.slots.lengths[: len(trees)] - scored
-        if not scored.any() and all(len(tree) == 1 for tree in trees):
-            return self._forward(np.array([tree.tokens for tree in trees], np.int64), starts[:, None], trees)
-        width = max(len(tree) - first for tree, first in zip(trees, scored, strict=True))
-        tokens = np.zeros((len(trees), width), np.int64)
-        positions = np.empty((len(trees), width), np.int64)
-        for row, (tree, first) in enumerate(zip(trees, scored, strict=True)):
-            tokens[row, : len(tree) - first] = tree.tokens[first:]
-            positions[row] = starts[row]
-            positions[row, : len(tree) - first] += tree.depths[first:]
-        return self._forward(tokens, positions, trees, scored=scored if scored.any() else None)
+        if outputs is not None:
+            logits = outputs[0]
+            self.hidden = dict(zip(self._hidden_layers, outputs[1:], strict=True)) if self.keeps_hidden else {}
+        else:
+            slots, sizes = self.cache.slots, np.array([len(tree) for tree in trees])
+            width = int((sizes if scored is None else sizes - scored).max())
+            # `model.generate` would run the same pass: one token a row, and rows of one length.
+            is_plain = self._is_half and width == 1 and scored is None and not np.ptp(slots.lengths[: len(trees)])
+            slots.begin(width, scored, is_plain=is_plain and not self._takes_rows)
+            windows = self._windows if self._is_exact else None
+            tree_pass = TreePass(slots, self._device, trees, scored, has_softcap=self._has_softcap, windows=windows)
+            bits: Bits = "alone" if self._is_exact else "any" if self._is_alone else "together"
+            logits = self._forward(tree_pass, "together" if self._is_together else bits)
+        is_cold = self._fast is not None and self._fast.is_cold
+        self.is_cold = self._linears.has_packed or dispatch.tests_run() > tested or is_cold
+        return logits
 
     def commit(self, row: int, path: IntArray) -> None:
         """Keep the KV of an accepted path (int32 `[a]`, from node 0) of a row's tree."""
@@ -288,84 +267,37 @@ class Target:
         """Remove a finished row from the passes; returns the row that took its place."""
         return self.cache.retire(row)
 
-    def _forward(
-        self,
-        tokens: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        trees: Sequence[TokenTree] | None,
-        keep: NDArray[np.int64] | None = None,
-        scored: NDArray[np.int64] | None = None,
-    ) -> Tensor:
-        """One pass of the model over `[active, width]` tokens; returns the logits of all columns, or of `keep`."""
-        is_exact = self._is_exact and trees is not None
-        is_plain = self._is_half and self._is_plain(tokens, trees, keep, scored)
-        is_plain = is_plain and not (is_exact and self._takes_rows)
-        self.cache.slots.begin(tokens.shape[1], is_plain=is_plain)
-        tree_pass, load = None, copy_together
-        if self._takes_masks and not is_plain:
-            windows = self._windows if is_exact else None
-            tree_pass = TreePass(self.cache.slots, trees, scored, has_softcap=self._has_softcap, windows=windows)
-            load = tree_pass.load
-        ids, places, *kept = load([tokens, positions, *([] if keep is None else [keep])], self._device)
+    def _forward(self, tree_pass: TreePass, bits: Bits) -> Tensor:
+        """One pass of the model; returns the logits of all columns, or of those to keep."""
         options: dict[str, object] = {}
-        if self._keeps_logits and kept:
-            options["logits_to_keep"] = 1 if is_plain else kept[0]
+        is_plain, keeps = self.cache.slots.is_plain, len(tree_pass.keep) > 0
+        if self._keeps_logits and keeps:
+            options["logits_to_keep"] = 1 if is_plain else tree_pass.keep
         if self._takes_positions:
-            options["position_ids"] = places
+            options["position_ids"] = tree_pass.positions
         scope: AbstractContextManager[None] = nullcontext()
-        if tree_pass is not None and self._scope is not None:
-            scope = self._scope.running(tree_pass)
-        elif tree_pass is not None:
-            options["attention_mask"] = tree_pass.mask(1, AttentionSpan(), self._model.dtype, self._device)
+        if self._takes_masks and not is_plain:
+            if self._scope is not None:
+                scope = self._scope.running(tree_pass)
+            else:
+                options["attention_mask"] = tree_pass.mask(1, AttentionSpan(), self._model.dtype, self._device)
         keeps_hidden = self.keeps_hidden and bool(self._hidden_layers)
         if keeps_hidden:
             options["output_hidden_states"] = True
-        bits: Bits = "together"
-        if trees is not None and not self._is_together:
-            bits = "alone" if is_exact else "any" if self._is_alone else "together"
         with self._linears.running(bits), fused_layers.running(), scope:
             output = self._model(
-                input_ids=ids,
+                input_ids=tree_pass.tokens,
                 past_key_values=self.cache,
                 use_cache=True,
                 **options,
             )
-        self.hidden = _choose_layers(output, self._hidden_layers) if keeps_hidden else {}
+        states: Sequence[Tensor] = getattr(output, "hidden_states", None) or ()
+        self.hidden = {}
+        for layer in self._hidden_layers if keeps_hidden else ():
+            if not -len(states) <= layer < len(states):
+                raise UnsupportedModelError(
+                    f"a proposer asks for hidden states {layer}, and the model has {len(states)}"
+                )
+            self.hidden[layer] = states[layer]
         logits: Tensor = output.logits
-        return logits[:, kept[0]] if kept and not self._keeps_logits else logits
-
-    def _is_plain(
-        self,
-        tokens: NDArray[np.int64],
-        trees: Sequence[TokenTree] | None,
-        keep: NDArray[np.int64] | None,
-        scored: NDArray[np.int64] | None,
-    ) -> bool:
-        """Whether `model.generate` would run the same pass: whole prompts of one length, or one token a row."""
-        lengths = self.cache.slots.lengths[: len(tokens)]
-        if scored is not None or np.ptp(lengths):
-            return False
-        if trees is not None:
-            return bool(tokens.shape[1] == 1)
-        return keep is not None and list(keep) == [tokens.shape[1] - 1]
-
-
-@cache
-def _counter() -> Callable[[], int]:
-    """What counts the self-tests of kernels that have run."""
-    from lookahead.kernels.dispatch import tests_run
-
-    return tests_run
-
-
-def _choose_layers(output: Any, layers: Sequence[int]) -> dict[int, Tensor]:
-    """Some of the hidden states of a pass.
-
-    Raises:
-        UnsupportedModelError: The model does not return them.
-    """
-    states: Sequence[Tensor] = getattr(output, "hidden_states", None) or ()
-    for layer in layers:
-        if not -len(states) <= layer < len(states):
-            raise UnsupportedModelError(f"a proposer asks for hidden states {layer}, and the model has {len(states)}")
-    return {layer: states[layer] for layer in layers}
+        return logits[:, tree_pass.keep] if keeps and not self._keeps_logits else logits

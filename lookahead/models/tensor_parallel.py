@@ -21,10 +21,6 @@ class TensorParallelGroup:
     each other forever. So the first process sends its drafts. Everything after the draft follows from the logits, which
     are the same in all processes.
 
-    Args:
-        group: The process group of the model.
-        device: The device of the model, from which the group sends tensors.
-
     Attributes:
         leads: Whether this process drafts.
     """
@@ -36,38 +32,28 @@ class TensorParallelGroup:
         self.leads = torch.distributed.get_rank(group) == 0
 
     def agree(self, drafts: Sequence[Draft]) -> list[Draft]:
-        """The drafts of the leader: the sizes of all trees are broadcast, then the trees.
-
-        Args:
-            drafts: One per row; ignored in all processes but the leader.
-        """
+        """The drafts of the leader, one per row; those of other processes are ignored."""
         sizes = self._send(np.array([len(draft.tree) for draft in drafts], np.int32))
         nodes = np.zeros((5, int(sizes.sum())), np.int32)
-        if self.leads:
-            np.concatenate([_pack(draft) for draft in drafts], 1, out=nodes)
+        if self.leads:  # tokens, parents, depths, and the two halves of every float64 path probability
+            trees = [(draft.tree.tokens, draft.tree.parents, draft.tree.depths) for draft in drafts]
+            halves = [draft.path_probs.astype(np.float64).view(np.int32).reshape(-1, 2).T for draft in drafts]
+            np.concatenate([np.concatenate(pair) for pair in zip(trees, halves, strict=True)], 1, out=nodes)
         nodes = self._send(nodes)
         if self.leads:
             return list(drafts)
-        return [_unpack(*part) for part in np.split(nodes, np.cumsum(sizes)[:-1], 1)]
+        return [
+            # Without the sources of the nodes.
+            Draft(TokenTree(tokens, parents, depths, np.zeros_like(tokens)), (), np.stack(halves, 1).view(float)[:, 0])
+            for tokens, parents, depths, *halves in np.split(nodes, np.cumsum(sizes)[:-1], 1)
+        ]
 
     def _send(self, numbers: IntArray) -> IntArray:
         """Broadcast the leader's numbers; the others pass an array of the same shape."""
-        sent = torch.from_numpy(np.ascontiguousarray(numbers)).to(self._device)
+        sent = torch.from_numpy(numbers).to(self._device)
         torch.distributed.broadcast(sent, src=self._leader, group=self._group)
         received: IntArray = sent.cpu().numpy()
         return received
-
-
-def _pack(draft: Draft) -> IntArray:
-    """A draft as int32 `[5, nodes]`: tokens, parents, depths, and the two halves of every float64 path probability."""
-    halves = np.ascontiguousarray(draft.path_probs, np.float64).view(np.int32).reshape(-1, 2)
-    return np.concatenate(([draft.tree.tokens, draft.tree.parents, draft.tree.depths], halves.T))
-
-
-def _unpack(tokens: IntArray, parents: IntArray, depths: IntArray, *halves: IntArray) -> Draft:
-    """The draft of the leader, without the sources of its nodes."""
-    path_probs = np.stack(halves, 1).view(np.float64)[:, 0]
-    return Draft(TokenTree(tokens, parents, depths, np.zeros(len(tokens), np.int32)), (), path_probs)
 
 
 def tensor_parallel_group(model: nn.Module) -> TensorParallelGroup | None:
@@ -83,16 +69,7 @@ def tensor_parallel_group(model: nn.Module) -> TensorParallelGroup | None:
 
 
 def validate_tensor_parallel(model: nn.Module, *, reads_hidden: bool, by_rejection: bool) -> None:
-    """Refuse options that tensor parallelism does not support.
-
-    Args:
-        model: The model.
-        reads_hidden: Whether a source of drafts reads hidden states, as trained heads do.
-        by_rejection: Whether drafts are accepted by rejection sampling.
-
-    Raises:
-        UnsupportedModelError: One of the options is used; the message names it.
-    """
+    """Refuse what tensor parallelism does not support: heads that read hidden states, and rejection sampling."""
     what = "heads that read its hidden states" if reads_hidden else "acceptance='rejection'" if by_rejection else ""
     if what:
         raise UnsupportedModelError(f"{type(model).__name__} is spread over several processes, and cannot use {what}")

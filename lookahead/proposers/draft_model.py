@@ -301,7 +301,7 @@ class ModelProposer(Proposer):
             before = batch.choose()
             if not batch.is_chosen:
                 break
-            batch.add(target.extend([tree.scored_tree() for tree in batch.trees], before))
+            batch.add(target.score([tree.scored_tree() for tree in batch.trees], before))
             then, now = now, time.perf_counter()
             times.draft.add(now - then)
         for state, tree in zip(states, batch.trees, strict=True):

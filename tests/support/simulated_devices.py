@@ -41,9 +41,9 @@ def on_device(cost: Cost, host: float = 0.0) -> Iterator[None]:
     now = [0.0]
     score, draft = Target.score, TreeDrafter.draft
 
-    def timed_score(self: Target, trees: Any) -> torch.Tensor:
+    def timed_score(self: Target, trees: Any, *scored: Any) -> torch.Tensor:
         now[0] += cost(max(len(tree) for tree in trees))
-        return score(self, trees)
+        return score(self, trees, *scored)
 
     def timed_draft(self: TreeDrafter, rows: Any, plan: Any) -> Any:
         now[0] += host * plan.drafts
