@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from lookahead.cli.app import main
+from lookahead.documents.inputs import find_inputs
+from lookahead.documents.readers import read_documents
 from tests.support.forked import command
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -85,3 +88,23 @@ def test_a_full_device_behind_stdout_is_told_in_one_line(folder):
     message = "error: writing failed: No space left on device; 0 finished summaries in stdout; "
     message += "a job with --output can be resumed\n"
     assert process.stderr == message
+
+
+@pytest.mark.parametrize("output", [(), ("-o", "out.jsonl")], ids=["shown", "to a file"])
+def test_a_closed_standard_output_loses_no_summary_in_silence(cli_folder, model_folder, monkeypatch, capsys, output):
+    arguments = ["lookahead", "summarize", "a.txt", *output, "--model", str(model_folder), "--max-new-tokens", "4"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr().err
+    if output:
+        assert ended.value.code == 0 and (cli_folder / "out.jsonl").read_text().count("\n") == 1
+    else:
+        assert ended.value.code == 1 and "error: writing failed: " in said and "0 finished summaries in stdout" in said
+
+
+def test_a_closed_standard_input_is_told(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    (reject,) = read_documents(find_inputs(["-"]))
+    assert reject.error == "-: standard input is closed"

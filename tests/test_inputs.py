@@ -163,9 +163,10 @@ def test_a_table_without_the_column_is_refused_with_the_columns_it_has(folder, s
     assert error_of(f"a.{suffix}") == expected
 
 
-def test_a_column_of_numbers_is_no_column_of_documents(folder):
-    write_parquet(folder / "a.parquet", text=[1, 2])
-    assert error_of("a.parquet") == "a.parquet: column 'text' must hold strings, it holds int64"
+@pytest.mark.parametrize(("value", "kind"), [(1, "int64"), (["One."], "list<element: string>")])
+def test_a_column_of_something_else_is_no_column_of_documents(folder, value, kind):
+    write_parquet(folder / "a.parquet", text=[value, value])
+    assert error_of("a.parquet") == f"a.parquet: column 'text' must hold strings, it holds {kind}"
 
 
 def test_a_value_that_is_no_text_is_a_reject_and_the_rows_behind_it_are_read(folder):
@@ -225,14 +226,17 @@ def test_a_quote_that_is_not_closed_swallows_no_row_unsaid(folder, end):
     first, reject = read("a.csv")
     assert first.text == "One."
     assert reject == Reject("a.csv", "a.csv:3: a quote is not closed; the rest of the file is not read")
+    (folder / "a.csv").write_text('id,"text\n1,One.\n')
+    assert error_of("a.csv") == "a.csv:1: a quote is not closed; the rest of the file is not read"
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
-def test_a_table_without_rows_is_refused(folder, name):
-    if name == "a.csv":
-        (folder / name).write_text("id,text\n")
-    else:
+@pytest.mark.parametrize("text", ["id,text\n", "", "\n\n", None])
+def test_a_table_without_rows_is_refused(folder, text):
+    name = "a.parquet" if text is None else "a.csv"
+    if text is None:
         write_parquet(folder / name, text=pyarrow.array([], pyarrow.string()))
+    else:
+        (folder / name).write_text(text)
     assert error_of(name) == f"{name}: no documents"
 
 

@@ -127,9 +127,17 @@ def test_a_number_that_parquet_cannot_hold_becomes_a_string() -> None:
     assert pyarrow.parquet.read_table(output)["id"].to_pylist() == [str(1 << 70), "1"]
 
 
-def test_rejects_do_not_go_to_the_file_of_results_by_another_name() -> None:
-    with pytest.raises(ConfigError, match="cannot hold both"):
-        OutputPaths(OUT, OUT.absolute()).check([])
+@pytest.mark.parametrize(
+    ("output", "rejects", "content"),
+    [
+        ("out.jsonl", "out.jsonl", "the summaries"),
+        ("out.jsonl", "out.jsonl.manifest.json", "the manifest"),
+        ("out.parquet", "out.parquet.running.jsonl", "the running job"),
+    ],
+)
+def test_rejects_do_not_go_to_a_file_of_the_results(output: str, rejects: str, content: str) -> None:
+    with pytest.raises(ConfigError, match=f"output {rejects} cannot hold both {content} and the rejects"):
+        OutputPaths(Path(output), Path(rejects).absolute()).check([])
 
 
 @pytest.mark.parametrize("damage", ["cut", "in the middle", "of numbers", "of bytes"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from typing import Annotated
 
@@ -29,6 +30,10 @@ app.add_typer(memory_app, name="memory")
 
 def main() -> None:
     """Run the command line."""
+    if sys.stdout is None:  # closed by the caller: what would be written to it fails, and is not lost in silence
+        sys.stdout = open(os.devnull)  # noqa: SIM115 - as long as the process
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # file names can hold bytes that are not UTF-8
     app(prog_name="lookahead")

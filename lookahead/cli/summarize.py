@@ -229,7 +229,7 @@ def _run(
                 display.say("interrupted", stopped)
                 return 130
             if not isinstance(error, BrokenPipeError):  # a reader such as `head` has seen enough
-                what = f"writing failed: {error.strerror}" if isinstance(error, OSError) else str(error)
+                what = f"writing failed: {error.strerror or error}" if isinstance(error, OSError) else str(error)
                 display.say("error", f"{what}; {stopped}")
             return 1
     is_saved = _save(memory, display)

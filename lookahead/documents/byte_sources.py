@@ -54,6 +54,8 @@ def opened(path: str, *, seekable: bool = False) -> Iterator[io.BufferedReader[A
     """
     with ExitStack() as stack:
         if path == STDIN:
+            if sys.stdin is None:
+                raise DocumentError(f"{STDIN}: standard input is closed")
             stdin: Any = sys.stdin.buffer
             stream = stdin if isinstance(stdin, io.BufferedReader) else io.BufferedReader(stdin)
         elif is_url(path):

@@ -75,7 +75,8 @@ def check_words(text: str) -> None:
     if not text.strip():
         raise DocumentError("the document is empty")
     if not any(map(str.isalnum, text)):
-        raise DocumentError(f"the document holds {len(text.strip())} characters and no letter or digit")
+        length = len(text.strip())
+        raise DocumentError(f"the document holds {length} character{'s' * (length > 1)} and no letter or digit")
 
 
 def checked(text: str, place: str) -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Sequence
 
-from lookahead.documents.byte_sources import MEGABYTE, STDIN, bounded_lines, read_bounded
+from lookahead.documents.byte_sources import MEGABYTE, STDIN, bounded_lines, opened, read_bounded
 from lookahead.documents.decode_text import Document, Reject, checked, decode_bytes
 from lookahead.documents.extract_text import docx_text, html_text, pdf_text
 from lookahead.documents.inputs import PACKAGES, Input, load_packages
@@ -51,7 +50,10 @@ def check_readers(inputs: Sequence[Input]) -> None:
 
 def read_prompt(argument: str) -> str:
     """The prompt that an argument is, or that standard input holds for `-`."""
-    prompt = decode_bytes(sys.stdin.buffer.read(), STDIN) if argument == STDIN else argument
+    prompt = argument
+    if argument == STDIN:
+        with opened(STDIN) as file:
+            prompt = decode_bytes(file.read(), STDIN)
     if not prompt:
         raise PromptError("the prompt is empty")
     return prompt

@@ -45,11 +45,8 @@ def read_csv(source: Input, field: str, limit: int) -> Iterator[Document | Rejec
         lines = chain(_csv_lines(file, source.path, limit, wrong), [_END])
         rows = csv.reader(lines, delimiter=_DELIMITERS[source.format])
         try:
-            names = next(filter(None, rows), [])
-            if wrong:
-                raise wrong[0]
-            text_at, id_at = _columns(source, field, names)
-            before = rows.line_num
+            names: list[str] = []
+            before = 0
             for row in rows:
                 if row == [_END]:
                     break
@@ -59,7 +56,12 @@ def read_csv(source: Input, field: str, limit: int) -> Iterator[Document | Rejec
                     )
                 before = rows.line_num
                 place = f"{source.path}:{before}"
-                if wrong:
+                if not names and wrong:
+                    raise wrong[0]
+                if not names and row:
+                    names = row
+                    text_at, id_at = _columns(source, field, names)
+                elif wrong:
                     yield Reject(place, str(wrong[0]))
                     wrong.clear()
                 elif not any(cell.strip() for cell in row):
@@ -88,7 +90,7 @@ def read_parquet(source: Input, field: str, limit: int) -> Iterator[Document | R
             text_at, id_at = _columns(source, field, names)
             kind = table.schema_arrow.field(text_at).type
             kind = kind.value_type if arrow.types.is_dictionary(kind) else kind
-            if "string" not in str(kind):
+            if str(kind) not in ("string", "large_string", "string_view"):
                 raise DocumentError(f"{source.path}: column {field!r} must hold strings, it holds {kind}")
             columns = [names[at] for at in (text_at, id_at) if at is not None]
             for rows, batches in _row_groups(table, columns, max(limit, _UNPACKED)):

@@ -6,6 +6,7 @@ from these dataclasses. A field without a help text is not a flag.
 
 from __future__ import annotations
 
+import os
 from dataclasses import MISSING, Field, dataclass, field, fields
 from inspect import get_annotations
 from pathlib import Path
@@ -213,7 +214,9 @@ class JobOptions(DocumentOptions, WorkerOptions):
     sample: int | None = option(None, "Only N documents, drawn at random.", min=1)
     seed: int = option(0, "Seed of --sample and --dry-run: the same seed draws the same documents.")
     dry_run: bool = option(False, "Only count documents and tokens, and estimate the time.")
-    price_per_hour: float | None = option(None, "Price of an hour on this machine, for --dry-run.", min=0.0)
+    price_per_hour: float | None = option(
+        None, "Price of an hour on this machine, for --dry-run.", min=0, max=1_000_000
+    )
     pool: str | None = option(
         None,
         "Draft from this too: a corpus made by 'lookahead pool build', or a file that keeps this job's outputs for "
@@ -233,6 +236,10 @@ class JobOptions(DocumentOptions, WorkerOptions):
     def check(self) -> None:
         """Refuse options that exclude each other with a ConfigError, before any work is done."""
         self.summarizer_settings()
+        for name, other in (("pool", self.pool), ("memory", self.memory), ("prompt_file", self.prompt_file)):
+            for path in (self.output, self.rejects):
+                if other is not None and path is not None and os.path.realpath(other) == os.path.realpath(path):
+                    raise ConfigError(f"{name} {other} cannot be a file that the job writes results or rejects to")
         if self.retry_rejects and not self.resume:
             raise ConfigError("--retry-rejects tries again what an earlier run put aside; it needs --resume")
         if self.price_per_hour is not None and not self.dry_run:

@@ -54,8 +54,11 @@ class OutputPaths:
             raise ConfigError("--resume goes on with an output and --overwrite begins anew; pass one of them")
         if self.resume and not self.is_journal:
             raise ConfigError("--resume needs --output, the file to go on with")
-        if results is not None and self.rejects is not None and results.resolve() == self.rejects.resolve():
-            raise ConfigError(f"output {results} cannot hold both the summaries and the rejects")
+        if results is not None and self.rejects is not None:
+            named = {self.running: "the running job", results: "the summaries", manifest_path(results): "the manifest"}
+            for path, content in named.items():
+                if path is not None and path.resolve() == self.rejects.resolve():
+                    raise ConfigError(f"output {path} cannot hold both {content} and the rejects")
         manifest = read_manifest(results) if results is not None and self.is_journal and not self.overwrite else None
         if manifest is None and self.resume:
             if any(path is not None and path.is_file() and path.stat().st_size for path in (results, self.running)):
