@@ -5,7 +5,9 @@ from __future__ import annotations
 import codecs
 import io
 import json
+import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -85,6 +87,34 @@ def test_an_argument_that_names_no_file_is_refused(folder, argument, message):
 def test_a_text_given_in_place_of_a_file_is_refused_with_a_hint(folder):
     with pytest.raises(DocumentError, match=r"^'One sentence. One sentence. [^']*'\.\.\.: .* stdin with -$"):
         find_inputs(["One sentence. " * 1000])
+
+
+def test_a_folder_that_cannot_be_listed_is_named_and_not_passed_over(folder, monkeypatch):
+    (folder / "notes" / "locked").mkdir(parents=True)
+    (folder / "notes" / "a.txt").write_text("One.")
+    listed = os.scandir
+
+    def locked(path):
+        if "locked" in str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", locked)
+    (folder / "notes" / "linked").symlink_to(folder)
+    skipped = []
+    assert [each.path for each in find_inputs(["notes"], on_skip=skipped.append)] == ["notes/a.txt"]
+    assert skipped == ["notes/linked: links to folders are not followed", "notes/locked: Permission denied"]
+    with pytest.raises(DocumentError, match=r"^notes/locked: Permission denied$"):
+        find_inputs(["notes/locked"])
+
+
+def test_a_file_in_a_folder_that_is_locked_is_refused_with_the_reason(folder, monkeypatch):
+    def locked(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", locked)
+    with pytest.raises(DocumentError, match=r"^notes/a\.txt: Permission denied$"):
+        find_inputs(["notes/a.txt"])
 
 
 def test_a_field_that_nothing_would_read_is_refused(folder):

@@ -199,6 +199,18 @@ def test_what_a_process_is_writing_is_left_to_it(options: dict[str, bool]) -> No
         assert OUT.read_bytes() == before and Path("out.jsonl.manifest.json").exists()
 
 
+def test_two_jobs_do_not_write_rejects_to_one_file() -> None:
+    with Journal(OutputPaths(OUT, REJECTS), JOB):
+        pass
+    with (
+        Journal(OutputPaths(OUT, Path("bad.jsonl")), JOB),
+        pytest.raises(ConfigError, match=r"bad\.jsonl is being written by another process"),
+    ):
+        Journal(OutputPaths(Path("other.jsonl"), Path("bad.jsonl")), JOB)
+    with Journal(OutputPaths(Path("other.jsonl"), Path("bad.jsonl")), JOB):
+        pass
+
+
 def test_a_job_is_alone_also_when_its_files_were_replaced() -> None:
     paths = OutputPaths(OUT)
     with Journal(paths, JOB) as journal:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -137,7 +138,9 @@ def _expand(argument: str, without: Collection[str], on_skip: Skip) -> list[str]
             return _documents_of(argument, list(_walk(path, on_skip)), without, on_skip)
         if path.exists():
             return [argument]
-    except OSError as error:  # most often the name is too long, since it is the text itself
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise DocumentError(f"{argument}: {error.strerror}") from error
         raise DocumentError(
             f"{argument[:40]!r}...: {error.strerror}; a text itself is read from stdin with -"
         ) from error
@@ -151,8 +154,17 @@ def _expand(argument: str, without: Collection[str], on_skip: Skip) -> list[str]
 
 def _walk(folder: Path, on_skip: Skip) -> Iterator[str]:
     """The regular files in a folder and below, in order, without those of hidden folders."""
-    for place, folders, names in os.walk(folder):
+
+    def refuse(error: OSError) -> None:
+        if os.path.samefile(error.filename, folder):
+            raise DocumentError(f"{folder}: {error.strerror}") from error
+        on_skip(f"{error.filename}: {error.strerror}")
+
+    for place, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in folders:
+            if os.path.islink(path := os.path.normpath(os.path.join(place, name))):
+                on_skip(f"{path}: links to folders are not followed")
         for name in sorted(names):
             path = os.path.normpath(os.path.join(place, name))
             if os.path.isfile(path):

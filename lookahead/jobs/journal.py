@@ -118,6 +118,8 @@ class Journal:
         self._same_ids: list[DocumentId] = []  # of documents with the id of another and a different text
         with self._files:  # releases the lock if opening fails
             self._files.callback(_acquire_lock(self._results).release)
+            if self._rejects != Path(f"{self._results}.rejects.jsonl"):  # other jobs may have been given the same
+                self._files.callback(_acquire_lock(self._rejects).release)
             self._open(paths, retry_rejects)
             self._files = self._files.pop_all()
 
@@ -273,18 +275,18 @@ def _key_of_reject(record: Record) -> bytes:
     return key_of(record["id"], record.get("document") or record["error"])
 
 
-def _acquire_lock(results: Path) -> FileLock:
-    """Lock the files of a job against other processes. The lock has its own file, since the others are replaced."""
-    results = Path(os.path.realpath(results))
-    lock = FileLock(results.with_name(f".{results.name}.lock"), timeout=0)
+def _acquire_lock(output: Path) -> FileLock:
+    """Lock an output against other processes. The lock has its own file, since the output is replaced."""
+    output = Path(os.path.realpath(output))
+    lock = FileLock(output.with_name(f".{output.name}.lock"), timeout=0)
     try:
         lock.acquire()
     except Timeout as error:
         if not Path(lock.lock_file).exists():  # filelock reports a folder without write permission as a timeout
-            raise ConfigError(f"output {results} cannot be written: no lock can be made beside it") from error
-        raise ConfigError(f"output {results} is being written by another process; wait for it, or stop it") from error
+            raise ConfigError(f"output {output} cannot be written: no lock can be made beside it") from error
+        raise ConfigError(f"output {output} is being written by another process; wait for it, or stop it") from error
     except NotImplementedError:  # a file system without locks
         pass
     except OSError as error:
-        raise ConfigError(f"output {results} cannot be written: {error.strerror}") from error
+        raise ConfigError(f"output {output} cannot be written: {error.strerror}") from error
     return lock

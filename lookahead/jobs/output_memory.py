@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from lookahead.errors import PoolError
 from lookahead.models.model_state import state_of
 from lookahead.ngram.chains import ChainIndex
 from lookahead.ngram.pool_file import write_pool
@@ -54,15 +56,19 @@ class OutputMemory:
 
     def save(self) -> None:
         """Write the memory to its file, atomically; PoolError if it cannot be written."""
+        self._saved_at = time.monotonic()
         tokens = np.array(self._outputs.tokens[1:])
         if np.any(tokens >= 0):
             with pool_errors(str(self.path)):
                 write_pool(self.path, tokens, self._fingerprint, is_learned=True)
-        self._saved_at = time.monotonic()
 
     def save_while(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield the items of a job, and save every `SAVE_EVERY_S` seconds, so that a killed job loses little."""
+        """Yield the items of a job, and save every `SAVE_EVERY_S` seconds, so that a killed job loses little.
+
+        A memory that cannot be saved meanwhile does not end the job; saving it at the end tells.
+        """
         for item in items:
             if time.monotonic() - self._saved_at >= SAVE_EVERY_S:
-                self.save()
+                with suppress(PoolError):
+                    self.save()
             yield item
