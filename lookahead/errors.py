@@ -16,6 +16,8 @@
 Every message names the field or file, the allowed range where there is one, and what was received.
 """
 
+import re
+
 
 class LookaheadError(Exception):
     """Base class of the errors of this package."""
@@ -84,3 +86,8 @@ class ClusterError(LookaheadError, RuntimeError):
 def one_line(error: BaseException) -> str:
     """The message of an error in one line, or the name of its type where it has no message."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error tells of a lack of memory; torch raises it as a RuntimeError on a CPU."""
+    return isinstance(error, MemoryError) or bool(re.search("(out of|enough|allocate) memory", str(error)))

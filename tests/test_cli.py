@@ -6,6 +6,7 @@ import json
 import os
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import typer
@@ -362,6 +363,7 @@ def test_stats_go_to_stderr(generate):
         (["Once", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, got 0"),
         (["Once", "--model", "./gone"], "model './gone' does not exist"),
         (["Once", "--window", "0"], "window must be auto or a whole number"),
+        (["Once", "--seed", f"{1 << 70}"], "seed must be a whole number from -2^63 to 2^64 - 1, got 1180591620717411"),
         (["x" * 513], "prompt 0 has 513 tokens and the model positions for 512; shorten it"),
         (["Once", "--system", "Be brief."], "the tokenizer has no chat template"),
         (["Once", "--raw", "--system", "Be brief."], "--system is part of the chat template, which --raw leaves out"),
@@ -370,3 +372,11 @@ def test_stats_go_to_stderr(generate):
 )
 def test_generate_refuses_wrong_usage_in_one_line(generate, arguments, message):
     assert message in only_error(generate(*arguments, input=""))
+
+
+def test_too_little_memory_is_told_in_one_line(generate, monkeypatch):
+    refused = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.\nError code 12")
+    monkeypatch.setattr("lookahead.generation.api.stream", Mock(side_effect=refused))
+    result = generate("Once", "--num-beams", "100000")
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (1, "", 1)
+    assert "too little memory: DefaultCPUAllocator: can't allocate memory" in result.stderr

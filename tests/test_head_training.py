@@ -384,6 +384,7 @@ def test_without_accelerate_the_error_names_the_extra(tmp_path, loaded, data, mo
         ({"heads": 0}, "heads must be at least 1, got 0"),
         ({"steps": 0}, "steps must be at least 1, got 0"),
         ({"max_length": 1}, "max_length must be at least 2, got 1"),
+        ({"seed": -1}, r"seed must be from 0 to 2\^32 - 1, got -1"),
         ({"learning_rate": 0.0}, "learning_rate must be more than 0"),
         ({"learning_rate": float("nan")}, "learning_rate must be more than 0"),
     ],

@@ -213,9 +213,11 @@ def test_an_option_of_the_wrong_type_or_name_is_refused_with_what_is_meant(
     assert message in str(error.value)
 
 
-def test_a_seed_is_a_whole_number(tiny_llama, tiny_tokenizer):
-    with pytest.raises(ConfigError, match="seed must be a whole number, got 'x'"):
-        lookahead.generate(tiny_llama, tiny_tokenizer, "abc", seed="x", **GREEDY)
+@pytest.mark.parametrize("seed", ["x", 0.5, 1 << 64, -(1 << 63) - 1])
+def test_a_seed_is_a_whole_number_that_torch_takes(tiny_llama, tiny_tokenizer, seed):
+    with pytest.raises(ConfigError, match=r"seed must be a whole number from -2\^63 to 2\^64 - 1, got "):
+        lookahead.generate(tiny_llama, tiny_tokenizer, "abc", seed=seed, **GREEDY)
+    lookahead.generate(tiny_llama, tiny_tokenizer, "abc", seed=(1 << 64) - 1, **GREEDY)
 
 
 def test_the_drop_in_refuses_a_configuration_of_another_kind(tiny_llama, tiny_tokenizer):

@@ -51,6 +51,9 @@ def chat(options: ChatOptions) -> None:
     import torch
 
     from lookahead.generation.conversation import Conversation
+    from lookahead.generation.validation import check_seed
+
+    check_seed(options.seed)
 
     conversation = Conversation(
         *loaded, system=options.system, config=config, max_new_tokens=options.max_new_tokens, **options.sampling

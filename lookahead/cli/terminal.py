@@ -21,7 +21,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from lookahead.errors import LookaheadError
+from lookahead.errors import LookaheadError, is_out_of_memory, one_line
 from lookahead.jobs import job_figures as report
 from lookahead.models.loading import convert_once, is_gguf, locate_model
 
@@ -82,6 +82,11 @@ def usage_errors() -> Iterator[None]:
         # An input or output file has a name and fails before the work; without a name it is stdout.
         say("error", f"{error.filename or 'writing failed'}: {error.strerror or error}")
         raise typer.Exit(2 if error.filename else 1) from error
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        say("error", f"too little memory: {one_line(error)}")
+        raise typer.Exit(1) from error
     except KeyboardInterrupt as error:
         say("interrupted", "stopped before anything was finished")
         raise typer.Exit(130) from error

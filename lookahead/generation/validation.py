@@ -112,8 +112,7 @@ def check_options(
                 f"{name} is not taken here: pass the prompt as the third argument; "
                 "a string, chat messages, token ids and what a tokenizer returns are served"
             )
-    if seed is not None and not _is_whole(seed):
-        raise ConfigError(f"seed must be a whole number, got {seed!r}")
+    check_seed(seed)
     _check_ranges(options)
     do_sample = options.get("do_sample")
     if do_sample is not None and not isinstance(do_sample, bool):
@@ -150,6 +149,12 @@ def _check_ranges(options: Mapping[str, Any]) -> None:
         if not (is_number and 0 <= value <= (most or float("inf"))):
             span = f"from 0 to {most:g}" if most else "of at least 0"
             raise ConfigError(f"{name} must be a number {span}, got {value!r}")
+
+
+def check_seed(seed: object) -> None:
+    """Refuse what `torch.manual_seed` does not take."""
+    if seed is not None and not (_is_whole(seed) and -(1 << 63) <= cast(int, seed) < 1 << 64):
+        raise ConfigError(f"seed must be a whole number from -2^63 to 2^64 - 1, got {seed!r}")
 
 
 def _is_whole(value: object) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,7 @@ from transformers import PreTrainedModel
 
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.drafting.tree import TokenTree
-from lookahead.errors import ConfigError, UnsupportedModelError
+from lookahead.errors import ConfigError, UnsupportedModelError, is_out_of_memory
 from lookahead.models.exact_attention import MAX_ROWS
 from lookahead.models.linears import keeps_bits
 from lookahead.models.model_state import state_of
@@ -181,7 +180,7 @@ def probe_passes(
             if is_right(tokens):
                 return ""
         except Exception as error:  # a model that takes no prepared mask may raise anything
-            if isinstance(error, MemoryError) or re.search("out of memory|enough memory|allocate memory", str(error)):
+            if is_out_of_memory(error):
                 raise ProbeError("there was too little memory to probe it") from error
             raised = error
     if raised is None:

@@ -67,6 +67,8 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value < minimum:
                 raise TrainingError(f"{name} must be at least {minimum}, got {value}")
+        if not 0 <= self.seed < 1 << 32:
+            raise TrainingError(f"seed must be from 0 to 2^32 - 1, got {self.seed}")
         if not self.learning_rate > 0:
             raise TrainingError(f"learning_rate must be more than 0, got {self.learning_rate}")
 
