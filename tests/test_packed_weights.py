@@ -85,6 +85,18 @@ def test_a_weight_is_packed_once_for_all_the_bits_that_one_layout_keeps(monkeypa
     assert packed == [1]
 
 
+def test_one_prompt_is_checked_read_and_decoded_with_one_packed_copy_of_a_weight(tiny_llama, monkeypatch):
+    model, packed = copy.deepcopy(tiny_llama).bfloat16(), []
+    layouts = {"alone": Layout(rows=1), "together": Layout(rows=16)}
+    monkeypatch.setattr(linears, "best_layout", lambda weight, bias, bits, ways: (layouts[bits], 32))
+    monkeypatch.setattr(
+        linears, "lay_out", lambda weight, *layout: packed.append(id(weight)) or product_bits.lay_out(weight, *layout)
+    )
+    ids = torch.tensor([[5, 9, 31, 77, 5, 9]])
+    model.generate(ids, max_new_tokens=12, do_sample=False, custom_generate=lookahead.decode)
+    assert len(packed) == len(set(packed)) > 0
+
+
 def test_activations_that_are_not_contiguous_are_read_as_they_stand():
     model, x = model_of(), torch.randn(24, 3, 40).transpose(0, 2)
     assert torch.allclose(run(LinearScope(model), model, x), model(x.contiguous()), atol=1e-5)

@@ -152,7 +152,7 @@ def _half_product(
     packed: PackedLinear, x: Tensor, own: Tensor, bias: Tensor | None, rows: int, bits: Bits, *, packs: bool
 ) -> Tensor:
     """A product of half precision."""
-    if bits != "alone" and rows > MAX_ROWS:  # a prompt, which `model.generate` reads so
+    if bits == "torch" or (bits != "alone" and rows > MAX_ROWS):
         return linear(x, own, bias)
     packs = packs and own.numel() >= product_bits.FEWEST_WEIGHTS
     found = packed.weight(own, bias, "alone" if bits == "any" else bits) if packs else None

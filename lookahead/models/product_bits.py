@@ -24,9 +24,9 @@ _ROWS = (1, 2, 3, 5, 8, 11, 16, 17, 24, 31, MAX_ROWS)
 _CANCELLING = 4  # inputs that take back the sum of the others, each what the last one left
 _BLOCKS = (1024, 512, 256, 2048)  # inputs of a block of sums, as CPUs take them for one row
 
-Bits = Literal["alone", "together", "any"]
+Bits = Literal["alone", "together", "any", "torch"]
 """The bits of a row of half precision: those it has alone in torch's product, those it has there together with the
-other rows, or any."""
+other rows, any, or "torch": torch's product itself, as for a prompt, for which no weight is packed."""
 
 
 class Layout(NamedTuple):

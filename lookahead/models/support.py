@@ -202,7 +202,8 @@ def _scores_like_the_model(model: PreTrainedModel, shape: Shape, tokens: Sequenc
     for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
         paths.append([*(paths[parent] if paths else []), token])
     texts = [list(tokens[:2]), list(tokens[1:2])][: 2 if shape == "trees" else 1]
-    target = Target(model, rows=len(texts), capacity=16, device=input_device(model), shape=shape)
+    # Weights packed for the rows of a batch are of no use to later passes over one row.
+    target = Target(model, rows=len(texts), capacity=16, device=input_device(model), shape=shape, packs=False)
     with target.serving():
         target.prefill([np.array([*text, tokens[2]], np.int32) for text in texts])
         first = target.score([tree] * len(texts))

@@ -220,7 +220,7 @@ class Target:
             is_plain = self._is_half and not np.ptp(committed) and keep.tolist() == [chunk.shape[1] - 1]
             slots.begin(chunk.shape[1], is_plain=is_plain)
             tree_pass = TreePass(slots, self._device, prompt=(chunk, keep), has_softcap=self._has_softcap)
-            logits = self._forward(tree_pass, "together")
+            logits = self._forward(tree_pass, "torch")
             last.update({int(row): logits[row, column] for row, column in zip(ending, place, strict=True)})
             hidden.append(self.hidden)
             report(min(start + size, width), width)
