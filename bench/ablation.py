@@ -2,32 +2,46 @@
 
     python -m bench.ablation --model DIR --prompts spec_bench.jsonl --stories squality_dev.jsonl --nodes 31
     python -m bench.ablation --model DIR --prompts spec_bench.jsonl --memory shared --sources "prompt,prompt+recycled"
-    python -m bench.ablation --prompts spec_bench.jsonl --nodes 16,32,64 --sources "prompt lookup,token recycling"
+    python -m bench.ablation --prompts spec_bench.jsonl --nodes 16,32,64 --sources "token recycling,suffix tree"
+    python -m bench.ablation --prompts spec_bench.jsonl --sources retrieval --datastore novels.jsonl
 
 Every prompt is decoded greedily with at most `--nodes` draft nodes a step and no cost model, so that a figure does not
 depend on the machine. `window W N G` is the lookahead branch with these sizes. Rules of others, each alone: `prompt
 lookup` (transformers), `longest suffix` (vLLM), `first occurrence` (SAM decoding) draft chains as long as the nodes
-allow, `token recycling` a static tree of as many nodes (80 in the paper). With `--memory shared` each combination
-remembers the prompts before, with a memory file it also knows what that holds; with `request` every prompt starts anew.
-"Before loops" counts, of each output, the tokens up to the place where 16 tokens repeat, as small models loop and that
-flatters n-grams. In fp32 a token that is not that of `model.generate` ends the run.
+allow, `token recycling` a static tree of as many nodes (80 in the paper), `suffix tree` (SuffixDecoding, by the package
+`arctic-inference`) and `retrieval` (REST, from the texts of `--datastore`) the likeliest nodes of theirs. With
+`--memory shared` each combination remembers the prompts before, with a memory file it also knows what that holds; with
+`request` every prompt starts anew. "Before loops" counts, of each output, the tokens up to the place where 16 tokens
+repeat, as small models loop and that flatters n-grams. In fp32 a token that is not that of `model.generate` ends the
+run.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from bench.baselines import ChainRule, FirstOccurrence, LongestSuffix, PromptLookup, TokenRecycling
+from bench.baselines import (
+    ChainRule,
+    Datastore,
+    FirstOccurrence,
+    LongestSuffix,
+    PromptLookup,
+    Retrieval,
+    SuffixTrees,
+    TokenRecycling,
+)
 from bench.command import make_engine, parser_of, publish, setting_of, use_one_thread
 from bench.llm import add_prompt_options, read_prompts
-from bench.prompts import loop_start
+from bench.prompts import loop_start, read_texts
 from lookahead import LookaheadConfig
 from lookahead.drafting.proposal import Call, Proposer
 from lookahead.models.loading import DEFAULT_MODEL, load
@@ -43,25 +57,27 @@ SOURCES = (
 )
 
 
-RULES = {
-    "prompt lookup": lambda nodes: PromptLookup(nodes),
-    "longest suffix": lambda nodes: LongestSuffix(length=nodes),
-    "first occurrence": lambda nodes: FirstOccurrence(nodes),
+RULES: dict[str, Callable[[Call, int, Datastore | None], Proposer]] = {
+    "prompt lookup": lambda call, nodes, store: ChainRule(lambda: PromptLookup(nodes)),
+    "longest suffix": lambda call, nodes, store: ChainRule(lambda: LongestSuffix(length=nodes)),
+    "first occurrence": lambda call, nodes, store: ChainRule(lambda: FirstOccurrence(nodes)),
+    "token recycling": lambda call, nodes, store: TokenRecycling(call.vocab_size, nodes),
+    "suffix tree": lambda call, nodes, store: SuffixTrees(),
+    "retrieval": lambda call, nodes, store: Retrieval(store),
 }
 
 
 class Rule:
-    """Makes the proposer of a rule of others, for calls that share what it remembers or do not."""
+    """Makes the proposer of a rule of others, one for all calls where they share what it remembers."""
 
-    def __init__(self, name: str, nodes: int, memory: str) -> None:
-        self._name, self._nodes, self._memory = name, nodes, memory
-        self._known: TokenRecycling | None = None
+    def __init__(self, name: str, nodes: int, memory: str, store: Datastore | None) -> None:
+        self._make = partial(RULES[name], nodes=nodes, store=store)
+        self._memory = memory
+        self._known: Proposer | None = None
 
     def __call__(self, call: Call) -> Proposer:
-        if self._name in RULES:
-            return ChainRule(lambda: RULES[self._name](self._nodes))
         if self._known is None or self._memory == "request":
-            self._known = TokenRecycling(call.vocab_size, self._nodes)
+            self._known = self._make(call)
         return self._known
 
 
@@ -93,13 +109,13 @@ class Decoded:
         return max(0, min(limit, begin) - self.steps[0]), passes
 
 
-def config_of(name: str, nodes: int, memory: Any) -> LookaheadConfig:
+def config_of(name: str, nodes: int, memory: Any, store: Datastore | None = None) -> LookaheadConfig:
     """The configuration of sources joined by `+`, or of a rule of others."""
     sources = name.split("+")
     windows = [each for each in sources if each.startswith("window")]
     options: dict[str, Any] = {"proposers": tuple(each for each in sources if each not in windows)}
-    if name in (*RULES, "token recycling"):
-        options["proposers"] = (Rule(name, nodes, memory),)
+    if name in RULES:
+        options["proposers"] = (Rule(name, nodes, memory, store),)
     for window in windows:
         sizes = dict(zip(("window", "ngram_size", "guesses"), map(int, window.split()[1:]), strict=True))
         options = {"proposers": (*options["proposers"], "jacobi"), **sizes}
@@ -138,16 +154,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--nodes", default="31", help="most draft nodes a step, commas between (default 31)")
     parser.add_argument("--memory", default="request", help="request, shared, or a memory file (default request)")
     parser.add_argument("--sources", default=",".join(SOURCES), help=f"combinations (default {','.join(SOURCES)})")
+    parser.add_argument("--datastore", type=Path, help="texts for `retrieval`: one a line, or JSON lines")
+    parser.add_argument("--datastore-field", default="text", help="field of the JSON lines (default text)")
     options = parser.parse_args(argv)
+    if "retrieval" in options.sources.split(",") and options.datastore is None:
+        parser.error("--sources retrieval needs --datastore")
     use_one_thread()
     model, tokenizer = load(options.model, dtype=options.dtype, device="cpu")
+    store = None
+    if options.datastore is not None:
+        texts = read_texts(options.datastore, options.datastore_field)
+        store = Datastore([tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts])
     prompts, _ = read_prompts(tokenizer, options)
     plain = LookaheadConfig(proposers=())
     expected = [decode(model, each.category, each.ids, options.max_new_tokens, plain).tokens for each in prompts]
     results: dict[str, Any] = {}
     budgets = list(map(int, options.nodes.split(",")))
     for name, nodes in product(options.sources.split(","), budgets):
-        config = config_of(name, nodes, options.memory)
+        config = config_of(name, nodes, options.memory, store)
         with use_learned(model, LearnedState()):
             outputs = [decode(model, each.category, each.ids, options.max_new_tokens, config) for each in prompts]
         differing = [i for i, output in enumerate(outputs) if output.tokens != expected[i]]

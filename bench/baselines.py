@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from itertools import count
 from typing import Protocol
 
@@ -102,9 +104,8 @@ class ChainRule(_Rows):
 
     def propose(self, row: int, max_nodes: int) -> Proposal | None:
         text = self._texts[row]
-        tokens = np.concatenate((text[-1:], self._rules[row].draft(text)[:max_nodes]))
-        parents = np.maximum(np.arange(len(tokens), dtype=np.int32) - 1, 0)
-        return Proposal(tokens, parents, np.full(len(tokens), _CERTAIN, np.float32))
+        tokens = [*text[-1:], *self._rules[row].draft(text)[:max_nodes]]
+        return _whole(tokens, [0, *range(len(tokens) - 1)])
 
 
 class TokenRecycling(_Rows):
@@ -138,14 +139,128 @@ class TokenRecycling(_Rows):
                 place[node] = len(tokens)
                 tokens.append(token)
                 parents.append(before)
-        probabilities = np.full(len(tokens), _CERTAIN, np.float32)
-        return Proposal(np.array(tokens, np.int32), np.array(parents, np.int32), probabilities)
+        return _whole(tokens, parents)
 
     def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
         """Store the successors of every node."""
         super().observe(row, feedback, placed)
         if feedback.top is not None:
             self._successors[feedback.top.tree.tokens] = feedback.top.tokens
+
+
+class SuffixTrees(_Rows):
+    """SuffixDecoding: the tree of the request or that of all outputs, whichever foretells more, by `arctic-inference`.
+
+    Neither the length of the match nor probability limits a draft, so that it has as many nodes as those of others.
+
+    Args:
+        depth: Longest match and longest draft.
+
+    Source: Oliaro et al. 2024, "SuffixDecoding: A Model-Free Approach to Speeding Up Large Language Model Inference",
+        §4.
+    """
+
+    def __init__(self, depth: int = 64) -> None:
+        super().__init__()
+        self._depth = depth
+        self._cache = import_module("arctic_inference.suffix_decoding").SuffixDecodingCache(max_tree_depth=depth)
+        self._numbers, self._requests = count(), dict[int, int]()
+
+    def start(self, row: int, prompt: IntArray) -> None:
+        """Begin a request."""
+        super().start(row, prompt)
+        self._requests[row] = next(self._numbers)
+        self._cache.start_request(self._requests[row], np.ascontiguousarray(prompt))
+
+    def propose(self, row: int, max_nodes: int) -> Proposal | None:
+        """The nodes of the highest probability."""
+        text = self._texts[row]
+        limits = {"max_spec_tokens": max_nodes, "max_spec_offset": max_nodes, "min_token_prob": 0.0}
+        draft = self._cache.speculate(self._requests[row], text[-self._depth :], **limits, use_tree_spec=True)
+        return _whole([text[-1], *draft.token_ids], [0, *(parent + 1 for parent in draft.parents)])
+
+    def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
+        """Add the emitted tokens to both trees."""
+        super().observe(row, feedback, placed)
+        self._cache.add_active_response(self._requests[row], np.ascontiguousarray(feedback.tokens))
+
+    def finish(self, row: int) -> None:
+        """End the request; its output stays."""
+        super().finish(row)
+        self._cache.stop_request(self._requests.pop(row))
+
+
+class Datastore:
+    """Texts in which what followed the end of another text is found; sizes are those of REST's code.
+
+    Args:
+        texts: Token ids of every text.
+    """
+
+    LONGEST, SHORTEST = 16, 2  # tokens of a match
+    LENGTH, MOST = 10, 5000  # tokens of a continuation, and continuations that are read
+
+    def __init__(self, texts: Sequence[Sequence[int]]) -> None:
+        ends = [-1] * self.LENGTH
+        self._tokens = np.concatenate([np.array([*text, *ends], np.int32) for text in texts])
+        ranks, span = self._tokens.astype(np.int64) + 1, 1
+        while span < self.LONGEST:  # ranks of sequences twice as long, from those of their halves
+            behind = np.append(ranks[span:], np.full(span, -1)) + 1
+            _, ranks = np.unique(ranks * (len(ranks) + ranks.max() + 2) + behind, return_inverse=True)
+            span *= 2
+        self._order = np.argsort(ranks, kind="stable")
+
+    def continuations(self, text: IntArray) -> IntArray:
+        """What followed the longest suffix that is there; int32 `[n, 10]`, -1 behind the end of a text."""
+        for length in range(min(self.LONGEST, len(text)), self.SHORTEST - 1, -1):
+            suffix = text[-length:].tolist()
+            sides = [
+                side(self._order, suffix, key=lambda place: self._tokens[place : place + len(suffix)].tolist())
+                for side in (bisect_left, bisect_right)
+            ]
+            if sides[0] < sides[1]:
+                places = self._order[sides[0] : min(sides[1], sides[0] + self.MOST)] + length
+                return self._tokens[places[:, None] + np.arange(self.LENGTH)]
+        return np.zeros((0, self.LENGTH), np.int32)
+
+
+class Retrieval(_Rows):
+    """REST: the most frequent beginnings of what followed the newest tokens in a datastore, as a tree.
+
+    Source: He et al. 2023, "REST: Retrieval-Based Speculative Decoding", §3.
+    """
+
+    def __init__(self, store: Datastore) -> None:
+        super().__init__()
+        self._store = store
+
+    def propose(self, row: int, max_nodes: int) -> Proposal | None:
+        """As many nodes as are allowed, the most frequent first."""
+        text, order = self._texts[row], count()
+        tokens, parents = [int(text[-1])], [0]
+        tips: list[tuple[int, int, int, int, int, IntArray]] = []  # falling frequency first
+
+        def grow(parent: int, depth: int, rows: IntArray) -> None:
+            found, frequencies = np.unique(rows[:, depth], return_counts=True)
+            for token, frequency in zip(found.tolist(), frequencies.tolist(), strict=True):
+                if token >= 0:
+                    same = rows[rows[:, depth] == token]
+                    heapq.heappush(tips, (-frequency, next(order), parent, depth, token, same))
+
+        grow(0, 0, self._store.continuations(text))
+        while tips and len(tokens) <= max_nodes:
+            _, _, parent, depth, token, rows = heapq.heappop(tips)
+            tokens.append(token)
+            parents.append(parent)
+            if depth + 1 < Datastore.LENGTH:
+                grow(len(tokens) - 1, depth + 1, rows)
+        return _whole(tokens, parents)
+
+
+def _whole(tokens: Sequence[int], parents: Sequence[int]) -> Proposal:
+    """A proposal of which every node is verified."""
+    chances = np.full(len(tokens), _CERTAIN, np.float32)
+    return Proposal(np.array(tokens, np.int32), np.array(parents, np.int32), chances)
 
 
 def static_tree(nodes: int) -> tuple[list[int], list[int]]:

@@ -96,13 +96,14 @@ def decode_scripted(model: PreTrainedModel, offer: Offer, max_nodes: int, **kwar
     return got, engine.stats[0]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("max_nodes", [1, 7, 130])
 @pytest.mark.parametrize("limit", [1, 2, 33, 34, 35])
 def test_a_perfect_draft_changes_nothing_but_the_number_of_passes(
     tiny_llama: PreTrainedModel, ids: torch.Tensor, max_nodes: int, limit: int
 ) -> None:
     expected = tiny_llama.generate(ids, max_new_tokens=limit, do_sample=False)
-    answer = tiny_llama.generate(ids, max_new_tokens=200, do_sample=False)[0].tolist()
+    answer = tiny_llama.generate(ids, max_new_tokens=60, do_sample=False)[0].tolist()
     got, stats = decode_scripted(
         tiny_llama, perfect([answer]), max_nodes, input_ids=ids, max_new_tokens=limit, do_sample=False
     )

@@ -81,18 +81,18 @@ def prompts(seed: int, rows: int = 1, length: int = 12) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_plain_steps_give_the_tokens_and_logits_of_generate(name: str, dtype: torch.dtype) -> None:
     model = made(name, dtype)
-    for seed in range(3):
-        compare(model, prompts(seed), max_new_tokens=64, do_sample=False)
+    compare(model, prompts(0), max_new_tokens=64, do_sample=False)
     compare(model, prompts(3), max_new_tokens=24, do_sample=True, temperature=1.3)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", [name for name in MODELS if "sinks" not in name])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_drafts_of_one_prompt_give_the_tokens_and_logits_of_generate(name: str, dtype: torch.dtype) -> None:
     model = made(name, dtype)
     assert is_bitwise(model)
-    for seed in range(3):
-        compare(model, prompts(seed).repeat(1, 2), DRAFTED, max_new_tokens=48, do_sample=False)
+    for seed in range(2):
+        compare(model, prompts(seed).repeat(1, 2), DRAFTED, max_new_tokens=32, do_sample=False)
     compare(model, prompts(3).repeat(1, 2), DRAFTED, max_new_tokens=24, do_sample=True, temperature=1.3)
     compare(model, prompts(4), LARGE, max_new_tokens=24, do_sample=False)
 
@@ -101,8 +101,7 @@ def test_drafts_of_one_prompt_give_the_tokens_and_logits_of_generate(name: str, 
 def test_layers_that_read_the_window_of_another_layer_keep_the_bits_of_generate(name: str) -> None:
     model = build(FAMILIES[name]).to(torch.bfloat16)
     assert is_bitwise(model)
-    for seed in range(3):
-        compare(model, prompts(seed).repeat(1, 2), DRAFTED, max_new_tokens=40, do_sample=False)
+    compare(model, prompts(0).repeat(1, 2), DRAFTED, max_new_tokens=40, do_sample=False)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral, its window", "gemma2, softcapping"])

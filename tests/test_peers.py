@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 
 from bench import vllm_replay
 from bench.ablation import config_of, decode
-from bench.baselines import LongestSuffix, TokenRecycling
+from bench.baselines import Datastore, LongestSuffix, Retrieval, SuffixTrees, TokenRecycling
 from lookahead import LookaheadConfig
 from lookahead.drafting.proposal import Feedback, Top
 from lookahead.drafting.tree import TokenTree
@@ -59,15 +61,17 @@ def test_proposers_for_vllm_are_replayed_on_recorded_outputs(tmp_path: Path, cap
         assert ours["drafted_per_step"] <= vllm_replay.LONGEST_DRAFT
 
 
-RULE_NAMES = ("prompt lookup", "longest suffix", "first occurrence", "token recycling")
+has_suffix_trees = pytest.mark.skipif(find_spec("arctic_inference") is None, reason="arctic-inference is not installed")
+RULE_NAMES = ("prompt lookup", "longest suffix", "first occurrence", "token recycling", "retrieval")
 
 
-@pytest.mark.parametrize("memory", ["request", "shared"])
-def test_rules_of_others_draft_for_a_model_within_the_nodes_and_change_no_token(tiny_llama, memory):
-    ids = torch.randint(0, 100, (1, 900), generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("name", [*RULE_NAMES, pytest.param("suffix tree", marks=has_suffix_trees)])
+def test_rules_of_others_draft_for_a_model_within_the_nodes_and_change_no_token(tiny_llama, name):
+    ids = torch.randint(0, 100, (1, 300), generator=torch.Generator().manual_seed(0))
     plain = decode(tiny_llama, "", ids, 24, LookaheadConfig(proposers=()))
-    for name in RULE_NAMES:
-        config = config_of(name, 7, memory)
+    store = Datastore(torch.randint(0, 100, (9, 300), generator=torch.Generator().manual_seed(1)).tolist())
+    for memory in ("request", "shared"):
+        config = config_of(name, 7, memory, store)
         for _ in range(2):
             drafted = decode(tiny_llama, "", ids, 24, config)
             assert drafted.tokens == plain.tokens
@@ -83,3 +87,36 @@ def test_token_recycling_offers_the_newest_successors_of_every_token_on_its_stat
     rule.observe(0, Feedback(np.array([4], np.int32), root, root, Top(tree, top, np.zeros((2, 8), np.float32))), root)
     offer = rule.propose(0, 3)
     assert offer.tokens.tolist() == [4, 5, 4, 6] and offer.parents.tolist() == [0, 0, 1, 0]
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), min_size=1, max_size=3), st.integers(1, 12))
+def test_retrieval_drafts_the_most_frequent_continuations_of_the_longest_match_in_its_texts(texts, nodes):
+    rule, store = Retrieval(Datastore(texts)), Datastore
+    text = [2, 0, 1, 1, 0]
+    rule.start(0, np.array(text, np.int32))
+    found = []
+    for length in range(len(text), store.SHORTEST - 1, -1):
+        if not found:
+            ends = [(each, at + length) for each in texts for at in range(len(each) - length + 1)]
+            found = [each[end : end + store.LENGTH] for each, end in ends if each[end - length : end] == text[-length:]]
+    frequencies = Counter(tuple(each[:depth]) for each in found for depth in range(1, len(each) + 1))
+    offer = rule.propose(0, nodes)
+    assert offer.tokens[0] == text[-1]
+    paths = [()]
+    for token, parent in zip(offer.tokens[1:].tolist(), offer.parents[1:].tolist(), strict=True):
+        paths.append((*paths[parent], token))
+    assert len(set(paths)) == len(paths) == 1 + min(nodes, len(frequencies))
+    kept = sorted((frequencies[path] for path in paths[1:]), reverse=True)
+    assert kept == sorted(frequencies.values(), reverse=True)[:nodes]
+
+
+@has_suffix_trees
+def test_suffix_trees_know_the_request_and_the_outputs_before_it():
+    rule, nothing = SuffixTrees(), np.zeros(0, np.int32)
+    rule.start(0, np.array([1, 2, 3, 1, 2], np.int32))
+    offer = rule.propose(0, 3)
+    assert offer.tokens.tolist() == [2, 3, 1, 2] and offer.parents.tolist() == [0, 0, 1, 2]
+    rule.observe(0, Feedback(np.array([7, 8, 9], np.int32), nothing, nothing), nothing)
+    rule.finish(0)
+    rule.start(0, np.array([4, 7, 8], np.int32))
+    assert rule.propose(0, 3).tokens.tolist() == [8, 9]
