@@ -26,7 +26,12 @@ test-all: lint types ## the same with the full products of options and architect
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m 'not gpu'
 
 test-gpu: $(VENV)/.installed-test ## what a machine with an NVIDIA GPU runs first: tests, benchmarks, and what falls short
-	$(BIN)/python -m bench.gpu
+	rm -rf build/gpu && mkdir -p build/gpu
+	status=0; \
+	$(BIN)/python -m pytest -m gpu --junitxml=build/gpu/tests.xml || status=1; \
+	$(BIN)/python -m bench.kernel --output build/gpu/kernel.json || status=1; \
+	$(BIN)/python -m bench.gpu_decode --output build/gpu/gpu_decode.json || status=1; \
+	$(BIN)/python -m bench.targets build/gpu; exit $$status
 
 types: $(VENV)/.installed-test ## mypy only
 	$(BIN)/python -m mypy --strict -p lookahead

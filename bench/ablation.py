@@ -41,7 +41,7 @@ from bench.baselines import (
 )
 from bench.command import make_engine, parser_of, publish, setting_of, use_one_thread
 from bench.llm import add_prompt_options, read_prompts
-from bench.prompts import loop_start, read_texts
+from bench.prompts import loop_start, read_tokens
 from lookahead import LookaheadConfig
 from lookahead.drafting.proposal import Call, Proposer
 from lookahead.models.loading import DEFAULT_MODEL, load
@@ -163,8 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     model, tokenizer = load(options.model, dtype=options.dtype, device="cpu")
     store = None
     if options.datastore is not None:
-        texts = read_texts(options.datastore, options.datastore_field)
-        store = Datastore([tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts])
+        store = Datastore(read_tokens(options.datastore, options.datastore_field, tokenizer))
     prompts, _ = read_prompts(tokenizer, options)
     plain = LookaheadConfig(proposers=())
     expected = [decode(model, each.category, each.ids, options.max_new_tokens, plain).tokens for each in prompts]

@@ -87,31 +87,21 @@ def draw_state(number: int, call: dict[str, Any]) -> dict[str, Any]:
     return call
 
 
-def resized(model: PreTrainedModel, number: int, call: dict[str, Any], config: LookaheadConfig) -> PreTrainedModel:
-    """In some cases a copy of the model that has decoded the call, and then lost as many tokens as it may."""
-    if np.random.default_rng([number, 2]).random() > 0.05:
-        return model
-    model = deepcopy(model)
-    _decode_and_shrink(model, call, config)
+def used(model: PreTrainedModel, number: int, call: dict[str, Any], config: LookaheadConfig) -> PreTrainedModel:
+    """In some cases a copy of the model that decoded the call and then lost as many tokens as it may.
+
+    In others one whose configuration another model shares, which did so.
+    """
+    is_resized, is_sharing = (np.random.default_rng([number, kind]).random() <= 0.05 for kind in (2, 3))
+    for is_same, is_wanted in ((True, is_resized), (False, is_sharing)):
+        if is_wanted:
+            model = deepcopy(model)
+            shrinking: Any = model if is_same else type(model)(model.config).eval()  # type: ignore[call-arg]
+            plain = {name: call[name] for name in ("input_ids", "attention_mask", "pad_token_id")}
+            ours = {"custom_generate": lookahead.decode, "lookahead_config": config}
+            shrinking.generate(**plain, **ours, max_new_tokens=24, do_sample=False)
+            shrinking.resize_token_embeddings(int(call["input_ids"].max()) + 1)
     return model
-
-
-def sharing(model: PreTrainedModel, number: int, call: dict[str, Any], config: LookaheadConfig) -> PreTrainedModel:
-    """In some cases a copy whose configuration another model shares, which has decoded the call and then shrunk."""
-    if np.random.default_rng([number, 3]).random() > 0.05:
-        return model
-    model = deepcopy(model)
-    other: Any = type(model)
-    _decode_and_shrink(other(model.config).eval(), call, config)
-    return model
-
-
-def _decode_and_shrink(model: PreTrainedModel, call: dict[str, Any], config: LookaheadConfig) -> None:
-    """Decode a call, then take as many tokens from the model as it may lose."""
-    plain = {name: call[name] for name in ("input_ids", "attention_mask", "pad_token_id")}
-    ours = {"custom_generate": lookahead.decode, "lookahead_config": config}
-    model.generate(**plain, **ours, max_new_tokens=24, do_sample=False)
-    model.resize_token_embeddings(int(call["input_ids"].max()) + 1)
 
 
 def draw_config(rng: np.random.Generator) -> LookaheadConfig:
@@ -132,8 +122,8 @@ def check_case(number: int) -> str:
     rng = np.random.default_rng(number)
     model = model_of(str(rng.choice(MODELS)))
     call, config = draw_call(rng), draw_config(rng)
-    call, model = draw_state(number, call), resized(model, number, call, config)
-    model = sharing(model, number, call, config)
+    call = draw_state(number, call)
+    model = used(model, number, call, config)
     scope = drafting_by(random_trees(vocabulary_size(model))) if rng.random() < 0.2 else nullcontext()
     ours = {"custom_generate": lookahead.decode, "lookahead_config": config}
     expected = outcome_of(model, number, deepcopy(call))

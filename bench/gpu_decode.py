@@ -43,6 +43,7 @@ from lookahead.kernels.dispatch import runs_on
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SIZES = (1, 16, 64)
+STEP_TIMES = ("graphs_ms", "graph_alone_ms", "eager_ms")
 SHAPES: dict[str, dict[str, Any]] = {
     "llama3-8b": {
         "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -112,35 +113,28 @@ def measure(model: PreTrainedModel, traces: list[Trace], arguments: argparse.Nam
 
 
 def show(result: dict[str, Any]) -> None:
-    """Print the tables."""
+    """Print medians with quartiles, and the figures that have goals."""
 
-    def ms(each: dict[str, float]) -> str:
+    def words(each: dict[str, float]) -> str:
         return f"{each['median']:.3f} ({each['low']:.3f}-{each['high']:.3f})"
 
-    memory = result["memory"]
-    print(f"memory, GB/s: reduction {ms(memory['reduction_gb_per_s'])}, copy {ms(memory['copy_gb_per_s'])}")
-    read = f"{result['step_weight_bytes']} bytes, the weights that a step reads"
-    print(f"at the better pace {read}, take {result['weight_read_ms']:.3f} ms")
-    print(f"steps, ms ({result['graphs']})")
-    print("nodes  with graphs                   the graph alone               eager")
+    for way in ("reduction", "copy"):
+        print(f"memory, {way}: {words(result['memory'][f'{way}_gb_per_s'])} GB/s")
+    print(
+        f"reading {result['step_weight_bytes']} bytes, the weights of a step, takes {result['weight_read_ms']:.3f} ms"
+    )
+    print(f"steps, ms ({result['graphs']})\nnodes  {'with graphs':28}  {'the graph alone':28}  eager")
     for step in result["steps"]:
-        print(
-            f"{step['nodes']:5}  " + "  ".join(f"{ms(step[f'{k}_ms']):28}" for k in ("graphs", "graph_alone", "eager"))
-        )
+        print(f"{step['nodes']:5}  {'  '.join(f'{words(step[key]):28}' for key in STEP_TIMES)}")
     names = {"plain": "plain decoding after random tokens", "dictated": "a recorded text dictates what the model says"}
     for name in [name for name in names if name in result]:
         print(f"{names[name]}, tokens/s, prefill excluded:")
         for way, each in result[name]["tokens_per_s"].items():
-            print(f"  {way:20} {ms(each)}")
+            print(f"  {way:20} {words(each)}")
     same, new = result["plain"]["same_tokens"], result["max_new_tokens"]
     print(f"plain decoding: {same} of {new} tokens are those of `generate`, before the first that is not")
     if "dictated" in result:
-        print(f"  tokens per pass {result['dictated']['mean_acceptance_length']}: of the recorded text, not this model")
-        print(
-            f"  {result['traces']} recorded outputs, after prompts of {result['median_trace_prompt']} tokens (median)"
-        )
-    else:
-        print("with drafts: not measured; --pairs and --tokenizer give recorded texts")
+        print(f"tokens per pass {result['dictated']['mean_acceptance_length']}: of the recorded text, not this model")
     for goal in GPU_DECODE:
         if goal.key in result["figures"]:
             target = f"  (target: {goal.target})" if goal.target and result["has_targets"] else ""

@@ -47,7 +47,7 @@ from bench.llm_figures import (
     print_table,
 )
 from bench.llm_peers import peer_of, read_clocks, run_peer, timed
-from bench.prompts import loops
+from bench.prompts import cut, loops
 from lookahead import LookaheadConfig
 from lookahead.models.loading import DEFAULT_MODEL, load
 from lookahead.models.model_state import LearnedState, use_learned
@@ -198,12 +198,6 @@ def read_prompts(
     return measured, warming[: arguments.warmup]
 
 
-def cut(text: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> str:
-    """At most the first `longest` tokens of a text."""
-    ends = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
-    return text[: ends[min(longest, len(ends)) - 1][1]]
-
-
 def as_chat(text: str, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     """The token ids of one turn, with the chat template where the tokenizer has one; int64 `[1, length]`."""
     if tokenizer.chat_template is None:
@@ -297,7 +291,6 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         help=f"of {', '.join((*LOOKUPS, *CONFIGS))}, with commas between them",
     )
     parser.add_argument("--peer", action="append", default=[], type=peer_of, help="NAME:PYTHON, NAME:PYTHON:MODEL")
-    parser.add_argument("--plot", type=Path, help="a file for the speedups by category, .svg or .png")
     parser.add_argument("--cold-worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     for path in (arguments.prompts, arguments.stories):
@@ -332,10 +325,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         result["cold"] = cold_figures(cold, runs, places, arguments.dtype)
     print_table(result)
     publish(result, arguments.output)
-    if arguments.plot:  # last, because matplotlib may be missing
-        from bench.plots import draw_llm
-
-        draw_llm([result], arguments.plot)
 
 
 if __name__ == "__main__":

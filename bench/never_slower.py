@@ -17,7 +17,6 @@ timed.
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import sys
@@ -30,10 +29,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from bench.command import make_engine, parser_of, publish, use_one_thread
-from bench.prompts import SUMMARIZER, read_texts
+from bench.prompts import SUMMARIZER, read_tokens
 from lookahead import LookaheadConfig
 from lookahead.models.loading import load
 
@@ -161,7 +160,7 @@ def pair_means(ratios: list[float]) -> list[float]:
     return [math.sqrt(a * b) for a, b in zip(ratios[::2], ratios[1::2], strict=True)]
 
 
-def parse_arguments() -> argparse.Namespace:
+def main() -> None:
     parser = parser_of(__doc__, model=SUMMARIZER)
     parser.add_argument("--prompts", type=Path, required=True, help="a .jsonl file, or a text file of one text a line")
     parser.add_argument("--field", default="text", help="the field of each JSON line")
@@ -175,23 +174,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--proposers", help="as in LookaheadConfig, commas between; the default when left out")
-    return parser.parse_args()
-
-
-def read_tokens(tokenizer: PreTrainedTokenizerBase, arguments: argparse.Namespace) -> list[list[int]]:
-    texts = read_texts(arguments.prompts, arguments.field)
-    return [tokenizer(text.strip(), add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
-
-
-def main() -> None:
-    arguments = parse_arguments()
+    arguments = parser.parse_args()
     use_one_thread()
     config = LookaheadConfig(proposers=arguments.proposers.split(",")) if arguments.proposers else None
     config = LookaheadConfig(proposers=()) if arguments.control else config
     results = {}
     for dtype in arguments.dtypes.split(","):
         model, tokenizer = load(arguments.model, dtype=dtype, device="cpu")
-        tokens = read_tokens(tokenizer, arguments)
+        tokens = read_tokens(arguments.prompts, arguments.field, tokenizer)
         for kind in arguments.texts.split(","):
             for batch_size in map(int, arguments.batch_sizes.split(",")):
                 size = (batch_size, 2 * arguments.pairs + 1, arguments.prompt_tokens, arguments.max_new_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,20 @@ def read_texts(path: Path, field: str, category: str = "") -> Iterator[str]:
             value = record[field]
             if not category or record["category"] == category:
                 yield value[0] if isinstance(value, list) else value
+
+
+def read_tokens(path: Path, field: str, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """The token ids of every text, without special tokens."""
+    return [
+        tokenizer(text.strip(), add_special_tokens=False, verbose=False)["input_ids"]
+        for text in read_texts(path, field)
+    ]
+
+
+def cut(text: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> str:
+    """At most the first `longest` tokens of a text."""
+    ends = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+    return text[: ends[min(longest, len(ends)) - 1][1]] if ends else ""
 
 
 def passages(
@@ -80,15 +95,7 @@ def continuation_prompts(
     texts: Iterator[str], tokenizer: PreTrainedTokenizerBase, *, limit: int, longest: int
 ) -> list[str]:
     """The beginnings of texts, at most `longest` tokens each, to be continued."""
-    prompts: list[str] = []
-    for text in texts:
-        if len(prompts) == limit:
-            break
-        encoded = tokenizer(text.strip(), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        ends = encoded["offset_mapping"]
-        if ends:
-            prompts.append(text.strip()[: ends[min(longest, len(ends)) - 1][1]])
-    return prompts
+    return list(islice(filter(None, (cut(text.strip(), tokenizer, longest) for text in texts)), limit))
 
 
 def loop_start(tokens: Sequence[int]) -> int:

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import lookahead
 from bench.command import parser_of, publish, resident_bytes, use_one_thread
-from bench.prompts import SUMMARIZER, read_texts
+from bench.prompts import SUMMARIZER, read_tokens
 from lookahead.models.loading import load
 from lookahead.models.model_state import state_of
 from lookahead.proposers import ProposerState
@@ -97,10 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     use_one_thread()
     loaded = load(arguments.model, dtype="fp32", device="cpu")
-    texts = [
-        loaded.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        for text in read_texts(arguments.prompts, arguments.field)
-    ]
+    texts = read_tokens(arguments.prompts, arguments.field, loaded.tokenizer)
     requests = Requests(*loaded, texts)
     started = time.perf_counter()
     requests.warm_up()

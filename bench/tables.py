@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.targets import GPU_DECODE, KERNEL
+from bench.targets import TARGETS
 
 BENCH = Path(__file__).resolve().parent
 PLOTS = Path("results/plots")
@@ -125,7 +125,6 @@ CAPTIONS = {
     "ray_job": Caption("A job on Ray against local processes", "ray_job --documents 200 --workers 4"),
     "summarizer": Caption("The summarizer of the tests", "", "`python -m tools.train_extractor.measure` makes it."),
 }
-_TARGETS = {"gpu_decode": GPU_DECODE, "kernel": KERNEL}
 
 
 def in_words(value: Any) -> str:
@@ -200,7 +199,7 @@ def section(name: str, result: Mapping[str, Any] | None) -> list[str]:
         lines += [f"`python -m bench.{command} --output bench/results/{name}.json`", ""]
     if note:
         lines += [note, ""]
-    targets = _TARGETS.get(name, ())
+    targets = TARGETS.get(name, ())
     measured = {} if result is None else result.get("figures", {})
     if targets:
         rows = [[each.what, each.target, in_words(measured.get(each.key, "not measured yet"))] for each in targets]

@@ -1,8 +1,18 @@
-"""What the GPU is meant to reach, for the commands that measure it and the page that shows it."""
+"""What the GPU is meant to reach, for the commands that measure it and the page that shows it.
+
+    python -m bench.targets build/gpu
+
+says which figures of `kernel.json` and `gpu_decode.json` in a folder fall short; that is no failure. `make test-gpu`
+writes them.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 
@@ -52,3 +62,22 @@ KERNEL = (
     Goal("tflops_128", "TFLOP/s of trees of 128 nodes, 8k tokens or more", 400),
     Goal("compaction_us", "compaction of 5 tokens in all layers, us", 5, "at most"),
 )
+TARGETS = {"gpu_decode": GPU_DECODE, "kernel": KERNEL}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    folder: Path = parser.parse_args(argv).folder
+    for name, goals in TARGETS.items():
+        path = folder / f"{name}.json"
+        figures = json.loads(path.read_text(encoding="utf-8"))["figures"] if path.exists() else {}
+        for goal in goals:
+            if goal.is_missed(figures.get(goal.key)):
+                print(f"falls short: {goal.what}: {figures[goal.key]:g}, to be {goal.target}")
+        if not figures:
+            print(f"not measured: {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,6 @@ At batch 1 seconds begin at the first token. At larger ones they include the pre
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -21,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.command import parser_of, publish, setting_of, use_one_thread
-from bench.llm import add_prompt_options, as_chat, cut, job_of, read_prompts
+from bench.llm import add_prompt_options, as_chat, job_of, read_prompts
 from bench.llm_figures import GREEDY, Prompt, Run, figures_of, print_table
 from bench.llm_peers import KINDS, peer_of, run_peer
+from bench.prompts import cut
 from lookahead.models.loading import DEFAULT_MODEL, load
 
 SHARED = "shared"
@@ -75,7 +75,7 @@ def versions_of(python: Path) -> dict[str, str]:
     return {name: found[name] for name in VERSIONS if name in found}
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="bf16")
     parser.add_argument("--python", type=Path, required=True, help="a Python that has vLLM")
     add_prompt_options(parser, per_category=5, stories="JSON lines with a document and questions each")
@@ -84,11 +84,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--methods", default=",".join(KINDS["vllm"]), help="commas between; plain is always measured")
     parser.add_argument("--temperature", type=float, default=0.0, help="sample; outputs then differ")
     parser.add_argument("--record", type=Path, help="a file for the plain outputs of the last batch")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    arguments = parse_arguments(argv)
+    arguments = parser.parse_args(argv)
     use_one_thread()
     model, tokenizer = load(arguments.model, dtype=arguments.dtype, device="cpu")
     stories, arguments.stories = arguments.stories, None  # of bench.llm they would be summaries

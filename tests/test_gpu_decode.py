@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import gpu, gpu_decode, kernel
+from bench import gpu_decode, targets
 from bench.command import make_engine
 from bench.decoding_rates import PLAIN, Output, Trace, dictating, run
 from bench.gpu_steps import BACK_TO_BACK
@@ -50,49 +49,22 @@ def test_a_tiny_model_on_the_cpu_takes_the_benchmark_from_its_gate_to_its_figure
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("command", [gpu, gpu_decode], ids=["all", "decoding"])
-def test_without_a_gpu_the_benchmark_says_that_it_needs_one(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main([]) != 0
-    assert capsys.readouterr().err == f"{command.__name__} needs a CUDA GPU, and torch finds none\n"
+def test_without_a_gpu_the_benchmark_says_that_it_needs_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_decode.main([]) != 0
+    assert capsys.readouterr().err == "bench.gpu_decode needs a CUDA GPU, and torch finds none\n"
 
 
-SUITE = '<testsuites><testsuite tests="9" failures="{}" errors="0" skipped="1"/></testsuites>'
-
-
-@pytest.mark.parametrize("failures", [0, 2])
-def test_one_command_runs_all_parts_on_a_gpu_and_says_what_failed_and_what_falls_short(
-    failures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    figures = {
-        "bench.kernel": {goal.key: goal.bound for goal in KERNEL} | {"compaction_us": 7.5},
-        "bench.gpu_decode": {"host_us": 140.0, "plain_speedup": 2.25, "dictated_speedup": 0.5},
-    }
-
-    def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[bytes]:
-        name, arguments = command[2], command[3:]
-        if name == "pytest":
-            assert arguments[:2] == ["-m", "gpu"]
-            Path(arguments[2].removeprefix("--junitxml=")).write_text(SUITE.format(failures))
-            return subprocess.CompletedProcess(command, int(failures > 0))
-        parsed = {"bench.kernel": kernel, "bench.gpu_decode": gpu_decode}[name].parse_arguments(arguments)
-        if failures and name == "bench.gpu_decode":
-            return subprocess.CompletedProcess(command, 134)  # it wrote nothing
-        parsed.output.write_text(json.dumps({"figures": figures[name]}))
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(gpu.subprocess, "run", run)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
-    (tmp_path / "gpu_decode.json").write_text('{"figures": {"host_us": 900.0}}')  # of an earlier run
-    assert gpu.main(["--output", str(tmp_path)]) == int(failures > 0)
-    printed = capfd.readouterr().out
-    compaction = "compaction of 5 tokens in all layers, us: 7.5, to be at most 5"
-    plain = "plain decoding over transformers' `generate`, tokens/s: 2.25, to be at least 3"
-    result = json.loads((tmp_path / "gpu.json").read_text())
-    assert result["short"] == ([compaction] if failures else [compaction, plain])
-    assert result["failed"] == (["tests", "gpu_decode"] if failures else [])
-    assert result["parts"]["tests"]["failures"] == failures
-    assert f"falls short: {compaction}" in printed and ("failed: gpu_decode" in printed) == bool(failures)
+def test_figures_that_fall_short_of_their_goals_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = {goal.key: goal.bound for goal in KERNEL} | {"compaction_us": 7.5}
+    (tmp_path / "kernel.json").write_text(json.dumps({"figures": figures}))
+    targets.main([str(tmp_path)])
+    compaction = "falls short: compaction of 5 tokens in all layers, us: 7.5, to be at most 5"
+    missing = f"not measured: {tmp_path / 'gpu_decode.json'}"
+    assert capsys.readouterr().out.splitlines() == [missing, compaction]
+    (tmp_path / "gpu_decode.json").write_text('{"figures": {"plain_speedup": 2.25, "dictated_speedup": 0.5}}')
+    targets.main([str(tmp_path)])
+    plain = "falls short: plain decoding over transformers' `generate`, tokens/s: 2.25, to be at least 3"
+    assert capsys.readouterr().out.splitlines() == [plain, compaction]
 
 
 @pytest.mark.parametrize("proposers", [(), ("prompt", "recycled")], ids=["plain", "drafts"])

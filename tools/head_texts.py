@@ -1,9 +1,9 @@
 """Texts to train heads with.
 
-    python -m bench.heads --write copies.jsonl --text novels.tar.xz squality_train.jsonl.xz --limit 6000
+    python -m tools.head_texts --write copies.jsonl --text novels.tar.xz squality_train.jsonl.xz --limit 6000
     lookahead train medusa --model tests/models/summarizer --data copies.jsonl -o heads/medusa
     python -m bench.proposers --heads heads --documents squality_dev.jsonl
-    python -m bench.heads --write stories.jsonl --model DIR --limit 3000
+    python -m tools.head_texts --write stories.jsonl --model DIR --limit 3000
 
 The first command cuts passages out of texts, as prompts that ask for a summary, which the model answers itself. The
 last writes texts that a model which continues any beginning writes from none. `bench.proposers` measures heads.
@@ -65,6 +65,7 @@ def write_samples(loaded: LoadedModel, file: Path, limit: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Write the texts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=SUMMARIZER, help=f"a folder, or a name on the Hub (default {SUMMARIZER})")
     parser.add_argument("--write", type=Path, metavar="FILE", required=True, help="the file")
