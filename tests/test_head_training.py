@@ -237,7 +237,7 @@ def test_heads_of_a_model_in_half_precision_can_be_trained(tmp_path, loaded, dat
     assert _weights(tmp_path / "heads")
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle", "eagle3", "mtp"])
+@pytest.mark.parametrize("kind", ["medusa", *MORE_KINDS, "eagle3"])
 def test_training_raises_held_out_accuracy_and_leaves_the_model_alone(tmp_path, loaded, data, kind):
     before = copy.deepcopy(loaded.model.state_dict())
     settings = replace(SETTINGS, kind=kind, steps=60, batch_size=8)

@@ -104,10 +104,24 @@ VARIANTS = {
 }
 
 
+SMALLER = ("Phi-3", "DeepSeek V3", "float32", "float32, head size 64", "float32, everything, head size 80")
+
+
+# By default every capability, and of the variants those that need the most memory and registers.
 @needs_triton
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Llama 3",
+        "head size 80, everything",
+        "gpt-oss",
+        "Gemma 2",
+        "float32, everything, head size 256",
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in SMALLER),
+    ],
+)
 def test_attention_compiles_without_spills_and_within_shared_memory(name, capability, cold_cache):
     from lookahead.kernels.attend import attend
     from lookahead.kernels.tree_attention import ATTEND_OPTIONS, constants

@@ -9,7 +9,7 @@ from itertools import combinations
 import pytest
 from hypothesis import settings
 
-settings.register_profile("brief", deadline=None, max_examples=25)  # no deadline: the first example compiles
+settings.register_profile("brief", deadline=None, max_examples=20)  # no deadline: the first example compiles
 settings.register_profile("exhaustive", deadline=None, max_examples=100)
 
 
