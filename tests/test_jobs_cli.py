@@ -191,6 +191,10 @@ def test_a_number_in_a_job_file_is_as_good_as_its_text_and_a_whole_one_as_any(su
     ("text", "message"),
     [
         ("max-tokens = 3", "no option 'max-tokens'; the options are inputs, output, id-field"),
+        (
+            "max-new-tokens = 3\nmax_new_tokens = 4",
+            "job job.toml: max_new_tokens stands there twice, with - and with _",
+        ),
         ("limit = [3]", "limit must be a whole number of at least 1, got [3]"),
         ("limit = 'many'", "job job.toml: limit must be a whole number of at least 1, got 'many'"),
         ("limit = 0", "limit must be a whole number of at least 1, got 0"),

@@ -10,6 +10,7 @@ import pytest
 from lookahead.documents.decode_text import Document
 from lookahead.documents.inputs import find_inputs
 from lookahead.documents.readers import read_documents
+from lookahead.errors import ConfigError
 from lookahead.jobs import estimate as estimating
 from lookahead.jobs.estimate import MOST_PARTS, estimate_job, select_documents
 from lookahead.jobs.job_options import JobOptions
@@ -33,6 +34,12 @@ def test_the_first_documents_or_some_at_random_by_a_seed(folder):
     assert drawn == [document.id for document in select_documents(inputs, sample=5, seed=1)]
     assert drawn != [document.id for document in select_documents(inputs, sample=5, seed=2)]
     assert len(list(select_documents(inputs, sample=99))) == 30
+
+
+def test_a_sample_of_a_pipe_is_refused_before_it_is_read(folder):
+    os.mkfifo("pipe.jsonl")
+    with pytest.raises(ConfigError, match=r"reading the inputs twice, and pipe\.jsonl cannot be; write it to a file"):
+        select_documents(find_inputs(["pipe.jsonl"]), sample=2)
 
 
 def test_an_estimate_counts_everything_and_writes_nothing(folder, tiny_llama, tiny_tokenizer):

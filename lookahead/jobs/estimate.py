@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from lookahead.documents.byte_sources import STDIN
@@ -40,8 +41,11 @@ def select_documents(
     """
     if sample is None:
         return islice(read_documents(inputs, limit=limit), first)
-    if any(source.path == STDIN for source in inputs):
-        raise ConfigError("a sample is drawn by reading the inputs twice, and - cannot be; write it to a file first")
+    for path in (source.path for source in inputs):
+        if path == STDIN or Path(path).is_fifo():
+            raise ConfigError(
+                f"a sample is drawn by reading the inputs twice, and {path} cannot be; write it to a file first"
+            )
     count = sum(1 for _ in read_documents(inputs, limit=limit))
     drawn = set(random.Random(seed).sample(range(count), min(sample, count)))
     chosen = (document for i, document in enumerate(read_documents(inputs, limit=limit)) if i in drawn)

@@ -45,6 +45,8 @@ def read_job_file(path: Path) -> dict[str, Any]:
         option = names.get(name.replace("_", "-"))
         if option is None:
             raise ConfigError(f"job {path}: no option {name!r}; the options are {', '.join(names)}")
+        if option.name in values:
+            raise ConfigError(f"job {path}: {name} stands there twice, with - and with _")
         hint = hints[option.name]
         hint = next((each for each in get_args(hint) if each is not NoneType), hint)  # `int` of `int | None`
         kind = get_origin(hint) or hint
