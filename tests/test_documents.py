@@ -117,6 +117,13 @@ def test_a_file_in_a_folder_that_is_locked_is_refused_with_the_reason(folder, mo
         find_inputs(["notes/a.txt"])
 
 
+@pytest.mark.parametrize("fields", [("", None), ("text", "")])
+def test_a_field_without_a_name_is_refused(folder, fields):
+    (folder / "a.jsonl").write_text('{"text": "One."}\n')
+    with pytest.raises(DocumentError, match=r"^a field or column must have a name, got ''$"):
+        find_inputs(["a.jsonl"], *fields)
+
+
 def test_a_field_that_nothing_would_read_is_refused(folder):
     (folder / "a.txt").write_text("Text.")
     with pytest.raises(DocumentError, match="'body' is read from JSON lines"):

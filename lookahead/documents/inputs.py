@@ -76,6 +76,8 @@ def find_inputs(
         DocumentError: A path does not exist, a folder or pattern has no file to read, or a field is given and no
             input has fields.
     """
+    if "" in (field, id_field):
+        raise DocumentError("a field or column must have a name, got ''")
     without = {os.path.realpath(path) for path in leave_out}
     paths = dict.fromkeys(path for argument in arguments for path in _expand(argument, without, on_skip))
     has_field = field is not None or id_field is not None
