@@ -51,6 +51,7 @@ from bench.prompts import cut, loops
 from lookahead import LookaheadConfig
 from lookahead.models.loading import DEFAULT_MODEL, load
 from lookahead.models.model_state import LearnedState, use_learned
+from lookahead.models.quantized import QUANTIZED
 
 CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 STORIES = "stories"
@@ -280,6 +281,7 @@ def first_of_each(prompts: Sequence[Prompt], count: int) -> list[int]:
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="fp32", core=True)
+    parser.add_argument("--quantize", choices=QUANTIZED, help="weights of the linear layers")
     parser.add_argument("--label", help="what the result calls the model; its last part when left out")
     add_prompt_options(parser, per_category=2)
     parser.add_argument("--warmup", type=int, default=2, help="prompts beside those measured, to warm up with")
@@ -303,7 +305,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
     stay_on_one_core(arguments.core)
-    model, tokenizer = load(arguments.model, dtype=arguments.dtype, device="cpu")
+    model, tokenizer = load(arguments.model, dtype=arguments.dtype, device="cpu", quantize=arguments.quantize)
     if arguments.cold_worker:
         return serve_cold(model, arguments)
     prompts, warming = read_prompts(tokenizer, arguments)

@@ -24,6 +24,7 @@ from bench.command import parser_of, publish, seconds_of, setting_of, stay_on_on
 from lookahead import load
 from lookahead.drafting.tree import TokenTree
 from lookahead.models.loading import DEFAULT_MODEL
+from lookahead.models.quantized import QUANTIZED
 from lookahead.models.support import is_bitwise
 from lookahead.models.target import Target, input_device
 
@@ -97,12 +98,13 @@ def measure(
 
 def main(argv: list[str] | None = None) -> int:
     parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="bf16", core=True)
+    parser.add_argument("--quantize", choices=QUANTIZED, help="weights of the linear layers")
     parser.add_argument("--contexts", default="60,700", help="tokens, with commas between them")
     parser.add_argument("--nodes", default="1,4,8,16,32", help="likewise")
     parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args(argv)
     stay_on_one_core(arguments.core)
-    model = load(arguments.model, dtype=arguments.dtype, device="cpu").model
+    model = load(arguments.model, dtype=arguments.dtype, device="cpu", quantize=arguments.quantize).model
     bandwidth, peak = machine(model.dtype)
     widths = [int(each) for each in arguments.nodes.split(",")]
     perfect = {width: round(perfect_ms(model, width, bandwidth, peak), 2) for width in widths}

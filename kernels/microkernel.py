@@ -34,7 +34,7 @@ _VECTOR = ir.VectorType(ir.FloatType(), LANES)
 _PAIRS = ir.VectorType(ir.IntType(32), LANES)  # two bfloat16 a lane
 _FIRST_LANE = ir.Constant(_PAIRS, None)
 _UPPER_HALVES = ir.Constant(_PAIRS, [-65536] * LANES)
-_WHOLE = ir.IntType(64)
+_WHOLE, _BYTE = ir.IntType(64), ir.IntType(8)
 _FUSED = {"flags": ("contract",)}
 _DOT_OF_PAIRS = "llvm.x86.avx512bf16.dpbf16ps.512"
 
@@ -42,7 +42,8 @@ _DOT_OF_PAIRS = "llvm.x86.avx512bf16.dpbf16ps.512"
 def tile_of(registers: int, kind: str = "product", rows: Sequence[int] = range(1, ROWS + 1)) -> Any:
     """An intrinsic: some rows of the left matrix times so many registers of columns of the right one.
 
-    Elements of both are float32, or int32 that hold two bfloat16.
+    Elements of both are float32, or int32 that hold two bfloat16. The right matrix may be one of int8: as wide as the
+    tile, and with a row of its own for each of two bfloat16.
 
     It takes the left matrix, the place of its first element, the steps between its rows and its terms; the right
     matrix, the place of its first element, the step between its terms; the matrix for the product, the place of its
@@ -108,6 +109,27 @@ def _vector_at(builder: Any, array: Any, place: Any, kind: Any = _VECTOR) -> Any
     return builder.bitcast(builder.gep(array, [place]), kind.as_pointer())
 
 
+def _load_line(builder: Any, array: Any, place: Any, kind: Any, registers: int) -> Any:
+    """The `LANES` elements from `place` on; int8 is widened, which float32 and bfloat16 hold exactly."""
+    if array.type.pointee != _BYTE:
+        return builder.load(_vector_at(builder, array, place, kind), align=4)
+
+    def widened(place: Any) -> Any:
+        line = builder.load(_vector_at(builder, array, place, ir.VectorType(_BYTE, LANES)), align=1)
+        return builder.sitofp(line, _VECTOR)
+
+    if kind == _VECTOR:
+        return widened(place)
+    even, odd = widened(place), widened(builder.add(place, _WHOLE(registers * LANES)))
+    halves = ir.VectorType(ir.IntType(16), 2 * LANES)
+    upper = [half for lane in range(LANES) for half in (2 * lane + 1, 2 * LANES + 2 * lane + 1)]
+    shuffled = builder.shuffle_vector(
+        builder.bitcast(even, halves), builder.bitcast(odd, halves),
+        ir.Constant(ir.VectorType(ir.IntType(32), 2 * LANES), upper),
+    )  # fmt: skip
+    return builder.bitcast(shuffled, _PAIRS)
+
+
 def _emit_product(builder: Any, total: Any, left: Any, right: Any) -> Any:
     """Add the product of vectors: of float32 by what becomes one instruction, else both products of every lane."""
     if left[0].type == _VECTOR:
@@ -147,10 +169,7 @@ def _emit_sums(
     here = [builder.add(term, _WHOLE(i)) for i in range(together)]
     lines = [builder.add(column, builder.mul(each, right_step)) for each in here]
     loaded = [
-        [
-            builder.load(_vector_at(builder, right, builder.add(line, _WHOLE(i * LANES)), kind), align=4)
-            for line in lines
-        ]
+        [_load_line(builder, right, builder.add(line, _WHOLE(i * LANES)), kind, len(registers)) for line in lines]
         for i in registers
     ]
     grown = []

@@ -9,6 +9,7 @@ blocks. With several rows it takes larger blocks, and bits change.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -21,6 +22,8 @@ from lookahead.kernels.threads import array_at, run, take
 
 COLUMNS = 2 * LANES  # outputs of a panel of the packed weight
 _PART = 1 << 19  # bytes of the weight that a thread takes at a time
+_LARGEST = 127  # int8
+_F = np.float32
 _NEEDS = {torch.float32: "avx512f", torch.bfloat16: "avx512bf16"}
 _TERM = {torch.float32: torch.float32, torch.bfloat16: torch.int32}  # what a sum adds at a time: one product, or two
 
@@ -30,6 +33,12 @@ def is_supported(weight: Tensor) -> bool:
     needed = _NEEDS.get(weight.dtype)
     is_whole = weight.dtype == torch.float32 or weight.shape[1] % 2 == 0
     return needed is not None and is_whole and bool(llvm.get_host_cpu_features().get(needed))
+
+
+@cache
+def multiplies_pairs(inputs: int) -> bool:
+    """Whether rows of bfloat16 are multiplied by a quantized weight of so many inputs; those of float32 always are."""
+    return inputs % 2 == 0 and bool(llvm.get_host_cpu_features().get(_NEEDS[torch.bfloat16]))
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -42,34 +51,60 @@ def pack(weight: Tensor) -> Tensor:
         float32 `[panels, inputs, COLUMNS]`, or int32 `[panels, inputs / 2, COLUMNS]` with two inputs an element; the
         last panel is padded with zeros.
     """
-    terms = weight.detach().view(_TERM[weight.dtype])
+    return _panels_of(weight.detach().view(_TERM[weight.dtype]))
+
+
+def _panels_of(terms: Tensor) -> Tensor:
     packed = terms.new_zeros(-(-len(terms) // COLUMNS), terms.shape[1], COLUMNS)
     for panel, columns in zip(packed, terms.split(COLUMNS), strict=True):  # a panel at a time fits a near cache
         panel[:, : len(columns)] = columns.T
     return packed
 
 
-def multiply(packed: Tensor, outputs: int, block: int, x: Tensor, bias: Tensor | None) -> Tensor:
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Round a weight to 255 steps for each output, for `multiply`.
+
+    Args:
+        weight: Floating point `[outputs, inputs]`.
+
+    Returns:
+        int8 `[panels, inputs, COLUMNS]`, the last panel padded with zeros, and the steps, float32 `[outputs]`.
+    """
+    wide = weight.detach().float()
+    steps = wide.abs().amax(1) / _LARGEST
+    whole = (wide / steps.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round().to(torch.int8)
+    return _panels_of(whole), steps
+
+
+def multiply(
+    packed: Tensor, outputs: int, block: int, x: Tensor, bias: Tensor | None, steps: Tensor | None = None
+) -> Tensor:
     """Multiply rows by a packed weight.
 
     Args:
-        packed: From `pack`.
+        packed: From `pack` or `quantize`.
         outputs: Outputs of the weight.
         block: Inputs whose products are added before the sums of such blocks are added; even.
-        x: `[..., inputs]`, of the type of the weight.
+        x: `[..., inputs]`, of the type of the weight; bfloat16 or float32 if that is quantized.
         bias: `[outputs]` of that type, or None.
+        steps: float32 `[outputs]`, from `quantize`.
 
     Returns:
-        `[..., outputs]` of that type.
+        `[..., outputs]` of the type of `x`.
     """
     x, (panels, terms, _), shape = x.contiguous(), packed.shape, x.shape
     inputs = shape[-1]
+    rows, is_wide = x.numel() // inputs, False
+    if steps is not None and x.dtype == torch.bfloat16:
+        terms, is_wide = terms // 2, rows > 2 * ROWS
     out = x.new_empty((*shape[:-1], outputs))
-    together = max(1, _PART // (4 * COLUMNS * terms))
+    size = packed.nbytes // panels
+    together = max(1, _PART // size)
     run(
-        _multiply_floats if terms == inputs else _multiply_pairs, -(-panels // together),
-        [x, packed, out, x if bias is None else bias],
-        x.numel() // inputs, terms, panels, outputs, block * terms // inputs, together, bias is not None,
+        _ENTRIES[packed.dtype, x.dtype, is_wide], -(-panels // together),
+        [x, packed, out, x if bias is None else bias, x if steps is None else steps],
+        rows, terms, panels, outputs, block * terms // inputs, together,
+        size // packed.itemsize // terms, bias is not None, steps is not None,
     )  # fmt: skip
     return out
 
@@ -78,38 +113,81 @@ _tile: Any = tile_of(2)
 
 
 def _multiply_floats(address: Any) -> None:
-    _multiply(address, np.float32, np.float32)
+    _multiply(address, np.float32, np.float32, np.float32, _as_packed)
 
 
 def _multiply_pairs(address: Any) -> None:
-    _multiply(address, np.int32, np.uint16)
+    _multiply(address, np.int32, np.int32, np.uint16, _as_packed)
+
+
+def _multiply_floats_by_bytes(address: Any) -> None:
+    _multiply(address, np.float32, np.int8, np.float32, _as_packed)
+
+
+def _multiply_pairs_by_bytes(address: Any) -> None:
+    _multiply(address, np.int32, np.int8, np.uint16, _as_packed)
+
+
+def _multiply_many_pairs_by_bytes(address: Any) -> None:
+    _multiply(address, np.int32, np.int8, np.uint16, _as_pairs)
+
+
+# By the types of a packed weight and of rows, and whether a quantized weight is widened once for many rows.
+_ENTRIES = {
+    (torch.float32, torch.float32, False): _multiply_floats,
+    (torch.int32, torch.bfloat16, False): _multiply_pairs,
+    (torch.int8, torch.float32, False): _multiply_floats_by_bytes,
+    (torch.int8, torch.bfloat16, False): _multiply_pairs_by_bytes,
+    (torch.int8, torch.bfloat16, True): _multiply_many_pairs_by_bytes,
+}
 
 
 @jit_part
-def _multiply(address, kind, number):
+def _as_packed(panel, kind):
+    return panel
+
+
+@jit_part
+def _as_pairs(panel, kind):
+    """A quantized panel, two inputs a line, as pairs of bfloat16."""
+    wide = np.empty((len(panel), COLUMNS), kind)
+    for term in range(len(panel)):
+        for i in range(COLUMNS):
+            even, odd = _F(panel[term, i]).view(np.int32), _F(panel[term, COLUMNS + i]).view(np.int32)
+            wide[term, i] = (even >> np.int32(16)) & np.int32(0xFFFF) | odd
+    return wide
+
+
+@jit_part
+def _multiply(address, kind, of_weight, number, prepare):
     """Panel by panel, which stays in a near cache for all rows; the results are numbers of such a type."""
-    _, parts, x_at, packed_at, out_at, bias_at, rows, terms, panels, outputs, block, together, has_bias = array_at(
-        address, (13,), np.int64
-    )
-    x, packed = array_at(x_at, (rows, terms), kind), array_at(packed_at, (panels, terms, COLUMNS), kind)
+    (
+        _, parts, x_at, packed_at, out_at, bias_at, steps_at, rows, terms, panels, outputs, block, together, line,
+        has_bias, has_steps,
+    ) = array_at(address, (16,), np.int64)  # fmt: skip
+    x, packed = array_at(x_at, (rows, terms), kind), array_at(packed_at, (panels, terms, line), of_weight)
     out, bias = array_at(out_at, (rows, outputs), number), array_at(bias_at, (outputs,), number)
+    steps = array_at(steps_at, (outputs,), np.float32)
     sums, others = np.empty(ROWS * COLUMNS, np.float32), np.empty(ROWS * COLUMNS, np.float32)
     part = take(address)
     while part < parts:
-        for panel in range(part * together, min(panels, (part + 1) * together)):
-            first, begin = 0, panel * COLUMNS
+        for place in range(part * together, min(panels, (part + 1) * together)):
+            first, begin, panel = 0, place * COLUMNS, prepare(packed[place], kind)
+            step = panel.shape[1]
             while first < rows:
                 taken = min(ROWS, rows - first)
                 for term in range(0, terms, block):
                     count, to = min(block, terms - term), others if term else sums
-                    at, column = first * terms + term, (panel * terms + term) * COLUMNS
-                    _tile(x, at, terms, 1, packed, column, COLUMNS, to, 0, COLUMNS, taken, count)
+                    at, column = first * terms + term, term * step
+                    _tile(x, at, terms, 1, panel, column, step, to, 0, COLUMNS, taken, count)
                     if term:
                         for i in range(taken * COLUMNS):
                             sums[i] = others[i] + sums[i]
-                if has_bias:
-                    for row in range(taken):
-                        for i in range(min(COLUMNS, outputs - begin)):
+                for row in range(taken):
+                    for i in range(min(COLUMNS, outputs - begin)):
+                        if has_steps:
+                            sums[row * COLUMNS + i] *= steps[begin + i]
+                        if has_bias:
                             sums[row * COLUMNS + i] += widen(bias[begin + i])
                 _store(sums, taken, out, first, begin, outputs)
                 first += taken

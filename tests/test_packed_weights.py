@@ -185,18 +185,6 @@ def test_other_threads_and_calls_outside_use_the_models_own_products(multiplied)
     assert multiplied == [5] and "forward" not in model[0].__dict__
 
 
-def test_blocks_of_several_targets_end_in_any_order():
-    model = model_of()
-    scopes = [LinearScope(model), LinearScope(model)]
-    blocks = [scope.serving() for scope in scopes]
-    for block in blocks:
-        block.__enter__()
-    blocks[0].__exit__(None, None, None)
-    assert "forward" in model[0].__dict__
-    blocks[1].__exit__(None, None, None)
-    assert "forward" not in model[0].__dict__
-
-
 @pytest.mark.parametrize("way", ["copied", "pickled"])
 def test_a_copy_made_while_a_model_is_in_service_has_its_own_weights(way):
     model, x = model_of(), torch.randn(5, 24)

@@ -10,7 +10,7 @@ from typing import Literal
 from lookahead.cli.terminal import console, convert, remembering, say, watch_compilation
 from lookahead.errors import ConfigError
 from lookahead.jobs.job_options import DeviceOptions, DraftingOptions, option
-from lookahead.models.loading import DEFAULT_MODEL, locate_model, prepare_process
+from lookahead.models.loading import DEFAULT_MODEL, locate_model, prepare_process, resolve_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +52,16 @@ def serve(options: ServeOptions) -> None:
     with console(sys.stderr).status("loading the model"):
         prepare_process(options.threads)
         from lookahead.generation import serving
+        from lookahead.models.quantized import resolve_quantize
 
+        resolve_quantize(options.quantize, resolve_device(options.device))
         serving.check_packages()
         watch_compilation()
         listener = serving.listen(options.host, options.port)
         convert(location)
         models = serving.EnabledModels(
             name, only=options.model is not None, config=config, dtype=options.dtype, device=options.device,
-            timeout_s=options.model_timeout,
+            quantize=options.quantize, timeout_s=options.model_timeout,
         )  # fmt: skip
     server = serving.make_server(
         models, continuous_batching=options.continuous_batching, enable_cors=options.enable_cors,

@@ -143,13 +143,15 @@ def load(options: ModelOptions, model: str | None = None, *, measures_costs: boo
         _check_memory(memory)
     from lookahead.generation.step_costs import load_costs, prepare_costs
     from lookahead.models import loading
+    from lookahead.models.quantized import resolve_quantize
 
     compilation = watch_compilation()
     out = console(sys.stderr)
     with out.status("loading the model") as status:
         loading.prepare_process(options.threads)
+        resolve_quantize(options.quantize, loading.resolve_device(options.device))
         convert(location)
-        loaded = loading.load(name, dtype=options.dtype, device=options.device)
+        loaded = loading.load(name, dtype=options.dtype, device=options.device, quantize=options.quantize)
         with warnings.catch_warnings(record=True) as caught:  # printed when the status line is gone
             warnings.simplefilter("always")
             started, are_known = time.perf_counter() - compilation.spent, False

@@ -20,6 +20,7 @@ from lookahead.errors import ConfigError, UnsupportedModelError
 from lookahead.generation.enable import Generate, enable
 from lookahead.generation.step_costs import prepare_costs
 from lookahead.models.loading import first_line, locate_model, resolve_device, resolve_dtype, to_safetensors
+from lookahead.models.quantized import resolve_quantize
 
 if TYPE_CHECKING:
     import uvicorn
@@ -36,10 +37,11 @@ class EnabledModels(ModelManager):
         config: How to draft; the defaults when None.
         dtype: As `lookahead.load` takes it.
         device: Likewise.
+        quantize: Likewise, for every model.
         timeout_s: Seconds without a request after which a model is unloaded.
 
     Raises:
-        ConfigError: The dtype is unknown, or the device does not exist.
+        ConfigError: The dtype is unknown, the device does not exist, or nothing can be quantized so.
         UnsupportedModelError: There is no such model, or it cannot be loaded.
     """
 
@@ -51,10 +53,12 @@ class EnabledModels(ModelManager):
         config: LookaheadConfig | None = None,
         dtype: str = "auto",
         device: str | None = None,
+        quantize: str | None = None,
         timeout_s: int = 300,
     ) -> None:
         self._preload, self._config = preload, config
         target = resolve_device(device)
+        self._quantization = resolve_quantize(quantize, target)
         super().__init__(
             device=str(target),
             dtype=str(resolve_dtype(dtype, target)).removeprefix("torch."),
@@ -66,6 +70,10 @@ class EnabledModels(ModelManager):
         if isinstance(model.generate, Generate):
             # Compile the kernels before the first request.
             model.generate(torch.arange(1, 9, device=model.device).repeat(1, 4), max_new_tokens=16, do_sample=False)
+
+    def get_quantization_config(self) -> Any:
+        """How models are quantized while they are loaded."""
+        return self._quantization
 
     @staticmethod
     def process_model_name(model_id: str) -> str:

@@ -23,6 +23,8 @@ def lm_head(model: PreTrainedModel) -> nn.Linear:
         HeadsError: The model has none, or its weights are offloaded.
     """
     head = model.get_output_embeddings()
+    if getattr(model, "is_quantized", False) and not isinstance(head, nn.Linear):
+        raise HeadsError(f"the LM head of this {type(model).__name__} is quantized; heads take one of fp32 or bf16")
     if not isinstance(head, nn.Linear):
         raise HeadsError(f"{type(model).__name__} has no LM head of its own, so it takes no heads")
     if head.weight.device.type == "meta":

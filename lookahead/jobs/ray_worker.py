@@ -47,7 +47,9 @@ class RayWorker:
         options = self._options
         try:
             prepare_process(options.threads)
-            loaded = load(options.location or options.model, dtype=options.dtype, device=options.device)
+            loaded = load(
+                options.location or options.model, dtype=options.dtype, device=options.device, quantize=options.quantize
+            )
             with suppress(OSError):  # the costs are measured, but not saved
                 prepare_costs(loaded.model)
             summarizer = options.make_summarizer(*loaded)

@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lookahead.kernels import layer_ops
 from lookahead.models.model_state import replaced
+from lookahead.models.quantized import QuantizedLinear
 
 _FAMILIES = {
     (f"transformers.models.{family.lower()}.modeling_{family.lower()}", f"{family}DecoderLayer"): family
@@ -144,7 +145,7 @@ def _parts_of(layer: Any) -> _Parts | None:
         and all(map(_is_bare, (attention, mlp, mlp.act_fn)))
         and all(_is_plain_norm(norm) and norm.weight.dtype == norms[0].weight.dtype for norm in norms)
         # Products are called as modules, whatever their weights are, and overwritten: no hook may have kept them.
-        and all(isinstance(each, nn.Linear) and "_hf_hook" not in each.__dict__ for each in linears)
+        and all(isinstance(each, nn.Linear | QuantizedLinear) and "_hf_hook" not in each.__dict__ for each in linears)
         and not any(each._forward_pre_hooks or each._forward_hooks for each in linears)
         and attention.config._attn_implementation in ("sdpa", "eager")
     )

@@ -60,12 +60,15 @@ class LoadedModel(NamedTuple):
 
 
 def load(
-    model: str | os.PathLike[str] | None = None, *, dtype: str | torch.dtype = "auto", device: str | None = None
+    model: str | os.PathLike[str] | None = None,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | None = None,
+    quantize: str | None = None,
 ) -> LoadedModel:
     """Load a causal language model, or an encoder-decoder one, and its tokenizer, ready to generate.
 
-    A GGUF file is dequantized and kept in the platform's cache folder as safetensors, quantized weights in bf16, so
-    that only the first call takes long; the default model is one.
+    A GGUF file, as the default model is, is converted by the first call and kept in the platform's cache folder.
 
     Args:
         model: The folder of a saved model, a GGUF file, a name on the Hugging Face Hub, or `"smollm2"`, which is
@@ -74,12 +77,14 @@ def load(
         dtype: `"fp32"`, `"bf16"`, `"fp16"`, torch's own names or types of these, or `"auto"`: the checkpoint's own on
             a GPU and fp32 on a CPU.
         device: As PyTorch names it, such as `"cpu"` or `"cuda:1"`; `None` is a GPU if there is one.
+        quantize: `"int8"` rounds the weights of linear layers to 8 bits, on a CPU. The model then writes other tokens
+            than before, and the same tokens with lookahead as without.
 
     Returns:
         The model and the tokenizer: `model, tokenizer = lookahead.load("FILE.gguf")`.
 
     Raises:
-        ConfigError: The dtype is not one of these, or the device does not exist.
+        ConfigError: The dtype is not one of these, the device does not exist, or nothing can be quantized so.
         UnsupportedModelError: There is no such model, or it is not a language model that can be loaded.
         OSError: The cache folder cannot be written.
     """
@@ -87,13 +92,22 @@ def load(
     location, is_local = locate_model(name)
     target = resolve_device(device)
     chosen = resolve_dtype(dtype, target)
-    location = to_safetensors(location)
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
-    options = {"local_files_only": is_local, "trust_remote_code": False}
+    from lookahead.models.quantized import resolve_quantize
+
+    quantization = resolve_quantize(quantize, target)
+    location = to_safetensors(location)
+
+    options: dict[str, Any] = {"local_files_only": is_local, "trust_remote_code": False}
     with _no_bars(), _loading(f"model {name!r}"):
         tokenizer = AutoTokenizer.from_pretrained(location, **options)
-        loaded = _auto_class(location, options).from_pretrained(location, dtype=chosen, **options).to(target)
+        auto = _auto_class(location, options)
+        if quantization is not None:
+            if getattr(AutoConfig.from_pretrained(location, **options), "quantization_config", None) is not None:
+                raise ConfigError(f"its weights come quantized already; quantize must be None, got {quantize!r}")
+            options["quantization_config"] = quantization
+        loaded = auto.from_pretrained(location, dtype=chosen, **options).to(target)
     return LoadedModel(loaded.eval(), tokenizer)
 
 
@@ -112,10 +126,7 @@ def load_default() -> LoadedModel:
 
 
 def load_tokenizer(model: str = DEFAULT_MODEL) -> PreTrainedTokenizerBase:
-    """Load a tokenizer alone.
-
-    Args:
-        model: As for `load`; a folder may also hold a tokenizer and no model.
+    """Load a tokenizer alone, by a name as for `load`; a folder may also hold a tokenizer and no model.
 
     Raises:
         UnsupportedModelError: There is no such tokenizer, or it cannot be loaded.
@@ -137,7 +148,8 @@ def _loading(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise UnsupportedModelError(f"{what} cannot be loaded: {first_line(error)}") from error
+        kind = ConfigError if isinstance(error, ConfigError) else UnsupportedModelError
+        raise kind(f"{what} cannot be loaded: {first_line(error)}") from error
 
 
 def prepare_process(threads: int | None) -> None:
@@ -161,8 +173,7 @@ def _no_bars() -> Iterator[None]:
     try:
         yield
     finally:
-        if shown:
-            logging.enable_progress_bar()
+        (logging.enable_progress_bar if shown else logging.disable_progress_bar)()
 
 
 @_no_bars()
@@ -207,7 +218,7 @@ def locate_model(model: str, files: Sequence[str] = ("config.json",)) -> tuple[s
     """Find a model.
 
     Args:
-        model: `"smollm2"`, the folder of a saved model, a GGUF file, or a name on the Hugging Face Hub.
+        model: As for `load`.
         files: A folder on this machine must hold one of these.
 
     Returns:
@@ -309,14 +320,8 @@ def _did_you_mean(model: str, files: Sequence[str]) -> str:
 def convert_once(file: Path, announce: Callable[[str], None] | None = None) -> Path:
     """Convert a GGUF file to safetensors with its tokenizer, or find the folder of an earlier conversion.
 
-    Quantized weights become bf16, others keep their dtype. A lock lets one process convert a file and others wait.
-
-    Args:
-        file: The GGUF file.
-        announce: Called with one line of text before a conversion.
-
-    Returns:
-        The folder, in the platform's cache folder; `from_pretrained` loads it.
+    The folder is in the platform's cache folder. Quantized weights become bf16, others keep their dtype. A lock lets
+    one process convert a file and others wait. `announce` is called with one line of text before a conversion.
 
     Raises:
         UnsupportedModelError: The file is damaged, transformers cannot read its architecture, or a package is missing.

@@ -16,6 +16,7 @@ from torch.nn.functional import linear
 
 from lookahead.kernels import packed_product
 from lookahead.models.exact_attention import MAX_ROWS
+from lookahead.models.quantized import QuantizedLinear
 
 FEWEST_WEIGHTS = 1 << 16  # of a layer; below, the call of oneDNN takes longer than it saves
 _OUTPUTS = 4096  # most outputs of a layer that are compared, but for what is left over
@@ -143,7 +144,8 @@ def _cancelling(
 
 def has_other_products(model: nn.Module) -> bool:
     """Whether a model multiplies by weights that are not those of linear layers, as GPT-2 does."""
-    others = (each for each in model.modules() if type(each) is not nn.Linear and not isinstance(each, nn.Embedding))
+    known = nn.Embedding, QuantizedLinear
+    others = (each for each in model.modules() if type(each) is not nn.Linear and not isinstance(each, known))
     return any(weight.dim() > 1 for each in others for weight in each.parameters(recurse=False))
 
 

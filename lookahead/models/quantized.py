@@ -1,0 +1,109 @@
+"""Weights of 8 bits for the linear layers of a model on a CPU, which transformers quantizes while it loads the model.
+
+The weights of each output are multiples, from -127 to 127, of a step of its own. Activations stay as they are. A pass
+over one token waits for the weights, and reads half of what it reads in bfloat16. A row has the same product whatever
+rows stand beside it, so that `model.generate`, prompts and drafts have the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from lookahead.errors import ConfigError, UnsupportedModelError
+from lookahead.kernels import packed_product
+
+QUANTIZED = ("int8",)  # on few rows torch's kernel for 4 bits is no faster than this package's for 8
+_METHOD = "lookahead_int8"
+_BLOCK = 512  # inputs whose products are added before the sums of such blocks are added
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer with weights of 8 bits, for inference on a CPU.
+
+    Args:
+        linear: The layer; its bias is shared.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        weight, steps = packed_product.quantize(linear.weight)
+        self.weight = nn.Parameter(weight, requires_grad=False)  # int8, as `kernels.packed_product` lays it out
+        self.bias = linear.bias
+        self.steps: Tensor
+        self.register_buffer("steps", steps)
+
+    def extra_repr(self) -> str:
+        """The sizes, for the description of the model."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, int8"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product of rows `[..., in_features]`, in their type.
+
+        Raises:
+            UnsupportedModelError: The rows or the weights are not on the CPU, or a gradient is asked for.
+            ValueError: The rows have another length.
+        """
+        if x.shape[-1] != self.in_features:
+            raise ValueError(f"x must have rows of {self.in_features} numbers, got {x.shape[-1]}")
+        if x.device.type != "cpu" or self.weight.device.type != "cpu":
+            raise UnsupportedModelError(f"weights of 8 bits are multiplied on a CPU, got a tensor on {x.device}")
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise UnsupportedModelError("weights of 8 bits have no gradient; call the model within torch.no_grad()")
+        is_half = x.dtype == torch.bfloat16 and packed_product.multiplies_pairs(self.in_features)
+        rows = x if is_half else x.float()
+        bias = None if self.bias is None else self.bias.to(rows.dtype)
+        out = packed_product.multiply(self.weight, self.out_features, _BLOCK, rows, bias, self.steps.float())
+        return out.to(x.dtype)
+
+
+@register_quantization_config(_METHOD)
+class Int8Config(QuantizationConfigMixin):
+    """The argument `quantization_config` of `from_pretrained` for weights of 8 bits."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.quant_method: Any = _METHOD
+
+
+@register_quantizer(_METHOD)
+class _Int8Quantizer(HfQuantizer):
+    """Quantizes the linear layers of a model that was loaded with `Int8Config`, the output layer included."""
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        made: dict[nn.Module, QuantizedLinear] = {}  # layers that stand in several places
+        for module in list(model.modules()):
+            for name, layer in module._modules.items():
+                if type(layer) is nn.Linear:
+                    module._modules[name] = made[layer] = made.get(layer) or QuantizedLinear(layer)
+        if not made:
+            raise UnsupportedModelError(f"{type(model).__name__} has no linear layers to quantize")
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False  # the embedding is not quantized
+        return model.requires_grad_(False)
+
+    def is_serializable(self, **kwargs: Any) -> bool:
+        """Save the model that was quantized instead: quantizing it again takes no longer than reading it."""
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+def resolve_quantize(name: str | None, device: torch.device) -> Int8Config | None:
+    """The argument `quantization_config` of `from_pretrained`; ConfigError if unknown or not for the device."""
+    if name is None:
+        return None
+    if name not in QUANTIZED:
+        raise ConfigError(f"quantize must be {' or '.join(QUANTIZED)}, got {name!r}")
+    if device.type != "cpu":
+        remedy = "name the device cpu, or a model whose weights come quantized"
+        raise ConfigError(f"quantize={name!r} is for a CPU, got the device {device}: {remedy}")
+    return Int8Config()

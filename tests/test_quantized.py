@@ -1,0 +1,265 @@
+"""Weights of 8 bits: the tokens of the quantized model's own `generate`, and combinations that are refused by name."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel
+from typer.testing import CliRunner
+
+import lookahead
+from lookahead import ConfigError, LookaheadConfig, UnsupportedModelError
+from lookahead.cli.app import app
+from lookahead.errors import HeadsError
+from lookahead.models import fused_layers
+from lookahead.models.quantized import Int8Config, QuantizedLinear, resolve_quantize
+from lookahead.models.support import is_bitwise
+from tests.support.adversarial_proposers import always_wrong, drafting_by, perfect, random_trees
+from tests.support.families import ENCODER_DECODERS, FAMILIES, build
+
+HALF, SINGLE = torch.bfloat16, torch.float32
+DRAFTED = LookaheadConfig(draft="fixed", min_probability=0.0)
+RAGGED = {
+    "input_ids": torch.tensor([[0] * 8 + [5, 9, 31, 5], [5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]]),
+    "attention_mask": torch.tensor([[0] * 8 + [1] * 4, [1] * 12]),
+}
+
+
+def quantized(folder: Path, dtype: torch.dtype = HALF, kind: Any = AutoModelForCausalLM) -> Any:
+    """The model of a folder as transformers quantizes it."""
+    return kind.from_pretrained(folder, dtype=dtype, quantization_config=Int8Config()).eval()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory, looping_llama: LlamaForCausalLM) -> dict[str, Path]:
+    """Models on disk: one whose drafts are accepted, of several kinds of layers, and encoder-decoder ones."""
+    models: dict[str, PreTrainedModel] = {"looping": looping_llama}
+    models |= {name: build(FAMILIES[name]) for name in ("Qwen3", "Gemma2", "Phi3", "Mixtral")}
+    models |= {name: build(ENCODER_DECODERS[name]) for name in ("Bart", "T5")}
+    place = tmp_path_factory.mktemp("models")
+    for name, model in models.items():
+        model.save_pretrained(place / name)
+    return {name: place / name for name in models}
+
+
+def compare(model: Any, config: LookaheadConfig = DRAFTED, **options: Any) -> None:
+    """Tokens, and in half precision logits, of lookahead and of transformers."""
+    kwargs = {"max_new_tokens": 40, "pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True} | options
+    torch.manual_seed(5)
+    expected = model.generate(**kwargs)
+    torch.manual_seed(5)
+    got = model.generate(**kwargs, custom_generate=lookahead.decode, lookahead_config=config)
+    assert torch.equal(got.sequences, expected.sequences)
+    if len(expected.sequences) == 1 and model.dtype == HALF and is_bitwise(model):
+        assert all(map(torch.equal, got.logits, expected.logits))
+
+
+PROMPT = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])
+
+
+# Tokens
+
+
+@pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "temperature": 1.3}], ids=str)
+@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
+@pytest.mark.parametrize("name", ["looping", "Qwen3", "Gemma2", "Phi3"])
+def test_drafts_give_the_tokens_of_the_same_models_generate(name, dtype, sampling, folders):
+    model = quantized(folders[name], dtype)
+    assert dtype == SINGLE or is_bitwise(model)
+    compare(model, input_ids=PROMPT, **sampling)
+    compare(model, LookaheadConfig(proposers=()), input_ids=PROMPT, **sampling)
+
+
+@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
+def test_drafts_that_are_always_wrong_or_right_change_no_token(dtype, folders):
+    model = quantized(folders["looping"], dtype)
+    answers = model.generate(PROMPT, max_new_tokens=40, do_sample=False).tolist()
+    for offer in (perfect(answers), always_wrong(answers, 101), random_trees(101)):
+        with drafting_by(offer):
+            compare(model, input_ids=PROMPT, do_sample=False)
+
+
+def test_a_ragged_batch_and_a_long_prompt_give_the_tokens_of_generate(folders):
+    model = quantized(folders["looping"], SINGLE)
+    compare(model, **RAGGED, do_sample=False)
+    ids = torch.randint(5, 100, (1, 150), generator=torch.Generator().manual_seed(1))
+    for each in (model, quantized(folders["looping"])):
+        compare(each, input_ids=ids, do_sample=False)
+
+
+@pytest.mark.parametrize("name", ["Bart", "T5"])
+def test_an_encoder_decoder_model_gives_the_tokens_of_generate(name, folders):
+    from transformers import AutoModelForSeq2SeqLM
+
+    model = quantized(folders[name], SINGLE, AutoModelForSeq2SeqLM)
+    assert sum(isinstance(each, QuantizedLinear) for each in model.modules()) > 12
+    compare(model, input_ids=PROMPT, do_sample=False)
+
+
+def test_a_mixture_of_experts_keeps_their_weights_and_gives_the_tokens_of_generate(folders):
+    compare(quantized(folders["Mixtral"], SINGLE), input_ids=PROMPT, do_sample=False)
+
+
+def test_layers_with_quantized_products_are_fused_with_the_same_bits(folders):
+    model = quantized(folders["Qwen3"])
+    with fused_layers.serving(model):
+        assert "forward" in model.model.layers[0].__dict__
+        with torch.inference_mode():
+            expected = model(PROMPT).logits
+            with fused_layers.running():
+                assert torch.equal(model(PROMPT).logits, expected)
+
+
+# Products
+
+
+@pytest.mark.parametrize("dtype", [HALF, SINGLE, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "bias"), [(64, 1536, False), (37, 1030, True), (5, 63, True), (1, 2, False)]
+)
+def test_a_product_is_that_of_the_rounded_weight_and_a_row_is_the_same_in_any_company(outputs, inputs, bias, dtype):
+    torch.manual_seed(outputs)
+    own = nn.Linear(inputs, outputs, bias=bias).to(dtype)
+    with torch.inference_mode():
+        layer = QuantizedLinear(own)
+        steps = own.weight.double().abs().amax(1, keepdim=True) / 127
+        weight = (own.weight.double() / steps).round() * steps
+        for rows in (1, 2, 7, 8, 9, 16, 17, 40):
+            x = torch.randn(rows, inputs).to(dtype)
+            got = layer(x[None])[0]
+            expected = linear(x.double(), weight, None if own.bias is None else own.bias.double())
+            error = {HALF: 0.005, torch.float16: 1e-3, SINGLE: 2e-6}[dtype]
+            assert got.dtype == dtype and (got - expected).abs().max() <= error * expected.abs().max()
+            assert torch.equal(got, torch.cat([layer(row) for row in x.split(1)]))
+
+
+def test_products_on_several_threads_have_the_same_bits():
+    layer, x = QuantizedLinear(nn.Linear(1536, 2000).bfloat16()), torch.randn(17, 1536).bfloat16()
+    before, products = torch.get_num_threads(), []
+    with torch.inference_mode():
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            products += [layer(x) for _ in range(4)]
+    torch.set_num_threads(before)
+    assert all(torch.equal(each, products[0]) for each in products)
+
+
+def test_an_output_without_weights_is_its_bias():
+    own = nn.Linear(8, 3)
+    with torch.no_grad():
+        own.weight[1] = 0.0
+        assert torch.equal(QuantizedLinear(own)(torch.randn(2, 8))[:, 1], own.bias[1].expand(2))
+
+
+def test_what_a_quantized_layer_cannot_do_is_an_error():
+    layer = QuantizedLinear(nn.Linear(8, 4))
+    with pytest.raises(UnsupportedModelError, match="have no gradient"):
+        layer(torch.randn(2, 8, requires_grad=True))
+    with pytest.raises(UnsupportedModelError, match="are multiplied on a CPU, got a tensor on meta"):
+        layer(torch.randn(2, 8, device="meta"))
+    with pytest.raises(ValueError, match="rows of 8 numbers, got 9"):
+        layer(torch.randn(2, 9))
+
+
+@pytest.mark.parametrize("twin", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_quantized_model_gives_the_same_tokens(twin, folders):
+    model = quantized(folders["looping"])
+    expected = model.generate(PROMPT, max_new_tokens=20, do_sample=False)
+    assert torch.equal(twin(model).generate(PROMPT, max_new_tokens=20, do_sample=False), expected)
+
+
+# Loading
+
+
+@pytest.fixture(scope="module")
+def named(tmp_path_factory: pytest.TempPathFactory, tiny_llama: LlamaForCausalLM, tiny_tokenizer: Any) -> Path:
+    """A folder with a model and its tokenizer."""
+    folder = tmp_path_factory.mktemp("named")
+    tiny_llama.save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_model_is_quantized_by_name_and_reads_half_of_the_bytes(named):
+    model, tokenizer = lookahead.load(named, dtype="bf16", device="cpu", quantize="int8")
+    assert model.dtype == HALF and model.is_quantized and type(model.lm_head) is QuantizedLinear
+    assert model.lm_head.weight is not model.get_input_embeddings().weight
+    assert model.lm_head.weight.dtype == torch.int8
+    compare(model, **tokenizer("abcabc", return_tensors="pt"), do_sample=False)
+
+
+def test_a_quantized_model_cannot_be_saved(named, tmp_path):
+    with pytest.raises(ValueError, match="lookahead_int8 and is not serializable"):
+        lookahead.load(named, device="cpu", quantize="int8").model.save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["int4", "fp8", 8])
+def test_an_unknown_name_is_refused_before_the_model_is_loaded(name, named, monkeypatch):
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    with pytest.raises(ConfigError, match=rf"quantize must be int8, got {name!r}"):
+        lookahead.load(named, device="cpu", quantize=name)
+
+
+def test_a_gpu_is_refused_before_the_model_is_loaded():
+    with pytest.raises(ConfigError, match="quantize='int8' is for a CPU, got the device cuda:1"):
+        resolve_quantize("int8", torch.device("cuda:1"))
+
+
+def test_a_model_that_comes_quantized_is_not_quantized_again(named, tmp_path):
+    for file in named.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="its weights come quantized already; quantize must be None, got 'int8'"):
+        lookahead.load(tmp_path, device="cpu", quantize="int8")
+
+
+def test_a_model_without_linear_layers_is_refused(tmp_path):
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=101, n_embd=16, n_layer=1, n_head=2, n_positions=32))
+    model.transformer.save_pretrained(tmp_path)
+    from transformers import GPT2Model
+
+    with pytest.raises(UnsupportedModelError, match="GPT2Model has no linear layers to quantize"):
+        GPT2Model.from_pretrained(tmp_path, quantization_config=Int8Config())
+
+
+def test_heads_of_a_quantized_model_are_refused_by_name(folders):
+    from lookahead.heads.layers import lm_head
+
+    with pytest.raises(HeadsError, match="the LM head of this LlamaForCausalLM is quantized"):
+        lm_head(quantized(folders["looping"]))
+
+
+# Commands
+
+
+@pytest.mark.parametrize("command", [["generate", "3 4 5", "--max-new-tokens", "4"], ["calibrate", "--context", "16"]])
+def test_commands_take_a_quantized_model(command, named, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    given = [*command, "--model", str(named), "--device", "cpu", "--quantize", "int8", "--dtype", "bf16"]
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("command", [["generate", "3 4 5"], ["calibrate"], ["chat"], ["serve"]])
+def test_a_command_says_in_one_line_what_cannot_be_quantized_so(command, named):
+    model = [str(named)] if command == ["serve"] else ["--model", str(named)]
+    result = CliRunner().invoke(app, [*command, *model, "--quantize", "int4"])
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1
+    assert "quantize must be int8, got 'int4'" in result.stderr
+
+
+def test_step_costs_of_a_quantized_model_are_kept_apart(named, tmp_path):
+    from lookahead.models.calibration import cost_path
+
+    plain, rounded = (lookahead.load(named, device="cpu", quantize=each).model for each in (None, "int8"))
+    assert cost_path(plain, tmp_path) != cost_path(rounded, tmp_path)
