@@ -64,14 +64,6 @@ def test_products_agree_with_those_in_float64_whatever_their_shape(shape, bias, 
     assert len(multiplied) == 1
 
 
-@pytest.mark.skipif(not packed_product.is_supported(torch.zeros(1, 2)), reason="this CPU has no AVX-512")
-@pytest.mark.parametrize("outputs", [1, 31, 32, 33, 100])
-def test_a_packed_weight_holds_panels_of_outputs_padded_with_zeros(outputs):
-    weight = torch.randn(outputs, 6)
-    panels = torch.cat([weight, torch.zeros(-outputs % 32, 6)]).unflatten(0, (-1, 32)).transpose(1, 2)
-    assert torch.equal(packed_product.pack(weight), panels)
-
-
 def test_a_weight_is_packed_once_for_all_the_bits_that_one_layout_keeps(monkeypatch):
     packed = []
     monkeypatch.setattr(
@@ -97,11 +89,6 @@ def test_one_prompt_is_checked_read_and_decoded_with_one_packed_copy_of_a_weight
     assert len(packed) == len(set(packed)) > 0
 
 
-def test_activations_that_are_not_contiguous_are_read_as_they_stand():
-    model, x = model_of(), torch.randn(24, 3, 40).transpose(0, 2)
-    assert torch.allclose(run(LinearScope(model), model, x), model(x.contiguous()), atol=1e-5)
-
-
 def test_a_single_row_of_float32_has_the_bits_of_the_model(multiplied):
     model, x = model_of(), torch.randn(1, 1, 24)
     assert torch.equal(run(LinearScope(model), model, x), model(x))
@@ -115,8 +102,12 @@ def test_without_packing_only_many_rows_go_to_onednn(multiplied):
     assert multiplied == [32, 80]
 
 
-def test_weights_that_would_take_too_much_memory_are_not_packed(multiplied, monkeypatch):
-    monkeypatch.setattr(linears, "_SHARE_OF_MEMORY", 1e-12)
+@pytest.mark.parametrize("is_told", [False, True])
+def test_weights_that_take_too_much_of_a_memory_or_an_unknown_one_are_not_packed(is_told, multiplied, monkeypatch):
+    if is_told:
+        monkeypatch.setattr(linears, "_SHARE_OF_MEMORY", 1e-12)
+    else:
+        monkeypatch.delattr(linears.os, "sysconf")
     model = model_of()
     run(LinearScope(model), model, torch.randn(5, 24))
     assert not multiplied
@@ -367,17 +358,10 @@ def test_a_model_decodes_by_packed_weights_to_the_tokens_of_generate(tiny_llama,
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
-def test_the_option_takes_auto_or_false():
-    for wrong in (True, "never", None):
-        with pytest.raises(ConfigError, match=r"pack must be auto or False, got"):
-            LookaheadConfig(pack=wrong)
-
-
-def test_a_machine_that_does_not_tell_its_memory_packs_nothing(multiplied, monkeypatch):
-    monkeypatch.delattr(linears.os, "sysconf")
-    model = model_of()
-    run(LinearScope(model), model, torch.randn(5, 24))
-    assert not multiplied
+@pytest.mark.parametrize("wrong", [True, "never", None])
+def test_the_option_takes_auto_or_false(wrong):
+    with pytest.raises(ConfigError, match=r"pack must be auto or False, got"):
+        LookaheadConfig(pack=wrong)
 
 
 @own_types
@@ -405,8 +389,8 @@ def test_rows_of_any_shape_go_to_the_kernel_of_this_package(shape, dtype, monkey
     assert torch.allclose(got, model(x), atol=0.02 if dtype == torch.bfloat16 else 1e-5)
 
 
-def test_a_bias_that_is_not_contiguous_is_read_as_it_stands(monkeypatch):
+def test_activations_and_a_bias_that_are_not_contiguous_are_read_as_they_stand(monkeypatch):
     monkeypatch.setattr(linears, "faster_ways", lambda *kind: ("own",))
-    model, x = model_of(), torch.randn(5, 24)
+    model, x = model_of(), torch.randn(24, 3, 40).transpose(0, 2)
     model[0].bias = nn.Parameter(torch.randn(19, 3)[:, 1])
-    assert torch.allclose(run(LinearScope(model), model, x), model(x), atol=1e-5)
+    assert torch.allclose(run(LinearScope(model), model, x), model(x.contiguous()), atol=1e-5)

@@ -173,7 +173,8 @@ def _no_bars() -> Iterator[None]:
     try:
         yield
     finally:
-        (logging.enable_progress_bar if shown else logging.disable_progress_bar)()
+        if shown:
+            logging.enable_progress_bar()
 
 
 @_no_bars()
