@@ -114,6 +114,18 @@ def test_every_line_and_every_repair_is_on_the_disk_before_anything_else_is_writ
     assert (output.stat().st_ino, ends[1]) in synced
 
 
+def test_the_name_of_a_new_file_is_on_the_disk_before_its_first_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_ino))
+    for append in (False, True):
+        with JsonLinesFile(tmp_path / "lines.jsonl", append=append) as file:
+            file.write({"id": 1})
+    folder, lines = tmp_path.stat().st_ino, (tmp_path / "lines.jsonl").stat().st_ino
+    assert synced == [folder, lines, lines]
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 def test_a_line_that_is_interrupted_is_not_there_at_all(
     error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -8,6 +8,7 @@ import sys
 import zipfile
 
 import docx
+import fsspec
 import pypdf
 import pytest
 
@@ -66,6 +67,26 @@ def read(*paths, **options):
 def test_the_pages_of_a_pdf_are_one_document(folder):
     (folder / "a.pdf").write_bytes(saved(pdf("The storm hit the coast.", "", "Two ships were lost.")))
     assert read("a.pdf") == [Document("a.pdf", "The storm hit the coast.\n\nTwo ships were lost.")]
+
+
+PAGE = "<html><body><article><p>The storm hit the coast at dawn, and two ships were lost.</p></article>"
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (f"\n<!DOCTYPE html>\n{PAGE}".encode(), "The storm hit the coast at dawn, and two ships were lost."),
+        (f"<!-- a page --> {PAGE}".encode(), "The storm hit the coast at dawn, and two ships were lost."),
+        (saved(pdf("The storm hit the coast.")), "The storm hit the coast."),
+        (b"<htmlish> text", "<htmlish> text"),
+    ],
+    ids=["page", "comment", "pdf", "text"],
+)
+def test_what_an_address_without_a_suffix_leads_to_is_known_by_its_first_bytes(folder, data, text):
+    fsspec.filesystem("memory").pipe("/papers/2402.02057", data)
+    assert read("memory://papers/2402.02057") == [Document("memory://papers/2402.02057", text)]
+    (folder / "page").write_bytes(b"<html>")  # but a file on this machine is the text that it says it is
+    assert read("page") == [Document("page", "<html>")]
 
 
 def test_a_word_file_is_read_with_its_tables_and_without_what_was_deleted(folder):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import os
+import re
 from collections.abc import Iterator, Sequence
 
-from lookahead.documents.byte_sources import MEGABYTE, STDIN, bounded_lines, opened, read_bounded
+from lookahead.documents.byte_sources import MEGABYTE, STDIN, bounded_lines, is_url, opened, read_bounded
 from lookahead.documents.decode_text import Document, Reject, checked, decode_bytes
 from lookahead.documents.extract_text import docx_text, html_text, pdf_text
 from lookahead.documents.inputs import PACKAGES, Input, load_packages
@@ -25,7 +27,12 @@ def read_documents(inputs: Sequence[Input], *, limit: int = DEFAULT_LIMIT) -> It
     for source in inputs:
         try:
             if source.field is None:
-                data, extract = read_bounded(source.path, limit), _EXTRACTORS.get(source.format)
+                data, format = read_bounded(source.path, limit), source.format
+                if format == "text" and is_url(source.path):  # most web addresses have no suffix
+                    begin = data[:1024].removeprefix(codecs.BOM_UTF8).lstrip().lower()
+                    is_page = begin.startswith(b"<") and re.search(rb"<(!doctype )?html\b", begin)
+                    format = "pdf" if begin.startswith(b"%pdf-") else "html" if is_page else "text"
+                extract = _EXTRACTORS.get(format)
                 text = decode_bytes(data, source.path) if extract is None else extract(data, source.path, limit)
                 yield Document(source.path, checked(text, source.path))
                 continue
@@ -36,7 +43,7 @@ def read_documents(inputs: Sequence[Input], *, limit: int = DEFAULT_LIMIT) -> It
             if is_empty:
                 raise DocumentError(f"{source.path}: no documents")
         except OSError as error:
-            yield Reject(source.path, f"{source.path}: {error.strerror}")
+            yield Reject(source.path, f"{source.path}: {error.strerror or error}")
         except DocumentError as error:
             yield Reject(source.path, str(error))
 

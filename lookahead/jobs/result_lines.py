@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, cast
 
 from lookahead.documents.decode_text import DocumentId
 from lookahead.errors import ConfigError
-from lookahead.ngram.replacing import replacing
+from lookahead.ngram.replacing import replacing, sync_folder
 from lookahead.utils.atomic import parse_json
 
 Record = dict[str, Any]
@@ -71,7 +71,11 @@ class JsonLinesFile:
     def _open(self) -> BinaryIO:
         """Open the file without a buffer, which would write parts of lines."""
         try:
-            return cast(BinaryIO, open(self.path, self._mode, buffering=0))
+            is_new = not self.path.exists()
+            file = cast(BinaryIO, open(self.path, self._mode, buffering=0))  # noqa: SIM115 - the caller closes it
+            if is_new:  # the lines of a file whose name is lost with the power are lost too
+                sync_folder(self.path.parent)
+            return file
         except OSError as error:
             raise ConfigError(f"output {self.path} cannot be written: {error.strerror}") from error
 
