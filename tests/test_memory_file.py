@@ -8,6 +8,7 @@ import os
 import re
 import struct
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -319,6 +320,12 @@ def test_a_memory_is_built_added_to_described_and_verified(command):
     result = command("memory", "verify", "m.lkm", "--model", "model")
     assert result.stdout == f"m.lkm: {contexts} contexts: whole, learned from model\n"
     assert "exists" in command("memory", "build", "a.txt", "--model", "model", "-o", "m.lkm").stderr
+
+
+def test_a_memory_whose_name_no_command_takes_is_not_built(command):
+    result = command("memory", "build", "a.txt", "--model", "model", "-o", "m.txt")
+    assert (result.exit_code, result.stderr) == (2, "error: output must be a file *.lkm, got 'm.txt'\n")
+    assert not Path("m.txt").exists()
 
 
 def test_a_memory_built_by_reading_expects_what_the_model_does(command, tiny_llama):

@@ -13,6 +13,7 @@ import typer
 
 from lookahead.cli.options import App
 from lookahead.cli.terminal import PoolDisplay, console, convert, load, say_skipped, table
+from lookahead.errors import ConfigError
 from lookahead.jobs.job_options import INPUTS, DocumentOptions, ModelOptions, option
 from lookahead.models.loading import locate_model
 
@@ -159,6 +160,8 @@ def memory_build(options: MemoryBuildOptions) -> None:
     Exit status: 0 all documents were read; 1 some are left out; 2 an argument is
     wrong, or nothing could be written; 130 interrupted, and nothing was written.
     """
+    if options.output.suffix != ".lkm":  # another name is no memory to --memory
+        raise ConfigError(f"output must be a file *.lkm, got {str(options.output)!r}")
     _fill_memory(options, options.output, overwrite=options.overwrite, max_contexts=options.max_contexts)
 
 
