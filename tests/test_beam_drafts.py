@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import lookahead
 from lookahead import LookaheadConfig
@@ -17,6 +17,7 @@ from lookahead.generation import beams
 from lookahead.generation.beams import has_bits_of_beams
 from lookahead.models import beam_tree
 from lookahead.models.beam_tree import BeamTree
+from lookahead.models.product_bits import keeps_bits_beside_others
 from lookahead.proposers.beam_drafter import BeamDrafter, BeamState
 from tests.support.beam_search import ONE, OPTIONS, RAGGED, assert_same, found
 from tests.support.families import FAMILIES, Family, build, cases
@@ -217,7 +218,7 @@ def test_the_slots_of_a_search_are_little_more_than_its_trees_hold(
     )
 
 
-def test_sampled_beams_batches_and_exact_half_precision_are_not_drafted(
+def test_sampled_beams_batches_and_products_of_changing_bits_are_not_drafted(
     monkeypatch: pytest.MonkeyPatch, tiny_llama: PreTrainedModel
 ) -> None:
     drafted: list[int] = []
@@ -226,11 +227,33 @@ def test_sampled_beams_batches_and_exact_half_precision_are_not_drafted(
     found(tiny_llama, **ONE, do_sample=True, **exact)
     found(tiny_llama, **RAGGED, **exact)
     half = copy.deepcopy(tiny_llama).to(torch.bfloat16)
+    monkeypatch.setattr(beams, "keeps_bits_beside_others", lambda model: False)
     if has_bits_of_beams(half, 3):
         found(half, **ONE, **exact)
     assert not drafted
     found(half, **ONE, **exact, lookahead_config=LookaheadConfig(exactness="fast"))
     assert drafted
+
+
+@pytest.mark.parametrize("make", [*ADVERSARIES, None], ids=[*NAMES, "real"])
+def test_in_half_precision_drafts_change_no_bit(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(5)
+    sizes = {"vocab_size": 101, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval().to(torch.bfloat16)  # torch sums small products anew
+    if not (has_bits_of_beams(model, 3) and keeps_bits_beside_others(model)):
+        pytest.skip("products of this CPU have other bits")
+    for options in ({}, OPTIONS["early stopping"], {"eos_token_id": None, "num_beams": 2}):
+        call = {**ONE, "max_new_tokens": 40, "output_logits": True, **options}
+        expected = found(model, **call)
+        has_bits_of_beams(model, call.get("num_beams", 3))  # probes the model, by steps of its own
+        with monkeypatch.context() as patch:
+            if make is not None:
+                search_with(make, patch, model, **call)
+            got = found(model, **call, custom_generate=lookahead.decode, lookahead_config=ALWAYS)
+        assert torch.equal(got.sequences, expected.sequences)
+        assert torch.equal(got.sequences_scores, expected.sequences_scores)
+        assert all(map(torch.equal, got.logits, expected.logits))
 
 
 def test_drafts_that_always_lose_time_lose_little_of_it_and_are_tried_again_later() -> None:

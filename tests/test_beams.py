@@ -138,6 +138,7 @@ def test_products_in_half_precision_run_over_the_rows_of_transformers(monkeypatc
     monkeypatch.setattr(beams, "has_bits_of_beams", lambda *_: True)
     monkeypatch.setattr(beams, "has_bits_of_copies", lambda *_: True)
     options: dict[str, Any] = {"max_new_tokens": 5, "eos_token_id": None, "custom_generate": lookahead.decode}
+    options["lookahead_config"] = LookaheadConfig(proposers=())
     found(model, input_ids=ids, **options)  # the first call probes the model
     rows: list[int] = []
     own = linears.linear

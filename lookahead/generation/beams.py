@@ -31,6 +31,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerateBeamOutput
 
 from lookahead.config import LookaheadConfig
+from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.engine.fallback import PlainLoop
 from lookahead.engine.row import CarriedError, StepOutput
 from lookahead.errors import PromptError, UnsupportedModelError
@@ -39,9 +40,10 @@ from lookahead.generation.request import prompt_lengths
 from lookahead.generation.validation import validate_call, validate_lengths, validate_positions
 from lookahead.models.beam_tree import DEAD_NODES, BeamModel, BeamTree
 from lookahead.models.encoder_decoder import empty_cache
+from lookahead.models.exact_attention import MAX_ROWS
 from lookahead.models.linears import LinearScope
 from lookahead.models.model_state import state_of
-from lookahead.models.product_bits import has_bits_of_copies
+from lookahead.models.product_bits import has_bits_of_copies, keeps_bits_beside_others
 from lookahead.models.support import prefills_at_once, support_of, vocabulary_size
 from lookahead.models.target import PREFILL_CHUNK, Target, input_device
 from lookahead.proposers.beam_drafter import drafter_for
@@ -158,11 +160,13 @@ def beam_search(
             return target.prefill(texts)[:, 0]
 
     drafts = None
-    # Sampled beams scatter. In half precision a row's bits depend on the other rows of its pass.
-    if len(texts) == 1 and not is_exact and not generation_config.do_sample:
+    # Sampled beams scatter. In half precision the bits of a row may depend on the number of rows.
+    if len(texts) == 1 and not generation_config.do_sample and (not is_exact or keeps_bits_beside_others(model)):
         ends = generation_config._eos_token_tensor
-        drafts = drafter_for(model, texts[0], beams, () if ends is None else ends.tolist(), config)
-    search = BeamModel(model, target, texts, beams, read, drafts, generation_config.max_length)
+        most = MAX_ROWS - beams if is_exact else MAX_NODES_LIMIT
+        drafts = drafter_for(model, texts[0], beams, () if ends is None else ends.tolist(), config, most)
+    fewest = 2 if is_exact else 1  # the product of a single row has other bits on some CPUs
+    search = BeamModel(model, target, texts, beams, read, drafts, generation_config.max_length, fewest)
     with target.serving(), torch.inference_mode(False), torch.no_grad():
         output = lm._beam_search(search, *arguments, past_key_values=search, use_cache=True)
         if not isinstance(output, Tensor):

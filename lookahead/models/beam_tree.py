@@ -73,6 +73,14 @@ class BeamTree:
         """The newest node that continues another one by a token; None if there is none."""
         return self._children.get((node, token))
 
+    def fill(self, nodes: int) -> None:
+        """Add siblings of the last node that no beam takes, until so many nodes wait for the next pass."""
+        parent, token = self._parents[-1], 0
+        while len(self) - self.scored < nodes:
+            if (parent, token) not in self._children:
+                self.add(parent, token)
+            token += 1
+
     def cut(self, nodes: int) -> None:
         """Remove all but the first nodes; those removed were not scored."""
         while len(self) > nodes:
@@ -183,6 +191,7 @@ class BeamModel:
         read: Reads the prompts into the cache; the logits after each, `[prompts, vocab]`.
         drafts: Drafts for a single prompt; None to score tips alone.
         max_length: Tokens at which the search ends, the prompt and its padding included.
+        fewest: Fewest rows of a pass with drafts.
 
     Attributes:
         served: For each pass over tips how many steps it has served.
@@ -198,9 +207,10 @@ class BeamModel:
         read: Read,
         drafts: Drafts | None,
         max_length: int,
+        fewest: int = 1,
     ) -> None:
         self._model, self._target, self._prompts, self._beams, self._read = model, target, prompts, beams, read
-        self._drafts, self._max_length = drafts, max_length
+        self._drafts, self._max_length, self._fewest = drafts, max_length, fewest
         self._trees: list[BeamTree] = []
         self._chosen: list[int] = []
         self._scores: Tensor | None = None
@@ -253,6 +263,8 @@ class BeamModel:
         if self._drafts is not None and self._scores is not None:
             steps = self.served[-1] if self.served else 0
             reads = self._drafts.draft(first, self._scores[0].tolist(), steps, left)
+        if self._drafts is not None:
+            first.fill(self._fewest)
         self.drafted += len(first) - tips
         self.served.append(0)
         scored, cache = np.array([tree.scored for tree in self._trees]), self._target.cache

@@ -169,3 +169,26 @@ def _compare_copies(dtype: torch.dtype, shape: torch.Size, is_bare: bool, rows: 
     """Compare rows in a product with a weight of such a shape, and copies of them."""
     x, weight, bias = _cancelling(dtype, shape, is_bare, rows)
     return torch.equal(linear(x, weight, bias).repeat(copies, 1), linear(x.repeat(copies, 1), weight, bias))
+
+
+def keeps_bits_beside_others(model: nn.Module) -> bool:
+    """Whether rows in half precision have the same bits in a pass over any number of rows, from 2 to `MAX_ROWS`."""
+    if has_other_products(model) or any("experts" in name for name, _ in model.named_modules()):
+        return False  # an expert multiplies the rows that chose it
+    shapes = {
+        (each.weight.dtype, each.weight.shape, each.bias is None) for each in model.modules() if type(each) is nn.Linear
+    }
+    return all(_keeps_bits_beside_others(*shape, torch.get_num_threads()) for shape in shapes)
+
+
+@lru_cache(maxsize=1024)
+@torch.inference_mode()
+def _keeps_bits_beside_others(dtype: torch.dtype, shape: torch.Size, is_bare: bool, threads: int) -> bool:
+    """Compare rows in products with a weight of such a shape over all numbers of rows."""
+    x, weight, bias = _cancelling(dtype, shape, is_bare, MAX_ROWS)
+    whole = linear(x, weight, bias)
+    return all(
+        torch.equal(linear(x[first : first + rows], weight, bias), whole[first : first + rows])
+        for rows in _ROWS[1:]
+        for first in {0, MAX_ROWS - rows}
+    )

@@ -76,6 +76,7 @@ class BeamDrafter:
         config: Its `proposers`, `max_nodes`, `min_ngram`, `max_ngram` and `draft` are heeded.
         state: What was learned of the model.
         lock: Held while it is read or changed.
+        most: Most nodes of a draft.
 
     Source: Luo et al. 2024, "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token
         Recycling", §3 (drafts from the logits of earlier passes); Bottou 1998, "Online Learning and Stochastic
@@ -90,10 +91,11 @@ class BeamDrafter:
         config: LookaheadConfig,
         state: BeamState,
         lock: RLock,
+        most: int = _MOST_NODES,
     ) -> None:
         self._beams, self._ends, self._state, self._lock = beams, set(ends), state, lock
         self._is_fixed = config.draft == "fixed"
-        self._most = min(_MOST_NODES, config.max_nodes or _MOST_NODES)
+        self._most = min(_MOST_NODES, most, config.max_nodes or _MOST_NODES)
         self._tokens = len(prompt)
         texts = []
         if "prompt" in config.proposers and config.min_ngram <= CONTEXT:
@@ -245,9 +247,9 @@ class BeamDrafter:
 
 
 def drafter_for(
-    model: PreTrainedModel, prompt: IntArray, beams: int, ends: Collection[int], config: LookaheadConfig
+    model: PreTrainedModel, prompt: IntArray, beams: int, ends: Collection[int], config: LookaheadConfig, most: int
 ) -> BeamDrafter | None:
-    """The drafter of a search, with what was learned of the model; None where nothing can be drafted."""
+    """The drafter of a search, of at most so many nodes, with what was learned of the model; None without sources."""
     if beams > _MOST_IN_LEVEL or not set(SOURCES) & set(config.proposers):
         return None
     learned = state_of(model).learned
@@ -255,7 +257,7 @@ def drafter_for(
         states: dict[int, BeamState] = learned.of(BeamState, dict)
         state = states.setdefault(beams, BeamState())
         state.costs.assume(node_cost(model))
-    return BeamDrafter(prompt, beams, ends, config, state, learned.lock)
+    return BeamDrafter(prompt, beams, ends, config, state, learned.lock, most)
 
 
 def _chances(weights: NDArray[np.float64], features: NDArray[np.float64]) -> NDArray[np.float64]:
