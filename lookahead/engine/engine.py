@@ -16,7 +16,7 @@ from lookahead.drafting.proposal import Proposer
 from lookahead.drafting.select import Draft
 from lookahead.drafting.tree import TokenTree
 from lookahead.engine.drafter import NO_NODES, TreeDrafter
-from lookahead.engine.row import ROOT, CarriedError, Pick, Row, StepOutput
+from lookahead.engine.row import ROOT, CarriedError, Row, StepOutput
 from lookahead.errors import PromptError
 from lookahead.models.cache import RowStates
 from lookahead.models.target import OnPrefill, Target
@@ -202,32 +202,26 @@ class Engine:
 
         Where an error is that of one row, it stands in place of the row's result.
         """
-        if self._target.is_aligned and len(drafts) > 1 and max(len(draft.tree) for draft in drafts) > 1:
+        results: Results = []
+        if self._target.is_aligned and max(len(draft.tree) for draft in drafts) > 1:
             results = self._walk_aligned(drafts, logits, scores)
-        else:
-            results = self._walk(drafts, logits, scores, first)
+        for i in range(len(results), len(drafts)):
+            row, pick = self._rows[first + i], None
+            if self._by_rejection:
+                pick = self._drafter.rounds[i].choose if self._drafter.rounds else lambda node, chances: draw(chances)
+            try:
+                argmax = scores.argmax[i] if len(scores.argmax) else scores.argmax
+                results.append(row.verify(drafts[i], logits[i], argmax, pick, is_typical=self._by_typicality))
+            except Exception as error:
+                if not self._isolates:
+                    raise
+                results.append(error)
         for i, (draft, result) in enumerate(zip(drafts, results, strict=True), first):
             if isinstance(result, Exception):
                 self.cache.wipe(i)
             else:
                 self._target.commit(i, result.path)
                 self._rows[i].count(draft, result, self.sources, is_bitwise=self._target.is_bitwise)
-        return results
-
-    def _walk(self, drafts: Sequence[Draft], logits: Tensor, scores: Scores, first: int) -> Results:
-        """Walk the trees of all rows from `first` on."""
-        results: Results = []
-        for i, (row, draft) in enumerate(zip(self._rows[first:], drafts, strict=True)):
-            pick: Pick | None = None
-            if self._by_rejection:
-                pick = self._drafter.rounds[i].choose if self._drafter.rounds else lambda node, chances: draw(chances)
-            try:
-                argmax = scores.argmax[i] if len(scores.argmax) else scores.argmax
-                results.append(row.verify(draft, logits[i], argmax, pick, is_typical=self._by_typicality))
-            except Exception as error:
-                if not self._isolates:
-                    raise
-                results.append(error)
         return results
 
     def _walk_aligned(self, drafts: Sequence[Draft], logits: Tensor, scores: Scores) -> Results:
