@@ -110,6 +110,8 @@ class Call:
         by_rejection: Drafts are accepted by rejection sampling: every proposal must have `draws`.
         warp: The part of sampling that is the same at every position, temperature and truncation, of scores
             `[n, vocab]`. None for greedy decoding.
+        inputs: For an encoder-decoder target what its encoder reads, int32 `[tokens]` for every row without padding;
+            empty if that is no text of its vocabulary. None for a causal target.
     """
 
     model: Any
@@ -122,6 +124,7 @@ class Call:
     is_timed: bool
     by_rejection: bool
     warp: Callable[[Tensor], Tensor] | None
+    inputs: Sequence[IntArray] | None = None
 
 
 class Proposer(Protocol):

@@ -268,6 +268,7 @@ def assemble(
         is_timed=config.draft == "auto",
         by_rejection=config.acceptance == "rejection" and warp is not None,
         warp=warp,
+        inputs=None if encoded is None else encoded.tokens,
     )
     proposers, controller = _drafting(model, config, pool, call, encoded, runs_to_limit=stopping.is_only_length)
     target: Target
@@ -333,7 +334,10 @@ def _drafting(
     if encoded is not None:
         if reads_hidden:
             raise UnsupportedModelError(f"{type(model).__name__} shows no hidden states to proposers: take others")
-        proposers = [EncoderInputProposer(proposer, encoded.tokens) for proposer in proposers]
+        proposers = [
+            proposer if getattr(proposer, "has_encoder", False) else EncoderInputProposer(proposer, encoded.tokens)
+            for proposer in proposers
+        ]
     ensemble = tensor_parallel_group(model)
     if ensemble is not None:
         validate_tensor_parallel(model, reads_hidden=reads_hidden, by_rejection=call.by_rejection)

@@ -58,6 +58,12 @@ def empty_cache(model: PreTrainedModel) -> EncoderDecoderCache:
     return EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
 
 
+def encoder_positions(model: PreTrainedModel) -> int | None:
+    """Positions the encoder has a table for; None where they are computed."""
+    limit: int | None = getattr(model.config, "max_encoder_position_embeddings", None)
+    return limit if limit is not None else position_limit(model)
+
+
 def decoder_positions(model: PreTrainedModel) -> int | None:
     """Positions the decoder has a table for; None where they are computed."""
     limit: int | None = getattr(model.config, "max_decoder_position_embeddings", None)  # LED names both
@@ -86,19 +92,21 @@ class DecoderTarget(Target):
         )
         self._rows = rows  # of the cache
         self._places = list(range(rows))  # of the active rows among them
-        self._committed = self._accepted = 0
+        self._committed = 0
+        self._accepted: int | None = None
         pad = getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
         self._pad = -1 if pad is None else pad
 
     def prefill(self, prompts: Sequence[IntArray], first: int = 0) -> Tensor:
-        """Read the decoder's prompts, a start token each in most calls; logits after the last, `[rows, 1, vocab]`."""
-        logits = self._read(np.stack(prompts))
+        """Read what is new of the decoder's prompts, all of one length; logits after the last, `[rows, 1, vocab]`."""
+        self._settle()
+        logits = self._read(np.stack([prompt[self._committed :] for prompt in prompts]))
         self._committed = len(prompts[0]) - 1
         return logits[:, -1:]
 
     def commit(self, row: int, path: IntArray) -> None:
         """Keep the keys and values of an accepted path, which begins the chain, as long as those of other rows."""
-        self._accepted = len(path)
+        self._accepted = len(path) if self._accepted is None else min(self._accepted, len(path))
 
     def retire(self, row: int) -> int:
         """Take a row out; of the last one the cache stays as it is: it may be the caller's."""
@@ -112,8 +120,8 @@ class DecoderTarget(Target):
 
     def _settle(self) -> None:
         """Cut off what was not accepted, and the rows that ended."""
-        self._committed += self._accepted
-        self._accepted = 0
+        self._committed += self._accepted or 0
+        self._accepted = None
         surplus = self._past.get_seq_length() - self._committed
         if surplus:
             self._past.crop(-surplus)
@@ -126,12 +134,18 @@ class DecoderTarget(Target):
         self._rows, self._places = len(self._places), list(range(len(self._places)))
 
     def score(self, trees: Sequence[TokenTree], scored: NDArray[np.int64] | None = None) -> Tensor:
-        """One pass over a chain per row, or several: behind padding some models count positions anew (M2M100)."""
-        self._settle()
-        tokens = np.full((self._rows, max(map(len, trees))), max(self._pad, 0))
-        for place, tree in zip(self._places, trees, strict=True):
-            tokens[place, : len(tree)] = tree.tokens
-            tokens[place, len(tree) :] = tree.tokens[-1]
+        """One pass over a chain per row, or several: behind padding some models count positions anew (M2M100).
+
+        Chains that were scored in part are those of a draft model; the longest ones gained as many nodes.
+        """
+        longest, first = max(map(len, trees)), 0
+        if scored is None:
+            self._settle()
+        else:
+            first = int(scored.max())
+        tokens = np.full((self._rows, longest), max(self._pad, 0))
+        tokens[self._places] = [np.pad(tree.tokens, (0, longest - len(tree)), "edge") for tree in trees]
+        tokens = tokens[:, first:]
         ends = np.flatnonzero((tokens[self._places, :-1] == self._pad).any(0)) + 1
         parts = [self._read(part) for part in np.split(tokens, ends, 1)]
         logits = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
@@ -216,3 +230,15 @@ def _chains_score_like_the_model(model: PreTrainedModel, tokens: Sequence[int]) 
         agree(model, logits, seq2seq(input_ids=read, decoder_input_ids=torch.tensor([ids]).to(read)).logits[0, -1])
         for ids, logits in checks
     )
+
+
+def encode(model: PreTrainedModel, inputs: Sequence[IntArray]) -> Encoded:
+    """Let the encoder of a model read inputs, int32 `[tokens]` each."""
+    seq2seq: Any = model
+    ids, mask = np.zeros((2, len(inputs), max(map(len, inputs))), np.int64)
+    for row, tokens in enumerate(inputs):
+        ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
+    read, seen = (torch.from_numpy(each).to(input_device(model)) for each in (ids, mask))
+    with torch.inference_mode():
+        outputs = seq2seq.get_encoder()(input_ids=read, attention_mask=seen, return_dict=True)
+    return Encoded(outputs, seen, empty_cache(model))

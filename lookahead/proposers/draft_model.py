@@ -16,8 +16,16 @@ from lookahead.drafting.budget import Ema
 from lookahead.drafting.proposal import Call, Feedback, IntArray, Proposal, Proposer
 from lookahead.errors import ConfigError, ProposerError
 from lookahead.models.calibration import pass_seconds
+from lookahead.models.encoder_decoder import DecoderTarget, decoder_support, encode, encoder_positions
 from lookahead.models.model_state import state_of
-from lookahead.models.support import prefills_at_once, support_of, validate_causal_lm, validate_model, vocabulary_size
+from lookahead.models.support import (
+    decoder_vocabulary,
+    prefills_at_once,
+    support_of,
+    validate_causal_lm,
+    validate_model,
+    vocabulary_size,
+)
 from lookahead.models.target import PREFILL_CHUNK, Shape, Target, input_device
 from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.proposers.draft_tree import LEVELS, DraftTree, DraftTreeBatch
@@ -53,7 +61,7 @@ class DraftModelState:
 
 
 class DraftModel:
-    """A smaller causal LM that drafts for a target, to stand in `LookaheadConfig.proposers`.
+    """A smaller model that drafts for a target, to stand in `LookaheadConfig.proposers`.
 
     It continues the text with its own KV cache, and grows a tree, best first: every pass scores the candidates that
     are likeliest to be reached. Under `draft="auto"` it stops where a further pass takes longer than the tokens it
@@ -65,7 +73,8 @@ class DraftModel:
         >>> lookahead.generate(large, tokenizer, "Once upon a time", config=config)  # doctest: +SKIP
 
     Args:
-        model: Any HuggingFace causal LM with the tokenizer of the target, on any device and in any dtype.
+        model: Any HuggingFace causal LM with the tokenizer of the target, on any device and in any dtype. For an
+            encoder-decoder target it may be one too: its own encoder reads the input, once.
         tokenizer: Its tokenizer. Where the target's is known too, the two are compared; where both are the same,
             the models' tables of tokens may differ in size.
         name: Its name in the stats.
@@ -116,23 +125,27 @@ class DraftModel:
 
         Raises:
             ProposerError: The model cannot draft for the target: other tokens, or a state that goes one way only.
-            UnsupportedModelError: It is no causal LM.
+            UnsupportedModelError: It is no causal LM, nor an encoder-decoder model for another.
         """
-        validate_causal_lm(self.model, "draft for another")
+        if call.inputs is None:
+            validate_causal_lm(self.model, "draft for a causal one")
         validate_model(self.model)
         vocabulary = self._shared_vocabulary(call)
-        support = support_of(self.model, shortest=1, max_length=call.max_length)
-        name = type(self.model).__name__
+        name, has_encoder = type(self.model).__name__, self.model.config.is_encoder_decoder
+        if has_encoder:
+            support = decoder_support(self.model, max_length=call.max_length)
+        else:
+            support = support_of(self.model, shortest=1, max_length=call.max_length)
         if support.shape == "none":
             raise ProposerError(f"{name} cannot draft: {support.reason}; choose another draft model")
-        if support.shape == "chains" and call.rows > 1:
+        if support.shape == "chains" and call.rows > 1 and not has_encoder:
             raise ProposerError(f"{name} cannot draft for {call.rows} prompts at once: {support.reason}")
         state = state_of(call.model).learned.of(self, partial(_begin, self.model, call.model))
         return ModelProposer(self, call, state, vocabulary, support.shape)
 
     def _shared_vocabulary(self, call: Call) -> int:
         """How many token ids, from 0 on, both models know."""
-        own = vocabulary_size(self.model)
+        own = decoder_vocabulary(self.model)
         if self.tokenizer is not None and call.tokenizer is not None:
             if tokenizer_fingerprint(self.tokenizer) != tokenizer_fingerprint(call.tokenizer):
                 raise ProposerError(
@@ -151,7 +164,7 @@ class DraftModel:
 def _begin(draft: PreTrainedModel, target: PreTrainedModel) -> DraftModelState:
     """Warn of a draft model that is larger than its target, with the times of their passes."""
     own, others = (sum(parameter.numel() for parameter in model.parameters()) for model in (draft, target))
-    if own > others:
+    if own > others and not draft.config.is_encoder_decoder:
         with torch.inference_mode():
             pass_s, target_s = (pass_seconds(model, _COST_ROUNDS) for model in (draft, target))
         warnings.warn(
@@ -180,8 +193,11 @@ class ModelProposer(Proposer):
 
     def __init__(self, draft: DraftModel, call: Call, state: DraftModelState, vocabulary: int, shape: Shape) -> None:
         self.sources = (draft.name,)
+        self.has_encoder = draft.model.config.is_encoder_decoder  # it reads the inputs of the call
         self._model = draft.model
         self._call = call
+        inputs = call.inputs if self.has_encoder else None
+        self._max_length = call.max_length - max(map(len, inputs or ((),)))
         self._vocabulary = vocabulary
         self._shape = shape
         self._depth = draft.depth
@@ -213,13 +229,15 @@ class ModelProposer(Proposer):
     def propose_batch(self, rows: Sequence[int], max_nodes: int) -> list[Proposal | None]:
         """Draft for rows together; those of the call that are not asked for are drafted for as well."""
         target = self._target if self._target is not None else self._open()
+        if target is None:
+            return [None] * len(rows)
         for row in list(self._slots):
             if not self._can_read(row, target):
                 self._leave(row)
         offers: dict[int, Proposal] = {}
         # The target gives the last token in any case: nothing is drafted beyond the one before it.
         shortest = min((self._rows[row].length for row in self._slots), default=0)
-        passes = min(self._depth, self._call.max_length - shortest - 1)
+        passes = min(self._depth, self._max_length - shortest - 1)
         if self._slots and passes > 0:
             with target.serving():
                 proposals = self._grow(target, max_nodes, passes)
@@ -247,9 +265,15 @@ class ModelProposer(Proposer):
         self._leave(row)
         del self._rows[row]
 
-    def _open(self) -> Target:
+    def _open(self) -> Target | None:
         """Make a cache for all rows there are; what was read of them before is read again."""
-        self._slots = list(self._rows)
+        self._slots = [row for row in self._rows if not self.has_encoder or self._can_encode(row)]
+        if not self._slots:
+            return None
+        if self.has_encoder and self._call.inputs is not None:
+            encoded = encode(self._model, [self._call.inputs[row] for row in self._slots])
+            self._target = DecoderTarget(self._model, encoded, len(self._slots))
+            return self._target
         longest = max(state.length for state in self._rows.values())
         self._target = Target(
             self._model,
@@ -260,6 +284,13 @@ class ModelProposer(Proposer):
             prefill_chunk=longest if prefills_at_once(self._model) else PREFILL_CHUNK,
         )
         return self._target
+
+    def _can_encode(self, row: int) -> bool:
+        """Whether the draft model's encoder knows all tokens of a row's input, and has positions for it."""
+        assert self._call.inputs is not None
+        ids, limit = self._call.inputs[row], encoder_positions(self._model)
+        is_known = ids.size > 0 and int(ids.max()) < vocabulary_size(self._model, self._model.get_encoder())
+        return is_known and (limit is None or len(ids) <= limit)
 
     def _can_read(self, row: int, target: Target) -> bool:
         """Whether the draft model knows all tokens of a row, and has positions for it and a draft."""
