@@ -122,7 +122,8 @@ def check_family(family: Family) -> tuple[int, list[dict[str, str]]]:
                 read = texts_of(inputs["input_ids"], inputs)
                 answers = [ids + said for ids, said in zip(read, expected.tolist(), strict=True)]
             offers = (nothing, perfect(answers), always_wrong(answers, vocab_size), None)
-            is_plain = family.decoded == "plain" or (family.decoded == "chains" and batch == "ragged")
+            is_alone = family.decoded == "chains" and family.name not in ENCODER_DECODERS
+            is_plain = family.decoded == "plain" or (is_alone and batch == "ragged")
             for name, offer in zip(DRAFTS, offers, strict=True):
                 if is_plain and offer is not None:
                     continue  # nothing is drafted, whoever offers

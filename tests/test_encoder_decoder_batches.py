@@ -143,7 +143,7 @@ def test_prompts_of_a_stream_share_batches_and_each_is_done_at_its_own_end(
     name: str, tiny_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_of(name)
-    texts = ["A boy met a dog.", "The dog met a cat, and the cat slept.", "", "A cat.", "The end of it."]
+    texts = ["A boy met a dog.", "The dog met a cat, and the cat slept.", "", "The end of it!", "A boy met a cat."]
     options = {"max_new_tokens": 14, "do_sample": False, "no_repeat_ngram_size": 2, "eos_token_id": 31}
     alone = {i: lookahead.generate(model, tiny_tokenizer, text, **options) for i, text in enumerate(texts) if text}
     config = LookaheadConfig(draft="fixed", memory="request")
@@ -151,7 +151,7 @@ def test_prompts_of_a_stream_share_batches_and_each_is_done_at_its_own_end(
     with monkeypatch.context() as patch:
         patch.setattr(RequestReader, "engine", lambda *call: (batches.append(len(call[1])), own_engine(*call))[1])
         done = list(lookahead.stream_many(model, tiny_tokenizer, texts, rows=3, config=config, **options))
-    assert batches == [3, 1]
+    assert batches == [2, 1, 1]  # of about one length
     assert {each.index: each.token_ids for each in done if each.error is None} == {
         i: result.token_ids[0] for i, result in alone.items()
     }

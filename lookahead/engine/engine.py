@@ -203,7 +203,7 @@ class Engine:
         Where an error is that of one row, it stands in place of the row's result.
         """
         results: Results = []
-        if self._target.is_aligned and max(len(draft.tree) for draft in drafts) > 1:
+        if self._target.is_aligned and len(drafts) > 1 and max(len(draft.tree) for draft in drafts) > 1:
             results = self._walk_aligned(drafts, logits, scores)
         for i in range(len(results), len(drafts)):
             row, pick = self._rows[first + i], None

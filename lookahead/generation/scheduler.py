@@ -26,6 +26,7 @@ MOST_ROWS = 1024
 _ROWS = {"cpu": 16, "cuda": 32}
 _SLOTS = {"cpu": 2048, "cuda": 4096}  # default cache slots of a row
 _PASS = {"cpu": 64, "cuda": 512}  # tokens of padding that cost no more than another pass
+_SIMILAR = 0.75  # length of an encoder's input relative to another one, with which it is padded to one length
 _LEAST_CACHE = 256 << 20  # bytes that a cache may take, however small the model
 
 
@@ -238,14 +239,15 @@ class Scheduler:
         return [self._complete(step_output) for step_output in step_outputs if step_output.finished]
 
     def _decode_apart(self) -> Iterator[list[Completion]]:
-        """Decode the first waiting prompt, which has no row, and those behind it that may share its batch."""
-        group = [self._waiting.popleft()]
-        while self._requests.shares_batches and self._waiting and len(group) < self.rows:
-            longest = max(len(request.ids) for request in (*group, self._waiting[0]))
-            is_full = (len(group) + 1) * longest > self._cache_tokens
-            if is_full or self._waiting[0].max_new_tokens != group[0].max_new_tokens:
-                break
-            group.append(self._waiting.popleft())
+        """Decode the first waiting prompt, which has no row, and those of about its length that may share its batch."""
+        first = self._waiting.popleft()
+        group, most = [first], int(self._cache_tokens * _SIMILAR / len(first.ids))
+        for request in list(self._waiting) if self._requests.shares_batches else ():
+            lengths = len(request.ids), len(first.ids)
+            is_similar = min(lengths) >= _SIMILAR * max(lengths) and request.max_new_tokens == first.max_new_tokens
+            if is_similar and len(group) < most:
+                self._waiting.remove(request)
+                group.append(request)
         tokens: dict[int, list[int]] = {row: [] for row in range(len(group))}
         self._running |= {request.index: request for request in group}
         try:

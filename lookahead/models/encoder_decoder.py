@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.drafting.tree import IntArray, TokenTree
@@ -87,9 +88,8 @@ class DecoderTarget(Target):
         super().__init__(model, rows=rows, capacity=1, device=input_device(model), shape="chains")
         self.positions = decoder_positions(model)
         self.is_aligned = rows > 1
-        self._outputs, self._mask, self._past, self._keeps = (
-            *(encoded.outputs, encoded.mask, encoded.past, encoded.is_returned),
-        )
+        self._outputs, self._mask = encoded.outputs, encoded.mask
+        self._past, self._keeps = encoded.past, encoded.is_returned
         self._rows = rows  # of the cache
         self._places = list(range(rows))  # of the active rows among them
         self._committed = 0
@@ -129,7 +129,8 @@ class DecoderTarget(Target):
             return
         kept = torch.tensor(self._places, device=self._device)
         self._past.batch_select_indices(kept)
-        self._outputs = type(self._outputs)(last_hidden_state=self._outputs[0][kept])
+        kind = BaseModelOutput if isinstance(self._outputs, tuple) else type(self._outputs)
+        self._outputs = kind(last_hidden_state=self._outputs[0][kept])
         self._mask = None if self._mask is None else self._mask[kept]
         self._rows, self._places = len(self._places), list(range(len(self._places)))
 
