@@ -146,7 +146,7 @@ class WorkerOptions(DraftingOptions, ModelOptions):
     )
     keep_parts: bool = option(False, "Write the summaries of parts too, level by level.", identifies=True)
     compare: bool = option(False, "Decode plainly too: show both speeds, and whether the tokens are identical.")
-    rows: int | None = option(None, "Most documents decoded together. (default: by the model)", min=1, max=1024)
+    rows: int | None = option(None, "Most documents decoded together. (default: 16, on a GPU 32)", min=1, max=1024)
 
     @property
     def identity(self) -> dict[str, Any]:
