@@ -39,7 +39,7 @@ from bench.decoding_rates import Trace, check_lossless, compare_dictated, compar
 from bench.gpu_steps import measure_steps, read_bandwidth, step_bytes
 from bench.replay import load_tokenizer, read_pairs
 from bench.targets import GPU_DECODE
-from lookahead.kernels.dispatch import runs_on
+from lookahead.kernels.dispatch import runs_on, verdicts
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SIZES = (1, 16, 64)
@@ -189,6 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "median_trace_prompt": median(len(trace.prompt) for trace in traces) if traces else None,
     }
     report |= measure(model, traces, arguments)
+    report["kernels"] = {variant.name: verdict._asdict() for variant, verdict in verdicts.items()}
     show(report)
     publish(report, arguments.output)
     return 0

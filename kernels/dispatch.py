@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from lookahead.kernels.checks import shortcoming, slot_shortcoming
-from lookahead.kernels.self_test import KernelVariant, attention_is_right, compaction_is_right, tests_run
-
-__all__ = ["attention_for", "compactor_for", "runs_on", "tests_run"]
+from lookahead.kernels.self_test import COMPACTION, KernelVariant, Verdict
 
 NO_OPTIONS: Mapping[str, Any] = {}
+wanted: dict[KernelVariant, None] = {}
+"""Variants that passes asked for and that were not tested: `lookahead.models.kernel_trial` does it after the pass."""
+verdicts: dict[KernelVariant, Verdict] = {}
+served: set[KernelVariant] = set()
+"""Variants that this process has used: the first use of one loads its machine code."""
 
 
 @cache
@@ -25,21 +28,28 @@ def runs_on(device: torch.device) -> bool:
 
 
 def attention_for(
-    query: Tensor, keys: Tensor, values: Tensor, options: Mapping[str, Any] = NO_OPTIONS
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    options: Mapping[str, Any] = NO_OPTIONS,
+    is_eager: bool = False,
+    later: frozenset[str] = frozenset(),
 ) -> Callable[..., Tensor] | None:
     """The tree attention kernel for tensors like these, or None where torch's own attention is used.
 
     It takes query, keys and values with the shapes and strides given here, and lengths, nodes, depths, words and sinks
     as `lookahead.kernels.tree_attention.tree_attention` does, and checks nothing.
 
-    On a GPU the first call for a combination of heads, types and options runs the self-test
-    (`lookahead.kernels.self_test`).
+    On a GPU kernels that were not tested are noted in `wanted`, and do not serve until they were. An eager pass takes
+    the kernel only where the test found that it is no slower than torch's attention.
 
     Args:
         query: `[rows, heads, width, dim]`.
         keys: `[rows, slots, kv_heads, dim]`.
         values: `[rows, slots, kv_heads, value_dim]`.
         options: "scaling", "window", "chunk", "softcap" and "sinks" of the call; unused ones are None or left out.
+        is_eager: Whether the host launches every kernel by itself, with no graph or compiled code.
+        later: Options that later calls will have, so that their variant is tested with this one.
     """
     bound: dict[str, Any] = {name: options.get(name) for name in ("scaling", "softcap", "window", "chunk")}
     if query.device.type == "cpu":
@@ -48,14 +58,23 @@ def attention_for(
         return partial(cpu_attention.tree_attention, **bound) if cpu_attention.pays(query, keys, values) else None
     if not runs_on(query.device) or shortcoming(query, keys, values) is not None:
         return None
-    from lookahead.kernels.tree_attention import bind, tree_attention
+    from lookahead.kernels.tree_attention import bind
 
     groups, has_sinks = query.shape[1] // keys.shape[2], options.get("sinks") is not None
     given = {name for name in ("softcap", "window", "chunk") if bound[name] is not None}
     given |= {"sinks"} if has_sinks else set()
     variant = KernelVariant(query.device, query.dtype, keys.shape[3], values.shape[3], groups, frozenset(given))
-    if not attention_is_right(variant, tree_attention):
+    longer, compaction = (
+        variant._replace(options=variant.options | later),
+        KernelVariant(query.device, kernel=COMPACTION),
+    )
+    wanted.update(dict.fromkeys(each for each in (variant, longer, compaction) if each not in verdicts))
+    verdict = verdicts.get(variant)
+    if verdict is None or verdict.problem:
         return None
+    if is_eager and not verdict.is_faster(keys.shape[1], query.shape[2]):
+        return None
+    served.add(variant)
     return bind(query, keys, values, **bound, has_sinks=has_sinks)
 
 
@@ -64,9 +83,14 @@ def compactor_for(buffers: Sequence[Tensor]) -> Callable[..., None] | None:
 
     It takes rows, starts, counts and paths, as `lookahead.kernels.compaction.compact` does.
     """
-    if not buffers or not runs_on(buffers[0].device) or slot_shortcoming(buffers) is not None:
+    if not buffers or not runs_on(buffers[0].device):
+        return None
+    variant = KernelVariant(buffers[0].device, kernel=COMPACTION)
+    verdict = verdicts.get(variant)
+    if verdict is None:
+        wanted[variant] = None
+    if verdict is None or verdict.problem or slot_shortcoming(buffers) is not None:
         return None
     from lookahead.kernels.compaction import SlotBuffers, compact
 
-    right = compaction_is_right(buffers[0].device, compact, SlotBuffers)
-    return partial(compact, SlotBuffers(buffers)) if right else None
+    return partial(compact, SlotBuffers(buffers))

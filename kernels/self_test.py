@@ -1,90 +1,110 @@
-"""Self-test each kernel variant on the GPU against the reference, on random trees, before its first use."""
+"""Test and time kernels against the reference, on random trees: `python -m lookahead.kernels.self_test VARIANTS`.
+
+A kernel that reads a wrong address ends the CUDA context of its process. So `lookahead.models.kernel_trial` runs this
+in a process of its own before a kernel serves.
+"""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lookahead.kernels import reference
 
-_log = logging.getLogger(__name__)
+COMPACTION = "compaction"
 # Largest error relative to the norm of a head's output. One slot too many or too few changes it several times more.
 _TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 _SLOTS = {100: None, 9000: 64}  # and the slots of a split: one split, and more than are merged at once
 _WIDTH = 70  # nodes: two words of ancestors
-_ROWS = 2
-_outcomes: dict[tuple[Any, Any], bool] = {}
 _LIMITS: dict[str, Any] = {"window": 40, "chunk": 90, "softcap": 3.0}
+_TIMED = [(slots, nodes) for slots in (512, 4096, 32768) for nodes in (1, 16, 64)]
+_TIMED_KV_HEADS = 8
+_CALLS = 20
 
 
 class KernelVariant(NamedTuple):
-    """What a kernel is compiled for: sizes, query heads per KV head, and which options of `tree_attention` are used."""
+    """What a kernel is compiled for: sizes, query heads per KV head, and which options of `tree_attention` are used.
+
+    Of compaction only the device counts.
+    """
 
     device: torch.device
-    dtype: torch.dtype
-    dim: int
-    value_dim: int
-    groups: int
-    options: frozenset[str]
+    dtype: torch.dtype = torch.int32
+    dim: int = 0
+    value_dim: int = 0
+    groups: int = 0
+    options: frozenset[str] = frozenset()
+    kernel: str = "tree attention"
 
-    def __str__(self) -> str:
+    @property
+    def name(self) -> str:
+        """The variant without its device."""
+        if self.kernel == COMPACTION:
+            return self.kernel
         sizes = f"{self.dim}" if self.dim == self.value_dim else f"{self.dim} and {self.value_dim}"
         options = f" with {', '.join(sorted(self.options))}" if self.options else ""
-        layout = f"head size {sizes}, {self.groups} heads a KV head"
-        return f"tree attention of {self.dtype}, {layout}{options} on {self.device}"
+        return f"{self.kernel} of {self.dtype}, head size {sizes}, {self.groups} heads a KV head{options}"
+
+    def to_json(self) -> list[Any]:
+        """Values for `from_json`."""
+        return [str(self.device), str(self.dtype).removeprefix("torch."), *self[2:5], sorted(self.options), self.kernel]
+
+    @classmethod
+    def from_json(cls, values: Sequence[Any]) -> KernelVariant:
+        """The variant of `to_json`."""
+        device, dtype, dim, value_dim, groups, options, kernel = values
+        return cls(torch.device(device), getattr(torch, dtype), dim, value_dim, groups, frozenset(options), kernel)
 
 
-def attention_is_right(variant: KernelVariant, attend: Callable[..., Tensor]) -> bool:
-    """Whether a tree attention kernel agrees with `reference.tree_attention`; unused slots hold NaN.
+class Verdict(NamedTuple):
+    """What the self-test found about a variant.
 
-    A kernel that differs or fails is logged, and is not called for this variant. A variant is tested once. While a CUDA
-    graph is recorded no test can run, and an untested variant is not used.
+    Attributes:
+        problem: Why it must not serve; empty if it may.
+        gains: Slots, nodes, and how many times as fast as torch's own attention it was there.
+        is_lasting: Whether another test on the same machine would find the same.
     """
-    error = partial(_attention_error, variant, attend)
-    return _test_once(attend, variant, variant.device, error, _TOLERANCE[variant.dtype])
+
+    problem: str = ""
+    gains: tuple[tuple[int, int, float], ...] = ()
+    is_lasting: bool = True
+
+    def is_faster(self, slots: int, nodes: int) -> bool:
+        """Whether the kernel was no slower where sizes were most like these."""
+
+        def distance(timed: tuple[int, int, float]) -> float:
+            return abs(float(np.log2(slots / timed[0]))) + abs(float(np.log2(nodes / timed[1])))
+
+        return not self.gains or min(self.gains, key=distance)[2] >= 1.0
 
 
-def compaction_is_right(device: torch.device, compact: Callable[..., None], bind: Callable[..., Any]) -> bool:
-    """Whether a compaction kernel leaves the bytes that `reference.compact` leaves; tested as above."""
-    error = partial(_compaction_error, device, compact, bind)
-    return _test_once(compact, f"compaction on {device}", device, error, 0.0)
+def verdict_of(variant: KernelVariant) -> Verdict:
+    """Test a kernel, and time it if it is right."""
+    from lookahead.kernels.compaction import SlotBuffers, compact
+    from lookahead.kernels.tree_attention import tree_attention
+
+    if variant.kernel == COMPACTION:
+        return Verdict(problem_of(compaction_error(variant.device, compact, SlotBuffers), 0.0))
+    problem = problem_of(attention_error(variant, tree_attention), _TOLERANCE[variant.dtype])
+    return Verdict(problem, () if problem else gains_of(variant))
 
 
-def tests_run() -> int:
-    """How many self-tests have run; the first of a variant compiles it, which takes seconds."""
-    return len(_outcomes)
+def problem_of(error: float, most: float) -> str:
+    """What to say about an error; empty up to `most`."""
+    return "" if error <= most else f"it differs by {error:.2g} from the reference"  # NaN is an error too
 
 
-def _test_once(kernel: object, what: object, device: torch.device, error_of: Callable[[], float], most: float) -> bool:
-    """Whether a kernel has run with an error of at most `most`; the first call tests it, and logs a line if not."""
-    key = what, kernel
-    if key not in _outcomes and not _is_recording(device):
-        problem = None
-        try:
-            error = error_of()
-            if not error <= most:  # NaN is an error too
-                problem = f"it differs by {error:.2g} from the reference"
-        except Exception as failure:  # for any failure torch's own attention is used
-            problem = f"{type(failure).__name__}: {failure}"
-        if problem is not None:
-            _log.warning("the kernel for %s is not used: %s", what, problem)
-        _outcomes[key] = problem is None
-    return _outcomes.get(key, False)
-
-
-def _is_recording(device: torch.device) -> bool:
-    """Whether a CUDA graph is being recorded."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _attention_error(variant: KernelVariant, attend: Callable[..., Tensor]) -> float:
-    """The largest error of a node in a head, relative to the norm of the reference."""
+def attention_error(variant: KernelVariant, attend: Callable[..., Tensor]) -> float:
+    """The largest error of a node in a head, relative to the norm of the reference; unused slots hold NaN."""
     options = {name: value for name, value in _LIMITS.items() if name in variant.options}
     if "sinks" in variant.options:
         options["sinks"] = torch.linspace(-1, 1, 2 * variant.groups, device=variant.device).to(variant.dtype)
@@ -99,31 +119,91 @@ def _attention_error(variant: KernelVariant, attend: Callable[..., Tensor]) -> f
 def _random_trees(variant: KernelVariant, slots: int) -> dict[str, Any]:
     """Arguments of `tree_attention`: a row that ends with the last slot, and a shorter one that NaN follows."""
     rng = np.random.default_rng(0)
-    heads = 2 * variant.groups
     nodes = np.array([_WIDTH, 9], np.int32)
     lengths = np.array([slots - _WIDTH, slots // 3], np.int32)
-    depths, sees = np.zeros((_ROWS, _WIDTH), np.int32), np.zeros((_ROWS, _WIDTH, 128), np.uint8)
+    shapes = {
+        "query": (2 * variant.groups, _WIDTH, variant.dim),
+        "keys": (slots, 2, variant.dim),
+        "values": (slots, 2, variant.value_dim),
+    }
+    drawn = {name: rng.standard_normal((len(nodes), *shape), np.float32) for name, shape in shapes.items()}
+    for row, end in enumerate(lengths + nodes):
+        drawn["keys"][row, end:] = drawn["values"][row, end:] = np.nan
+    states = {name: torch.from_numpy(each).to(variant.device, variant.dtype) for name, each in drawn.items()}
+    return states | _trees(lengths, nodes, variant.device)
+
+
+def _trees(lengths: NDArray[np.int32], nodes: NDArray[np.int32], device: torch.device) -> dict[str, Tensor]:
+    """Random trees as `tree_attention` takes them."""
+    rng, width = np.random.default_rng(1), int(nodes.max())
+    depths, sees = (
+        np.zeros((len(nodes), width), np.int32),
+        np.zeros((len(nodes), width, -(-width // 64) * 64), np.uint8),
+    )
     for row, count in enumerate(nodes):
         sees[row, 0, 0] = 1
         for node in range(1, count):
             parent = int(rng.integers(max(0, node - 4), node))
             depths[row, node], sees[row, node] = depths[row, parent] + 1, sees[row, parent]
             sees[row, node, node] = 1
-    words = np.packbits(sees, axis=-1, bitorder="little").view(np.int64)
-    shapes = {
-        "query": (heads, _WIDTH, variant.dim),
-        "keys": (slots, 2, variant.dim),
-        "values": (slots, 2, variant.value_dim),
-    }
-    drawn = {name: rng.standard_normal((_ROWS, *shape), np.float32) for name, shape in shapes.items()}
-    for row, end in enumerate(lengths + nodes):
-        drawn["keys"][row, end:] = drawn["values"][row, end:] = np.nan
-    states = {name: torch.from_numpy(each).to(variant.device, variant.dtype) for name, each in drawn.items()}
-    tree = {"lengths": lengths, "nodes": nodes, "depths": depths, "words": np.ascontiguousarray(words)}
-    return states | {name: torch.from_numpy(each).to(variant.device) for name, each in tree.items()}
+    words = np.ascontiguousarray(np.packbits(sees, axis=-1, bitorder="little").view(np.int64))
+    tree = {"lengths": lengths, "nodes": nodes, "depths": depths, "words": words}
+    return {name: torch.from_numpy(each).to(device) for name, each in tree.items()}
 
 
-def _compaction_error(device: torch.device, compact: Callable[..., None], bind: Callable[..., Any]) -> float:
+def gains_of(
+    variant: KernelVariant, sizes: Sequence[tuple[int, int]] = _TIMED, clock: Callable[[], float] = time.perf_counter
+) -> tuple[tuple[int, int, float], ...]:
+    """For every size (slots, nodes) how many times as fast as torch's attention under a mask a kernel is."""
+    from lookahead.kernels.tree_attention import bind
+
+    device, dtype, gains = variant.device, variant.dtype, []
+    source = torch.Generator(device).manual_seed(0)
+    heads = _TIMED_KV_HEADS * variant.groups
+    sinks = torch.zeros(heads, device=device, dtype=dtype) if "sinks" in variant.options else None
+    for slots, nodes in sizes:
+        # As if a window or a chunk held all slots, where the kernel gains least.
+        limits: dict[str, Any] = {name: slots if name in variant.options else None for name in ("window", "chunk")}
+        limits["softcap"] = _LIMITS["softcap"] if "softcap" in variant.options else None
+        shapes = (heads, nodes, variant.dim), (slots, _TIMED_KV_HEADS, variant.dim)
+        query, keys, values = (
+            torch.empty(1, *shape, device=device, dtype=dtype).normal_(generator=source)
+            for shape in (*shapes, (slots, _TIMED_KV_HEADS, variant.value_dim))
+        )
+        tree = _trees(np.array([slots - nodes], np.int32), np.array([nodes], np.int32), device)
+        sees = reference.tree_mask(slots, **tree, window=limits["window"], chunk=limits["chunk"])
+        mask = torch.zeros(sees.shape, dtype=dtype, device=device).masked_fill(~sees, -torch.inf)
+        mask = mask.repeat_interleave(variant.groups, 1)[:, None]
+        kernel = bind(query, keys, values, scaling=None, **limits, has_sinks=sinks is not None)
+        ways = (
+            partial(kernel, query, keys, values, **tree, sinks=sinks),
+            partial(
+                reference.masked_attention, query, keys.transpose(1, 2), values.transpose(1, 2), mask,
+                softcap=limits["softcap"], sinks=sinks,
+            ),
+        )  # fmt: skip
+        kernel_s, torch_s = (_seconds(way, device, clock) for way in ways)
+        gains.append((slots, nodes, torch_s / kernel_s))
+    return tuple(gains)
+
+
+def _seconds(work: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:
+    """Seconds of some calls, as an eager pass makes them, after one that compiles."""
+    work()
+    taken = []
+    for _ in range(3):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begin = clock()
+        for _ in range(_CALLS):
+            work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(clock() - begin)
+    return min(taken)
+
+
+def compaction_error(device: torch.device, compact: Callable[..., None], bind: Callable[..., Any]) -> float:
     """Elements of two buffers that differ from the reference, after short and after long paths."""
     rng = np.random.default_rng(0)
     buffers = [torch.from_numpy(rng.standard_normal((3, 200, size), np.float32)).to(device) for size in (64, 256)]
@@ -139,3 +219,22 @@ def _compaction_error(device: torch.device, compact: Callable[..., None], bind: 
             reference.compact(buffer, **arguments)
         compact(bound, **arguments)
     return float(sum((got != want).sum().item() for got, want in zip(buffers, wanted, strict=True)))
+
+
+def main(variants: str) -> None:
+    """Print the verdict on each variant of a list in JSON as a line, as soon as it is known.
+
+    After an exception the GPU may be lost to this process, so the rest is left out.
+    """
+    for values in json.loads(variants):
+        try:
+            verdict = verdict_of(KernelVariant.from_json(values))
+        except Exception as error:  # for any failure torch's own attention is used
+            is_lasting = "CUDA" not in str(error) or "illegal" in str(error)  # no lack of memory, no GPU that is busy
+            print(json.dumps(Verdict(f"{type(error).__name__}: {error}", is_lasting=is_lasting)), flush=True)
+            return
+        print(json.dumps(verdict), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

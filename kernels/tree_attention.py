@@ -16,6 +16,7 @@ from lookahead.kernels.checks import check_tree, require, shortcoming
 
 Precision = Literal["tf32x3", "ieee"]
 
+TRITON_VERSION: str = triton.__version__
 _LOG2E = 1.4426950408889634
 _NO_LIMIT = 1 << 30  # positions
 MERGED_AT_ONCE = 16  # splits
@@ -175,7 +176,12 @@ def bind(
     )  # fmt: skip
     options = {**shared, **own, "IN_ONE": splits == 1, "num_warps": blocks.warps, **ATTEND_OPTIONS}
     merging = {**shared, "AT_ONCE": MERGED_AT_ONCE, "num_warps": 4, **OPTIONS}
-    parts = rows, kv_heads, splits, packed
+    attend_all = attend[(splits * row_blocks, kv_heads, rows)]
+    merge_all = merge[(packed, kv_heads, rows)]
+    sums = peaks = query  # unused with one split
+    if splits > 1:  # shared by the layers of a pass, which follow one another on the device
+        sums = query.new_empty(rows, kv_heads, splits, packed, shared["BLOCK_VALUE"], dtype=torch.float32)
+        peaks = query.new_empty(rows, kv_heads, splits, packed, 2, dtype=torch.float32)
 
     def launch(
         query: Tensor,
@@ -191,22 +197,17 @@ def bind(
         out = query.new_empty(rows, width, heads, value_dim)
         if rows == 0:
             return out
-        sums, peaks = out, out  # unused with one split
-        if splits > 1:
-            sums = query.new_empty(*parts, shared["BLOCK_VALUE"], dtype=torch.float32)
-            peaks = query.new_empty(*parts, 2, dtype=torch.float32)
         sinks = lengths if sinks is None else sinks  # any pointer
-        with torch.cuda.device_of(query):
-            attend[(splits * row_blocks, kv_heads, rows)](
-                query, keys, values, lengths, nodes, depths, words, sinks, out, sums, peaks, *numbers, **options
-            )
-            if splits > 1:
-                merge[(packed, kv_heads, rows)](
-                    lengths, nodes, depths, sinks, out, sums, peaks, width, splits, split, *limits, **merging
-                )
+        attend_all(query, keys, values, lengths, nodes, depths, words, sinks, out, sums, peaks, *numbers, **options)
+        if splits > 1:
+            merge_all(lengths, nodes, depths, sinks, out, sums, peaks, width, splits, split, *limits, **merging)
         return out
 
-    return launch
+    def launch_there(query: Tensor, *tensors: Tensor, **tree: Any) -> Tensor:
+        with torch.cuda.device(query.device):
+            return launch(query, *tensors, **tree)
+
+    return launch_there if query.is_cuda and torch.cuda.device_count() > 1 else launch
 
 
 @cache

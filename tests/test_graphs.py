@@ -109,7 +109,7 @@ def test_replayed_trees_are_scored_as_trees_are(
     if with_kernel:
 
         def attention_for(*tensors: Any) -> Any:
-            options = {name: option for name, option in tensors[-1].items() if name != "sinks"}
+            options = {name: option for name, option in tensors[3].items() if name != "sinks"}
             return partial(reference.tree_attention, dtype=torch.float32, **options)
 
         monkeypatch.setattr(choice, "attention_for", attention_for)
@@ -132,6 +132,28 @@ def test_replayed_trees_are_scored_as_trees_are(
                 for target in (fast, plain):
                     target.commit(row, np.flatnonzero(ancestor_mask(tree)[-1]).astype(np.int32))
     assert len(recordings) == 1
+
+
+def test_a_kernel_whose_test_is_over_serves_the_passes_that_are_recorded(
+    tiny_llama: PreTrainedModel, recordings: list[Recording], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, scored = [0], [0]
+
+    def attention_for(*arguments: Any) -> Any:
+        def kernel(*tensors: torch.Tensor, sinks: None, **tree: torch.Tensor) -> torch.Tensor:
+            served[0] += 1
+            return reference.tree_attention(*tensors, **tree, dtype=torch.float32)
+
+        return kernel if scored[0] else None
+
+    monkeypatch.setattr(choice, "attention_for", attention_for)
+    target = Target(tiny_llama, rows=1, capacity=80, device=CPU, captures=True)
+    with target.serving():
+        target.prefill([np.arange(3, 24, dtype=np.int32)])
+        for step in range(3):
+            target.score([TokenTree.root(step)])
+            scored[0] += 1
+    assert recordings and served[0] > 0
 
 
 def test_what_a_pass_returned_stays_when_the_next_is_replayed(

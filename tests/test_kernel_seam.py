@@ -17,9 +17,8 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 import lookahead
 from lookahead.drafting.tree import TokenTree
-from lookahead.kernels import checks, reference, self_test
+from lookahead.kernels import checks, reference
 from lookahead.kernels import dispatch as choice
-from lookahead.kernels.self_test import KernelVariant
 from lookahead.models.cache import TreeCache, TreeSlots
 from lookahead.models.target import Target
 from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, TreePass, TreeTensors
@@ -69,7 +68,9 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         told.update(name for name, argument in arguments.items() if argument is not None)
         return reference.tree_attention(query, keys, values, **arguments, dtype=torch.float32).to(query.dtype)
 
-    def attention_for(query: Tensor, keys: Tensor, values: Tensor, options: Mapping[str, Any]) -> Callable[..., Tensor]:
+    def attention_for(
+        query: Tensor, keys: Tensor, values: Tensor, options: Mapping[str, Any], *how: Any
+    ) -> Callable[..., Tensor]:
         problem = checks.shortcoming(query, keys, values)
         assert problem is None, problem
 
@@ -221,33 +222,6 @@ def test_a_pass_reads_the_host_in_one_transfer_that_does_not_grow_with_the_conte
     assert len(transfers.bytes) <= 3 and max(transfers.bytes) < 10_000
 
 
-def test_kernels_are_chosen_once_a_pass_and_tested_for_later_windows_in_a_pass_that_is_not_timed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    meta = torch.device("meta")
-    asked: list[int | None] = []
-
-    def attention_for(query: Tensor, keys: Tensor, values: Tensor, options: Mapping[str, Any]) -> Callable[..., Tensor]:
-        asked.append(options["window"])
-        variant = KernelVariant(meta, query.dtype, 16, 16, 2, frozenset({str(options["window"])}))
-        assert self_test.attention_is_right(variant, attention_for)
-        return lambda query, *tensors, **arguments: query.transpose(1, 2).contiguous()
-
-    monkeypatch.setattr(self_test, "_outcomes", {})
-    monkeypatch.setattr(self_test, "_attention_error", lambda *_: 0.0)
-    monkeypatch.setattr(choice, "attention_for", attention_for)
-    target = Target(build("Mistral").to(meta), rows=1, capacity=64, device=meta)
-    told = []
-    with target.serving():
-        target.prefill([np.zeros(4, np.int32)])
-        for length in (3, 3, 30):
-            target.cache.slots.lengths[:] = length
-            asked.clear()
-            target.score([random_tree(1, 3)])
-            told.append((list(asked), target.is_cold))
-    assert told == [([None, 9], True), ([None, 9], False), ([9], False)]
-
-
 def test_further_parts_of_a_prompt_need_no_mask_where_flash_attention_takes_them(
     wide_llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,6 +235,18 @@ def test_further_parts_of_a_prompt_need_no_mask_where_flash_attention_takes_them
         monkeypatch.setattr("lookahead.models.attention._takes_flash", lambda *_: True)
         monkeypatch.setattr(TreePass, "mask", None)
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_commit_takes_compaction_as_soon_as_it_was_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    tested, moved = [False], []
+    compactor = lambda **plan: moved.append(plan["counts"].tolist())  # noqa: E731
+    monkeypatch.setattr(choice, "compactor_for", lambda _: compactor if tested[0] else None)
+    cache = TreeCache(rows=1, capacity=40)
+    cache.slots.begin(9)
+    cache.update(*torch.randn(2, 1, 2, 9, 8), 0)
+    for tested[0] in (False, True):
+        cache.commit(0, np.array([0, 4], np.int32))
+    assert moved == [[2]]
 
 
 def test_commits_by_compaction_leave_the_cache_that_moving_each_layer_leaves(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from threading import Lock, local
 from typing import Any
 from weakref import WeakValueDictionary
@@ -18,9 +18,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from lookahead.kernels import dispatch
+from lookahead.kernels.reference import masked_attention
 from lookahead.models.exact_attention import attend_in_turn, own_attention
 from lookahead.models.model_state import replaced, state_of
-from lookahead.models.tree_pass import AttentionSpan, TreePass, TreeTensors, mask_of
+from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, TreePass, TreeTensors, mask_of
 
 ATTENTION_NAME = "lookahead_tree"
 
@@ -152,9 +153,9 @@ def tree_attention(
     """
     tree_pass: TreePass = _thread.tree_pass
     softcap = softcap if tree_pass.has_softcap else None
-    width, slots, groups = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
-    told = _limits_of(module)
-    if "sliding_window" in kwargs:
+    slots, is_compiling = key.shape[2], torch.compiler.is_compiling()
+    told = (None if is_compiling else _thread.facts.get(id(module))) or _limits_of(module, is_compiling)
+    if "sliding_window" in kwargs and kwargs["sliding_window"] != told.window:
         told = AttentionSpan(kwargs["sliding_window"], told.chunk)
     if tree_pass.is_exact:
         options = {"softcap": softcap, "s_aux": s_aux, "scaling": scaling, **kwargs}
@@ -165,20 +166,22 @@ def tree_attention(
             own=own_attention(module, _real(module.config)),
             options={name: option for name, option in options.items() if option is not None},
         ), None  # fmt: skip
-    span = _within(told, slots)
     # A prompt's chain is a tree too. The GPU kernel is built for few queries. In half precision a prompt is read as
     # `generate` reads it: rounding differences in all of its KV could change tokens.
     is_cpu_prompt = tree_pass.is_prefill and query.device.type == "cpu" and query.dtype == torch.float32
-    if torch.compiler.is_compiling():
+    if is_compiling:
         if tree_pass.scores_trees and _keeps_kernel(query):
-            trees = tree_pass.tensors(query.device)
+            trees, span = tree_pass.tensors(query.device), _within(told, slots)
             return _in_compiled_code(query, key, value, *trees, s_aux, scaling, softcap, *span), None
     elif tree_pass.scores_trees or is_cpu_prompt:
-        buffers = key.transpose(1, 2), value.transpose(1, 2)  # as the cache holds them
-        options = {**span._asdict(), "scaling": scaling, "softcap": softcap, "sinks": s_aux}
-        kernel = _kernel_for(tree_pass, query, buffers, options, told)
+        layouts = query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride()
+        kind = (*layouts, query.device, query.dtype, told, scaling, softcap, s_aux is None)
+        if kind not in tree_pass.kernels:
+            tree_pass.kernels[kind] = _kernel_for(tree_pass, query, key, value, told, scaling, softcap, s_aux)
+        kernel = tree_pass.kernels[kind]
         if kernel is not None:
-            return kernel(query, *buffers, **tree_pass.tensors(query.device)._asdict(), sinks=s_aux), None
+            return kernel(query, key.transpose(1, 2), value.transpose(1, 2), sinks=s_aux), None
+    span, groups = _within(told, slots), query.shape[1] // key.shape[1]
     mask, is_plain = None, softcap is None and s_aux is None and span == AttentionSpan()
     if is_plain and tree_pass.is_causal and (tree_pass.is_from_empty or _takes_flash(query, key, value)):
         # Causal attention from an empty cache needs no mask, and SDPA skips half of the work. Nor does a further part
@@ -186,43 +189,12 @@ def tree_attention(
         if tree_pass.is_from_empty:
             out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
         else:
-            last = causal_lower_right(width, slots)
+            last = causal_lower_right(query.shape[2], slots)
             out = scaled_dot_product_attention(query, key, value, attn_mask=last, scale=scaling, enable_gqa=groups > 1)
         return out.transpose(1, 2).contiguous(), None
     if span != AttentionSpan() or not tree_pass.sees_all:
         mask = tree_pass.mask(groups, span, query.dtype, query.device)
-    return _attend_masked(query, key, value, mask, scaling, softcap, s_aux), None
-
-
-def _attend_masked(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-    s_aux: Tensor | None,
-) -> Tensor:
-    """Attention under a mask, with the heads that share a KV head packed into query rows."""
-    rows, heads, width, dim = query.shape
-    kv_heads = key.shape[1]
-    groups = heads // kv_heads
-    packed = query.view(rows, kv_heads, groups, width, dim).transpose(2, 3).reshape(rows, kv_heads, width * groups, dim)
-    if softcap is None and s_aux is None:
-        out = scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
-    else:  # as in Gemma 2 and gpt-oss, which SDPA does not support
-        scores = packed @ key.transpose(2, 3) * (scaling or dim**-0.5)
-        if softcap is not None:
-            scores = torch.tanh(scores / softcap) * softcap
-        if mask is not None:
-            scores = scores + mask
-        if s_aux is not None:
-            sinks = s_aux.to(scores.dtype).view(1, kv_heads, 1, groups).expand(rows, -1, width, -1)
-            scores = torch.cat([scores, sinks.reshape(rows, kv_heads, width * groups, 1)], -1)
-        weights = torch.softmax(scores, -1, dtype=torch.float32)[..., : key.shape[2]]
-        out = weights.to(value.dtype) @ value
-    out = out.view(rows, kv_heads, width, groups, -1).permute(0, 2, 1, 3, 4)
-    return out.reshape(rows, width, heads, -1)
+    return masked_attention(query, key, value, mask, scaling, softcap, s_aux), None
 
 
 def _keeps_kernel(query: Tensor) -> bool:
@@ -257,7 +229,7 @@ def _in_compiled_code(
     if kernel is not None:
         return kernel(query, *slots, **trees._asdict(), sinks=sinks)
     groups, span = query.shape[1] // key.shape[1], AttentionSpan(window, chunk)
-    return _attend_masked(
+    return masked_attention(
         query, key, value, mask_of(trees, key.shape[2], groups, span, query.dtype), scaling, softcap, sinks
     )
 
@@ -269,17 +241,22 @@ def _shape_in_compiled_code(query: Tensor, key: Tensor, value: Tensor, *others: 
 
 
 def _kernel_for(
-    tree_pass: TreePass, query: Tensor, slots: tuple[Tensor, Tensor], options: dict[str, Any], told: AttentionSpan
+    tree_pass: TreePass,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    told: AttentionSpan,
+    scaling: float | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
 ) -> Callable[..., Tensor] | None:
-    """The kernel of a layer; chosen and checked once in a pass for layers that are alike."""
-    layouts = [(each.shape, each.stride()) for each in (query, *slots)]
-    *numbers, sinks = options.values()
-    kind = (query.device, query.dtype, *layouts, *numbers, sinks is None)
-    if kind not in tree_pass.kernels:
-        tree_pass.kernels[kind] = dispatch.attention_for(query, *slots, options)
-        if query.device.type != "cpu" and (options["window"], options["chunk"]) != told:
-            dispatch.attention_for(query, *slots, options | told._asdict())  # tested now, not in the middle of a text
-    return tree_pass.kernels[kind]
+    """The kernel of the layers of a pass that are alike, bound to the trees of the pass."""
+    options = {**_within(told, key.shape[2])._asdict(), "scaling": scaling, "softcap": softcap, "sinks": s_aux}
+    later = frozenset(name for name, limit in told._asdict().items() if limit is not None)
+    is_eager = not isinstance(tree_pass, FixedShapePass)
+    buffers = key.transpose(1, 2), value.transpose(1, 2)  # as the cache holds them
+    kernel = dispatch.attention_for(query, *buffers, options, is_eager, later)
+    return None if kernel is None else partial(kernel, **tree_pass.tensors(query.device)._asdict())
 
 
 def _takes_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -294,14 +271,11 @@ def _within(span: AttentionSpan, slots: int) -> AttentionSpan:
     return AttentionSpan(*(None if limit is None or limit >= slots else limit for limit in span))
 
 
-def _limits_of(module: Any) -> AttentionSpan:
+def _limits_of(module: Any, is_compiling: bool) -> AttentionSpan:
     """The window of a layer that is told none, and its chunk.
 
     They are read once in a block of `serving`: configurations take microseconds to answer.
     """
-    facts: dict[Any, AttentionSpan] = {} if torch.compiler.is_compiling() else _thread.facts
-    if id(module) in facts:
-        return facts[id(module)]
     config: Any = getattr(module, "config", None)
     window: int | None = getattr(module, "sliding_window", None)
     if window is None and not hasattr(config, "layer_types"):
@@ -311,8 +285,10 @@ def _limits_of(module: Any) -> AttentionSpan:
     # Llama 4 does not tell attention functions which of its layers look at chunks only.
     if chunk is not None and config.layer_types[module.layer_idx] != "chunked_attention":
         chunk = None
-    facts[id(module)] = AttentionSpan(window, chunk)
-    return facts[id(module)]
+    limits = AttentionSpan(window, chunk)
+    if not is_compiling:
+        _thread.facts[id(module)] = limits
+    return limits
 
 
 AttentionInterface.register(ATTENTION_NAME, tree_attention)

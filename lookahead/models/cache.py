@@ -238,7 +238,7 @@ class TreeCache(Cache):
         if not len(path) or path[-1] < len(path):
             return  # every node is in its slot already
         buffers = self._buffers()
-        if self._bound_at != self.slots.allocations:
+        if self._compact is None or self._bound_at != self.slots.allocations:
             self._compact, self._bound_at = dispatch.compactor_for(buffers), self.slots.allocations
         if self._compact is None or len(path) > MAX_NODES:
             nodes = torch.from_numpy(path.astype(np.int64) + start)

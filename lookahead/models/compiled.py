@@ -119,7 +119,7 @@ class _ShapeRunner:
             self._run, outputs = self._compiled.bind(*self._arguments)
             return outputs
         finally:
-            self.static.forget_masks()
+            self.static.forget()
 
 
 class CompiledRunner:

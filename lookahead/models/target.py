@@ -22,6 +22,7 @@ from lookahead.models.attention import AttentionScope
 from lookahead.models.cache import TreeCache, windows_of
 from lookahead.models.compiled import CompiledRunner
 from lookahead.models.exact_attention import takes_rows
+from lookahead.models.kernel_trial import try_kernels
 from lookahead.models.linears import LinearScope
 from lookahead.models.product_bits import Bits
 from lookahead.models.tree_pass import AttentionSpan, TreePass, padded_slots
@@ -238,7 +239,7 @@ class Target:
             scored: int64 `[active]`; how many first nodes of each tree were scored since the last commit, at least 1,
                 of which no logits are returned. Their KV is in their slots. A prefill scores the root.
         """
-        tested, outputs = dispatch.tests_run(), None
+        known, outputs = len(dispatch.verdicts) + len(dispatch.served), None
         self._linears.has_packed = False
         if self._fast is not None and scored is None:
             outputs = self._fast.score(trees, has_softcap=self._has_softcap)
@@ -255,8 +256,10 @@ class Target:
             tree_pass = TreePass(slots, self._device, trees, scored, has_softcap=self._has_softcap, windows=windows)
             bits: Bits = "alone" if self._is_exact else "any" if self._is_alone else "together"
             logits = self._forward(tree_pass, "together" if self._is_together else bits)
-        is_cold = self._fast is not None and self._fast.is_cold
-        self.is_cold = self._linears.has_packed or dispatch.tests_run() > tested or is_cold
+        if dispatch.wanted:
+            try_kernels(dispatch.wanted)
+        is_new = len(dispatch.verdicts) + len(dispatch.served) > known
+        self.is_cold = is_new or self._linears.has_packed or (self._fast is not None and self._fast.is_cold)
         return logits
 
     def commit(self, row: int, path: IntArray) -> None:

@@ -218,9 +218,10 @@ class FixedShapePass(TreePass):
         """The trees on `device`, as the newest step left them."""
         return TreeTensors(*(each.to(device) for each in self.trees))
 
-    def forget_masks(self) -> None:
-        """Let the next pass make new masks."""
+    def forget(self) -> None:
+        """Let the next pass make new masks, and choose its kernels anew."""
         self._masks.clear()
+        self.kernels.clear()
 
 
 def _kinds(rows: int, width: int, nodes: int) -> list[_Kind]:

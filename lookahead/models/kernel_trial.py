@@ -1,0 +1,135 @@
+"""Test kernels in a process of their own before they serve; verdicts are kept in the platform's cache folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import MutableMapping, Sequence
+from pathlib import Path
+from threading import Lock
+
+import torch
+import xxhash
+from platformdirs import user_cache_path
+
+from lookahead.kernels import dispatch, self_test
+from lookahead.kernels.self_test import KernelVariant, Verdict
+from lookahead.utils.atomic import read_json, write_atomically
+
+SELF_TEST = "lookahead.kernels.self_test"  # the module that is run
+PATIENCE_S = 60  # for a process to start, and for each kernel; compiling one takes seconds
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+_guard = Lock()
+_log = logging.getLogger(__name__)
+
+
+def verdict_folder() -> Path:
+    """The folder of verdicts in the platform's cache folder."""
+    return user_cache_path("lookahead", appauthor=False) / "kernels"
+
+
+def try_kernels(wanted: MutableMapping[KernelVariant, None]) -> None:
+    """Find the verdicts on some kernels: from the cache folder, or by a test in another process.
+
+    An illegal memory access ends a process' use of a GPU, and the test may meet one. A kernel that is wrong, or whose
+    test crashes or hangs, is named in one line of the log, and torch's own attention serves in its place.
+
+    Args:
+        wanted: The kernels; emptied.
+    """
+    verdicts = dispatch.verdicts
+    with _guard:
+        variants = [variant for variant in list(wanted) if variant not in verdicts]
+        wanted.clear()
+        for device in dict.fromkeys(variant.device for variant in variants):
+            asked = [variant for variant in variants if variant.device == device]
+            machine = describe_machine(device)
+            name = xxhash.xxh3_64_hexdigest(json.dumps(machine, sort_keys=True).encode())
+            path = verdict_folder() / f"{name}.json"
+            known = _read_verdicts(path)
+            new = [variant for variant in asked if variant.name not in known]
+            if new:
+                _log.info("%d kernels are tested on %s, once for this machine", len(new), machine["gpu"])
+                known |= {variant.name: verdict for variant, verdict in zip(new, run_tests(new), strict=True)}
+                _write_verdicts(path, machine, known)
+            for variant in asked:
+                verdicts[variant] = known[variant.name]
+                if verdicts[variant].problem:
+                    _log.warning(
+                        "the kernel for %s is not used on %s: %s", variant.name, device, verdicts[variant].problem
+                    )
+
+
+def describe_machine(device: torch.device) -> dict[str, str]:
+    """What a verdict depends on: the GPU, its driver, what compiles a kernel, and the kernels themselves."""
+    from lookahead.kernels.tree_attention import TRITON_VERSION
+
+    sources = Path(str(self_test.__file__)).parent.glob("*.py")
+    driver = _DRIVER.read_text(encoding="utf-8").splitlines()[0] if _DRIVER.exists() else ""
+    return {
+        "gpu": torch.cuda.get_device_name(device),
+        "driver": driver,
+        "torch": torch.__version__,
+        "triton": TRITON_VERSION,
+        "kernels": xxhash.xxh3_64_hexdigest(b"".join(sorted(path.read_bytes() for path in sources))),
+    }
+
+
+def run_tests(variants: Sequence[KernelVariant]) -> list[Verdict]:
+    """Test kernels in another process, and the rest in a further one if a test ends it."""
+    verdicts: list[Verdict] = []
+    while len(verdicts) < len(variants):
+        left = variants[len(verdicts) :]
+        command = [sys.executable, "-m", SELF_TEST, json.dumps([each.to_json() for each in left])]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        patience_s = PATIENCE_S * (1 + len(left))
+        try:
+            run = subprocess.run(command, capture_output=True, env=environment, timeout=patience_s)
+            code, lines = run.returncode, run.stdout
+            reason = run.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
+            problem = f"its test ended with exit code {code}: {reason[-1]}"
+        except subprocess.TimeoutExpired as error:
+            code, lines, problem = 1, error.stdout or b"", f"its test took more than {patience_s} s"
+        except OSError as error:
+            unstarted = Verdict(f"no process can be started for its test: {error}", is_lasting=False)
+            return verdicts + [unstarted] * len(left)
+        found = [verdict for verdict in map(_parse, lines.splitlines()) if verdict is not None]
+        verdicts += found[: len(left)]
+        if len(verdicts) < len(variants) and (code or not found):
+            # A signal tells of the kernel; memory of the host, or a package of the test, may be missing today.
+            verdicts.append(Verdict(problem, is_lasting=code < 0 and code != -signal.SIGKILL))
+    return verdicts
+
+
+def _parse(line: str | bytes) -> Verdict | None:
+    """The verdict of a line in JSON; None for a line of something else."""
+    try:
+        problem, gains, is_lasting = json.loads(line)
+        return Verdict(str(problem), tuple((int(a), int(b), float(gain)) for a, b, gain in gains), bool(is_lasting))
+    except (ValueError, TypeError, RecursionError):
+        return None
+
+
+def _read_verdicts(path: Path) -> dict[str, Verdict]:
+    """The verdicts of a file; none where there is no such file, or it holds something else."""
+    try:
+        stored = read_json(path)["verdicts"]
+        known = {name: _parse(json.dumps(values)) for name, values in stored.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+    return {name: verdict for name, verdict in known.items() if verdict is not None}
+
+
+def _write_verdicts(path: Path, machine: dict[str, str], known: dict[str, Verdict]) -> None:
+    """Keep what another test would find too; a folder that cannot be written to costs a test in every process."""
+    lasting = {name: verdict for name, verdict in known.items() if verdict.is_lasting}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps({**machine, "verdicts": lasting}, indent=1))
+    except OSError as error:
+        _log.info("verdicts on kernels are not kept: %s", error)
