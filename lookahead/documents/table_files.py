@@ -211,30 +211,24 @@ def _columns(source: Input, field: str, names: list[str]) -> tuple[int, int | No
 def _json_document(line: bytes, place: str, offset: int, source: Input, field: str) -> Document | Reject:
     """The document of one JSON line that begins at byte `offset` of its file."""
     try:
-        record = _json_object(decode_bytes(line, place, offset).strip(), place)
+        record = json.loads(decode_bytes(line, place, offset).strip())
     except DocumentError as error:
         return Reject(place, str(error))
+    except RecursionError:
+        return Reject(place, f"{place}: not valid JSON: nested too deeply")
+    except json.JSONDecodeError as error:
+        what = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
+        return Reject(place, f"{place}: not valid JSON: {what}")
+    except ValueError as error:  # a number of too many digits
+        return Reject(place, f"{place}: not valid JSON: {error}")
+    if not isinstance(record, dict):
+        return Reject(place, f"{place}: expected a JSON object, got {type(record).__name__}")
     given = record.get(source.id_field or DEFAULT_ID_FIELD)
     for needed in (field, source.id_field):
         if needed is not None and needed not in record:
             there = ", ".join(record) or "none"
             return Reject(given_id(given, place, None), f"{place}: no field {needed!r}; the fields are {there}")
     return _document(place, source, field, record[field], given)
-
-
-def _json_object(line: str, place: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except RecursionError as error:
-        raise DocumentError(f"{place}: not valid JSON: nested too deeply") from error
-    except ValueError as error:
-        what = str(error)
-        if isinstance(error, json.JSONDecodeError):
-            what = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
-        raise DocumentError(f"{place}: not valid JSON: {what}") from error
-    if not isinstance(record, dict):
-        raise DocumentError(f"{place}: expected a JSON object, got {type(record).__name__}")
-    return record
 
 
 def _document(

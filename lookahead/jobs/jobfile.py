@@ -53,7 +53,12 @@ def read_job_file(path: Path) -> dict[str, Any]:
         if kind is list and isinstance(value, str):
             value = [value]
         least, most = option.metadata.get("min"), option.metadata.get("max")
-        if not _accepts(kind, value, least, most):
+        is_right = type(value) in _TYPES[kind][1]  # exactly, since bool is a subclass of int
+        if is_right and kind is list:
+            is_right = all(isinstance(each, str) for each in value)
+        elif is_right and least is not None:
+            is_right = least <= value and (most is None or value <= most)
+        if not is_right:
             allowed = _TYPES[kind][0]
             if least is not None:
                 allowed += f" of at least {least}" if most is None else f" from {least} to {most}"
@@ -76,12 +81,3 @@ def _names() -> dict[str, Field[Any]]:
     """The options by their keys in a job file: the longest flag without dashes."""
     named = [(max(each.metadata["flags"] or (each.name,), key=len), each) for each, _ in options_of(JobOptions)]
     return {name.lstrip("-").replace("_", "-"): each for name, each in named}
-
-
-def _accepts(kind: type, value: Any, least: float | None, most: float | None) -> bool:
-    """Whether an option accepts a TOML value. Types are compared exactly, since bool is a subclass of int."""
-    if type(value) not in _TYPES[kind][1]:
-        return False
-    if kind is list:
-        return all(isinstance(each, str) for each in value)
-    return bool((least is None or value >= least) and (most is None or value <= most))
