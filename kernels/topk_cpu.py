@@ -12,16 +12,11 @@ from lookahead.kernels.microkernel import exp, jit_part
 
 IntArray = NDArray[np.int32]
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of logits on a CPU that `rank` takes
 _BLOCK = 64  # logits; the highest of a block is kept, so that most logits are read once
 _AT_ONCE = 1 << 18  # logits converted to float32 at a time, so that the copy fits the cache of a core
 _LOWEST = np.iinfo(np.int32).min
 _INFINITY = np.int32(0x7F800000)  # the bits of the float32
-
-
-def can_rank(logits: Tensor) -> bool:
-    """Whether `rank` supports these logits."""
-    return logits.device.type == "cpu" and logits.dtype in _DTYPES
 
 
 def rank(logits: Tensor, count: int) -> tuple[IntArray, IntArray, NDArray[np.float32]]:

@@ -95,7 +95,8 @@ class RecycledTable(RawArrays):
             )
         if skipped is None:
             skipped = np.zeros(nodes, np.bool_)
-        _store_tree(*self.state, self._times, self._now, before, parents, tokens, top, probs, skipped)
+        table = self._keys, self._tokens, self._probs, self._times
+        _store_tree(*table, self._now, before, parents, tokens, top, probs, skipped)
 
 
 @jit_inline

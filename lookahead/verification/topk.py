@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lookahead.drafting.tree import IntArray
+from lookahead.kernels import topk_cpu
 from lookahead.ngram.recycled import TOP
 
 
@@ -41,10 +42,8 @@ def read_scores(logits: Tensor, *, with_top: bool) -> Scores:
         logits: `[rows, nodes, vocab]`.
         with_top: Whether to return the top 8 beside the argmax.
     """
-    from lookahead.kernels.topk_cpu import can_rank, rank
-
-    if can_rank(logits):
-        argmax, tokens, probabilities = rank(logits, TOP if with_top else 0)
+    if logits.device.type == "cpu" and logits.dtype in topk_cpu.DTYPES:
+        argmax, tokens, probabilities = topk_cpu.rank(logits, TOP if with_top else 0)
         return Scores(argmax, tokens, probabilities) if with_top else Scores(argmax)
     return _read_tensors(logits, with_top=with_top)
 
