@@ -105,9 +105,18 @@ def used(model: PreTrainedModel, number: int, call: dict[str, Any], config: Look
 
 
 def draw_config(rng: np.random.Generator) -> LookaheadConfig:
-    proposers = [("prompt",), ("jacobi",), ("prompt", "jacobi"), ()][int(rng.integers(4))]
+    choices = [
+        ("prompt",),
+        ("jacobi",),
+        ("prompt", "jacobi"),
+        (),
+        ("prompt", "outputs", "recycled"),
+        ("recycled", "jacobi"),
+    ]
+    proposers = choices[int(rng.integers(len(choices)))]
     return LookaheadConfig(
         proposers=proposers,
+        memory="request" if rng.random() < 0.5 else "shared",
         draft="fixed" if rng.random() < 0.5 else "auto",
         min_probability=float(rng.choice([0.0, 0.02, 0.3])),
         window=(int(rng.integers(0, 6)) or None) if "jacobi" in proposers else None,

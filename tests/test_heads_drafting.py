@@ -231,6 +231,14 @@ def test_rates_find_out_what_a_guess_is_worth():
     assert _says(rates, 0.5, 0.2) == [pytest.approx(0.9, abs=0.06), pytest.approx(0.05, abs=0.04)]
 
 
+def test_rates_follow_a_change_of_text():
+    """A head that was never right, and then always is, is soon believed again."""
+    rates = AcceptanceTable(1)
+    for emitted in [[9]] * 500 + [[3]] * 150:
+        _learn(rates, _chain(0.5), emitted)
+    assert _says(rates, 0.5)[0] > 0.5
+
+
 def test_a_guess_whose_parent_was_wrong_is_no_trial():
     rates = AcceptanceTable(2)
     for _ in range(50):

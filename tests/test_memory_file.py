@@ -25,6 +25,7 @@ from lookahead.errors import ConfigError, PoolError
 from lookahead.models.model_state import LearnedState, use_learned
 from lookahead.ngram.memory_file import (
     MemoryHeader,
+    aged,
     merge_records,
     read_memory,
     read_memory_header,
@@ -181,6 +182,14 @@ def test_of_two_records_of_a_context_the_first_counts_and_the_youngest_stay():
     kept = [token for token in range(60) if find_recycled(table_of(merged), [token])[0]]
     assert len(merged) == 12
     assert {50, 51} <= {*kept}
+
+
+def test_a_context_that_is_never_met_again_stays_what_it_was_however_many_merges_pass():
+    records = learned([5, 9])
+    known = find_recycled(table_of(records), [5, 9])
+    for _ in range(300):
+        records = aged(records)
+    assert known[0] == 2 and find_recycled(table_of(records), [5, 9]) == known
 
 
 def test_a_merge_replaces_what_it_learned_and_keeps_the_rest(path):
