@@ -14,6 +14,7 @@ from transformers import BertConfig, EncoderDecoderConfig, EncoderDecoderModel, 
 import lookahead
 from bench.llm import PassCounter
 from lookahead import LookaheadConfig
+from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.errors import UnsupportedModelError
 from lookahead.models.encoder_decoder import decoder_support, empty_cache
 from tests.support.adversarial_proposers import Offer, always_wrong, drafting_by, nothing, perfect
@@ -144,6 +145,15 @@ class StopsAfter:
 
 def test_a_criterion_that_fires_inside_a_draft_ends_the_output_there() -> None:
     compare(model_of("T5"), ONE, "perfect", **WANDERING, stopping_criteria=[StopsAfter(5)])
+
+
+def test_a_window_that_the_longest_draft_could_outgrow_is_no_window_to_draft_in() -> None:
+    model = build(ENCODER_DECODERS["T5Gemma"])
+    window = model.config.get_text_config(decoder=True).sliding_window = MAX_NODES_LIMIT + NEW_TOKENS
+    assert decoder_support(model, max_length=NEW_TOKENS - 1).shape == "chains"
+    assert decoder_support(model, max_length=NEW_TOKENS).shape == "none"
+    with pytest.warns(UserWarning, match=f"the cache of its decoder drops tokens beyond {window}.*decoded plainly"):
+        compare(model, ONE, config=None, do_sample=False)
 
 
 def test_a_prompt_for_the_decoder_is_gone_on_from() -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import struct
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -196,6 +197,14 @@ def test_a_merge_replaces_what_it_learned_and_keeps_the_rest(path):
     merge_into(str(path), MODEL, learned([4], [5], first=30), old=learned([3], [6], first=50))
     table = table_of(read_memory(path)[1])
     assert [find_recycled(table, [token])[1][0] for token in (3, 4, 5, 6)] == [10, 30, 30, 50]
+
+
+def test_a_full_file_forgets_what_was_learned_longest_ago(tmp_path):
+    path = str(tmp_path / "small.lkm")
+    for token in range(5, 25):
+        merge_into(path, replace(MODEL, max_contexts=4), learned([token]))
+    table = table_of(read_memory(path)[1])
+    assert [token for token in range(5, 25) if find_recycled(table, [token])[0]] == [21, 22, 23, 24]
 
 
 def test_processes_that_write_at_once_lose_nothing(tmp_path):

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from lookahead.errors import ConfigError, LookaheadError, PoolError
+from lookahead.integrations.known_requests import KnownRequests
 from lookahead.integrations.vllm import LookaheadProposer
-from lookahead.ngram.chain_proposer import ChainRequest
+from lookahead.ngram.chain_proposer import ChainProposer, ChainRequest
 from lookahead.ngram.chains import ChainIndex
 from lookahead.ngram.pool_file import write_pool
 from tests.support.row_engine import RowEngine, StubRequest, stub_config
@@ -51,6 +52,16 @@ def test_a_text_that_repeats_is_decoded_many_tokens_a_step():
     _, engine = engine_of()
     run(engine, [StubRequest([1, 2, 3, 4, 5, 6, 7], 200)])
     assert engine.emitted / engine.steps > 5
+
+
+def test_a_row_that_begins_with_several_texts_belongs_to_the_longest():
+    proposer, text = ChainProposer(4), np.arange(1, 60, dtype=np.int32)
+    short, long = (proposer.start(text[:length]) for length in (20, 40))
+    for aside in ([short, long], [long, short]):
+        requests = KnownRequests(max_aside=8, aside_tokens=1000)
+        requests.aside = aside
+        requests.match(text[None], np.array([text.size]), [True])
+        assert requests.rows[0] is long and requests.aside == [short]
 
 
 def test_what_an_earlier_request_wrote_is_drafted_for_the_next_one():
