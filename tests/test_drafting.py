@@ -96,6 +96,12 @@ def test_a_node_offered_twice_is_one_node_that_remembers_both_sources() -> None:
     assert draft.tree.sources[shared] == 0b101
 
 
+@pytest.mark.parametrize("chances", [(0.9, 0.1), (0.1, 0.9)])
+def test_a_node_offered_twice_has_the_higher_of_its_probabilities(chances: tuple[float, float]) -> None:
+    offers = [chain(1, p=chance) for chance in chances]
+    assert merge(ROOT, [*offers, chain(2, p=0.5)], Limits(1, 16)).tree.tokens.tolist() == [ROOT, 1]
+
+
 def test_required_nodes_stand_before_likelier_ones() -> None:
     window = chain(1, 2, 3, p=0.01, required=4)
     draft = merge(ROOT, [chain(4, 5, 6, p=0.99), window], Limits(4, 16, min_probability=0.05))

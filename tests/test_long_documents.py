@@ -9,7 +9,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, LlamaConfig
 
@@ -114,6 +114,7 @@ def test_a_paragraph_is_a_better_place_than_a_sentence_and_a_sentence_than_a_lin
 
 
 @given(text=TEXTS, budget=st.integers(8, 150), share=st.floats(0, 0.5))
+@example(text="\N{SNOWMAN}\N{SLOTH}" * 40, budget=12, share=0.42)  # characters of several tokens
 @pytest.mark.parametrize("kind", ["characters", "bytes"])
 def test_parts_cover_the_document_repeat_the_overlap_and_keep_to_the_budget(
     tiny_tokenizer, summarizer_tokenizer, kind, text, budget, share

@@ -96,6 +96,12 @@ def test_the_figures_of_the_page_are_those_of_the_lines(report) -> None:
     assert "tokens per second of a document beside others" in shown and "decoded beside it too" in shown
 
 
+def test_the_speed_beside_plain_decoding_is_that_of_the_documents_decoded_both_ways(report) -> None:
+    fast = line(2, lengths=(4, 4, 4), seconds=0.01, compared=False)
+    shown = words(report([line(1, lengths=(4, 4, 1), seconds=0.45), fast], []))
+    assert "2× the speed of plain decoding" in shown
+
+
 def test_every_document_is_a_point_that_tells_its_figures(report) -> None:
     page = report([line(number, seconds=0.5 + number) for number in range(3)])
     assert page.count('<circle class="point"') == 2 * 3
