@@ -8,7 +8,6 @@ import os
 import re
 import struct
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,6 @@ from lookahead.errors import ConfigError, PoolError
 from lookahead.models.model_state import LearnedState, use_learned
 from lookahead.ngram.memory_file import (
     MemoryHeader,
-    aged,
     merge_records,
     read_memory,
     read_memory_header,
@@ -185,26 +183,10 @@ def test_of_two_records_of_a_context_the_first_counts_and_the_youngest_stay():
     assert {50, 51} <= {*kept}
 
 
-def test_a_context_that_is_never_met_again_stays_what_it_was_however_many_merges_pass():
-    records = learned([5, 9])
-    known = find_recycled(table_of(records), [5, 9])
-    for _ in range(300):
-        records = aged(records)
-    assert known[0] == 2 and find_recycled(table_of(records), [5, 9]) == known
-
-
 def test_a_merge_replaces_what_it_learned_and_keeps_the_rest(path):
     merge_into(str(path), MODEL, learned([4], [5], first=30), old=learned([3], [6], first=50))
     table = table_of(read_memory(path)[1])
     assert [find_recycled(table, [token])[1][0] for token in (3, 4, 5, 6)] == [10, 30, 30, 50]
-
-
-def test_a_full_file_forgets_what_was_learned_longest_ago(tmp_path):
-    path = str(tmp_path / "small.lkm")
-    for token in range(5, 25):
-        merge_into(path, replace(MODEL, max_contexts=4), learned([token]))
-    table = table_of(read_memory(path)[1])
-    assert [token for token in range(5, 25) if find_recycled(table, [token])[0]] == [21, 22, 23, 24]
 
 
 def test_processes_that_write_at_once_lose_nothing(tmp_path):

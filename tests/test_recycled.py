@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import ChainIndex
+from lookahead.ngram.memory_file import MemoryHeader, Records, aged, read_memory, records_of, table_of
 from lookahead.ngram.recycled import RecycledTable
 from lookahead.ngram.search import grow_trie
+from lookahead.proposers.file_memory import EMPTY, merge_into
 from tests.support.index_queries import find_recycled
 from tests.support.naive_index import RecycledByDict
 
@@ -120,3 +122,26 @@ def test_a_number_of_contexts_that_does_not_fill_sets_is_refused(contexts):
 def test_successors_that_do_not_fit_the_tree_are_refused():
     with pytest.raises(ValueError, match="8 successors each"):
         teach(RecycledTable(contexts=64), ([1], [0], [1], [[1, 2, 3]], [[0.5, 0.3, 0.2]]))
+
+
+def records_after(*context: int) -> Records:
+    """What a file keeps of a model that met a context."""
+    table = table_of(EMPTY, 256)
+    teach(table, (context, [0], context[-1:], [range(8)], [[0.5] * 8]))
+    return records_of(table, 101)[0]
+
+
+def test_a_context_that_is_never_met_again_stays_what_it_was_however_many_merges_pass():
+    records = records_after(5, 9)
+    known = find_recycled(table_of(records), [5, 9])
+    for _ in range(300):
+        records = aged(records)
+    assert known[0] == 2 and find_recycled(table_of(records), [5, 9]) == known
+
+
+def test_a_full_file_forgets_what_was_learned_longest_ago(tmp_path):
+    path, header = str(tmp_path / "small.lkm"), MemoryHeader(77, 101, 0, max_contexts=4)
+    for token in range(5, 25):
+        merge_into(path, header, records_after(token))
+    table = table_of(read_memory(path)[1])
+    assert [token for token in range(5, 25) if find_recycled(table, [token])[0]] == [21, 22, 23, 24]
