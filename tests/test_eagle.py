@@ -68,9 +68,11 @@ def _features(head: EagleHead, model, ids: list[int]) -> tuple[torch.Tensor, tor
 
 
 @torch.no_grad()
-def test_what_a_tree_promises_is_what_the_head_says_when_given_the_whole_path_anew(head, tiny_llama):
+@pytest.mark.parametrize("temperature", [None, 0.5])
+def test_what_a_tree_promises_is_what_the_head_says_when_given_the_whole_path_anew(head, tiny_llama, temperature):
+    warp = None if temperature is None else lambda logits: logits / temperature
     texts = {0: [5, 9, 31, 77, 5, 9, 2, 8, 60], 2: [7, 8, 9]}
-    drafter = EagleDrafter(head, tiny_llama, AcceptanceTable(6), None, 3)
+    drafter = EagleDrafter(head, tiny_llama, AcceptanceTable(6), warp, 3)
     pairs = {row: (text[1:], *(each[:-1] for each in _features(head, tiny_llama, text))) for row, text in texts.items()}
     ids, states = ([torch.tensor(each[0]) for each in pairs.values()], [each[1] for each in pairs.values()])
     drafter.read([0], [ids[0][:3]], [states[0][:3]])  # rows begin apart, and grow by different lengths
@@ -91,7 +93,8 @@ def test_what_a_tree_promises_is_what_the_head_says_when_given_the_whole_path_an
                     says[parent] = naive(
                         head, tiny_llama, [*tokens, *(int(tree.tokens[each]) for each in nodes)], grown
                     )
-            chances = head.logits(tiny_llama, says[int(tree.parents[node])]).softmax(-1)
+            logits = head.logits(tiny_llama, says[int(tree.parents[node])])
+            chances = (logits if warp is None else warp(logits)).softmax(-1)
             place = int((head.token_ids(torch.arange(len(chances))) == int(tree.tokens[node])).nonzero())
             assert tree.draft_probs[node] == pytest.approx(float(chances[place]), rel=1e-3)
         assert tree.kinds[1:, 0].max() >= 2
