@@ -1,6 +1,7 @@
 """What one pass of a real model over a token tree takes on one core, and what a perfect pass would take.
 
     python -m bench.passes --dtype bf16
+    python -m bench.passes --dtype bf16 --quantize int8
     python -m bench.passes --model DIR --dtype fp32 --contexts 300,2000 --nodes 1,8,64
 
 The ways of ours take turns with one step of transformers: "exact" lets every node attend alone (half precision only),
@@ -24,7 +25,7 @@ from bench.command import parser_of, publish, seconds_of, setting_of, stay_on_on
 from lookahead import load
 from lookahead.drafting.tree import TokenTree
 from lookahead.models.loading import DEFAULT_MODEL
-from lookahead.models.quantized import QUANTIZED
+from lookahead.models.quantized import QUANTIZED, QuantizedLinear
 from lookahead.models.support import is_bitwise
 from lookahead.models.target import Target, input_device
 
@@ -45,7 +46,9 @@ def machine(dtype: torch.dtype) -> tuple[float, float]:
 
 def perfect_ms(model: PreTrainedModel, nodes: int, bandwidth: float, peak: float) -> float:
     """Milliseconds of a pass that does nothing but read or multiply the weights of the linear layers."""
-    weights = {id(each.weight): each.weight for each in model.modules() if type(each) is torch.nn.Linear}
+    weights = {
+        id(each.weight): each.weight for each in model.modules() if type(each) in (torch.nn.Linear, QuantizedLinear)
+    }
     size = sum(each.nbytes for each in weights.values())
     products = 2 * nodes * sum(each.numel() for each in weights.values())
     return 1e3 * max(size / bandwidth, products / peak)

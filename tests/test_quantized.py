@@ -130,8 +130,8 @@ def test_a_product_is_that_of_the_rounded_weight_and_a_row_is_the_same_in_any_co
     own = nn.Linear(inputs, outputs, bias=bias).to(dtype)
     with torch.inference_mode():
         layer = QuantizedLinear(own)
-        steps = own.weight.double().abs().amax(1, keepdim=True) / 127
-        weight = (own.weight.double() / steps).round() * steps
+        steps = own.weight.float().abs().amax(1, keepdim=True) / 127
+        weight = (own.weight.float() / steps).round().double() * steps
         for rows in (1, 2, 7, 8, 9, 16, 17, 40):
             x = torch.randn(rows, inputs).to(dtype)
             got = layer(x[None])[0]
