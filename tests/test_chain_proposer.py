@@ -134,11 +134,11 @@ def test_what_is_no_token_is_refused_and_leaves_the_text_as_it_was():
 
 
 def learned(costs: dict[tuple[int, int], float]) -> ChainLengths:
-    """Lengths after many steps: seconds by rows and drafted tokens."""
+    """Lengths after many steps that paid: seconds by rows and drafted tokens."""
     lengths = ChainLengths()
     for _ in range(60):
         for (rows, drafted), seconds in costs.items():
-            lengths.observe(rows=rows, drafted=drafted, seconds=seconds)
+            lengths.observe(rows=rows, drafted=drafted, emitted=rows + 20 * drafted, seconds=seconds)
     return lengths
 
 
@@ -159,39 +159,36 @@ def test_a_short_draft_is_left_out_where_any_draft_costs_much_and_more_of_it_not
     assert lengths.choose([np.full(8, 0.6)]) == [8]
 
 
-def test_drafts_that_cost_more_than_they_give_are_left_out_and_tried_again_after_a_rest():
-    lengths = learned({(1, 0): 0.01, (1, 2): 0.1, (1, 7): 0.1})
-    tried, chosen = 0, []
-    for _ in range(3000):
-        if not lengths.rests():
-            tried += 1
-            chosen += lengths.choose([np.array([0.9, 0.8, 0.7])])
-            lengths.observe(rows=1, drafted=chosen[-1], seconds=0.1 if chosen[-1] else 0.01)
-    assert 3000 / 16 <= tried <= 300
-    assert 0 < sum(map(bool, chosen)) < 90  # measured anew, and found as costly
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize(("slow", "host_s"), [(4.0, 0.0), (1.2, 0.0), (1.05, 0.0), (1.0, 0.0005), (1.0, 0.01)])
+def test_drafts_that_promise_much_and_give_nothing_lose_little_and_are_tried_again(rows, slow, host_s):
+    lengths, seconds, tried = ChainLengths(), 0.0, []
+    for step in range(3000):
+        asked = lengths.drafts(rows)
+        drafted = sum(lengths.choose([np.array([0.9, 0.8, 0.7])] * rows)) if asked else 0
+        took = 0.01 * slow if drafted else 0.01
+        host = host_s if asked else None
+        lengths.observe(rows=rows, drafted=drafted, emitted=rows, seconds=took, host_s=host)
+        seconds += took + (host or 0.0)
+        tried += [step] * asked
+    assert seconds < 1.015 * 3000 * 0.01 + 0.2 + 0.01 * slow
+    assert tried[-1] > 2000
 
 
 def test_unlikely_drafts_do_not_keep_likely_ones_from_being_verified_in_the_next_steps():
     lengths = learned({(1, 0): 0.01, (1, 2): 0.012, (1, 8): 0.018})
-    unlikely, likely = np.array([0.05]), np.array([0.9, 0.8])
-    for _ in range(5):
-        assert lengths.choose([unlikely]) == [0] and not lengths.rests()
-    assert lengths.choose([likely]) == [2]
-    for _ in range(100):
-        if not lengths.rests():
-            lengths.choose([unlikely])
-    assert sum(not lengths.rests() and lengths.choose([unlikely]) == [0] for _ in range(160)) == 10
-    while lengths.rests():
-        pass
-    assert lengths.choose([likely]) == [2]  # what drafts cost is still known
+    for _ in range(200):
+        if lengths.drafts(1):
+            assert lengths.choose([np.array([0.05])]) == [0]
+    assert lengths.choose([np.array([0.9, 0.8])]) == [2]
 
 
 def test_a_plain_step_that_took_long_once_is_not_believed_where_all_steps_draft():
     lengths = ChainLengths()
     for _ in range(5):
-        lengths.observe(rows=1, drafted=0, seconds=0.1)
+        lengths.observe(rows=1, drafted=0, emitted=1, seconds=0.1)
     for drafted in [2, 8, 16] * 20:
-        lengths.observe(rows=1, drafted=drafted, seconds=0.030 + 0.0016 * drafted)
+        lengths.observe(rows=1, drafted=drafted, emitted=3, seconds=0.030 + 0.0016 * drafted)
     assert lengths.choose([np.array([0.9, 0.8, 0.7, 0.1])]) == [3]
 
 
@@ -204,11 +201,12 @@ def test_the_likeliest_tokens_of_a_batch_are_verified_whoever_they_belong_to():
 def test_nothing_is_verified_before_a_plain_step_is_timed_unless_none_can_be():
     lengths = ChainLengths()
     chain = np.full(4, 0.9)
-    assert [lengths.choose([chain]) for _ in range(5)] == [[0], [0], [0], [4], [4]]
-    lengths = ChainLengths()
-    assert lengths.choose([chain]) == [0]
-    lengths.observe(rows=1, drafted=0, seconds=0.01)
+    assert [lengths.drafts(1) for _ in range(5)] == [False, False, False, True, True]
     assert lengths.choose([chain]) == [4]
+    lengths = ChainLengths()
+    assert not lengths.drafts(1)
+    lengths.observe(rows=1, drafted=0, emitted=1, seconds=0.01, host_s=None)
+    assert lengths.drafts(1) and lengths.choose([chain]) == [4]
 
 
 @given(
@@ -218,7 +216,7 @@ def test_nothing_is_verified_before_a_plain_step_is_timed_unless_none_can_be():
 def test_lengths_fit_the_chains_whatever_was_measured(chains, measured):
     lengths = ChainLengths()
     for rows, drafted, seconds in measured:
-        lengths.observe(rows=rows, drafted=drafted, seconds=seconds)
+        lengths.observe(rows=rows, drafted=drafted, emitted=rows, seconds=seconds)
     path_probs = [np.sort(np.array(each))[::-1] for each in chains]
     for _ in range(5):
         chosen = lengths.choose(path_probs)

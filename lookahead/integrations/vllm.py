@@ -113,8 +113,8 @@ class LookaheadProposer:
         device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
         self._clock = clock or (time.process_time if device == "cpu" else time.perf_counter)
         self._told: set[str] = set()
-        # At the last return: tokens of each row, drafted tokens of all, and the time.
-        self._before: tuple[list[int], int, float] = ([], 0, 0.0)
+        # Of the last call: tokens of each row, drafted tokens of all, seconds of drafting, and the time of the return.
+        self._before: tuple[list[int], int, float | None, float] = ([], 0, None, 0.0)
         self._warm_up()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -142,7 +142,7 @@ class LookaheadProposer:
             return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
         except Exception as error:
             self._tell(error)
-            self._known.rows, self._before = [], ([], 0, 0.0)
+            self._known.rows, self._before = [], ([], 0, None, 0.0)
             return [[] for _ in sampled_token_ids] if isinstance(sampled_token_ids, Sequence) else []
 
     def _propose(self, sampled: Sequence[Sequence[int]], counts: NDArray[Any], tokens: NDArray[Any]) -> list[list[int]]:
@@ -153,14 +153,17 @@ class LookaheadProposer:
         lengths = counts.tolist()
         if rows and not 0 <= min(lengths) <= max(lengths) <= tokens.shape[1]:
             raise ValueError(f"rows hold 0 to {tokens.shape[1]} tokens, got {min(lengths)} to {max(lengths)}")
-        before, drafted, then = self._before
+        before, drafted, host_s, then = self._before
         # A step is timed if it did nothing but decode the rows of the step before.
         if rows and all(sampled) and before == [n - len(new) for n, new in zip(lengths, sampled, strict=True)]:
-            self._lengths.observe(rows=rows, drafted=drafted, seconds=now - then)
+            emitted = sum(lengths) - sum(before)
+            self._lengths.observe(rows=rows, drafted=drafted, emitted=emitted, seconds=now - then, host_s=host_s)
         drafts: list[list[int]] = [[] for _ in range(rows)]
-        if not self._lengths.rests():
+        asked = rows > 0 and self._lengths.drafts(rows)
+        if asked:
             self._draft(sampled, counts, tokens, drafts)
-        self._before = (lengths, sum(map(len, drafts)), self._clock())
+        then = self._clock()
+        self._before = (lengths, sum(map(len, drafts)), then - now if asked else None, then)
         return drafts
 
     def _draft(
