@@ -115,9 +115,10 @@ class HitRates(RawArrays):
     """The probability that the target chooses a candidate, by the features of the candidate.
 
     Features are buckets of: the length of the match, its rank, and the agreement of its occurrences; the length of the
-    known recycled context, and the probability stored there; for a recycled token alone, the longest match for another
-    token; for a frequent token, its rank. Each starts at a prior worth 16 trials and halves its counts at 400 trials,
-    so that it follows a change of text. Features of one kind share a factor on their odds, updated at every trial.
+    known recycled context, whether this request learned it, and the probability stored there; for a recycled token
+    alone, the longest match for another token; for a frequent token, its rank. Each starts at a prior worth 16 trials
+    and halves its counts at 400 trials, so that it follows a change of text. Features of one kind share a factor on
+    their odds, updated at every trial.
 
     Attributes:
         prior: float64 `[features]`: the probability of each feature before any trial.

@@ -113,13 +113,15 @@ def split(texts, own, found, first, stop, depth, options, weights):
 
 
 @jit_inline
-def score(least, options, probs, matches, longest, memory, hashes, orders, source, table, frequent):
+def score(least, options, probs, matches, longest, memory, since, hashes, orders, source, table, frequent):
     """Rank the options of matches, and add recycled tokens, or frequent ones if no recycled context is known.
 
     Fills `probs` with the probability of each option once the node was chosen; returns the number of options. `least`
     is the least probability of options without a match.
     """
-    order, group, way = find_context(memory[0], hashes, orders) if orders > 0 else (0, 0, 0)
+    order, group, way, is_foreign = 0, 0, 0, 0
+    if orders > 0:
+        order, group, way, is_foreign = find_context(memory[0], memory[3], since, hashes, orders)
     _rank(options, probs, matches)
 
     own, foreign = 0, 0
@@ -137,7 +139,7 @@ def score(least, options, probs, matches, longest, memory, hashes, orders, sourc
         if order == 0 or options[at, FEATURE] >= _LONG:
             feature = feature_of_match(options[at, FEATURE], rank, options[at, _SUPPORT])
         else:
-            feature = feature_of_both(rank, options[at, _SUPPORT], order, bucket)
+            feature = feature_of_both(rank, options[at, _SUPPORT], order, is_foreign, bucket)
         options[at, FEATURE] = feature
         probs[at] = hit_rate(table, feature)
     is_long = longest >= _LONG
@@ -150,7 +152,8 @@ def score(least, options, probs, matches, longest, memory, hashes, orders, sourc
         left = _shrink(probs, 0, matches, CEILING)
     count = matches
     if order > 0:
-        count = _add_memory(options, probs, matches, longest, memory, order, group, way, 1 << source, table, least)
+        context = (order, is_foreign, group, way)
+        count = _add_memory(options, probs, matches, longest, memory, context, 1 << source, table, least)
     elif longest < _SHORT:
         for rank in range(FREQUENT):
             feature = feature_of_frequent(rank, longest)
@@ -162,12 +165,14 @@ def score(least, options, probs, matches, longest, memory, hashes, orders, sourc
 
 
 @jit_inline
-def _add_memory(options, probs, matches, longest, memory, order, group, way, source, table, least):
+def _add_memory(options, probs, matches, longest, memory, context, source, table, least):
     """Add the recycled tokens of a context; returns the new number of options."""
-    _, top, stored = memory
+    _, top, stored, _ = memory
+    order, is_foreign, group, way = context
     count = matches
     for rank in range(TOP):
-        feature = feature_of_memory(order, bucket_of(rank, prob_of(stored[group, way, rank])), longest)
+        bucket = bucket_of(rank, prob_of(stored[group, way, rank]))
+        feature = feature_of_memory(order, is_foreign, bucket, longest)
         prob = hit_rate(table, feature)
         if prob >= least:
             count = _add(options, probs, matches, count, top[group, way, rank], source, feature, prob)
@@ -177,7 +182,7 @@ def _add_memory(options, probs, matches, longest, memory, order, group, way, sou
 @jit_inline
 def _bucket_in(memory, group, way, token):
     """The bucket of a token among the successors of a recycled context, 0 if it is not one of them."""
-    _, top, stored = memory
+    _, top, stored, _ = memory
     for rank in range(TOP):
         if top[group, way, rank] == token:
             return bucket_of(rank, prob_of(stored[group, way, rank]))

@@ -40,9 +40,10 @@ _BUCKETS = 1 + len(_BUCKET_PRIOR)
 _ORDER_SHARE = np.array([0.65, 0.85, 0.9, 1.0])  # factor for a known context of 1 to 4 tokens
 
 # A match of one token with a recycled context: by its rank (first, second, later), its support, the known context
-# (short, long), and the bucket of the recycled token.
+# (of this request or foreign, short or long), and the bucket of the recycled token.
 _BOTH_RANKS = 3
-_BOTH_ORDERS = 2
+_BOTH_CONTEXTS = 4
+_FOREIGN_SHARE = np.array([1.0, 0.8])  # factor for a context that another request learned
 # A recycled token alone: by the known context, its bucket, and the longest match, which is for another token.
 _BESIDE_STARTS = (0, 1, 2, 3, 5, 10)
 _BESIDE_SHARE = np.array([1.0, 0.75, 0.75, 0.7, 0.5, 0.2])
@@ -55,23 +56,26 @@ _FREQUENT_SHARE = np.array([1.0, 0.5, 0.25, 0.15, 0.1, 0.05])
 
 _FIRST_COPY = _LENGTH_OF[COPY] * RANKS * _SUPPORTS
 _FIRST_BOTH = _LENGTHS * RANKS * _SUPPORTS
-_FIRST_MEMORY = _FIRST_BOTH + _BOTH_RANKS * _SUPPORTS * _BOTH_ORDERS * _BUCKETS
-_FIRST_FREQUENT = _FIRST_MEMORY + ORDERS * (_BUCKETS - 1) * _BESIDES
+_FIRST_MEMORY = _FIRST_BOTH + _BOTH_RANKS * _SUPPORTS * _BOTH_CONTEXTS * _BUCKETS
+_FIRST_FREQUENT = _FIRST_MEMORY + 2 * ORDERS * (_BUCKETS - 1) * _BESIDES
 
 
 def _kinds() -> IntArray:
     """The kind of every feature, int32 `[features]`.
 
     Kinds are: short and long matches, in the first text and in others; recycled tokens by bucket, with and without a
-    match; all frequent tokens.
+    match, of this request and foreign; all frequent tokens.
     """
     is_foreign = np.arange(_SUPPORTS) >= _AGREEMENTS
     is_copy = np.arange(_LENGTHS * RANKS) >= _LENGTH_OF[COPY] * RANKS
     match = 2 * is_copy[:, None] + is_foreign
-    both = np.broadcast_to(4 + np.arange(_BUCKETS), (_BOTH_RANKS, _SUPPORTS, _BOTH_ORDERS, _BUCKETS)).copy()
+    context = _BUCKETS * (np.arange(_BOTH_CONTEXTS) // 2)[:, None]
+    shape = (_BOTH_RANKS, _SUPPORTS, _BOTH_CONTEXTS, _BUCKETS)
+    both = np.broadcast_to(4 + context + np.arange(_BUCKETS), shape).copy()
     both[..., 0] = is_foreign[:, None]
-    memory = 4 + _BUCKETS + np.tile(np.arange(_BUCKETS - 1).repeat(_BESIDES), ORDERS)
-    frequent = np.full(FREQUENT * _BESIDES, 3 + 2 * _BUCKETS)
+    alone = np.broadcast_to(np.arange(2 * (_BUCKETS - 1)).reshape(2, 1, -1, 1), (2, ORDERS, _BUCKETS - 1, _BESIDES))
+    memory = 4 + 2 * _BUCKETS + alone.reshape(-1)
+    frequent = np.full(FREQUENT * _BESIDES, 2 + 4 * _BUCKETS)
     return np.concatenate((match.reshape(-1), both.reshape(-1), memory, frequent)).astype(np.int32)
 
 
@@ -107,9 +111,9 @@ def _of_both() -> FloatArray:
     length = _LENGTH_PRIOR[0]
     prob = length * ((1.0 - length) * _LATER_RANK) ** np.arange(_BOTH_RANKS)
     match = (prob / (1.0 - prob))[:, None, None, None] * np.sqrt(_SUPPORT_ODDS)[:, None, None]
-    prob = _ORDER_SHARE[[1, -1], None] * _BUCKET_PRIOR
+    prob = np.outer(_FOREIGN_SHARE, _ORDER_SHARE[[1, -1]]).reshape(-1, 1) * _BUCKET_PRIOR
     memory = prob / (1.0 - prob)
-    odds = np.empty((_BOTH_RANKS, _SUPPORTS, _BOTH_ORDERS, _BUCKETS))
+    odds = np.empty((_BOTH_RANKS, _SUPPORTS, _BOTH_CONTEXTS, _BUCKETS))
     odds[..., 0] = 0.3 * match[..., 0]
     odds[..., 1:] = np.maximum(odds[..., :1], match**0.25 * memory**0.75)
     firsts = slice(_FIRST_BUCKET[0], _FIRST_BUCKET[1])
@@ -120,7 +124,8 @@ def _of_both() -> FloatArray:
 
 def _of_memory() -> FloatArray:
     """Priors of recycled tokens alone, in the order of `feature_of_memory`."""
-    prior: FloatArray = _ORDER_SHARE[:, None, None] * _BUCKET_PRIOR[:, None] * _BESIDE_SHARE
+    context = np.outer(_FOREIGN_SHARE, _ORDER_SHARE).reshape(-1, 1, 1)
+    prior: FloatArray = context * _BUCKET_PRIOR[:, None] * _BESIDE_SHARE
     return prior.reshape(-1)
 
 
@@ -172,16 +177,16 @@ def feature_of_match(length, rank, support):
 
 
 @jit_inline
-def feature_of_both(rank, support, order, bucket):
+def feature_of_both(rank, support, order, is_foreign, bucket):
     """The row for a match of one token with a recycled context of `order` tokens, 1 to 4."""
     row = min(rank, _BOTH_RANKS - 1) * _SUPPORTS + support
-    return _FIRST_BOTH + (row * _BOTH_ORDERS + (order > 2)) * _BUCKETS + bucket
+    return _FIRST_BOTH + (row * _BOTH_CONTEXTS + 2 * is_foreign + (order > 2)) * _BUCKETS + bucket
 
 
 @jit_inline
-def feature_of_memory(order, bucket, beside):
+def feature_of_memory(order, is_foreign, bucket, beside):
     """The row for a recycled token; the longest match for other tokens has `beside` tokens (0: none)."""
-    row = (order - 1) * (_BUCKETS - 1) + bucket - 1
+    row = (ORDERS * is_foreign + order - 1) * (_BUCKETS - 1) + bucket - 1
     return _FIRST_MEMORY + row * _BESIDES + _BESIDE_OF[min(beside, _BESIDE_OF.size - 1)]
 
 

@@ -20,7 +20,7 @@ RecycledState = tuple[NDArray[np.uint64], IntArray, NDArray[np.uint16]]
 TOP = 8  # successors kept of a context
 ORDERS = 4  # contexts of 1 to 4 tokens
 WAYS = 4  # entries of a set
-_GROUPS = 3  # after the pointers to keys, tokens and probabilities: the number of sets
+_GROUPS = 4  # after the pointers to keys, tokens, probabilities and times: the number of sets
 _UNIT = 65535.0  # a probability of 1 as it is stored
 _HASH_BITS = np.uint64(0xFFFFFFFFFFFFFF00)  # a file keeps the age of a context in the others
 
@@ -47,7 +47,7 @@ class RecycledTable(RawArrays):
         self._times = np.zeros((contexts // WAYS, WAYS), dtype=np.int64)  # of the last write, counted in writes
         self._now = np.zeros(1, dtype=np.int64)
         super().__init__(_GROUPS + 1)
-        self._point_to(*self.state)
+        self._point_to(*self.state, self._times)
         self._pointers[_GROUPS] = contexts // WAYS
 
     @property
@@ -101,12 +101,13 @@ class RecycledTable(RawArrays):
 
 @jit_inline
 def table_at(address):
-    """Keys, tokens and probabilities of the `RecycledTable` at an address."""
+    """Keys, tokens, probabilities and times of the `RecycledTable` at an address."""
     pointers = pointers_at(address, _GROUPS + 1)
     groups = pointers[_GROUPS]
     keys = array_at(pointers[0], (groups, WAYS), np.uint64)
     tokens = array_at(pointers[1], (groups, WAYS, TOP), np.int32)
-    return keys, tokens, array_at(pointers[2], (groups, WAYS, TOP), np.uint16)
+    probs = array_at(pointers[2], (groups, WAYS, TOP), np.uint16)
+    return keys, tokens, probs, array_at(pointers[3], (groups, WAYS), np.int64)
 
 
 @jit_inline
@@ -146,15 +147,24 @@ def group_of(keys, code):
 
 
 @jit_inline
-def find_context(keys, hashes, orders):
-    """The longest context in the table: its length in tokens (0: none), its set and its entry."""
-    for order in range(orders - 1, -1, -1):
-        code = hashes[order]
-        group = group_of(keys, code)
+def find_context(keys, times, since, hashes, orders):
+    """The longest context in the table: its length in tokens (0: none), its set and its entry, and 1 if it is foreign.
+
+    Foreign is what was stored up to the time `since`. One learned after it goes before a foreign one that is longer by
+    one token.
+    """
+    longest, found_group, found_way = 0, 0, 0
+    for order in range(orders, 0, -1):
+        if longest > order + 1:
+            break
+        group = group_of(keys, hashes[order - 1])
         for way in range(WAYS):
-            if keys[group, way] == code:
-                return order + 1, group, way
-    return 0, 0, 0
+            if keys[group, way] == hashes[order - 1]:
+                if times[group, way] > since:
+                    return order, group, way, 0
+                if longest == 0:
+                    longest, found_group, found_way = order, group, way
+    return longest, found_group, found_way, 1
 
 
 @jit_inline

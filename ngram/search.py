@@ -35,10 +35,11 @@ MAX_NODES = 1 << 10
 # Rows of what `_write` returns: five of the whole tree, where its nodes went, and five of the selected part.
 PLACED, PART, _ROWS = 5, 6, 11
 _MOST_TEXTS = 3
-_POINTERS = _MOST_TEXTS + 6  # texts, memory, rates, min_ngram, max_ngram, max_links, bit of the memory
+_POINTERS = _MOST_TEXTS + 7  # texts, memory, rates, min_ngram, max_ngram, max_links, bit and time of the memory
 _FLOOR = 0.0001  # least probability of a node to be reached
 _MAX_LINKS = 1 << 12
 _VARIETY = 16  # different next tokens looked for in a text
+_SHORTEST_FOREIGN = 3  # tokens of a match in another text than the row's own, beside recycled tokens
 
 _NO_TEXT = ChainIndex()
 _NO_TAIL = np.zeros(0, np.int32)
@@ -87,7 +88,8 @@ class Search(RawArrays):
         memory = memory if memory is not None else _NO_MEMORY
         self._searched = (*texts, rates, memory)  # keeps alive what the addresses point to
         addresses = [text.address for text in texts] + [_NO_TEXT.address] * (_MOST_TEXTS - len(texts))
-        self._pointers[:] = (*addresses, memory.address, rates.address, *bounds, len(texts))
+        since = memory.clock[1][0]  # what the memory learned before is foreign
+        self._pointers[:] = (*addresses, memory.address, rates.address, *bounds, len(texts), since)
 
     def grow(
         self,
@@ -181,11 +183,13 @@ def _propose(search_at, max_nodes, context, own, floor, budget, max_depth, min_p
     if tail.size > 0 and tail[-1] >= 0:
         matches = (occurrences, orders)
         bounds = (shortest, longest, walked)
-        found = _find(first, 0, own, tail, bounds, matches, 0)
-        found = _find(second, 1, False, tail, bounds, matches, found)
-        found = _find(third, 2, False, tail, bounds, matches, found)
+        found = _find(first, 0, tail, bounds, matches, 0)
+        if own and memory[0].shape[0] > 1:  # the target's own successors say more than short matches in other texts
+            bounds = (max(shortest, min(_SHORTEST_FOREIGN, longest)), longest, walked)
+        found = _find(second, 1, tail, bounds, matches, found)
+        found = _find(third, 2, tail, bounds, matches, found)
         nodes[0, TOKEN], nodes[0, STOP] = tail[-1], found
-        known = (memory, hashes, table, frequent, source)
+        known = (memory, given[9], hashes, table, frequent, source)
         begin = (tail, floor, is_chain)
         count = _grow((first, second, third), own, matches, known, begin, nodes, tips, probs, (options, likely))
     return _write(nodes, probs[0], probs[3], count, limits, costs)
@@ -213,7 +217,7 @@ def _write(nodes, probs, path_probs, count, limits, costs):
 
 
 @jit_inline
-def _find(chains, text, own, tail, bounds, matches, count):
+def _find(chains, text, tail, bounds, matches, count):
     """Find the end of the context in one more text; returns how many occurrences there are then.
 
     `orders[0]` lists them, those of the longest matches first.
@@ -250,7 +254,7 @@ def _grow(texts, own, found, known, begin, nodes, tips, numbers, space_of_option
     """
     options, likely = space_of_options
     tail, floor, is_chain = begin
-    memory, hashes, table, frequent, source = known
+    memory, since, hashes, table, frequent, source = known
     probs, tip_probs, tip_path_probs, path_probs = numbers[0], numbers[1], numbers[2], numbers[3]
     recalls, max_nodes, orders = memory[0].shape[0] > 1, tips.shape[0], 0
     count, live, path_prob = 1, 0, 1.0
@@ -264,7 +268,9 @@ def _grow(texts, own, found, known, begin, nodes, tips, numbers, space_of_option
         if recalls:
             orders = hash_context(tail, tail.size, nodes[:, TOKEN], nodes[:, PARENT], node, hashes)
         least = floor / path_prob
-        offered = score(least, options, likely, matches, longest, memory, hashes, orders, source, table, frequent)
+        offered = score(
+            least, options, likely, matches, longest, memory, since, hashes, orders, source, table, frequent
+        )
         first_option = _greatest(likely, offered) if is_chain else 0
         for option in range(first_option, min(first_option + 1, offered) if is_chain else offered):
             value = likely[option] * path_prob

@@ -69,13 +69,13 @@ def test_chances_of_siblings_never_sum_up_to_more_than_one_however_likely_each_i
 def test_a_token_that_the_memory_names_late_is_not_guessed_to_be_less_likely_than_one_it_does_not_name():
     rates, late = HitRates(), range(6, 15)
     for rank, support, order in product(range(3), range(20), (1, 4)):
-        guesses = [rates.prior[feature_of_both(rank, support, order, standing)] for standing in (0, *late)]
+        guesses = [rates.prior[feature_of_both(rank, support, order, 0, standing)] for standing in (0, *late)]
         assert guesses[0] == min(guesses)
 
 
 def test_what_short_matches_are_worth_is_learned_of_those_that_the_memory_does_not_name_too():
     rates, root = HitRates(), np.zeros(2, np.int32)
-    short, unnamed = feature_of_match(1, 0, 0), feature_of_both(0, 0, 1, 0)
+    short, unnamed = feature_of_match(1, 0, 0), feature_of_both(0, 0, 1, 0, 0)
     before = hit_rate(rates.table, unnamed)
     for _ in range(40):
         rates.learn(root, np.array([1, 2], np.int32), np.array([0, short], np.int32), np.array([2], np.int32))

@@ -30,10 +30,12 @@ def find(
 def find_recycled(table: RecycledTable, context: Sequence[int] | IntArray) -> tuple[int, list[int], list[float]]:
     """How many tokens at the end of a context are known, and its successors with their probabilities."""
     keys, tokens, probs = table.state
-    order, group, way = _look_up(keys, np.asarray(context, np.int32), np.empty(ORDERS, np.uint64))
+    times, never = table.clock[0], -1
+    tail, hashes = np.asarray(context, np.int32), np.empty(ORDERS, np.uint64)
+    order, group, way, _ = _look_up(keys, times, never, tail, hashes)
     return (order, tokens[group, way].tolist(), prob_of(probs[group, way]).tolist()) if order else (0, [], [])
 
 
 @njit
-def _look_up(keys, context, hashes):
-    return find_context(keys, hashes, hash_context(context, context.size, context, context, 0, hashes))
+def _look_up(keys, times, since, context, hashes):
+    return find_context(keys, times, since, hashes, hash_context(context, context.size, context, context, 0, hashes))
