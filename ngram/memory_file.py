@@ -27,7 +27,7 @@ MOST_CONTEXTS = 1 << 26
 MOST_TOKENS = (1 << 24) - 1  # token ids are below it
 _MAGIC = b"LKMEM\r\n\x1a"  # the line break detects a transfer in text mode
 _BINDING = (("fingerprint", "016x"), ("vocabulary", "d"))  # fields that bind a file to its model
-_OLDEST = 255  # age of a context: merges since it was last learned
+OLDEST = 255  # age of a context: merges since it was last learned
 _NONE = MOST_TOKENS  # stored for no token
 _WORDS = 5  # of 8 bytes, a record
 _TOKENS, _PROBS = 8, 8 + 3 * TOP  # where they begin in a record
@@ -122,7 +122,7 @@ def merge_records(parts: Sequence[Records], most: int) -> Records:
     _, first = np.unique(words >> np.uint64(8), return_index=True)
     if len(first) > most:
         # Of equal age any may go: the low bits of the hash choose, so that all sets of a table lose as many.
-        order = (words[first] & np.uint64(_OLDEST)) << np.uint64(56) | words[first] << np.uint64(32) >> np.uint64(8)
+        order = (words[first] & np.uint64(OLDEST)) << np.uint64(56) | words[first] << np.uint64(32) >> np.uint64(8)
         first = first[np.sort(np.argsort(order)[:most])]
     return everything[first]
 
@@ -130,7 +130,7 @@ def merge_records(parts: Sequence[Records], most: int) -> Records:
 def aged(records: Records) -> Records:
     """The same records one merge later."""
     older = records.copy()
-    older[:, 0] += (older[:, 0] & np.uint64(_OLDEST)) < _OLDEST
+    older[:, 0] += (older[:, 0] & np.uint64(OLDEST)) < OLDEST
     return older
 
 
@@ -146,11 +146,11 @@ def records_of(table: RecycledTable, vocabulary: int) -> tuple[Records, Records]
     """What a table holds: the records that were stored since it was made, with age 0, and those it was made of."""
     keys, tokens, probs = table.state
     times, _ = table.clock
-    is_new = times > _OLDEST + 1
+    is_new = times > OLDEST + 1
     found = []
     for chosen in (is_new & (keys != 0), ~is_new & (keys != 0)):
         records = np.zeros((int(np.count_nonzero(chosen)), _WORDS), np.uint64)
-        ages = np.clip(_OLDEST + 1 - times[chosen], 0, _OLDEST).astype(np.uint64)
+        ages = np.clip(OLDEST + 1 - times[chosen], 0, OLDEST).astype(np.uint64)
         records[:, 0] = keys[chosen] - np.uint64(1) + ages
         ids, data = tokens[chosen], _bytes_of(records)
         ids = np.where((ids < 0) | (ids >= vocabulary), _NONE, ids)
@@ -196,10 +196,10 @@ def _largest_token(data):
 @njit(cache=True, error_model="numpy")
 def _fill(keys, tokens, probs, times, now, records, data):
     """Put records into a table. Of a set that is full the oldest is replaced."""
-    now[0] = _OLDEST + 1
+    now[0] = OLDEST + 1
     for record in range(data.shape[0]):
         code = records[record, 0] >> np.uint64(8) << np.uint64(8) | np.uint64(1)
-        written = _OLDEST + 1 - np.int64(records[record, 0] & np.uint64(_OLDEST))
+        written = OLDEST + 1 - np.int64(records[record, 0] & np.uint64(OLDEST))
         group, way = group_of(keys, code), 0
         for other in range(WAYS):
             if times[group, other] < times[group, way]:

@@ -6,14 +6,12 @@ import copy
 import multiprocessing
 import os
 import re
-import struct
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -32,29 +30,12 @@ from lookahead.ngram.memory_file import (
     table_of,
     write_memory,
 )
-from lookahead.proposers.file_memory import EMPTY, header_of, merge_into
+from lookahead.proposers.file_memory import header_of, merge_into
 from tests.support.index_queries import find_recycled
+from tests.support.memories import HEADER, MODEL, forged, learned
 
-HEADER = 128
-MODEL = MemoryHeader(fingerprint=77, vocabulary=101, contexts=0, max_contexts=64)
 TEXT = torch.tensor([[5, 9, 40, 41, 42, 5, 9]])
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
-
-
-def taught(*contexts: list[int], first: int = 10):
-    """A table that expects the tokens `first`, `first` + 1, ... after each context."""
-    table = table_of(EMPTY, 256)
-    top = np.arange(first, first + 8, dtype=np.int32)[None]
-    chances = np.array([[0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.001, 0.0]], np.float32)
-    for context in contexts:
-        before = np.array(context, np.int32)
-        table.store(before, np.zeros(1, np.int32), before[-1:], top, chances)
-    return table
-
-
-def learned(*contexts: list[int], first: int = 10):
-    """The records of such a table."""
-    return records_of(taught(*contexts, first=first), MODEL.vocabulary)[0]
 
 
 @pytest.fixture
@@ -62,12 +43,6 @@ def path(tmp_path):
     """A small memory."""
     write_memory(tmp_path / "small.lkm", MODEL, learned([1, 2, 3], [4]))
     return tmp_path / "small.lkm"
-
-
-def forged(data: bytes) -> bytes:
-    """A file with both checksums made to fit what it holds, as one who means harm would make it."""
-    header = data[:48] + struct.pack("=Q", xxhash.xxh3_64_intdigest(data[HEADER:])) + data[56 : HEADER - 8]
-    return header + xxhash.xxh3_64_digest(header) + data[HEADER:]
 
 
 # The file

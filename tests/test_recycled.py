@@ -13,6 +13,7 @@ from lookahead.ngram.memory_file import MemoryHeader, Records, aged, read_memory
 from lookahead.ngram.recycled import RecycledTable
 from lookahead.ngram.search import grow_trie
 from lookahead.proposers.file_memory import EMPTY, merge_into
+from lookahead.proposers.ngram import Memory, NgramProposer
 from tests.support.index_queries import find_recycled
 from tests.support.naive_index import RecycledByDict
 
@@ -145,3 +146,31 @@ def test_a_full_file_forgets_what_was_learned_longest_ago(tmp_path):
         merge_into(path, header, records_after(token))
     table = table_of(read_memory(path)[1])
     assert [token for token in range(5, 25) if find_recycled(table, [token])[0]] == [21, 22, 23, 24]
+
+
+def test_what_this_request_taught_goes_before_a_longer_context_that_another_taught():
+    memory, root, probs = Memory(), np.zeros(1, np.int32), np.full((1, 8), 0.1, np.float32)
+
+    def teach_after(context: list[int], first: int) -> None:
+        before = np.array(context, np.int32)
+        memory.recycled.store(before, root, before[-1:], np.arange(first, first + 8, dtype=np.int32)[None], probs)
+
+    teach_after([1, 2, 3], first=50)
+    proposer = NgramProposer(["recycled"], memory)
+    proposer.start(0, np.array([1, 2, 3], np.int32))
+    assert proposer.propose(0, 4).tokens[1] == 50
+    teach_after([9, 2, 3], first=60)
+    assert proposer.propose(0, 4).tokens[1] == 60
+    proposer.start(1, np.array([1, 2, 3], np.int32))  # to a later request both are foreign
+    assert proposer.propose(1, 4).tokens[1] == 50
+
+
+def test_short_matches_in_other_texts_are_left_to_the_recycled_tokens():
+    memory = Memory()
+    memory.outputs.append([7, 8, 9, 20])
+    for sources, offers in ((["prompt", "outputs"], True), (["prompt", "outputs", "recycled"], False)):
+        proposer = NgramProposer(sources, memory)
+        for row, (prompt, is_long) in enumerate((([1, 8, 9], False), ([7, 8, 9], True))):
+            proposer.start(row, np.array(prompt, np.int32))
+            proposal = proposer.propose(row, 4)
+            assert (proposal is not None and 20 in proposal.tokens) == (offers or is_long)

@@ -78,6 +78,18 @@ class MemoryAddOptions(FileOptions, SourceOptions, ModelOptions):
     max_tokens: int | None = option(None, "Most tokens to read. (default: all)", min=1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class MemoryMergeOptions:
+    """Options of `lookahead memory merge`."""
+
+    files: list[str] = option(help="Memories of one model.", argument=True, metavar="FILES...")
+    output: Path = option(MISSING, "The file to write.", "--output", "-o", metavar="FILE")
+    max_contexts: int | None = option(
+        None, "Most contexts that it may hold. (default: the most that one of the files may)", min=1024, max=1 << 26
+    )
+    overwrite: bool = option(False, "Replace the file if it exists.")
+
+
 def pool_build(options: PoolBuildOptions) -> None:
     """Make a pool of documents.
 
@@ -160,8 +172,7 @@ def memory_build(options: MemoryBuildOptions) -> None:
     Exit status: 0 all documents were read; 1 some are left out; 2 an argument is
     wrong, or nothing could be written; 130 interrupted, and nothing was written.
     """
-    if options.output.suffix != ".lkm":  # another name is no memory to --memory
-        raise ConfigError(f"output must be a file *.lkm, got {str(options.output)!r}")
+    _check_name(options.output)
     _fill_memory(options, options.output, overwrite=options.overwrite, max_contexts=options.max_contexts)
 
 
@@ -174,6 +185,25 @@ def memory_add(options: MemoryAddOptions) -> None:
     wrong, or nothing could be written; 130 interrupted, and the memory is as it was.
     """
     _fill_memory(options, Path(options.file), overwrite=True, max_contexts=None)
+
+
+def memory_merge(options: MemoryMergeOptions) -> None:
+    """Merge memories of one model into one.
+
+    Of a context in several files, what was learned last stays. Every byte is
+    checked, and a memory of another model is refused.
+
+    For example: lookahead memory merge monday.lkm tuesday.lkm -o week.lkm
+
+    Exit status: 0 it is written; 2 a file cannot be used, and nothing was written.
+    """
+    from lookahead.documents.inputs import Input, check_output
+    from lookahead.proposers.file_memory import merge_files
+
+    _check_name(options.output)
+    check_output(options.output, [Input(file, None, "text") for file in options.files], overwrite=options.overwrite)
+    header = merge_files(str(options.output), options.files, options.max_contexts)
+    console(sys.stderr).print(_describe_memory(str(options.output), header.contexts))
 
 
 def memory_info(options: FileOptions) -> None:
@@ -282,6 +312,12 @@ def _load_tokenizer(model: str) -> Any:
         return load_tokenizer(model)
 
 
+def _check_name(output: Path) -> None:
+    """Refuse a memory of another name: it would be none to --memory."""
+    if output.suffix != ".lkm":
+        raise ConfigError(f"output must be a file *.lkm, got {str(output)!r}")
+
+
 def _describe_memory(path: str, contexts: int) -> str:
     """The size of a memory in one line."""
     return f"{path}: {contexts:,} context{'' if contexts == 1 else 's'}"
@@ -297,3 +333,4 @@ for name, of_pool, of_memory in (
 ):
     pool_app.add(of_pool, name)
     memory_app.add(of_memory, name)
+memory_app.add(memory_merge, "merge")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from lookahead.models.support import decoder_vocabulary
 from lookahead.ngram.memory_file import (
     DEFAULT_CONTEXTS,
     MOST_TOKENS,
+    OLDEST,
     MemoryHeader,
     Records,
     aged,
@@ -90,6 +91,34 @@ def merge_into(path: str, header: MemoryHeader, new: Records, old: Records = EMP
         if os.path.lexists(path):
             header, known = read_memory(path, header)
         return write_memory(path, header, merge_records((new, aged(known), aged(old)), header.max_contexts))
+
+
+def merge_files(path: str, sources: Sequence[str], max_contexts: int | None = None) -> MemoryHeader:
+    """Write a memory file of what several of one model hold. Of a context in several, the one learned last stays.
+
+    Args:
+        path: The file to write, atomically.
+        sources: Memory files; of equal age, the one named first counts.
+        max_contexts: Most contexts of the new file; by default the most that one of them may hold.
+
+    Raises:
+        PoolError: A file cannot be read, is damaged, or is of another model than the first, or the new one cannot be
+            written. An existing file is as it was.
+    """
+    fits, parts, bound = None, [], 0
+    for source in sources:
+        with pool_errors(source):
+            header, records = read_memory(source, fits)
+        fits = fits if fits is not None else header
+        parts.append(records)
+        bound = max(bound, header.max_contexts)
+    if fits is None:
+        raise PoolError(f"{path}: no memory to merge")
+    everything = np.concatenate(parts)
+    youngest = everything[np.argsort(everything[:, 0] & np.uint64(OLDEST), kind="stable")]
+    header = replace(fits, max_contexts=bound if max_contexts is None else max_contexts)
+    with pool_errors(path), _locked(path):
+        return write_memory(path, header, merge_records([youngest], header.max_contexts))
 
 
 @contextmanager
