@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.errors import PromptError, UnsupportedModelError
+from lookahead.errors import LogitsError, PromptError, UnsupportedModelError
 from lookahead.generation.queue import RequestReader
 from tests.support.adversarial_proposers import drafting_by, perfect
 from tests.support.families import cases
@@ -164,6 +165,25 @@ def test_prompts_of_a_stream_share_batches_and_each_is_done_at_its_own_end(
         assert (
             many[0].token_ids == lookahead.generate(model, tiny_tokenizer, texts[0], **{**options, **own}).token_ids[0]
         )
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_an_input_without_numbers_fails_alone(tiny_tokenizer: PreTrainedTokenizerFast, rows: int) -> None:
+    model = copy.deepcopy(model_of("T5"))
+    poison = tiny_tokenizer("#")["input_ids"][0]
+    with torch.no_grad():
+        model.get_encoder().set_input_embeddings(copy.deepcopy(model.get_input_embeddings()))
+        model.get_encoder().get_input_embeddings().weight[poison] = torch.nan
+    texts = ["A boy met a dog.", "A boy met a #at.", "A dog met a cat."]
+    options = {"max_new_tokens": 14, "do_sample": False}
+    done = list(lookahead.stream_many(model, tiny_tokenizer, texts, rows=rows, config=FIXED, **options))
+    assert sorted(each.index for each in done) == [0, 1, 2]
+    for each in done:
+        if each.index == 1:
+            assert isinstance(each.error, LogitsError)
+        else:
+            alone = lookahead.generate(model, tiny_tokenizer, texts[each.index], **options)
+            assert each.token_ids == alone.token_ids[0]
 
 
 def test_a_criterion_of_the_users_own_sees_the_whole_batch() -> None:

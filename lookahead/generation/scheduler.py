@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from lookahead.config import LookaheadConfig
 from lookahead.engine.engine import Engine
 from lookahead.engine.row import Row, StepOutput
-from lookahead.errors import ConfigError, PromptError
+from lookahead.errors import ConfigError, LogitsError, PromptError
 from lookahead.generation.hf import assemble
 from lookahead.generation.prompts import Prompt, Prompts, Truncation
 from lookahead.generation.queue import Request, RequestReader
@@ -248,6 +248,11 @@ class Scheduler:
             if is_similar and len(group) < most:
                 self._waiting.remove(request)
                 group.append(request)
+        yield from self._decode_group(group)
+
+    def _decode_group(self, group: Sequence[Request]) -> Iterator[list[Completion]]:
+        """Decode prompts as a batch; those that run when one of them fails are decoded again, each alone."""
+        failed: Sequence[Request] = ()
         tokens: dict[int, list[int]] = {row: [] for row in range(len(group))}
         self._running |= {request.index: request for request in group}
         try:
@@ -266,11 +271,17 @@ class Scheduler:
                         reason = step_output.finish_reason
                         done.append(Completion(index, text, ids, engine.stats[row], finish_reason=reason))
                 yield done
-        except PromptError as error:
-            yield [Completion(group[row].index, error=error) for row in tokens]
+        except (PromptError, LogitsError) as error:
+            failed = [group[row] for row in tokens]
+            if len(group) == 1:
+                failed = ()
+                yield [Completion(group[0].index, error=error)]
         finally:
             for request in group:
                 self._running.pop(request.index, None)
+        self._running |= {request.index: request for request in failed}
+        for request in failed:
+            yield from self._decode_group([request])
 
     def _joining(self) -> list[Row]:
         """Take the next prompts, in order, that there are free rows and slots for."""
