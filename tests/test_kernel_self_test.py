@@ -239,7 +239,9 @@ def test_the_self_test_runs_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPa
     assert "the head size of query must be a multiple of 16 up to 256, got 24" in refused.problem
 
 
-@pytest.mark.parametrize("variant", [part(options=OPTIONS[2]), KernelVariant(CPU, kernel="compaction")], ids=str)
+@pytest.mark.parametrize(
+    "variant", [part(options=OPTIONS[2]), KernelVariant(CPU, kernel="compaction")], ids=["tree attention", "compaction"]
+)
 def test_a_variant_reaches_the_other_process_as_it_is(variant: KernelVariant) -> None:
     assert KernelVariant.from_json(json.loads(json.dumps(variant.to_json()))) == variant
 
