@@ -206,7 +206,14 @@ def test_each_node_tells_which_sources_offered_it():
 @given(
     st.lists(st.integers(0, 3), min_size=1, max_size=40),
     st.integers(1, 30),
-    st.builds(Limits, st.integers(0, 30), st.integers(0, 8), st.sampled_from([0.0, 0.02, 0.3]), st.booleans()),
+    st.builds(
+        Limits,
+        max_nodes=st.integers(0, 30),
+        max_depth=st.integers(0, 8),
+        min_probability=st.sampled_from([0.0, 0.02, 0.3]),
+        is_chain=st.booleans(),
+        worth=st.sampled_from([0.0, 0.03, 1.0]),
+    ),
     st.one_of(st.just(0.0), st.floats(0.01, 0.5)),
 )
 def test_the_draft_it_makes_by_itself_is_that_merged_from_its_proposal(text, room, limits, node_cost):
@@ -218,7 +225,11 @@ def test_the_draft_it_makes_by_itself_is_that_merged_from_its_proposal(text, roo
     drafted = proposer.draft(0, room, limits, costs)
     tree = drafted.tree
     TokenTree.from_parents(tree.tokens, tree.parents)  # raises unless it is a tree without duplicates
-    rates = [each.path_probs.sum() / (costs[len(each.tree)] if node_cost else 1.0) for each in (drafted, expected)]
+    gains = [each.path_probs.sum() + limits.worth * (len(each.tree) - 1) for each in (drafted, expected)]
+    rates = [
+        gain / (costs[len(each.tree)] if node_cost else 1.0)
+        for gain, each in zip(gains, (drafted, expected), strict=True)
+    ]
     assert not drafted.required.any()
     if limits.is_chain:  # one that is asked for looks deeper: none of its nodes go into siblings
         assert rates[0] >= rates[1] * (1 - 1e-6)
