@@ -148,7 +148,7 @@ def fake_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "fake_self_test.py").write_text(FAKE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(kernel_trial, "SELF_TEST", "fake_self_test")
-    monkeypatch.setattr(kernel_trial, "PATIENCE_S", 5)
+    monkeypatch.setattr(kernel_trial, "PATIENCE_S", 2)
     monkeypatch.setattr(kernel_trial, "describe_machine", lambda _: {"gpu": "a GPU", "driver": "1"})
 
 
@@ -163,7 +163,7 @@ def test_a_test_that_crashes_hangs_or_fails_refuses_its_own_kernel_alone() -> No
     assert wrong.problem == "it differs by 0.5 from the reference" and wrong.is_lasting
     assert crash.problem.startswith("its test ended with exit code -6") and crash.is_lasting
     assert failure.problem == "its test ended with exit code 1: no GPU for this process" and not failure.is_lasting
-    assert hang.problem == "its test took more than 15 s" and not hang.is_lasting
+    assert hang.problem == "its test took more than 6 s" and not hang.is_lasting
 
 
 @pytest.mark.usefixtures("fake_test")
