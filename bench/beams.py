@@ -27,7 +27,7 @@ import torch
 from transformers import BartConfig, BartForConditionalGeneration, DynamicCache, PreTrainedModel
 
 import lookahead
-from bench.command import parser_of, publish, setting_of, stay_on_one_core, use_one_thread, versions
+from bench.command import parser_of, publish, setting_of, stay_on_cores, use_one_thread, versions
 from bench.exactness import batches
 from bench.llm import as_chat
 from bench.llm_peers import read_clocks
@@ -219,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = check_families(arguments.families)
         publish(report | {"versions": versions()}, arguments.output)
         return 1 if report["failures"] else 0
-    stay_on_one_core(arguments.core)
+    stay_on_cores(arguments.core)
     if arguments.encoder_decoder:
         model, name = bart_base(), "BART-base's shape, random weights"
         prompts = [torch.randint(5, 50265, (1, 700)) for _ in range(arguments.limit)]

@@ -23,7 +23,7 @@ from lookahead.generation.hf import prepare
 
 
 def parser_of(
-    page: str | None, *, model: str | None = None, dtype: str | None = None, core: bool = False
+    page: str | None, *, model: str | None = None, dtype: str | None = None, core: bool = False, threads: bool = False
 ) -> argparse.ArgumentParser:
     """A parser whose help is the docstring of a benchmark, with `--output` and the options that have a default.
 
@@ -31,7 +31,8 @@ def parser_of(
         page: The docstring.
         model: The default of `--model`.
         dtype: The default of `--dtype`, `fp32` or `bf16`.
-        core: Whether there is `--core`, for `stay_on_one_core`.
+        core: Whether there is `--core`, for `stay_on_cores`.
+        threads: Likewise `--threads`.
     """
     page = f"{page}\nThe last line printed is one JSON object."
     parser = argparse.ArgumentParser(description=page, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -42,6 +43,10 @@ def parser_of(
         parser.add_argument("--dtype", choices=("fp32", "bf16"), default=dtype)
     if core:
         parser.add_argument("--core", type=int, help="the core to stay on; the last one when left out")
+    if threads:
+        parser.add_argument(
+            "--threads", type=int, default=1, help="with several, on as many cores, the wall's seconds count"
+        )
     return parser
 
 
@@ -52,14 +57,28 @@ def use_one_thread() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def stay_on_one_core(core: int | None) -> None:
-    """One thread and, where the system can, one core, the last if None; processes started later stay on it too."""
+def stay_on_cores(core: int | None, threads: int = 1) -> None:
+    """So many threads and, where the system can, as many cores; processes started later stay on them too.
+
+    One thread stays on the core named, or on the last. Several are on the last cores.
+    """
     use_one_thread()
+    torch.set_num_threads(threads)
+    if core is not None and threads > 1:
+        sys.exit(f"--core {core}: several threads need several cores, got --threads {threads}")
     if hasattr(os, "sched_setaffinity"):
+        last = sorted(os.sched_getaffinity(0))[-threads:]
+        if len(last) < threads:
+            sys.exit(f"--threads {threads}: there are {len(last)} cores")
         try:
-            os.sched_setaffinity(0, {max(os.sched_getaffinity(0)) if core is None else core})
+            os.sched_setaffinity(0, last if core is None else {core})
         except OSError as error:
             sys.exit(f"--core {core}: {error}")
+
+
+def clock_of(threads: int) -> str:
+    """The clock that counts: with several threads the processor's would add up what they do side by side."""
+    return "cpu" if threads == 1 else "wall"
 
 
 def make_engine(model: Any, ids: torch.Tensor, config: LookaheadConfig | None, **options: Any) -> Engine:
@@ -87,7 +106,7 @@ def processor() -> str:
 def setting_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """What is measured, and on what, by `--model` and `--dtype`."""
     model, device = Path(arguments.model).name, f"cpu, {processor()}"
-    return {"model": model, "dtype": arguments.dtype, "device": device, "threads": 1}
+    return {"model": model, "dtype": arguments.dtype, "device": device, "threads": getattr(arguments, "threads", 1)}
 
 
 def resident_bytes() -> int:

@@ -4,11 +4,12 @@
     python -m bench.llm --model DIR --prompts spec_bench.jsonl --dtype bf16 --peer vllm:/path/to/venv/bin/python
 
 Prompts are chat messages by category, in the format of Spec-Bench; its eight MT-bench categories count as one, "chat".
-One thread on one core. Methods follow each other prompt by prompt and their order rotates. Each of ours has a memory
-of its own: what is "warm" has learned from the prompts before, never from the same one. "Cold" is a fresh process per
-prompt. Seconds are the processor's and the wall's; decode seconds begin at the first token, end-to-end seconds with
-the call. Tokens per pass leave the prefill out. An output that repeats 16 of its own tokens loops, which flatters
-n-grams: the figures "without loops" leave its prompt out for every method.
+One thread on one core, or `--threads`. Methods follow each other prompt by prompt and their order rotates. Each of ours
+has a memory of its own: what is "warm" has learned from the prompts before, never from the same one. "Cold" is a fresh
+process per prompt. Seconds are the processor's and the wall's; figures are of the wall's where there are several
+threads. Decode seconds begin at the first token, end-to-end seconds with the call. Tokens per pass leave the prefill
+out. An output that repeats 16 of its own tokens loops, which flatters n-grams: the figures "without loops" leave its
+prompt out for every method.
 
 The gate comes before any figure: in fp32, and in bf16 where the stats say that every pass kept its bits, a token of
 ours that is not that of `model.generate` ends the run, greedy or sampled. Elsewhere in bf16 the first difference of
@@ -31,7 +32,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
-from bench.command import make_engine, parser_of, publish, setting_of, stay_on_one_core
+from bench.command import clock_of, make_engine, parser_of, publish, setting_of, stay_on_cores
 from bench.llm_figures import (
     CLOCKS,
     CONFIGS,
@@ -280,7 +281,7 @@ def first_of_each(prompts: Sequence[Prompt], count: int) -> list[int]:
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="fp32", core=True)
+    parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="fp32", core=True, threads=True)
     parser.add_argument("--quantize", choices=QUANTIZED, help="weights of the linear layers")
     parser.add_argument("--label", help="what the result calls the model; its last part when left out")
     add_prompt_options(parser, per_category=2)
@@ -304,7 +305,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
-    stay_on_one_core(arguments.core)
+    stay_on_cores(arguments.core, arguments.threads)
+    clock = clock_of(arguments.threads)
     model, tokenizer = load(arguments.model, dtype=arguments.dtype, device="cpu", quantize=arguments.quantize)
     if arguments.cold_worker:
         return serve_cold(model, arguments)
@@ -321,11 +323,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     for peer in arguments.peer:
         found = run_peer(peer, job_of(model, prompts, arguments))
         runs |= {name: [Run(**run) for run in each] for name, each in found.items()}
-    result = {**setting(prompts, runs, arguments), "methods": figures_of(runs, prompts)}
-    result |= headline(result["methods"])
+    result = {**setting(prompts, runs, arguments), "methods": figures_of(runs, prompts, clock)}
+    result |= headline(result["methods"], clock)
     if cold:
-        result["cold"] = cold_figures(cold, runs, places, arguments.dtype)
-    print_table(result)
+        result["cold"] = cold_figures(cold, runs, places, arguments.dtype, clock)
+    print_table(result, clock)
     publish(result, arguments.output)
 
 

@@ -104,7 +104,9 @@ def ratio(above: float, below: float) -> float | None:
     return round(above / below, 3) if below and above else None
 
 
-def figures_of(runs: Mapping[str, Sequence[Run]], prompts: Sequence[Prompt]) -> dict[str, dict[str, Any]]:
+def figures_of(
+    runs: Mapping[str, Sequence[Run]], prompts: Sequence[Prompt], clock: str = "cpu"
+) -> dict[str, dict[str, Any]]:
     """The figures of every method: on all prompts, without those that loop, by category, and on its worst prompt."""
     greedy = runs[GREEDY]
     everywhere = range(len(prompts))
@@ -118,7 +120,7 @@ def figures_of(runs: Mapping[str, Sequence[Run]], prompts: Sequence[Prompt]) -> 
             "without_loops": summarize(each, greedy, straight) if straight else None,
             "identical": len(prompts) - len(parted),
             "parted": parted,
-            "lowest": min((summarize(each, greedy, [i])["speedup"]["cpu"] or 0.0 for i in long), default=None),
+            "lowest": min((summarize(each, greedy, [i])["speedup"][clock] or 0.0 for i in long), default=None),
             "by_category": {
                 category: summarize(each, greedy, [i for i in everywhere if prompts[i].category == category])
                 for category in dict.fromkeys(prompt.category for prompt in prompts)
@@ -128,7 +130,7 @@ def figures_of(runs: Mapping[str, Sequence[Run]], prompts: Sequence[Prompt]) -> 
 
 
 def cold_figures(
-    cold: Sequence[Run], runs: Mapping[str, Sequence[Run]], places: Sequence[int], dtype: str
+    cold: Sequence[Run], runs: Mapping[str, Sequence[Run]], places: Sequence[int], dtype: str, clock: str
 ) -> dict[str, Any]:
     """Fresh processes beside the warm one, on the same prompts."""
     greedy, warm = ([runs[name][i] for i in places] for name in (GREEDY, OURS))
@@ -136,8 +138,8 @@ def cold_figures(
     some = range(len(places))
     figures = {name: summarize(each, greedy, some) for name, each in (("cold", cold), ("warm", warm))}
     passes = [figures[name]["tokens_per_pass"] for name in ("cold", "warm")]
-    lowest = min(summarize(cold, greedy, [i])["speedup"]["cpu"] or 0.0 for i in some)
-    first = [run.total["cpu"] for run in cold]
+    lowest = min(summarize(cold, greedy, [i])["speedup"][clock] or 0.0 for i in some)
+    first = [run.total[clock] for run in cold]
     return {
         "prompts": len(places),
         **figures,
@@ -147,20 +149,20 @@ def cold_figures(
     }
 
 
-def headline(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def headline(methods: Mapping[str, Mapping[str, Any]], clock: str) -> dict[str, Any]:
     """The figures that a reader looks for first."""
     lookups = [name for name in methods if name in LOOKUPS]
-    best = min(lookups, key=lambda name: methods[name]["ms_per_token"]["cpu"], default=None)
+    best = min(lookups, key=lambda name: methods[name]["ms_per_token"][clock], default=None)
     figures: dict[str, Any] = {"best_prompt_lookup": best}
     for key, name in (("lookahead", OURS), ("prompt_lookup", best)):
         if name in methods:
             each = methods[name]
-            without = each["without_loops"] or {"speedup": {"cpu": None}}
+            without = each["without_loops"] or {"speedup": {clock: None}}
             figures[key] = {
-                "speedup": each["speedup"]["cpu"],
-                "without_loops": without["speedup"]["cpu"],
-                "end_to_end": each["end_to_end"]["cpu"],
-                "ms_per_token": each["ms_per_token"]["cpu"],
+                "speedup": each["speedup"][clock],
+                "without_loops": without["speedup"][clock],
+                "end_to_end": each["end_to_end"][clock],
+                "ms_per_token": each["ms_per_token"][clock],
                 "tokens_per_pass": each["tokens_per_pass"],
                 "identical": each["identical"],
                 "lowest": each["lowest"],
@@ -168,16 +170,16 @@ def headline(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return figures
 
 
-def print_table(result: Mapping[str, Any]) -> None:
+def print_table(result: Mapping[str, Any], clock: str = "cpu") -> None:
     prompts = result["prompts"]
     print(f"{'':26} {'ms/token':>9} {'(wall)':>8} {'x greedy':>9} {'no loops':>9} {'end to end':>11} "
           f"{'lowest':>7} {'tok/pass':>9} {'identical':>10}")  # fmt: skip
     for name, each in result["methods"].items():
-        without = (each["without_loops"] or {"speedup": {"cpu": None}})["speedup"]["cpu"]
-        cells = (each["speedup"]["cpu"], without, each["end_to_end"]["cpu"], each["lowest"], each["tokens_per_pass"])
+        without = (each["without_loops"] or {"speedup": {clock: None}})["speedup"][clock]
+        cells = (each["speedup"][clock], without, each["end_to_end"][clock], each["lowest"], each["tokens_per_pass"])
         gain, straight, whole, lowest, passes = ("-" if cell is None else f"{cell:.2f}" for cell in cells)
-        print(f"{name:26} {each['ms_per_token']['cpu']:9.2f} {each['ms_per_token']['wall']:8.2f} {gain:>9} "
+        print(f"{name:26} {each['ms_per_token'][clock]:9.2f} {each['ms_per_token']['wall']:8.2f} {gain:>9} "
               f"{straight:>9} {whole:>11} {lowest:>7} {passes:>9} {each['identical']:5d}/{prompts}")  # fmt: skip
     if cold := result.get("cold"):
-        print(f"fresh processes, {cold['prompts']} prompts: {cold['cold']['speedup']['cpu']}x greedy, "
+        print(f"fresh processes, {cold['prompts']} prompts: {cold['cold']['speedup'][clock]}x greedy, "
               f"{cold['cold']['tokens_per_pass']} tokens/pass, {cold['tokens_per_pass_of_warm']} of warm")  # fmt: skip

@@ -1,19 +1,22 @@
-"""What one pass of a real model over a token tree takes on one core, and what a perfect pass would take.
+"""What one pass of a real model over a token tree takes on a CPU, and what a perfect pass would take.
 
     python -m bench.passes --dtype bf16
     python -m bench.passes --dtype bf16 --quantize int8
+    python -m bench.passes --dtype bf16 --threads 2
     python -m bench.passes --model DIR --dtype fp32 --contexts 300,2000 --nodes 1,8,64
 
 The ways of ours take turns with one step of transformers: "exact" lets every node attend alone (half precision only),
-"fast" uses a mask, "unpacked" is fast without packed weights. Figures are medians of processor milliseconds. A perfect
-pass reads every weight once at the measured bandwidth of this core, or multiplies at its measured peak, whichever takes
-longer; "% of perfect" is its time over that of the way.
+"fast" uses a mask, "unpacked" is fast without packed weights. Figures are medians of milliseconds, the processor's of
+one thread and the wall's of several. A perfect pass reads every weight once at the measured bandwidth of the threads,
+or multiplies at their measured peak, whichever takes longer; "% of perfect" is its time over that of the way.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
+import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,7 +24,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from bench.command import parser_of, publish, seconds_of, setting_of, stay_on_one_core
+from bench.command import clock_of, parser_of, publish, seconds_of, setting_of, stay_on_cores
 from lookahead import load
 from lookahead.drafting.tree import TokenTree
 from lookahead.models.loading import DEFAULT_MODEL
@@ -35,12 +38,12 @@ _READ = 1 << 28  # floats whose sum shows the bandwidth: 1 GiB, more than a cach
 _SIDE = 2048  # of the matrices whose product shows the peak
 
 
-def machine(dtype: torch.dtype) -> tuple[float, float]:
-    """Bytes and floating-point operations a second of this core: the best of five trials each."""
+def machine(dtype: torch.dtype, clock: Callable[[], float]) -> tuple[float, float]:
+    """Bytes and floating-point operations a second of the threads: the best of five trials each."""
     values = torch.ones(_READ)
-    read = min(seconds_of(values.sum) for _ in range(5))
+    read = min(seconds_of(values.sum, clock) for _ in range(5))
     square = torch.ones(_SIDE, _SIDE, dtype=dtype)
-    product = min(seconds_of(lambda: square @ square) for _ in range(5))
+    product = min(seconds_of(lambda: square @ square, clock) for _ in range(5))
     return values.nbytes / read, 2 * _SIDE**3 / product
 
 
@@ -61,7 +64,12 @@ def branching_tree(nodes: int, vocabulary: int) -> TokenTree:
 
 
 def measure(
-    model: PreTrainedModel, context: int, widths: list[int], rounds: int, ways: dict[str, dict[str, Any]]
+    model: PreTrainedModel,
+    context: int,
+    widths: list[int],
+    rounds: int,
+    ways: dict[str, dict[str, Any]],
+    clock: Callable[[], float],
 ) -> dict[str, dict[int, float]]:
     """Median milliseconds of every way, the options of a target, by nodes, after so many tokens of context."""
     vocabulary = model.config.get_text_config().vocab_size
@@ -86,10 +94,12 @@ def measure(
     times: dict[str, dict[int, list[float]]] = {name: {} for name in (STEP, *ways)}
     trees = {width: branching_tree(width, vocabulary) for width in widths}
     for lap in range(rounds + 1):  # the first packs weights and compiles
-        seconds = {STEP: {1: seconds_of(step)}}
+        seconds = {STEP: {1: seconds_of(step, clock)}}
         for name, target in targets.items():
             with target.serving():
-                seconds[name] = {width: seconds_of(partial(target.score, [tree])) for width, tree in trees.items()}
+                seconds[name] = {
+                    width: seconds_of(partial(target.score, [tree]), clock) for width, tree in trees.items()
+                }
         for name, each in seconds.items():
             for width, taken in each.items():
                 times[name].setdefault(width, []).extend([taken] * bool(lap))
@@ -100,22 +110,23 @@ def measure(
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="bf16", core=True)
+    parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="bf16", core=True, threads=True)
     parser.add_argument("--quantize", choices=QUANTIZED, help="weights of the linear layers")
     parser.add_argument("--contexts", default="60,700", help="tokens, with commas between them")
     parser.add_argument("--nodes", default="1,4,8,16,32", help="likewise")
     parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args(argv)
-    stay_on_one_core(arguments.core)
+    stay_on_cores(arguments.core, arguments.threads)
+    clock = time.process_time if clock_of(arguments.threads) == "cpu" else time.perf_counter
     model = load(arguments.model, dtype=arguments.dtype, device="cpu", quantize=arguments.quantize).model
-    bandwidth, peak = machine(model.dtype)
+    bandwidth, peak = machine(model.dtype, clock)
     widths = [int(each) for each in arguments.nodes.split(",")]
     perfect = {width: round(perfect_ms(model, width, bandwidth, peak), 2) for width in widths}
-    print(f"{bandwidth / 1e9:.1f} GB/s, {peak / 1e9:.0f} GFLOP/s, {model.dtype}")
+    print(f"{bandwidth / 1e9:.1f} GB/s, {peak / 1e9:.0f} GFLOP/s, {model.dtype}, {arguments.threads} threads")
     ways = {name: options for name, options in WAYS.items() if name != "exact" or is_bitwise(model)}
     tables = {}
     for context in map(int, arguments.contexts.split(",")):
-        tables[context] = measure(model, context, widths, arguments.rounds, ways)
+        tables[context] = measure(model, context, widths, arguments.rounds, ways, clock)
         print(f"\n{context} tokens of context, ms (% of perfect) by nodes: {', '.join(map(str, widths))}")
         for name, times in tables[context].items():
             print(f"{name:24}" + "".join(f"{ms:9.1f} ({perfect[n] / ms:4.0%})" for n, ms in times.items()))

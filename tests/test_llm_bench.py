@@ -32,7 +32,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(autouse=True)
 def no_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process of the tests may run on any core afterwards."""
-    monkeypatch.setattr(llm, "stay_on_one_core", lambda core: torch.set_num_threads(1))
+    monkeypatch.setattr(llm, "stay_on_cores", lambda core, threads: torch.set_num_threads(1))
 
 
 @pytest.fixture
