@@ -1,4 +1,4 @@
-"""Attention of the nodes of a token tree on a CPU, each with the bits that torch computes for one query alone.
+"""Attention of the nodes of token trees on a CPU, each with the bits that torch computes for one query alone.
 
 The order of every sum is that of `torch.nn.functional.scaled_dot_product_attention` for a single query in bfloat16,
 where its matrix products are those of MKL on a CPU that MKL has no half-precision instructions for. There one call for
@@ -41,27 +41,29 @@ _INT, _FLOAT = struct.Struct("i"), struct.Struct("f")
 _EXPONENT, _BIAS = _F(1 << 23), _F(127 << 23)  # a number times the one, plus the other: the bits of 2 to that number
 
 
-def row_attention(query: Tensor, keys: Tensor, values: Tensor, *, nodes: Tensor, start: int, scale: float) -> Tensor:
-    """Attention of some nodes of one tree, each over the prompt and its own path.
+def row_attention(
+    query: Tensor, keys: Tensor, values: Tensor, *, nodes: Tensor, trees: Tensor, scale: float
+) -> Tensor:
+    """Attention of some nodes of a tree per row, each over the row's prompt and its own path.
 
     Args:
-        query: bfloat16 `[width, heads, dim]`; the last `width` nodes of the tree.
-        keys: bfloat16 `[slots, kv_heads, dim]`, contiguous; the prompt, and behind it all nodes of the tree.
-        values: bfloat16 `[slots, kv_heads, dim]`, likewise.
-        nodes: int64 `[2, nodes]`; the parents of the tree's nodes, and their depths.
-        start: Slots before the root.
+        query: bfloat16 `[rows, width, heads, dim]`; the nodes of each tree that were not scored before, and padding.
+        keys: bfloat16 `[rows, slots, kv_heads, dim]`, each row contiguous; the prompt, and behind it all nodes.
+        values: Likewise, with the strides of the keys.
+        nodes: int64 `[rows, 2, most nodes]`; the parents of the nodes of each tree, and their depths.
+        trees: int64 `[rows, 3]`; the slots before each root, the nodes of the tree, how many were scored before.
         scale: Factor on the scores.
 
     Returns:
-        bfloat16 `[width, heads, dim]`, contiguous.
+        bfloat16 `[rows, width, heads, dim]`, contiguous; zeros for padding.
     """
-    width, heads, dim = query.shape
-    slots, kv_heads = keys.shape[:2]
+    rows, width, heads, dim = query.shape
+    slots, kv_heads = keys.shape[1:3]
     query = query.contiguous()
-    out = torch.empty_like(query)
+    out = torch.empty_like(query) if rows == 1 else torch.zeros_like(query)
     bits = _INT.unpack(_FLOAT.pack(scale))[0]
-    sizes = width, heads, dim, slots, kv_heads, nodes.shape[1], start, bits
-    run(_attend, kv_heads, [query, keys, values, nodes, out], *sizes)
+    sizes = rows, width, heads, dim, slots, kv_heads, keys.stride(0) if rows > 1 else 0, nodes.shape[2], bits
+    run(_attend, rows * kv_heads, [query, keys, values, nodes, trees, out], *sizes)
     return out
 
 
@@ -101,77 +103,93 @@ _two_registers: Any = tile_of(2, "fours", rows=(_FEW, ROWS))
 
 
 def _attend(address: Any) -> None:
-    """Per KV head one pass over the blocks of keys, for all nodes and the query heads that share it."""
-    _, parts, query_at, keys_at, values_at, nodes_at, out_at, width, heads, dim, slots, kv_heads, count, start, bits = (
-        array_at(address, (15,), np.int64)
-    )
-    query, out = (
-        array_at(query_at, (width, heads, dim), np.uint16),
-        array_at(out_at, (width, heads, dim), np.uint16),
-    )
-    keys, values = (
-        array_at(keys_at, (slots, kv_heads, dim), np.uint16),
-        array_at(values_at, (slots, kv_heads, dim), np.uint16),
-    )
-    pairs = array_at(keys_at, (slots, kv_heads, dim // 2), np.int32)
-    nodes = array_at(nodes_at, (2, count), np.int64)
-    parents, depths = nodes[0], nodes[1]
-    scale = np.int32(bits).view(np.float32)
-    groups = heads // kv_heads
-    rows, deepest = width * groups, 0
-    for node in range(count - width, count):
-        deepest = max(deepest, depths[node])
-    padded = _FEW if rows <= _FEW else (rows + ROWS - 1) // ROWS * ROWS
-    queries, sums = np.empty((padded, dim), np.float32), np.empty((padded, dim), np.float32)
-    scores, peaks, totals = (
-        np.empty((padded, BLOCK), np.float32),
-        np.empty(rows, np.float32),
-        np.empty(rows, np.float32),
-    )
+    """Per row and KV head, the nodes of the row's tree and the query heads that share the KV head."""
+    numbers = array_at(address, (17,), np.int64)
+    parts, query_at, keys_at, values_at, nodes_at, trees_at, out_at = numbers[1:8]
+    rows, width, heads, dim, slots, kv_heads, step, most, bits = numbers[8:]
+    scale, groups = np.int32(bits).view(np.float32), heads // kv_heads
+    trees = array_at(trees_at, (rows, 3), np.int64)
+    most_rows = _padded(width * groups)
+    queries, sums = np.zeros((most_rows, dim), np.float32), np.empty((most_rows, dim), np.float32)
+    scores = np.zeros((most_rows, BLOCK), np.float32)
+    peaks, totals = np.empty(most_rows, np.float32), np.empty(most_rows, np.float32)
     transposed, block = np.empty((dim, _STEP), np.float32), np.empty((BLOCK, dim), np.float32)
-    held = np.empty(count, np.int64)  # by depth, the node whose values stand in the block
-    queries[:], scores[:] = 0.0, 0.0
-    head = take(address)
-    while head < parts:
-        for row in range(rows):
-            line = query[row // groups, head * groups + row % groups]
-            for i in range(dim):
-                queries[row, i] = widen(line[i])
-        peaks[:], totals[:], sums[:] = -np.inf, 0.0, 0.0
-        for begin in range(0, start + deepest + 1, BLOCK):
-            common = max(0, min(BLOCK, start - begin))  # keys of the prompt
-            _load(keys, pairs, values, begin, common, head, transposed, block)
-            _score_prompt(queries, transposed, common, scale, scores)
-            for node in range(count - width, count):
-                first, size = (node + width - count) * groups, min(BLOCK, start + depths[node] + 1 - begin)
-                if size > common:
-                    _score_path(
-                        node, size, common, start - begin, keys, start, head, parents, depths,
-                        queries[first : first + groups], scale, scores[first : first + groups],
-                    )  # fmt: skip
-                if size > 0:
-                    for row in range(first, first + groups):
-                        peak, total = _weigh(scores[row], size, peaks[row])
-                        fade = _F(math.exp(peaks[row] - peak))
-                        totals[row], peaks[row] = _fma(fade, totals[row], total), peak
-                        if begin:
-                            for i in range(dim):
-                                sums[row, i] *= fade
-            whole = common // _TOGETHER * _TOGETHER
-            if whole:
-                _add_prompt(scores, block, whole, sums)
-            held[:] = -1
-            for node in range(count - width, count):
-                first, size = (node + width - count) * groups, min(BLOCK, start + depths[node] + 1 - begin)
-                if size > whole:
-                    _load_path(node, size, common, start - begin, values, start, head, parents, depths, held, block)
-                    for row in range(first, first + groups):
-                        _add_rest(scores[row], block, whole, size, sums[row])
-        for row in range(rows):
-            share, written = _F(1.0) / totals[row], out[row // groups, head * groups + row % groups]
-            for i in range(dim):
-                written[i] = narrow(sums[row, i] * share, written[i])
-        head = take(address)
+    held = np.empty(most, np.int64)  # by depth, the node whose values stand in the block
+    part = take(address)
+    while part < parts:
+        row, head = part // kv_heads, part % kv_heads
+        query, out = (
+            array_at(query_at + 2 * row * width * heads * dim, (width, heads, dim), np.uint16),
+            array_at(out_at + 2 * row * width * heads * dim, (width, heads, dim), np.uint16),
+        )
+        keys, values = (
+            array_at(keys_at + 2 * row * step, (slots, kv_heads, dim), np.uint16),
+            array_at(values_at + 2 * row * step, (slots, kv_heads, dim), np.uint16),
+        )
+        pairs = array_at(keys_at + 2 * row * step, (slots, kv_heads, dim // 2), np.int32)
+        nodes = array_at(nodes_at + 16 * row * most, (2, most), np.int64)
+        start, count, scored = trees[row]
+        padded = _padded((count - scored) * groups)
+        _attend_tree(
+            query, keys, values, pairs, nodes[0], nodes[1], start, count, scored, head, groups, scale,
+            queries[:padded], scores[:padded], sums[:padded], peaks, totals, transposed, block, held, out,
+        )  # fmt: skip
+        part = take(address)
+
+
+@jit_part
+def _padded(rows):
+    """The rows of whole tiles."""
+    return _FEW if rows <= _FEW else (rows + ROWS - 1) // ROWS * ROWS
+
+
+@jit_part
+def _attend_tree(
+    query, keys, values, pairs, parents, depths, start, count, scored, head, groups, scale,
+    queries, scores, sums, peaks, totals, transposed, block, held, out,
+):  # fmt: skip
+    """One pass over the blocks of keys."""
+    dim, rows, deepest = queries.shape[1], (count - scored) * groups, 0
+    for node in range(scored, count):
+        deepest = max(deepest, depths[node])
+    for row in range(rows):
+        line = query[row // groups, head * groups + row % groups]
+        for i in range(dim):
+            queries[row, i] = widen(line[i])
+    peaks[:], totals[:], sums[:] = -np.inf, 0.0, 0.0
+    for begin in range(0, start + deepest + 1, BLOCK):
+        common = max(0, min(BLOCK, start - begin))  # keys of the prompt
+        _load(keys, pairs, values, begin, common, head, transposed, block)
+        _score_prompt(queries, transposed, common, scale, scores)
+        for node in range(scored, count):
+            first, size = (node - scored) * groups, min(BLOCK, start + depths[node] + 1 - begin)
+            if size > common:
+                _score_path(
+                    node, size, common, start - begin, keys, start, head, parents, depths,
+                    queries[first : first + groups], scale, scores[first : first + groups],
+                )  # fmt: skip
+            if size > 0:
+                for row in range(first, first + groups):
+                    peak, total = _weigh(scores[row], size, peaks[row])
+                    fade = _F(math.exp(peaks[row] - peak))
+                    totals[row], peaks[row] = _fma(fade, totals[row], total), peak
+                    if begin:
+                        for i in range(dim):
+                            sums[row, i] *= fade
+        whole = common // _TOGETHER * _TOGETHER
+        if whole:
+            _add_prompt(scores, block, whole, sums)
+        held[:] = -1
+        for node in range(scored, count):
+            first, size = (node - scored) * groups, min(BLOCK, start + depths[node] + 1 - begin)
+            if size > whole:
+                _load_path(node, size, common, start - begin, values, start, head, parents, depths, held, block)
+                for row in range(first, first + groups):
+                    _add_rest(scores[row], block, whole, size, sums[row])
+    for row in range(rows):
+        share, written = _F(1.0) / totals[row], out[row // groups, head * groups + row % groups]
+        for i in range(dim):
+            written[i] = narrow(sums[row, i] * share, written[i])
 
 
 @jit_part

@@ -55,8 +55,9 @@ def one_by_one(query: Tensor, keys: Tensor, values: Tensor, tree: TokenTree, sta
 
 
 def by_rows(query: Tensor, keys: Tensor, values: Tensor, tree: TokenTree, start: int) -> Tensor:
-    nodes = Turns(tree, start, 0).nodes
-    return row_attention.row_attention(query, keys, values, nodes=nodes, start=start, scale=query.shape[2] ** -0.5)
+    turns = Turns([tree], [start], [len(tree) - len(query)])
+    tensors = (each[None] for each in (query, keys, values))
+    return row_attention.row_attention(*tensors, **turns.tensors, scale=query.shape[2] ** -0.5)[0]
 
 
 @pytest.mark.parametrize("start", [0, 1, 15, 16, 100, BLOCK - 7, BLOCK, BLOCK + 1, 2 * BLOCK - 4])
@@ -80,6 +81,27 @@ def test_nodes_that_an_earlier_pass_scored_change_no_bit(scored, reach):
     whole = by_rows(query, keys, values, tree, start)
     got = by_rows(query[scored:], keys, values, tree, start)
     assert torch.equal(got, whole[scored:])
+
+
+@pytest.mark.parametrize("has_kernel", [True, False])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (9, 3)])
+def test_rows_of_any_length_and_tree_have_the_bits_that_each_has_alone(heads, kv_heads, has_kernel, monkeypatch):
+    if not has_kernel:
+        monkeypatch.setattr(exact_attention, "has_bits_of_sdpa", lambda dim, groups: False)
+    trees, starts = [tree_of(nodes, nodes) for nodes in (7, 1, 12, 3)], [BLOCK + 5, 30, 0, 100]
+    width, slots = max(map(len, trees)), BLOCK + 40
+    query, keys, values = tensors_of(4 * slots, 4 * width, heads, kv_heads, 32)
+    query = query.view(4, width, heads, 32).transpose(1, 2)
+    capacity = keys.view(4, slots, kv_heads, 32), values.view(4, slots, kv_heads, 32)
+    key, value = (each[:, : BLOCK + 20].transpose(1, 2) for each in capacity)  # as the cache shows its first slots
+    shared: dict[str, Any] = {"window": None, "crops": False, "own": exact_attention.sdpa_attention_forward}
+    together = attend_in_turn(Layer(), query, key, value, Turns(trees, starts, [0] * 4), **shared, options={})
+    for row, (tree, start) in enumerate(zip(trees, starts, strict=True)):
+        one, nodes = slice(row, row + 1), len(tree)
+        turns = Turns([tree], [start], [0])
+        alone = attend_in_turn(Layer(), query[one, :, :nodes], key[one], value[one], turns, **shared, options={})
+        assert torch.equal(together[row, :nodes], alone[0])
+        assert not together[row, nodes:].any()
 
 
 def test_slots_behind_the_tree_and_other_paths_are_not_read():
@@ -146,7 +168,7 @@ def attend(tree: TokenTree, scored: int, window: int | None, dtype: torch.dtype)
     query, keys, values = (each.to(dtype) for each in tensors_of(40, len(tree) - scored, 4, 2, 32))
     got = attend_in_turn(
         Layer(), query.transpose(0, 1)[None], keys.transpose(0, 1)[None], values.transpose(0, 1)[None],
-        Turns(tree, 40 - len(tree), scored), window=window, crops=False,
+        Turns([tree], [40 - len(tree)], [scored]), window=window, crops=False,
         own=exact_attention.sdpa_attention_forward, options={},
     )  # fmt: skip
     return got[0], one_by_one(query, keys, values, tree, 40 - len(tree), scored)
@@ -181,8 +203,8 @@ def test_a_kernel_that_sums_in_another_order_is_found(turned, monkeypatch):
 
     def other(query: Tensor, keys: Tensor, values: Tensor, **rest: Any) -> Tensor:
         if turned == "keys":
-            return own(query, keys.flip(0), values.flip(0), **rest)
-        return own(query.roll(1, 2), keys.roll(1, 2), values, **rest)
+            return own(query, keys.flip(1), values.flip(1), **rest)
+        return own(query.roll(1, 3), keys.roll(1, 3), values, **rest)
 
     monkeypatch.setattr(row_attention, "row_attention", other)
     try:

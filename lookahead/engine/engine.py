@@ -31,6 +31,8 @@ Results = list[VerifyResult | Exception]
 class Engine:
     """Decodes rows together; they advance and finish independently, and others may join as they do.
 
+    With `reads_alone` a prompt keeps its bits only if it joins alone.
+
     Args:
         target: The model behind its cache.
         proposers: The sources of drafts; none means plain decoding.
@@ -84,6 +86,7 @@ class Engine:
         self.stats = [row.stats for row in batch]
         self.cache = target.cache
         self.cache.vacate()
+        self.reads_alone = target.is_exact
 
     def serving(self) -> AbstractContextManager[None]:
         """Keep the model in service for a whole block, for a loop over `run` that will not pause."""
@@ -114,7 +117,7 @@ class Engine:
         """Let rows join those that are running; the model must be in service, and the cache have room for them.
 
         Their prompts are read together in a pass of their own, and the logits of their ends already give every row its
-        first token.
+        first token. Where the target keeps bits, prompts that join one at a time keep them.
         """
         started = time.perf_counter()
         with self._learning:
@@ -129,6 +132,8 @@ class Engine:
         self._rows += rows
         self._target.keeps_hidden = any(reader.reads_hidden for reader in self._drafter.hidden_readers)
         logits = self._target.prefill([row.text for row in rows], first)
+        for row in rows:
+            row.is_bitwise = self._target.is_bitwise
         drafts, scores = self._drafter.bare(rows), read_scores(logits, with_top=self._drafter.needs_top)
         results = self._verify(drafts, logits, scores, first)
         with self._learning:
@@ -221,7 +226,7 @@ class Engine:
                 self.cache.wipe(i)
             else:
                 self._target.commit(i, result.path)
-                self._rows[i].count(draft, result, self.sources, is_bitwise=self._target.is_bitwise)
+                self._rows[i].count(draft, result, self.sources)
         return results
 
     def _walk_aligned(self, drafts: Sequence[Draft], logits: Tensor, scores: Scores) -> Results:

@@ -70,6 +70,7 @@ class Row:
         slot: Its number among the rows of its engine; reused once it has ended.
         pending: Emitted tokens that the proposers have not observed yet.
         prefilled: When its prompt was read, by `time.perf_counter`.
+        is_bitwise: Whether its passes have the bits of `model.generate` for its prompt.
         is_simple: Whether its tokens are the argmax of the raw logits until one of them or its length ends it.
     """
 
@@ -86,6 +87,7 @@ class Row:
     emitted: int = 0
     pending: list[IntArray] = field(default_factory=list)
     prefilled: float = 0.0
+    is_bitwise: bool = False
     finish_reason: FinishReason | None = None
     is_simple: bool = field(init=False)
 
@@ -205,12 +207,12 @@ class Row:
         """The ids so far, and some more, as processors and criteria see them, int64 `[1, tokens]`."""
         return torch.from_numpy(self.ids[: self.length + more])[None].to(self.device)
 
-    def count(self, draft: Draft, result: VerifyResult, sources: Sequence[str], *, is_bitwise: bool) -> None:
+    def count(self, draft: Draft, result: VerifyResult, sources: Sequence[str]) -> None:
         """Count a verified draft; the first token of a row comes from the prefill, not from a draft's pass."""
         stats = self.stats
         if stats.emitted_tokens:
             stats.target_forwards += 1
-            stats.bitwise_forwards += is_bitwise
+            stats.bitwise_forwards += self.is_bitwise
             stats.acceptance_histogram[len(result.tokens)] += 1
         stats.emitted_tokens += len(result.tokens)
         if len(draft.tree) == 1:

@@ -276,7 +276,8 @@ def assemble(
         target = DecoderTarget(model, encoded, slots)
     else:
         longest = max((row.length for row in batch), default=PREFILL_CHUNK)
-        is_single = slots == 1 and not any(row.padding for row in batch)  # `generate` attends to padding under a mask
+        # `generate` attends to padding under a mask, and rows that may fail alone are those of prompts of their own.
+        is_separate = isolates or (slots == 1 and not any(row.padding for row in batch))
         target = Target(
             model,
             rows=slots,
@@ -288,7 +289,7 @@ def assemble(
             compiles=config.compile,
             captures=config.cuda_graphs,
             most_nodes=config.node_budget + 1,
-            is_bitwise=is_single and shape == "trees" and config.exactness == "auto" and is_bitwise(model),
+            is_bitwise=is_separate and shape == "trees" and config.exactness == "auto" and is_bitwise(model),
             packs=config.pack == "auto",
         )
     return Engine(

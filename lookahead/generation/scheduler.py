@@ -323,6 +323,8 @@ class Scheduler:
 
     def _in_passes(self, rows: Sequence[Row]) -> list[list[Row]]:
         """Group rows whose prompts are read in one pass: those of similar length, so that little padding is read."""
+        if self._engine is not None and self._engine.reads_alone:
+            return [[row] for row in rows]
         passes: list[list[Row]] = []
         for row in sorted(rows, key=lambda each: each.tokens):
             if passes and len(passes[-1]) * (row.tokens - passes[-1][-1].tokens) <= self._pass_tokens:

@@ -8,7 +8,7 @@ its own path, in the call that the model would make for one token.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -24,51 +24,59 @@ from lookahead.errors import UnsupportedModelError
 from lookahead.kernels import row_attention
 
 Attention = Callable[..., tuple[Tensor, Any]]
+Step = tuple[int, int, int, Tensor | None]
+"""A node, its depth, the first depth whose slot must change before the node attends, and the nodes whose KV goes there
+and into the slots behind it."""
 MAX_ROWS = 32  # rows of a product up to which half precision was seen to give each the bits it has alone
 _LENGTHS = (1, 7, 16, 40, 100, 530, 1060)  # keys for which the kernel for rows is compared with SDPA
 
 
 class Turns:
-    """How the nodes of one row's tree attend in turn.
+    """How the nodes of the trees of a pass attend in turn.
 
     Args:
-        tree: The tree, the nodes that an earlier pass scored included.
-        start: The slot of the root.
-        scored: First nodes of the tree that an earlier pass scored.
+        trees: The tree of every row, the nodes that an earlier pass scored included.
+        starts: The slot of each root.
+        scored: How many first nodes of each tree an earlier pass scored.
     """
 
-    def __init__(self, tree: TokenTree, start: int, scored: int) -> None:
-        self.tree, self.start, self.scored = tree, start, scored
+    def __init__(self, trees: Sequence[TokenTree], starts: Sequence[int], scored: Sequence[int]) -> None:
+        self.trees, self.starts, self.scored = trees, starts, scored
+        self.deepest = max(start + int(tree.depths.max()) for tree, start in zip(trees, starts, strict=True))
 
     @cached_property
-    def nodes(self) -> Tensor:
-        """For `kernels.row_attention`."""
-        return torch.from_numpy(np.array([self.tree.parents, self.tree.depths], np.int64))
+    def tensors(self) -> dict[str, Tensor]:
+        """`nodes` and `trees` for `kernels.row_attention`."""
+        nodes = np.zeros((len(self.trees), 2, max(map(len, self.trees))), np.int64)
+        for row, tree in enumerate(self.trees):
+            nodes[row, :, : len(tree)] = tree.parents, tree.depths
+        sizes = np.array([self.starts, [len(tree) for tree in self.trees], self.scored], np.int64)
+        return {"nodes": torch.from_numpy(nodes), "trees": torch.from_numpy(np.ascontiguousarray(sizes.T))}
 
     @cached_property
-    def steps(self) -> list[tuple[int, int, int, Tensor | None]]:
-        """The nodes from `scored` on, depth first.
+    def steps(self) -> list[list[Step]]:
+        """For every row its nodes that no earlier pass scored, depth first."""
+        return [_steps_of(tree, scored) for tree, scored in zip(self.trees, self.scored, strict=True)]
 
-        Of every node: the node, its depth, the first depth whose slot must change before it attends, and the nodes
-        whose KV goes there and into the slots behind it. Slot d holds node d at first, and after that the newest node
-        of depth d that was moved there.
-        """
-        depths: list[int] = self.tree.depths.tolist()
-        children: list[list[int]] = [[] for _ in depths]
-        for node, parent in enumerate(self.tree.parents[1:].tolist(), 1):
-            children[parent].append(node)
-        held, path, waiting, steps = list(range(len(depths))), [0] * len(depths), [0], []
-        while waiting:
-            node = waiting.pop()
-            depth = depths[node]
-            path[depth] = node
-            if node >= self.scored:
-                end = depth + 1
-                first = next((at for at in range(end) if held[at] != path[at]), end)
-                held[first:end] = path[first:end]
-                steps.append((node, depth, first, torch.tensor(path[first:end]) if first < end else None))
-            waiting += reversed(children[node])
-        return steps
+
+def _steps_of(tree: TokenTree, scored: int) -> list[Step]:
+    """Slot d holds node d at first, and after that the newest node of depth d that was moved there."""
+    depths: list[int] = tree.depths.tolist()
+    children: list[list[int]] = [[] for _ in depths]
+    for node, parent in enumerate(tree.parents[1:].tolist(), 1):
+        children[parent].append(node)
+    held, path, waiting, steps = list(range(len(depths))), [0] * len(depths), [0], []
+    while waiting:
+        node = waiting.pop()
+        depth = depths[node]
+        path[depth] = node
+        if node >= scored:
+            end = depth + 1
+            first = next((at for at in range(end) if held[at] != path[at]), end)
+            held[first:end] = path[first:end]
+            steps.append((node, depth, first, torch.tensor(path[first:end]) if first < end else None))
+        waiting += reversed(children[node])
+    return steps
 
 
 def own_attention(module: Any, config: PretrainedConfig) -> Attention:
@@ -97,7 +105,7 @@ def has_bits_of_sdpa(dim: int, groups: int) -> bool:
         dim: Dimensions of a head.
         groups: Query heads per KV head.
     """
-    source, nodes = torch.Generator().manual_seed(0), torch.zeros(2, 1, dtype=torch.int64)
+    source, nodes = torch.Generator().manual_seed(0), torch.zeros(1, 2, 1, dtype=torch.int64)
     for length in _LENGTHS:
         query, key, value = (
             torch.randn(heads, rows, dim, generator=source)
@@ -116,9 +124,10 @@ def has_bits_of_sdpa(dim: int, groups: int) -> bool:
                 return False
             shared = [tensor.repeat_interleave(groups, 0)[None] for tensor in (keys, values)]
             alone = scaled_dot_product_attention(one[None], shared[0], shared[1])
-            slots = [tensor.transpose(0, 1).contiguous() for tensor in (one, keys, values)]
-            got = row_attention.row_attention(*slots, nodes=nodes, start=length - 1, scale=dim**-0.5)
-            if not torch.equal(got[0], alone[0, :, 0]):
+            slots = [tensor.transpose(0, 1).contiguous()[None] for tensor in (one, keys, values)]
+            trees = torch.tensor([[length - 1, 1, 0]])
+            got = row_attention.row_attention(*slots, nodes=nodes, trees=trees, scale=dim**-0.5)
+            if not torch.equal(got[0, 0], alone[0, :, 0]):
                 return False
     return True
 
@@ -145,44 +154,72 @@ def attend_in_turn(
     own: Attention,
     options: dict[str, Any],
 ) -> Tensor:
-    """Attention of the nodes of one row, each as if it were the only token of its pass.
-
-    While a node attends, the slots after the committed ones hold its path. Afterwards they hold the nodes in order.
+    """Attention of the nodes of all rows, each as if it were the only token of its pass.
 
     Args:
         module: The attention layer.
-        query: `[1, heads, width, dim]`; the nodes from `turns.scored` on.
-        key: `[1, kv_heads, kv, dim]`, a view of the cache.
-        value: `[1, kv_heads, kv, value_dim]`, likewise.
-        turns: The tree, and the order of its nodes.
+        query: `[rows, heads, width, dim]`; the nodes of each tree that were not scored before, and padding.
+        key: `[rows, kv_heads, kv, dim]`, a view of the cache.
+        value: `[rows, kv_heads, kv, value_dim]`, likewise.
+        turns: The trees, and the order of their nodes.
         window: How far back a query may look, itself included; None for no limit.
         crops: Whether the model's own cache drops what is outside the window; else a mask hides it.
         own: The model's attention function.
         options: What the model passes to its function, `scaling` among them.
 
     Returns:
-        `[1, width, heads, value_dim]`.
+        `[rows, width, heads, value_dim]`; zeros for padding.
     """
-    tree, start, scored = turns.tree, turns.start, turns.scored
-    is_sdpa, scale = own is sdpa_attention_forward, options.get("scaling")
-    heads, width, dim = query.shape[1:]
-    kv_heads = key.shape[1]
-    if is_sdpa and heads > 1 and (window is None or start + int(tree.depths.max()) + 1 < window):
+    rows, heads, width, dim = query.shape
+    if own is sdpa_attention_forward and heads > 1 and (window is None or turns.deepest + 1 < window):
         # For a single head torch would share the sums of a product among its threads.
-        rows, *slots = (each[0].transpose(0, 1) for each in (query, key, value))  # as the cache holds them
-        is_whole = all(each.is_contiguous() for each in slots)
-        if is_whole and row_attention.is_supported(rows, *slots) and has_bits_of_sdpa(dim, heads // kv_heads):
+        nodes, keys, values = (each.transpose(1, 2) for each in (query, key, value))  # as the cache holds them
+        is_whole = keys[0].is_contiguous() and values[0].is_contiguous() and keys.stride() == values.stride()
+        has_bits = row_attention.is_supported(nodes, keys, values) and has_bits_of_sdpa(dim, heads // key.shape[1])
+        if is_whole and has_bits:
+            scale = options.get("scaling")
             scale = dim**-0.5 if scale is None else scale
-            return row_attention.row_attention(rows, *slots, nodes=turns.nodes, start=start, scale=scale)[None]
-    nodes = slice(start, start + scored + width)
-    is_moved = any(moved is not None for *_, moved in turns.steps)
+            return row_attention.row_attention(nodes, keys, values, **turns.tensors, scale=scale)
+    out = query.new_zeros(rows, width, heads, value.shape[3])
+    for row, (start, scored, steps) in enumerate(zip(turns.starts, turns.scored, turns.steps, strict=True)):
+        one = slice(row, row + 1)
+        attended = _attend_by_torch(
+            module, query[one], key[one], value[one], start, scored, steps,
+            window=window, crops=crops, own=own, options=options,
+        )  # fmt: skip
+        out[row, : len(steps)] = attended
+    return out
+
+
+def _attend_by_torch(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    start: int,
+    scored: int,
+    steps: Sequence[Step],
+    *,
+    window: int | None,
+    crops: bool,
+    own: Attention,
+    options: dict[str, Any],
+) -> Tensor:
+    """`attend_in_turn` of one row, without padding: `[nodes, heads, value_dim]`.
+
+    While a node attends, the slots after the committed ones hold its path. Afterwards they hold the nodes in order.
+    """
+    is_sdpa, scale = own is sdpa_attention_forward, options.get("scaling")
+    heads, kv_heads = query.shape[1], key.shape[1]
+    nodes = slice(start, start + scored + len(steps))
+    is_moved = any(moved is not None for *_, moved in steps)
     held = [(each, each[:, :, nodes].clone()) for each in (key, value)] if is_moved else []
     # With one row of a batch for each KV head, SDPA reads shared heads in place and computes the same bits.
     queries = query[0].unflatten(0, (kv_heads, heads // kv_heads)).split(1, 2)
     keys, values = (each[0][:, None].expand(-1, heads // kv_heads, -1, -1) for each in (key, value))
     seen: dict[int, tuple[Tensor, Tensor]] = {}  # views of the slots up to an end
-    out: list[Any] = [None] * width
-    for node, depth, first_moved, moved in turns.steps:
+    out: list[Any] = [None] * len(steps)
+    for node, depth, first_moved, moved in steps:
         column, end = node - scored, start + depth + 1
         if moved is not None:
             for each, kept in held:
@@ -191,7 +228,7 @@ def attend_in_turn(
             if end not in seen:
                 seen[end] = keys.narrow(2, 0, end), values.narrow(2, 0, end)
             attended = scaled_dot_product_attention(queries[column], *seen[end], scale=scale)
-            out[column] = attended.view(1, 1, heads, -1)
+            out[column] = attended.view(1, heads, -1)
             continue
         first, mask = 0, None
         if window is not None and end >= window:  # transformers makes a mask from here on
@@ -200,7 +237,7 @@ def attend_in_turn(
             if not is_sdpa:
                 mask = torch.zeros(mask.shape, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
         one = query[:, :, column : column + 1]
-        out[column] = own(module, one, key[:, :, first:end], value[:, :, first:end], mask, **options)[0]
+        out[column] = own(module, one, key[:, :, first:end], value[:, :, first:end], mask, **options)[0][0]
     for each, kept in held:
         each[:, :, nodes] = kept
-    return torch.cat(out, 1)
+    return torch.cat(out)

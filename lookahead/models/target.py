@@ -76,13 +76,15 @@ class Target:
         captures: Whether `score` records CUDA graphs, with the same padding.
         most_nodes: Nodes of the largest expected tree, its root included.
         is_bitwise: Whether every node attends alone, so that in half precision on a CPU the logits have the bits of
-            decoding token by token (`lookahead.models.exact_attention`); for a single row.
+            decoding each row alone, token by token (`lookahead.models.exact_attention`). The prompts of several rows
+            must be read one at a time.
         packs: Whether linear layers may keep packed copies of their weights (`lookahead.models.linears`).
         is_together: Whether `is_bitwise` means the bits of decoding all nodes of a pass as the rows of a batch.
 
     Attributes:
+        is_exact: Whether every node attends alone, as `is_bitwise` asks for.
         is_cold: Whether the newest pass did work, such as compiling, that later passes of its shape do not repeat.
-        is_bitwise: Whether all passes since the newest prefill, itself included, have the bits of `model.generate`.
+        is_bitwise: Whether the newest prefill, and later passes over its rows, have the bits of `model.generate`.
         positions: Positions the model has a table for; None if unlimited.
         is_aligned: Whether rows must accept equally many tokens, so that they keep one length.
         on_prefill: Called before the first pass of a prefill and after every pass, if set.
@@ -135,12 +137,12 @@ class Target:
         self._has_softcap = model.config.get_text_config()._attn_implementation != "sdpa"
         # In float32 the last bits do not change tokens, and packed heads are faster.
         self._is_half = model.dtype in (torch.bfloat16, torch.float16)
-        self._is_exact = is_bitwise and self._is_half and self._scope is not None and rows == 1 and not is_fixed
-        self.is_bitwise = self._is_exact
+        self.is_exact = is_bitwise and self._is_half and self._scope is not None and not is_fixed
+        self.is_bitwise = self.is_exact
         self._is_together, self._is_alone = is_together, rows == 1
         # A single node need not attend by torch either.
         self._takes_rows = (
-            self._is_exact
+            self.is_exact
             and model.dtype == torch.bfloat16
             and not any(self._windows)
             and takes_rows(model.config.get_text_config())
@@ -208,7 +210,7 @@ class Target:
         is_fused = not (self._has_softcap or cached.any() or any(self._windows))
         is_whole = self._is_half and not (np.ptp(new) or np.ptp(cached)) and (is_fused or width <= _MAX_WHOLE)
         size = width if is_whole else self._prefill_chunk
-        self.is_bitwise = self._is_exact and size >= width
+        self.is_bitwise = self.is_exact and size >= width and len(prompts) == 1
         report(0, width)
         for start in range(0, width, size):
             chunk = np.ascontiguousarray(padded[:, start : start + size])
@@ -251,10 +253,12 @@ class Target:
             width = int((sizes if scored is None else sizes - scored).max())
             # `model.generate` would run the same pass: one token a row, and rows of one length.
             is_plain = self._is_half and width == 1 and scored is None and not np.ptp(slots.lengths[: len(trees)])
-            slots.begin(width, scored, is_plain=is_plain and not self._takes_rows)
-            windows = self._windows if self._is_exact else None
+            if self.is_exact:  # transformers' own attention for several rows has other bits than for each alone
+                is_plain = is_plain and len(trees) == 1 and not self._takes_rows
+            slots.begin(width, scored, is_plain=is_plain)
+            windows = self._windows if self.is_exact else None
             tree_pass = TreePass(slots, self._device, trees, scored, has_softcap=self._has_softcap, windows=windows)
-            bits: Bits = "alone" if self._is_exact else "any" if self._is_alone else "together"
+            bits: Bits = "alone" if self.is_exact else "any" if self._is_alone else "together"
             logits = self._forward(tree_pass, "together" if self._is_together else bits)
         if dispatch.wanted:
             try_kernels(dispatch.wanted)

@@ -67,7 +67,7 @@ class TreePass:
         prompt: For a prefill int64 `[active, width]`, the tokens that rows write behind their committed ones, and int64
             `[columns]`, after which of them logits are wanted.
         has_softcap: Whether the model's own attention applies softcapping; SDPA does not.
-        windows: For a pass of one row whose nodes attend alone, with the bits of decoding token by token: how many
+        windows: For a pass whose nodes attend alone, with the bits of decoding each row token by token: how many
             positions each layer of the model's own cache keeps for a query; None for all.
 
     Attributes:
@@ -162,9 +162,9 @@ class TreePass:
 
     @cached_property
     def turns(self) -> Turns:
-        """How the nodes of the only row attend in turn."""
-        scored = 0 if self._scored is None else int(self._scored[0])
-        return Turns(self._trees[0], int(self._slots.lengths[0]), scored)
+        """How the nodes of the rows attend in turn."""
+        scored = [0] * len(self._trees) if self._scored is None else self._scored.tolist()
+        return Turns(self._trees, self._slots.lengths[: len(self._trees)].tolist(), scored)
 
 
 def padded_rows(active: int, rows: int) -> int:
