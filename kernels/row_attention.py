@@ -41,9 +41,7 @@ _INT, _FLOAT = struct.Struct("i"), struct.Struct("f")
 _EXPONENT, _BIAS = _F(1 << 23), _F(127 << 23)  # a number times the one, plus the other: the bits of 2 to that number
 
 
-def row_attention(
-    query: Tensor, keys: Tensor, values: Tensor, *, nodes: Tensor, trees: Tensor, scale: float
-) -> Tensor:
+def row_attention(query: Tensor, keys: Tensor, values: Tensor, *, nodes: Tensor, trees: Tensor, scale: float) -> Tensor:
     """Attention of some nodes of a tree per row, each over the row's prompt and its own path.
 
     Args:
