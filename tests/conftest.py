@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from hypothesis import settings
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.support.default_run import mark_exhaustive
+
+# The process that starts the workers of xdist imports this file first, and has no use for torch, which takes seconds.
+if TYPE_CHECKING:
+    import torch
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent
 CLI_TEXT = "The cat sat on the mat. The dog sat by the door. "
@@ -23,6 +26,8 @@ CLI_TEXT = "The cat sat on the mat. The dog sat by the door. "
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     """The command line sets the threads of the process; with several, sums round differently from pass to pass."""
+    import torch
+
     torch.set_num_threads(1)
 
 
@@ -40,6 +45,14 @@ def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the number of Hypothesis examples by the tests that are asked for."""
     settings.load_profile("brief" if "not exhaustive" in config.option.markexpr else "exhaustive")
+    gc.disable()  # what is imported and collected stays, and the collector would go through it again and again
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported to no later garbage collection."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -49,6 +62,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _random_llama() -> LlamaForCausalLM:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig(
         vocab_size=101,
         hidden_size=32,
@@ -84,6 +100,8 @@ def looping_llama() -> LlamaForCausalLM:
     The embedding outweighs what the layers add, and the head leans towards the token after the newest one, so that
     greedy and sampled output repeats itself and still wanders. It is shared by the whole session as well.
     """
+    import torch
+
     model = _random_llama()
     with torch.no_grad():
         embedding = model.get_input_embeddings().weight
@@ -136,6 +154,9 @@ def summarizer_path() -> Path:
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer of single characters for `tiny_llama`: 95 printable ASCII characters behind six special tokens."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     specials = ["<pad>", "<bos>", "<eos>", "<unk>", "<a>", "<b>"]
     vocabulary = {token: i for i, token in enumerate([*specials, *map(chr, range(32, 127))])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload
-from torchao.quantization import Int8WeightOnlyConfig
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -83,6 +82,8 @@ def accepted_tokens(model: PreTrainedModel) -> int:
 
 @pytest.mark.parametrize("when", ["quantised on loading", "saved quantised"])
 def test_int8_weights_of_torchao_give_the_tokens_of_generate(folder: Path, tmp_path: Path, when: str) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig
+
     model = load(folder, quantization_config=TorchAoConfig(Int8WeightOnlyConfig()))
     if when == "saved quantised":
         model.save_pretrained(tmp_path)

@@ -9,7 +9,6 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
-import openai
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -42,6 +41,8 @@ class Running:
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]})
         self._thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        import openai  # here, as it takes a second, and every worker imports this file
+
         self.client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120)
 
     def ask(self, model, text, **options):
@@ -150,7 +151,9 @@ def test_beam_search_is_left_to_transformers(server, folder, plain):
 
 
 def test_a_model_that_does_not_exist_is_told_by_name_and_the_server_lives_on(server, folder, plain):
-    with pytest.raises(openai.NotFoundError) as caught:
+    from openai import NotFoundError
+
+    with pytest.raises(NotFoundError) as caught:
         server.ask("./missing", QUESTIONS[0])
     assert caught.value.code == "model_not_found"
     assert caught.value.body["message"].startswith("model './missing' does not exist: looked for the folder ")
@@ -158,9 +161,11 @@ def test_a_model_that_does_not_exist_is_told_by_name_and_the_server_lives_on(ser
 
 
 def test_what_the_model_cannot_be_asked_is_a_request_of_400(server, folder, model_folder):
-    with pytest.raises(openai.BadRequestError, match="no tools here"):
+    from openai import BadRequestError
+
+    with pytest.raises(BadRequestError, match="no tools here"):
         server.client.chat.completions.create(model=folder, messages=[{"role": "tool", "content": "x"}])
-    with pytest.raises(openai.BadRequestError, match="chat_template"):
+    with pytest.raises(BadRequestError, match="chat_template"):
         server.ask(str(model_folder), QUESTIONS[0])
 
 
@@ -175,10 +180,12 @@ def test_models_are_listed_loaded_on_request_and_freed(server, folder, model_fol
 
 
 def test_a_model_that_is_served_alone_is_the_only_one(folder, model_folder, plain):
+    from openai import BadRequestError
+
     running = Running(EnabledModels(folder, only=True, device="cpu"))
     try:
         assert [model.id for model in running.client.models.list()] == [folder]
-        with pytest.raises(openai.BadRequestError, match="pinned"):
+        with pytest.raises(BadRequestError, match="pinned"):
             running.ask(str(model_folder), QUESTIONS[0])
         assert running.ask(folder, QUESTIONS[0]).choices[0].message.content == plain(QUESTIONS[0])[0]
     finally:
@@ -217,6 +224,8 @@ def test_a_model_that_does_not_exist_is_told_in_a_line(cli_folder):
 
 
 def test_the_command_answers_and_ctrl_c_ends_it_quietly(folder, plain, tmp_path):
+    from openai import OpenAI
+
     said = tmp_path / "stdout"
     with said.open("w") as stdout:
         words = ("serve", folder, "--port", "0")
@@ -224,7 +233,7 @@ def test_the_command_answers_and_ctrl_c_ends_it_quietly(folder, plain, tmp_path)
             process.until(lambda: process.stderr.endswith("\n"))
             line = process.stderr
             assert line.startswith(f"serving: {folder} at http://localhost:"), line
-            client = openai.OpenAI(base_url=line.split()[3].rstrip(";"), api_key="none", timeout=120)
+            client = OpenAI(base_url=line.split()[3].rstrip(";"), api_key="none", timeout=120)
             chat = [{"role": "user", "content": QUESTIONS[0]}]
             got = client.chat.completions.create(model=folder, messages=chat, max_tokens=40, temperature=0)
             assert json.loads(got.to_json())["choices"][0]["message"]["content"] == plain(QUESTIONS[0])[0]
