@@ -90,9 +90,9 @@ MORE_OPTIONS = {**OPTIONS, "length": {"max_new_tokens": 2}, "plain without ends"
 
 
 def search_with(
-    make: Any, monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, **options: Any
-) -> tuple[list[int], int]:
-    """Search as transformers does and with such drafts; the steps that each pass has served, and all steps."""
+    make: Any, monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, expected: Any = None, **options: Any
+) -> tuple[list[int], int, Any]:
+    """Search as transformers does and with such drafts; the steps of each pass, all steps, and what was found."""
     done: list[Any] = []
     own, score = BeamTree.advance, beam_tree.BeamModel._score
     monkeypatch.setattr(BeamTree, "advance", lambda tree, *step: (done.append(step), own(tree, *step))[1])
@@ -107,10 +107,10 @@ def search_with(
 
     monkeypatch.setattr(beam_tree.BeamModel, "_score", scored)
     monkeypatch.setattr(beams, "drafter_for", lambda *_: Scripted(make, steps, done))
-    assert_same(model, **options)
+    got = assert_same(model, expected=expected, **options)
     assert done == steps
     assert searches[0].served and sum(searches[0].served) == len(steps)
-    return searches[0].served, len(steps)
+    return searches[0].served, len(steps), got
 
 
 @pytest.mark.covering(2)
@@ -129,7 +129,7 @@ def test_a_pass_serves_as_many_steps_as_its_draft_has_right(
     options: dict[str, Any] = {**ONE, "eos_token_id": None, "max_new_tokens": 15}
     for make, served in ((perfect, [4, 4, 4, 2]), (wrong, [1] * 14), (partial, [1] * 14)):
         with monkeypatch.context() as patch:
-            assert search_with(make, patch, tiny_llama, **options) == (served, 14)
+            assert search_with(make, patch, tiny_llama, **options)[:2] == (served, 14)
 
 
 @pytest.mark.parametrize("make", ADVERSARIES, ids=NAMES)
@@ -137,8 +137,8 @@ def test_drafts_outlive_the_dead_nodes_that_are_dropped(
     make: Any, monkeypatch: pytest.MonkeyPatch, tiny_llama: PreTrainedModel
 ) -> None:
     monkeypatch.setattr(beam_tree, "DEAD_NODES", 2)
-    served, _ = search_with(make, monkeypatch, tiny_llama, **ONE, max_new_tokens=60, eos_token_id=None)
-    assert make is not perfect or served == [4] * 14 + [3]
+    served, *_ = search_with(make, monkeypatch, tiny_llama, **ONE, max_new_tokens=40, eos_token_id=None)
+    assert make is not perfect or served == [4] * 9 + [3]
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 9])
@@ -160,7 +160,7 @@ def test_nothing_is_drafted_that_no_step_could_choose(tokens: int, tiny_llama: P
 def test_every_family_finds_the_sequences_of_transformers_with_drafts(family: Family) -> None:
     # In float64 rounding hides nothing: a wrong position or mask moves logits by 0.1 and more. Some layers compute in
     # float32 all the same, and those that transformers cannot run in float64, such as experts, stay in it.
-    options: dict[str, Any] = {**ONE, "max_new_tokens": 24, "eos_token_id": None, "output_logits": True}
+    options: dict[str, Any] = {**ONE, "max_new_tokens": 16, "eos_token_id": None, "output_logits": True}
     model, limit = build(family).to(torch.float64), 1e-4
     try:
         expected = found(model, **options)
@@ -181,7 +181,7 @@ def test_every_family_finds_the_sequences_of_transformers_with_drafts(family: Fa
 def test_the_options_of_beam_search_are_heeded_with_drafts(
     inputs: dict[str, Any], options: dict[str, Any], count: int, tiny_llama: PreTrainedModel
 ) -> None:
-    assert_same(tiny_llama, ALWAYS, **inputs, **options, num_beams=count, max_new_tokens=40)
+    assert_same(tiny_llama, ALWAYS, **inputs, **options, num_beams=count, max_new_tokens=24)
 
 
 def test_what_repeats_takes_fewer_passes_than_tokens(tiny_llama: PreTrainedModel, tiny_tokenizer: Any) -> None:
@@ -241,24 +241,35 @@ def by_turns(tree: BeamTree, coming: list[Any]) -> None:
         partial(tree, coming[:1])
 
 
-@pytest.mark.parametrize("make", [*ADVERSARIES, by_turns, None], ids=[*NAMES, "by turns", "real"])
-def test_in_half_precision_drafts_change_no_bit(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def half() -> tuple[PreTrainedModel, list[tuple[dict[str, Any], Any]]]:
+    """A model in bfloat16, and what transformers finds with it."""
     torch.manual_seed(5)
     sizes = {"vocab_size": 101, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
     model = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval().to(torch.bfloat16)  # torch sums small products anew
     if not (has_bits_of_beams(model, 3) and keeps_bits_beside_others(model)):
         pytest.skip("products of this CPU have other bits")
-    for options in ({}, OPTIONS["early stopping"], {"eos_token_id": None, "num_beams": 2}):
-        call = {**ONE, "max_new_tokens": 40, "output_logits": True, **options}
-        expected = found(model, **call)
+    calls = [
+        {**ONE, "max_new_tokens": 24, "output_logits": True, **options}
+        for options in ({}, OPTIONS["early stopping"], {"eos_token_id": None, "num_beams": 2})
+    ]
+    for call in calls:
         found(model, **call, custom_generate=lookahead.decode)  # probes the model, by steps of its own
+    return model, [(call, found(model, **call)) for call in calls]
+
+
+@pytest.mark.parametrize("make", [*ADVERSARIES, by_turns, None], ids=[*NAMES, "by turns", "real"])
+def test_in_half_precision_drafts_change_no_bit(make: Any, half: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = half
+    for call, expected in calls:
         rows: list[int] = []
         counting = model.lm_head.register_forward_pre_hook(lambda _, x, rows=rows: rows.append(x[0][..., 0].numel()))
-        with monkeypatch.context() as patch:
-            if make is not None:
-                search_with(make, patch, model, **call)
-            got = found(model, **call, custom_generate=lookahead.decode, lookahead_config=ALWAYS)
+        if make is None:
+            got = assert_same(model, ALWAYS, expected, **call)
+        else:
+            with monkeypatch.context() as patch:
+                *_, got = search_with(make, patch, model, expected, **call)
         counting.remove()
         assert min(rows) >= 2 and max(rows) <= 32  # one row may have other bits on another CPU
         assert torch.equal(got.sequences, expected.sequences)

@@ -28,7 +28,7 @@ RAGGED = {
     "input_ids": torch.tensor([[0] * 8 + [5, 9, 31, 5], [5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]]),
     "attention_mask": torch.tensor([[0] * 8 + [1] * 4, [1] * 12]),
 }
-NEW_TOKENS = 19
+NEW_TOKENS = 13
 FIXED = LookaheadConfig(draft="fixed", min_probability=0.0)
 BRANCHING = LookaheadConfig(
     proposers=("prompt", "outputs", "recycled", "jacobi"),

@@ -43,8 +43,8 @@ def interpreter_gap() -> str | None:
 @pytest.mark.skipif(interpreter_gap() is not None, reason=str(interpreter_gap()))
 def test_the_kernels_agree_with_their_references_in_the_interpreter(request):
     # Triton decides on import whether it interprets: a process of its own.
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/interpreted_kernels.py"]
-    command += ["-m", request.config.option.markexpr]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest"]
+    command += ["tests/interpreted_kernels.py", "-m", request.config.option.markexpr]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
     assert run.returncode == 0 and "skipped" not in run.stdout, run.stdout + run.stderr

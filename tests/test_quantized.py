@@ -68,6 +68,7 @@ PROMPT = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])
 # Tokens
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "temperature": 1.3}], ids=str)
 @pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
 @pytest.mark.parametrize("name", ["looping", "Qwen3", "Gemma2", "Phi3"])

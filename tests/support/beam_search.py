@@ -33,9 +33,11 @@ def found(model: PreTrainedModel, **options: Any) -> Any:
     return model.generate(**copy.deepcopy({**shared, **returned, **options}))
 
 
-def assert_same(model: PreTrainedModel, config: LookaheadConfig | None = None, **options: Any) -> Any:
-    """Search as transformers does, and with lookahead."""
-    expected = found(model, **options)
+def assert_same(
+    model: PreTrainedModel, config: LookaheadConfig | None = None, expected: Any = None, **options: Any
+) -> Any:
+    """Search as transformers does, unless what it finds is given, and with lookahead."""
+    expected = expected or found(model, **options)
     got = found(model, **options, custom_generate=lookahead.decode, lookahead_config=config)
     assert type(got) is type(expected)
     assert got.sequences.tolist() == expected.sequences.tolist()
