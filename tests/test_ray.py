@@ -107,6 +107,7 @@ def test_a_local_job_goes_on_with_one_of_a_cluster(summarize, docs):
     assert lines_of("out.jsonl") == lines_of("local.jsonl")
 
 
+@pytest.mark.exhaustive  # tests/test_worker_pool.py kills workers of a scripted cluster
 def test_a_worker_killed_on_the_way_loses_nothing_and_nothing_is_done_twice(summarize, model_folder, cli_folder):
     documents = [Document(f"d{i}", f"Text number {i}, which has a few words.") for i in range(20)]
     (cli_folder / "docs.jsonl").write_text("\n".join(json.dumps({"id": d.id, "text": d.text}) for d in documents))
