@@ -43,10 +43,15 @@ def tree_attention(
     rows, heads, width, dim = query.shape
     out = torch.empty(rows, width, heads, values.shape[3])
     bits, shift = _SHIFTS[query.dtype]
+    # Buffers are contiguous; parts of them are not, and the core is compiled for contiguous arrays.
+    buffers = [
+        slots.as_strided((rows, slots.stride(0) // slots.stride(1), *slots.shape[2:]), slots.stride()).view(bits)
+        for slots in (keys, values)
+    ]
     _attend(
         query.transpose(1, 2).float().contiguous().numpy(),
-        _buffers_of(keys).view(bits).numpy(),
-        _buffers_of(values).view(bits).numpy(),
+        buffers[0].numpy(),
+        buffers[1].numpy(),
         shift,
         lengths.numpy(),
         nodes.numpy(),
@@ -77,12 +82,6 @@ def pays(query: Tensor, keys: Tensor, values: Tensor) -> bool:
         if slots.dtype != query.dtype or dim % ROWS or not is_slice:
             return False
     return torch.backends.cpu.get_cpu_capability() == "AVX512"
-
-
-def _buffers_of(slots: Tensor) -> Tensor:
-    """The buffers `[rows, capacity, …]` that `slots` are the first of, contiguous."""
-    rows, _, heads, dim = slots.shape
-    return slots.as_strided((rows, slots.stride(0) // (heads * dim), heads, dim), slots.stride())
 
 
 @njit(cache=True, error_model="numpy", nogil=True)

@@ -36,6 +36,9 @@ _MOST_COUNT = 4096
 _FIRST_KIND = len(KIND_OF)  # rows of the table after those of the features: the odds of the kinds
 _ROWS = _FIRST_KIND + KIND_OF.max() + 1
 
+NO_CANDIDATES: IntArray = np.zeros((3, 0), np.int32)
+"""Tokens, parents and features of no tree."""
+
 
 @njit(cache=True)
 def children_along(parents, tokens, emitted):
@@ -138,15 +141,16 @@ class HitRates(RawArrays):
         super().__init__(2)
         self._point_to(self.table, self.frequent)
 
-    def count(self, tokens: IntArray) -> None:
-        """Count tokens that the target chose, int32 `[n]`, to find the frequent ones."""
-        _count(self.frequent, tokens)
+    def learn(
+        self, parents: IntArray, tokens: IntArray, features: IntArray, emitted: IntArray, *, counts: bool = False
+    ) -> None:
+        """Count every candidate of a `Trie` whose parent was emitted: a hit if its token was emitted next.
 
-    def learn(self, parents: IntArray, tokens: IntArray, features: IntArray, emitted: IntArray) -> None:
-        """Count every candidate of a `Trie` whose parent was emitted: a hit if its token was emitted next."""
+        With `counts` the emitted tokens, int32 `[n]`, are counted too, to find the frequent ones.
+        """
         if not parents.size == tokens.size == features.size:
             raise ValueError(f"a tree of {tokens.size} tokens has {parents.size} parents, {features.size} features")
-        _learn(self.table, self.prior, parents, tokens, features, emitted)
+        _learn(self.table, self.prior, self.frequent, parents, tokens, features, emitted, counts)
 
 
 @jit_inline
@@ -204,8 +208,10 @@ def _count_trial(table, prior, feature, hit):
 
 
 @njit(cache=True, error_model="numpy")
-def _learn(table, prior, parents, tokens, features, emitted):
+def _learn(table, prior, frequent, parents, tokens, features, emitted, counts):
     """The core of `HitRates.learn`."""
+    if counts:
+        _count(frequent, emitted)
     nodes, hits = children_along(parents, tokens, emitted)
     for i in range(len(nodes)):
         _count_trial(table, prior, features[nodes[i]], 1.0 if hits[i] else 0.0)

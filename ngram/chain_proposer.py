@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.ngram.acceptance import HitRates
+from lookahead.ngram.acceptance import NO_CANDIDATES, HitRates
 from lookahead.ngram.chains import ChainIndex, Chains, IntArray
 from lookahead.ngram.prune import FREE, Limits
 from lookahead.ngram.search import MAX_NODES, Search
@@ -24,7 +24,7 @@ class ChainRequest:
     text: ChainIndex  # prompt and output, one open document
     search: Search
     kept: int  # tokens of the text that the shared memory has or does not need; at first those of the prompt
-    drafted: IntArray | None = None  # [11, k], as `lookahead.ngram.search.Grown.written`
+    drafted: IntArray = field(default_factory=lambda: NO_CANDIDATES)  # as `lookahead.ngram.search.Grown.written`
 
     def __len__(self) -> int:
         """Tokens of the prompt and the output so far."""
@@ -88,7 +88,7 @@ class ChainProposer:
         """
         most = min(most, self.max_draft)
         if most < 1:
-            request.drafted = None
+            request.drafted = NO_CANDIDATES
             return np.empty(0, np.int32), _NOTHING
         limits = Limits(most, most, self.min_probability, is_chain=True)
         written, path_probs = request.search.grow(most, self.min_probability, limits, FREE)
@@ -101,11 +101,9 @@ class ChainProposer:
         Raises what `ChainIndex.append` does.
         """
         request.text.append(tokens)
-        if request.drafted is not None:
-            chain, parents, features = request.drafted[:3]
-            self.rates.learn(parents, chain, features, tokens)
-            request.drafted = None
-        self.rates.count(tokens)
+        chain, parents, features = request.drafted[:3]
+        self.rates.learn(parents, chain, features, tokens, counts=True)
+        request.drafted = NO_CANDIDATES
 
     def finish(self, request: ChainRequest) -> None:
         """Keep the output of a request for later ones. The request may go on afterwards, and finish again."""
@@ -113,4 +111,4 @@ class ChainProposer:
             self.outputs.end_document()
             self.outputs.append(request.text.tokens[1 + max(0, request.kept - _CONTEXT) :])
             request.kept = len(request)
-        request.drafted = None
+        request.drafted = NO_CANDIDATES

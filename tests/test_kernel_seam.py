@@ -19,6 +19,7 @@ import lookahead
 from lookahead.drafting.tree import TokenTree
 from lookahead.kernels import checks, reference
 from lookahead.kernels import dispatch as choice
+from lookahead.kernels.self_test import COMPACTION, KernelVariant, Verdict
 from lookahead.models.cache import TreeCache, TreeSlots
 from lookahead.models.target import Target
 from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, TreePass, TreeTensors
@@ -238,13 +239,14 @@ def test_further_parts_of_a_prompt_need_no_mask_where_flash_attention_takes_them
 
 
 def test_a_commit_takes_compaction_as_soon_as_it_was_tested(monkeypatch: pytest.MonkeyPatch) -> None:
-    tested, moved = [False], []
+    tested, moved, compaction = [False], [], KernelVariant(torch.device("cpu"), kernel=COMPACTION)
     compactor = lambda **plan: moved.append(plan["counts"].tolist())  # noqa: E731
     monkeypatch.setattr(choice, "compactor_for", lambda _: compactor if tested[0] else None)
     cache = TreeCache(rows=1, capacity=40)
     cache.slots.begin(9)
     cache.update(*torch.randn(2, 1, 2, 9, 8), 0)
     for tested[0] in (False, True):
+        monkeypatch.setattr(choice, "verdicts", {compaction: Verdict()} if tested[0] else {})
         cache.commit(0, np.array([0, 4], np.int32))
     assert moved == [[2]]
 

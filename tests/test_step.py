@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import sys
+from copy import deepcopy
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 
+import lookahead
 from lookahead import LookaheadConfig
 from lookahead.generation.hf import prepare
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = tuple(str(ROOT / name) for name in ("lookahead", "ngram", "kernels"))
-# In a step that moves the KV of what it accepted; 11 of the functions are fused layers, which the model calls.
-MOST_FUNCTIONS, MOST_FILES = 72, 21
+# 11 of the functions are fused layers, which the model calls. Without a fast kernel torch attends under a mask: 1 more.
+MOST_FUNCTIONS, MOST_FILES = 63, 21
 
 
 def test_a_step_runs_few_functions_of_few_files(tiny_llama) -> None:
     ids = torch.tensor([[5, 9, 31, 77] * 10])
     config = LookaheadConfig(draft="fixed")
-    engine = tiny_llama.generate(
-        ids, max_new_tokens=80, do_sample=False, custom_generate=prepare, lookahead_config=config
-    )
+    options = {"max_new_tokens": 80, "do_sample": False, "lookahead_config": config}
+    deepcopy(tiny_llama).generate(ids, custom_generate=lookahead.decode, **options)  # compiles what steps call
+    engine = tiny_llama.generate(ids, custom_generate=prepare, **options)
     ran: set[tuple[str, str]] = set()
 
     def note(frame: FrameType, event: str, argument: Any) -> None:

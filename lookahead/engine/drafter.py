@@ -95,7 +95,7 @@ class TreeDrafter:
             return drafts
         if len(rows) > 1:
             drafts = fit(drafts, plan_costs, plan.value)
-        if all(len(draft.tree) == 1 for draft in drafts) or self._controller.accepts(plan, drafts):
+        if all(len(draft.tree.tokens) == 1 for draft in drafts) or self._controller.accepts(plan, drafts):
             return drafts
         return [draft.bare() for draft in drafts]
 
@@ -130,7 +130,7 @@ class TreeDrafter:
             if draft.placed is self.nothing and not (hidden or needs_argmax) and scores.top is None:
                 row.pending.append(result.tokens)
                 continue
-            nodes, top = len(draft.tree), None
+            nodes, top = len(draft.tree.tokens), None
             if scores.top is not None and scores.probabilities is not None:
                 top = Top(draft.tree, scores.top[at, :nodes], scores.probabilities[at, :nodes])
             argmax = scores.argmax[at, :nodes] if needs_argmax else NO_NODES

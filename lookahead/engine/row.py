@@ -215,9 +215,10 @@ class Row:
             stats.bitwise_forwards += self.is_bitwise
             stats.acceptance_histogram[len(result.tokens)] += 1
         stats.emitted_tokens += len(result.tokens)
-        if len(draft.tree) == 1:
+        drafted_tokens = len(draft.tree.tokens) - 1
+        if drafted_tokens == 0:
             return
-        stats.drafted_tokens += len(draft.tree) - 1
+        stats.drafted_tokens += drafted_tokens
         stats.accepted_tokens += len(result.path) - 1
         stats.expected_tokens += float(draft.path_probs.sum()) - 1.0
         bits = (draft.tree.sources >> np.arange(len(sources))[:, None]) & 1  # by source and node; the root has none

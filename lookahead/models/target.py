@@ -249,7 +249,7 @@ class Target:
             logits = outputs[0]
             self.hidden = dict(zip(self._hidden_layers, outputs[1:], strict=True)) if self.keeps_hidden else {}
         else:
-            slots, sizes = self.cache.slots, np.array([len(tree) for tree in trees])
+            slots, sizes = self.cache.slots, np.array([len(tree.tokens) for tree in trees])
             width = int((sizes if scored is None else sizes - scored).max())
             # `model.generate` would run the same pass: one token a row, and rows of one length.
             is_plain = self._is_half and width == 1 and scored is None and not np.ptp(slots.lengths[: len(trees)])
