@@ -29,16 +29,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from bench.baselines import (
-    ChainRule,
-    Datastore,
-    FirstOccurrence,
-    LongestSuffix,
-    PromptLookup,
-    Retrieval,
-    SuffixTrees,
-    TokenRecycling,
-)
+from bench import baselines
+from bench.baselines import ChainRule, Datastore
 from bench.command import make_engine, parser_of, publish, setting_of, use_one_thread
 from bench.llm import add_prompt_options, read_prompts
 from bench.prompts import loop_start, read_tokens
@@ -55,15 +47,13 @@ SOURCES = (
     "window 7 5 7",
     "window 15 5 15",
 )
-
-
 RULES: dict[str, Callable[[Call, int, Datastore | None], Proposer]] = {
-    "prompt lookup": lambda call, nodes, store: ChainRule(lambda: PromptLookup(nodes)),
-    "longest suffix": lambda call, nodes, store: ChainRule(lambda: LongestSuffix(length=nodes)),
-    "first occurrence": lambda call, nodes, store: ChainRule(lambda: FirstOccurrence(nodes)),
-    "token recycling": lambda call, nodes, store: TokenRecycling(call.vocab_size, nodes),
-    "suffix tree": lambda call, nodes, store: SuffixTrees(),
-    "retrieval": lambda call, nodes, store: Retrieval(store),
+    "prompt lookup": lambda call, nodes, store: ChainRule(lambda: baselines.PromptLookup(nodes)),
+    "longest suffix": lambda call, nodes, store: ChainRule(lambda: baselines.LongestSuffix(length=nodes)),
+    "first occurrence": lambda call, nodes, store: ChainRule(lambda: baselines.FirstOccurrence(nodes)),
+    "token recycling": lambda call, nodes, store: baselines.TokenRecycling(call.vocab_size, nodes),
+    "suffix tree": lambda call, nodes, store: baselines.SuffixTrees(),
+    "retrieval": lambda call, nodes, store: baselines.Retrieval(store),
 }
 
 
@@ -83,19 +73,12 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """One output.
+    """One output."""
 
-    Attributes:
-        category: Of its prompt.
-        tokens: The output.
-        steps: How many tokens each pass gave; the first is the prefill.
-        drafted: Draft nodes of all passes.
-    """
-
-    category: str
+    category: str  # of its prompt
     tokens: list[int]
-    steps: list[int]
-    drafted: int
+    steps: list[int]  # how many tokens each pass gave; the first is the prefill
+    drafted: int  # nodes of all passes
 
     def rate(self, end: int | None = None) -> tuple[int, int]:
         """Tokens up to `end` and the passes that began before it, the prefill left out."""

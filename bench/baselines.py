@@ -87,11 +87,7 @@ class _Rows:
 
 
 class ChainRule(_Rows):
-    """A proposer of the chain of a rule, cut at the nodes allowed.
-
-    Args:
-        make: Makes the rule of a row.
-    """
+    """A proposer of the chain of a rule, which `make` makes for every row, cut at the nodes allowed."""
 
     def __init__(self, make: Callable[[], Chain]) -> None:
         super().__init__()
@@ -112,11 +108,7 @@ class TokenRecycling(_Rows):
     """Token Recycling: the target's newest 8 likeliest successors of every token, on a static tree.
 
     The paper gives its tree by a figure. Here a tree of any size holds the nodes likeliest by the product of the hit
-    rates of their ranks, as measured for such successors.
-
-    Args:
-        vocab_size: Token ids are those below.
-        nodes: Nodes of the tree besides the root.
+    rates of their ranks, as measured for such successors. The root is not one of its `nodes`.
 
     Source: Luo et al. 2024, "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token
         Recycling", §3.
@@ -142,7 +134,6 @@ class TokenRecycling(_Rows):
         return _whole(tokens, parents)
 
     def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
-        """Store the successors of every node."""
         super().observe(row, feedback, placed)
         if feedback.top is not None:
             self._successors[feedback.top.tree.tokens] = feedback.top.tokens
@@ -151,10 +142,8 @@ class TokenRecycling(_Rows):
 class SuffixTrees(_Rows):
     """SuffixDecoding: the tree of the request or that of all outputs, whichever foretells more, by `arctic-inference`.
 
-    Neither the length of the match nor probability limits a draft, so that it has as many nodes as those of others.
-
-    Args:
-        depth: Longest match and longest draft.
+    Neither the length of the match nor probability limits a draft, so that it has as many nodes as those of others;
+    `depth` is the longest match and the longest draft.
 
     Source: Oliaro et al. 2024, "SuffixDecoding: A Model-Free Approach to Speeding Up Large Language Model Inference",
         §4.
@@ -167,35 +156,27 @@ class SuffixTrees(_Rows):
         self._numbers, self._requests = count(), dict[int, int]()
 
     def start(self, row: int, prompt: IntArray) -> None:
-        """Begin a request."""
         super().start(row, prompt)
         self._requests[row] = next(self._numbers)
         self._cache.start_request(self._requests[row], np.ascontiguousarray(prompt))
 
     def propose(self, row: int, max_nodes: int) -> Proposal | None:
-        """The nodes of the highest probability."""
         text = self._texts[row]
         limits = {"max_spec_tokens": max_nodes, "max_spec_offset": max_nodes, "min_token_prob": 0.0}
         draft = self._cache.speculate(self._requests[row], text[-self._depth :], **limits, use_tree_spec=True)
         return _whole([text[-1], *draft.token_ids], [0, *(parent + 1 for parent in draft.parents)])
 
     def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
-        """Add the emitted tokens to both trees."""
         super().observe(row, feedback, placed)
         self._cache.add_active_response(self._requests[row], np.ascontiguousarray(feedback.tokens))
 
     def finish(self, row: int) -> None:
-        """End the request; its output stays."""
         super().finish(row)
         self._cache.stop_request(self._requests.pop(row))
 
 
 class Datastore:
-    """Texts in which what followed the end of another text is found; sizes are those of REST's code.
-
-    Args:
-        texts: Token ids of every text.
-    """
+    """Texts, in token ids, in which what followed the end of another text is found; sizes are those of REST's code."""
 
     LONGEST, SHORTEST = 16, 2  # tokens of a match
     LENGTH, MOST = 10, 5000  # tokens of a continuation, and continuations that are read
@@ -235,7 +216,6 @@ class Retrieval(_Rows):
         self._store = store
 
     def propose(self, row: int, max_nodes: int) -> Proposal | None:
-        """As many nodes as are allowed, the most frequent first."""
         text, order = self._texts[row], count()
         tokens, parents = [int(text[-1])], [0]
         tips: list[tuple[int, int, int, int, int, IntArray]] = []  # falling frequency first

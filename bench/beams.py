@@ -27,7 +27,7 @@ import torch
 from transformers import BartConfig, BartForConditionalGeneration, DynamicCache, PreTrainedModel
 
 import lookahead
-from bench.command import parser_of, publish, setting_of, stay_on_cores, use_one_thread, versions
+from bench.command import parser_of, publish, setting_of, stay_on_cores, use_one_thread
 from bench.exactness import batches
 from bench.llm import as_chat
 from bench.llm_peers import read_clocks
@@ -217,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.families:
         use_one_thread()
         report = check_families(arguments.families)
-        publish(report | {"versions": versions()}, arguments.output)
+        publish(report, arguments.output)
         return 1 if report["failures"] else 0
     stay_on_cores(arguments.core)
     if arguments.encoder_decoder:
@@ -255,7 +255,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "max_new_tokens": arguments.max_new_tokens,
         "summary": summary(rows, list(ways)),
         "rows": rows,
-        "versions": versions(),
     }
     publish(report, arguments.output)
     return 0

@@ -25,14 +25,9 @@ from lookahead.generation.hf import prepare
 def parser_of(
     page: str | None, *, model: str | None = None, dtype: str | None = None, core: bool = False, threads: bool = False
 ) -> argparse.ArgumentParser:
-    """A parser whose help is the docstring of a benchmark, with `--output` and the options that have a default.
+    """A parser whose help is the docstring of a benchmark, with `--output` and the other options that are asked for.
 
-    Args:
-        page: The docstring.
-        model: The default of `--model`.
-        dtype: The default of `--dtype`, `fp32` or `bf16`.
-        core: Whether there is `--core`, for `stay_on_cores`.
-        threads: Likewise `--threads`.
+    `model` and `dtype` are the defaults of theirs; `--core` and `--threads` are for `stay_on_cores`.
     """
     page = f"{page}\nThe last line printed is one JSON object."
     parser = argparse.ArgumentParser(description=page, formatter_class=argparse.RawDescriptionHelpFormatter)

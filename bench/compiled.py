@@ -11,7 +11,6 @@ the wall, medians of rounds. In fp32 every output must be that of `model.generat
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -54,7 +53,7 @@ def compare_outputs(
     return figures
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__, model=SUMMARIZER, dtype="fp32")
     parser.add_argument("--text", type=Path, default=ROOT / "examples" / "dust_unto_dust.txt")
     parser.add_argument("--context", type=int, default=300, help="tokens before the steps")
@@ -80,8 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             prompts = continuation_prompts(iter(texts[0].split("\n\n")), tokenizer, limit=arguments.prompts, longest=64)
         report["outputs"] = compare_outputs(model, tokenizer, prompts, arguments.rounds, arguments.max_new_tokens)
     publish(report, arguments.output)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -74,19 +74,12 @@ def dictating(engine: Engine, trace: Trace, device: torch.device) -> Iterator[No
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of an engine.
+    """One step of an engine."""
 
-    Attributes:
-        seconds: By the clock on the wall.
-        tokens: Tokens it emitted.
-        is_replayed: Whether its pass was a graph's.
-        is_cold: Whether it was one of those before a graph is there and was checked.
-    """
-
-    seconds: float
-    tokens: int
-    is_replayed: bool
-    is_cold: bool
+    seconds: float  # by the clock on the wall
+    tokens: int  # emitted
+    is_replayed: bool  # its pass was a graph's
+    is_cold: bool  # it was one of those before a graph is there and was checked
 
 
 @dataclass(frozen=True, slots=True)

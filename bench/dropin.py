@@ -10,7 +10,6 @@ grows over many calls once it is warm.
 from __future__ import annotations
 
 import gc
-import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -73,7 +72,7 @@ def growth(model: PreTrainedModel, calls: int, warm_up: int) -> dict[str, float]
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--trials", type=int, default=31)
     parser.add_argument("--calls", type=int, default=1000)
@@ -88,8 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report["memory"] = growth(model, arguments.calls, warm_up=300)
     print(f"memory over {arguments.calls} calls: {report['memory']}")
     publish(report, arguments.output)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

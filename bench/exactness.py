@@ -61,15 +61,10 @@ PLAIN = LookaheadConfig(proposers=())
 
 @dataclass(slots=True)
 class Divergence:
-    """Half precision against greedy decoding token by token.
+    """Half precision against greedy decoding token by token."""
 
-    Attributes:
-        runs: Prompts compared.
-        gaps: For every prompt that parted, the logits' distance of the two likeliest tokens where it did.
-    """
-
-    runs: int = 0
-    gaps: list[float] = field(default_factory=list)
+    runs: int = 0  # prompts compared
+    gaps: list[float] = field(default_factory=list)  # of the two likeliest logits, where a prompt parted
 
     def note(self, whole: Any, begin: int, sequence: torch.Tensor) -> bool:
         """Compare a sequence with what `model.generate` returned, from the token `begin` on; whether they part."""
@@ -153,17 +148,13 @@ def check_family(family: Family) -> tuple[int, list[dict[str, str]]]:
 
 @dataclass(slots=True)
 class Half:
-    """How half precision parts: without drafts, with them, with them and sampling, and in transformers' prompt lookup.
-
-    Attributes:
-        promised: Outputs that parted though the model passed the check of bits.
-    """
+    """How half precision parts: without drafts, with them, also sampled, and in transformers' prompt lookup."""
 
     plain: Divergence = field(default_factory=Divergence)
     drafted: Divergence = field(default_factory=Divergence)
     sampled: Divergence = field(default_factory=Divergence)
     lookup: Divergence = field(default_factory=Divergence)
-    promised: int = 0
+    promised: int = 0  # outputs that parted though the model passed the check of bits
 
     def compare(self, model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> None:
         """Decode one prompt in every way and note where each parts from token by token."""
@@ -204,15 +195,6 @@ def stateful_outcome(
     options = {**inputs, **make(len(inputs["input_ids"])), "do_sample": False, "max_new_tokens": NEW_TOKENS}
     custom = {"custom_generate": lookahead.decode} if ours else {}
     return model.generate(**options, pad_token_id=0, **custom).tolist(), calls_of(options)
-
-
-def passages(arguments: argparse.Namespace, dtype: str) -> tuple[PreTrainedModel, list[torch.Tensor]]:
-    """The summarizer of the tests and the prompts to summarize with it."""
-    loaded = load(SUMMARIZER, dtype=dtype, device="cpu")
-    texts = read_texts(arguments.prompts, arguments.field)
-    prompts = summary_prompts(texts, loaded.tokenizer, limit=arguments.limit, shortest=200, longest=800)
-    encode: Any = partial(loaded.tokenizer, return_tensors="pt", add_special_tokens=False)
-    return loaded.model, [encode(prompt).input_ids for prompt in prompts]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -259,9 +241,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def check_summarizer(arguments: argparse.Namespace, failures: list[dict[str, str]]) -> dict[str, Any]:
     """Summarize real passages: in fp32 the same tokens, greedy and sampled, in bf16 the divergence."""
-    runs, before = 0, len(failures)
-    model, prompts = passages(arguments, "fp32")
-    for number, ids in enumerate(prompts):
+    runs, differing = 0, []
+    model, tokenizer = load(SUMMARIZER, dtype="fp32", device="cpu")
+    texts = read_texts(arguments.prompts, arguments.field)
+    prompts = summary_prompts(texts, tokenizer, limit=arguments.limit, shortest=200, longest=800)
+    encode: Any = partial(tokenizer, return_tensors="pt", add_special_tokens=False)
+    passages = [encode(prompt).input_ids for prompt in prompts]
+    for number, ids in enumerate(passages):
         for mode, options in MODES.items():
             kwargs = {**options, "max_new_tokens": 200}
             torch.manual_seed(7)
@@ -270,15 +256,13 @@ def check_summarizer(arguments: argparse.Namespace, failures: list[dict[str, str
             got = model.generate(ids, **kwargs, custom_generate=lookahead.decode)
             runs += 1
             if not torch.equal(got, expected):
-                failures.append({"family": "summarizer", "batch": f"passage {number}", "mode": mode, "draft": "real"})
-    print(f"summarizer, {len(prompts)} passages: {runs - (len(failures) - before)} of {runs} identical in fp32")
-    fp32 = {"runs": runs, "identical": runs - (len(failures) - before)}
-    half = Half()
-    model, prompts = passages(arguments, "bf16")
-    for ids in prompts:
+                differing.append({"family": "summarizer", "batch": f"passage {number}", "mode": mode, "draft": "real"})
+    print(f"summarizer, {len(passages)} passages: {runs - len(differing)} of {runs} identical in fp32")
+    half, model = Half(), load(SUMMARIZER, dtype="bf16", device="cpu").model
+    for ids in passages:
         half.compare(model, ids, max_new_tokens=200)
-    failures += half.failures("summarizer")
-    return {"fp32": fp32, "bf16": half.report()}
+    failures += differing + half.failures("summarizer")
+    return {"fp32": {"runs": runs, "identical": runs - len(differing)}, "bf16": half.report()}
 
 
 def check_model(arguments: argparse.Namespace) -> int:

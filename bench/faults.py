@@ -22,7 +22,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.command import parser_of, publish, use_one_thread
@@ -39,19 +38,7 @@ from tests.support.stand_ins import Silent, StandIn
 
 WORDS = "the storm hit coast at dawn two ships were lost and a harbour of Brest stayed open while nobody slept"
 TWINS, MALFORMED = 20, 50  # after so many documents comes one with the text of another; a line that is none
-
-
-@dataclass
-class Counts:
-    """What the killed jobs came to."""
-
-    kills: int = 0
-    cut_lines: int = 0
-    jobs: int = 0
-    lost: int = 0
-    doubled: int = 0
-    different: int = 0
-    finished_at_kill: list[int] = field(default_factory=list)
+WRONG = ("lost", "doubled", "different")  # what no document of a job may be
 
 
 def write_documents(path: Path, count: int, seed: int) -> None:
@@ -124,33 +111,36 @@ def cut_last_line(path: Path, draw: random.Random) -> bool:
     return True
 
 
-def compare(output: Path, expected: Sequence[str], counts: Counts) -> None:
+def compare(output: Path, expected: Sequence[str], counts: dict[str, int]) -> None:
     found = lines_of(output)
-    counts.jobs += 1
+    counts["jobs"] += 1
     ids, wanted = ([json.loads(line)["id"] for line in lines] for lines in (found, expected))
-    counts.lost += len(set(wanted) - set(ids))
-    counts.doubled += len(ids) - len(set(ids))
-    counts.different += sum(one != other for one, other in zip(found, expected, strict=False))
+    counts["lost"] += len(set(wanted) - set(ids))
+    counts["doubled"] += len(ids) - len(set(ids))
+    counts["different"] += sum(one != other for one, other in zip(found, expected, strict=False))
 
 
-def disturb(job: Job, folder: Path, expected: Sequence[str], seconds: float, arguments: argparse.Namespace) -> Counts:
-    draw, counts = random.Random(arguments.seed), Counts()
-    while counts.kills < arguments.kills:
-        output = folder / f"killed_{counts.jobs}.jsonl"
+def disturb(
+    job: Job, folder: Path, expected: Sequence[str], seconds: float, arguments: argparse.Namespace
+) -> tuple[dict[str, int], list[int]]:
+    """What the killed jobs came to, and the lines that were there at every kill."""
+    draw, at_kill = random.Random(arguments.seed), list[int]()
+    counts = dict.fromkeys(("kills", "jobs", "lines_cut_after_kills", *WRONG), 0)
+    while counts["kills"] < arguments.kills:
+        output = folder / f"killed_{counts['jobs']}.jsonl"
         done = False
         while not done:
-            if counts.kills >= arguments.kills:
+            if counts["kills"] >= arguments.kills:
                 job.run(output)
                 break
             done = job.run_and_kill(output, draw.uniform(0, 2 * (seconds / arguments.kills + arguments.start_s)))
-            counts.kills += not done
+            counts["kills"] += not done
             if not done and output.exists():
-                data = output.read_bytes()
-                counts.finished_at_kill.append(data.count(b"\n"))
+                at_kill.append(output.read_bytes().count(b"\n"))
                 if draw.random() < arguments.cut:
-                    counts.cut_lines += cut_last_line(output, draw)
+                    counts["lines_cut_after_kills"] += cut_last_line(output, draw)
         compare(output, expected, counts)
-    return counts
+    return counts, at_kill
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -172,25 +162,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         seconds = time.perf_counter() - started
         expected = lines_of(folder / "undisturbed.jsonl")
         print(f"undisturbed: {len(expected)} results in {seconds:.1f} s", flush=True)
-        counts = disturb(job, folder, expected, seconds, arguments)
+        counts, at = disturb(job, folder, expected, seconds, arguments)
         rejects = lines_of(folder / "undisturbed.jsonl.rejects.jsonl")
         same_rejects = all(lines_of(path) == rejects for path in folder.glob("killed_*.rejects.jsonl"))
-    at = counts.finished_at_kill
     report = {
         "model": "a stand-in" if arguments.model == "none" else Path(arguments.model).name,
         "documents": arguments.documents,
         "results": len(expected),
         "rejects": len(rejects),
-        "kills": counts.kills,
-        "jobs": counts.jobs,
-        "lines_cut_after_kills": counts.cut_lines,
-        "kills_before_any_result": sum(lines == 0 for lines in at) + counts.kills - len(at),
+        **counts,
+        "kills_before_any_result": sum(lines == 0 for lines in at) + counts["kills"] - len(at),
         "kills_after_all_results": sum(lines == len(expected) for lines in at),
-        "lost": counts.lost,
-        "doubled": counts.doubled,
-        "different": counts.different,
         "rejects_identical": same_rejects,
-        "identical": not (counts.lost or counts.doubled or counts.different) and same_rejects,
+        "identical": not any(counts[name] for name in WRONG) and same_rejects,
         "undisturbed_s": round(seconds, 1),
     }
     publish(report, arguments.output)

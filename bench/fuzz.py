@@ -105,15 +105,8 @@ def used(model: PreTrainedModel, number: int, call: dict[str, Any], config: Look
 
 
 def draw_config(rng: np.random.Generator) -> LookaheadConfig:
-    choices = [
-        ("prompt",),
-        ("jacobi",),
-        ("prompt", "jacobi"),
-        (),
-        ("prompt", "outputs", "recycled"),
-        ("recycled", "jacobi"),
-    ]
-    proposers = choices[int(rng.integers(len(choices)))]
+    choices = ["prompt", "jacobi", "prompt jacobi", "", "prompt outputs recycled", "recycled jacobi"]
+    proposers = choices[int(rng.integers(len(choices)))].split()
     return LookaheadConfig(
         proposers=proposers,
         memory="request" if rng.random() < 0.5 else "shared",

@@ -32,13 +32,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from bench.command import parser_of, publish
 from bench.decoding_rates import Trace, check_lossless, compare_dictated, compare_plain
 from bench.gpu_steps import measure_steps, read_bandwidth, step_bytes
 from bench.replay import load_tokenizer, read_pairs
-from bench.targets import GPU_DECODE
+from bench.targets import GPU_DECODE, print_goals
 from lookahead.kernels.dispatch import runs_on, verdicts
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -63,13 +63,8 @@ def make_model(shape: str, dtype: str, device: torch.device, positions: int) -> 
         **SHAPES[shape], max_position_embeddings=max(8192, positions), tie_word_embeddings=False, bos_token_id=1
     )
     torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(DTYPES[dtype])
-    try:
-        with device:
-            model = LlamaForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(before)
+    with device:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype]).eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
@@ -120,9 +115,7 @@ def show(result: dict[str, Any]) -> None:
 
     for way in ("reduction", "copy"):
         print(f"memory, {way}: {words(result['memory'][f'{way}_gb_per_s'])} GB/s")
-    print(
-        f"reading {result['step_weight_bytes']} bytes, the weights of a step, takes {result['weight_read_ms']:.3f} ms"
-    )
+    print(f"reading the {result['step_weight_bytes']} bytes of a step's weights: {result['weight_read_ms']:.3f} ms")
     print(f"steps, ms ({result['graphs']})\nnodes  {'with graphs':28}  {'the graph alone':28}  eager")
     for step in result["steps"]:
         print(f"{step['nodes']:5}  {'  '.join(f'{words(step[key]):28}' for key in STEP_TIMES)}")
@@ -135,10 +128,7 @@ def show(result: dict[str, Any]) -> None:
     print(f"plain decoding: {same} of {new} tokens are those of `generate`, before the first that is not")
     if "dictated" in result:
         print(f"tokens per pass {result['dictated']['mean_acceptance_length']}: of the recorded text, not this model")
-    for goal in GPU_DECODE:
-        if goal.key in result["figures"]:
-            target = f"  (target: {goal.target})" if goal.target and result["has_targets"] else ""
-            print(f"{goal.what}: {result['figures'][goal.key]:.3f}{target}")
+    print_goals(GPU_DECODE, result["figures"], has_targets=result["has_targets"])
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -60,32 +60,10 @@ class ByHand:
         self.replay = run
 
 
-class _CountedGraph:
-    def __init__(self, graph: Graph, owner: Replays) -> None:
-        self.graph = graph
-        self._owner = owner
-
-    def replay(self) -> tuple[Tensor, ...]:
-        self._owner.watch.start()
-        outputs = self.graph.replay()
-        self._owner.watch.stop()
-        self._owner.count += 1
-        self._owner.newest = self.graph
-        return outputs
-
-
 class Replays:
-    """Watches what a target records and replays; its graphs are made as the target would make them.
+    """Watches what a target made with `captures=True` records and replays; graphs are made as it would make them.
 
-    Args:
-        target: It was made with `captures=True`.
-        device: Where it runs; on a CPU passes are run by hand.
-        by_hand: Whether they are on a GPU too.
-
-    Attributes:
-        count: Replays so far.
-        newest: The graph that was replayed last.
-        watch: What the host waited for during the newest replay; a graph's own time is that of `alone_s`.
+    On a CPU passes are run by hand, and on a GPU too with `by_hand`.
     """
 
     def __init__(self, target: Target, device: torch.device, *, by_hand: bool = False) -> None:
@@ -96,9 +74,9 @@ class Replays:
             self._capture = fast._capture
         if self._capture is None:
             sys.exit("the passes of this model cannot be recorded as CUDA graphs; the log says why")
-        self.watch = Stopwatch(device)
-        self.count = 0
-        self.newest: Graph | None = None
+        self.watch = Stopwatch(device)  # of the newest replay; a graph's own time is that of `alone_s`
+        self.count = 0  # replays so far
+        self.newest: Graph | None = None  # the graph that was replayed last
         fast._capture = self._make
 
     def alone_s(self) -> float:
@@ -117,7 +95,17 @@ class Replays:
 
     def _make(self, run: Run) -> Graph:
         assert self._capture is not None
-        return _CountedGraph(self._capture(run), self)
+        graph = self._capture(run)
+
+        def replay() -> tuple[Tensor, ...]:
+            self.watch.start()
+            outputs = graph.replay()
+            self.watch.stop()
+            self.count += 1
+            self.newest = graph
+            return outputs
+
+        return ByHand(replay)
 
 
 def summary(seconds: Sequence[float], unit: float = 1e3) -> dict[str, float]:
@@ -139,10 +127,7 @@ def step_bytes(model: PreTrainedModel) -> int:
 def read_bandwidth(size: int, device: torch.device, trials: int) -> dict[str, Any]:
     """Gigabytes per second of a reduction of a buffer, and of a copy of it, which reads and writes; and the better one.
 
-    Args:
-        size: Bytes of the buffer, cut to 4 GiB.
-        device: Where.
-        trials: Of each, after a warm-up.
+    The buffer has `size` bytes, at most 4 GiB.
     """
     source = torch.rand(min(size, MOST_BYTES) // 4, dtype=torch.float32, device=device)
     copied = torch.empty_like(source)

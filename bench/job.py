@@ -28,7 +28,9 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +79,10 @@ def cut(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, arguments: arg
 
 def together(summarizer: Summarizer, rows: int) -> Callable[[Sequence[str]], Texts]:
     """Summaries by rows that are refilled."""
-
-    def run(documents: Sequence[str]) -> Texts:
-        numbered = (Document(number, text) for number, text in enumerate(documents))
-        return {done.document.id: done.summary.text for done in summarizer.summarize_all(numbered, rows)}
-
-    return run
+    stream = partial(summarizer.summarize_all, rows=rows)
+    return lambda documents: {
+        done.document.id: done.summary.text for done in stream(starmap(Document, enumerate(documents)))
+    }
 
 
 def one_by_one(summarizer: Summarizer) -> Callable[[Sequence[str]], Texts]:
@@ -101,13 +101,9 @@ def huggingface(
         for begin in range(0, len(documents), size):
             prompts = [fitter.fit(document).prompts[0] for document in documents[begin : begin + size]]
             inputs = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=fitter.add_special_tokens)
-            out = model.generate(
-                inputs["input_ids"],
-                attention_mask=inputs["attention_mask"],
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-            )
-            texts += tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+            ids, mask = inputs["input_ids"], inputs["attention_mask"]
+            out = model.generate(ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False)
+            texts += tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
         return {number: text.strip() for number, text in enumerate(texts)}
 
     return run
@@ -131,8 +127,8 @@ def check(ways: dict[str, Texts], dtype: str, what: str) -> int:
     return same["together"]
 
 
-def dry_streams(count: int, rows: int, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, int]]:
-    """Stream short documents through a tiny model; yields how many are done and the bytes resident."""
+def measure_memory(count: int, rows: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Stream short documents through a tiny model: how much memory that takes at most beyond what was resident."""
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
         num_key_value_heads=1, max_position_embeddings=256, eos_token_id=None, pad_token_id=0,
@@ -141,24 +137,15 @@ def dry_streams(count: int, rows: int, tokenizer: PreTrainedTokenizerBase) -> It
     words = ["a", "quiet", "story", "of", "one", "long", "day", "by", "the", "river", "and", "those", "who", "lived"]
     rng = np.random.default_rng(1)
     prompts = (" ".join(rng.choice(words, size=rng.integers(4, 16))) for _ in range(count))
-    yield 0, resident_bytes()
+    before, growths = resident_bytes(), [[0, 0.0]]
     stream = lookahead.stream_many(model, tokenizer, prompts, rows=rows, max_new_tokens=4, do_sample=False)
     for done, completion in enumerate(stream, start=1):
         assert completion.error is None
         if done % max(1, count // 100) == 0:
-            yield done, resident_bytes()
-
-
-def measure_memory(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """How much memory the stream takes at most beyond what was resident before it."""
-    before, highest, growths = None, 0, []
-    for done, resident in dry_streams(arguments.streamed, arguments.rows or 16, tokenizer):
-        before = resident if before is None else before
-        highest = max(highest, resident - before)
-        growths.append([done, round((resident - before) / 2**20, 1)])
+            growths.append([done, round((resident_bytes() - before) / 2**20, 1)])
     return {
-        "rss_growth_mb": round(highest / 2**20, 1),
-        "streamed": arguments.streamed,
+        "rss_growth_mb": max(growth for _, growth in growths),
+        "streamed": count,
         "rss_growth_by_documents": growths[:: max(1, len(growths) // 10)],
     }
 
@@ -226,7 +213,7 @@ def measure_speed(arguments: argparse.Namespace, model: PreTrainedModel, tokeniz
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__, model=SUMMARIZER, dtype="fp32")
     parser.add_argument("--documents", type=int, default=500, help="how many to summarize; fewer where texts end")
     parser.add_argument("--text", type=Path, help="a .txt or .jsonl file to cut them from")
@@ -242,13 +229,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     model, tokenizer = load(arguments.model, dtype=arguments.dtype, device="cpu")
     report: dict[str, Any] = {}
     if arguments.streamed:  # first, while nothing was given back that would be taken again unseen
-        report |= measure_memory(arguments, tokenizer)
+        report |= measure_memory(arguments.streamed, arguments.rows or 16, tokenizer)
     if arguments.documents:
         report = measure_speed(arguments, model, tokenizer) | report
     report |= {"model": Path(arguments.model).name, "dtype": arguments.dtype, "device": "cpu", "threads": 1}
     publish(report, arguments.output)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -21,16 +21,17 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.command import parser_of, publish, use_one_thread
 from bench.gpu_steps import ByHand, Stopwatch, read_bandwidth
-from bench.targets import KERNEL
+from bench.targets import KERNEL, print_goals
 from lookahead.kernels import cpu_attention, reference
 from lookahead.models.cuda_graphs import CudaGraphs, Graph
 from tests.support.random_trees import relative_error, tree_tensors
@@ -97,19 +98,13 @@ def _flex(sees: Tensor, *, is_inside: bool, is_compiled: bool) -> Attend:
     compiled: Any = partial(torch.compile, dynamic=False) if is_compiled else lambda each: each
     make, attend = compiled(create_block_mask), compiled(flex_attention)
 
-    def make_mask() -> BlockMask:
-        mask: BlockMask = make(visible, rows, None, width, slots, device=str(sees.device))
-        return mask
-
+    make_mask = partial(make, visible, rows, None, width, slots, device=str(sees.device))
     ready = None if is_inside else make_mask()
 
     def run(layers: Sequence[Layer]) -> tuple[Tensor, ...]:
-        mask = make_mask() if ready is None else ready
-        outputs = []
-        for query, keys, values in layers:
-            kv = (keys.transpose(1, 2), values.transpose(1, 2))
-            outputs.append(attend(query, *kv, block_mask=mask, enable_gqa=True).transpose(1, 2))
-        return tuple(outputs)
+        among = {"block_mask": make_mask() if ready is None else ready, "enable_gqa": True}
+        given = ((query, keys.transpose(1, 2), values.transpose(1, 2)) for query, keys, values in layers)
+        return tuple(attend(*each, **among).transpose(1, 2) for each in given)
 
     return run
 
@@ -139,24 +134,15 @@ def compaction_us(args: argparse.Namespace, device: torch.device) -> float:
     plan = {"rows": [0], "starts": [100], "counts": [len(KEPT)], "paths": [KEPT]}
     arguments = {name: torch.tensor(each, dtype=torch.int32, device=device) for name, each in plan.items()}
 
-    def by_reference() -> None:
-        for buffer in buffers:
-            reference.compact(buffer, **arguments)
-
-    compact: Callable[[], None] = by_reference
+    moves = [partial(reference.compact, buffer, **arguments) for buffer in buffers]
     if device.type == "cuda":
         from lookahead.kernels import compaction
 
-        bound = compaction.SlotBuffers(buffers)
-
-        def by_kernel() -> None:
-            compaction.compact(bound, **arguments)
-
-        compact = by_kernel
+        moves = [partial(compaction.compact, compaction.SlotBuffers(buffers), **arguments)]
 
     def run() -> tuple[Tensor, ...]:
-        for _ in range(LAUNCHES):
-            compact()
+        for move in moves * LAUNCHES:
+            move()
         return ()
 
     return median_us(run, device, args.replays) / LAUNCHES
@@ -210,11 +196,11 @@ def measure(
 
 def _time(run: Step, device: torch.device, replays: int, result: dict[str, Any]) -> float:
     """Microseconds of a method: recorded if it can be, and else by hand, which the result then says."""
-    if result["method"] == "kernel":
-        return median_us(run, device, replays)
     try:
         return median_us(run, device, replays)
     except Exception:  # that it cannot be recorded is no reason not to time it
+        if result["method"] == "kernel":
+            raise
         result["by_hand"] = True
         return median_us(run, device, replays, is_recorded=False)
 
@@ -282,15 +268,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{name}, copy {pace:.0f} GB/s")
     print("method             rows  context  nodes   us/layer       GB/s  of copy  TFLOP/s")
     results = []
-    for rows in args.rows:
-        for context in args.contexts:
-            for width in args.widths:
-                results += measure(args, device, rows, context, width, pace)
+    for sizes in product(args.rows, args.contexts, args.widths):
+        results += measure(args, device, *sizes, pace)
     figures = figures_of(results, args.heads // args.kv_heads, compaction_us(args, device))
-    for goal in KERNEL:
-        if goal.key in figures:
-            target = f"  (target: {goal.target})" if device.type == "cuda" else ""
-            print(f"{goal.what}: {figures[goal.key]:.3f}{target}")
+    print_goals(KERNEL, figures, has_targets=device.type == "cuda")
     options = {key: each for key, each in vars(args).items() if key != "output"}
     measured = {"device": name, "copy_gb_per_s": pace, "figures": figures, "results": results}
     publish(options | measured, args.output)

@@ -29,25 +29,15 @@ CLOCKS = ("cpu", "wall")
 
 @dataclass(slots=True)
 class Run:
-    """What one method did with one prompt.
+    """What one method did with one prompt."""
 
-    Attributes:
-        tokens: The new tokens.
-        first: How many of them came with the prefill.
-        passes: Passes of the model after the prefill.
-        prefill: Seconds to the first token, by clock.
-        total: Seconds of the call, by clock.
-        gaps: Difference of the two likeliest logits at every token; of greedy decoding in half precision alone.
-        is_bitwise: Whether the stats say that every pass kept the bits of `model.generate`.
-    """
-
-    tokens: list[int]
-    first: int
-    passes: int
-    prefill: dict[str, float]
-    total: dict[str, float]
-    gaps: list[float] = field(default_factory=list)
-    is_bitwise: bool = False
+    tokens: list[int]  # the new ones
+    first: int  # how many of them came with the prefill
+    passes: int  # of the model after the prefill
+    prefill: dict[str, float]  # seconds to the first token, by clock
+    total: dict[str, float]  # seconds of the call, by clock
+    gaps: list[float] = field(default_factory=list)  # of the two likeliest logits; of greedy in half precision alone
+    is_bitwise: bool = False  # the stats say that every pass kept the bits of `model.generate`
 
     def decode(self, clock: str) -> float:
         return self.total[clock] - self.prefill[clock]
@@ -158,15 +148,9 @@ def headline(methods: Mapping[str, Mapping[str, Any]], clock: str) -> dict[str, 
         if name in methods:
             each = methods[name]
             without = each["without_loops"] or {"speedup": {clock: None}}
-            figures[key] = {
-                "speedup": each["speedup"][clock],
-                "without_loops": without["speedup"][clock],
-                "end_to_end": each["end_to_end"][clock],
-                "ms_per_token": each["ms_per_token"][clock],
-                "tokens_per_pass": each["tokens_per_pass"],
-                "identical": each["identical"],
-                "lowest": each["lowest"],
-            }
+            figures[key] = {what: each[what][clock] for what in ("speedup", "end_to_end", "ms_per_token")}
+            figures[key] |= {what: each[what] for what in ("tokens_per_pass", "identical", "lowest")}
+            figures[key]["without_loops"] = without["speedup"][clock]
     return figures
 
 

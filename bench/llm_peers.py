@@ -226,7 +226,6 @@ def together(engine: Any, prompts: Sequence[list[int]], sampling: Any) -> list[d
 
 def run_stub(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """No engine: every prompt's first tokens again, two a pass; what the tests run."""
-
     if job["kind"]:
         sys.exit(f"no kind {job['kind']!r}")
 
@@ -242,8 +241,6 @@ PEERS: dict[str, Callable[[dict[str, Any]], dict[str, list[dict[str, Any]]]]] = 
     "vllm": run_vllm,
     "stub": run_stub,
 }
-
-
 KINDS = {"vllm": ("plain", "n-gram", "suffix", "lookahead")}
 """What runs in a process of its own, where that is more than one thing."""
 

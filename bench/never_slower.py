@@ -35,6 +35,7 @@ from bench.command import make_engine, parser_of, publish, use_one_thread
 from bench.prompts import SUMMARIZER, read_tokens
 from lookahead import LookaheadConfig
 from lookahead.models.loading import load
+from lookahead.stats import DecodingStats, total
 
 TEXTS = ("shuffled", "novel")
 ENDLESS = {"eos_token_id": None, "pad_token_id": 0}
@@ -98,10 +99,7 @@ def run_in_turn(model: PreTrainedModel, case: Case, *configs: LookaheadConfig | 
     seconds, cpu_seconds = [0.0] * len(engines), [0.0] * len(engines)
     running = list(range(len(engines)))
     now = [0]
-    with (
-        engines[0].serving(),
-        dictating(model, case, lambda: [row.index for row in engines[now[0]]._rows]),
-    ):
+    with engines[0].serving(), dictating(model, case, lambda: [row.index for row in engines[now[0]]._rows]):
         while running:
             for i in list(running):
                 now[0] = i
@@ -130,7 +128,7 @@ def check_against_transformers(model: PreTrainedModel, case: Case) -> None:
 def measure(model: PreTrainedModel, cases: list[Case], config: LookaheadConfig | None) -> dict[str, Any]:
     """Plain seconds over lookahead's, of all batches but the first, which warms up."""
     plain = LookaheadConfig(proposers=())
-    ratios, cpu_ratios, plain_total, drafted, passes, accepted = [], [], 0.0, 0, 0, 0
+    ratios, cpu_ratios, plain_total, all_stats = [], [], 0.0, list[DecodingStats]()
     for i, case in enumerate(cases):
         order = (plain, config) if i % 2 == 0 else (config, plain)
         runs = run_in_turn(model, case, *order)
@@ -140,17 +138,15 @@ def measure(model: PreTrainedModel, cases: list[Case], config: LookaheadConfig |
         ratios.append(plain_s / ours_s)
         cpu_ratios.append(plain_cpu / ours_cpu)
         plain_total += plain_s
-        drafted += sum(row.drafted_tokens for row in stats)
-        accepted += sum(row.accepted_tokens for row in stats)
-        passes += sum(row.target_forwards for row in stats)
-    pairs = pair_means(ratios)
+        all_stats += stats
+    pairs, stats = pair_means(ratios), total(all_stats)
     return {
         "speedup": round(statistics.median(pairs), 4),
         "cpu_speedup": round(statistics.median(pair_means(cpu_ratios)), 4),
         "lowest": round(min(pairs), 4),
         "highest": round(max(pairs), 4),
-        "drafted_per_pass": round(drafted / passes, 3),
-        "accepted_per_pass": round(accepted / passes, 3),
+        "drafted_per_pass": round(stats.drafted_tokens / stats.target_forwards, 3),
+        "accepted_per_pass": round(stats.accepted_tokens / stats.target_forwards, 3),
         "plain_ms_per_token": round(1e3 * plain_total / sum(case.new for case in cases[1:]), 3),
     }
 
@@ -167,9 +163,7 @@ def main() -> None:
     parser.add_argument("--batch-sizes", default="1,4,16")
     parser.add_argument("--dtypes", default="fp32,bf16")
     parser.add_argument("--texts", default=",".join(TEXTS), help="of shuffled and novel")
-    parser.add_argument(
-        "--pairs", type=int, default=6, help="timed pairs of batches of a case; one more batch warms up"
-    )
+    parser.add_argument("--pairs", type=int, default=6, help="timed pairs of batches of a case; one more warms up")
     parser.add_argument("--control", action="store_true", help="plain decoding in place of lookahead")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--max-new-tokens", type=int, default=128)

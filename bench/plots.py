@@ -22,7 +22,6 @@ PEERS = {
     "first_occurrence": "first occurrence",
 }
 
-
 # Text stays text, and names inside a file do not change from run to run.
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "lookahead", "font.size": 9}
 
@@ -40,9 +39,8 @@ def draw_replay(results: Path, path: Path) -> None:
                 places = sorted((each["drafted_per_step"], each["tokens_per_step"]) for each in figures)
                 axes.plot(*zip(*places, strict=True), marker="o", label=label)
             for peer, label in PEERS.items():
-                axes.plot(
-                    methods[peer]["drafted_per_step"], methods[peer]["tokens_per_step"], "x", markersize=7, label=label
-                )
+                place = methods[peer]["drafted_per_step"], methods[peer]["tokens_per_step"]
+                axes.plot(*place, "x", markersize=7, label=label)
             axes.set_title(TEXTS[name])
             axes.set_xlabel("draft nodes a step")
             axes.grid(alpha=0.3)

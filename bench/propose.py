@@ -131,11 +131,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     measure(text, min(lengths), options.steps)  # compiles, and warms up
     results = {length: measure(text, length, options.steps) for length in lengths}
     columns = ("propose", "mixture", "longest_suffix", "hf_prompt_lookup")
-    print(
-        f"{'context':>8} "
-        + " ".join(f"{name + ' p50/p99':>26}" for name in columns)
-        + "  append bulk/call  bytes/token"
-    )
+    head = " ".join(f"{name + ' p50/p99':>26}" for name in columns)
+    print(f"{'context':>8} {head}  append bulk/call  bytes/token")
     for length, row in results.items():
         figures = " ".join(f"{row[name]['p50']:17.2f}/{row[name]['p99']:8.2f}" for name in columns)
         print(

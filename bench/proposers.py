@@ -52,19 +52,12 @@ Way = Callable[[], Sequence[str | ProposerFactory]]
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A target with what it continues, and the ways of drafting for it.
-
-    Attributes:
-        target: The model to be drafted for.
-        tokenizer: Its tokenizer.
-        prompts: What it continues.
-        ways: What drafts, by its name; made anew for every mode, so that none learns from another.
-    """
+    """A target with what it continues, and the ways of drafting for it."""
 
     target: PreTrainedModel
     tokenizer: Any
     prompts: Sequence[str]
-    ways: Mapping[str, Way]
+    ways: Mapping[str, Way]  # made anew for every mode, so that none learns from another
 
     def measure(self, nodes: int, tokens: int) -> dict[str, dict[str, Score]]:
         fixed = {"draft": "fixed", "max_nodes": nodes, "min_probability": 0.0, "memory": "request"}
@@ -142,26 +135,22 @@ def figures(scores: Mapping[str, Mapping[str, Score]]) -> Iterator[tuple[str, di
         yield name, {**score.to_dict(), **others}
 
 
-def parser() -> argparse.ArgumentParser:
-    options = parser_of(__doc__)
-    options.add_argument("--model", help="folder of a HuggingFace causal LM")
-    options.add_argument("--draft", help="folder of a smaller one with its tokenizer")
-    options.add_argument("--layers", type=int, default=4, help="of the target in the second draft model (default 4)")
-    options.add_argument("--file", type=Path, default=OPENINGS, help="prompts, one a line, or JSON lines")
-    options.add_argument("--field", default="prompt", help="field of the JSON lines that holds the prompt")
-    options.add_argument("--pair-heads", type=Path, help="folder with heads of the target, by their kinds")
-    options.add_argument("--heads", type=Path, help="folder with heads of the tests' summarizer, by their kinds")
-    options.add_argument("--documents", type=Path, help="JSON lines with documents for it to summarize")
-    options.add_argument("--prompts", type=int, default=20, help="how many prompts (default 20)")
-    options.add_argument("--tokens", type=int, default=128, help="new tokens a prompt (default 128)")
-    options.add_argument("--nodes", type=int, default=32, help="most draft nodes a step (default 32)")
-    return options
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(argv)
+    parser = parser_of(__doc__)
+    parser.add_argument("--model", help="folder of a HuggingFace causal LM")
+    parser.add_argument("--draft", help="folder of a smaller one with its tokenizer")
+    parser.add_argument("--layers", type=int, default=4, help="of the target in the second draft model (default 4)")
+    parser.add_argument("--file", type=Path, default=OPENINGS, help="prompts, one a line, or JSON lines")
+    parser.add_argument("--field", default="prompt", help="field of the JSON lines that holds the prompt")
+    parser.add_argument("--pair-heads", type=Path, help="folder with heads of the target, by their kinds")
+    parser.add_argument("--heads", type=Path, help="folder with heads of the tests' summarizer, by their kinds")
+    parser.add_argument("--documents", type=Path, help="JSON lines with documents for it to summarize")
+    parser.add_argument("--prompts", type=int, default=20, help="how many prompts (default 20)")
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens a prompt (default 128)")
+    parser.add_argument("--nodes", type=int, default=32, help="most draft nodes a step (default 32)")
+    options = parser.parse_args(argv)
     if (options.model is None) != (options.draft is None) or (options.heads is None) != (options.documents is None):
-        parser().error("--model goes with --draft, and --heads with --documents")
+        parser.error("--model goes with --draft, and --heads with --documents")
     use_one_thread()
     warnings.filterwarnings("ignore", message="the draft model has")
     result: dict[str, Any] = {"settings": {}, "proposers": {}}

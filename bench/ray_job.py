@@ -22,8 +22,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -105,19 +104,12 @@ class Killer(Silent):
             os.kill(next(each.pid for each in family if "RayWorker" in "".join(each.cmdline()[:1])), signal.SIGKILL)
 
 
-@contextmanager
-def pool_of(ray: Any, workers: int, model: str, new: int) -> Iterator[tuple[WorkerPool, JobIdentity]]:
-    options = WorkerOptions(model=model, dtype="fp32", device="cpu", threads=1, max_new_tokens=new)
-    with WorkerPool(ray, asdict(options), Plan(workers, 1, 0)) as pool:
-        yield pool, pool.wait_ready(workers).identity
-
-
 def summaries(paths: Sequence[Path]) -> list[tuple[str, str]]:
     lines = [json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
     return sorted((line["id"], line["summary"]) for line in lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__, model=SUMMARIZER)
     parser.add_argument("--documents", type=int, default=200)
     parser.add_argument("--workers", type=int, default=4)
@@ -134,9 +126,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         expected = summaries(sorted(folder.glob("local*.jsonl")))
         ray.init(address="local", num_cpus=workers, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
         seconds = {}
+        options = WorkerOptions(model=model, dtype="fp32", device="cpu", threads=1, max_new_tokens=new)
         for way, observer in (("ray", Silent()), ("killed", Killer(len(documents) // 4))):
             output = folder / f"{way}.jsonl"
-            with pool_of(ray, workers, model, new) as (pool, identity):
+            with WorkerPool(ray, asdict(options), Plan(workers, 1, 0)) as pool:
+                identity = pool.wait_ready(workers).identity
                 start = time.perf_counter()
                 written(pool, identity, documents, output, observer)
                 seconds[way] = time.perf_counter() - start
@@ -154,8 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "cpus": os.cpu_count(),
     }
     publish(report, arguments.output)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

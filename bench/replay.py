@@ -157,20 +157,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         tallies[f"outputs@{budget}"] = replay_ours(["outputs"], budget, pairs, shared=True)
         tallies[f"ours_shared@{budget}"] = replay_ours(["prompt", "outputs"], budget, pairs, shared=True)
     print(f"{'method':20} {'tokens/step':>12} {'drafted/step':>13} {'promised':>9} {'accepted':>9}")
-    result: dict[str, Any] = {"pairs": len(pairs), "tokens": sum(len(output) for _, output in pairs)}
-    result["methods"], result["calibration"] = {}, {}
+    methods, calibration = {}, {}
     for name, tally in tallies.items():
-        row = {
-            "tokens_per_step": round(tally.tokens / max(1, tally.steps), 4),
-            "drafted_per_step": round(tally.drafted / max(1, tally.steps), 3),
-        }
-        result["methods"][name] = row
+        tokens, drafted = tally.tokens / max(1, tally.steps), tally.drafted / max(1, tally.steps)
+        methods[name] = {"tokens_per_step": round(tokens, 4), "drafted_per_step": round(drafted, 3)}
         kept = ""
         if "@" in name:
-            result["calibration"][name] = {"promised": round(tally.promised, 1), "accepted": tally.kept}
+            calibration[name] = {"promised": round(tally.promised, 1), "accepted": tally.kept}
             kept = f"{tally.promised:9.0f} {tally.kept:9d}"
-        print(f"{name:20} {row['tokens_per_step']:12.3f} {row['drafted_per_step']:13.2f} {kept}")
-    publish(result, options.output)
+        print(f"{name:20} {tokens:12.3f} {drafted:13.2f} {kept}")
+    result = {"pairs": len(pairs), "tokens": sum(len(output) for _, output in pairs)}
+    publish({**result, "methods": methods, "calibration": calibration}, options.output)
 
 
 if __name__ == "__main__":

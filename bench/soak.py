@@ -12,7 +12,6 @@ of the process, which is read from /proc (Linux), after Python's garbage was col
 from __future__ import annotations
 
 import gc
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,11 +37,8 @@ class Requests:
     """Requests drawn from the tokens of texts, each served as it is drawn."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: list[list[int]]) -> None:
-        self._model = model
-        self._tokenizer = tokenizer
-        self._texts = texts
-        self._rng = np.random.default_rng(0)
-        self.served = 0
+        self._model, self._tokenizer, self._texts = model, tokenizer, texts
+        self._rng, self.served = np.random.default_rng(0), 0
 
     def serve(self) -> None:
         """One request: every fourth is a batch, every fourth is streamed, and one in three of the rest is sampled."""
@@ -89,7 +85,7 @@ class Requests:
                 print(f"warming up: {self.sizes()}", flush=True)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__, model=SUMMARIZER)
     parser.add_argument("--prompts", type=Path, required=True, help="a .jsonl file, or a text file of one text a line")
     parser.add_argument("--field", default="text", help="the field of each JSON line")
@@ -120,8 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "seconds": round(time.perf_counter() - started),
     }
     publish(report, arguments.output)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

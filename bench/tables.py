@@ -179,12 +179,10 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def _grids(result: Mapping[str, Any]) -> Iterator[list[str]]:
     """A table for every list or mapping of mappings in a result: a line for each of them."""
     for key, value in result.items():
-        if isinstance(value, Mapping) and key not in _SETTING:
-            lines = {name: _flat(each) for name, each in value.items() if isinstance(each, Mapping)}
-        elif isinstance(value, list):
-            lines = {str(i): _flat(each) for i, each in enumerate(value) if isinstance(each, Mapping)}
-        else:
+        named = dict(enumerate(value)) if isinstance(value, list) else value
+        if key in _SETTING or not isinstance(named, Mapping):
             continue
+        lines = {str(name): _flat(each) for name, each in named.items() if isinstance(each, Mapping)}
         if not lines:
             continue
         columns = list(dict.fromkeys(column for line in lines.values() for column in line))
@@ -241,20 +239,20 @@ def llm_results(folder: Path) -> list[dict[str, Any]]:
 
 def llm_table(results: Sequence[Mapping[str, Any]]) -> str:
     """The table of the README: a real model, a column for every dtype."""
-    lookup, ours, count = "prompt_lookup", "lookahead", "{prompts}"
+
+    def both(key: str, unit: str = "x") -> str:
+        return f"{{prompt_lookup[{key}]:.2f}}{unit} / {{lookahead[{key}]:.2f}}{unit}"
+
+    same = "{prompt_lookup[identical]} / {lookahead[identical]}"
     rows = {
         "transformers, greedy, ms a token": "{methods[greedy][ms_per_token][cpu]:.1f}",
-        "transformers, prompt lookup, the best of 3, 10 and 20 tokens": f"{{{lookup}[speedup]:.2f}}x",
-        "**lookahead**": f"**{{{ours}[speedup]:.2f}}x**",
-        "where no output loops: prompt lookup / lookahead": f"{{{lookup}[without_loops]:.2f}}x / "
-        f"{{{ours}[without_loops]:.2f}}x",
-        "end to end, prompts read too: prompt lookup / lookahead": f"{{{lookup}[end_to_end]:.2f}}x / "
-        f"{{{ours}[end_to_end]:.2f}}x",
-        "the slowest prompt: prompt lookup / lookahead": f"{{{lookup}[lowest]:.2f}}x / {{{ours}[lowest]:.2f}}x",
-        "tokens a pass: prompt lookup / lookahead": f"{{{lookup}[tokens_per_pass]:.2f}} / "
-        f"{{{ours}[tokens_per_pass]:.2f}}",
-        "outputs identical to greedy: prompt lookup / lookahead": f"{{{lookup}[identical]}} / {{{ours}[identical]}} "
-        f"of {count}",
+        "transformers, prompt lookup, the best of 3, 10 and 20 tokens": "{prompt_lookup[speedup]:.2f}x",
+        "**lookahead**": "**{lookahead[speedup]:.2f}x**",
+        "where no output loops: prompt lookup / lookahead": both("without_loops"),
+        "end to end, prompts read too: prompt lookup / lookahead": both("end_to_end"),
+        "the slowest prompt: prompt lookup / lookahead": both("lowest"),
+        "tokens a pass: prompt lookup / lookahead": both("tokens_per_pass", ""),
+        "outputs identical to greedy: prompt lookup / lookahead": f"{same} of {{prompts}}",
     }
     if all("cold" in result for result in results):
         rows["the first request of a fresh process: lookahead"] = "{cold[cold][speedup][cpu]:.2f}x"

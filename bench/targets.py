@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,18 +18,11 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """One figure of `bench.gpu_decode` or of `bench.kernel`.
+    """One figure of `bench.gpu_decode` or of `bench.kernel`."""
 
-    Attributes:
-        key: Its name among the figures of the result.
-        what: What it is, in words.
-        bound: What it is meant to reach; None where nothing was set.
-        side: Whether the figure is to be at least the bound or at most.
-    """
-
-    key: str
-    what: str
-    bound: float | None = None
+    key: str  # its name among the figures of the result
+    what: str  # in words
+    bound: float | None = None  # what it is meant to reach; None where nothing was set
     side: Literal["at least", "at most"] = "at least"
 
     @property
@@ -63,6 +56,13 @@ KERNEL = (
     Goal("compaction_us", "compaction of 5 tokens in all layers, us", 5, "at most"),
 )
 TARGETS = {"gpu_decode": GPU_DECODE, "kernel": KERNEL}
+
+
+def print_goals(goals: Sequence[Goal], figures: Mapping[str, float], *, has_targets: bool) -> None:
+    for goal in goals:
+        if goal.key in figures:
+            target = f"  (target: {goal.target})" if goal.target and has_targets else ""
+            print(f"{goal.what}: {figures[goal.key]:.3f}{target}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

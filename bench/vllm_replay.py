@@ -120,14 +120,13 @@ def replay(
     longest = max(len(pair["prompt"]) + len(pair["output"]) for pair in pairs) + 2 * _SUFFIX_DEPTH
     config = stub_config(_SUFFIX_DEPTH if make is SuffixRows else LONGEST_DRAFT, longest, batch)
     engine = ReplayEngine(make, config, token_cost)
-    waiting = [
-        Recorded(
-            list(pair["prompt"]), len(pair["prompt"]) + len(pair["output"]), category=pair["category"],
-            prompt=len(pair["prompt"]), script=pair["prompt"] + pair["output"],
+    requests = []
+    for pair in pairs:
+        prompt, script = pair["prompt"], pair["prompt"] + pair["output"]
+        requests.append(
+            Recorded(list(prompt), len(script), category=pair["category"], prompt=len(prompt), script=script)
         )
-        for pair in pairs
-    ]  # fmt: skip
-    requests = list(waiting)
+    waiting = list(requests)
     while waiting or engine.rows:
         for ended in [each for each in engine.rows if len(each.tokens) >= each.limit]:
             engine.remove(ended)
@@ -169,10 +168,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         print("suffix: left out, arctic-inference is not installed")
     result: dict[str, Any] = {**setting, "outputs": len(pairs), "token_cost": options.token_cost, "batches": {}}
-    print(
-        f"{'batch':>5} {'method':10} {'tokens/step':>12} {'no loops':>9} {'drafted/step':>13} {'gain':>6} "
-        f"{'us/request':>11}"
-    )
+    print("batch method      tokens/step  no loops  drafted/step   gain  us/request")
     for batch in map(int, options.batch.split(",")):
         rows = result["batches"][batch] = {}
         for name, make in methods.items():
