@@ -11,6 +11,7 @@ the wall, medians of rounds. In fp32 every output must be that of `model.generat
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -67,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     model, tokenizer = load(arguments.model, dtype=arguments.dtype, device="cpu")
     report: dict[str, Any] = {"model": arguments.model, "dtype": arguments.dtype, "device": f"cpu, {processor()}"}
     if arguments.steps:
-        report["ms"] = measure(model, arguments.context, arguments.sizes, arguments.steps, STEPS)
+        sizes = arguments.context, arguments.sizes, arguments.steps
+        report["ms"] = measure(model, *sizes, STEPS, time.process_time)
         for name, times in report["ms"].items():
             print(f"{name:24}" + "".join(f"{nodes:4} nodes {ms:6.2f} ms" for nodes, ms in times.items()))
     if arguments.rounds:
