@@ -115,15 +115,17 @@ def test_no_prompts_give_no_completions(tiny_llama, tiny_tokenizer):
 
 def test_a_row_that_ends_is_filled_at_once(tiny_llama, tiny_tokenizer):
     scheduler = Scheduler(tiny_llama, tiny_tokenizer, rows=2, max_new_tokens=8, config=LookaheadConfig(proposers=()))
-    prompts, done, running = texts(6), [], []
+    prompts, done, passes = texts(6), [], []
     waiting = list(enumerate(prompts))
+    many(tiny_llama, tiny_tokenizer, prompts[:1])  # with the passes that the first use of a model takes
+    counter = tiny_llama.register_forward_pre_hook(lambda *_: passes.append(1))
     while waiting or not scheduler.is_idle:
         while waiting and scheduler.is_free:
             scheduler.put(*waiting.pop(0))
         done += scheduler.step()
-        running.append(scheduler._engine.cache.slots.active)
+    counter.remove()
     assert len(done) == 6
-    assert len(running) == 3 * 8  # three times two rows, each with a prefill and seven steps
+    assert len(passes) == 3 * 8  # three times two rows, each with a prefill and seven steps
 
 
 def test_a_prompt_that_outgrows_the_models_positions_fails_alone_and_an_output_ends_there(gpt2, tiny_tokenizer):

@@ -26,6 +26,7 @@ MOST_ROWS = 1024
 _ROWS = {"cpu": 16, "cuda": 32}
 _SLOTS = {"cpu": 2048, "cuda": 4096}  # default cache slots of a row
 _PASS = {"cpu": 64, "cuda": 512}  # tokens of padding that cost no more than another pass
+_PASSES = 8  # of a step in which no row ends: to put the model into service takes as long as a tenth of a pass
 _SIMILAR = 0.75  # length of an encoder's input relative to another one, with which it is padded to one length
 _LEAST_CACHE = 256 << 20  # bytes that a cache may take, however small the model
 
@@ -214,7 +215,7 @@ class Scheduler:
             self._failed.append(Completion(index, error=error))
 
     def step(self) -> list[Completion]:
-        """Admit the prompts that fit; if there are none, advance the running rows by one pass."""
+        """Admit the prompts that fit; if there are none, advance the running rows until one ends, or by a few passes."""
         if self._failed:
             failed, self._failed = self._failed, []
             return failed
@@ -234,8 +235,10 @@ class Scheduler:
         with engine.serving():
             for rows in self._in_passes(joining):
                 step_outputs += engine.admit(rows)
-            if not joining:
+            for _ in range(0 if joining else _PASSES):
                 step_outputs = engine.step(is_refilled=bool(self._waiting) or len(self._running) == self.rows)
+                if any(each.finished for each in step_outputs):
+                    break
         return [self._complete(step_output) for step_output in step_outputs if step_output.finished]
 
     def _decode_apart(self) -> Iterator[list[Completion]]:
