@@ -215,7 +215,7 @@ class Scheduler:
             self._failed.append(Completion(index, error=error))
 
     def step(self) -> list[Completion]:
-        """Admit the prompts that fit; if there are none, advance the running rows until one ends, or by a few passes."""
+        """Admit the prompts that fit; if there are none, advance the rows until one ends, or by a few passes."""
         if self._failed:
             failed, self._failed = self._failed, []
             return failed
