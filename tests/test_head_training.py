@@ -147,12 +147,12 @@ def test_an_answer_is_what_the_model_generates_and_a_second_start_goes_on(tmp_pa
         assert answer == expected[0, ids.shape[1] :].tolist()
     lines = file.read_text().splitlines()
     file.write_text("\n".join([*lines[:2], lines[2][:3]]))  # killed in the middle of a line
-    asked, generate = [], training_examples.generate
+    asked, many = [], training_examples.stream_many
     monkeypatch.setattr(
-        training_examples, "generate", lambda *args, **options: asked.append(args[2]) or generate(*args, **options)
+        training_examples, "stream_many", lambda *args, **rest: asked.append(args[2]) or many(*args, **rest)
     )
     assert answer_prompts(loaded, prompts, file, max_new_tokens=9) == answers
-    assert asked == prompts[1:]
+    assert asked == [prompts[1:]] and len(file.read_text().splitlines()) == 4
     with pytest.raises(TrainingError, match="answers of another run"):
         answer_prompts(loaded, ["other"], file, max_new_tokens=9)
 

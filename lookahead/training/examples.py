@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from lookahead.documents.byte_sources import opened
 from lookahead.documents.decode_text import decode_bytes
 from lookahead.errors import DocumentError, TrainingError
-from lookahead.generation.api import generate
+from lookahead.generation.scheduler import stream_many
 from lookahead.models.loading import LoadedModel
 from lookahead.models.support import vocabulary_size
 from lookahead.utils.atomic import parse_json, read_regular, write_atomically
@@ -83,7 +83,7 @@ def answer_prompts(
     max_new_tokens: int,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[list[int]]:
-    """Answer prompts greedily with a model, and keep the answers in a file from which another start continues.
+    """Answer prompts greedily with a model, several together, and keep the answers in a file that another start reads.
 
     Heads learn most from the model's own outputs. The file has an answer a line, an end-of-sequence token included,
     after a first line that identifies the prompts; a damaged one, or one of other prompts, is a `TrainingError`.
@@ -94,14 +94,19 @@ def answer_prompts(
     first = {"answers_to": asked, "max_new_tokens": max_new_tokens}
     answers = _read_answers(file, first, len(prompts), vocabulary_size(loaded.model)) if file.exists() else []
     write_atomically(file, "".join(json.dumps(each) + "\n" for each in [first, *answers]))
+    left, first_left = prompts[len(answers) :], len(answers)
+    early: dict[int, list[int]] = {}  # answers that wait for those before them
     with file.open("a", encoding="utf-8") as written:
-        for number, prompt in enumerate(prompts[len(answers) :], start=len(answers) + 1):
-            result = generate(*loaded, prompt, max_new_tokens=max_new_tokens, do_sample=False)
-            answers.append(result.token_ids[0])
-            written.write(json.dumps(answers[-1]) + "\n")
-            written.flush()
-            if number % 100 == 0 or number == len(prompts):
-                say(f"{number:,} of {len(prompts):,} answered")
+        for done in stream_many(*loaded, left, max_new_tokens=max_new_tokens, do_sample=False):
+            if done.error is not None:
+                raise done.error
+            early[first_left + done.index] = done.token_ids
+            while len(answers) in early:
+                answers.append(early.pop(len(answers)))
+                written.write(json.dumps(answers[-1]) + "\n")
+                written.flush()
+                if len(answers) % 100 == 0 or len(answers) == len(prompts):
+                    say(f"{len(answers):,} of {len(prompts):,} answered")
     return answers
 
 
