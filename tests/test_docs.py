@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from typer.testing import CliRunner
 
 import lookahead
 from lookahead.cli.app import app
-from lookahead.models import loading
+from lookahead.models import calibration, loading
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
@@ -131,9 +132,15 @@ class Desk:
         return result.output
 
 
+@cache
+def commands() -> Any:
+    """All commands, as Click has them."""
+    return typer.main.get_command(app)
+
+
 def _options_of(words: list[str]) -> set[str]:
     """The options of the command that some words call."""
-    command: Any = typer.main.get_command(app)
+    command = commands()
     for word in words:
         command = getattr(command, "commands", {}).get(word, command)
     return {option for parameter in command.params for option in parameter.opts}
@@ -185,6 +192,7 @@ def desk(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(socket.socket, "connect", _refuse)
     monkeypatch.setattr(loading, "_default_file", lambda: summarizer_path)
+    monkeypatch.setattr(calibration, "_ROUNDS", 1)  # what is printed is as long
     loading.load_default.cache_clear()
     # The commands set up their process, which here is that of all tests.
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -232,7 +240,7 @@ def check_command(given: list[str]) -> None:
         known = " ".join(path.read_text("utf-8") for path in (ROOT / "bench").glob("*.py"))
         assert all(f'"{option}"' in known for option in options), given
     elif given[0] == "lookahead" and not given[1].isupper():
-        command: Any = typer.main.get_command(app)
+        command = commands()
         for word in given[1:]:
             command = getattr(command, "commands", {}).get(word, command)
         assert not hasattr(command, "commands"), f"no command: {given}"

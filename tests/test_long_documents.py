@@ -90,8 +90,9 @@ def test_what_only_looks_like_a_heading_is_none(text):
     assert Break.NOTHING not in {piece.end for piece in split_pieces(text)}
 
 
-@pytest.mark.parametrize("text", ["-" * 10**6, "* " * 10**6, "\n" * 10**6, "# " * 10**6, "IX\n\n" * 10**5, " " * 10**6])
+@pytest.mark.parametrize("text", ["-", "* ", "\n", "# ", "IX\n\n", " "])
 def test_no_text_takes_quadratic_time(text):
+    text *= 300_000 // len(text)
     assert "".join(piece.text for piece in split_pieces(text)) == text
 
 

@@ -141,7 +141,7 @@ def test_the_second_turn_of_a_chat_adds_to_the_text_of_the_first(monkeypatch):
     run(engine, [StubRequest([*first.tokens, 20, 21, 22], 120)])
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_thousand_requests_that_end_or_are_preempted_at_random_leave_nothing_behind(seed, caplog):
     rng = np.random.default_rng(seed)
     proposer, engine = engine_of(lambda tokens: tokens[-int(1 + tokens[0] % 9)], memory_tokens=4096)
