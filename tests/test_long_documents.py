@@ -284,8 +284,8 @@ def test_a_book_of_a_million_tokens_comes_to_an_end_in_little_memory(summarizer_
 @pytest.mark.parametrize("rows", [1, 5])
 def test_trees_are_the_same_for_one_document_and_for_many_together(tiny_llama, tiny_tokenizer, approach, rows):
     tokenizer = chat(tiny_tokenizer, 512 if approach.refine else 150)
-    summarizer = Summarizer(tiny_llama, tokenizer, max_new_tokens=20, approach=approach, keep_parts=True)
-    documents = [Document(i, f"Number {i}. " + SENTENCE * count) for i, count in enumerate((2, 40, 1, 25, 60))]
+    summarizer = Summarizer(tiny_llama, tokenizer, max_new_tokens=12, approach=approach, keep_parts=True)
+    documents = [Document(i, f"Number {i}. " + SENTENCE * count) for i, count in enumerate((2, 30, 1, 20, 50))]
     outcomes = {done.document.id: done.summary for done in summarizer.summarize_all(documents, rows)}
     assert len(outcomes) == 5
     for document in documents:
