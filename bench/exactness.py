@@ -156,15 +156,16 @@ class Half:
     lookup: Divergence = field(default_factory=Divergence)
     promised: int = 0  # outputs that parted though the model passed the check of bits
 
-    def compare(self, model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> None:
-        """Decode one prompt in every way and note where each parts from token by token."""
+    def compare(self, model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> list[int]:
+        """Decode one prompt in every way and note where each parts from token by token; the new tokens of greedy."""
         kwargs = {"do_sample": False, "pad_token_id": 0, **options}
         try:
             peer = model.generate(ids, **kwargs, prompt_lookup_num_tokens=LOOKUP_TOKENS)
         except ValueError:
-            return  # transformers does no prompt lookup with this model: there is nothing to stand beside
+            return []  # transformers does no prompt lookup with this model: there is nothing to stand beside
         begin = 1 if model.config.is_encoder_decoder else ids.shape[1]
         is_promised = not model.config.is_encoder_decoder and is_bitwise(model)
+        greedy: list[int] = []
         for mode in ("greedy", "warm"):
             kwargs |= MODES[mode]
             torch.manual_seed(7)
@@ -173,10 +174,12 @@ class Half:
             torch.manual_seed(7)
             ways = [(self.drafted if mode == "greedy" else self.sampled, ours(), is_promised)]
             if mode == "greedy":
+                greedy = whole.sequences[0, begin:].tolist()
                 ways += [(self.plain, ours(lookahead_config=PLAIN), False), (self.lookup, peer, False)]
             for divergence, sequence, must_agree in ways:
                 has_parted = divergence.note(whole, begin, sequence)
                 self.promised += has_parted and must_agree
+        return greedy
 
     def report(self) -> dict[str, Any]:
         ways = {"without_drafts": self.plain, "lookahead": self.drafted, "sampled": self.sampled}
@@ -268,16 +271,24 @@ def check_summarizer(arguments: argparse.Namespace, failures: list[dict[str, str
 def check_model(arguments: argparse.Namespace) -> int:
     """Continue prompts, spread over the file, with a model in bf16; its chat template is used if it has one.
 
+    At the end they are decoded together too, each to the tokens that it has alone.
+
     Returns 1 if an output differs that must not.
     """
     loaded = load(arguments.model, dtype="bf16", device="cpu")
-    texts, half = list(read_texts(arguments.prompts, arguments.field)), Half()
-    for text in texts[:: max(1, len(texts) // arguments.limit)][: arguments.limit]:
-        half.compare(loaded.model, as_chat(text, loaded.tokenizer), max_new_tokens=arguments.max_new_tokens)
-    for name, divergence in half.report().items():
-        print(f"{name:16} {divergence['identical']:3} of {divergence['runs']} identical")
-    publish({"model": type(loaded.model).__name__, "bf16": half.report()}, arguments.output)
-    return 1 if half.failures("") else 0
+    texts, half, options = list(read_texts(arguments.prompts, arguments.field)), Half()
+    options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": False}
+    chosen = texts[:: max(1, len(texts) // arguments.limit)][: arguments.limit]
+    prompts = [as_chat(text, loaded.tokenizer) for text in chosen]
+    alone = [half.compare(loaded.model, ids, max_new_tokens=arguments.max_new_tokens) for ids in prompts]
+    done = lookahead.stream_many(*loaded, [ids[0].tolist() for ids in prompts], **options)
+    together = sum(each.token_ids == alone[each.index] for each in done)
+    report = {**half.report(), "together": {"runs": len(prompts), "identical": together}}
+    for name, counts in report.items():
+        print(f"{name:16} {counts['identical']:3} of {counts['runs']} identical")
+    publish({"model": type(loaded.model).__name__, "bf16": report}, arguments.output)
+    has_parted = is_bitwise(loaded.model) and together < len(prompts)
+    return 1 if has_parted or half.failures("") else 0
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ Documents of mixed length, cut from texts at sentence ends, are summarized in th
 with lookahead, together in refilled rows with lookahead (`Summarizer.summarize_all`), and by transformers' own greedy
 `generate` in padded batches, of the size that was fastest on the first documents. Cutting, tokenizing and prefill count
 in all of them. Each way of ours begins with nothing learned of these documents. The first documents warm up and are the
-losslessness gate: in fp32 all three must write the same summaries, or nothing is timed; those timed are compared too.
+losslessness gate: in fp32 all three must write the same summaries, or nothing is timed; those timed are compared too. In
+half precision the padded batches of transformers round otherwise than each document alone.
 
 One thread does all the work, so seconds are those of CPU time, which other processes on the machine do not lengthen;
 the wall clock's stand beside them. Without --text the documents are cut from the stories in `examples`, each at a
@@ -200,6 +201,7 @@ def measure_speed(arguments: argparse.Namespace, model: PreTrainedModel, tokeniz
         "speedup_if_no_draft_were_wrong": round(free / (1.0 + sum(written) / sum(lengths)), 3),
         "documents": len(documents),
         "identical": identical,
+        "identical_to_one_by_one": sum(text == whole["one_by_one"][i] for i, text in whole["together"].items()),
         "hf_batch_size": best,
         "rows": arguments.rows or "decided by lookahead",
         "document_tokens": {"min": min(lengths), "median": statistics.median(lengths), "max": max(lengths)},
