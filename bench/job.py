@@ -6,8 +6,8 @@ Documents of mixed length, cut from texts at sentence ends, are summarized in th
 with lookahead, together in refilled rows with lookahead (`Summarizer.summarize_all`), and by transformers' own greedy
 `generate` in padded batches, of the size that was fastest on the first documents. Cutting, tokenizing and prefill count
 in all of them. Each way of ours begins with nothing learned of these documents. The first documents warm up and are the
-losslessness gate: in fp32 all three must write the same summaries, or nothing is timed; those timed are compared too. In
-half precision the padded batches of transformers round otherwise than each document alone.
+losslessness gate: in fp32 all three must write the same summaries, or nothing is timed; those timed are compared too.
+In half precision the padded batches of transformers round otherwise than each document alone.
 
 One thread does all the work, so seconds are those of CPU time, which other processes on the machine do not lengthen;
 the wall clock's stand beside them. Without --text the documents are cut from the stories in `examples`, each at a
