@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import lookahead.drafting.chain_lengths
@@ -213,6 +213,7 @@ def test_nothing_is_verified_before_a_plain_step_is_timed_unless_none_can_be():
     st.lists(st.lists(st.floats(0.0, 1.0), max_size=6), max_size=8),
     st.lists(st.tuples(st.integers(1, 8), st.integers(0, 40), st.floats(0.0, 10.0)), max_size=20),
 )
+@example(chains=[], measured=[(1, 0, 0.0), (1, 1, 0.0), (1, 1, 1.0), (1, 1, 0.0)])  # plain steps that took no time
 def test_lengths_fit_the_chains_whatever_was_measured(chains, measured):
     lengths = ChainLengths()
     for rows, drafted, seconds in measured:

@@ -151,7 +151,7 @@ class ChainLengths:
         """
         cost = self._cost_of(rows)
         expected = cost.observe(rows, drafted, seconds)
-        if host_s is None or cost.plain is None:
+        if host_s is None or not cost.plain:  # not timed yet, or by a clock that did not move
             self._rule.record_plain(rows)
         elif expected > 0.0:
             self._rule.record(
