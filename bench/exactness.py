@@ -276,7 +276,7 @@ def check_model(arguments: argparse.Namespace) -> int:
     Returns 1 if an output differs that must not.
     """
     loaded = load(arguments.model, dtype="bf16", device="cpu")
-    texts, half, options = list(read_texts(arguments.prompts, arguments.field)), Half()
+    texts, half = list(read_texts(arguments.prompts, arguments.field)), Half()
     options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": False}
     chosen = texts[:: max(1, len(texts) // arguments.limit)][: arguments.limit]
     prompts = [as_chat(text, loaded.tokenizer) for text in chosen]
