@@ -66,6 +66,12 @@ CAPTIONS = {
         "Many short documents in refilled rows, fp32",
         f"{_JOB} fp32 --documents 160 --longest 300 --streamed 0 --trials 2",
     ),
+    "job_llm_bf16": Caption(
+        "Documents summarized by a real model in refilled rows, bf16",
+        "job --model smollm2 --dtype bf16 --text squality_dev.jsonl --documents 16 --shortest 200 --max-new-tokens 96 "
+        "--streamed 0",
+        "Padded batches of transformers round otherwise than each document alone.",
+    ),
     "never_slower": Caption(
         "Never slower than plain decoding",
         "never_slower --model tests/models/summarizer --prompts squality_dev.jsonl --field document --pairs 3",
@@ -77,9 +83,16 @@ CAPTIONS = {
         "exactness --model DIR --prompts spec_bench.jsonl --field turns --limit 50 --max-new-tokens 128",
         "Greedy and sampled, in the default mode.",
     ),
+    "exactness_together": Caption(
+        "The same, and prompts that are decoded together",
+        "exactness --model smollm2 --prompts spec_bench.jsonl --field turns --limit 20",
+    ),
     "fuzz": Caption("Random settings", "fuzz --runs 10000"),
     "passes_fp32": Caption("A pass of a real model by nodes, fp32", "passes --dtype fp32", _PASS),
     "passes_bf16": Caption("A pass of a real model by nodes, bf16", "passes --dtype bf16", _PASS),
+    "passes_bf16_2_threads": Caption(
+        "The same with two threads", "passes --dtype bf16 --threads 2", "Milliseconds of the wall clock."
+    ),
     "compiled_fp32": Caption("Compiled passes, fp32", "compiled --dtype fp32"),
     "compiled_bf16": Caption("Compiled passes, bf16", "compiled --dtype bf16"),
     "replay_spec_bench_summaries": Caption("Recorded outputs: Spec-Bench summaries", _REPLAY, _NO_MODEL),
