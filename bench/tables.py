@@ -50,7 +50,6 @@ _READ_TOO = "CPU seconds of one thread, prompts read too."
 CAPTIONS = {
     "llm_fp32": Caption("A real model, fp32", f"{_LLM} fp32", _CPU),
     "llm_bf16": Caption("A real model, bf16", f"{_LLM} bf16", _CPU),
-    "llm_bf16_again": Caption("A real model, bf16, measured again", f"{_LLM} bf16", _CPU),
     "llm_fp32_amx": Caption("A real model on an Intel Xeon with AMX, fp32", f"{_LLM} fp32", _OLDER),
     "llm_bf16_amx": Caption("A real model on an Intel Xeon with AMX, bf16", f"{_LLM} bf16", _OLDER),
     "gpu_decode": Caption(
