@@ -41,7 +41,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 import lookahead
 from bench.command import parser_of, publish, resident_bytes, use_one_thread
 from bench.prompts import SUMMARIZER, read_texts
-from lookahead.documents.decode_text import Document
+from lookahead.documents.decode_text import Document, Reject
 from lookahead.models.loading import load
 from lookahead.models.model_state import LearnedState, use_learned
 from lookahead.summarization.prompt_fitter import PromptFitter
@@ -79,10 +79,11 @@ def cut(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, arguments: arg
 
 
 def together(summarizer: Summarizer, rows: int) -> Callable[[Sequence[str]], Texts]:
-    """Summaries by rows that are refilled."""
+    """Summaries by rows that are refilled; a single token may be an empty one, which is refused."""
     stream = partial(summarizer.summarize_all, rows=rows)
     return lambda documents: {
-        done.document.id: done.summary.text for done in stream(starmap(Document, enumerate(documents)))
+        done.document.id: "" if isinstance(done, Reject) else done.summary.text
+        for done in stream(starmap(Document, enumerate(documents)))
     }
 
 
