@@ -255,6 +255,7 @@ def test_what_goes_wrong_within_a_document_is_that_document_s_alone(summarize, m
         (["a.txt", "-o", "/proc/out.jsonl"], "output /proc/out.jsonl cannot be written: "),
         (["a.txt", "-o", "b.txt"], "output b.txt is an input as well"),
         (["a.txt", "-o", "old.jsonl"], "output old.jsonl exists; pass --overwrite to replace it"),
+        ([".", "-o", "old.jsonl", "--overwrite"], "output old.jsonl is an input as well"),
         (["a.txt", "-o", "new.jsonl", "--rejects", "old.jsonl"], "output old.jsonl exists"),
         (["a.txt", "-o", "x.jsonl", "--rejects", "./x.jsonl"], "cannot hold both"),
     ],

@@ -89,7 +89,7 @@ def summarize(options: SummarizeOptions) -> None:
     options = replace(options, pool=options.pool if memory is None else None)
     paths = OutputPaths(options.output, options.rejects, options.overwrite, options.resume)
     skipped: list[str] = []
-    sources = find_inputs(inputs, options.field, options.id_field, leave_out=paths.all, on_skip=skipped.append)
+    sources = find_inputs(inputs, options.field, options.id_field, leave_out=paths.no_inputs, on_skip=skipped.append)
     say_skipped(skipped)
     check_readers(sources)
     if not options.dry_run:
