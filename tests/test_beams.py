@@ -141,8 +141,8 @@ def test_products_in_half_precision_run_over_the_rows_of_transformers(monkeypatc
     options["lookahead_config"] = LookaheadConfig(proposers=())
     found(model, input_ids=ids, **options)  # the first call probes the model
     rows: list[int] = []
-    own = linears.linear
-    monkeypatch.setattr(linears, "linear", lambda x, *rest: rows.append(x[..., 0].numel()) or own(x, *rest))
+    own = linears.by_torch
+    monkeypatch.setattr(linears, "by_torch", lambda x, *rest: rows.append(x[..., 0].numel()) or own(x, *rest))
     heads: list[int] = []
     model.lm_head.register_forward_pre_hook(lambda _, inputs: heads.append(inputs[0][..., 0].numel()))
     found(model, input_ids=ids, **options)

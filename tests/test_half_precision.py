@@ -42,6 +42,7 @@ WINDOW = {"sliding_window": 16}
 HEADS = {"head_dim": 8}
 MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "gpt2, transposed weights": (GPT2LMHeadModel, GPT2Config, {}),
     "eager": (LlamaForCausalLM, LlamaConfig, {"attn_implementation": "eager"}),
     "mistral, its window": (MistralForCausalLM, MistralConfig, WINDOW),
     "qwen2, full and sliding layers": (
@@ -170,8 +171,8 @@ def test_a_model_whose_rows_depend_on_each_other_is_found_out() -> None:
 
 
 def test_a_model_with_products_that_are_no_linear_layers_is_said_to_round() -> None:
-    config = GPT2Config(vocab_size=101, n_embd=48, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=1)
-    model = GPT2LMHeadModel(config).bfloat16().eval()
+    model = made("llama", torch.bfloat16)
+    model.model.layers[1].mlp.down_proj.__class__ = type("Other", (torch.nn.Linear,), {})
     assert not is_bitwise(model), "its rows are multiplied all at once"
     assert [each.exactness for each in stats_of(model, prompts(1))] == ["rounding"]
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import linear
+from transformers.pytorch_utils import Conv1D
 
 import lookahead
 from lookahead import ConfigError, LookaheadConfig
@@ -54,14 +55,17 @@ def run(scope: LinearScope, model: nn.Module, x: torch.Tensor, bits: Any = "any"
         return model(x)
 
 
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", ["bare", "bias", "transposed"])
+@pytest.mark.parametrize("packs", [True, False])
 @pytest.mark.parametrize("shape", [(2,), (16,), (1, 7), (3, 37), (2, 5, 9)])
-def test_products_agree_with_those_in_float64_whatever_their_shape(shape, bias, multiplied):
-    model, x = model_of(bias=bias), torch.randn(*shape, 24)
-    got = run(LinearScope(model), model, x)
+def test_products_agree_with_those_in_float64_whatever_their_shape(shape, packs, kind, multiplied):
+    x = torch.randn(*shape, 24)
+    model = nn.Sequential(Conv1D(19, 24)) if kind == "transposed" else model_of(bias=kind == "bias")
+    _ = [nn.init.normal_(each) for each in model.parameters()]
+    got = run(LinearScope(model, packs=packs), model, x)
     assert got.dtype == torch.float32 and got.shape == (*shape, 19)
-    assert (got - copy.deepcopy(model).double()(x.double())).abs().max() < 1e-5
-    assert len(multiplied) == 1
+    assert (got - copy.deepcopy(model).double()(x.double())).abs().max() < 3e-5
+    assert len(multiplied) == (packs or x.numel() // 24 >= 32)
 
 
 def test_a_weight_is_packed_once_for_all_the_bits_that_one_layout_keeps(monkeypatch):
@@ -201,7 +205,7 @@ def test_a_copy_made_while_a_model_is_in_service_has_its_own_weights(way):
 def rows_of_torch(monkeypatch) -> list[int]:
     """Rows of every product of torch's own."""
     rows: list[int] = []
-    monkeypatch.setattr(linears, "linear", lambda x, *rest: rows.append(len(x)) or linear(x, *rest))
+    monkeypatch.setattr(linears, "by_torch", lambda x, *rest: rows.append(len(x)) or linear(x, *rest))
     return rows
 
 
@@ -229,7 +233,7 @@ def test_larger_layers_are_given_as_many_rows_as_keep_their_bits(most, rows_of_t
 
 
 @pytest.fixture
-def forgets_products(monkeypatch) -> Any:
+def forgets_products() -> Any:
     """What was compared before is forgotten, and what a test compares too."""
     product_bits._compare_rows.cache_clear()
     yield

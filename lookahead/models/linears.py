@@ -18,12 +18,24 @@ import torch
 import xxhash
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from transformers.pytorch_utils import Conv1D
 
 from lookahead.kernels import packed_product
 from lookahead.models import product_bits
 from lookahead.models.exact_attention import MAX_ROWS
 from lookahead.models.model_state import replaced, state_of
-from lookahead.models.product_bits import Bits, Layout, Packed, best_layout, by_onednn, lay_out, rows_of
+from lookahead.models.product_bits import (
+    Bits,
+    Layout,
+    Packed,
+    best_layout,
+    by_onednn,
+    by_torch,
+    lay_out,
+    linear_layers,
+    matrix_of,
+    rows_of,
+)
 
 _LAYOUTS = {"own": Layout(block=512), "onednn": Layout(rows=16)}  # of float32
 _SHARE_OF_MEMORY = 0.25  # most of the machine's memory that the packed weights of a model may take
@@ -56,14 +68,16 @@ class PackedLinear:
         if self._own is not None and any(self._packed.values()) and _digest(self._own) != self._digest:
             self._own = None
 
-    def weight(self, own: Tensor, bias: Tensor | None, bits: Bits = "any") -> Packed | None:
+    def weight(self, layer: nn.Linear | Conv1D, bits: Bits = "any") -> Packed | None:
         """A packed form of a layer's weight whose rows have certain bits, made anew where the weight has changed."""
+        own = layer._parameters["weight"]
+        assert own is not None
         if self._own is not own or self._version != own._version:
             self._packed.clear()
             self._own, self._version = own, own._version
         if bits not in self._packed:
             others = [each for each in self._packed.values() if each is not None]
-            packed = _pack(own, bias, bits, others)
+            packed = _pack(matrix_of(layer), layer.bias, bits, others)
             if packed is not None and not others:
                 self._digest = _digest(own)
             self._packed[bits] = packed
@@ -87,8 +101,8 @@ class LinearScope:
 
     def __init__(self, model: nn.Module, *, packs: bool = True) -> None:
         self.has_packed = False
-        self._forwards: list[tuple[nn.Linear, None, Callable[[Tensor], Tensor]]] = []
-        layers = [each for each in model.modules() if type(each) is nn.Linear and _is_plain(each)]
+        self._forwards: list[tuple[nn.Module, None, Callable[[Tensor], Tensor]]] = []
+        layers = [each for each in linear_layers(model) if _is_plain(each)]
         if "forward" in model.__dict__ or not layers:
             return
         dtype, threads = layers[0].weight.dtype, torch.get_num_threads()
@@ -129,41 +143,41 @@ class LinearScope:
             _thread.mode, self.has_packed = outer, _thread.has_packed
 
 
-def _forward(layer: nn.Linear, packed: PackedLinear, x: Tensor) -> Tensor:
-    """`nn.Linear.forward`, by packed weights on a thread that runs a pass."""
+def _forward(layer: nn.Linear | Conv1D, packed: PackedLinear, x: Tensor) -> Tensor:
+    """The forward of a linear layer, by packed weights on a thread that runs a pass."""
     mode = getattr(_thread, "mode", None)
-    own, bias = layer._parameters["weight"], layer._parameters["bias"]
-    assert own is not None
+    own, bias = matrix_of(layer), layer._parameters["bias"]
     rows = x.numel() // x.shape[-1]
     if mode is None or x.dtype != own.dtype or rows == 0:
-        return linear(x, own, bias)
+        return by_torch(x, own, bias)
     bits, packs, fewest = mode
     if own.dtype != torch.float32:
-        return _half_product(packed, x, own, bias, rows, bits, packs=packs)
+        return _half_product(layer, packed, x, rows, bits, packs=packs)
     if rows < fewest:  # such a product waits for the weight, which torch's reads faster
-        return linear(x, own, bias)
-    found = packed.weight(own, bias) if packs else None
+        return by_torch(x, own, bias)
+    found = packed.weight(layer) if packs else None
     if found is None or (found.layout.block and rows > _MOST_ROWS):
-        return linear(x, own, bias) if rows < _UNPACKED_ROWS else by_onednn(x, own, bias)
+        return by_torch(x, own, bias) if rows < _UNPACKED_ROWS else by_onednn(x, own, bias)
     return found.product(x, bias)
 
 
 def _half_product(
-    packed: PackedLinear, x: Tensor, own: Tensor, bias: Tensor | None, rows: int, bits: Bits, *, packs: bool
+    layer: nn.Linear | Conv1D, packed: PackedLinear, x: Tensor, rows: int, bits: Bits, *, packs: bool
 ) -> Tensor:
     """A product of half precision."""
+    own, bias = matrix_of(layer), layer._parameters["bias"]
     if bits == "torch" or (bits != "alone" and rows > MAX_ROWS):
-        return linear(x, own, bias)
+        return by_torch(x, own, bias)
     packs = packs and own.numel() >= product_bits.FEWEST_WEIGHTS
-    found = packed.weight(own, bias, "alone" if bits == "any" else bits) if packs else None
+    found = packed.weight(layer, "alone" if bits == "any" else bits) if packs else None
     if bits == "any" and packs and (found is None or rows > found.most):
-        found = packed.weight(own, bias, "together")
+        found = packed.weight(layer, "together")
     if bits != "alone":
-        return linear(x, own, bias) if found is None or rows > found.most else found.product(x, bias)
+        return by_torch(x, own, bias) if found is None or rows > found.most else found.product(x, bias)
     most = max(1, rows_of(own, bias, Layout()).alone) if found is None else found.most
     # A split takes as long as a small product.
     parts = [x] if rows <= most else x.reshape(rows, -1).split(most)
-    products = [linear(part, own, bias) if found is None else found.product(part, bias) for part in parts]
+    products = [by_torch(part, own, bias) if found is None else found.product(part, bias) for part in parts]
     return products[0] if rows <= most else torch.cat(products).view(*x.shape[:-1], -1)
 
 
@@ -172,7 +186,7 @@ def _digest(weight: Tensor) -> int:
     return int(xxhash.xxh3_64_intdigest(weight.detach().view(torch.uint8).numpy().data))
 
 
-def _is_plain(layer: nn.Linear) -> bool:
+def _is_plain(layer: nn.Linear | Conv1D) -> bool:
     """Whether a layer is nothing but a product with its weight, on the CPU, and has something to gain."""
     weight, bias, forward = layer.weight, layer.bias, layer.__dict__.get("forward")
     return (
@@ -184,6 +198,7 @@ def _is_plain(layer: nn.Linear) -> bool:
         and weight.is_contiguous()
         and (bias is None or (bias.dtype == weight.dtype and bias.is_contiguous()))
         and not weight.is_inference()
+        and (type(layer) is nn.Linear or min(weight.shape) > 1)  # a single row does not show that it is transposed
     )
 
 
@@ -210,10 +225,10 @@ def keeps_bits(model: nn.Module) -> bool:
     try:
         return all(
             layer.weight.numel() < product_bits.FEWEST_WEIGHTS
-            or rows_of(layer.weight, layer.bias, Layout()).alone >= _FEWEST_ROWS
-            or best_layout(layer.weight, layer.bias, "alone", ("own", "onednn"))[1] >= _FEWEST_ROWS
-            for layer in model.modules()
-            if type(layer) is nn.Linear and _is_plain(layer)
+            or rows_of(matrix_of(layer), layer.bias, Layout()).alone >= _FEWEST_ROWS
+            or best_layout(matrix_of(layer), layer.bias, "alone", ("own", "onednn"))[1] >= _FEWEST_ROWS
+            for layer in linear_layers(model)
+            if _is_plain(layer)
         )
     except (AttributeError, RuntimeError):  # torch was built without oneDNN
         return False

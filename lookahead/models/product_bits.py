@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from transformers.pytorch_utils import Conv1D
 
 from lookahead.kernels import packed_product
 from lookahead.models.exact_attention import MAX_ROWS
@@ -45,11 +46,39 @@ class Packed(NamedTuple):
     most: int = 0  # rows of a product up to which bits are right, in half precision
 
 
+class _Kind(NamedTuple):
+    """What the bits of a layer's products depend on."""
+
+    dtype: torch.dtype
+    shape: torch.Size  # outputs and inputs
+    has_bias: bool
+    is_transposed: bool
+
+
 class Rows(NamedTuple):
     """Most rows of a product of half precision, up to `MAX_ROWS`, that have certain bits."""
 
     alone: int  # those that each row has alone in torch's own product
     together: int  # those that the same rows have in torch's own product
+
+
+def linear_layers(model: nn.Module) -> list[nn.Linear | Conv1D]:
+    """The linear layers of a model, none of a subclass."""
+    return [each for each in model.modules() if type(each) is nn.Linear or type(each) is Conv1D]
+
+
+def matrix_of(layer: nn.Linear | Conv1D) -> Tensor:
+    """The weight of a layer, `[outputs, inputs]`; that of `Conv1D`, the linear layer of GPT-2, lies transposed."""
+    weight: Any = layer._parameters["weight"]
+    return weight if type(layer) is nn.Linear else weight.T  # type: ignore[no-any-return]
+
+
+def by_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The product of a layer's own forward, from its `matrix_of`."""
+    if weight.is_contiguous():
+        return linear(x, weight, bias)
+    assert bias is not None
+    return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight.T).view(*x.shape[:-1], len(weight))
 
 
 def by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -65,6 +94,7 @@ def lay_out(weight: Tensor, layout: Layout, most: int = 0) -> Packed:
         AttributeError: torch was built without oneDNN.
         RuntimeError: oneDNN does not take the weight.
     """
+    weight = weight.contiguous()
     if layout.block:
         packed = packed_product.pack(weight)
         return Packed(layout, partial(packed_product.multiply, packed, len(weight), layout.block), most)
@@ -105,19 +135,19 @@ def rows_of(weight: Tensor, bias: Tensor | None, layout: Layout) -> Rows:
         bias: `[outputs]` or None.
         layout: How the weight is laid out; `Layout()` for torch's own product.
     """
-    return _compare_rows(weight.dtype, weight.shape, bias is None, layout, torch.get_num_threads())
+    return _compare_rows(_kind_of(weight, bias), layout, torch.get_num_threads())
 
 
 @lru_cache(maxsize=1024)
 @torch.inference_mode()
-def _compare_rows(dtype: torch.dtype, shape: torch.Size, is_bare: bool, layout: Layout, threads: int) -> Rows:
+def _compare_rows(kind: _Kind, layout: Layout, threads: int) -> Rows:
     """Compare the bits of rows that are multiplied alone, together, and with a weight that is laid out."""
-    x, weight, bias = _cancelling(dtype, shape, is_bare, MAX_ROWS)
-    alone = torch.cat([linear(each, weight, bias) for each in x.split(1)])
+    x, weight, bias = _cancelling(kind, MAX_ROWS)
+    alone = torch.cat([by_torch(each, weight, bias) for each in x.split(1)])
     other = None if layout == Layout() else lay_out(weight, layout)
     most = {"alone": 0, "together": 0}
     for rows in _ROWS:
-        together = linear(x[:rows], weight, bias)
+        together = by_torch(x[:rows], weight, bias)
         product = together if other is None else other.product(x[:rows], bias)
         before = _ROWS[_ROWS.index(rows) - 1] if rows > _ROWS[0] else 0
         for name, expected in (("alone", alone[:rows]), ("together", together)):
@@ -126,12 +156,10 @@ def _compare_rows(dtype: torch.dtype, shape: torch.Size, is_bare: bool, layout: 
     return Rows(**most)
 
 
-def _cancelling(
-    dtype: torch.dtype, shape: torch.Size, is_bare: bool, rows: int
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _cancelling(kind: _Kind, rows: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """Rows `[rows, inputs]`, a weight and a bias whose sums nearly cancel: the rest shows the order."""
     source = torch.Generator().manual_seed(0)
-    outputs, inputs = shape
+    dtype, (outputs, inputs), has_bias, is_transposed = kind
     outputs = min(outputs, _OUTPUTS + outputs % _OUTPUTS)
     few, row = (torch.randn(n, inputs, generator=source).to(dtype) for n in (min(outputs, _DIFFERENT), 1))
     for place in {inputs // n for n in range(2, 2 + _CANCELLING)}:
@@ -139,13 +167,15 @@ def _cancelling(
         few[:, place] = -(few.double() @ row[0].double()).to(dtype)
     weight = few.repeat(-(-outputs // len(few)), 1)[:outputs]
     x = row * (2.0 ** (torch.arange(rows) % 8)).to(dtype)[:, None]
-    return x, weight, None if is_bare else linear(row, weight)[0]
+    bias = linear(row, weight)[0] if has_bias else None
+    return x, weight.T.contiguous().T if is_transposed else weight, bias
 
 
 def has_other_products(model: nn.Module) -> bool:
-    """Whether a model multiplies by weights that are not those of linear layers, as GPT-2 does."""
+    """Whether a model multiplies by weights that are not those of linear layers, as for experts in one tensor."""
     known = nn.Embedding, QuantizedLinear
-    others = (each for each in model.modules() if type(each) is not nn.Linear and not isinstance(each, known))
+    ours = {*linear_layers(model)}
+    others = (each for each in model.modules() if each not in ours and not isinstance(each, known))
     return any(weight.dim() > 1 for each in others for weight in each.parameters(recurse=False))
 
 
@@ -157,38 +187,42 @@ def has_bits_of_copies(model: Any, rows: int, copies: int) -> bool:
         rows: Rows of the pass.
         copies: How many copies the larger pass has.
     """
-    head, threads = model.get_output_embeddings(), torch.get_num_threads()
-    layers = [each for each in model.modules() if type(each) is nn.Linear and each is not head]
-    shapes = {(each.weight.dtype, each.weight.shape, each.bias is None) for each in layers}
-    return not has_other_products(model) and all(_compare_copies(*shape, rows, copies, threads) for shape in shapes)
+    kinds, threads = _kinds_of(model, model.get_output_embeddings()), torch.get_num_threads()
+    return not has_other_products(model) and all(_compare_copies(kind, rows, copies, threads) for kind in kinds)
+
+
+def _kind_of(weight: Tensor, bias: Tensor | None) -> _Kind:
+    return _Kind(weight.dtype, weight.shape, bias is not None, not weight.is_contiguous())
+
+
+def _kinds_of(model: nn.Module, head: nn.Module | None = None) -> set[_Kind]:
+    """Those of the linear layers, but for a head."""
+    return {_kind_of(matrix_of(each), each.bias) for each in linear_layers(model) if each is not head}
 
 
 @lru_cache(maxsize=1024)
 @torch.inference_mode()
-def _compare_copies(dtype: torch.dtype, shape: torch.Size, is_bare: bool, rows: int, copies: int, threads: int) -> bool:
-    """Compare rows in a product with a weight of such a shape, and copies of them."""
-    x, weight, bias = _cancelling(dtype, shape, is_bare, rows)
-    return torch.equal(linear(x, weight, bias).repeat(copies, 1), linear(x.repeat(copies, 1), weight, bias))
+def _compare_copies(kind: _Kind, rows: int, copies: int, threads: int) -> bool:
+    """Compare rows in a product with a weight of such a kind, and copies of them."""
+    x, weight, bias = _cancelling(kind, rows)
+    return torch.equal(by_torch(x, weight, bias).repeat(copies, 1), by_torch(x.repeat(copies, 1), weight, bias))
 
 
 def keeps_bits_beside_others(model: nn.Module) -> bool:
     """Whether rows in half precision have the same bits in a pass over any number of rows, from 2 to `MAX_ROWS`."""
     if has_other_products(model) or any("experts" in name for name, _ in model.named_modules()):
         return False  # an expert multiplies the rows that chose it
-    shapes = {
-        (each.weight.dtype, each.weight.shape, each.bias is None) for each in model.modules() if type(each) is nn.Linear
-    }
-    return all(_keeps_bits_beside_others(*shape, torch.get_num_threads()) for shape in shapes)
+    return all(_keeps_bits_beside_others(kind, torch.get_num_threads()) for kind in _kinds_of(model))
 
 
 @lru_cache(maxsize=1024)
 @torch.inference_mode()
-def _keeps_bits_beside_others(dtype: torch.dtype, shape: torch.Size, is_bare: bool, threads: int) -> bool:
-    """Compare rows in products with a weight of such a shape over all numbers of rows."""
-    x, weight, bias = _cancelling(dtype, shape, is_bare, MAX_ROWS)
-    whole = linear(x, weight, bias)
+def _keeps_bits_beside_others(kind: _Kind, threads: int) -> bool:
+    """Compare rows in products with a weight of such a kind over all numbers of rows."""
+    x, weight, bias = _cancelling(kind, MAX_ROWS)
+    whole = by_torch(x, weight, bias)
     return all(
-        torch.equal(linear(x[first : first + rows], weight, bias), whole[first : first + rows])
+        torch.equal(by_torch(x[first : first + rows], weight, bias), whole[first : first + rows])
         for rows in _ROWS[1:]
         for first in {0, MAX_ROWS - rows}
     )

@@ -244,7 +244,7 @@ def is_bitwise(model: PreTrainedModel) -> bool:
         return False
     if any("experts" in name for name, _ in model.named_modules()):
         return False
-    # Linear layers multiply as many rows as keep their bits. Other products, as those of GPT-2, take all rows at once.
+    # Linear layers multiply as many rows as keep their bits. Other products take all rows at once.
     if has_other_products(model) or not keeps_bits(model):
         return False
     name = f"bitwise, {torch.get_num_threads()} threads"
