@@ -17,7 +17,7 @@ from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.models.compiled import CAPTURE_AT
 from lookahead.models.cuda_graphs import Graph, Run
 from lookahead.models.target import Target
-from lookahead.verification.topk import read_scores
+from lookahead.verification.exact import read_scores
 
 MOST_BYTES = 4 << 30  # of the buffer that is read: far more than a GPU caches, and room for it beside a model
 BACK_TO_BACK = 8  # replays that are timed together

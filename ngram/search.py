@@ -26,7 +26,7 @@ from lookahead.ngram.candidates import (
     score,
     split,
 )
-from lookahead.ngram.chains import MAX_CONTEXT, ChainIndex, Chains, IntArray, as_tokens, chains_at, find_matches
+from lookahead.ngram.chains import ChainIndex, Chains, IntArray, chains_at, find_matches
 from lookahead.ngram.prune import FREE, NOTHING, Limits, node_at, select
 from lookahead.ngram.raw_arrays import RawArrays, jit_inline, pointers_at
 from lookahead.ngram.recycled import ORDERS, RecycledTable, hash_context, table_at
@@ -37,7 +37,6 @@ PLACED, PART, _ROWS = 5, 6, 11
 _MOST_TEXTS = 3
 _POINTERS = _MOST_TEXTS + 7  # texts, memory, rates, min_ngram, max_ngram, max_links, bit and time of the memory
 _FLOOR = 0.0001  # least probability of a node to be reached
-_MAX_LINKS = 1 << 12
 _VARIETY = 16  # different next tokens looked for in a text
 _SHORTEST_FOREIGN = 3  # tokens of a match in another text than the row's own, beside recycled tokens
 
@@ -77,7 +76,25 @@ class Grown(NamedTuple):
 
 
 class Search(RawArrays):
-    """The texts, tables and bounds (`min_ngram`, `max_ngram`, `max_links`) of a search, unchecked, for all steps."""
+    """Merges earlier continuations of a context and the target's recycled tokens into a tree, likeliest paths first.
+
+    Each occurrence is followed to the end of its document; at the end of the open document it continues with the path
+    itself, so that a loop is continued as a loop. The recycled table is looked up at every node. The same token from
+    several sources is one candidate; its probability is the hit rate of its features.
+
+    Args:
+        texts: At most three.
+        rates: The hit rates.
+        memory: The recycled table, if any.
+        bounds: Tokens of the shortest match and of the longest, at most `MAX_CONTEXT`, and links walked in each text;
+            they are not checked.
+
+    Example:
+        >>> text = ChainIndex()
+        >>> text.append([5, 6, 7, 8, 5, 6])
+        >>> Search([text], HitRates(), None, (1, 16, 32)).grow(3).trie.tokens.tolist()
+        [6, 7, 8, 5]
+    """
 
     __slots__ = ("_searched",)
 
@@ -93,70 +110,16 @@ class Search(RawArrays):
 
     def grow(
         self,
-        max_nodes: int,
-        min_probability: float,
-        limits: Limits = NOTHING,
-        costs: NDArray[np.float64] = FREE,
-        context: IntArray | None = None,
+        max_nodes: int,  # besides the root, 1 to `MAX_NODES`
+        min_probability: float = 0.0,  # nodes less likely to be reached are left out
+        limits: Limits = NOTHING,  # of the part that is worth verifying
+        costs: NDArray[np.float64] = FREE,  # of a step, as for `select`
+        context: IntArray | None = None,  # int32; its end is looked up. None: the open document of the first text
     ) -> Grown:
-        """`grow_trie` of at most `MAX_NODES` without checks, and the selection of the part worth verifying.
-
-        Args:
-            max_nodes: As for `grow_trie`, like `min_probability` and `context`, which is int32.
-            min_probability: Nodes less likely to be reached than this are left out.
-            limits: Limits of the selected part.
-            costs: float64 `[limits.max_nodes + 2]` or longer, the cost of a step by its nodes, the root counted; empty
-                if nodes are free.
-            context: If it is None, there is at least one text.
-        """
+        """A tree of continuations, its root alone if nothing was found, and the part of it worth verifying."""
         tail = _NO_TAIL if context is None else context
         floor = min_probability if min_probability > _FLOOR else _FLOOR
         return Grown(*_propose(self.address, max_nodes, tail, context is None, floor, *limits, costs))
-
-
-def grow_trie(
-    texts: Sequence[Chains],  # at most three
-    rates: HitRates,
-    max_nodes: int,  # besides the root
-    *,
-    memory: RecycledTable | None = None,
-    context: Sequence[int] | IntArray | None = None,  # its end is looked up; None: the open document of the first text
-    min_ngram: int = 1,  # tokens of the shortest match
-    max_ngram: int = 16,  # tokens of the longest context compared, at most 64
-    max_links: int = 32,  # walked in each text
-    min_probability: float = 0.0,  # nodes less likely to be reached are left out
-) -> Trie | None:
-    """Merge earlier continuations of a context and the target's recycled tokens into a tree, likeliest paths first.
-
-    Each occurrence is followed to the end of its document; at the end of the open document it continues with the path
-    itself, so that a loop is continued as a loop. The recycled table is looked up at every node. The same token from
-    several sources is one candidate; its probability is the hit rate of its features.
-
-    Returns:
-        The tree, or `None` if nothing was found or `max_nodes` is below 1.
-
-    Raises:
-        TypeError: `context` does not hold whole numbers.
-        ValueError: An argument is out of range, or there are too many texts.
-
-    Example:
-        >>> text = ChainIndex()
-        >>> text.append([5, 6, 7, 8, 5, 6])
-        >>> grow_trie([text], HitRates(), max_nodes=3).tokens.tolist()
-        [6, 7, 8, 5]
-    """
-    if not 1 <= min_ngram <= max_ngram <= MAX_CONTEXT:
-        raise ValueError(f"need 1 <= min_ngram <= max_ngram <= {MAX_CONTEXT}, got {min_ngram} and {max_ngram}")
-    if not 1 <= max_links <= _MAX_LINKS:
-        raise ValueError(f"max_links must be from 1 to {_MAX_LINKS}, got {max_links}")
-    if len(texts) > _MOST_TEXTS:
-        raise ValueError(f"at most {_MOST_TEXTS} texts are searched, got {len(texts)}")
-    if max_nodes < 1 or (context is None and not texts):
-        return None
-    tail = None if context is None else as_tokens(context)
-    search = Search(texts, rates, memory, (min_ngram, max_ngram, max_links))
-    trie = search.grow(min(max_nodes, MAX_NODES), min_probability, context=tail).trie
-    return trie if len(trie.tokens) > 1 else None
 
 
 # The whole search is compiled as one function: between functions the compiler counts references to arrays, which took

@@ -24,7 +24,7 @@ from lookahead.drafting.sizes import BranchSize
 from lookahead.drafting.tree import TokenTree, without_sources
 from lookahead.errors import ConfigError
 from lookahead.models.model_state import LearnedState, use_learned
-from lookahead.proposers.jacobi import AutoJacobiProposer, JacobiProposer
+from lookahead.proposers.jacobi import JacobiProposer
 from tests.support.default_run import examples
 from tests.support.simulated_devices import decode, on_device
 
@@ -59,7 +59,7 @@ OTHERS, BRANCH = 1, 2  # the bits of their nodes
 
 def controller_of(sizes: Sequence[BranchSize] = SIZES, node_budget: int = BUDGET) -> tuple[Controller, LookaheadBranch]:
     branch = LookaheadBranch(sizes)
-    proposers: Any = [Others(), AutoJacobiProposer(branch)]
+    proposers: Any = [Others(), JacobiProposer(branch)]
     return Controller(StepCost(), EnableRule(), branch, proposers, node_budget=node_budget), branch
 
 
@@ -243,11 +243,11 @@ def test_a_step_without_it_lacks_the_tokens_and_nodes_that_it_alone_offered() ->
 
 
 def test_while_it_is_off_nothing_is_made_or_drafted() -> None:
-    proposer = AutoJacobiProposer(LookaheadBranch(SIZES))
+    proposer = JacobiProposer(LookaheadBranch(SIZES))
     proposer.start(0, ids(1, 2, 1))
     assert proposer.propose(0, 100) is None
     proposer.observe(0, Feedback(ids(2), ids(0), NOTHING), NOTHING)
-    assert proposer._rows[0].proposer is None
+    assert proposer._rows[0].size is None
     proposer.finish(0)
 
 
@@ -263,8 +263,8 @@ def test_where_it_is_the_only_source_a_step_without_it_is_plain() -> None:
 @pytest.mark.parametrize("from_prompt", [False, True])
 def test_a_row_goes_on_as_if_it_had_been_told_all_the_while(from_prompt: bool, steps_off: int) -> None:
     branch = LookaheadBranch(SIZES)
-    auto = AutoJacobiProposer(branch, pool_from_prompt=from_prompt)
-    fixed = JacobiProposer(*SIZES[1], pool_from_prompt=from_prompt)
+    auto = JacobiProposer(branch, pool_from_prompt=from_prompt)
+    fixed = JacobiProposer(SIZES[1], pool_from_prompt=from_prompt)
 
     def step(emitted: np.ndarray) -> None:
         proposals = [each.propose(0, SIZES[1].nodes) for each in (auto, fixed)]
@@ -291,7 +291,7 @@ def test_a_row_goes_on_as_if_it_had_been_told_all_the_while(from_prompt: bool, s
 
 def test_a_row_served_at_another_size_begins_anew() -> None:
     branch = LookaheadBranch(SIZES)
-    auto = AutoJacobiProposer(branch)
+    auto = JacobiProposer(branch)
     auto.start(0, ids(1, 2, 3, 1))
     for size in (SIZES[0], SIZES[2], SIZES[0]):
         branch.size = size

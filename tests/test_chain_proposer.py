@@ -17,7 +17,7 @@ from lookahead.drafting.chain_lengths import ChainLengths
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chain_proposer import ChainProposer
 from lookahead.ngram.chains import ChainIndex
-from lookahead.ngram.search import grow_trie
+from tests.support.index_queries import grow_trie
 
 
 def ids(*tokens: int) -> np.ndarray:

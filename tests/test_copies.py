@@ -9,7 +9,7 @@ import numpy as np
 from lookahead.ngram.acceptance import HitRates, hit_rate
 from lookahead.ngram.chains import ChainIndex
 from lookahead.ngram.features import feature_of_both, feature_of_match
-from lookahead.ngram.search import grow_trie
+from tests.support.index_queries import grow_trie
 
 
 def text_of(tokens: list[int]) -> ChainIndex:

@@ -18,8 +18,7 @@ from lookahead.ngram import chains, search, window
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import SEPARATOR, ChainIndex
 from lookahead.ngram.features import RANKS, feature_of_match
-from lookahead.ngram.search import grow_trie
-from tests.support.index_queries import find
+from tests.support.index_queries import find, grow_trie
 from tests.support.naive_index import continuation, find_by_scan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -183,18 +182,11 @@ def test_what_is_no_token_is_refused_and_leaves_the_index_as_it_was(tokens, erro
     index = ChainIndex()
     with pytest.raises(error):
         index.append(tokens)
-    with pytest.raises(error):
-        grow_trie([index], HitRates(), 4, context=tokens)
     assert len(index) == 1
 
 
 def test_options_out_of_range_are_refused_by_name():
     index = index_of([[1, 1]])
-    for limits in ({"min_ngram": 0}, {"min_ngram": 3, "max_ngram": 2}, {"max_ngram": 65}):
-        with pytest.raises(ValueError, match="min_ngram <= max_ngram"):
-            grow_trie([index], HitRates(), 4, **limits)
-    with pytest.raises(ValueError, match="max_links"):
-        grow_trie([index], HitRates(), 4, max_links=0)
     with pytest.raises(ValueError, match="max_tokens"):
         ChainIndex(max_tokens=10)
     with pytest.raises(TypeError, match="int32"):
@@ -204,7 +196,7 @@ def test_options_out_of_range_are_refused_by_name():
 @given(few_documents, st.one_of(st.none(), tokens_of), st.integers(1, 40))
 def test_a_tree_holds_what_followed_and_nothing_else_likeliest_path_first(documents, context, room):
     index = index_of(documents)
-    grown = grow_trie([index], HitRates(), room, context=context, max_links=1 << 12)
+    grown = grow_trie([index], HitRates(), room, context=context, bounds=(1, 16, 1 << 12))
     stream = index.tokens.tolist()
     tail = stream if context is None else context
     matches = [position for position, length in find_by_scan(stream, tail, max_ngram=16)]
@@ -268,12 +260,6 @@ def test_a_loop_is_continued_as_a_loop():
     index.append([4, 5, 6] * 5)
     grown = grow_trie([index], HitRates(), 7)
     assert grown.tokens.tolist() == [6, 4, 5, 6, 4, 5, 6, 4]
-
-
-def test_a_tree_without_room_is_no_tree():
-    index = index_of([[1, 1, 1]])
-    assert grow_trie([index], HitRates(), 0) is None
-    assert grow_trie([index], HitRates(), -3) is None
 
 
 def chain_tree(tokens: list[int], feature: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -344,11 +330,11 @@ def test_without_compilation_the_cores_give_the_same():
         "import numpy as np\n"
         "from lookahead.ngram.chains import ChainIndex\n"
         "from lookahead.ngram.acceptance import HitRates\n"
-        "from lookahead.ngram.search import grow_trie\n"
+        "from lookahead.ngram.search import Search\n"
         "index, rates = ChainIndex(), HitRates()\n"
         "index.append([1, 2, 3, 2147483647, 1, 2, 4, 1, 2, 3, 5, 1, 2])\n"
         "for _ in range(3):\n"
-        "    grown = grow_trie([index], rates, 9)\n"
+        "    grown = Search([index], rates, None, (1, 16, 32)).grow(9).trie\n"
         "    rates.learn(grown.parents, grown.tokens, grown.features, np.array([3, 5], np.int32))\n"
         "    index.append([3, 5])\n"
         "    print(grown.tokens.tolist(), grown.parents.tolist(), np.round(grown.probabilities, 5).tolist())\n"

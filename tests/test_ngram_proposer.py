@@ -13,9 +13,8 @@ from lookahead.drafting.tree import TokenTree
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import ChainIndex
 from lookahead.ngram.prune import FREE, Limits
-from lookahead.ngram.search import grow_trie
 from lookahead.proposers.ngram import Memory, NgramProposer
-from tests.support.index_queries import find_recycled
+from tests.support.index_queries import find_recycled, grow_trie
 
 NOTHING = np.zeros(0, np.int32)
 
@@ -291,7 +290,7 @@ def test_what_other_texts_offer_leaves_the_promise_of_the_rows_own_text_alone():
     own.append([7, 1, 2, 3, 7])
     other.append([5, 7, 8, 5, 7, 9, 5, 7])
     alone = grow_trie([own], HitRates(), 8)
-    beside = grow_trie([own, other], HitRates(), 8, min_ngram=1)
+    beside = grow_trie([own, other], HitRates(), 8)
 
     def chance_of(tree, token):
         return float(tree.probabilities[np.flatnonzero((tree.tokens == token) & (tree.parents == 0))[0]])

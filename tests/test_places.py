@@ -12,7 +12,7 @@ from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import ChainIndex
 from lookahead.ngram.raw_arrays import RawArrays
 from lookahead.ngram.recycled import RecycledTable
-from lookahead.ngram.search import grow_trie
+from tests.support.index_queries import grow_trie
 
 
 @pytest.mark.parametrize("made", [ChainIndex, HitRates, lambda: RecycledTable(contexts=16)])

@@ -19,11 +19,10 @@ from lookahead.ngram.binary_file import pack_header
 from lookahead.ngram.chains import LEVELS, SEPARATOR, ChainIndex, find_matches
 from lookahead.ngram.pool_file import Pool, PoolHeader, read_header, write_pool
 from lookahead.ngram.replacing import replacing
-from lookahead.ngram.search import grow_trie
 from lookahead.pools.open_pool import open_pool
 from lookahead.proposers.ngram import NgramProposer
 from tests.support.forked import status_of
-from tests.support.index_queries import find
+from tests.support.index_queries import find, grow_trie
 from tests.support.naive_index import find_by_scan
 
 NO_LIMIT = {"max_links": 1 << 16, "max_continuations": 1 << 16}

@@ -11,10 +11,9 @@ from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import ChainIndex
 from lookahead.ngram.memory_file import MemoryHeader, Records, aged, read_memory, records_of, table_of
 from lookahead.ngram.recycled import RecycledTable
-from lookahead.ngram.search import grow_trie
 from lookahead.proposers.file_memory import EMPTY, merge_into
 from lookahead.proposers.ngram import Memory, NgramProposer
-from tests.support.index_queries import find_recycled
+from tests.support.index_queries import find_recycled, grow_trie
 from tests.support.naive_index import RecycledByDict
 
 HUGE = 2**31 - 1

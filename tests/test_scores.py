@@ -9,7 +9,7 @@ from numba import njit
 
 from lookahead.kernels import topk_cpu
 from lookahead.kernels.microkernel import exp
-from lookahead.verification.topk import TOP, _read_tensors, likeliest, read_scores
+from lookahead.verification.exact import TOP, _read_tensors, likeliest, read_scores
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 VOCABULARIES = [1, 3, 7, 8, 9, 63, 64, 65, 129, 1000, 4096, 40_000]  # so many logits take several readings

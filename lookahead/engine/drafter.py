@@ -15,9 +15,8 @@ from lookahead.engine.row import ROOT, Row
 from lookahead.models.target import Target
 from lookahead.ngram.prune import FREE, Limits
 from lookahead.proposers.validated import ValidatedProposer
-from lookahead.verification.exact import VerifyResult
+from lookahead.verification.exact import Scores, VerifyResult
 from lookahead.verification.rejection import RejectionRounds
-from lookahead.verification.topk import Scores
 
 NO_NODES = np.zeros(0, np.int32)
 
@@ -105,9 +104,10 @@ class TreeDrafter:
         return [Draft(TokenTree.root(row.last_token), self.nothing) for row in rows]
 
     def start(self, row: Row) -> None:
-        """Show the proposers a new row."""
+        """Show the proposers a new row; the n-grams of a summary are in what the encoder has read."""
+        text = np.concatenate((row.inputs, row.text))
         for proposer in self._proposers:
-            proposer.start(row.slot, row.text)
+            proposer.start(row.slot, row.text if getattr(proposer, "has_encoder", False) else text)
 
     def observe(
         self,

@@ -21,9 +21,8 @@ from lookahead.errors import PromptError
 from lookahead.models.cache import RowStates
 from lookahead.models.target import OnPrefill, Target
 from lookahead.models.tensor_parallel import TensorParallelGroup
-from lookahead.verification.exact import VerifyResult
+from lookahead.verification.exact import Scores, VerifyResult, read_scores
 from lookahead.verification.rejection import draw
-from lookahead.verification.topk import Scores, read_scores
 
 Results = list[VerifyResult | Exception]
 

@@ -69,6 +69,7 @@ class Row:
         device: The device of the ids that logits processors and stopping criteria get.
         slot: Its number among the rows of its engine; reused once it has ended.
         pending: Emitted tokens that the proposers have not observed yet.
+        inputs: int32 `[tokens]`, what an encoder has read for it.
         prefilled: When its prompt was read, by `time.perf_counter`.
         is_bitwise: Whether its passes have the bits of `model.generate` for its prompt.
         is_simple: Whether its tokens are the argmax of the raw logits until one of them or its length ends it.
@@ -86,6 +87,7 @@ class Row:
     slot: int = 0
     emitted: int = 0
     pending: list[IntArray] = field(default_factory=list)
+    inputs: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
     prefilled: float = 0.0
     is_bitwise: bool = False
     finish_reason: FinishReason | None = None

@@ -59,7 +59,6 @@ from lookahead.models.tensor_parallel import tensor_parallel_group, validate_ten
 from lookahead.ngram.pool_file import Pool
 from lookahead.pools.open_pool import pool_of
 from lookahead.proposers import ProposerState, make_proposers
-from lookahead.proposers.encoder_input import EncoderInputProposer
 from lookahead.verification.sampling import TokenChooser, warp_of
 from lookahead.verification.stopping import StoppingRule
 
@@ -197,7 +196,7 @@ def prepare(
         rows.append(Row.begin(i, ids, chooser, rule, padding=padding, place=i, device=input_ids.device))
     encoded = _encoded(model, generation_config, inputs_tensor, model_kwargs) if has_encoder else None
     for row, tokens in zip(rows, () if encoded is None else encoded.tokens, strict=False):
-        row.stats.prompt_tokens += len(tokens)
+        row.inputs, row.stats.prompt_tokens = tokens, row.stats.prompt_tokens + len(tokens)
     engine = assemble(
         model,
         config,
@@ -326,19 +325,12 @@ def _drafting(
             max_nodes=config.max_nodes or MAX_NODES_LIMIT,
             teaches="recycled" in config.proposers,
         )
-        proposers: Sequence[Proposer] = make_proposers(
-            config, learned.of(ProposerState, ProposerState), pool, call, branch
-        )
+        proposers = make_proposers(config, learned.of(ProposerState, ProposerState), pool, call, branch)
         cost, rule = learned.costs[config.passes], learned.rules[config.passes]
         cost.assume(node_cost(model))
     reads_hidden = any(proposer.hidden_layers for proposer in proposers)
-    if encoded is not None:
-        if reads_hidden:
-            raise UnsupportedModelError(f"{type(model).__name__} shows no hidden states to proposers: take others")
-        proposers = [
-            proposer if getattr(proposer, "has_encoder", False) else EncoderInputProposer(proposer, encoded.tokens)
-            for proposer in proposers
-        ]
+    if encoded is not None and reads_hidden:
+        raise UnsupportedModelError(f"{type(model).__name__} shows no hidden states to proposers: take others")
     ensemble = tensor_parallel_group(model)
     if ensemble is not None:
         validate_tensor_parallel(model, reads_hidden=reads_hidden, by_rejection=call.by_rejection)

@@ -22,7 +22,7 @@ from lookahead.pools.build_pool import PoolObserver, PoolTotals, read_tokens
 from lookahead.pools.open_pool import pool_errors
 from lookahead.proposers import ProposerState
 from lookahead.proposers.file_memory import EMPTY, header_of, merge_into, open_file_memory
-from lookahead.verification.topk import read_scores
+from lookahead.verification.exact import read_scores
 
 _PASS_TOKENS = 512  # of a pass over a text; each begins without what came before
 

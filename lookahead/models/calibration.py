@@ -30,7 +30,7 @@ from lookahead.models.machine import Clock, Machine, measure_machine, timed
 from lookahead.models.support import is_bitwise, support_of
 from lookahead.models.target import Target, input_device, position_limit
 from lookahead.utils.atomic import read_json, write_atomically
-from lookahead.verification.topk import likeliest
+from lookahead.verification.exact import likeliest
 
 NODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128)
 PADDED_NODES = (1, 2, 4, 8, 16, 32, 64)  # sizes that compiled steps are padded to

@@ -15,7 +15,7 @@ from lookahead.errors import ProposerError
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.pool_file import Pool
 from lookahead.proposers.file_memory import FileMemory, open_file_memory
-from lookahead.proposers.jacobi import AutoJacobiProposer, JacobiProposer
+from lookahead.proposers.jacobi import JacobiProposer
 from lookahead.proposers.ngram import SOURCES, Memory, NgramProposer
 from lookahead.proposers.validated import ProposerBudget, ValidatedProposer
 
@@ -51,11 +51,9 @@ def make_proposers(
             memory = open_file_memory(os.fspath(config.memory), call.model, learned.files)
         least = config.min_probability
         made.append(NgramProposer(mixed, memory, learned.ngram, pool, min_probability=least, **bounds))
-    rates, from_prompt = learned.jacobi, config.pool_from_prompt
-    if config.decides_branch:
-        made.append(AutoJacobiProposer(branch, pool_from_prompt=from_prompt, rates=rates))
-    elif "jacobi" in config.proposers:
-        made.append(JacobiProposer(*config.branch_sizes[0], pool_from_prompt=from_prompt, rates=rates))
+    if "jacobi" in config.proposers:
+        size = branch if config.decides_branch else config.branch_sizes[0]
+        made.append(JacobiProposer(size, pool_from_prompt=config.pool_from_prompt, rates=learned.jacobi))
     for factory in config.proposers:
         if not isinstance(factory, str):
             budget = ProposerBudget()

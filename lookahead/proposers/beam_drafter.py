@@ -25,7 +25,7 @@ from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import ChainIndex
 from lookahead.ngram.recycled import RecycledTable
 from lookahead.ngram.search import Search, Trie
-from lookahead.verification.topk import read_scores
+from lookahead.verification.exact import read_scores
 
 SOURCES = ("prompt", "recycled")
 _MOST_LEVELS = 4  # steps drafted ahead

@@ -49,7 +49,7 @@ class _NgramRow:
 class NgramProposer:
     """Proposes earlier continuations of the last tokens, and the target's likeliest tokens after them.
 
-    Four sources share one tree (`lookahead.ngram.search.grow_trie`): `"prompt"` finds earlier occurrences in the row's
+    Four sources share one tree (`lookahead.ngram.search.Search`): `"prompt"` finds earlier occurrences in the row's
     prompt and output, `"outputs"` in those of earlier requests, `"corpus"` in a pool; `"recycled"` has the target's
     likeliest tokens after the last four, three, two or one tokens, at every node of the tree. Hit rates of candidates
     are learned from every step of every row, and kept for later rows; so is what the memory gets.

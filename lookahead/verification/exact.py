@@ -1,4 +1,4 @@
-"""Walk a verified tree: the only place where output tokens are chosen and outputs end."""
+"""Read the scores of a step, and walk its trees: the only place where output tokens are chosen and outputs end."""
 
 from __future__ import annotations
 
@@ -6,37 +6,73 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numba import njit
+from numpy.typing import NDArray
+from torch import Tensor
 
 from lookahead.drafting.tree import IntArray, TokenTree
+from lookahead.kernels import topk_cpu
+from lookahead.ngram.recycled import TOP
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The likeliest tokens after every node, before any logits processor; empty or None if not requested."""
+
+    argmax: IntArray  # int32 `[rows, nodes]`, negative where logits are NaN
+    top: IntArray | None = None  # int32 `[rows, nodes, 8]`, the likeliest first, -1 beyond the vocabulary
+    probabilities: NDArray[np.float32] | None = None  # float32 `[rows, nodes, 8]`, 0 where logits are not finite
+
+
+def likeliest(scores: Tensor) -> Tensor:
+    """The index of the highest of `[..., vocab]` scores, int32 `[...]`; negative where one is NaN."""
+    values, indices = scores.max(-1)
+    return torch.where(values.isnan(), -1, indices).to(torch.int32)
+
+
+def read_scores(logits: Tensor, *, with_top: bool) -> Scores:
+    """Find the likeliest tokens of logits `[rows, nodes, vocab]` on their device, and copy them to the host at once."""
+    if logits.device.type == "cpu" and logits.dtype in topk_cpu.DTYPES:
+        argmax, tokens, probabilities = topk_cpu.rank(logits, TOP if with_top else 0)
+        return Scores(argmax, tokens, probabilities) if with_top else Scores(argmax)
+    return _read_tensors(logits, with_top=with_top)
+
+
+def _read_tensors(logits: Tensor, *, with_top: bool) -> Scores:
+    """`read_scores` in torch alone."""
+    argmax = likeliest(logits)
+    if not with_top:
+        return Scores(argmax.cpu().numpy())
+    chances, top = logits.softmax(-1, dtype=torch.float32).topk(min(TOP, logits.shape[-1]))
+    chances = chances.nan_to_num(0.0)
+    if top.shape[-1] < TOP:
+        missing = (0, TOP - top.shape[-1])
+        chances, top = torch.nn.functional.pad(chances, missing), torch.nn.functional.pad(top, missing, value=-1)
+    # The first of the top 8 may not be the argmax: of equal logits, greedy decoding takes the lower token.
+    packed = torch.cat((argmax[..., None], top.int(), chances.view(torch.int32)), -1).cpu().numpy()
+    return Scores(
+        np.ascontiguousarray(packed[..., 0]),
+        np.ascontiguousarray(packed[..., 1 : TOP + 1]),
+        np.ascontiguousarray(packed[..., TOP + 1 :]).view(np.float32),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """What the target chose along one row's tree.
+    """What the target chose along one row's tree."""
 
-    Attributes:
-        path: int32 `[a]`; the accepted nodes from the root, `path[0] == 0`, whose KV is kept.
-        tokens: int32 `[a]`; the token the target chose after each node of the path: the tokens of `path[1:]`, then the
-            bonus token.
-        finished: The output ends with the last of `tokens`.
-    """
-
-    path: IntArray
-    tokens: IntArray
-    finished: bool
+    path: IntArray  # int32 `[a]`; the accepted nodes from the root, `path[0] == 0`, whose KV is kept
+    tokens: IntArray  # int32 `[a]`; the target's choice after each node of the path, the bonus token last
+    finished: bool  # the output ends with the last of `tokens`
 
 
 def verify(tree: TokenTree, choose: Callable[[int], int], is_finished: Callable[[int], bool]) -> VerifyResult:
     """Walk from the root: choose a token, emit it, and descend if a child of the node holds it.
 
     `choose` and `is_finished` are called in turn, once per emitted token and in order. So random numbers, logits
-    processors and stopping criteria get exactly what they get in a token-by-token loop.
-
-    Args:
-        tree: The draft.
-        choose: Takes a node and returns the target's choice after it.
-        is_finished: Takes the emitted token and returns whether the output ends there.
+    processors and stopping criteria get exactly what they get in a token-by-token loop. `choose` takes a node and
+    returns the target's choice after it, `is_finished` the emitted token and whether the output ends there.
 
     Source: the sampling loop of transformers, replayed along the tree; lossless for any tree.
     """
@@ -63,15 +99,7 @@ def _child(tokens, parents, node, token):
 
 @njit(cache=True)
 def walk_greedy(tree_tokens, parents, argmax, eos_tokens, limit):
-    """`verify` for greedy decoding that ends at an end token or after `limit` tokens; the fields of a `VerifyResult`.
-
-    Args:
-        tree_tokens: int32 `[n]`, of the draft.
-        parents: int32 `[n]`.
-        argmax: int32 `[n]`; the target's choice after every node.
-        eos_tokens: int32 `[k]`; tokens that end the output.
-        limit: Tokens the row may still emit, at least 1.
-    """
+    """`verify` for greedy decoding that ends at an end token or after `limit` tokens; fields of a `VerifyResult`."""
     path, tokens = np.empty(len(tree_tokens), np.int32), np.empty(len(tree_tokens), np.int32)
     node, count = 0, 0
     while True:

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from lookahead.errors import LogitsError
-from lookahead.verification.topk import likeliest
+from lookahead.verification.exact import likeliest
 
 
 class TokenChooser:

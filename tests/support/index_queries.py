@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 from numba import njit
 
+from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import MAX_CONTEXT, Chains, IntArray, as_tokens, find_matches
 from lookahead.ngram.recycled import ORDERS, RecycledTable, find_context, hash_context, prob_of
+from lookahead.ngram.search import Search, Trie
 
 
 def find(
@@ -25,6 +27,22 @@ def find(
     positions, lengths = np.empty((2, max_links), np.int32)
     found = find_matches(*chains.state, tail, tail.size, min_ngram, max_ngram, max_continuations, positions, lengths)
     return list(zip(positions[:found].tolist(), lengths[:found].tolist(), strict=True))
+
+
+def grow_trie(
+    texts: Sequence[Chains],
+    rates: HitRates,
+    max_nodes: int,
+    *,
+    memory: RecycledTable | None = None,
+    context: Sequence[int] | IntArray | None = None,
+    bounds: tuple[int, int, int] = (1, 16, 32),
+    min_probability: float = 0.0,
+) -> Trie | None:
+    """The tree of one search, None if nothing was found."""
+    tail = None if context is None else as_tokens(context)
+    trie = Search(texts, rates, memory, bounds).grow(max_nodes, min_probability, context=tail).trie
+    return trie if len(trie.tokens) > 1 else None
 
 
 def find_recycled(table: RecycledTable, context: Sequence[int] | IntArray) -> tuple[int, list[int], list[float]]:
