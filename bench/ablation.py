@@ -163,15 +163,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         key = name if len(budgets) == 1 else f"{name} @ {nodes}"
         results[key] = figures(outputs) | {"identical": len(prompts) - len(differing)}
         print(key, results[key], flush=True)
-    report = {
-        **setting_of(options),
-        "prompts": len(prompts),
-        "max_new_tokens": options.max_new_tokens,
-        "nodes": budgets,
-        "memory": options.memory,
-        "sources": results,
-    }
-    publish(report, options.output)
+    setting = setting_of(options, "max_new_tokens", "memory")
+    publish({**setting, "prompts": len(prompts), "nodes": budgets, "sources": results}, options.output)
     return 0
 
 

@@ -61,10 +61,6 @@ def outcome(model: PreTrainedModel, ours: bool, **options: Any) -> Outcome:
     return out.sequences.tolist(), out.beam_indices.tolist(), out.sequences_scores
 
 
-def agree(got: Outcome, expected: Outcome) -> bool:
-    return got[:2] == expected[:2] and bool(((got[2] - expected[2]).abs() <= 1e-5).all())
-
-
 def check_family(family: Family) -> tuple[int, list[str]]:
     """Compare every option, number of beams and batch in fp32; the runs and those that differ."""
     model, runs, failures = build(family), 0, []
@@ -78,8 +74,8 @@ def check_family(family: Family) -> tuple[int, list[str]]:
                 except UnsupportedModelError as error:
                     print(f"{family.name}: {error}")
                     return runs, failures
-                runs += 1
-                if not agree(got, call(ours=False)):
+                runs, expected = runs + 1, call(ours=False)
+                if got[:2] != expected[:2] or not ((got[2] - expected[2]).abs() <= 1e-5).all():
                     failures.append(f"{family.name}, {batch}, {count} beams, {name}")
     return runs, failures
 
@@ -168,10 +164,9 @@ def counts(rows: Sequence[Mapping[str, Any]], theirs: str, name: str) -> dict[st
     """Keys and values beside those of transformers, the largest share of a prompt; steps a pass, nodes beside tips."""
     shares = [row[name]["kv_bytes"] / row[theirs]["kv_bytes"] for row in rows if "kv_bytes" in row[name]]
     found = {"kv_share": round(max(shares), 3)} if shares else {}
-    passes = sum(row[name].get("passes", 0) for row in rows)
-    if passes:
-        found["steps_a_pass"] = round(sum(row[name]["steps"] for row in rows) / passes, 3)
-        found["drafted_a_pass"] = round(sum(row[name]["drafted"] for row in rows) / passes, 2)
+    if passes := sum(row[name].get("passes", 0) for row in rows):
+        for key, digits in (("steps", 3), ("drafted", 2)):
+            found[f"{key}_a_pass"] = round(sum(row[name][key] for row in rows) / passes, digits)
     return found
 
 

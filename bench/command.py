@@ -98,10 +98,11 @@ def processor() -> str:
         return platform.processor() or platform.machine()
 
 
-def setting_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What is measured, and on what, by `--model` and `--dtype`."""
+def setting_of(arguments: argparse.Namespace, *options: str) -> dict[str, Any]:
+    """What is measured, and on what, by `--model` and `--dtype`, and the values of other options."""
     model, device = Path(arguments.model).name, f"cpu, {processor()}"
-    return {"model": model, "dtype": arguments.dtype, "device": device, "threads": getattr(arguments, "threads", 1)}
+    setting = {"model": model, "dtype": arguments.dtype, "device": device, "threads": getattr(arguments, "threads", 1)}
+    return setting | {name: getattr(arguments, name) for name in options}
 
 
 def resident_bytes() -> int:

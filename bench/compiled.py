@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.command import parser_of, processor, publish, use_one_thread
 from bench.passes import measure
-from bench.prompts import SUMMARIZER, continuation_prompts, summary_prompts
+from bench.prompts import SUMMARIZER, cut, summary_prompts
 from lookahead import LookaheadConfig
 from lookahead.generation.draft_selection import compare
 from lookahead.models.loading import load
@@ -75,10 +75,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.rounds:
         texts = [arguments.text.read_text(encoding="utf-8")]
         try:
-            cut = {"shortest": 200, "longest": 280}
-            prompts = summary_prompts(iter(texts), tokenizer, limit=arguments.prompts, **cut)
+            prompts = summary_prompts(iter(texts), tokenizer, limit=arguments.prompts, shortest=200, longest=280)
         except ValueError:
-            prompts = continuation_prompts(iter(texts[0].split("\n\n")), tokenizer, limit=arguments.prompts, longest=64)
+            paragraphs = [each.strip() for each in texts[0].split("\n\n") if each.strip()][: arguments.prompts]
+            prompts = [cut(each, tokenizer, 64) for each in paragraphs]
         report["outputs"] = compare_outputs(model, tokenizer, prompts, arguments.rounds, arguments.max_new_tokens)
     publish(report, arguments.output)
 

@@ -57,6 +57,7 @@ DRAFTS = ("empty", "perfect", "always wrong", "real")
 CONFIG = LookaheadConfig(draft="fixed", min_probability=0.0, max_nodes=16)
 LOOKUP_TOKENS = 10
 PLAIN = LookaheadConfig(proposers=())
+WAYS = ("without_drafts", "lookahead", "sampled", "prompt_lookup")  # of decoding in half precision
 
 
 @dataclass(slots=True)
@@ -150,10 +151,7 @@ def check_family(family: Family) -> tuple[int, list[dict[str, str]]]:
 class Half:
     """How half precision parts: without drafts, with them, also sampled, and in transformers' prompt lookup."""
 
-    plain: Divergence = field(default_factory=Divergence)
-    drafted: Divergence = field(default_factory=Divergence)
-    sampled: Divergence = field(default_factory=Divergence)
-    lookup: Divergence = field(default_factory=Divergence)
+    ways: dict[str, Divergence] = field(default_factory=lambda: {way: Divergence() for way in WAYS})
     promised: int = 0  # outputs that parted though the model passed the check of bits
 
     def compare(self, model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> list[int]:
@@ -172,22 +170,20 @@ class Half:
             whole = model.generate(ids, **kwargs, return_dict_in_generate=True, output_logits=True)
             ours = partial(model.generate, ids, **kwargs, custom_generate=lookahead.decode)
             torch.manual_seed(7)
-            ways = [(self.drafted if mode == "greedy" else self.sampled, ours(), is_promised)]
+            has_parted = self.ways["lookahead" if mode == "greedy" else "sampled"].note(whole, begin, ours())
+            self.promised += has_parted and is_promised
             if mode == "greedy":
                 greedy = whole.sequences[0, begin:].tolist()
-                ways += [(self.plain, ours(lookahead_config=PLAIN), False), (self.lookup, peer, False)]
-            for divergence, sequence, must_agree in ways:
-                has_parted = divergence.note(whole, begin, sequence)
-                self.promised += has_parted and must_agree
+                self.ways["without_drafts"].note(whole, begin, ours(lookahead_config=PLAIN))
+                self.ways["prompt_lookup"].note(whole, begin, peer)
         return greedy
 
     def report(self) -> dict[str, Any]:
-        ways = {"without_drafts": self.plain, "lookahead": self.drafted, "sampled": self.sampled}
-        return {name: each.report() for name, each in {**ways, "prompt_lookup": self.lookup}.items()}
+        return {name: each.report() for name, each in self.ways.items()}
 
     def failures(self, family: str) -> list[dict[str, str]]:
         """One for every output that parted without drafts, or against the promise."""
-        drafts = ["none"] * len(self.plain.gaps) + ["real"] * self.promised
+        drafts = ["none"] * len(self.ways["without_drafts"].gaps) + ["real"] * self.promised
         return [{"family": family, "batch": "one", "mode": "half", "draft": draft} for draft in drafts]
 
 

@@ -87,10 +87,6 @@ def together(summarizer: Summarizer, rows: int) -> Callable[[Sequence[str]], Tex
     }
 
 
-def one_by_one(summarizer: Summarizer) -> Callable[[Sequence[str]], Texts]:
-    return lambda documents: {number: summarizer.summarize(text).text for number, text in enumerate(documents)}
-
-
 def huggingface(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, size: int
 ) -> Callable[[Sequence[str]], Texts]:
@@ -170,7 +166,10 @@ def measure_speed(arguments: argparse.Namespace, model: PreTrainedModel, tokeniz
     new = arguments.max_new_tokens
     summarizer = Summarizer(model, tokenizer, max_new_tokens=new)
     summarizer.warm_up()
-    ours = {"together": together(summarizer, arguments.rows), "one_by_one": one_by_one(summarizer)}
+    ours = {
+        "together": together(summarizer, arguments.rows),
+        "one_by_one": lambda texts: {i: summarizer.summarize(text).text for i, text in enumerate(texts)},
+    }
     sizes = {size: huggingface(model, tokenizer, new, size) for size in HF_SIZES}
     tried = {size: timed(way, gate, model) for size, way in sizes.items()}
     best = min(tried, key=lambda size: tried[size][1])

@@ -53,21 +53,17 @@ def methods(
 ) -> dict[str, Callable[[], Attend]]:
     """What makes each way to attend over a tree; what it makes is shared by the layers of a step."""
     sees = reference.tree_mask(slots, *tree.values(), None, None)
-    is_gpu = device.type == "cuda"
+    is_gpu, kernel = device.type == "cuda", cpu_attention.tree_attention
+    if is_gpu:
+        from lookahead.kernels.tree_attention import tree_attention
+
+        kernel = partial(tree_attention, split=split)
     return {
-        "kernel": partial(_kernel, tree, split, is_gpu=is_gpu),
+        "kernel": lambda: lambda layers: tuple(kernel(*layer, **tree) for layer in layers),
         "sdpa": partial(_sdpa, sees, groups),
         "flex": partial(_flex, sees, is_inside=False, is_compiled=is_gpu),
         "flex, mask inside": partial(_flex, sees, is_inside=True, is_compiled=is_gpu),
     }
-
-
-def _kernel(tree: dict[str, Tensor], split: int | None, *, is_gpu: bool) -> Attend:
-    if not is_gpu:
-        return lambda layers: tuple(cpu_attention.tree_attention(*layer, **tree) for layer in layers)
-    from lookahead.kernels.tree_attention import tree_attention
-
-    return lambda layers: tuple(tree_attention(*layer, **tree, split=split) for layer in layers)
 
 
 def _sdpa(sees: Tensor, groups: int) -> Attend:

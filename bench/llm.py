@@ -53,31 +53,14 @@ from lookahead import LookaheadConfig
 from lookahead.models.loading import DEFAULT_MODEL, load
 from lookahead.models.model_state import LearnedState, use_learned
 from lookahead.models.quantized import QUANTIZED
+from tests.support.pass_recorder import counted_passes
 
 CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 STORIES = "stories"
 SUMMARIZE = "Summarize the following story.\n\n"
 DEFAULT_METHODS = (GREEDY, *LOOKUPS, OURS, "prompt alone", "recycled alone", "window")
 
-
 Method = Callable[[torch.Tensor], Run]
-
-
-class PassCounter:
-    """Counts the forward passes of a model while the block runs."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model, self.passes = model, 0
-
-    def _count(self, *args: Any) -> None:
-        self.passes += 1
-
-    def __enter__(self) -> PassCounter:
-        self.handle = self.model.register_forward_pre_hook(self._count)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.handle.remove()
 
 
 class FirstToken(StoppingCriteria):
@@ -106,16 +89,12 @@ def of_transformers(model: PreTrainedModel, arguments: argparse.Namespace, **opt
 
     def run(ids: torch.Tensor) -> Run:
         first, shared = FirstToken(), sampling(arguments)
-        with PassCounter(model) as counter:
+        with counted_passes(model) as passes:
             begin = read_clocks()
             out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                stopping_criteria=StoppingCriteriaList([first]),
-                return_dict_in_generate=True,
-                **shared,
-                **options,
-            )
+                ids, attention_mask=torch.ones_like(ids), stopping_criteria=StoppingCriteriaList([first]),
+                return_dict_in_generate=True, **shared, **options,
+            )  # fmt: skip
             end = read_clocks()
         gaps: list[float] = []
         if options.get("output_logits"):
@@ -124,7 +103,7 @@ def of_transformers(model: PreTrainedModel, arguments: argparse.Namespace, **opt
         tokens = out.sequences[0, ids.shape[1] :].tolist()
         prefilled = first.length - ids.shape[1]
         prefill, total = ({clock: at[clock] - begin[clock] for clock in CLOCKS} for at in (first.at, end))
-        return Run(tokens, prefilled, counter.passes - 1, prefill, total, gaps)
+        return Run(tokens, prefilled, len(passes) - 1, prefill, total, gaps)
 
     return run
 
@@ -247,15 +226,12 @@ def setting(
     lengths = [prompt.ids.shape[1] for prompt in prompts]
     categories = list(dict.fromkeys(prompt.category for prompt in prompts))
     return {
-        **setting_of(arguments),
+        **setting_of(arguments, "offset", "max_new_tokens", "temperature"),
         **({"model": arguments.label} if arguments.label else {}),
         "prompts": len(prompts),
         "categories": {each: sum(prompt.category == each for prompt in prompts) for each in categories},
-        "offset": arguments.offset,
         "prompt_tokens": {"min": min(lengths), "median": statistics.median(lengths), "max": max(lengths)},
         "new_tokens": sum(len(run.tokens) for run in runs[GREEDY]),
-        "max_new_tokens": arguments.max_new_tokens,
-        "temperature": arguments.temperature,
         "looping": [i for i in range(len(prompts)) if any(loops(each[i].tokens) for each in runs.values())],
     }
 
@@ -273,13 +249,6 @@ def job_of(model: PreTrainedModel, prompts: Sequence[Prompt], arguments: argpars
     }
 
 
-def first_of_each(prompts: Sequence[Prompt], count: int) -> list[int]:
-    by_category: dict[str, list[int]] = {}
-    for i, prompt in enumerate(prompts):
-        by_category.setdefault(prompt.category, []).append(i)
-    return [i for each in by_category.values() for i in each[:count]]
-
-
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="fp32", core=True, threads=True)
     parser.add_argument("--quantize", choices=QUANTIZED, help="weights of the linear layers")
@@ -288,11 +257,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2, help="prompts beside those measured, to warm up with")
     parser.add_argument("--cold", type=int, default=1, help="prompts of each category for fresh processes")
     parser.add_argument("--temperature", type=float, default=0.0, help="sample, every method from the same seed")
-    parser.add_argument(
-        "--methods",
-        default=",".join(DEFAULT_METHODS),
-        help=f"of {', '.join((*LOOKUPS, *CONFIGS))}, with commas between them",
-    )
+    names = f"of {', '.join((*LOOKUPS, *CONFIGS))}, with commas between them"
+    parser.add_argument("--methods", default=",".join(DEFAULT_METHODS), help=names)
     parser.add_argument("--peer", action="append", default=[], type=peer_of, help="NAME:PYTHON, NAME:PYTHON:MODEL")
     parser.add_argument("--cold-worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -318,7 +284,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs = run_in_turn(methods, prompts)
     for name in (name for name in CONFIGS if name in runs):
         check_lossless(runs[name], runs[GREEDY], arguments.dtype, repr(name))
-    places = first_of_each(prompts, arguments.cold)
+    categories = [prompt.category for prompt in prompts]
+    places = [i for i, category in enumerate(categories) if categories[:i].count(category) < arguments.cold]
     cold = run_cold([prompts[i] for i in places], arguments) if OURS in methods else []
     for peer in arguments.peer:
         found = run_peer(peer, job_of(model, prompts, arguments))

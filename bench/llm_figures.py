@@ -42,6 +42,10 @@ class Run:
     def decode(self, clock: str) -> float:
         return self.total[clock] - self.prefill[clock]
 
+    @property
+    def decoded(self) -> int:
+        return len(self.tokens) - self.first
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -72,20 +76,17 @@ def check_lossless(runs: Sequence[Run], greedy: Sequence[Run], dtype: str, what:
 def summarize(runs: Sequence[Run], greedy: Sequence[Run], places: Sequence[int]) -> dict[str, Any]:
     """The figures of one method on some of the prompts."""
 
-    def per_token(some: Sequence[Run], clock: str) -> float:
-        return sum(some[i].decode(clock) for i in places) / max(
-            1, sum(len(some[i].tokens) - some[i].first for i in places)
-        )
-
     def total(some: Sequence[Run], clock: str) -> float:
         return sum(some[i].total[clock] for i in places) / max(1, sum(len(some[i].tokens) for i in places))
 
-    decoded = sum(len(runs[i].tokens) - runs[i].first for i in places)
+    def per_token(some: Sequence[Run], clock: str) -> float:
+        return sum(some[i].decode(clock) for i in places) / max(1, sum(some[i].decoded for i in places))
+
     return {
         "ms_per_token": {clock: round(1e3 * per_token(runs, clock), 3) for clock in CLOCKS},
         "speedup": {clock: ratio(per_token(greedy, clock), per_token(runs, clock)) for clock in CLOCKS},
         "end_to_end": {clock: ratio(total(greedy, clock), total(runs, clock)) for clock in CLOCKS},
-        "tokens_per_pass": ratio(decoded, sum(runs[i].passes for i in places)),
+        "tokens_per_pass": ratio(sum(runs[i].decoded for i in places), sum(runs[i].passes for i in places)),
     }
 
 
@@ -104,7 +105,7 @@ def figures_of(
     figures = {}
     for name, each in runs.items():
         parted = differences(each, greedy)
-        long = [i for i in everywhere if len(each[i].tokens) - each[i].first >= 16]
+        long = [i for i in everywhere if each[i].decoded >= 16]
         figures[name] = {
             **summarize(each, greedy, everywhere),
             "without_loops": summarize(each, greedy, straight) if straight else None,

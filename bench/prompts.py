@@ -1,10 +1,9 @@
-"""Prompts for the benchmarks: documents cut into passages to summarize, or texts to continue."""
+"""Texts and prompts for the benchmarks: documents cut into passages to summarize."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -89,13 +88,6 @@ def summary_prompts(
         raise ValueError("the model has no chat template named 'summarize': use --task continue")
     cut = passages(texts, tokenizer, limit=limit, shortest=shortest, longest=longest)
     return [prompting.render("".join(sentences).strip()) for sentences in cut]
-
-
-def continuation_prompts(
-    texts: Iterator[str], tokenizer: PreTrainedTokenizerBase, *, limit: int, longest: int
-) -> list[str]:
-    """The beginnings of texts, at most `longest` tokens each, to be continued."""
-    return list(islice(filter(None, (cut(text.strip(), tokenizer, longest) for text in texts)), limit))
 
 
 def loop_start(tokens: Sequence[int]) -> int:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,9 @@ import numpy as np
 from numba import njit
 from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase
 
-from bench.baselines import Chain, FirstOccurrence, IntArray, LongestSuffix, PromptLookup
+from bench.baselines import ChainRule, FirstOccurrence, IntArray, LongestSuffix, PromptLookup
 from bench.command import parser_of, publish
-from lookahead.drafting.proposal import Feedback
+from lookahead.drafting.proposal import Feedback, Proposer
 from lookahead.ngram.acceptance import HitRates
 from lookahead.proposers.ngram import Memory, NgramProposer
 
@@ -70,25 +71,17 @@ def read_pairs(path: Path) -> Iterator[tuple[str, str]]:
                 yield entry["turns"][0] + "\n", entry["reference"][0]
 
 
-def replay_chain(make: Callable[[], Chain], pairs: Sequence[Pair]) -> Tally:
-    """Replay every pair with a rule that drafts one chain."""
+def ours(sources: Sequence[str], *, shared: bool) -> Callable[[], Proposer]:
+    """What makes our proposer for every pair."""
+    rates, memory = HitRates(), Memory()
+    return lambda: NgramProposer(sources, memory if shared else Memory(), rates)
+
+
+def replay(make: Callable[[], Proposer], pairs: Sequence[Pair], budget: int = 64) -> Tally:
+    """Replay every pair, `budget` nodes a step at most."""
     tally = Tally()
     for prompt, output in pairs:
-        chain, text, at = make(), np.concatenate((prompt, output)), 0
-        while at < len(output):
-            draft = chain.draft(text[: len(prompt) + at])[: len(output) - at - 1]
-            differs = np.flatnonzero(draft != output[at : at + len(draft)])
-            accepted = int(differs[0]) if len(differs) else len(draft)
-            tally.count(accepted + 1, len(draft))
-            at += accepted + 1
-    return tally
-
-
-def replay_ours(sources: Sequence[str], budget: int, pairs: Sequence[Pair], *, shared: bool) -> Tally:
-    """Replay every pair with our proposer, `budget` nodes a step at most."""
-    tally, rates, memory = Tally(), HitRates(), Memory()
-    for prompt, output in pairs:
-        proposer = NgramProposer(sources, memory if shared else Memory(), rates)
+        proposer = make()
         proposer.start(0, prompt)
         at = 0
         while at < len(output):
@@ -147,15 +140,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         for pair in islice(read_pairs(options.pairs), options.limit)
     ]
     pairs = [(prompt, output) for prompt, output in pairs if len(prompt) and len(output)]
-    tallies = {
-        "hf_prompt_lookup": replay_chain(PromptLookup, pairs),
-        "longest_suffix": replay_chain(LongestSuffix, pairs),
-        "first_occurrence": replay_chain(FirstOccurrence, pairs),
-    }
+    rules = {"hf_prompt_lookup": PromptLookup, "longest_suffix": LongestSuffix, "first_occurrence": FirstOccurrence}
+    tallies = {name: replay(partial(ChainRule, rule), pairs) for name, rule in rules.items()}
     for budget in map(int, options.budgets.split(",")):
-        tallies[f"ours@{budget}"] = replay_ours(["prompt"], budget, pairs, shared=False)
-        tallies[f"outputs@{budget}"] = replay_ours(["outputs"], budget, pairs, shared=True)
-        tallies[f"ours_shared@{budget}"] = replay_ours(["prompt", "outputs"], budget, pairs, shared=True)
+        tallies[f"ours@{budget}"] = replay(ours(["prompt"], shared=False), pairs, budget)
+        tallies[f"outputs@{budget}"] = replay(ours(["outputs"], shared=True), pairs, budget)
+        tallies[f"ours_shared@{budget}"] = replay(ours(["prompt", "outputs"], shared=True), pairs, budget)
     print(f"{'method':20} {'tokens/step':>12} {'drafted/step':>13} {'promised':>9} {'accepted':>9}")
     methods, calibration = {}, {}
     for name, tally in tallies.items():

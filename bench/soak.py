@@ -56,7 +56,8 @@ class Requests:
         longest = max(map(len, rows))
         ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-        self._model.generate(ids, attention_mask=mask, pad_token_id=0, custom_generate=lookahead.decode, **options)
+        with lookahead.enable(self._model):
+            self._model.generate(ids, attention_mask=mask, pad_token_id=0, **options)
 
     def _piece(self) -> list[int]:
         text = self._texts[self._rng.integers(len(self._texts))]

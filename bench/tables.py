@@ -160,13 +160,6 @@ def versions_of(result: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {known[name]}" for name in _VERSIONS if known.get(name)) or UNKNOWN
 
 
-def _setting(result: Mapping[str, Any]) -> str:
-    """What a result was measured on, as far as it says."""
-    model = f"{result['shape']}, random weights" if "shape" in result else result.get("model", UNKNOWN)
-    dtype, device = result.get("dtype", UNKNOWN), result.get("device", UNKNOWN)
-    return f"model: {model}; dtype: {dtype}; device: {device}; versions: {versions_of(result)}"
-
-
 def _is_figure(value: Any) -> bool:
     if isinstance(value, list):
         return len(value) <= _LONGEST and not any(isinstance(each, list | dict) for each in value)
@@ -217,7 +210,9 @@ def section(name: str, result: Mapping[str, Any] | None) -> list[str]:
         lines += _table(("figure", "target", "measured"), rows)
     if result is None:
         return lines if targets else [*lines, "Not measured yet.", ""]
-    lines += [f"- {_setting(result)}", ""]
+    model = f"{result['shape']}, random weights" if "shape" in result else result.get("model", UNKNOWN)
+    dtype, device = result.get("dtype", UNKNOWN), result.get("device", UNKNOWN)
+    lines += [f"- model: {model}; dtype: {dtype}; device: {device}; versions: {versions_of(result)}", ""]
     figures = {
         key: value for key, value in result.items() if key not in _SETTING and not (targets and key == "figures")
     }

@@ -94,13 +94,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     kinds = list(dict.fromkeys(["plain", *arguments.methods.split(",")]))
     job = {**job_of(model, prompts, arguments), "kinds": kinds}
     setting = {**setting_of(arguments), "versions": versions_of(arguments.python)}
-    result: dict[str, Any] = {
-        **setting,
-        "prompts": len(prompts),
-        "max_new_tokens": arguments.max_new_tokens,
-        "temperature": arguments.temperature,
-        "batches": {},
-    }
+    result: dict[str, Any] = {**setting, "prompts": len(prompts), "batches": {}}
+    result |= {name: getattr(arguments, name) for name in ("max_new_tokens", "temperature")}
     for batch in map(int, arguments.batch.split(",")):
         runs = measure(prompts, job, arguments.python, batch)
         methods = figures_of(runs, prompts)

@@ -108,11 +108,6 @@ class SuffixRows:
         return drafts
 
 
-def make_ours(engine: ReplayEngine, config: Any) -> LookaheadProposer:
-    """Lookahead, on the clock of the engine."""
-    return LookaheadProposer(config, clock=lambda: engine.seconds)
-
-
 def replay(
     make: Callable[[ReplayEngine, Any], Any], pairs: Sequence[dict[str, Any]], batch: int, token_cost: float
 ) -> dict[str, Any]:
@@ -122,10 +117,8 @@ def replay(
     engine = ReplayEngine(make, config, token_cost)
     requests = []
     for pair in pairs:
-        prompt, script = pair["prompt"], pair["prompt"] + pair["output"]
-        requests.append(
-            Recorded(list(prompt), len(script), category=pair["category"], prompt=len(prompt), script=script)
-        )
+        prompt, known = pair["prompt"], pair["prompt"] + pair["output"]
+        requests.append(Recorded(list(prompt), len(known), category=pair["category"], prompt=len(prompt), script=known))
     waiting = list(requests)
     while waiting or engine.rows:
         for ended in [each for each in engine.rows if len(each.tokens) >= each.limit]:
@@ -162,7 +155,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     setting = json.loads(options.outputs.read_text(encoding="utf-8"))
     pairs = [pair for pair in setting.pop("outputs") if len(pair["output"]) > 1]
-    methods: dict[str, Callable[[ReplayEngine, Any], Any]] = {"n-gram": NgramRows, "lookahead": make_ours}
+    methods: dict[str, Callable[[ReplayEngine, Any], Any]] = {
+        "n-gram": NgramRows,
+        "lookahead": lambda engine, config: LookaheadProposer(config, clock=lambda: engine.seconds),
+    }
     if find_spec("arctic_inference"):
         methods["suffix"] = SuffixRows
     else:

@@ -12,13 +12,13 @@ import torch
 from transformers import BertConfig, EncoderDecoderConfig, EncoderDecoderModel, PreTrainedModel
 
 import lookahead
-from bench.llm import PassCounter
 from lookahead import LookaheadConfig
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.errors import UnsupportedModelError
 from lookahead.models.encoder_decoder import decoder_support, empty_cache
 from tests.support.adversarial_proposers import Offer, always_wrong, drafting_by, nothing, perfect
 from tests.support.families import ENCODER_DECODERS, build, cases
+from tests.support.pass_recorder import counted_passes
 
 CHAINS, PLAIN = (
     [family for family in ENCODER_DECODERS.values() if family.decoded == decoded] for decoded in ("chains", "plain")
@@ -89,10 +89,10 @@ def compare(
     passes = []
     for offer in offers:
         drafts = named[offer] if isinstance(offer, str) else offer
-        with drafting_by(drafts) if drafts else nullcontext(), PassCounter(model) as counter:
+        with drafting_by(drafts) if drafts else nullcontext(), counted_passes(model) as counted:
             got = generate(model, inputs, **options, custom_generate=lookahead.decode, lookahead_config=config)
         assert torch.equal(got, expected), offer
-        passes.append(counter.passes)
+        passes.append(len(counted))
     return passes
 
 

@@ -10,11 +10,11 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import lookahead
-from bench.llm import PassCounter
 from lookahead import DraftModel, LookaheadConfig
 from lookahead.errors import UnsupportedModelError
 from lookahead.models.encoder_decoder import decoder_support
 from tests.support.families import ENCODER_DECODERS, build
+from tests.support.pass_recorder import counted_passes
 from tests.test_encoder_decoder import NEW_TOKENS, ONE, PADDED, WANDERING, generate, model_of
 from tests.test_encoder_decoder_batches import PADDED_BEFORE, RAGGED
 
@@ -28,10 +28,10 @@ def compare(model: PreTrainedModel, inputs: Any, *configs: LookaheadConfig, **op
     expected = generate(model, inputs, **options)
     passes = []
     for config in configs:
-        with PassCounter(model) as counter:
+        with counted_passes(model) as counted:
             got = generate(model, inputs, **options, custom_generate=lookahead.decode, lookahead_config=config)
         assert torch.equal(got, expected)
-        passes.append(counter.passes)
+        passes.append(len(counted))
     return passes
 
 

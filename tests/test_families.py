@@ -13,12 +13,12 @@ import torch
 from transformers import PreTrainedModel
 
 import lookahead
-from bench.llm import PassCounter
 from lookahead import LookaheadConfig
 from lookahead.drafting.proposal import Proposal
 from lookahead.errors import UnsupportedModelError
 from tests.support.adversarial_proposers import Offer, drafting_by, perfect
 from tests.support.families import FAMILIES, PAGE, build, cases, page
+from tests.support.pass_recorder import counted_passes
 
 TREES, CHAINS, PLAIN = (
     [family for family in FAMILIES.values() if family.decoded == decoded] for decoded in ("trees", "chains", "plain")
@@ -82,10 +82,10 @@ def compare(
     expected = generate(model, inputs, **options)
     answers = texts_of(expected, inputs)
     offer = among_decoys(answers, 101) if decoys else perfect(answers)
-    with nullcontext() if decoys is None else drafting_by(offer), PassCounter(model) as counter:
+    with nullcontext() if decoys is None else drafting_by(offer), counted_passes(model) as counted:
         got = generate(model, inputs, **options, custom_generate=lookahead.decode, lookahead_config=config)
     assert torch.equal(got, expected)
-    return counter.passes
+    return len(counted)
 
 
 @pytest.mark.covering(1)

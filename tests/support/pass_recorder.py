@@ -1,19 +1,31 @@
-"""A stand-in for CUDA graphs on the CPU: the operations of a pass, recorded once and done again on the same memory."""
+"""The passes of a model: counted; and recorded, as a stand-in for CUDA graphs on the CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 Run = Callable[[], tuple[Tensor, ...]]
 
 
+@contextmanager
+def counted_passes(model: nn.Module) -> Iterator[list[None]]:
+    """A list that holds an element for every forward pass of a model within the block."""
+    passes: list[None] = []
+    handle = model.register_forward_pre_hook(lambda *_: passes.append(None))
+    try:
+        yield passes
+    finally:
+        handle.remove()
+
+
 class Recording(TorchDispatchMode):
-    """What a pass did to tensors, and nothing else: numbers that Python read in between are fixed, as in a graph.
+    """What a pass did to tensors, done again on the same memory. Numbers that Python read in between are fixed.
 
     A tensor that the pass did not make itself is the one it met, wherever newer ones stand by then.
     """
