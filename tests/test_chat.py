@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 import lookahead
-from lookahead.cli import chat as cli_chat
+from lookahead.cli import generate as cli_generate
 from lookahead.cli.app import app
 from lookahead.errors import PromptError
 from lookahead.generation.conversation import Conversation
@@ -147,7 +147,7 @@ def test_a_chat_takes_the_options_of_drafting(run, tiny_llama, chat_tokenizer):
 def test_commands_are_no_messages_and_quit_ends(run):
     result = run("chat", input="/help\n/hepl\n/quit\nabab\n")
     assert (result.exit_code, result.stdout) == (0, "")
-    assert result.stderr.splitlines() == [cli_chat._HELP, f"no command /hepl: {cli_chat._HELP}"]
+    assert result.stderr.splitlines() == [cli_generate._HELP, f"no command /hepl: {cli_generate._HELP}"]
 
 
 def test_a_message_that_is_too_long_does_not_end_a_pipe_but_its_status_tells(run, tiny_llama, chat_tokenizer):
@@ -194,7 +194,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(tiny_llama, chat_tokenizer, mo
         yield from pieces
 
     monkeypatch.setattr(conversation, "ask", ask)
-    assert cli_chat._talk(conversation, 40)
+    assert cli_generate._talk(conversation, 40)
     shown = capsys.readouterr()
     assert asked == ["abab", "what?"]
     assert shown.out.count("\n") == 2

@@ -18,8 +18,7 @@ from typer.testing import CliRunner
 import lookahead
 from lookahead.cli import terminal
 from lookahead.cli.app import app
-from lookahead.jobs.job_options import JobOptions, WorkerOptions, options_of
-from lookahead.jobs.jobfile import to_toml
+from lookahead.jobs.job_options import JobOptions, WorkerOptions, options_of, to_toml
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -20,7 +20,7 @@ from lookahead.documents.inputs import find_inputs
 from lookahead.documents.readers import read_documents
 from lookahead.drafting.cost_model import StepCost
 from lookahead.errors import ConfigError, DocumentError
-from lookahead.jobs.jobfile import read_job_file
+from lookahead.jobs.job_options import read_job_file
 from lookahead.models.calibration import cost_path, read_costs
 from lookahead.reporting.report_page import write_report
 

@@ -20,8 +20,7 @@ from lookahead.jobs import journal as stream
 from lookahead.jobs import output_memory
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, run_job
-from lookahead.jobs.job_options import JobOptions
-from lookahead.jobs.jobfile import to_toml
+from lookahead.jobs.job_options import JobOptions, to_toml
 from lookahead.jobs.output_location import OutputPaths
 from lookahead.jobs.result_lines import JsonLinesFile
 from lookahead.models.loading import load

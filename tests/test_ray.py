@@ -17,8 +17,7 @@ from lookahead.jobs import worker_pool
 from lookahead.jobs.job import JobTotals, run_job
 from lookahead.jobs.job_options import WorkerOptions
 from lookahead.jobs.output_location import OutputPaths
-from lookahead.jobs.ray_worker import RayWorker
-from lookahead.jobs.worker_pool import TRIES, Plan, WorkerPool
+from lookahead.jobs.worker_pool import TRIES, Plan, RayWorker, WorkerPool
 from tests.support.stand_ins import Silent
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'lookahead-decoding[ray]'")

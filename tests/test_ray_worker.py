@@ -11,7 +11,7 @@ import pytest
 from lookahead.documents.decode_text import Document
 from lookahead.errors import UnsupportedModelError
 from lookahead.jobs.job_options import WorkerOptions
-from lookahead.jobs.ray_worker import RayWorker, WorkerInfo
+from lookahead.jobs.worker_pool import RayWorker, WorkerInfo
 from lookahead.proposers.heads import Heads
 from lookahead.summarization.summarizer import Summarizer
 

@@ -105,7 +105,7 @@ def test_a_run_that_fails_before_its_first_checkpoint_is_not_left_behind(
 def test_missing_accelerate_is_told_before_the_model_is_loaded(lookahead, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "accelerate" else find(name, *a))
-    monkeypatch.setattr("lookahead.cli.train.load", lambda *_: pytest.fail("it was loaded"))
+    monkeypatch.setattr("lookahead.cli.measure.load", lambda *_: pytest.fail("it was loaded"))
     result = lookahead("train", "medusa", "--data", "data.jsonl", "-o", "heads")
     assert result.exit_code == 2
     assert "pip install 'lookahead-decoding[train]'" in result.stderr

@@ -13,12 +13,12 @@ import pytest
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.errors import ClusterError, ConfigError
 from lookahead.jobs.identity import JobIdentity
-from lookahead.jobs.ray_worker import WorkerInfo
 from lookahead.jobs.worker_pool import (
     FAILED_STARTS,
     TRIES,
     OwnStdout,
     Plan,
+    WorkerInfo,
     WorkerPool,
     connect,
     plan_workers,

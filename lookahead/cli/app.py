@@ -9,19 +9,13 @@ from typing import Annotated
 
 import typer
 
-from lookahead.cli.chat import chat
 from lookahead.cli.draft_files import memory_app, pool_app
-from lookahead.cli.generate import generate
-from lookahead.cli.measure import calibrate, explain, pick_draft
+from lookahead.cli.generate import chat, generate, serve
+from lookahead.cli.measure import calibrate, explain, pick_draft, train
 from lookahead.cli.options import App
-from lookahead.cli.serve import serve
 from lookahead.cli.summarize import report, summarize
-from lookahead.cli.train import train
 
-app = App(
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = App(pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
 for command in (summarize, generate, chat, serve, calibrate, explain, pick_draft, train, report):
     app.add(command)
 app.add_typer(pool_app, name="pool")

@@ -22,29 +22,21 @@ _MODEL = "The model that will draft from it, or its tokenizer: a folder, a GGUF 
 
 @dataclass(frozen=True, kw_only=True)
 class FileOptions:
-    """Options of `lookahead pool info` and `lookahead memory info`."""
-
     file: str = option(help="The file.", argument=True, metavar="FILE")
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions(FileOptions):
-    """Options of `lookahead pool verify` and `lookahead memory verify`."""
-
     model: str | None = option(None, "Check that it belongs to this model.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceOptions(DocumentOptions):
-    """The documents that a file is made of."""
-
     inputs: list[str] = option(help=INPUTS, argument=True, metavar="INPUTS...")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions(SourceOptions):
-    """Options of `lookahead pool build` and `lookahead memory build`."""
-
     output: Path = option(MISSING, "The file to write.", "--output", "-o", metavar="FILE")
     max_tokens: int | None = option(None, "Most tokens to read. (default: all)", min=1)
     overwrite: bool = option(False, "Replace the file if it exists.")
@@ -52,36 +44,26 @@ class BuildOptions(SourceOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PoolBuildOptions(BuildOptions):
-    """Options of `lookahead pool build`."""
-
     model: str = option(help=_MODEL)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolAddOptions(FileOptions, SourceOptions):
-    """Options of `lookahead pool add`."""
-
     model: str = option(help=_MODEL)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBuildOptions(BuildOptions, ModelOptions):
-    """Options of `lookahead memory build`."""
-
     max_contexts: int = option(1 << 18, "Most contexts that it may hold, 40 bytes each.", min=1024, max=1 << 26)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryAddOptions(FileOptions, SourceOptions, ModelOptions):
-    """Options of `lookahead memory add`."""
-
     max_tokens: int | None = option(None, "Most tokens to read. (default: all)", min=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryMergeOptions:
-    """Options of `lookahead memory merge`."""
-
     files: list[str] = option(help="Memories of one model.", argument=True, metavar="FILES...")
     output: Path = option(MISSING, "The file to write.", "--output", "-o", metavar="FILE")
     max_contexts: int | None = option(
@@ -254,8 +236,6 @@ def memory_verify(options: VerifyOptions) -> None:
 
 
 def _fill_pool(options: PoolBuildOptions | PoolAddOptions, output: Path, *, overwrite: bool, **settings: Any) -> None:
-    """Write a pool of documents."""
-
     def prepare() -> Callable[..., str]:
         tokenizer, path = _load_tokenizer(options.model), str(output)
         from lookahead.pools.build_pool import build_pool
@@ -269,8 +249,6 @@ def _fill_pool(options: PoolBuildOptions | PoolAddOptions, output: Path, *, over
 def _fill_memory(
     options: MemoryBuildOptions | MemoryAddOptions, output: Path, *, overwrite: bool, max_contexts: int | None
 ) -> None:
-    """Write a memory of documents."""
-
     def prepare() -> Callable[..., str]:
         (model, tokenizer), path = load(options, measures_costs=False), str(output)
         from lookahead.generation.model_memory import build_memory
@@ -302,7 +280,6 @@ def _fill(options: SourceOptions, output: Path, prepare: Callable[[], Callable[.
 
 
 def _load_tokenizer(model: str) -> Any:
-    """Load a tokenizer with a status line."""
     from lookahead.models.loading import TOKENIZER_FILES, load_tokenizer, prepare_process
 
     location, _ = locate_model(model, TOKENIZER_FILES)
@@ -313,13 +290,11 @@ def _load_tokenizer(model: str) -> Any:
 
 
 def _check_name(output: Path) -> None:
-    """Refuse a memory of another name: it would be none to --memory."""
-    if output.suffix != ".lkm":
+    if output.suffix != ".lkm":  # it would be none to --memory
         raise ConfigError(f"output must be a file *.lkm, got {str(output)!r}")
 
 
 def _describe_memory(path: str, contexts: int) -> str:
-    """The size of a memory in one line."""
     return f"{path}: {contexts:,} context{'' if contexts == 1 else 's'}"
 
 

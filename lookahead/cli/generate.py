@@ -1,23 +1,32 @@
-"""The command that answers or continues a prompt."""
+"""The commands that generate: one answers or continues a prompt, one chats, and one serves models over HTTP."""
 
 from __future__ import annotations
 
+import io
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import typer
+from rich.text import Text
 
 from lookahead.cli.options import PromptOptions, SamplingOptions, truncation_named
-from lookahead.cli.terminal import console, harmless, load, reading, remembering, say, table
+from lookahead.cli.terminal import console, convert, harmless, load, reading, remembering, say, table, watch_compilation
 from lookahead.config import LookaheadConfig
-from lookahead.errors import ConfigError
+from lookahead.errors import ConfigError, PromptError
 from lookahead.jobs.job_figures import stats_rows
-from lookahead.jobs.job_options import DraftingOptions, ModelOptions, new_tokens_option, option
+from lookahead.jobs.job_options import DeviceOptions, DraftingOptions, ModelOptions, new_tokens_option, option
+from lookahead.models.loading import DEFAULT_MODEL, locate_model, prepare_process, resolve_device
+
+if TYPE_CHECKING:
+    from lookahead.generation.conversation import Conversation
+
+_HELP = "/reset forgets what was said, /quit or Ctrl-D ends, Ctrl-C stops an answer, /help shows this"
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(PromptOptions, SamplingOptions, DraftingOptions, ModelOptions):
-    """Options of `lookahead generate`."""
-
     prompt: str = option(help="A question or a text to continue, or - for stdin.", argument=True, metavar="PROMPT")
     max_new_tokens: int = new_tokens_option(128)
     num_beams: int | None = option(
@@ -86,3 +95,176 @@ def generate(options: GenerateOptions) -> None:
     if options.stats:
         rows = [*stats_rows(pieces.stats), ("finish_reason", str(pieces.finish_reason))]
         console(sys.stderr).print(table(("", ""), rows))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions(SamplingOptions, DraftingOptions, ModelOptions):
+    system: str | None = option(None, "System message.", metavar="TEXT")
+    max_new_tokens: int = new_tokens_option(512, "Most tokens of an answer.")
+
+
+def chat(options: ChatOptions) -> None:
+    """Chat with a model: answers are shown as they are generated, token for token those of transformers.
+
+    Each answer is followed by its speed, on stderr. When the model's context is
+    full, the oldest turns are left out. Without a terminal every line of stdin is
+    a message.
+
+    For example:
+
+      lookahead chat --model ./my-model
+      lookahead chat --system "Answer in one sentence." --temperature 0.7
+      printf 'Hello!\\nAnd in French?\\n' | lookahead chat > answers.txt
+    """
+    from lookahead.summarization.prompt_fitter import check_max_new_tokens
+
+    check_max_new_tokens(options.max_new_tokens)
+    config = options.config()
+    loaded = load(options)
+    import torch
+
+    from lookahead.generation.conversation import Conversation
+    from lookahead.generation.validation import check_seed
+
+    check_seed(options.seed)
+
+    conversation = Conversation(
+        *loaded, system=options.system, config=config, max_new_tokens=options.max_new_tokens, **options.sampling
+    )
+    if options.seed is not None:
+        torch.manual_seed(options.seed)
+    with remembering(options, loaded.model):
+        are_answered = _talk(conversation, options.max_new_tokens)
+    if not are_answered:
+        raise typer.Exit(1)
+
+
+def _talk(conversation: Conversation, max_new_tokens: int) -> bool:
+    """Answer every line of input; returns False if a message of a pipe was not answered."""
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        with suppress(ImportError):
+            import readline  # noqa: F401  # gives input() a history and editing
+        console(sys.stderr).print(_HELP, style="dim", soft_wrap=True)
+    elif isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    are_answered = True
+    while True:
+        try:
+            shows_prompt = is_terminal and sys.stdout.isatty()
+            if is_terminal and not shows_prompt:
+                console(sys.stderr).print("> ", end="")
+            line = input("> " if shows_prompt else "").strip()
+            if line in ("/quit", "/exit"):
+                return are_answered
+            are_answered = _take(conversation, line, max_new_tokens, is_terminal) and are_answered
+        except EOFError:
+            return are_answered
+        except KeyboardInterrupt:
+            if not is_terminal:
+                raise
+            console(sys.stderr).print(f"\n{_HELP}", style="dim", soft_wrap=True)
+
+
+def _take(conversation: Conversation, line: str, max_new_tokens: int, is_terminal: bool) -> bool:
+    """Run a command or answer a message; returns False if a message of a pipe cannot be answered."""
+    if line == "/reset":
+        conversation.reset()
+    elif line.startswith("/") and line[1:].isalpha():
+        console(sys.stderr).print(_HELP if line == "/help" else f"no command {line}: {_HELP}", soft_wrap=True)
+    elif line:
+        try:
+            _answer(conversation, line, max_new_tokens, stops_alone=is_terminal)
+        except PromptError as error:
+            say("error", str(error))
+            return is_terminal
+    return True
+
+
+def _answer(conversation: Conversation, line: str, max_new_tokens: int, *, stops_alone: bool) -> None:
+    """Stream the answer to stdout, and print its speed to stderr."""
+    pieces = conversation.ask(line)
+    if conversation.dropped:
+        say("note", f"the context is full: {conversation.dropped} of the oldest messages were left out")
+    ending = ""
+    try:
+        for piece in pieces:
+            print(harmless(piece), end="", flush=True)
+    except KeyboardInterrupt:
+        if not stops_alone:
+            raise
+        ending = ", stopped"
+    print(flush=True)
+    assert conversation.stream is not None
+    stats = conversation.stream.stats
+    if conversation.stream.finish_reason == "length" and not ending:
+        is_limit = stats.emitted_tokens >= max_new_tokens
+        ending = ", cut at --max-new-tokens" if is_limit else ", cut as the context is full"
+    status = (
+        f"{stats.emitted_tokens} tokens, the first after {stats.ttft_s:.1f} s, {stats.tokens_per_s:.1f} tokens/s, "
+        f"{stats.mean_acceptance_length:.2f} tokens a pass{ending}"
+    )
+    console(sys.stderr).print(Text(status, "dim"), soft_wrap=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(DraftingOptions, DeviceOptions):
+    model: str | None = option(
+        None, "The only model to serve. (default: smollm2, and others by name)", argument=True, metavar="MODEL"
+    )
+    host: str = option("localhost", "Address to listen on; 0.0.0.0 is every one of this machine.")
+    port: int = option(8000, "Port to listen on; 0 is a free one.", min=0, max=65535)
+    model_timeout: int = option(300, "Seconds without requests until a model is unloaded.", min=1)
+    enable_cors: bool = option(False, "Let web pages of any origin call the server.")
+    continuous_batching: bool = option(False, "Batch requests by transformers' own loop, without drafts.")
+    log_level: Literal["debug", "info", "warning", "error"] = option(
+        "warning", "What is logged on stderr; info shows every request."
+    )
+
+
+def serve(options: ServeOptions) -> None:
+    """Serve models over the OpenAI API, token for token as 'transformers serve' does.
+
+    It is the server of transformers, with lookahead enabled on every model it
+    loads. A client asks for a model by its name: the folder, the GGUF file or the
+    name on the Hub. With MODEL, that one is served alone and stays in memory.
+    Ctrl-C ends the server.
+
+    For example:
+
+      lookahead serve
+      lookahead serve ./my-model --port 8080
+      lookahead serve --host 0.0.0.0 --log-level info
+    """
+    name = options.model if options.model is not None else DEFAULT_MODEL
+    location, _ = locate_model(name)
+    config = options.config()
+    if options.memory is not None and options.model is None:
+        raise ConfigError(f"memory {options.memory} is that of one model: name the only MODEL to serve")
+    with console(sys.stderr).status("loading the model"):
+        prepare_process(options.threads)
+        from lookahead.generation import serving
+        from lookahead.models.quantized import resolve_quantize
+
+        resolve_quantize(options.quantize, resolve_device(options.device))
+        serving.check_packages()
+        watch_compilation()
+        listener = serving.listen(options.host, options.port)
+        convert(location)
+        models = serving.EnabledModels(
+            name, only=options.model is not None, config=config, dtype=options.dtype, device=options.device,
+            quantize=options.quantize, timeout_s=options.model_timeout,
+        )  # fmt: skip
+    server = serving.make_server(
+        models, continuous_batching=options.continuous_batching, enable_cors=options.enable_cors,
+        log_level=options.log_level,
+    )  # fmt: skip
+    if options.continuous_batching:
+        say("note", "with --continuous-batching transformers' own loop generates: nothing is drafted")
+    address = f"[{options.host}]" if ":" in options.host else options.host
+    say("serving", f"{name} at http://{address}:{listener.getsockname()[1]}/v1; Ctrl-C ends")
+    try:
+        with suppress(KeyboardInterrupt), remembering(options, models.first):
+            server.run(sockets=[listener])  # uvicorn finishes its work and then passes the signal on
+    finally:
+        models.shutdown()

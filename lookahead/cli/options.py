@@ -20,8 +20,6 @@ from lookahead.jobs.job_options import option, options_of
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How tokens are sampled."""
-
     panel: ClassVar[str] = "Sampling"
 
     temperature: float | None = option(None, "Sample at this temperature; 0 takes the likeliest token.", min=0.0)
@@ -39,8 +37,6 @@ class SamplingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
-    """How a prompt becomes tokens."""
-
     raw: bool = option(False, "Continue the text as it is, without the chat template.")
     truncate: Literal["left", "right"] | None = option(
         None, "Which end to cut off a prompt longer than the model's context."

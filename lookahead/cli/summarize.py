@@ -15,8 +15,7 @@ import typer
 from lookahead.cli.terminal import JobDisplay, console, load, remembering, say, say_skipped, table, usage_errors
 from lookahead.errors import ClusterError, ConfigError, LookaheadError
 from lookahead.jobs import job_figures
-from lookahead.jobs.job_options import JobOptions, option
-from lookahead.jobs.jobfile import read_job_file, to_toml
+from lookahead.jobs.job_options import JobOptions, option, read_job_file, to_toml
 
 if TYPE_CHECKING:
     from lookahead.documents.decode_text import Document, Reject
@@ -38,8 +37,6 @@ def _use_job_file(context: typer.Context, path: Path | None) -> Path | None:
 
 @dataclass(frozen=True, kw_only=True)
 class SummarizeOptions(JobOptions):
-    """Options of `lookahead summarize`: those of a job file, and the file."""
-
     job: Path | None = option(
         None, "Take these options from a TOML file.", metavar="FILE", callback=_use_job_file, is_eager=True
     )
@@ -253,8 +250,6 @@ def _save(memory: OutputMemory | None, display: JobDisplay) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """Options of `lookahead report`."""
-
     results: Path = option(
         help="What 'lookahead summarize -o RESULTS' wrote: JSON lines, or .parquet.", argument=True, metavar="RESULTS"
     )

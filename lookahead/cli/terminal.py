@@ -39,7 +39,6 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # except tabs and line 
 
 _SILENT_S = 1.0  # preparation that takes less is not reported
 _COMPILING = "compiling what drafts and attends, once after an install: about 20 s"
-_MEASURING = "measuring what steps cost, once for this model on this machine"
 
 
 def console(file: TextIO) -> Console:
@@ -94,7 +93,7 @@ def usage_errors() -> Iterator[None]:
 
 @functools.cache
 def watch_compilation() -> Any:
-    """Print one line once Numba has compiled for a second; the listener's `spent` is the time in seconds."""
+    """Print one line once Numba has compiled for a second."""
     from numba.core import event
 
     class Notice(event.Listener):
@@ -140,46 +139,37 @@ def load(options: ModelOptions, model: str | None = None, *, measures_costs: boo
     name = options.model if model is None else model
     location, _ = locate_model(name)
     if (memory := getattr(options, "memory", None)) is not None:
-        _check_memory(memory)
+        # Refuse a file that is no memory, or that could not be written at the end.
+        from lookahead.ngram.memory_file import read_memory_header
+        from lookahead.pools.open_pool import check_folder, pool_errors
+
+        check_folder(memory)
+        if os.path.lexists(memory):
+            with pool_errors(memory):
+                read_memory_header(memory)
     from lookahead.generation.step_costs import load_costs, prepare_costs
     from lookahead.models import loading
     from lookahead.models.quantized import resolve_quantize
 
-    compilation = watch_compilation()
-    out = console(sys.stderr)
-    with out.status("loading the model") as status:
+    watch_compilation()
+    with console(sys.stderr).status("loading the model") as status:
         loading.prepare_process(options.threads)
         resolve_quantize(options.quantize, loading.resolve_device(options.device))
         convert(location)
         loaded = loading.load(name, dtype=options.dtype, device=options.device, quantize=options.quantize)
         with warnings.catch_warnings(record=True) as caught:  # printed when the status line is gone
             warnings.simplefilter("always")
-            started, are_known = time.perf_counter() - compilation.spent, False
             if measures_costs:
-                status.update(_MEASURING)
+                status.update("measuring what steps cost, once for this model on this machine")
                 try:
-                    are_known = prepare_costs(loaded.model)
+                    prepare_costs(loaded.model)
                 except OSError as error:
                     warnings.warn(f"step costs are not kept for the next time: {error}", stacklevel=1)
             else:
                 load_costs(loaded.model)
-            seconds = time.perf_counter() - compilation.spent - started
-            if are_known and seconds > _SILENT_S and not out.is_terminal:
-                say("note", f"{_MEASURING}: {seconds:.1f} s")
     for warning in caught:
         say("warning", str(warning.message))
     return loaded
-
-
-def _check_memory(path: str) -> None:
-    """Refuse a file that is no memory, or that could not be written at the end, before the model is loaded."""
-    from lookahead.ngram.memory_file import read_memory_header
-    from lookahead.pools.open_pool import check_folder, pool_errors
-
-    check_folder(path)
-    if os.path.lexists(path):
-        with pool_errors(path):
-            read_memory_header(path)
 
 
 @contextmanager
@@ -227,13 +217,10 @@ class _Bar:
         stderr = console(sys.stderr)
         columns = (bars.SpinnerColumn(), bars.BarColumn(), bars.MofNCompleteColumn(), bars.TextColumn(template))
         times = (bars.TimeElapsedColumn(), bars.TextColumn("left"), bars.TimeRemainingColumn())
+        is_hidden = not (is_shown and stderr.is_terminal)
+        # With `redirect_stdout` rich would print that to stderr.
         self.progress = bars.Progress(
-            *columns,
-            *times,
-            console=stderr,
-            transient=True,
-            redirect_stdout=False,  # rich would print it to stderr
-            disable=not (is_shown and stderr.is_terminal),
+            *columns, *times, console=stderr, transient=True, redirect_stdout=False, disable=is_hidden
         )
         self._task = self.progress.add_task("", total=total, **values)
 

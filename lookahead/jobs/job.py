@@ -10,7 +10,7 @@ from lookahead.documents.decode_text import Document, DocumentId, Reject
 from lookahead.jobs.identity import JobIdentity, text_hash
 from lookahead.jobs.journal import Journal, Sink, Stream
 from lookahead.jobs.output_location import OutputPaths
-from lookahead.jobs.result_lines import copy_of
+from lookahead.jobs.result_lines import Record, copy_of
 from lookahead.stats import DecodingStats, total_in_sequence
 
 if TYPE_CHECKING:
@@ -145,8 +145,8 @@ class _Run:
                 self._observer.passed(document.id, self._totals)
             elif content is not None and content in self._twins:
                 self._twins[content].append(document.id)
-            elif content is not None and self._writer.has(content):
-                self._copy(document.id, content)
+            elif content is not None and (line := self._writer.line_of(content)) is not None:
+                self._copy(line, document.id, content)
             else:
                 if content is not None:
                     self._twins[content] = []
@@ -160,7 +160,7 @@ class _Run:
         self._totals.add(done)
         self._observer.summarized(done, self._totals)
         for twin in self._twins.pop(content, []):
-            self._copy(twin, content)
+            self._copy(line, twin, content)
 
     def reject(self, reject: Reject) -> None:
         """Write a document that failed, and those that waited for it: equal texts fail for the same reason."""
@@ -171,7 +171,7 @@ class _Run:
             self._totals.rejected += 1
             self._observer.rejected(each, self._totals)
 
-    def _copy(self, name: DocumentId, content: bytes) -> None:
-        self._writer.append(copy_of(self._writer.line_of(content), name), content)
+    def _copy(self, line: Record, name: DocumentId, content: bytes) -> None:
+        self._writer.append(copy_of(line, name), content)
         self._totals.copied += 1
         self._observer.passed(name, self._totals)

@@ -1,4 +1,4 @@
-"""The options of the commands, each declared once.
+"""The options of the commands, each declared once, and job files, which hold those of `lookahead summarize` in TOML.
 
 The command line flags, the keys of a job file, the arguments of a Ray worker and the identity of a job are all read
 from these dataclasses. A field without a help text is not a flag.
@@ -6,17 +6,26 @@ from these dataclasses. A field without a help text is not a flag.
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from dataclasses import MISSING, Field, dataclass, field, fields
 from inspect import get_annotations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from types import NoneType
+from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args, get_origin, get_type_hints
 
 from lookahead.config import LookaheadConfig
 from lookahead.documents.byte_sources import MEGABYTE, read_bounded
 from lookahead.documents.decode_text import decode_bytes
 from lookahead.errors import ConfigError
 from lookahead.models.loading import DEFAULT_MODEL, locate_model
+from lookahead.utils.atomic import read_regular
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -28,6 +37,15 @@ INPUTS = (
     "kind fsspec knows (https:// s3:// hf:// ...), - for stdin."
 )
 FORMATS = ("auto", "text", "json")
+# How errors name the type of an option, and the TOML types it accepts. Click converts a number to a string: window = 7.
+_TYPES: dict[type, tuple[str, tuple[type, ...]]] = {
+    str: ("a string", (str, int)),
+    Path: ("a string", (str, int)),
+    int: ("a whole number", (int,)),
+    float: ("a number", (int, float)),
+    bool: ("true or false", (bool,)),
+    list: ("a list of strings", (list,)),
+}
 
 
 def option(default: Any = MISSING, help: str = "", *flags: str, identifies: bool = False, **details: Any) -> Any:
@@ -272,3 +290,57 @@ class JobOptions(DocumentOptions, WorkerOptions):
             if sent[name] is not None and (path := Path(sent[name]).expanduser()).exists():
                 sent[name] = str(path.absolute())
         return sent
+
+
+def read_job_file(path: Path) -> dict[str, Any]:
+    """The options in a job file, by the fields of `JobOptions`; ConfigError with the file and what is wrong in it.
+
+    `max-new-tokens = 64` and `max_new_tokens = 64` are the same.
+    """
+    try:
+        table = tomllib.loads(read_regular(path).decode("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"job {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"job {path}: not valid TOML: {error}") from error
+    names, hints, values = _names(), get_type_hints(JobOptions), {}
+    for name, value in table.items():
+        option = names.get(name.replace("_", "-"))
+        if option is None:
+            raise ConfigError(f"job {path}: no option {name!r}; the options are {', '.join(names)}")
+        if option.name in values:
+            raise ConfigError(f"job {path}: {name} stands there twice, with - and with _")
+        hint = hints[option.name]
+        hint = next((each for each in get_args(hint) if each is not NoneType), hint)  # `int` of `int | None`
+        kind = get_origin(hint) or hint
+        if kind is list and isinstance(value, str):
+            value = [value]
+        least, most = option.metadata.get("min"), option.metadata.get("max")
+        is_right = type(value) in _TYPES[kind][1]  # exactly, since bool is a subclass of int
+        if is_right and kind is list:
+            is_right = all(isinstance(each, str) for each in value)
+        elif is_right and least is not None:
+            is_right = least <= value and (most is None or value <= most)
+        if not is_right:
+            allowed = _TYPES[kind][0]
+            if least is not None:
+                allowed += f" of at least {least}" if most is None else f" from {least} to {most}"
+            received = str(value).lower() if isinstance(value, bool) else repr(value)
+            raise ConfigError(f"job {path}: {name} must be {allowed}, got {received}")
+        values[option.name] = value
+    return values
+
+
+def to_toml(options: JobOptions) -> str:
+    """All options as a job file, without those that are `None`."""
+    values = {name: getattr(options, option.name) for name, option in _names().items()}
+    set_values = ((name, value) for name, value in values.items() if value is not None)
+    lines = "".join(f"{name} = {json.dumps(value, ensure_ascii=False, default=str)}\n" for name, value in set_values)
+    # JSON values are TOML values, except for the delete character and lone surrogates in strings.
+    return lines.replace("\x7f", "\\u007f").encode("utf-8", "replace").decode()
+
+
+def _names() -> dict[str, Field[Any]]:
+    """The options by their keys in a job file: the longest flag without dashes."""
+    named = [(max(each.metadata["flags"] or (each.name,), key=len), each) for each, _ in options_of(JobOptions)]
+    return {name.lstrip("-").replace("_", "-"): each for name, each in named}

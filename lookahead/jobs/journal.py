@@ -13,18 +13,16 @@ from filelock import FileLock, Timeout
 
 from lookahead.documents.decode_text import Document, DocumentId, Reject
 from lookahead.errors import ConfigError
-from lookahead.jobs.identity import (
-    JobIdentity,
-    id_key,
-    key_of,
-    manifest_path,
-    read_manifest,
-    text_hash,
-    write_manifest,
-)
+from lookahead.jobs.identity import JobIdentity, id_key, key_of, manifest_path, read_manifest, text_hash, write_manifest
 from lookahead.jobs.output_location import OutputPaths
-from lookahead.jobs.parquet_results import read_parquet_lines, write_parquet
-from lookahead.jobs.result_lines import JsonLinesFile, Record, parse_record, sort_lines
+from lookahead.jobs.result_lines import (
+    JsonLinesFile,
+    Record,
+    parse_record,
+    read_parquet_lines,
+    sort_lines,
+    write_parquet,
+)
 from lookahead.ngram.replacing import remove_leftovers
 
 Before = Literal["finished", "rejected"] | None  # what an earlier run did with a document
@@ -51,10 +49,6 @@ class Stream:
         """The hash of a document's text, `None` if its line is not written; and that no earlier run is known."""
         return (None if self._sink is None else text_hash(document.text)), None
 
-    def has(self, content: bytes) -> bool:
-        """Whether a line with this text hash is among the newest."""
-        return content in self._lines
-
     def reject(self, reject: Reject, content: bytes | None = None) -> None:
         """Write the line of a document that failed."""
         if self._rejects is not None:
@@ -70,9 +64,9 @@ class Stream:
         if len(self._lines) > _REMEMBERED:
             self._lines.popitem(last=False)
 
-    def line_of(self, content: bytes) -> Record:
-        """A line with this text hash, if `has` says that there is one."""
-        return self._lines[content]
+    def line_of(self, content: bytes) -> Record | None:
+        """A line with this text hash, if one is among the newest."""
+        return self._lines.get(content)
 
     def finish(self) -> None:
         """Nothing is left to do."""
@@ -138,10 +132,6 @@ class Journal:
             return content, "rejected"
         return content, None
 
-    def has(self, content: bytes) -> bool:
-        """Whether there is a line with this text hash."""
-        return content in self._offsets
-
     def reject(self, reject: Reject, content: bytes | None = None) -> None:
         """Write the line of a document that failed, unless an earlier run did; `content` is its text hash, if read."""
         key = key_of(reject.id, content or reject.error)
@@ -181,8 +171,10 @@ class Journal:
         self._file.write(record)
         self._offsets.setdefault(content, offset)
 
-    def line_of(self, content: bytes) -> Record:
-        """The first line with this text hash."""
+    def line_of(self, content: bytes) -> Record | None:
+        """The first line with this text hash, if there is one."""
+        if content not in self._offsets:
+            return None
         with open(self._running, "rb") as file:
             file.seek(self._offsets[content])
             return parse_record(file.readline())

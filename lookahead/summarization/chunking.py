@@ -27,13 +27,7 @@ _BLOCK = 1 << 18  # characters tokenized at once: a tokenizer holds 100 times as
 _SPACES = np.array([code for code in range(0x3001) if chr(code).isspace()], dtype=np.uint32)
 
 # Where a part may end: the least length, in quarters of the usual one, and the weakest break. The first match counts.
-_CHOICES = (
-    (3, Break.SENTENCE),
-    (1, Break.SENTENCE),
-    (3, Break.LINE),
-    (0, Break.LINE),
-    (0, Break.NOTHING),
-)
+_CHOICES = ((3, Break.SENTENCE), (1, Break.SENTENCE), (3, Break.LINE), (0, Break.LINE), (0, Break.NOTHING))
 
 
 class MeasuredText:
