@@ -42,11 +42,10 @@ NO_CANDIDATES: IntArray = np.zeros((3, 0), np.int32)
 
 @njit(cache=True)
 def children_along(parents, tokens, emitted):
-    """Follow emitted tokens down a tree from its root; a parent comes before its children.
+    """Follow emitted tokens down a tree from its root.
 
-    Returns:
-        The children of every node on the path, int32 `[m]`, those of the root first; and which of them hold the emitted
-        token, bool `[m]`: these are the accepted path without its root.
+    Returns the children of every node on the path, int32 `[m]`, those of the root first; and which of them hold the
+    emitted token, bool `[m]`: these are the accepted path without its root.
     """
     nodes, hits = np.empty(len(tokens), np.int32), np.zeros(len(tokens), np.bool_)
     count, node = 0, 0
@@ -69,9 +68,6 @@ class AcceptanceTable:
     Tokens are counted by level (the head, or the depth in the tree), rank among the tokens after their parent, and
     bucket of the draft probability. The factor is hits over expected hits, both with the same pseudo-count.
 
-    Args:
-        levels: Number of levels.
-
     Source: the Gamma-Poisson model with decaying counts, e.g. Gelman et al. 2013, "Bayesian Data Analysis", §2.6.
     """
 
@@ -83,9 +79,7 @@ class AcceptanceTable:
     def calibrate(self, kinds: IntArray, draft_probs: Float32Array) -> Float32Array:
         """Probabilities that tokens are accepted once their parent is, each at most 0.99; 0 for a NaN.
 
-        Args:
-            kinds: int32 `[..., 2]`, the level and the rank of each token.
-            draft_probs: float32 `[...]`, the probabilities that the draft model or the head gives.
+        `kinds` holds the level and the rank of each token, int32 `[..., 2]`; `draft_probs` is float32 `[...]`.
         """
         counts = self._counts[self._cells(kinds, draft_probs)] + _PSEUDO_HITS
         probs = np.minimum(_MOST_CERTAIN, draft_probs * counts[..., 0] / counts[..., 1])
@@ -95,15 +89,7 @@ class AcceptanceTable:
     def learn(
         self, parents: IntArray, tokens: IntArray, kinds: IntArray, draft_probs: Float32Array, emitted: IntArray
     ) -> None:
-        """Count every node whose parent was emitted: a hit if its token was emitted next.
-
-        Args:
-            parents: int32 `[k]`, a tree whose root is node 0 and whose parents come before their children.
-            tokens: int32 `[k]`.
-            kinds: int32 `[k, 2]`, as for `calibrate`, like `draft_probs`; those of the root are not read.
-            draft_probs: float32 `[k]`.
-            emitted: int32 `[n]`, the tokens the target chose after the root.
-        """
+        """Count every node of a tree, `[k]` each, whose parent was emitted: a hit if its token was emitted next."""
         nodes, hits = children_along(parents, tokens, emitted)
         trials = np.stack((hits, draft_probs[nodes]), -1)
         np.add.at(self._counts, self._cells(kinds[nodes], draft_probs[nodes]), trials)
@@ -122,22 +108,18 @@ class HitRates(RawArrays):
     alone, the longest match for another token; for a frequent token, its rank. Each starts at a prior worth 16 trials
     and halves its counts at 400 trials, so that it follows a change of text. Features of one kind share a factor on
     their odds, updated at every trial.
-
-    Attributes:
-        prior: float64 `[features]`: the probability of each feature before any trial.
-        table: float64 `[features + kinds, 3]`: for each feature the probability before its kind's odds, hits, and
-            trials; for each kind the factor on the odds, and its Fisher information.
-        frequent: int64 `[64, 2]`: frequent tokens and their counts, the most frequent first; -1 is no token.
     """
 
     __slots__ = ("frequent", "prior", "table")
 
     def __init__(self) -> None:
-        self.prior = prior_probs()
+        self.prior = prior_probs()  # float64 `[features]`
+        # Of each feature the probability before its kind's odds, hits, and trials; then of each kind the factor on the
+        # odds, and its Fisher information.
         self.table = np.zeros((_ROWS, 3))
         self.table[:_FIRST_KIND, 0] = self.prior
         self.table[_FIRST_KIND:, 0] = 1.0
-        self.frequent = np.tile(np.array([-1, 0]), (_COUNTED, 1))
+        self.frequent = np.tile(np.array([-1, 0]), (_COUNTED, 1))  # tokens, -1 for none, and counts, the highest first
         super().__init__(2)
         self._point_to(self.table, self.frequent)
 

@@ -24,11 +24,7 @@ def pack_header(magic: bytes, version: int, numbers: tuple[int, ...]) -> bytes:
 
 
 def unpack_header(path: Path, file: BinaryIO, kind: str, magic: bytes, version: int, count: int) -> tuple[int, ...]:
-    """Read `count` numbers of a header from the beginning of a file.
-
-    Raises:
-        ValueError: It is no file of this kind, version and byte order, or its header is cut short or damaged.
-    """
+    """Read `count` numbers of a header from the beginning of a file; ValueError says what is wrong with it."""
     data = file.read(HEADER_BYTES)
     if not data.startswith(magic):
         raise ValueError(f"{path}: not a {kind} file")

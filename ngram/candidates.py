@@ -152,8 +152,13 @@ def score(least, options, probs, matches, longest, memory, since, hashes, orders
         left = _shrink(probs, 0, matches, CEILING)
     count = matches
     if order > 0:
-        context = (order, is_foreign, group, way)
-        count = _add_memory(options, probs, matches, longest, memory, context, 1 << source, table, least)
+        for rank in range(TOP):
+            bucket = bucket_of(rank, prob_of(memory[2][group, way, rank]))
+            feature = feature_of_memory(order, is_foreign, bucket, longest)
+            prob = hit_rate(table, feature)
+            if prob >= least:
+                token = memory[1][group, way, rank]
+                count = _add(options, probs, matches, count, token, 1 << source, feature, prob)
     elif longest < _SHORT:
         for rank in range(FREQUENT):
             feature = feature_of_frequent(rank, longest)
@@ -161,21 +166,6 @@ def score(least, options, probs, matches, longest, memory, since, hashes, orders
             if prob >= least:
                 count = _add(options, probs, matches, count, frequent[rank, 0], 1, feature, prob)
     _shrink(probs, matches if is_long else 0, count, left)
-    return count
-
-
-@jit_inline
-def _add_memory(options, probs, matches, longest, memory, context, source, table, least):
-    """Add the recycled tokens of a context; returns the new number of options."""
-    _, top, stored, _ = memory
-    order, is_foreign, group, way = context
-    count = matches
-    for rank in range(TOP):
-        bucket = bucket_of(rank, prob_of(stored[group, way, rank]))
-        feature = feature_of_memory(order, is_foreign, bucket, longest)
-        prob = hit_rate(table, feature)
-        if prob >= least:
-            count = _add(options, probs, matches, count, top[group, way, rank], source, feature, prob)
     return count
 
 

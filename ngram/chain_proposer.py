@@ -37,15 +37,6 @@ class ChainProposer:
     A chain follows the likeliest candidate after each token. Hit rates of candidates are learned from every request, so
     the probability of a chain to be accepted up to each of its tokens is known before it is verified.
 
-    Args:
-        max_draft: Maximum number of tokens of a chain, from 1 to 1,024.
-        memory_tokens: Maximum number of tokens of earlier outputs; the oldest half is forgotten when they are full.
-        pool: A corpus, of token ids that the target knows; it is not changed.
-        min_probability: A chain ends before a token that is less likely than this to be reached.
-
-    Raises:
-        ValueError: A number is out of its range.
-
     Example:
         >>> proposer = ChainProposer(max_draft=4)
         >>> request = proposer.start(np.array([5, 6, 7, 8, 9, 5, 6], np.int32))
@@ -57,11 +48,11 @@ class ChainProposer:
 
     def __init__(
         self,
-        max_draft: int,
+        max_draft: int,  # tokens of a chain, 1 to 1,024
         *,
-        memory_tokens: int = 1 << 20,
-        pool: Chains | None = None,
-        min_probability: float = 0.02,
+        memory_tokens: int = 1 << 20,  # of earlier outputs; the oldest half is forgotten when they are full
+        pool: Chains | None = None,  # a corpus, of token ids that the target knows
+        min_probability: float = 0.02,  # a chain ends before a token that is less likely than this to be reached
     ) -> None:
         if not 1 <= max_draft <= MAX_NODES:
             raise ValueError(f"max_draft must be from 1 to {MAX_NODES}, got {max_draft}")
@@ -74,18 +65,14 @@ class ChainProposer:
         self._shared: list[Chains] = [self.outputs] if pool is None else [self.outputs, pool]
 
     def start(self, prompt: IntArray) -> ChainRequest:
-        """Index the prompt of a new request, int32 `[n]`; raises what `ChainIndex.append` does."""
+        """Index the prompt of a new request, int32 `[n]`."""
         text = ChainIndex()
         text.append(prompt)
         search = Search([text, *self._shared], self.rates, None, (_SHORTEST, _LONGEST, _MAX_LINKS))
         return ChainRequest(text, search, len(prompt))
 
     def draft(self, request: ChainRequest, most: int) -> tuple[IntArray, NDArray[np.float64]]:
-        """Draft the tokens after a request's text, at most `most` and at most `max_draft`.
-
-        Returns:
-            The tokens, int32 `[n]`, and the probability that the target accepts the chain up to each, float64 `[n]`.
-        """
+        """Draft at most `most` tokens, int32 `[n]`, with the probability that each is reached, float64 `[n]`."""
         most = min(most, self.max_draft)
         if most < 1:
             request.drafted = NO_CANDIDATES
@@ -96,10 +83,7 @@ class ChainProposer:
         return written[0, 1:], path_probs[1:]
 
     def observe(self, request: ChainRequest, tokens: IntArray) -> None:
-        """Add tokens that the target chose, int32 `[n]`, and learn how far the last chain foretold them.
-
-        Raises what `ChainIndex.append` does.
-        """
+        """Add tokens that the target chose, int32 `[n]`, and learn how far the last chain foretold them."""
         request.text.append(tokens)
         chain, parents, features = request.drafted[:3]
         self.rates.learn(parents, chain, features, tokens, counts=True)

@@ -29,10 +29,8 @@ _GROWTH = 1.25  # of a full arena; doubling it would leave up to half of it empt
 class Chains(RawArrays):
     """Hash chains over an arena of documents. `ChainIndex` grows them, `Pool` maps them from a file.
 
-    Args:
-        arena: int32 `[capacity]`, `SEPARATOR` before each document; `length` entries are in use.
-        heads: int32 `[LEVELS, slots]`, the newest position of each chain, 0 if it is empty; `slots` is a power of two.
-        links: int32 `[capacity, LEVELS]`, the previous position in each chain, 0 at its end.
+    `arena` is int32 `[capacity]`, with `SEPARATOR` before each document. `heads`, int32 `[LEVELS, slots]`, holds the
+    newest position of each chain, 0 if it is empty; `links`, int32 `[capacity, LEVELS]`, the one before, 0 at its end.
     """
 
     __slots__ = ("_arena", "_heads", "_length", "_links")
@@ -74,10 +72,7 @@ class ChainIndex(Chains):
     """An index of documents, the last of which is open and grows.
 
     A match lies within one document. Hashes only name candidates: every match is compared token by token. When
-    `max_tokens` are full, the oldest half is dropped.
-
-    Raises:
-        ValueError: `max_tokens` is below 1,024.
+    `max_tokens`, at least 1,024, are full, the oldest half is dropped.
 
     Example:
         >>> index = ChainIndex()
@@ -99,12 +94,7 @@ class ChainIndex(Chains):
         super().__init__(np.full(_FIRST_CAPACITY, SEPARATOR, np.int32), heads, links, length=1)
 
     def append(self, tokens: Sequence[int] | IntArray) -> None:
-        """Add tokens to the open document, amortised O(1) each.
-
-        Raises:
-            TypeError: `tokens` does not hold whole numbers.
-            ValueError: `tokens` is not flat, or an id is negative or above int32.
-        """
+        """Add tokens to the open document, amortised O(1) each; the errors are those of `as_tokens`."""
         if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1:
             new = tokens  # `_append` checks for negative ids
         else:
@@ -119,12 +109,7 @@ class ChainIndex(Chains):
         self._length = end
 
     def append_documents(self, tokens: IntArray) -> None:
-        """Close the open document and add several, int32 `[n]` with `SEPARATOR` between; the last one stays open.
-
-        Raises:
-            TypeError: `tokens` is not an int32 array.
-            ValueError: `tokens` is not flat, or has more than half of `max_tokens` entries.
-        """
+        """Close the open document and add several, int32 `[n]` with `SEPARATOR` between; the last one stays open."""
         if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32:
             raise TypeError(f"tokens must be an int32 array, got {getattr(tokens, 'dtype', type(tokens).__name__)}")
         if tokens.ndim != 1 or (self._max_tokens is not None and tokens.size > self._max_tokens // 2):
@@ -161,12 +146,7 @@ class ChainIndex(Chains):
 
 
 def as_tokens(tokens: Sequence[int] | IntArray) -> IntArray:
-    """Check token ids, and return them as a flat int32 array.
-
-    Raises:
-        TypeError: They are not whole numbers.
-        ValueError: They are not flat, or one is negative or above int32.
-    """
+    """Token ids as a flat int32 array; TypeError if they are no whole numbers, ValueError if out of range."""
     array = np.asarray(tokens)
     if array.size == 0:
         return np.empty(0, np.int32)

@@ -83,8 +83,11 @@ KIND_OF = _kinds()
 
 
 def prior_probs() -> FloatArray:
-    """The prior probability of every feature, float64 `[features]`."""
-    return np.concatenate((_of_matches(), _of_both(), _of_memory(), _of_frequent()))
+    """The prior probability of every feature, float64 `[features]`, in the order of the functions `feature_of_…`."""
+    context = np.outer(_FOREIGN_SHARE, _ORDER_SHARE).reshape(-1, 1, 1)
+    memory = context * _BUCKET_PRIOR[:, None] * _BESIDE_SHARE
+    frequent = _FREQUENT_PRIOR[:, None] * _FREQUENT_SHARE
+    return np.concatenate((_of_matches(), _of_both(), memory.reshape(-1), frequent.reshape(-1)))
 
 
 def _prob(odds: Any) -> Any:
@@ -92,7 +95,7 @@ def _prob(odds: Any) -> Any:
 
 
 def _of_matches() -> FloatArray:
-    """Priors of matches alone, in the order of `feature_of_match`."""
+    """Priors of matches alone."""
     prior = np.empty((_LENGTHS, RANKS, _SUPPORTS))
     for length, prob in enumerate(_LENGTH_PRIOR):
         for support, factor in enumerate(_SUPPORT_ODDS):
@@ -103,7 +106,7 @@ def _of_matches() -> FloatArray:
 
 
 def _of_both() -> FloatArray:
-    """Priors of tokens that a match and the recycled table offer, in the order of `feature_of_both`.
+    """Priors of tokens that a match and the recycled table offer.
 
     A token that is first in both is likelier than in either. Otherwise the prior is between theirs, nearer to that of
     the table, and not below that of a token that the table does not hold.
@@ -120,19 +123,6 @@ def _of_both() -> FloatArray:
     odds[0, ..., firsts] = 1.3 * memory[:, :5] * np.maximum(1.0, np.sqrt(match[0]))
     prior: FloatArray = _prob(odds).reshape(-1)
     return prior
-
-
-def _of_memory() -> FloatArray:
-    """Priors of recycled tokens alone, in the order of `feature_of_memory`."""
-    context = np.outer(_FOREIGN_SHARE, _ORDER_SHARE).reshape(-1, 1, 1)
-    prior: FloatArray = context * _BUCKET_PRIOR[:, None] * _BESIDE_SHARE
-    return prior.reshape(-1)
-
-
-def _of_frequent() -> FloatArray:
-    """Priors of frequent tokens, in the order of `feature_of_frequent`."""
-    prior: FloatArray = _FREQUENT_PRIOR[:, None] * _FREQUENT_SHARE
-    return prior.reshape(-1)
 
 
 @jit_inline

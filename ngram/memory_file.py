@@ -53,31 +53,16 @@ class MemoryHeader:
 
 
 def read_memory_header(path: str | os.PathLike[str]) -> MemoryHeader:
-    """Read the header of a memory file; of the records only the size is checked.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: The file is no memory of this version and byte order, or its header or size is wrong.
-    """
+    """Read the header of a memory file; of the records only the size is checked."""
     with opened(Path(path)) as file:
         return _read_header(Path(path), file)
 
 
 def read_memory(path: str | os.PathLike[str], fits: MemoryHeader | None = None) -> tuple[MemoryHeader, Records]:
-    """Read a memory file after checking every byte.
+    """Read the header and the records, uint64 `[contexts, 5]`, of a memory file after checking every byte.
 
     The checksum finds accidental damage, and a forged file with a valid one holds no token id that the header excludes.
-
-    Args:
-        path: The file.
-        fits: A header of the model in use; `None` skips the check.
-
-    Returns:
-        The header, and the records, uint64 `[contexts, 5]`.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: The file is no memory, is damaged, or belongs to another model.
+    ValueError if it is damaged, or does not fit a header of the model in use.
     """
     path = Path(path)
     with opened(path) as file:
@@ -92,19 +77,14 @@ def read_memory(path: str | os.PathLike[str], fits: MemoryHeader | None = None) 
     if checksum != header.checksum:
         raise ValueError(f"{path}: damaged: its checksum is {checksum:016x}, expected {header.checksum:016x}")
     records = records.reshape(-1, _WORDS)
-    largest = int(_largest_token(_bytes_of(records)))
+    largest = int(_tokens_of(records).max(initial=-1))
     if largest >= header.vocabulary:
         raise ValueError(f"{path}: damaged: token ids must be below {header.vocabulary}, got {largest}")
     return header, records
 
 
 def write_memory(path: str | os.PathLike[str], header: MemoryHeader, records: Records) -> MemoryHeader:
-    """Write records to a memory file, atomically; returns its header, with their number and checksum.
-
-    Raises:
-        OSError: The file cannot be written; an existing one is as it was.
-        ValueError: The vocabulary or the number of records is too large for the format.
-    """
+    """Write records to a memory file, atomically; returns its header, with their number and checksum."""
     if not 1 <= header.vocabulary <= MOST_TOKENS:
         raise ValueError(f"{path}: the vocabulary must be from 1 to {MOST_TOKENS}, got {header.vocabulary}")
     checksum = xxhash.xxh3_64_intdigest(np.ascontiguousarray(records).data)
@@ -138,7 +118,8 @@ def table_of(records: Records, contexts: int = DEFAULT_CONTEXTS) -> RecycledTabl
     """A table of at least so many entries that holds records, and has room for as many new ones."""
     size = max(contexts, 2 * len(records))
     table = RecycledTable(-(-size // WAYS) * WAYS)
-    _fill(*table.state, *table.clock, records, _bytes_of(records))
+    probs = np.square(_bytes_of(records)[:, _PROBS:] / 255.0) * _UNIT + 0.5
+    _fill(*table.state, *table.clock, records, _tokens_of(records), probs.astype(np.uint16))
     return table
 
 
@@ -175,29 +156,18 @@ def _bytes_of(records: Records) -> NDArray[np.uint8]:
     return records.view(np.uint8).reshape(-1, 8 * _WORDS)
 
 
-@njit(cache=True)
-def _token_at(record, rank):
-    place = _TOKENS + 3 * rank
-    return np.int32(record[place]) | np.int32(record[place + 1]) << 8 | np.int32(record[place + 2]) << 16
-
-
-@njit(cache=True)
-def _largest_token(data):
-    """The largest token of all records; -1 without any."""
-    largest = -1
-    for record in range(data.shape[0]):
-        for rank in range(TOP):
-            token = _token_at(data[record], rank)
-            if token != _NONE and token > largest:
-                largest = token
-    return largest
+def _tokens_of(records: Records) -> NDArray[np.int32]:
+    """The tokens of records, int32 `[contexts, 8]`, -1 for none."""
+    parts = _bytes_of(records)[:, _TOKENS:_PROBS].reshape(-1, TOP, 3).astype(np.int32)
+    tokens = parts[..., 0] | parts[..., 1] << 8 | parts[..., 2] << 16
+    return np.where(tokens == _NONE, np.int32(-1), tokens)
 
 
 @njit(cache=True, error_model="numpy")
-def _fill(keys, tokens, probs, times, now, records, data):
+def _fill(keys, tokens, probs, times, now, records, new_tokens, new_probs):
     """Put records into a table. Of a set that is full the oldest is replaced."""
     now[0] = OLDEST + 1
-    for record in range(data.shape[0]):
+    for record in range(records.shape[0]):
         code = records[record, 0] >> np.uint64(8) << np.uint64(8) | np.uint64(1)
         written = OLDEST + 1 - np.int64(records[record, 0] & np.uint64(OLDEST))
         group, way = group_of(keys, code), 0
@@ -208,7 +178,4 @@ def _fill(keys, tokens, probs, times, now, records, data):
             continue
         keys[group, way], times[group, way] = code, written
         for rank in range(TOP):
-            token = _token_at(data[record], rank)
-            tokens[group, way, rank] = -1 if token == _NONE else token
-            root = data[record, _PROBS + rank] / 255.0
-            probs[group, way, rank] = np.uint16(root * root * _UNIT + 0.5)
+            tokens[group, way, rank], probs[group, way, rank] = new_tokens[record, rank], new_probs[record, rank]

@@ -80,18 +80,10 @@ class Pool(Chains):
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], fingerprint: int | None = None) -> Pool:
-        """Open a pool file after checking every byte.
+        """Open a pool file after checking every byte; ValueError if it is damaged, or made with another tokenizer.
 
         The checksum finds accidental damage. A forged file can have a valid checksum, so every position and every token
         is checked too: no file leads a search out of its memory, or to a token above the header's largest.
-
-        Args:
-            path: The file.
-            fingerprint: Fingerprint of the tokenizer in use; `None` skips the check.
-
-        Raises:
-            OSError: The file cannot be read.
-            ValueError: The file is no pool, is damaged, or was made with another tokenizer.
         """
         path = Path(path)
         with opened(path) as file:
@@ -115,12 +107,7 @@ class Pool(Chains):
 
 
 def read_header(path: str | os.PathLike[str]) -> PoolHeader:
-    """Read the header of a pool file; of the sections only the size is checked.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: The file is no pool of this version and byte order, or its header or size is wrong.
-    """
+    """Read the header of a pool file; of the sections only the size is checked."""
     with opened(Path(path)) as file:
         return _read_header(Path(path), file)
 
@@ -128,23 +115,10 @@ def read_header(path: str | os.PathLike[str]) -> PoolHeader:
 def write_pool(
     path: str | os.PathLike[str], tokens: IntArray, fingerprint: int, *, is_learned: bool = False
 ) -> PoolHeader:
-    """Index documents and write them to a pool file.
+    """Index documents, int32 `[n]` with `SEPARATOR` between them, and write them to a pool file; returns its header.
 
-    A file at `path` is replaced once all of the new one is on the disk; a crash before leaves it as it was.
-
-    Args:
-        path: The file.
-        tokens: int32 `[n]`, documents one after the other, `SEPARATOR` between them.
-        fingerprint: Fingerprint of their tokenizer, 64 bits.
-        is_learned: Whether they are earlier outputs, not a corpus.
-
-    Returns:
-        The header of the file.
-
-    Raises:
-        OSError: The file cannot be written.
-        TypeError: `tokens` is not an int32 array.
-        ValueError: `tokens` is not flat, holds no token or too many, or a number below `SEPARATOR`.
+    A file at `path` is replaced once all of the new one is on the disk; a crash before leaves it as it was. With
+    `is_learned` the documents are earlier outputs, not a corpus. `fingerprint` is that of their tokenizer.
     """
     if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32:
         raise TypeError(f"tokens must be an int32 array, got {getattr(tokens, 'dtype', type(tokens).__name__)}")

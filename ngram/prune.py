@@ -31,12 +31,9 @@ _RANKED, _KEPT, _FIRST_CHILD, _NEXT_SIBLING, _ORDER = range(5)
 
 
 def best_nodes(parents: IntArray, probabilities: NDArray[np.floating], max_nodes: int) -> tuple[IntArray, IntArray]:
-    """Select the nodes of a tree that are likeliest to be reached: those with the highest product along their path.
+    """The nodes of a tree likeliest to be reached, int32 `[n]`, depth first, and their parents among these.
 
     `probabilities` are those of each node once its parent was chosen, 1 for the root, which is not counted.
-
-    Returns:
-        The selected nodes, int32 `[n]`, depth first, the likelier child first; and their parents among these.
 
     Source: Li et al. 2024, "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", §4.2 (reranking).
     """
@@ -76,14 +73,11 @@ def select(parents, depths, path_probs, required, limits, costs):
         parents: Integers `[k]`; a parent comes before its children.
         depths: Integers `[k]`.
         path_probs: float64 `[k]`; the probability to be reached, never above that of the parent.
-        required: Numbers `[k]`; not 0 if a node, and so its parent, must be in the tree. 0 for the root, and for all
-            nodes of a chain.
+        required: Numbers `[k]`; not 0 if a node, and so its parent, must be in the tree; 0 for all nodes of a chain.
         limits: A `Limits`, as a tuple.
-        costs: float64 `[max_nodes + 2]` or longer; the cost of a step by its nodes, the root counted; empty if nodes
-            are free.
+        costs: float64 `[max_nodes + 2]` or longer, of a step by its nodes, the root counted; empty if nodes are free.
 
-    Returns:
-        Memory from which `node_at` reads the layout, and the number of nodes in it.
+    Returns memory from which `node_at` reads the layout, and the number of nodes in it.
     """
     max_nodes, max_depth, min_probability, is_chain, worth = limits
     count = len(path_probs)
@@ -150,15 +144,11 @@ def _lay_out(parents, required, scratch, last, size):
 def union(root, offered, offers):
     """Merge trees with one root by prefix: a node that several offer is one node.
 
-    Args:
-        root: The token of their root.
-        offered: Tokens, parents, probabilities and sources of the trees' nodes, one tree after the other.
-        offers: Integers `[trees, 3]`: the nodes of each tree, how many of its first nodes are required, and the bit of
-            its first source.
+    `offered` are tokens, parents, probabilities and sources of the trees' nodes, one tree after the other; `offers`,
+    `[trees, 3]`, the nodes of each tree, how many of its first are required, and the bit of its first source.
 
-    Returns:
-        Of the merged tree: tokens, parents, depths, sources, and 1 if required, int32 `[5, nodes]`; the highest
-        probability offered for each node, float64; and the merged node of every node offered, int32.
+    Returns tokens, parents, depths, sources, and 1 if required, int32 `[5, nodes]`; the highest probability offered
+    for each node, float64; and the merged node of every node offered, int32.
     """
     tokens, parents, probabilities, sources = offered
     most = len(tokens) + 1

@@ -21,11 +21,7 @@ jit_inline: Any = register_jitable(error_model="numpy", forceinline=True)
 
 
 class RawArrays:
-    """An object whose arrays compiled code reads by address while it lives.
-
-    Attributes:
-        address: Address of `_pointers`, an int64 array that never moves.
-    """
+    """An object whose arrays compiled code reads by the address of `_pointers`, which never moves, while it lives."""
 
     __slots__ = ("_pointers", "address")
 
@@ -34,11 +30,7 @@ class RawArrays:
         self.address = int(self._pointers.ctypes.data)
 
     def _point_to(self, *arrays: NDArray[Any]) -> None:
-        """Write the addresses of arrays to the first pointers; call it whenever an array is replaced.
-
-        Raises:
-            ValueError: An array is not contiguous or not aligned.
-        """
+        """Write the addresses of arrays to the first pointers; call it whenever an array is replaced."""
         for i, array in enumerate(arrays):
             if not array.flags.c_contiguous or not array.flags.aligned:
                 raise ValueError(f"array {i} must be contiguous and aligned, got strides {array.strides}")

@@ -31,9 +31,6 @@ class RecycledTable(RawArrays):
     It is a set-associative cache: the hash of a context of 1 to 4 tokens names a set of four entries, and a new context
     replaces the oldest entry. 56 bits of the hash are stored and compared, so that contexts do not mix. A context takes
     64 bytes.
-
-    Raises:
-        ValueError: The number of contexts is no multiple of 4.
     """
 
     __slots__ = ("_keys", "_now", "_probs", "_times", "_tokens")
@@ -67,26 +64,14 @@ class RecycledTable(RawArrays):
 
     def store(
         self,
-        before: IntArray,
-        parents: IntArray,
-        tokens: IntArray,
-        top: IntArray,
-        probs: FloatArray,
-        skipped: NDArray[np.bool_] | None = None,
+        before: IntArray,  # `[n]`, the tokens up to the root, the root included
+        parents: IntArray,  # `[k]`, of the tree
+        tokens: IntArray,  # `[k]`; that of the root is the last of `before`
+        top: IntArray,  # `[k, 8]`, the target's likeliest tokens after each node
+        probs: FloatArray,  # `[k, 8]`, their probabilities, highest first
+        skipped: NDArray[np.bool_] | None = None,  # `[k]`, True for nodes after which nothing is stored
     ) -> None:
-        """Store the target's likeliest tokens after every node of a tree, under the last tokens up to the node.
-
-        Args:
-            before: int32 `[n]`, the tokens up to the root, the root included.
-            parents: int32 `[k]`, a tree whose root is node 0 and whose parents come before their children.
-            tokens: int32 `[k]`, the token of each node; that of the root is the last of `before`.
-            top: int32 `[k, 8]`, the target's likeliest tokens after each node.
-            probs: float32 `[k, 8]`, their probabilities, highest first.
-            skipped: bool `[k]`, True for nodes after which nothing is stored.
-
-        Raises:
-            ValueError: The shapes do not fit.
-        """
+        """Store the target's likeliest tokens after every node of a tree, under the last tokens up to the node."""
         nodes = tokens.size
         if before.size == 0 or parents.size != nodes or top.shape != (nodes, TOP) or probs.shape != (nodes, TOP):
             raise ValueError(
@@ -173,19 +158,6 @@ def prob_of(stored):
     return stored / _UNIT
 
 
-@jit_inline
-def _entry(keys, times, code):
-    """The set of a context, and its entry there, or else the entry written longest ago."""
-    group = group_of(keys, code)
-    oldest = 0
-    for way in range(WAYS):
-        if keys[group, way] == code:
-            return group, way
-        if times[group, way] < times[group, oldest]:
-            oldest = way
-    return group, oldest
-
-
 @njit(cache=True, error_model="numpy")
 def _store_tree(keys, kept_tokens, kept_probs, times, now, before, parents, tokens, top, probs, skipped):
     hashes = np.empty(ORDERS, np.uint64)
@@ -194,7 +166,13 @@ def _store_tree(keys, kept_tokens, kept_probs, times, now, before, parents, toke
             continue
         orders = hash_context(before, before.size, tokens, parents, node, hashes)
         for order in range(orders):
-            group, way = _entry(keys, times, hashes[order])
+            group, way = group_of(keys, hashes[order]), 0  # its entry, or else the one written longest ago
+            for other in range(WAYS):
+                if keys[group, other] == hashes[order]:
+                    way = other
+                    break
+                if times[group, other] < times[group, way]:
+                    way = other
             now[0] += 1
             times[group, way] = now[0]
             keys[group, way] = hashes[order]

@@ -17,9 +17,6 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """Write a temporary file beside `path` that replaces it once it is complete and on the disk.
 
     On an error it is removed. Files left by killed processes are removed first.
-
-    Raises:
-        OSError: The file cannot be written.
     """
     path = Path(os.path.realpath(path))  # a link stays a link
     with contextlib.suppress(OSError):
@@ -45,9 +42,6 @@ def remove_leftovers(path: Path) -> None:
     """Remove temporary files left beside `path` by processes that were killed while replacing it.
 
     A process that is still writing holds a lock on its file. On file systems without locks nothing is removed.
-
-    Raises:
-        OSError: One cannot be removed.
     """
     path = Path(os.path.realpath(path))
     for left in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}.tmp"):

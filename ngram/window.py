@@ -38,9 +38,6 @@ class JacobiWindow:
     n-gram, and becomes the top of the next window. A window starts with level 0 and grows by one level a step.
     Unknown cells are drawn from the context, at least one token. `cells` are the filled levels, `[levels, width]`.
 
-    Raises:
-        ValueError: A size is too small, or the context is empty.
-
     Example:
         >>> window = JacobiWindow(width=2, ngram_size=3, context=np.array([7, 7, 7], np.int32))
         >>> window.cells.tolist()
@@ -69,7 +66,9 @@ class JacobiWindow:
         levels. Guesses, a tree with the same root, are not counted.
         """
         cells = self.cells[: max_nodes + 1, : max(1, (max_nodes + 1) // len(self.cells))]
-        tokens, parents = cells.reshape(-1), _cell_parents(*cells.shape)
+        width = cells.shape[1]
+        tokens, parents = cells.reshape(-1), np.arange(cells.size, dtype=np.int32) - width  # the cell below
+        parents[:width] = np.maximum(0, np.arange(width) - 1)  # on level 0 the one before
         probs, offers = np.full(cells.size, _WINDOW_PROB, np.float32), [(cells.size, 0, 0)]
         if guesses is not None:
             tokens, parents = np.append(tokens, guesses.tokens), np.append(parents, guesses.parents)
@@ -137,14 +136,6 @@ def ngrams_of_step(
         if node >= tree.required and answer >= 0:
             documents += [*paths[node], answer, SEPARATOR]
     return np.array([*documents, *paths[0], *emitted.tolist()], np.int32)
-
-
-def _cell_parents(levels: int, width: int) -> IntArray:
-    """For every cell, level by level, the cell below it; on level 0 the cell before it."""
-    parents = np.arange(levels * width, dtype=np.int32) - width
-    parents[:width] = np.arange(width) - 1
-    parents[0] = 0
-    return parents
 
 
 @njit(cache=True)

@@ -123,15 +123,10 @@ class EnableRule:
     def record(
         self, rows: int, *, drafted: bool, tokens: float, forward: float, usual: float, proposing: float
     ) -> None:
-        """Count a step with proposals; all but `rows` in plain steps.
+        """Count a step with proposals, a draft verified or not; times are in plain steps.
 
-        Args:
-            rows: Rows of the step.
-            drafted: Whether a draft was verified.
-            tokens: What the emitted tokens would have taken.
-            forward: Time of the step without `proposing`.
-            usual: Average time of a step of such trees.
-            proposing: Time of the proposers, learning included.
+        `tokens` is what the emitted ones would have taken, `forward` the time of the step without `proposing`, that of
+        the proposers with their learning, and `usual` the average of a step of such trees.
         """
         state = self._state(rows)
         proposing = state.proposing.add(proposing)

@@ -113,12 +113,7 @@ class ChainLengths:
         return self._rule.proposes(rows)
 
     def choose(self, path_probs: Sequence[NDArray[np.float64]]) -> list[int]:
-        """How many tokens of each chain are verified.
-
-        Args:
-            path_probs: For each request of the step float64 `[n]`, not increasing: the probability that its chain is
-                accepted up to each token.
-        """
+        """How many tokens of each chain are verified, by float64 `[n]`: the probability to be accepted up to each."""
         rows = len(path_probs)
         probs = np.concatenate(path_probs) if rows > 1 else path_probs[0] if rows else _NOTHING
         if probs.size == 0:
@@ -140,14 +135,9 @@ class ChainLengths:
         _least_verified(np.ones(1), 1, 1.0, 1.0, 0.0)
 
     def observe(self, *, rows: int, drafted: int, emitted: int, seconds: float, host_s: float | None = 0.0) -> None:
-        """Learn from a step.
+        """Learn from a step: of all rows together its drafted and its emitted tokens, and its time without drafting.
 
-        Args:
-            rows: Requests of the step.
-            drafted: Drafted tokens that it verified, in all of them together.
-            emitted: Tokens that it emitted, likewise.
-            seconds: Its time without that of drafting.
-            host_s: Seconds of drafting; None if nothing was drafted for.
+        `host_s` is the time of drafting; None if nothing was drafted for.
         """
         cost = self._cost_of(rows)
         expected = cost.observe(rows, drafted, seconds)

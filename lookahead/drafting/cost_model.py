@@ -116,11 +116,7 @@ class StepCost:
         return max(1, int(np.sqrt(around[0] * around[-1])) // rows)
 
     def calibrate(self, nodes: Sequence[int], seconds: Sequence[float], *, rows: int, context: int) -> None:
-        """Set the costs of a bucket from a sweep: the seconds of steps of so many nodes a row.
-
-        Raises:
-            ConfigError: The sweep is empty, or a value is not positive.
-        """
+        """Set the costs of a bucket from a sweep: the seconds of steps of so many nodes a row."""
         if len(nodes) != len(seconds) or not nodes or min(nodes) < 1 or not min(seconds) > 0:
             raise ConfigError(f"a sweep needs positive nodes and seconds, got {list(nodes)} and {list(seconds)}")
         tokens = rows * np.array(nodes, np.float64)
@@ -139,11 +135,7 @@ class StepCost:
         ]
 
     def update(self, known: Sequence[Mapping[str, Any]]) -> None:
-        """Load the output of `to_dict`; what was measured in this process is kept.
-
-        Raises:
-            ConfigError: It is not the output of `to_dict`.
-        """
+        """Load the output of `to_dict`, else ConfigError; what was measured in this process is kept."""
         try:
             buckets: list[Bucket] = [(int(each["bucket"][0]), int(each["bucket"][1])) for each in known]
             tables = [np.array(each["seconds"], np.float64) for each in known]
@@ -179,10 +171,7 @@ class StepCost:
         return np.asarray(self._guess(tokens) * ratio)
 
     def _move(self, ratios: FloatArray, rows: int, nodes: float, seconds: float) -> float:
-        """Move the nearest point towards a measurement, or all points after a plain step; the others decay a little.
-
-        Returns the relative change of the point.
-        """
+        """Move the nearest point, or all after a plain step, towards a measurement; returns its relative change."""
         nearest, plain = _point(rows * nodes), _point(rows)
         is_known, is_first = ratios[nearest] > 0.0, not ratios.any()
         change = seconds / float(self._seconds(ratios, rows * nodes))

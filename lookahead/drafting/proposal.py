@@ -174,6 +174,10 @@ class Proposer(Protocol):
 class BatchProposer(Proposer, Protocol):
     """A proposer that drafts for all rows of a step at once, such as one that runs a model."""
 
+    def propose(self, row: int, max_nodes: int) -> Proposal | None:
+        """The proposal for one row."""
+        return self.propose_batch([row], max_nodes)[0]
+
     def propose_batch(self, rows: Sequence[int], max_nodes: int) -> Sequence[Proposal | None]:
         """`propose` for each of `rows`; `propose` itself is not called then."""
 

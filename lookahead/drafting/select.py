@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -39,22 +39,9 @@ class Draft(NamedTuple):
         return Draft(root, tuple(np.zeros(len(where), np.int32) for where in self.placed))
 
 
-@runtime_checkable
-class Drafter(Protocol):
-    """A proposer that makes a draft of its own proposal, in less time than `merge`."""
-
-    def draft(self, row: int, max_nodes: int, limits: Limits, costs: FloatArray) -> Draft:
-        """The draft that `merge` makes of `propose(row, max_nodes)`."""
-
-
-def drafter_of(proposers: Sequence[object]) -> Drafter | None:
-    """The only proposer, if it is a `Drafter`; None if proposals have to be merged."""
-    return proposers[0] if len(proposers) == 1 and isinstance(proposers[0], Drafter) else None
-
-
 def merge(
-    root: int,
-    proposals: Sequence[Proposal | None],
+    root: int,  # the row's last token, the root of each proposal
+    proposals: Sequence[Proposal | None],  # of each proposer
     limits: Limits,
     *,
     sources: Sequence[int] | None = None,
@@ -63,14 +50,8 @@ def merge(
     """Merge proposals by prefix and select the nodes with the most expected tokens per cost.
 
     A node that several proposers offer is one node with the highest of their probabilities. Selection and layout are
-    those of `lookahead.ngram.prune.select`: the likeliest path is 0, 1, 2, …, and committing it moves no KV.
-
-    Args:
-        root: The row's last token, the root of each proposal.
-        proposals: One, or None, per proposer.
-        limits: Limits of the tree; its depth is below the number of tokens that the row may still emit.
-        sources: Sources of each proposer, 1 by default, at most 31 together; their bits are consecutive in the tree.
-        costs: As for `select`.
+    those of `lookahead.ngram.prune.select`: the likeliest path is 0, 1, 2, …, and committing it moves no KV. `sources`
+    counts those of each proposer, at most 31 together; their bits are consecutive in the tree.
     """
     offers = [(i, offer) for i, offer in enumerate(proposals) if offer is not None]
     if not offers or limits.max_nodes <= 0 or limits.max_depth <= 0:
@@ -94,9 +75,9 @@ class BatchValue(NamedTuple):
 
     @classmethod
     def of(cls, left: Sequence[int], plain: FloatArray, lasting: float) -> BatchValue:
-        """The value where rows run to their limits with probability `lasting`, and else may end at any time.
+        """The value where rows run to their limits, so that the last one ends the batch, with probability `lasting`.
 
-        If they run to their limits, the last row ends the batch. If not, tokens of all rows are worth the same.
+        Else they may end at any time, and tokens of all rows are worth the same.
         """
         rows = len(left)
         weights = lasting * plain / plain[-1] + (1.0 - lasting) * np.arange(rows + 1.0) / rows

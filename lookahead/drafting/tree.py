@@ -87,10 +87,7 @@ def count_within(tree: TokenTree, path: IntArray, bits: int) -> int:
 def without_sources(
     verified: Sequence[tuple[TokenTree, IntArray]], tokens: Sequence[int], bits: int
 ) -> tuple[int, list[int]]:
-    """The nodes of the largest tree, and the tokens of each row, if the sources of `bits` had offered nothing.
-
-    `verified` is of every row the tree and the accepted nodes, and `tokens` how many each row emitted.
-    """
+    """The nodes of the largest tree, and the tokens of each row, if the sources of `bits` had offered nothing."""
     nodes = max(1 + int(np.count_nonzero(tree.sources & ~bits)) for tree, _ in verified)
     lost = [count_within(tree, path, bits) for tree, path in verified]
     return nodes, [emitted - n for emitted, n in zip(tokens, lost, strict=True)]

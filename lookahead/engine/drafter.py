@@ -9,11 +9,12 @@ import numpy as np
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.controller import Controller, StepPlan
 from lookahead.drafting.proposal import Feedback, Proposal, Proposer, Top, question_of
-from lookahead.drafting.select import Draft, drafter_of, fit, merge
+from lookahead.drafting.select import Draft, fit, merge
 from lookahead.drafting.tree import TokenTree
 from lookahead.engine.row import ROOT, Row
 from lookahead.models.target import Target
 from lookahead.ngram.prune import FREE, Limits
+from lookahead.proposers.ngram import NgramProposer
 from lookahead.proposers.validated import ValidatedProposer
 from lookahead.verification.exact import Scores, VerifyResult
 from lookahead.verification.rejection import RejectionRounds
@@ -49,7 +50,8 @@ class TreeDrafter:
         self._is_chain = is_chain and not by_rejection
         self._by_rejection = by_rejection
         self._questions = [question_of(proposer) for proposer in proposers]
-        self._single = None if by_rejection else drafter_of(proposers)
+        only = proposers[0] if len(proposers) == 1 else None
+        self._single = only if isinstance(only, NgramProposer) and not by_rejection else None  # nothing to merge
         self.hidden_readers = [each for each in proposers if isinstance(each, ValidatedProposer) and each.hidden_layers]
         self._source_counts = [len(proposer.sources) for proposer in proposers]
         self.sources = [name for proposer in proposers for name in proposer.sources]

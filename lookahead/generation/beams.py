@@ -86,24 +86,10 @@ def beam_search(
     passes: Passes | None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateBeamOutput:
-    """Search with beams inside `model.generate`, for its sequences and scores; see `lookahead.decode`.
+    """What transformers' beam search returns inside `model.generate`; the arguments are those of `decode`.
 
-    Args:
-        model: The model `generate` was called on.
-        input_ids: int64 `[batch * num_beams, tokens]`, left-padded; each prompt as often as it has beams.
-        logits_processor: Prepared by `generate`.
-        stopping_criteria: Prepared by `generate`.
-        generation_config: Resolved by `generate`.
-        lookahead_config: Its `exactness`, `pack` and `draft` are heeded, and what limits drafts; of its proposers
-            `"prompt"` and `"recycled"`.
-        passes: Counts the passes behind the prefill, where given; then no cache is returned.
-        **model_kwargs: What `generate` would pass to the model.
-
-    Returns:
-        What transformers' beam search returns.
-
-    Raises:
-        UnsupportedModelError: The model or an input cannot be served; the message names it.
+    `input_ids`, int64 `[batch * num_beams, tokens]`, holds each prompt as often as it has beams. `passes` counts the
+    passes behind the prefill, where given; then no cache is returned.
     """
     validate_call(model, generation_config, model_kwargs, modes=BEAM_MODES)
     past = model_kwargs.get("past_key_values")

@@ -18,22 +18,10 @@ from lookahead.generation.validation import check_pair, context_limit
 class Conversation:
     """Asks a model one message after another, and keeps the history and its KV cache.
 
-    Args:
-        model: The model.
-        tokenizer: Its tokenizer, with a chat template.
-        system: The system message; None for none.
-        config: How to draft; the defaults when None.
-        max_new_tokens: Most tokens of an answer.
-        chat_template_kwargs: Further arguments of the chat template.
-        **options: Options of `model.generate`.
-
     Attributes:
         messages: The history, the system message included.
         dropped: Messages of the history that the last question left out because the context was full.
         stream: That of the last answer, for its stats and finish reason; None before the first.
-
-    Raises:
-        PromptError: The tokenizer has no chat template.
     """
 
     def __init__(
@@ -72,11 +60,7 @@ class Conversation:
         self._held: list[int] = []  # the tokens whose keys and values the cache holds
 
     def ask(self, question: str) -> Iterator[str]:
-        """The answer to a message, piece by piece. If it is closed early, the history keeps the pieces so far.
-
-        Raises:
-            PromptError: The message is longer than the model's context; it is forgotten.
-        """
+        """The answer to a message, piece by piece. If it is closed early, the history keeps the pieces so far."""
         messages = [*self.messages, {"role": "user", "content": question}]
         fitting = self._reader.fit_chat(messages)
         ids = self._reader.render(fitting)

@@ -141,11 +141,7 @@ def pick_draft(
     prompts: Sequence[str] = PROMPTS,
     **generate_kwargs: Any,
 ) -> Pick:
-    """Measure draft models, by their names, beside the sources that need none, and choose the best.
-
-    Raises:
-        ProposerError: One of them cannot draft for the target.
-    """
+    """Measure draft models, by their names, beside the sources that need none, and choose the best."""
     default = LookaheadConfig(memory="request")
     configs = {PLAIN: LookaheadConfig(proposers=()), NAMES: default}
     configs |= {

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from types import TracebackType
+from functools import wraps
 from typing import Any
 
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StoppingCriteriaList,
-)
-from transformers.generation.streamers import BaseStreamer
+from transformers import PreTrainedModel
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from lookahead.config import LookaheadConfig
@@ -22,6 +15,8 @@ from lookahead.errors import UnsupportedModelError
 from lookahead.generation.hf import decode
 from lookahead.generation.request import serve_stop_strings
 from lookahead.models.support import validate_model
+
+_OURS = ("lookahead_config", "lookahead_streamer", "lookahead_tokenizer", "inputs_tensor")  # no loop takes them
 
 
 def enable(model: PreTrainedModel, config: LookaheadConfig | None = None) -> Enabled:
@@ -72,9 +67,7 @@ class Enabled:
     def __enter__(self) -> Enabled:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.disable()
 
 
@@ -132,39 +125,26 @@ def _itself(original: Any) -> Any:
     return original
 
 
-def _decode_or_hand_over(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    lookahead_config: LookaheadConfig | None = None,
-    lookahead_streamer: BaseStreamer | None = None,
-    lookahead_tokenizer: PreTrainedTokenizerBase | None = None,
-    inputs_tensor: Tensor | None = None,
-    **model_kwargs: Any,
-) -> Any:
+@wraps(decode)  # transformers reads the names of arguments from the signature
+def _decode_or_hand_over(model: Any, input_ids: Tensor, **kwargs: Any) -> Any:
     """`decode`; a call that it refuses goes to the loop of transformers, with a warning.
 
     That loop gets the inputs that `generate` prepared, so that no encoder reads its input twice.
-
-    Raises:
-        UnsupportedModelError: Only `generate` itself can serve the call.
     """
-    arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config)
-    ours = (lookahead_config, lookahead_streamer, lookahead_tokenizer, inputs_tensor)
+    ours = {name: kwargs.pop(name, None) for name in _OURS}
+    streamer = ours["lookahead_streamer"]
     try:
-        return decode(*arguments, *ours, **model_kwargs)
+        return decode(model, input_ids, **ours, **kwargs)
     except UnsupportedModelError as error:
-        name = GENERATION_MODES_MAPPING[generation_config.get_generation_mode()]
+        name = GENERATION_MODES_MAPPING[kwargs["generation_config"].get_generation_mode()]
         loop: Any = getattr(type(model), name, None)  # some are on the Hub
-        if loop is None or (lookahead_streamer is not None and name != "_sample"):
+        if loop is None or (streamer is not None and name != "_sample"):
             raise
         warnings.warn(f"decoded by transformers alone: {error}", stacklevel=2)
-    if lookahead_streamer is not None:
-        lookahead_streamer.put(input_ids.cpu())
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
     if name == "_sample":
-        model_kwargs["streamer"] = lookahead_streamer
+        kwargs["streamer"] = streamer
     elif name == "_assisted_decoding":
-        model_kwargs["inputs_tensor"] = inputs_tensor
-    return loop(*arguments, **model_kwargs)
+        kwargs["inputs_tensor"] = ours["inputs_tensor"]
+    return loop(model, input_ids, **kwargs)

@@ -235,26 +235,8 @@ def assemble(
 ) -> Engine:
     """Build an engine: a model with its cache, the proposers, and the controller with its learned state.
 
-    Args:
-        model: The model.
-        config: The options.
-        pool: The opened pool of the configuration.
-        batch: As for `Engine`, as are `keep_cache` and `isolates`.
-        slots: Rows of the cache.
-        stopping: When rows end.
-        tokenizer: The model's, where it is known.
-        capacity: Tokens per row of the cache to begin with.
-        shape: Whether the model can score trees or chains.
-        warp: As in `Call`; None for greedy decoding.
-        encoded: The output of the encoder of an encoder-decoder model.
-        keep_cache: Whether the caller gets the cache.
-        isolates: Whether rows fail alone.
-
-    Raises:
-        PoolError: The memory file cannot be opened.
-        ProposerError: A factory returns no proposer.
-        UnsupportedModelError: A source reads hidden states that the model does not show, or the model is spread over
-            several processes, and one of them alone cannot draft so.
+    `batch`, `keep_cache` and `isolates` are as for `Engine`, and `warp` is as in `Call`. The cache has `slots` rows, at
+    first of `capacity` tokens each.
     """
     call = Call(
         model=model,

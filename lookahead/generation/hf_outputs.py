@@ -42,18 +42,16 @@ class PieceStreamer(TextStreamer):
 class TextStream(Iterator[str]):
     """The text of one prompt, piece by piece, as soon as its tokens are verified.
 
-    Args:
-        engine: An engine of one row.
-        tokenizer: Decodes its tokens.
-        finish: Called when the output has ended, but not when it is closed before.
-
     Attributes:
         token_ids: The new tokens so far, an end-of-sequence token included.
         finish_reason: Why the output ended, as in `GenerationResult`; None before.
     """
 
     def __init__(
-        self, engine: Engine | PlainLoop, tokenizer: PreTrainedTokenizerBase, finish: Callable[[], None]
+        self,
+        engine: Engine | PlainLoop,  # of one row
+        tokenizer: PreTrainedTokenizerBase,
+        finish: Callable[[], None],  # called when the output has ended, but not when it is closed before
     ) -> None:
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
@@ -94,10 +92,7 @@ class TextStream(Iterator[str]):
 def collect(
     engine: Engine | PlainLoop, streamer: Any = None, pad: Tensor | None = None
 ) -> tuple[list[list[int]], list[FinishReason]]:
-    """Run an engine to its end; the new tokens of every row and why it ended.
-
-    A streamer is shown them a column at a time, as transformers does.
-    """
+    """Run an engine to its end; new tokens and reason of every row. A streamer gets them a column at a time."""
     outputs: list[list[int]] = [[] for _ in engine.stats]
     reasons: list[FinishReason] = ["length" for _ in engine.stats]
     running = set(range(len(outputs)))
@@ -123,11 +118,7 @@ def collect(
 
 
 def adopt(past: DynamicCache, cache: TreeCache, padding: NDArray[np.int64]) -> None:
-    """Copy the keys and values of a transformers cache into an empty tree cache.
-
-    The former are left-padded as the prompts are, by `padding`, int64 `[batch]`. The rows then hold
-    `past.get_seq_length() - padding` tokens, or none.
-    """
+    """Copy the keys and values of a transformers cache, left-padded by int64 `[batch]`, into an empty tree cache."""
     width = past.get_seq_length()
     for row, pad in enumerate(padding.tolist()):
         states: list[RowStates] = []
@@ -141,8 +132,7 @@ def adopt(past: DynamicCache, cache: TreeCache, padding: NDArray[np.int64]) -> N
 def return_cache(engine: Engine | PlainLoop, past: object) -> None:
     """Append the new keys and values of a finished engine to the transformers cache that was passed in.
 
-    It then holds all tokens but the last of the longest row, padded left and right with zeros. The loop of transformers
-    fills it by itself.
+    It then holds all tokens but the last of the longest row. The loop of transformers fills it by itself.
     """
     if not (isinstance(engine, Engine) and engine.kept and isinstance(past, DynamicCache | StaticCache)):
         return
@@ -153,13 +143,9 @@ def return_cache(engine: Engine | PlainLoop, past: object) -> None:
 def append_states(
     past: DynamicCache | StaticCache, rows: Sequence[Sequence[RowStates]], padding: Sequence[int], width: int
 ) -> None:
-    """Append the keys and values of rows to a transformers cache, which then holds `width` tokens.
+    """Append keys and values of rows, `[heads, tokens, dim]` by layer, to a cache that holds their beginning, if any.
 
-    Args:
-        past: The cache; it holds the first tokens of the rows, or none.
-        rows: Of every row and layer keys and values `[heads, tokens, dim]`, from the first token on.
-        padding: Tokens of padding before each row.
-        width: Tokens of the longest row, its padding counted.
+    It then holds `width` tokens, the `padding` before each row counted; what is padded is zeros.
     """
     begin = int(past.get_seq_length())
     for index in range(len(rows[0])):
@@ -191,11 +177,7 @@ def output_dict(
     *,
     is_encoder_decoder: bool = False,
 ) -> GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
-    """The output class of `return_dict_in_generate`.
-
-    Scores and logits of a row that ended before the others are zeros from there on; transformers computes
-    them from padding.
-    """
+    """The output class of `return_dict_in_generate`; scores and logits of a row that has ended are zeros."""
 
     def by_step(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
         """Turn lists of `[vocab]` per row into one `[batch, vocab]` per step."""

@@ -28,11 +28,7 @@ _PASS_TOKENS = 512  # of a pass over a text; each begins without what came befor
 
 
 def open_memory(model: PreTrainedModel, path: str | os.PathLike[str]) -> None:
-    """Open a memory file before the first call with `LookaheadConfig(memory=path)` does; a missing file is empty.
-
-    Raises:
-        PoolError: The file cannot be read, is damaged, or belongs to another model.
-    """
+    """Open a memory file before the first call with `LookaheadConfig(memory=path)` does; a missing file is empty."""
     learned = state_of(model).learned
     with learned.lock:
         open_file_memory(os.fspath(path), model, learned.of(ProposerState, ProposerState).files)
@@ -60,9 +56,10 @@ def save_memory(model: PreTrainedModel, path: str | os.PathLike[str]) -> bool:
         opened = learned.of(ProposerState, ProposerState).files.get(os.path.realpath(name))
         if opened is None:
             raise PoolError(f"{name}: cannot be saved: no call of this model had this memory")
-        new, old = records_of(opened.memory.recycled, opened.header.vocabulary)
+        memory, header = opened
+        new, old = records_of(memory.recycled, header.vocabulary)
     if len(new):
-        merge_into(name, opened.header, new, old)
+        merge_into(name, header, new, old)
     return len(new) > 0
 
 
@@ -95,11 +92,7 @@ def build_memory(
     """Make a memory of the documents of all inputs, or add them to one. The model reads them and generates nothing.
 
     With `max_contexts=None` they are added to the file that exists, up to its bound. `limit` is in bytes of a document.
-
-    Raises:
-        PoolError: There is no document to read, the existing memory cannot be added to, or the file cannot be written.
-            An existing file is left as it was.
-        UnsupportedModelError: The model is no causal LM.
+    On an error an existing file is left as it was.
     """
     validate_causal_lm(model, "read texts for a memory")
     adds = max_contexts is None

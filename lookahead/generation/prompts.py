@@ -40,11 +40,7 @@ def is_chat(prompt: object) -> bool:
 
 
 def as_chat(tokenizer: PreTrainedTokenizerBase, text: str, system: str | None = None) -> str | list[Message]:
-    """A text as a user's message where the tokenizer has a chat template, else as it is.
-
-    Raises:
-        PromptError: There is a system's message and no template for it.
-    """
+    """A text as a user's message where the tokenizer has a chat template, else as it is."""
     if has_chat_template(tokenizer):
         messages: list[Message] = [{"role": "user", "content": text}]
         return messages if system is None else [{"role": "system", "content": system}, *messages]
@@ -60,23 +56,10 @@ def pad_token_of(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 class PromptReader:
-    """Reads the prompts of one call.
+    """Reads the prompts of one call, with the arguments of `lookahead.generate`.
 
-    Args:
-        model: The model.
-        tokenizer: Its tokenizer.
-        add_special_tokens: Whether the tokenizer adds its special tokens to text.
-        chat_template_kwargs: Further arguments of the chat template.
-        truncate: What a prompt that is too long loses: its beginning (`"left"`) or its end (`"right"`). A chat loses
-            its oldest turns first, but for system messages. None refuses it.
-        reserved: Tokens that a truncated prompt leaves room for.
-
-    Attributes:
-        limit: Most tokens of a prompt that can be decoded; None for no limit.
-        room: Most tokens of a prompt that leaves room for its output; likewise.
-
-    Raises:
-        ConfigError: `truncate` is something else, or nothing would be left of a prompt.
+    A truncated prompt leaves room for `reserved` tokens. A prompt has at most `limit` tokens, and `room` if it leaves
+    room for its output; None for no limit.
     """
 
     def __init__(
@@ -109,11 +92,7 @@ class PromptReader:
             )
 
     def separate(self, prompts: object) -> Iterable[Any]:
-        """One prompt or several, each of them to be read; several may come from a stream.
-
-        Raises:
-            PromptError: It is neither.
-        """
+        """One prompt or several, each of them to be read; several may come from a stream."""
         if isinstance(prompts, str) or is_chat(prompts) or _are_ids(prompts):
             return [prompts]
         if isinstance(prompts, Mapping):
@@ -145,11 +124,7 @@ class PromptReader:
         return [row[at[0] : at[-1] + 1] if at else [] for row, at in zip(rows, kept, strict=True)]
 
     def read(self, prompt: Any, index: int) -> list[int]:
-        """The token ids of one prompt, text, chat messages or ids; `index` is its number, for the message.
-
-        Raises:
-            PromptError: It is none, has no tokens, or has too many.
-        """
+        """The token ids of one prompt, text, chat messages or ids; `index` is its number, for error messages."""
         if isinstance(prompt, str):
             ids = self._encode(prompt)
         else:
@@ -182,13 +157,7 @@ class PromptReader:
         raise PromptError(f"prompt {index} must be {_KINDS}, got {_got(prompt)}")
 
     def render(self, messages: Sequence[Message], index: int = 0) -> list[int]:
-        """The token ids of chat messages by the tokenizer's template.
-
-        What an assistant's message at the end says is continued.
-
-        Raises:
-            PromptError: The tokenizer has no template, or the template does not take the messages.
-        """
+        """The token ids of chat messages by the tokenizer's template. An assistant's message at the end goes on."""
         if not has_chat_template(self._tokenizer) and "chat_template" not in self._chat_kwargs:
             raise PromptError(
                 f"prompt {index} is chat messages, and the tokenizer has no chat template; pass a string, or set "

@@ -52,14 +52,7 @@ class RequestReader:
     A prompt is decoded alone where nothing else is exact: if tokens are sampled, with a user's own processors, criteria
     or sources of drafts, and with models that score no trees.
 
-    Attributes:
-        reader: Reads the prompts.
-        shares_batches: Whether prompts without a row may be decoded together, each with the tokens it has alone.
-
-    Raises:
-        ConfigError: An option is out of its range.
-        PoolError: The pool was made with another tokenizer.
-        UnsupportedModelError: The model cannot be served, or a processor or criterion may keep a state.
+    With `shares_batches` prompts without a row may be decoded together, each with the tokens it has alone.
     """
 
     def __init__(
@@ -104,12 +97,7 @@ class RequestReader:
         )
 
     def take(self, index: int, prompt: Prompt, max_new_tokens: int | None) -> Request:
-        """Read a prompt.
-
-        Raises:
-            PromptError: It cannot be continued.
-            UnsupportedModelError: What is asked for cannot be served, whatever the prompt.
-        """
+        """Read a prompt; PromptError if it cannot be continued."""
         ids = self.reader.read(prompt, index)
         check_token_ids(np.array(ids), index, vocabulary_size(self._model))
         options = self._with_limit(self._settings[1], max_new_tokens)

@@ -56,10 +56,7 @@ _ROW_WISE = frozenset({EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, Sto
 
 
 def stateful_name(processors: LogitsProcessorList, criteria: StoppingCriteriaList, config: GenerationConfig) -> str:
-    """The name of the first processor or criterion that may keep a state or look across rows, or an empty string.
-
-    It must see what `model.generate` shows it: the whole batch, once a step.
-    """
+    """The name of the first processor or criterion that may keep a state or look across rows, or an empty string."""
     others = [criterion for criterion in criteria if type(criterion) not in _ROW_WISE]
     names = [str(getattr(each, "__qualname__", type(each).__qualname__)) for each in others]  # it may be a function
     return next(iter(names), "") or foreign_processor(processors, config)
@@ -127,10 +124,9 @@ def serve_stop_strings(
     generation_config: GenerationConfig | None,
     generate_kwargs: dict[str, Any],
 ) -> tuple[GenerationConfig | None, dict[str, Any]]:
-    """Turn stop strings into the stopping criterion they mean.
+    """The configuration and arguments for `model.generate` with stop strings as the stopping criterion they mean.
 
-    `model.generate` cannot do it itself, since it hands no tokenizer to a custom method. Returns the
-    configuration and the arguments to call `generate` with.
+    It cannot do that itself, since it hands no tokenizer to a custom method.
     """
     options = generation_config if generation_config is not None else model.generation_config
     stop_strings = generate_kwargs.get("stop_strings", options.stop_strings)

@@ -32,10 +32,7 @@ _LEAST_CACHE = 256 << 20  # bytes that a cache may take, however small the model
 
 
 def cache_tokens_of(model: PreTrainedModel, rows: int) -> int:
-    """Default number of tokens of a cache of so many rows, all rows together.
-
-    It is 2048 a row on a CPU and 4096 on a GPU, and no more than take the bytes of the model's weights, or 256 MiB.
-    """
+    """Default number of tokens of a cache of so many rows, all rows together, as `stream_many` documents it."""
     kind = input_device(model).type
     tokens = rows * _SLOTS.get(kind, _SLOTS["cuda"])
     config: Any = model.config.get_text_config(decoder=True)
@@ -156,13 +153,9 @@ def _stream(scheduler: Scheduler, prompts: Iterator[Prompt]) -> Iterator[Complet
 
 
 class Scheduler:
-    """Decodes prompts in a fixed number of rows; they may be added while others are being decoded.
+    """Decodes prompts in `rows` rows; they may be added while others are being decoded.
 
-    The arguments are those of `stream_many`.
-
-    Attributes:
-        rows: How many prompts are decoded together.
-        on_prefill: If set, called with the number of prompt tokens read and their total.
+    The arguments are those of `stream_many`; `on_prefill` may be set to what `generate` takes by that name.
     """
 
     def __init__(
@@ -202,13 +195,7 @@ class Scheduler:
         return not (self._failed or self._waiting or self._running)
 
     def put(self, index: int, prompt: Prompt, max_new_tokens: int | None = None) -> None:
-        """Add a prompt, to be decoded by the next steps.
-
-        Args:
-            index: The number of its completion, unique among the prompts that are not done.
-            prompt: As `generate` takes one.
-            max_new_tokens: Replaces the option of that name.
-        """
+        """Add a prompt as `generate` takes it; its `index` is unique among the prompts that are not done."""
         try:
             self._waiting.append(self._requests.take(index, prompt, max_new_tokens))
         except PromptError as error:

@@ -31,18 +31,8 @@ _PACKAGES = ("accelerate", "fastapi", "openai", "pydantic", "uvicorn")
 class EnabledModels(ModelManager):
     """Loads models for the server by the names that `lookahead.load` takes, and enables each of them.
 
-    Args:
-        preload: The model that is loaded at once, and listed first; then `first`.
-        only: Whether it is the only one that is served, and stays in memory.
-        config: How to draft; the defaults when None.
-        dtype: As `lookahead.load` takes it.
-        device: Likewise.
-        quantize: Likewise, for every model.
-        timeout_s: Seconds without a request after which a model is unloaded.
-
-    Raises:
-        ConfigError: The dtype is unknown, the device does not exist, or nothing can be quantized so.
-        UnsupportedModelError: There is no such model, or it cannot be loaded.
+    The model to `preload` is loaded at once, and listed first; with `only` no other is served, and it stays in memory.
+    `dtype`, `device` and `quantize` are as for `lookahead.load`.
     """
 
     def __init__(
@@ -54,7 +44,7 @@ class EnabledModels(ModelManager):
         dtype: str = "auto",
         device: str | None = None,
         quantize: str | None = None,
-        timeout_s: int = 300,
+        timeout_s: int = 300,  # without a request, after which a model is unloaded
     ) -> None:
         self._preload, self._config = preload, config
         target = resolve_device(device)
@@ -125,22 +115,14 @@ class EnabledModels(ModelManager):
 
 
 def check_packages() -> None:
-    """Refuse to serve without the packages of the extra.
-
-    Raises:
-        ConfigError: It names those that are missing, and how to install them.
-    """
+    """Refuse to serve without the packages of the extra."""
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"serving needs {', '.join(missing)}: pip install 'lookahead-decoding[serve]'")
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that takes connections, which wait until the server runs; port 0 is a free one.
-
-    Raises:
-        ConfigError: The address cannot be taken.
-    """
+    """A socket that takes connections, which wait until the server runs; port 0 is a free one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)

@@ -163,10 +163,7 @@ def _is_whole(value: object) -> bool:
 
 
 def context_limit(model: PreTrainedModel) -> int | None:
-    """Most positions a prompt and its output may take together, as the model's configuration states; None if nowhere.
-
-    What scales the positions (linear, dynamic or YaRN RoPE) extends the number that the model was trained with.
-    """
+    """Most positions of a prompt and its output together by the model's configuration, its RoPE scaling included."""
     config: Any = model.config.get_text_config(decoder=True)
     limit: int | None = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit < 1:
@@ -185,17 +182,7 @@ def validate_call(
     model_kwargs: Mapping[str, Any],
     modes: Sequence[GenerationMode] = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE),
 ) -> None:
-    """Refuse what cannot be served of a call of `model.generate`.
-
-    Args:
-        model: The model.
-        config: Resolved by `generate`.
-        model_kwargs: What `generate` would pass to the model.
-        modes: The generation modes that are served.
-
-    Raises:
-        UnsupportedModelError: It names the mode or the input, and what to do instead.
-    """
+    """Refuse by UnsupportedModelError what cannot be served of a call of `model.generate`, resolved by it."""
     validate_model(model)
     has_encoder = model.config.is_encoder_decoder
     cache = EncoderDecoderCache if has_encoder else DynamicCache

@@ -33,10 +33,8 @@ class KnownRequests:
     def match(self, tokens: IntArray, counts: NDArray[np.int64], wanted: Sequence[object]) -> list[ChainRequest]:
         """Find the request of every row; returns those that left their rows in this call.
 
-        Args:
-            tokens: int32 `[rows or more, columns]`, the tokens of each row from its first column on.
-            counts: int64 `[rows]`, how many.
-            wanted: For each row, whether one that left may be found for it: a truth value.
+        `tokens` are int32 `[rows or more, columns]`, `counts` int64 `[rows]` of them. A request that left may be found
+        for a row where `wanted` is true.
         """
         stay = _agree(self._addresses[: counts.size], tokens, counts)
         if len(self.rows) == counts.size and stay.all():

@@ -56,11 +56,7 @@ class VllmOptions:
 
     @classmethod
     def of(cls, vllm_config: Any) -> VllmOptions:
-        """The options that a `VllmConfig` holds.
-
-        Raises:
-            ConfigError: They are no object, one is unknown, or a value is out of its range.
-        """
+        """The options that a `VllmConfig` holds."""
         additional = getattr(vllm_config, "additional_config", None)
         given = additional.get("lookahead", {}) if isinstance(additional, Mapping) else {}
         if not isinstance(given, Mapping):

@@ -60,12 +60,7 @@ def build_pool(
     totals: PoolTotals,
     observer: PoolObserver,
 ) -> PoolHeader:
-    """Make a pool of the documents of all inputs. An existing file is replaced when the new one is complete.
-
-    Raises:
-        PoolError: There is no document to take, the existing pool cannot be opened or was made with another tokenizer,
-            or the file cannot be written. An existing file is left as it was.
-    """
+    """Make a pool of the documents of all inputs. An existing file is replaced when the new one is complete."""
     fingerprint = tokenizer_fingerprint(tokenizer)
     with pool_errors(path):
         before = [np.array(Pool.open(path, fingerprint).tokens[1:])] if add else []

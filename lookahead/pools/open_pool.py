@@ -15,13 +15,7 @@ from lookahead.ngram.pool_file import VERSION, Pool, PoolHeader, read_header
 def open_pool(path: str, *, fingerprint: int | None = None, vocabulary: int | None = None) -> Pool:
     """Open a pool to draft from. An open pool is reused unless its file was replaced.
 
-    Args:
-        path: The file.
-        fingerprint: The `tokenizer_fingerprint` of the tokenizer of the prompts; `None` without one.
-        vocabulary: The number of token ids of the model, checked where there is no tokenizer.
-
-    Raises:
-        PoolError: The file cannot be read, is damaged, or was made with another tokenizer.
+    It is checked against the fingerprint of the tokenizer, or the number of token ids of the model, where given.
     """
     with pool_errors(path):
         status = os.stat(path)
@@ -49,11 +43,7 @@ def pool_of(config: LookaheadConfig, *, fingerprint: int | None = None, vocabula
 
 
 def read_pool_header(path: str) -> PoolHeader:
-    """The header of a pool file, without reading its contents.
-
-    Raises:
-        PoolError: The file cannot be read, is no pool, or has a wrong header or size.
-    """
+    """The header of a pool file, without reading its contents."""
     with pool_errors(path):
         return read_header(path)
 

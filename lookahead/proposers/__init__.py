@@ -36,12 +36,7 @@ class ProposerState:
 def make_proposers(
     config: LookaheadConfig, learned: ProposerState, pool: Pool | None, call: Call, branch: LookaheadBranch
 ) -> list[Proposer]:
-    """The proposers of a configuration: first those with a name, then those of its factories.
-
-    Raises:
-        PoolError: The memory file cannot be read, is damaged, or belongs to another model.
-        ProposerError: A factory returns no proposer, or two sources have the same name.
-    """
+    """The proposers of a configuration: first those with a name, then those of its factories."""
     made: list[Proposer] = []
     mixed = [name for name in config.proposers if name in SOURCES]
     if mixed:

@@ -69,15 +69,6 @@ class BeamDrafter:
     tokens behind it. They are known behind nodes that were scored, and are estimated behind the others from earlier
     occurrences of their last tokens in the prompt, and from the model's likeliest tokens after the same last tokens.
 
-    Args:
-        prompt: int32 `[tokens]`.
-        beams: Beams of the prompt.
-        ends: Tokens that end a sequence: no beam goes on behind them.
-        config: Its `proposers`, `max_nodes`, `min_ngram`, `max_ngram` and `draft` are heeded.
-        state: What was learned of the model.
-        lock: Held while it is read or changed.
-        most: Most nodes of a draft.
-
     Source: Luo et al. 2024, "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token
         Recycling", §3 (drafts from the logits of earlier passes); Bottou 1998, "Online Learning and Stochastic
         Approximations", §3 (the logistic regression).
@@ -87,10 +78,10 @@ class BeamDrafter:
         self,
         prompt: IntArray,
         beams: int,
-        ends: Collection[int],
+        ends: Collection[int],  # tokens behind which no beam goes on
         config: LookaheadConfig,
         state: BeamState,
-        lock: RLock,
+        lock: RLock,  # held while the state is read or changed
         most: int = _MOST_NODES,
     ) -> None:
         self._beams, self._ends, self._state, self._lock = beams, set(ends), state, lock
@@ -111,16 +102,9 @@ class BeamDrafter:
         self._host_s = 0.0  # of the newest draft
 
     def draft(self, tree: BeamTree, scores: Sequence[float], steps: int, left: int) -> bool:
-        """Add drafted nodes to a tree, of which some tips are not scored.
+        """Add drafted nodes to a tree with tips that are not scored; whether the pass is to be read for `learn`.
 
-        Args:
-            tree: The tree.
-            scores: Of the beams.
-            steps: How many steps the pass before has served; 0 before the first pass.
-            left: Steps that the search may take behind the next one.
-
-        Returns:
-            Whether to read the likeliest tokens of the pass, for `learn`.
+        The pass before has served `steps` steps, and the search may take `left` behind the next one.
         """
         with self._lock:
             begin = time.perf_counter()

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.drafting.budget import Ema
-from lookahead.drafting.proposal import Call, Feedback, IntArray, Proposal, Proposer
+from lookahead.drafting.proposal import BatchProposer, Call, Feedback, IntArray, Proposal, Proposer
 from lookahead.errors import ConfigError, ProposerError
 from lookahead.models.calibration import pass_seconds
 from lookahead.models.encoder_decoder import DecoderTarget, decoder_support, encode, encoder_positions
@@ -47,7 +47,7 @@ class PassTimes:
     def pays(self, tokens: float, gain: float, spent: float) -> bool:
         """Whether a further pass, expected to add `gain` to `tokens`, raises the tokens per second.
 
-        The first draft stays small: no step of the target has been timed then. `spent` are the seconds of drafting.
+        The first draft stays small, as no step of the target was timed yet. `spent` are the seconds of drafting.
         """
         return self.target.value > 0.0 and gain * (self.target.value + spent) > tokens * self.draft.value
 
@@ -121,12 +121,7 @@ class DraftModel:
         self.width = width
 
     def __call__(self, call: Call) -> Proposer:
-        """Make the proposer of one call.
-
-        Raises:
-            ProposerError: The model cannot draft for the target: other tokens, or a state that goes one way only.
-            UnsupportedModelError: It is no causal LM, nor an encoder-decoder model for another.
-        """
+        """Make the proposer of one call; ProposerError where the model cannot draft for the target."""
         if call.inputs is None:
             validate_causal_lm(self.model, "draft for a causal one")
         validate_model(self.model)
@@ -185,11 +180,8 @@ class _DraftRow:
     tree: DraftTree | None = None
 
 
-class ModelProposer(Proposer):
-    """The drafts of one call. Rows share the passes of the draft model, whose cache keeps what was accepted.
-
-    Token ids that both models know are those below `vocabulary`; `shape` is what the draft model can score.
-    """
+class ModelProposer(BatchProposer):
+    """The drafts of one call. Rows share the passes of the draft model, whose cache keeps what was accepted."""
 
     def __init__(self, draft: DraftModel, call: Call, state: DraftModelState, vocabulary: int, shape: Shape) -> None:
         self.sources = (draft.name,)
@@ -221,10 +213,6 @@ class ModelProposer(Proposer):
         ids[: len(prompt)] = prompt
         self._rows[row] = _DraftRow(ids, len(prompt))
         self._target = None
-
-    def propose(self, row: int, max_nodes: int) -> Proposal | None:
-        """Draft for one row."""
-        return self.propose_batch([row], max_nodes)[0]
 
     def propose_batch(self, rows: Sequence[int], max_nodes: int) -> list[Proposal | None]:
         """Draft for rows together; those of the call that are not asked for are drafted for as well."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +35,12 @@ EMPTY: Records = np.zeros((0, 5), np.uint64)
 _LOCK_S = 60.0  # of waiting for another process, which writes for less than a second
 
 
-@dataclass(frozen=True, slots=True)
-class FileMemory:
-    """A memory that started from a file, and what binds it to its model."""
-
-    memory: Memory
-    header: MemoryHeader
+FileMemory = tuple[Memory, MemoryHeader]
+"""A memory that started from a file, and what binds it to its model."""
 
 
 def header_of(model: Any, max_contexts: int = DEFAULT_CONTEXTS) -> MemoryHeader:
-    """The header of an empty memory of a model.
-
-    Raises:
-        PoolError: The model has no weights at hand to tell it by, or too many tokens.
-    """
+    """The header of an empty memory of a model."""
     vocabulary = decoder_vocabulary(model)
     if vocabulary > MOST_TOKENS:
         raise PoolError(f"a memory file takes vocabularies of at most {MOST_TOKENS} tokens, got {vocabulary}")
@@ -63,9 +55,6 @@ def open_file_memory(path: str, model: Any, opened: dict[str, FileMemory]) -> Me
     """The memory of a model that a file begins, empty if there is no file.
 
     The file is read once: later calls find it in `opened`, by its path, with what the model learned since.
-
-    Raises:
-        PoolError: The file cannot be read, is damaged, or belongs to another model.
     """
     place = os.path.realpath(path)
     if place not in opened:
@@ -73,18 +62,14 @@ def open_file_memory(path: str, model: Any, opened: dict[str, FileMemory]) -> Me
         with pool_errors(path):
             if os.path.lexists(path):
                 header, records = read_memory(path, header)
-        opened[place] = FileMemory(Memory(table_of(records)), header)
-    return opened[place].memory
+        opened[place] = Memory(table_of(records)), header
+    return opened[place][0]
 
 
 def merge_into(path: str, header: MemoryHeader, new: Records, old: Records = EMPTY) -> MemoryHeader:
     """Merge records into a file, which is made if there is none, under a lock and atomically.
 
-    The header is one of the model of the records; its bound counts for a new file. New records replace those of the
-    file, which replace old ones.
-
-    Raises:
-        PoolError: The file cannot be read or written, or belongs to another model. It is as it was.
+    The bound of the header counts for a new file. New records replace those of the file, which replace old ones.
     """
     with pool_errors(path), _locked(path):
         known = EMPTY
@@ -96,14 +81,7 @@ def merge_into(path: str, header: MemoryHeader, new: Records, old: Records = EMP
 def merge_files(path: str, sources: Sequence[str], max_contexts: int | None = None) -> MemoryHeader:
     """Write a memory file of what several of one model hold. Of a context in several, the one learned last stays.
 
-    Args:
-        path: The file to write, atomically.
-        sources: Memory files; of equal age, the one named first counts.
-        max_contexts: Most contexts of the new file; by default the most that one of them may hold.
-
-    Raises:
-        PoolError: A file cannot be read, is damaged, or is of another model than the first, or the new one cannot be
-            written. An existing file is as it was.
+    Of equal age, that of the file named first counts. The bound is by default the highest of theirs.
     """
     fits, parts, bound = None, [], 0
     for source in sources:
@@ -123,11 +101,7 @@ def merge_files(path: str, sources: Sequence[str], max_contexts: int | None = No
 
 @contextmanager
 def _locked(path: str) -> Iterator[None]:
-    """Keep other processes from merging. The lock has its own file, since the other one is replaced.
-
-    Raises:
-        PoolError: Another process holds the lock for long, or it cannot be made.
-    """
+    """Keep other processes from merging. The lock has its own file, since the other one is replaced."""
     place = Path(os.path.realpath(path))
     check_folder(path)  # filelock would wait for one
     lock = FileLock(place.with_name(f".{place.name}.lock"), timeout=_LOCK_S)

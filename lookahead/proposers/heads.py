@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lookahead.drafting.proposal import Call, Feedback, IntArray, Proposal, Proposer
+from lookahead.drafting.proposal import BatchProposer, Call, Feedback, IntArray, Proposal, Proposer
 from lookahead.heads.guess_tree import GuessTree, HeadDrafter
 from lookahead.heads.head_files import Network, fresh_rates, make_drafter, open_heads
 from lookahead.heads.layers import lm_head
@@ -63,11 +63,8 @@ class _HeadsRow:
     tree: GuessTree | None = None
 
 
-class HeadsProposer(Proposer):
-    """Lets heads read what was decoded, offers what they guess, and counts what was right.
-
-    The rates are those that the drafter has. Layers of a model spread over several devices are not on `device`.
-    """
+class HeadsProposer(BatchProposer):
+    """Lets heads read what was decoded, offers what they guess, and counts what was right."""
 
     def __init__(self, drafter: HeadDrafter, rates: AcceptanceTable, name: str, device: torch.device) -> None:
         self.sources = (name,)
@@ -80,10 +77,6 @@ class HeadsProposer(Proposer):
     def start(self, row: int, prompt: IntArray) -> None:
         """Add a row."""
         self._rows[row] = _HeadsRow(int(prompt[-1]), prompt)
-
-    def propose(self, row: int, max_nodes: int) -> Proposal | None:
-        """Offer the guesses for one row."""
-        return self.propose_batch([row], max_nodes)[0]
 
     def propose_batch(self, rows: Sequence[int], max_nodes: int) -> Sequence[Proposal | None]:
         """Let the heads read and guess for all rows at once."""

@@ -25,10 +25,7 @@ _OUTPUT_TOKENS = 1 << 20  # of earlier outputs; the oldest half is forgotten whe
 
 
 class Memory:
-    """Texts of finished requests, and the target's likeliest tokens after contexts, in bounded memory.
-
-    262,144 contexts take 16 MiB, unless another table is given.
-    """
+    """Texts of finished requests, and the target's likeliest tokens after 262,144 contexts (16 MiB) by default."""
 
     __slots__ = ("outputs", "recycled")
 
@@ -53,9 +50,6 @@ class NgramProposer:
     prompt and output, `"outputs"` in those of earlier requests, `"corpus"` in a pool; `"recycled"` has the target's
     likeliest tokens after the last four, three, two or one tokens, at every node of the tree. Hit rates of candidates
     are learned from every step of every row, and kept for later rows; so is what the memory gets.
-
-    Raises:
-        ValueError: An n-gram length is out of its range, a source is unknown, or `"corpus"` has no pool.
 
     Source: Saxena 2023, "Prompt Lookup Decoding"; Yang et al. 2023, "Inference with Reference: Lossless
         Acceleration of Large Language Models", §3 (copying from a reference, verified by the target); Luo et al.

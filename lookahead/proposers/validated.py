@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lookahead.drafting.budget import CAP, PROPOSER_REFILL, START, Budget, Ema
-from lookahead.drafting.proposal import Call, Feedback, IntArray, Proposal, Proposer, ProposerFactory, question_of
+from lookahead.drafting.proposal import BatchProposer, Call, Feedback, IntArray, Proposal, ProposerFactory, question_of
 from lookahead.errors import ProposerError
 
 _METHODS = ("start", "propose", "observe", "finish")
@@ -75,14 +75,11 @@ class ProposerBudget:
         self._rows.settle(of_row, tokens)
 
 
-class ValidatedProposer:
+class ValidatedProposer(BatchProposer):
     """Wraps a user's proposer: validates every proposal, and asks it only while its budget allows.
 
     With `draft="auto"` it is shown only the rows that its budget can pay for. A proposer that reads hidden states,
     which cost memory, finishes a row once it is not asked for it any more.
-
-    Raises:
-        ProposerError: The factory returns no proposer, or a proposal is no tree of tokens that the target knows.
     """
 
     def __init__(self, factory: ProposerFactory, call: Call, budget: ProposerBudget) -> None:
@@ -97,7 +94,7 @@ class ValidatedProposer:
         sources = proposer.sources
         if not isinstance(sources, tuple) or not sources or not all(isinstance(each, str) for each in sources):
             raise ProposerError(f"sources of the proposer {self._name} must be a tuple of names, got {sources!r}")
-        self._proposer: Proposer = proposer
+        self._proposer = proposer
         self._ask_rows = question_of(proposer)
         self._vocab_size = call.vocab_size
         self._by_rejection = call.by_rejection
@@ -127,10 +124,6 @@ class ValidatedProposer:
         self._roots[row] = int(prompt[-1])
         self._unasked[row], self._is_new = 0, True
         self._proposer.start(row, prompt)
-
-    def propose(self, row: int, max_nodes: int) -> Proposal | None:
-        """Its proposal for one row."""
-        return self.propose_batch([row], max_nodes)[0]
 
     def propose_batch(self, rows: Sequence[int], max_nodes: int) -> Sequence[Proposal | None]:
         """Its proposals for some rows, together if it can; None for every row while it is not asked."""
@@ -167,11 +160,9 @@ class ValidatedProposer:
             self._leave([row])
 
     def settle(self, *, alone: float, tokens: float, step_s: float) -> float | None:
-        """Count what a step gave, as `ProposerBudget.settle`.
+        """Count what a step gave, as `ProposerBudget.settle`; the seconds that are charged to its budget alone, if any.
 
-        Returns:
-            Seconds it took of the step, if they are charged to its budget alone: it has not earned its time, or read
-            the prompt. None if all sources share them, or it was not asked.
+        They are where it has not earned its time, or read the prompt.
         """
         spent_s, self._spent_s = self._spent_s, None
         is_first = self._is_new

@@ -27,11 +27,7 @@ def draw(weights: Tensor) -> int:
 
 
 def draw_several(weights: Tensor, count: int) -> Tensor:
-    """Draw up to `count` indices by every row of `[n, vocab]` weights, without replacement.
-
-    Returns:
-        int64 `[n, count]`, in the order of the draws; -1 where no weight was left.
-    """
+    """Draw by every row of `[n, vocab]` weights without replacement: int64 `[n, count]`, -1 where no weight is left."""
     # Exponential clocks arrive in the order of successive draws.
     times = weights / torch.empty_like(weights).exponential_()
     arrived, order = times.topk(min(count, weights.shape[-1]), sorted=True)
@@ -40,12 +36,7 @@ def draw_several(weights: Tensor, count: int) -> Tensor:
 
 
 class RejectionRounds:
-    """What proposers drew at the nodes of one row's draft, to be tried in that order.
-
-    Args:
-        offers: The proposal of each proposer, with its draws, or None.
-        placed: For each of them int32 `[k]`: the node of the draft that each of its nodes became.
-    """
+    """What proposers drew at the nodes of one row's draft, to be tried in that order; `placed` is that of a `Draft`."""
 
     def __init__(self, offers: Sequence[Proposal | None], placed: Sequence[IntArray]) -> None:
         self._rounds: dict[int, list[tuple[Tensor, list[int]]]] = {}

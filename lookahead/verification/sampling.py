@@ -47,13 +47,10 @@ class TokenChooser:
         return not self._do_sample and not self._keep and not any(self._processors)
 
     def choose(self, prefix: Tensor, logits: Tensor, *, row: int, step: int) -> int:
-        """Choose the token that follows `prefix`; call it once per emitted token, in order.
+        """Choose the token by its raw logits `[vocab]`; call it once per emitted token, in order.
 
-        Args:
-            prefix: int64 `[1, tokens]`, the row's ids as `model.generate` would hold them, padding included.
-            logits: `[vocab]`, the target's raw logits after `prefix`.
-            row: Index of the row in the batch.
-            step: Tokens the row emitted before this one.
+        `prefix`, int64 `[1, tokens]`, is what `model.generate` would hold before it, padding included. Before it the
+        row of the batch has emitted `step` tokens.
         """
         scores = self._process(prefix, logits, row)
         if self._do_sample:
@@ -65,10 +62,7 @@ class TokenChooser:
         return token
 
     def chances(self, prefix: Tensor, logits: Tensor, *, row: int, step: int, is_tentative: bool = False) -> Tensor:
-        """The probabilities `[vocab]` that `choose` would draw from; the arguments are the same.
-
-        If the prefix may not be emitted (`is_tentative`), no logits or scores are kept.
-        """
+        """The probabilities `[vocab]` that `choose` would draw from; of a tentative prefix no scores are kept."""
         kept, self._keep = self._keep, self._keep and not is_tentative
         chances = torch.softmax(self._process(prefix, logits, row)[0], -1)
         self._keep = kept

@@ -33,9 +33,7 @@ def threshold(chances: Tensor) -> float:
 def longest_typical(tree: TokenTree, chances_after: Callable[[list[int]], Tensor]) -> Walk:
     """The longest path of typical tokens from the root; the likeliest of equally long ones.
 
-    Args:
-        tree: The draft.
-        chances_after: The target's probabilities `[vocab]` after a path of nodes, the root first.
+    `chances_after` gives the target's probabilities `[vocab]` after a path of nodes, the root first.
     """
     best: tuple[int, float, Walk] = (0, 1.0, {})
     open_paths: list[tuple[list[int], float, Walk]] = [([0], 1.0, {})]
