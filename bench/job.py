@@ -93,12 +93,13 @@ def huggingface(
     """Summaries by transformers' greedy `generate` in batches of one size."""
     fitter = PromptFitter(model, tokenizer, max_new_tokens)
     tokenizer.padding_side = "left"
+    encode = partial(tokenizer, return_tensors="pt", add_special_tokens=fitter.prompting.add_special_tokens)
 
     def run(documents: Sequence[str]) -> Texts:
         texts: list[str] = []
         for begin in range(0, len(documents), size):
             prompts = [fitter.fit(document).prompts[0] for document in documents[begin : begin + size]]
-            inputs = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=fitter.add_special_tokens)
+            inputs = encode(prompts, padding=True)
             ids, mask = inputs["input_ids"], inputs["attention_mask"]
             out = model.generate(ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False)
             texts += tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)

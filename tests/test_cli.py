@@ -17,8 +17,8 @@ from lookahead.cli.generate import GenerateOptions
 from lookahead.cli.summarize import SummarizeOptions
 from lookahead.jobs.job_options import options_of
 from lookahead.jobs.result_lines import JsonLinesFile
-from lookahead.summarization.baseline import decode_plainly
 from lookahead.summarization.prompt_fitter import PromptFitter
+from lookahead.summarization.summarizer import decode_plainly
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = "The cat sat on the mat. The dog sat by the door. "
@@ -360,7 +360,7 @@ def test_stats_go_to_stderr(generate):
     ("arguments", "message"),
     [
         ([""], "the prompt is empty"),
-        (["-"], "the prompt is empty"),
+        (["-"], "- holds no prompt: it is empty"),
         (["Once", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, got 0"),
         (["Once", "--model", "./gone"], "model './gone' does not exist"),
         (["Once", "--window", "0"], "window must be auto or a whole number"),

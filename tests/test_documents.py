@@ -13,8 +13,8 @@ import pytest
 
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.documents.inputs import find_inputs
-from lookahead.documents.readers import count_documents, read_documents, read_prompt
-from lookahead.errors import DocumentError, PromptError
+from lookahead.documents.readers import count_documents, read_documents
+from lookahead.errors import DocumentError
 from lookahead.summarization.segmentation import split_sentences
 
 
@@ -183,14 +183,6 @@ def test_a_file_that_goes_away_after_it_was_named_is_a_reject(folder):
 def test_standard_input_is_one_text(stdin):
     stdin("Größe.".encode())
     assert read("-") == [Document("-", "Größe.")]
-
-
-def test_a_prompt_is_an_argument_or_standard_input_and_never_empty(stdin):
-    assert read_prompt("Once") == "Once"
-    stdin(b"Once upon")
-    assert read_prompt("-") == "Once upon"
-    with pytest.raises(PromptError, match="the prompt is empty"):
-        read_prompt("")
 
 
 # JSON lines

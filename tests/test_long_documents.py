@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from contextlib import suppress
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, LlamaConfig
 
 import lookahead
-from lookahead import ConfigError
+from lookahead import ConfigError, DocumentError
 from lookahead.documents.decode_text import Document
 from lookahead.stats import DecodingStats
 from lookahead.summarization.chunking import MeasuredText, cut
@@ -180,7 +181,8 @@ def summary_of(text, fitter, speak):
     rounds = []
     while pipeline.summary is None:
         rounds.append(len(pipeline.prompts))
-        pipeline.take([speak(prompt, pipeline.limit) for prompt in pipeline.prompts], DecodingStats())
+        with suppress(DocumentError):  # which tells in the end that nothing was said
+            pipeline.take([speak(prompt, pipeline.limit) for prompt in pipeline.prompts], DecodingStats())
     return pipeline.summary, rounds
 
 

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lookahead.cli.app import app
-from lookahead.reporting import aggregate as tallies
+from lookahead.reporting import results_file as tallies
 from lookahead.reporting.charts import bin_values, brief, exact, scale_of
 from lookahead.reporting.report_page import write_report
 from lookahead.reporting.results_file import PATIENCE

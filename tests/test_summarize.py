@@ -18,12 +18,11 @@ from lookahead import ConfigError, DocumentError, LookaheadConfig, UnsupportedMo
 from lookahead.jobs.result_lines import JsonLinesFile
 from lookahead.models import loading
 from lookahead.stats import DecodingStats, total_in_sequence
-from lookahead.summarization.baseline import PlainFigures
 from lookahead.summarization.chunking import MeasuredText, cut
 from lookahead.summarization.prompt_fitter import PromptFitter, context_length
 from lookahead.summarization.prompting import INSTRUCTION, Prompting
 from lookahead.summarization.segmentation import split_pieces
-from lookahead.summarization.summarizer import Summarizer
+from lookahead.summarization.summarizer import PlainFigures, Summarizer
 from tests.support.forked import status_of
 
 # With the tokenizer of these tests a token is a character.

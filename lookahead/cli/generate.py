@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import typer
 from rich.text import Text
 
-from lookahead.cli.options import PromptOptions, SamplingOptions, truncation_named
+from lookahead.cli.options import PromptOptions, SamplingOptions, read_prompt_file, truncation_named
 from lookahead.cli.terminal import console, convert, harmless, load, reading, remembering, say, table, watch_compilation
 from lookahead.config import LookaheadConfig
+from lookahead.documents.byte_sources import STDIN
 from lookahead.errors import ConfigError, PromptError
 from lookahead.jobs.job_figures import stats_rows
 from lookahead.jobs.job_options import DeviceOptions, DraftingOptions, ModelOptions, new_tokens_option, option
@@ -57,7 +58,6 @@ def generate(options: GenerateOptions) -> None:
       lookahead generate "Dear Sir" --model ./large --draft-model ./small
       lookahead generate "Dear Sir" --proposers none --heads ./heads --stats
     """
-    from lookahead.documents.readers import read_prompt
     from lookahead.summarization.prompt_fitter import check_max_new_tokens
 
     check_max_new_tokens(options.max_new_tokens)
@@ -66,7 +66,9 @@ def generate(options: GenerateOptions) -> None:
     config = options.config()
     if options.acceptance != "exact":
         config = replace(config or LookaheadConfig(), acceptance=cast(Any, options.acceptance))
-    text = read_prompt(options.prompt)
+    text = read_prompt_file(STDIN) if options.prompt == STDIN else options.prompt
+    if not text:
+        raise PromptError("the prompt is empty")
     loaded = load(options)
     if options.draft_model is not None:
         draft, tokenizer = load(options, options.draft_model, measures_costs=False)

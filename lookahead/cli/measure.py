@@ -53,7 +53,7 @@ def calibrate(options: CalibrateOptions) -> None:
     loaded = load(options, measures_costs=False)
     from lookahead.generation.step_costs import calibrate_costs, save_costs
     from lookahead.models.calibration import CONTEXTS
-    from lookahead.reporting.trace import SWEEP_HEADINGS, machine_line, sweep_rows
+    from lookahead.reporting.trace import SWEEP_HEADINGS, sweep_rows
 
     with console(sys.stderr).status("measuring"):
         calibration = calibrate_costs(loaded.model, options.context or CONTEXTS, compile=options.compile)
@@ -65,7 +65,11 @@ def calibrate(options: CalibrateOptions) -> None:
         for sweep in calibration.sweeps:
             out.print(f"context of {sweep.context} tokens")
             out.print(table(SWEEP_HEADINGS, sweep_rows(sweep)))
-        out.print(machine_line(calibration))
+        machine = calibration.machine
+        out.print(
+            f"at best {machine.flops / 1e9:.1f} GFLOP/s and {machine.bytes_per_s / 1e9:.1f} GB/s, so a step is bound "
+            f"by memory below {machine.flops / machine.bytes_per_s:.1f} FLOP per byte"
+        )
     console(sys.stderr).print(f"written to {path}", soft_wrap=True)
 
 
@@ -107,7 +111,7 @@ def explain(options: ExplainOptions) -> None:
     loaded = load(options)
     from lookahead.generation.api import generate
     from lookahead.generation.prompts import as_chat
-    from lookahead.reporting.trace import model_line, render_trace, trace
+    from lookahead.reporting.trace import render_trace, trace
 
     prompt = text if options.raw else as_chat(loaded.tokenizer, text)
     settings: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "do_sample": False}
@@ -115,7 +119,9 @@ def explain(options: ExplainOptions) -> None:
     with remembering(options, loaded.model), truncation_named():
         traced = trace(*loaded, prompt, config=config, **settings)
     plain = generate(*loaded, prompt, config=LookaheadConfig(proposers=()), **settings).stats
-    traced = replace(traced, model=model_line(options.model, loaded.model), plain=plain)
+    model, dtype = loaded.model, str(loaded.model.dtype).removeprefix("torch.")
+    described = f"{options.model} ({type(model).__name__}, {model.num_parameters():,} parameters, {dtype})"
+    traced = replace(traced, model=described, plain=plain)
     _print_trace(traced, console(sys.stdout))
     if options.html is not None:
         write_atomically(options.html, render_trace(traced))

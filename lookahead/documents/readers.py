@@ -7,12 +7,12 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 
-from lookahead.documents.byte_sources import MEGABYTE, STDIN, bounded_lines, is_url, opened, read_bounded
+from lookahead.documents.byte_sources import MEGABYTE, bounded_lines, is_url, read_bounded
 from lookahead.documents.decode_text import Document, Reject, checked, decode_bytes
 from lookahead.documents.extract_text import docx_text, html_text, pdf_text
 from lookahead.documents.inputs import PACKAGES, Input, load_packages
 from lookahead.documents.table_files import read_csv, read_json_lines, read_parquet
-from lookahead.errors import DocumentError, PromptError
+from lookahead.errors import DocumentError
 
 DEFAULT_LIMIT = 64 * MEGABYTE
 _EXTRACTORS = {"html": html_text, "pdf": pdf_text, "docx": docx_text}
@@ -53,17 +53,6 @@ def check_readers(inputs: Sequence[Input]) -> None:
     for format, path in {source.format: source.path for source in inputs}.items():
         if format in PACKAGES:
             load_packages(format, path)
-
-
-def read_prompt(argument: str) -> str:
-    """The prompt that an argument is, or that standard input holds for `-`."""
-    prompt = argument
-    if argument == STDIN:
-        with opened(STDIN) as file:
-            prompt = decode_bytes(file.read(), STDIN)
-    if not prompt:
-        raise PromptError("the prompt is empty")
-    return prompt
 
 
 def count_documents(inputs: Sequence[Input]) -> int | None:

@@ -14,8 +14,7 @@ from lookahead.jobs.result_lines import Record, copy_of
 from lookahead.stats import DecodingStats, total_in_sequence
 
 if TYPE_CHECKING:
-    from lookahead.summarization.baseline import PlainFigures
-    from lookahead.summarization.summarizer import Summarized
+    from lookahead.summarization.summarizer import PlainFigures, Summarized
 
 
 class Worker(Protocol):

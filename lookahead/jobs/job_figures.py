@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from lookahead.jobs.job import JobTotals
     from lookahead.jobs.output_memory import OutputMemory
     from lookahead.stats import DecodingStats
-    from lookahead.summarization.baseline import PlainFigures
-    from lookahead.summarization.summarizer import Summary
+    from lookahead.summarization.summarizer import PlainFigures, Summary
 
 COMPARISON_HEADINGS = (
     "document",

@@ -9,20 +9,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lookahead.errors import ConfigError, DocumentError
-from lookahead.reporting.aggregate import MOST_SHOWN, Aggregate, Failures
-from lookahead.reporting.charts import (
-    MOST_POINTS,
-    Chart,
-    Scale,
-    Values,
-    bin_values,
-    check_page,
-    histogram,
-    render,
-    scale_from_zero,
-    scatter,
+from lookahead.reporting import charts
+from lookahead.reporting.results_file import (
+    MOST_SHOWN,
+    Aggregate,
+    Failures,
+    Reading,
+    Result,
+    read_rejects,
+    read_results,
 )
-from lookahead.reporting.results_file import Reading, Result, read_rejects, read_results
 from lookahead.utils.atomic import write_atomically
 
 MARK = '<meta name="generator" content="lookahead report">'  # of `report.html.j2`
@@ -79,7 +75,7 @@ def _render_report(
 ) -> str:
     drafted = [(name, counts) for name, counts in aggregate.sources.items() if counts.drafted]
     lengths = {"document_tokens": "tokens of the document", "summary_tokens": "tokens of the summary"}
-    return render(
+    return charts.render(
         "report.html.j2",
         name=name,
         rejects_name=rejects_name,
@@ -92,7 +88,7 @@ def _render_report(
         sources=sorted(drafted, key=lambda item: -item[1].drafted),
         job_speed=_job_speed(aggregate),
         times=[(x_name.split()[-1], _times(aggregate, column, x_name)) for column, x_name in lengths.items()],
-        most_points=MOST_POINTS,
+        most_points=charts.MOST_POINTS,
         document_lists=_document_lists(aggregate),
     )
 
@@ -105,9 +101,9 @@ def _distribution(aggregate: Aggregate, column: str, x_name: str, rules: dict[st
     (values,) = aggregate.known(column)
     if not values.size:
         return None
-    bins, median = bin_values(values), float(np.median(values))
+    bins, median = charts.bin_values(values), float(np.median(values))
     is_worth = values.size >= _LEAST_VALUES and np.unique(values).size > 1
-    chart = histogram(bins, x_name, {"median": median} | rules) if is_worth else None
+    chart = charts.histogram(bins, x_name, {"median": median} | rules) if is_worth else None
     end, beyond = float(bins.edges[-1]), bins.beyond if chart else 0
     return {"values": values, "median": median, "chart": chart, "beyond": beyond, "end": end}
 
@@ -119,8 +115,10 @@ def _job_speed(aggregate: Aggregate) -> dict[str, Any] | None:
     if ours is None:
         return None
     fastest = max(float(speeds.max()) for _, speeds in (ours, plain or ours))
-    documents = Scale(0.0, float(max(aggregate.documents, 2)), least_step=1.0)
-    chart = Chart(documents, scale_from_zero(fastest), "documents, in the order of the file", "tokens per second")
+    documents = charts.Scale(0.0, float(max(aggregate.documents, 2)), least_step=1.0)
+    chart = charts.Chart(
+        documents, charts.scale_from_zero(fastest), "documents, in the order of the file", "tokens per second"
+    )
     chart.add_line("ours", *ours)
     if plain:
         chart.add_line("plain-line", *plain)
@@ -128,7 +126,7 @@ def _job_speed(aggregate: Aggregate) -> dict[str, Any] | None:
     return {"chart": chart, "has_plain": plain is not None, "stretch": stretch}
 
 
-def _speed_by_stretch(decoded: Values, seconds: Values) -> tuple[Values, Values] | None:
+def _speed_by_stretch(decoded: charts.Values, seconds: charts.Values) -> tuple[charts.Values, charts.Values] | None:
     """The middle of each stretch of the file, counted in documents, and its tokens per second."""
     known = np.flatnonzero(np.isfinite(decoded) & np.isfinite(seconds) & (seconds > 0))
     if not known.size:
@@ -138,14 +136,14 @@ def _speed_by_stretch(decoded: Values, seconds: Values) -> tuple[Values, Values]
     return np.array([part.mean() + 1 for part in parts]), speeds
 
 
-def _times(aggregate: Aggregate, column: str, x_name: str) -> tuple[Chart, int] | None:
+def _times(aggregate: Aggregate, column: str, x_name: str) -> tuple[charts.Chart, int] | None:
     """A plot of seconds by a length, and its number of documents; `None` if no line has both."""
     lengths, seconds = aggregate.known(column, "seconds")
     if not lengths.size:
         return None
     whole = np.isfinite(aggregate.column(column)) & np.isfinite(aggregate.column("seconds"))
     names = [each for each, is_whole in zip(aggregate.names, whole.tolist(), strict=False) if is_whole]
-    return scatter(lengths, seconds, names, x_name, "seconds"), lengths.size
+    return charts.scatter(lengths, seconds, names, x_name, "seconds"), lengths.size
 
 
 def _document_lists(aggregate: Aggregate) -> list[tuple[str, list[Result]]]:
@@ -167,7 +165,7 @@ def _document_lists(aggregate: Aggregate) -> list[tuple[str, list[Result]]]:
 
 def _check_output(path: Path) -> None:
     """Refuse a page that cannot be written or is another file, before any work is done."""
-    check_page(path, "output")
+    charts.check_page(path, "output")
     if not path.exists():
         if not os.access(path.absolute().parent, os.W_OK):
             raise ConfigError(f"output {path} cannot be written: permission denied")

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.config import LookaheadConfig
@@ -16,7 +15,7 @@ from lookahead.engine.row import StepOutput
 from lookahead.generation.api import prepare_ids
 from lookahead.generation.prompts import Prompt, Truncation, reader_of
 from lookahead.generation.validation import check_options
-from lookahead.models.calibration import Calibration, Sweep
+from lookahead.models.calibration import Sweep
 from lookahead.models.support import validate_model
 from lookahead.reporting.charts import render
 from lookahead.stats import DecodingStats
@@ -174,23 +173,6 @@ def total_line(trace: Trace) -> str:
         f"{stats.emitted_tokens} tokens from {stats.target_forwards} passes and the prefill, "
         f"{stats.mean_acceptance_length:.2f} tokens per pass, {stats.tokens_per_s:.1f} tokens/s{compared}; "
         f"{stats.drafted_tokens} drafted, {stats.expected_tokens:.1f} expected and {stats.accepted_tokens} accepted"
-    )
-
-
-def model_line(name: str, model: nn.Module) -> str:
-    """The name, type, size and dtype of a model in a line."""
-    parameters = sum(each.numel() for each in model.parameters())
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    return f"{name} ({type(model).__name__}, {parameters:,} parameters, {dtype})"
-
-
-def machine_line(calibration: Calibration) -> str:
-    """The measured peaks of the machine in a line."""
-    machine = calibration.machine
-    ridge = machine.flops / machine.bytes_per_s
-    return (
-        f"at best {machine.flops / 1e9:.1f} GFLOP/s and {machine.bytes_per_s / 1e9:.1f} GB/s, "
-        f"so a step is bound by memory below {ridge:.1f} FLOP per byte"
     )
 
 

@@ -13,7 +13,7 @@ from lookahead.summarization.chunking import Split
 from lookahead.summarization.prompt_fitter import FittedDocument, PromptFitter
 
 if TYPE_CHECKING:
-    from lookahead.summarization.baseline import PlainFigures
+    from lookahead.summarization.summarizer import PlainFigures
     from lookahead.verification.stopping import FinishReason
 
 
@@ -36,10 +36,8 @@ class PartSummary:
 
     def to_dict(self) -> dict[str, Any]:
         """The summary as a JSON-ready dict."""
-        record: dict[str, Any] = {"chars": list(self.chars), "tokens": list(self.tokens)}
-        if self.children is not None:
-            record["children"] = list(self.children)
-        return {**record, "summary": self.summary}
+        spans = {"chars": self.chars, "tokens": self.tokens, "children": self.children}
+        return {**{name: list(span) for name, span in spans.items() if span is not None}, "summary": self.summary}
 
 
 Levels = tuple[tuple[PartSummary, ...], ...]  # the summaries of the parts, those of their summaries, and so on
@@ -73,12 +71,6 @@ class Summary:
 
     def __str__(self) -> str:
         return self.text
-
-    def check(self) -> Summary:
-        """This summary; DocumentError if it is empty."""
-        if not self.text:
-            raise DocumentError(f"the model wrote no summary of the document's {self.document_tokens} tokens")
-        return self
 
     def to_dict(self) -> dict[str, Any]:
         """The summary as a JSON-ready dict."""
@@ -125,7 +117,7 @@ class SummaryPipeline:
     """A document on its way to a summary, in rounds of prompts that may be decoded together.
 
     While `summary` is `None`, `prompts` are those of the current round, each with at most `limit` new tokens.
-    DocumentError if no part of the document fits a prompt.
+    DocumentError if no part of the document fits a prompt, or the summary is empty.
     """
 
     def __init__(self, text: str, fitter: PromptFitter, *, keep_parts: bool) -> None:
@@ -144,17 +136,19 @@ class SummaryPipeline:
         try:
             self.prompts, self.limit = self._rounds.send(output)
         except StopIteration as end:
-            self.prompts = []
+            self.prompts, parts = [], self._document.parts
             self.summary = Summary(
                 text=end.value.texts[0],
-                document_tokens=self._document.parts.tokens,
+                document_tokens=parts.tokens,
                 summary_tokens=end.value.tokens,
-                parts=len(self._document.parts.parts),
-                split=self._document.parts.split,
+                parts=len(parts.parts),
+                split=parts.split,
                 stats=total_in_sequence(self._stats),
                 tree=tuple(self._levels) if self._keep_parts else None,
                 finish_reason=end.value.finish_reason,
             )
+            if not self.summary.text:
+                raise DocumentError(f"the model wrote no summary of the document's {parts.tokens} tokens") from None
 
 
 def _merge(document: FittedDocument, fitter: PromptFitter, levels: list[tuple[PartSummary, ...]]) -> _Rounds:

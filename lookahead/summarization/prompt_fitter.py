@@ -64,21 +64,17 @@ class PromptFitter:
         check_max_new_tokens(max_new_tokens)
         self.max_new_tokens, self.approach = max_new_tokens, approach or Approach()
         self._tokenizer = tokenizer
-        self._prompting = Prompting(tokenizer, request, model)
+        self.prompting = Prompting(tokenizer, request, model)
         if self.approach.refine:
-            self._prompting.check_refining()
+            self.prompting.check_refining()
         context, has_encoder = context_length(model, tokenizer), model.config.is_encoder_decoder
         # An encoder's context holds the document only; the summary goes to the decoder's.
         self._prompt_limit = context - (0 if has_encoder else max_new_tokens)
-        self._document_limit = self._prompt_limit - self._prompting.count_tokens(self._prompting.render(""))
+        self._document_limit = self._prompt_limit - self.prompting.count_tokens(self.prompting.render(""))
         self._part_limit = self._document_limit  # of a document that does not fit as a whole
         if self.approach.refine:
-            template_tokens = self._prompting.count_tokens(self._prompting.render("", ""))
+            template_tokens = self.prompting.count_tokens(self.prompting.render("", ""))
             self._part_limit = self._prompt_limit - max_new_tokens - template_tokens
-        self._check_room(context, has_encoder=has_encoder)
-
-    def _check_room(self, context: int, *, has_encoder: bool) -> None:
-        """Refuse options that leave no room for a document or a part of it."""
         missing = MIN_DOCUMENT_TOKENS - self._document_limit
         if missing > 0 and has_encoder:
             raise ConfigError(
@@ -104,11 +100,6 @@ class PromptFitter:
             )
 
     @property
-    def add_special_tokens(self) -> bool:
-        """As `Prompting.add_special_tokens`."""
-        return self._prompting.add_special_tokens
-
-    @property
     def partial_summary_limit(self) -> int:
         """Most tokens of the summary of a part.
 
@@ -120,7 +111,7 @@ class PromptFitter:
         """Cut a document, not blank, into parts whose prompts all fit; DocumentError if none would."""
         text = document.strip()
         before = len(document) - len(document.lstrip())
-        measured = MeasuredText(split_pieces(text), self._tokenizer, self._prompting.clean, before)
+        measured = MeasuredText(split_pieces(text), self._tokenizer, self.prompting.clean, before)
         return self._fit(measured, self.approach)
 
     def fit_summaries(self, summaries: list[str]) -> FittedDocument:
@@ -133,7 +124,7 @@ class PromptFitter:
         summaries = [truncate(summary, self._tokenizer, limit).strip() for summary in summaries]
         pieces = [Piece(f"{summary}\n\n", Break.PARAGRAPH) for summary in summaries[:-1]]
         pieces.append(Piece(summaries[-1], Break.PARAGRAPH))
-        return self._fit(MeasuredText(pieces, self._tokenizer, self._prompting.clean), Approach())
+        return self._fit(MeasuredText(pieces, self._tokenizer, self.prompting.clean), Approach())
 
     def refining_prompt(self, fitted: FittedDocument, number: int, summary: str) -> str:
         """The prompt for a part of a document and the summary of the parts before it, which may be empty.
@@ -142,10 +133,10 @@ class PromptFitter:
         """
         if not summary:
             return fitted.prompts[number]
-        text, keep = self._prompting.clean(summary), self.max_new_tokens
+        text, keep = self.prompting.clean(summary), self.max_new_tokens
         while True:
-            prompt = self._prompting.render(fitted.parts.texts[number], truncate(text, self._tokenizer, keep))
-            excess = self._prompting.count_tokens(prompt) - self._prompt_limit
+            prompt = self.prompting.render(fitted.parts.texts[number], truncate(text, self._tokenizer, keep))
+            excess = self.prompting.count_tokens(prompt) - self._prompt_limit
             if excess <= 0 or keep == 0:
                 return prompt
             keep = max(0, keep - excess)
@@ -157,10 +148,10 @@ class PromptFitter:
             if approach.refine and not is_refined and measured.tokens > limit:
                 limit, room, is_refined = self._part_limit, room - self.max_new_tokens, True
             parts = cut(measured, limit, approach.overlap)
-            fitted = FittedDocument(parts, [self._prompting.render(part) for part in parts.texts])
-            longest = [self._prompting.render(part, "") for part in parts.texts] if is_refined else fitted.prompts
+            fitted = FittedDocument(parts, [self.prompting.render(part) for part in parts.texts])
+            longest = [self.prompting.render(part, "") for part in parts.texts] if is_refined else fitted.prompts
             # A part alone can have a few more tokens than within the document.
-            excess = max(map(self._prompting.count_tokens, longest)) - room
+            excess = max(map(self.prompting.count_tokens, longest)) - room
             if excess <= 0:
                 return fitted
             limit -= excess

@@ -86,7 +86,12 @@ class Prompting:
             self.template = "chat"
         else:
             self.template = "plain"
-        self._check_request()
+        # Without a template a model can follow a prompt, but no style.
+        reason, style = _NO_CHAT.get(self.template), self._request.style
+        if reason is not None and (style or (self._request.prompt and self.template == SUMMARIZE_TEMPLATE)):
+            own = ", or write a prompt of your own with --prompt-file" if self.template != SUMMARIZE_TEMPLATE else ""
+            asked = f"style {style!r}" if style else "prompt"
+            raise ConfigError(f"{reason}, so a {asked} has no effect; give --model an instruction model{own}")
         # Some markers, such as `<|im_start|>`, are special without a role among the named special tokens.
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         markers = {marker for marker in (*tokenizer.all_special_tokens, *added) if len(marker) > 1}
@@ -97,19 +102,6 @@ class Prompting:
     def add_special_tokens(self) -> bool:
         """Whether the tokenizer must add its special tokens, since no template wrote them."""
         return self.template in ("plain", "encoder")
-
-    def _check_request(self) -> None:
-        """Refuse a request that the model cannot follow. Without a template it can follow a prompt, but no style."""
-        asked = "prompt" if self._request.style is None else f"style {self._request.style!r}"
-        reason = _NO_CHAT.get(self.template)
-        if reason is None or self._request == SummaryRequest():
-            return
-        hint = "give --model an instruction model"
-        if self.template != SUMMARIZE_TEMPLATE:
-            if self._request.style is None:
-                return
-            hint += ", or write a prompt of your own with --prompt-file"
-        raise ConfigError(f"{reason}, so a {asked} has no effect; {hint}")
 
     def check_refining(self) -> None:
         """Refuse a model that cannot be given a summary beside a document with a ConfigError."""

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+import torch
+from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+
 from lookahead.documents.decode_text import Document, Reject, check_words
 from lookahead.errors import ConfigError, DocumentError, LookaheadError
-from lookahead.stats import total, total_in_sequence
-from lookahead.summarization.baseline import PlainFigures, decode_plainly
+from lookahead.generation.prompts import pad_token_of
+from lookahead.generation.request import pad_prompts
+from lookahead.stats import DecodingStats, total, total_in_sequence
 from lookahead.summarization.pipeline import Summarized, Summary, SummaryPipeline
 from lookahead.summarization.prompt_fitter import Approach, PromptFitter
 from lookahead.summarization.prompting import SummaryRequest
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
     from lookahead.config import LookaheadConfig
     from lookahead.generation.api import GenerationResult
@@ -29,6 +34,69 @@ __all__ = ["Summarized", "Summarizer", "Summary"]
 Outcome = Summarized | Reject
 
 _ROWS_TOGETHER = 8  # prompts of one document
+
+
+@dataclass(frozen=True, slots=True)
+class PlainFigures:
+    """Counters of plain decoding, and whether lookahead decoding gave the same tokens."""
+
+    stats: DecodingStats = field(default_factory=DecodingStats)  # no draft is counted
+    identical: bool = True
+
+    def speedup(self, stats: DecodingStats) -> float | None:
+        """Tokens per second of lookahead decoding over those of plain decoding; `None` with nothing to compare."""
+        return stats.tokens_per_s / self.stats.tokens_per_s if self.stats.tokens_per_s else None
+
+    def __add__(self, other: PlainFigures) -> PlainFigures:
+        """The figures of prompts that were decoded one after the other."""
+        return PlainFigures(total_in_sequence([self.stats, other.stats]), self.identical and other.identical)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Tokens, seconds and the rate as a JSON-ready dict."""
+        figures = self.stats.to_dict()
+        return {name: figures[name] for name in ("emitted_tokens", "prefill_s", "decode_s", "tokens_per_s")}
+
+
+def decode_plainly(
+    model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[int]], max_new_tokens: int, num_beams: int
+) -> tuple[list[list[int]], DecodingStats]:
+    """The new tokens of each prompt by `model.generate`, up to its end-of-sequence token, and the counters."""
+    pad, has_encoder = pad_token_of(tokenizer), model.config.is_encoder_decoder
+    ids, mask = pad_prompts(prompts, pad, on_the_right=has_encoder)
+    clock = _Clock()
+    start = time.perf_counter()
+    output: torch.Tensor = model.generate(
+        input_ids=torch.tensor(ids, device=model.device),
+        attention_mask=torch.tensor(mask, device=model.device),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        num_beams=num_beams,
+        pad_token_id=pad,
+        stopping_criteria=StoppingCriteriaList([clock]),
+    )
+    end = time.perf_counter()
+    first = clock.first or end
+    stops = model.generation_config.eos_token_id if model.generation_config is not None else None
+    stop_ids = set(stops) if isinstance(stops, list) else {stops}
+    rows = []
+    begin = 1 if has_encoder else len(ids[0])  # an encoder-decoder's output begins with its start token
+    for row in output[:, begin:].tolist():
+        rows.append(row[: next((i + 1 for i, token in enumerate(row) if token in stop_ids), len(row))])
+    emitted = sum(map(len, rows))
+    passes = Counter({1: emitted - len(rows)})  # the prefill gives the first token of each row
+    return rows, DecodingStats(
+        emitted_tokens=emitted, acceptance_histogram=passes, prefill_s=first - start, decode_s=end - first
+    )
+
+
+class _Clock(StoppingCriteria):
+    """Stops nothing, and notes the time of the first tokens."""
+
+    first: float | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
+        self.first = self.first or time.perf_counter()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
 class Summarizer:
@@ -84,7 +152,7 @@ class Summarizer:
             plain += figures
             texts = [each for result in done for each in result.texts]
             pipeline.take(texts, total_in_sequence(result.stats for result in done), done[-1].finish_reasons[-1])
-        return replace(pipeline.summary.check(), plain=plain if self._compare else None)
+        return replace(pipeline.summary, plain=plain if self._compare else None)
 
     def summarize_all(self, documents: Iterable[Document | None], rows: int | None = None) -> Iterator[Outcome]:
         """Summarize many documents, the prompts of several decoded together, in the order in which they are done.
@@ -110,25 +178,17 @@ class Summarizer:
         """Summarize one document, or tell why it cannot be."""
         try:
             return Summarized(document, self.summarize(document.text))
-        except LookaheadError as error:
-            return Reject(document.id, f"{document.id}: {error}", document)
-        except Exception as error:  # out of memory, a panic of a tokenizer: the other documents go on
-            message = " ".join(str(error).split())
-            return Reject(document.id, f"{document.id}: {type(error).__name__}: {message}", document)
+        except Exception as error:  # also out of memory, or a panic of a tokenizer: the other documents go on
+            kind = "" if isinstance(error, LookaheadError) else f"{type(error).__name__}: "
+            return Reject(document.id, f"{document.id}: {kind}{' '.join(str(error).split())}", document)
 
     def warm_up(self) -> None:
         """Decode a few tokens with every proposer, so that compiling is not charged to the first document."""
-        import numpy as np
-
         from lookahead.config import LookaheadConfig
-        from lookahead.drafting.select import BatchValue, Draft, fit
-        from lookahead.drafting.tree import TokenTree
 
         prompts = self.fitter.fit("One, two, three. One, two, three.").prompts
         everything = replace(self._config or LookaheadConfig(), draft="fixed", min_probability=0.0)
         self._generate(prompts[:1], 12, config=everything, num_beams=1)
-        # Compile what only batches need.
-        fit([Draft(TokenTree.root(0), ())] * 2, np.ones(3), BatchValue(np.ones(2), np.arange(3.0)))
         self._decode(prompts, 8)
 
     def begin(self, text: str) -> SummaryPipeline:
@@ -140,7 +200,7 @@ class Summarizer:
         """A scheduler that decodes the prompts of several documents together."""
         from lookahead.generation.scheduler import Scheduler
 
-        add = self.fitter.add_special_tokens
+        add = self.fitter.prompting.add_special_tokens
         scheduler = Scheduler(
             self._model, self._tokenizer, rows=rows, config=self._config, add_special_tokens=add, do_sample=False
         )
@@ -159,7 +219,7 @@ class Summarizer:
         """
         from lookahead.generation.scheduler import cache_tokens_of
 
-        add = self.fitter.add_special_tokens
+        add = self.fitter.prompting.add_special_tokens
         ids: list[list[int]] = self._tokenizer(list(prompts), add_special_tokens=add, verbose=False)["input_ids"]
         room = cache_tokens_of(self._model, _ROWS_TOGETHER) // (max(map(len, ids)) + limit)
         rows = max(1, min(_ROWS_TOGETHER // self._num_beams, room))
@@ -179,7 +239,8 @@ class Summarizer:
         from lookahead.generation.api import generate
 
         options = {"config": self._config, "num_beams": self._num_beams, "on_prefill": self.on_prefill, **changed}
-        options |= {"add_special_tokens": self.fitter.add_special_tokens, "max_new_tokens": limit, "do_sample": False}
+        add = self.fitter.prompting.add_special_tokens
+        options |= {"add_special_tokens": add, "max_new_tokens": limit, "do_sample": False}
         return generate(self._model, self._tokenizer, prompts, **options)
 
 
@@ -227,13 +288,11 @@ class _BatchSummarizer:
                 if error is not None:
                     raise error
                 return
-            yield from self._take_outcomes()
+            while self._outcomes:
+                yield self._outcomes.pop(0)
             self._step()
-            yield from self._take_outcomes()
-
-    def _take_outcomes(self) -> list[Outcome]:
-        outcomes, self._outcomes = self._outcomes, []
-        return outcomes
+            while self._outcomes:
+                yield self._outcomes.pop(0)
 
     def _queue_round(self, task: _Task) -> None:
         self._queue.extend((task, index) for index in range(len(task.pipeline.prompts)))
@@ -277,7 +336,7 @@ class _BatchSummarizer:
             if task.pipeline.summary is None:
                 self._queue_round(task)
             else:
-                self._outcomes.append(Summarized(task.document, task.pipeline.summary.check()))
+                self._outcomes.append(Summarized(task.document, task.pipeline.summary))
         except DocumentError as error:
             self._outcomes.append(Reject(task.document.id, f"{task.document.id}: {error}", task.document))
         except Exception:
