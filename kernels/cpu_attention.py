@@ -41,7 +41,7 @@ def tree_attention(
     and so is the result, which is computed in float32.
     """
     rows, heads, width, dim = query.shape
-    out = torch.empty(rows, width, heads, values.shape[3])
+    out = query.new_empty(rows, width, heads, values.shape[3], dtype=torch.float32)
     bits, shift = _SHIFTS[query.dtype]
     # Buffers are contiguous; parts of them are not, and the core is compiled for contiguous arrays.
     buffers = [

@@ -24,8 +24,9 @@ from lookahead import LookaheadConfig
 from lookahead.drafting.controller import Controller
 from lookahead.drafting.proposal import Call, Feedback, IntArray, Proposal, Proposer
 from lookahead.errors import LogitsError, PromptError, UnsupportedModelError
-from lookahead.models import support
+from lookahead.models import exact_attention, product_bits, support
 from lookahead.models.support import support_of
+from lookahead.utils.fingerprints import model_fingerprint
 from tests.support.families import FAMILIES, build
 
 IDS = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])
@@ -194,6 +195,27 @@ def test_a_model_in_training_mode_is_decoded_by_transformers_and_says_so(model: 
         assert torch.equal(decode(model), model.generate(IDS, **GREEDY))
     with pytest.raises(UnsupportedModelError, match="training mode"):
         decode(model, lookahead_config=LookaheadConfig())
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_default_dtype_or_device_of_torch_changes_no_token(name: str, dtype: torch.dtype) -> None:
+    model = build(FAMILIES[name]).to(dtype)
+    config = LookaheadConfig(draft="fixed")
+    expected, marked = model.generate(IDS, **GREEDY), model_fingerprint(model, model.base_model)
+    product_bits._compare_rows.cache_clear()
+    exact_attention.has_bits_of_sdpa.cache_clear()
+    with torch.device("meta"):
+        assert torch.equal(decode(model, lookahead_config=config), expected)
+    for default in (torch.float64, torch.bfloat16, torch.float16):
+        product_bits._compare_rows.cache_clear()
+        exact_attention.has_bits_of_sdpa.cache_clear()
+        torch.set_default_dtype(default)
+        try:
+            assert torch.equal(decode(deepcopy(model), lookahead_config=config), expected)
+            assert model_fingerprint(model, model.base_model) == marked
+        finally:
+            torch.set_default_dtype(torch.float32)
 
 
 def test_a_model_with_a_table_of_positions_is_drafted_for_up_to_its_end_and_no_further() -> None:

@@ -151,6 +151,16 @@ def test_a_static_cache_that_is_asked_for_comes_back_filled(
         torch.testing.assert_close(ours.values[:, :, real], values[:, :, real], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32, torch.bfloat16], ids=str)
+def test_a_mask_of_any_type_is_served(looping_llama: PreTrainedModel, tiny_tokenizer: Any, dtype: torch.dtype) -> None:
+    inputs = {**RAGGED, "attention_mask": RAGGED["attention_mask"].to(dtype)}
+    expected = looping_llama.generate(**inputs, **GREEDY)
+    out = looping_llama.generate(**inputs, **GREEDY, custom_generate=lookahead.decode, lookahead_config=DRAFTING)
+    assert torch.equal(out, expected)
+    result = lookahead.generate(looping_llama, tiny_tokenizer, inputs, **GREEDY)
+    assert result.token_ids == expected[:, IDS.shape[1] :].tolist()
+
+
 def test_a_row_without_tokens_is_left_to_transformers(looping_llama: PreTrainedModel) -> None:
     options = {**RAGGED, "attention_mask": torch.tensor([[0] * 12, [1] * 12]), **GREEDY, "pad_token_id": None}
     expected = looping_llama.generate(**options)

@@ -188,7 +188,7 @@ def _compare_bits(model: Any, beams: int, vocabulary: int) -> bool:
     """Compare two passes over the tips of a tree with those of transformers, behind a few prompts."""
     try:
         for stride in (7, 8, 9):
-            prompt = (torch.arange(8)[None] * stride + 1) % vocabulary
+            prompt = (torch.arange(8, device="cpu")[None] * stride + 1) % vocabulary
             past = DynamicCache(config=model.config.get_text_config(decoder=True))
             model(input_ids=prompt.expand(beams, -1), past_key_values=past, use_cache=True)
             target = Target(model, rows=1, capacity=64, device=input_device(model), is_bitwise=True, is_together=True)
@@ -197,7 +197,7 @@ def _compare_bits(model: Any, beams: int, vocabulary: int) -> bool:
             tree = BeamTree(prompt[0].int().numpy(), prompt.new_zeros(0), beams)
             with target.serving():
                 for step in range(2):
-                    tokens = (torch.arange(beams) * stride + step) % vocabulary
+                    tokens = (torch.arange(beams, device="cpu") * stride + step) % vocabulary
                     tree.advance(range(beams), tokens.tolist())
                     ours = target.score([tree.tree()], np.array([tree.scored]))
                     tree.learn(ours[0])

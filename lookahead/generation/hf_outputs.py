@@ -107,7 +107,8 @@ def collect(
                         running.discard(step_output.row)
                 whole = min(map(len, (outputs[row] for row in running))) if running else max(map(len, outputs))
                 for step in range(shown, whole if streamer is not None else shown):
-                    streamer.put(torch.tensor([row[step] if step < len(row) else int(pad or 0) for row in outputs]))
+                    column = [row[step] if step < len(row) else int(pad or 0) for row in outputs]
+                    streamer.put(torch.tensor(column, device="cpu"))
                 shown = whole
     except CarriedError as carried:
         assert carried.__cause__ is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any, Literal, TypeAlias
@@ -26,6 +27,7 @@ Prompts: TypeAlias = "Prompt | Iterable[Prompt]"
 
 Truncation: TypeAlias = Literal["left", "right"]
 _KINDS = "a string, chat messages or token ids"
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -108,6 +110,8 @@ class PromptReader:
 
     def _rows(self, ids: Any, mask: Any) -> list[list[int]]:
         """Ids `[tokens]` or `[batch, tokens]` without what a mask of that shape hides."""
+        if isinstance(mask, Tensor | np.ndarray):
+            mask = (mask != 0) * 1  # booleans and floats mask as whole numbers do
         rows, hidden = _nested(ids), _nested(mask) if mask is not None else None
         if hidden is not None:
             if [len(row) for row in hidden] != [len(row) for row in rows]:
@@ -126,6 +130,9 @@ class PromptReader:
     def read(self, prompt: Any, index: int) -> list[int]:
         """The token ids of one prompt, text, chat messages or ids; `index` is its number, for error messages."""
         if isinstance(prompt, str):
+            if half := _LONE_SURROGATE.search(prompt):
+                place = f"character {half.start()}"
+                raise PromptError(f"prompt {index} must be text, got {half[0]!r}, half of a surrogate pair, as {place}")
             ids = self._encode(prompt)
         else:
             ids = self.render(prompt, index) if is_chat(prompt) else self._ids(prompt, index)
@@ -291,16 +298,18 @@ def _nested(values: Any) -> list[list[int]]:
     if isinstance(array, Tensor):
         array = array.detach().cpu().numpy()
     if isinstance(array, np.ndarray):
-        if array.dtype.kind not in "iub" or array.ndim not in (1, 2):
+        if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
             shape = "x".join(map(str, array.shape))
             raise PromptError(f"token ids must be whole numbers [tokens] or [batch, tokens], got {array.dtype} {shape}")
         array = array.tolist()
     if _are_ids(array):
         return [list(array)]
-    rows = [row.tolist() if isinstance(row, Tensor | np.ndarray) else list(row) for row in array]
-    if not all(_are_ids(row) or not row for row in rows):
-        raise PromptError("token ids must be whole numbers")
-    return rows
+    rows = array if isinstance(array, list | tuple) else [array]
+    rows = [row.tolist() if isinstance(row, Tensor | np.ndarray) else row for row in rows]
+    for row in rows:
+        if not _are_ids(row) and row not in ([], ()):
+            raise PromptError(f"token ids must be whole numbers, got {row!r:.60}")
+    return [list(row) for row in rows]
 
 
 def _got(value: object) -> str:

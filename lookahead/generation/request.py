@@ -37,7 +37,7 @@ def prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None, vocab_size:
         raise PromptError("prompt 0 has no tokens: a prompt needs at least one")
     mask = np.ones((batch_size, longest), bool)
     if attention_mask is not None:
-        mask = attention_mask.cpu().numpy().astype(bool)
+        mask = attention_mask.bool().cpu().numpy()
     lengths: NDArray[np.int64] = mask.sum(1)
     if not (mask == (np.arange(longest) >= (longest - lengths)[:, None])).all():
         raise UnsupportedModelError("attention_mask must be left-padded: zeros first, then ones, in every row")

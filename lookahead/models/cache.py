@@ -258,7 +258,7 @@ class TreeCache(Cache):
             For every layer keys and values, `[heads, length + a, dim]`.
         """
         length = int(self.slots.lengths[row])
-        slots = slice(length) if path is None else torch.cat([torch.arange(length), length + path])
+        slots = slice(length) if path is None else torch.cat([torch.arange(length, device=path.device), length + path])
         states = [buffer[row, slots].transpose(0, 1).clone() for buffer in self._buffers()]
         return list(zip(states[::2], states[1::2], strict=True))
 

@@ -74,7 +74,7 @@ def _steps_of(tree: TokenTree, scored: int) -> list[Step]:
             end = depth + 1
             first = next((at for at in range(end) if held[at] != path[at]), end)
             held[first:end] = path[first:end]
-            steps.append((node, depth, first, torch.tensor(path[first:end]) if first < end else None))
+            steps.append((node, depth, first, torch.tensor(path[first:end], device="cpu") if first < end else None))
         waiting += reversed(children[node])
     return steps
 
@@ -105,10 +105,10 @@ def has_bits_of_sdpa(dim: int, groups: int) -> bool:
         dim: Dimensions of a head.
         groups: Query heads per KV head.
     """
-    source, nodes = torch.Generator().manual_seed(0), torch.zeros(1, 2, 1, dtype=torch.int64)
+    source, nodes = torch.Generator().manual_seed(0), torch.zeros(1, 2, 1, dtype=torch.int64, device="cpu")
     for length in _LENGTHS:
         query, key, value = (
-            torch.randn(heads, rows, dim, generator=source)
+            torch.randn(heads, rows, dim, generator=source, dtype=torch.float32, device="cpu")
             for heads, rows in ((2 * groups, 1), (2, length), (2, length))
         )
         half = dim // 2
@@ -125,7 +125,7 @@ def has_bits_of_sdpa(dim: int, groups: int) -> bool:
             shared = [tensor.repeat_interleave(groups, 0)[None] for tensor in (keys, values)]
             alone = scaled_dot_product_attention(one[None], shared[0], shared[1])
             slots = [tensor.transpose(0, 1).contiguous()[None] for tensor in (one, keys, values)]
-            trees = torch.tensor([[length - 1, 1, 0]])
+            trees = torch.tensor([[length - 1, 1, 0]], device="cpu")
             got = row_attention.row_attention(*slots, nodes=nodes, trees=trees, scale=dim**-0.5)
             if not torch.equal(got[0, 0], alone[0, :, 0]):
                 return False
@@ -233,9 +233,11 @@ def _attend_by_torch(
         first, mask = 0, None
         if window is not None and end >= window:  # transformers makes a mask from here on
             first = end - window if crops else 0
-            mask = torch.arange(first, end)[None, None, None] >= end - window
+            mask = torch.arange(first, end, device="cpu")[None, None, None] >= end - window
             if not is_sdpa:
-                mask = torch.zeros(mask.shape, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+                mask = torch.zeros(mask.shape, dtype=query.dtype, device="cpu").masked_fill(
+                    ~mask, torch.finfo(query.dtype).min
+                )
         one = query[:, :, column : column + 1]
         out[column] = own(module, one, key[:, :, first:end], value[:, :, first:end], mask, **options)[0][0]
     for each, kept in held:

@@ -234,8 +234,10 @@ def _computes_the_same(parts: _Parts) -> bool:
     """Compare a layer, its norm and its rotation with their fused forms, by two rows of three tokens."""
     norm, dim = parts.norms[0], parts.attention.head_dim
     weight, source = norm.weight, torch.Generator().manual_seed(0)
-    x = torch.randn(2, 3, len(weight), generator=source).to(weight.dtype)
-    angles, query, key = (torch.randn(2, 3, *size, dim, generator=source) for size in ((), (2,), (1,)))
+    x = torch.randn(2, 3, len(weight), generator=source, dtype=torch.float32, device="cpu").to(weight.dtype)
+    angles, query, key = (
+        torch.randn(2, 3, *size, dim, generator=source, dtype=torch.float32, device="cpu") for size in ((), (2,), (1,))
+    )
     query, key = query.to(weight.dtype), key.to(weight.dtype)
     places = angles.cos().to(weight.dtype), angles.sin().to(weight.dtype)
     rotate = vars(sys.modules[type(parts.layer).__module__])["apply_rotary_pos_emb"]
@@ -258,7 +260,9 @@ def _computes_the_same(parts: _Parts) -> bool:
 @torch.inference_mode()
 def _keeps_means(dtype: torch.dtype, size: int) -> bool:
     """Whether the kernel sums squares in torch's order, whose bits a norm in bfloat16 seldom shows."""
-    x = torch.randn(_ROWS, size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x = torch.randn(_ROWS, size, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu").to(
+        dtype
+    )
     own: list[float] = x.float().pow(2).mean(-1, keepdim=True).flatten().tolist()
     return bool(layer_ops.mean_squares(x) == own) or dtype != torch.bfloat16
 
@@ -267,6 +271,6 @@ def _keeps_means(dtype: torch.dtype, size: int) -> bool:
 @torch.inference_mode()
 def _keeps_silu() -> bool:
     """Whether the kernel has the bits of torch for every bfloat16."""
-    x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16)
     own, fused = nn.functional.silu(x), layer_ops.gated_silu(x.clone(), torch.ones_like(x))
     return torch.equal(own.isnan(), fused.isnan()) and torch.equal(own.nan_to_num(0), fused.nan_to_num(0))

@@ -245,7 +245,10 @@ def faster_ways(dtype: torch.dtype, threads: int, rows: tuple[int, ...] = _FEW_R
     """
     inputs, outputs = _TRIED
     with torch.inference_mode():
-        x, weight = (torch.linspace(-1, 1, n * inputs).view(n, inputs).sin() for n in (max(rows), outputs))
+        x, weight = (
+            torch.linspace(-1, 1, n * inputs, dtype=torch.float32, device="cpu").view(n, inputs).sin()
+            for n in (max(rows), outputs)
+        )
         x, weight = x.to(dtype), (weight / inputs).to(dtype)
         products: dict[str, Callable[[Tensor, None], Tensor]] = {"torch": lambda x, _: linear(x, weight)}
         for way, layout in _LAYOUTS.items():

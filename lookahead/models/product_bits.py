@@ -161,12 +161,15 @@ def _cancelling(kind: _Kind, rows: int) -> tuple[Tensor, Tensor, Tensor | None]:
     source = torch.Generator().manual_seed(0)
     dtype, (outputs, inputs), has_bias, is_transposed = kind
     outputs = min(outputs, _OUTPUTS + outputs % _OUTPUTS)
-    few, row = (torch.randn(n, inputs, generator=source).to(dtype) for n in (min(outputs, _DIFFERENT), 1))
+    few, row = (
+        torch.randn(n, inputs, generator=source, dtype=torch.float32, device="cpu").to(dtype)
+        for n in (min(outputs, _DIFFERENT), 1)
+    )
     for place in {inputs // n for n in range(2, 2 + _CANCELLING)}:
         row[0, place], few[:, place] = 1, 0
         few[:, place] = -(few.double() @ row[0].double()).to(dtype)
     weight = few.repeat(-(-outputs // len(few)), 1)[:outputs]
-    x = row * (2.0 ** (torch.arange(rows) % 8)).to(dtype)[:, None]
+    x = row * (2.0 ** (torch.arange(rows, device="cpu") % 8)).to(dtype)[:, None]
     bias = linear(row, weight)[0] if has_bias else None
     return x, weight.T.contiguous().T if is_transposed else weight, bias
 

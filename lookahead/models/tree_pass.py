@@ -194,7 +194,7 @@ class FixedShapePass(TreePass):
         self.width = width
         self._rows, self._capacity = rows, slots.capacity
         kinds = _kinds(rows, width, width)
-        self._host = torch.zeros(_bytes_of(kinds), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._host = torch.zeros(_bytes_of(kinds), dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
         self._buffer = self._host.to(device)  # on a CPU the same tensor
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
         self._filled = tuple(each.numpy() for each in _views(self._host, kinds))
@@ -239,7 +239,7 @@ def copy_together(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[
     if device.type == "cpu":
         return [torch.from_numpy(each) for each in arrays]
     kinds: list[_Kind] = [(each.shape, each.dtype) for each in arrays]
-    host = torch.empty(_bytes_of(kinds), dtype=torch.uint8)
+    host = torch.empty(_bytes_of(kinds), dtype=torch.uint8, device="cpu")
     for view, each in zip(_views(host, kinds), arrays, strict=True):
         view.copy_(torch.from_numpy(each))
     return _views(host.to(device, non_blocking=True), kinds)

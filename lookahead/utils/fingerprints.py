@@ -50,7 +50,7 @@ def model_fingerprint(model: Any, body: nn.Module) -> str:
     config: Any = model.config.get_text_config()
     digest = xxhash.xxh3_64(f"{config.model_type} {config.num_hidden_layers} {config.hidden_size}".encode())
     embedding: Tensor = model.get_input_embeddings().weight
-    rows = torch.linspace(0, len(embedding) - 1, min(_ROWS, len(embedding))).long()
+    rows = torch.linspace(0, len(embedding) - 1, min(_ROWS, len(embedding)), dtype=torch.float32, device="cpu").long()
     for values in (embedding[rows.to(embedding.device)], *(each for each in body.parameters() if each.ndim == 1)):
         digest.update(values.detach().to("cpu", torch.float32).bfloat16().view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
@@ -67,6 +67,8 @@ def weights_fingerprint(model: nn.Module) -> str:
         digest.update(f"{name} {tuple(parameter.shape)}".encode())
         if type(parameter) is nn.Parameter and not parameter.is_meta and parameter.numel():
             values = parameter.detach().flatten()
-            places = torch.linspace(0, len(values) - 1, min(len(values), _VALUES), dtype=torch.float64).long()
+            places = torch.linspace(
+                0, len(values) - 1, min(len(values), _VALUES), dtype=torch.float64, device="cpu"
+            ).long()
             digest.update(values[places.to(values.device)].cpu().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -18,7 +18,7 @@ from lookahead.drafting.proposal import IntArray, Proposal
 
 def coin(chance: float) -> bool:
     """True with a probability from 0 to 1."""
-    return float(torch.rand(())) < chance
+    return float(torch.rand((), dtype=torch.float32, device="cpu")) < chance
 
 
 def draw(weights: Tensor) -> int:

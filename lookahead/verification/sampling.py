@@ -104,7 +104,7 @@ def warp_of(processors: LogitsProcessorList) -> Callable[[Tensor], Tensor]:
     warpers = [processor for processor in processors if type(processor) in _WARPERS]  # a subclass may have a state
 
     def warp(scores: Tensor) -> Tensor:
-        nothing = cast(LongTensor, torch.zeros(len(scores), 0, dtype=torch.long))
+        nothing = cast(LongTensor, scores.new_zeros(len(scores), 0, dtype=torch.long))
         for warper in warpers:
             scores = warper(nothing, cast(FloatTensor, scores))
         return scores
