@@ -39,6 +39,7 @@ from lookahead.generation.hf_outputs import adopt, append_states
 from lookahead.generation.request import prompt_lengths
 from lookahead.generation.validation import validate_call, validate_lengths, validate_positions
 from lookahead.models.beam_tree import DEAD_NODES, BeamModel, BeamTree
+from lookahead.models.cache import CACHE, cache_in
 from lookahead.models.encoder_decoder import empty_cache
 from lookahead.models.exact_attention import MAX_ROWS
 from lookahead.models.linears import LinearScope
@@ -92,9 +93,9 @@ def beam_search(
     passes behind the prefill, where given; then no cache is returned.
     """
     validate_call(model, generation_config, model_kwargs, modes=BEAM_MODES)
-    past = model_kwargs.get("past_key_values")
+    past = cache_in(model_kwargs)
     if getattr(past, "_is_user_defined", False):
-        raise UnsupportedModelError("past_key_values of your own are not served with beams")
+        raise UnsupportedModelError(f"{CACHE} of your own is not served with beams")
     lm: Any = type(model)
     arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
     config = lookahead_config if lookahead_config is not None else LookaheadConfig()
@@ -103,7 +104,7 @@ def beam_search(
         linears = LinearScope(model, packs=config.pack == "auto")
         with linears.serving(), linears.running("together"):
             if isinstance(past, EncoderDecoderCache) and isinstance(past.cross_attention_cache, DynamicCache):
-                model_kwargs["past_key_values"] = _shared_input(model, past, input_ids, beams, model_kwargs)
+                model_kwargs[CACHE] = _shared_input(model, past, input_ids, beams, model_kwargs)
             if passes is not None:
                 passes.are_bitwise = model.dtype != torch.float32  # all passes are those of transformers
             return cast(Tensor | GenerateBeamOutput, lm._beam_search(model, *arguments, **model_kwargs))
@@ -154,15 +155,15 @@ def beam_search(
     fewest = 2 if is_exact else 1  # the product of a single row has other bits on some CPUs
     search = BeamModel(model, target, texts, beams, read, drafts, generation_config.max_length, fewest)
     with target.serving(), torch.inference_mode(False), torch.no_grad():
-        output = lm._beam_search(search, *arguments, past_key_values=search, use_cache=True)
+        output = lm._beam_search(search, *arguments, **{CACHE: search}, use_cache=True)
         if not isinstance(output, Tensor):
-            output.past_key_values = None
+            setattr(output, CACHE, None)
             if passes is None and isinstance(past, DynamicCache | StaticCache):
                 padding = np.repeat(input_ids.shape[1] - lengths, beams).tolist()
                 states = search.states()
                 width = max(pad + row[0][0].shape[1] for pad, row in zip(padding, states, strict=True))
                 append_states(past, states, padding, width)
-                output.past_key_values = past
+                setattr(output, CACHE, past)
     if passes is not None:
         passes.served, passes.drafted, passes.are_bitwise = search.served, search.drafted, is_exact
     return cast(Tensor | GenerateBeamOutput, output)
@@ -190,7 +191,7 @@ def _compare_bits(model: Any, beams: int, vocabulary: int) -> bool:
         for stride in (7, 8, 9):
             prompt = (torch.arange(8, device="cpu")[None] * stride + 1) % vocabulary
             past = DynamicCache(config=model.config.get_text_config(decoder=True))
-            model(input_ids=prompt.expand(beams, -1), past_key_values=past, use_cache=True)
+            model(input_ids=prompt.expand(beams, -1), **{CACHE: past}, use_cache=True)
             target = Target(model, rows=1, capacity=64, device=input_device(model), is_bitwise=True, is_together=True)
             adopt(past, target.cache, np.zeros(1, np.int64))
             target.cache.slots.lengths[0] -= 1
@@ -201,7 +202,7 @@ def _compare_bits(model: Any, beams: int, vocabulary: int) -> bool:
                     tree.advance(range(beams), tokens.tolist())
                     ours = target.score([tree.tree()], np.array([tree.scored]))
                     tree.learn(ours[0])
-                    theirs = model(input_ids=tokens[:, None], past_key_values=past, use_cache=True).logits
+                    theirs = model(input_ids=tokens[:, None], **{CACHE: past}, use_cache=True).logits
                     if not torch.equal(ours[0], theirs[:, 0]):
                         return False
     except Exception:  # a model's own attention may raise anything here, and masks still serve it
@@ -214,7 +215,7 @@ def _read_as_generate(
 ) -> Tensor:
     """Read a prompt as often as it has beams, as `model.generate` does, or once where that has the same bits."""
     past = DynamicCache(config=model.config.get_text_config(decoder=True))
-    inputs, (beams, width) = {**model_kwargs, "past_key_values": past}, input_ids.shape
+    inputs, (beams, width) = {**model_kwargs, CACHE: past}, input_ids.shape
     is_sdpa = model.config.get_text_config()._attn_implementation == "sdpa"  # it treats each row of a batch alone
     if is_sdpa and width >= LONG_PROMPT and "logits_to_keep" in inputs and has_bits_of_copies(model, width, beams):
         inputs = {name: each[:1] if isinstance(each, Tensor) else each for name, each in inputs.items()}
@@ -241,8 +242,8 @@ def _shared_input(
             encoder_outputs=type(outputs)(last_hidden_state=outputs.last_hidden_state[::beams]),
             attention_mask=None if mask is None else mask[::beams],
             decoder_input_ids=input_ids[::beams, :1],
-            past_key_values=own,
             use_cache=True,
+            **{CACHE: own},
         )
         cross = own.cross_attention_cache
         for layer in cast(Any, cross.layers):

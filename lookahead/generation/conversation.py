@@ -13,6 +13,7 @@ from lookahead.generation.api import stream
 from lookahead.generation.hf_outputs import TextStream
 from lookahead.generation.prompts import Message, PromptReader, has_chat_template
 from lookahead.generation.validation import check_pair, context_limit
+from lookahead.models.cache import CACHE
 
 
 class Conversation:
@@ -68,7 +69,8 @@ class Conversation:
             raise PromptError(f"the message makes {len(ids)} tokens, and there is room for {self._reader.room}")
         self.dropped = len(messages) - len(fitting)
         self._continue_from(ids)
-        self.stream = stream(self._model, self._tokenizer, ids, past_key_values=self._cache, **self._options)
+        options = {**self._options, CACHE: self._cache}
+        self.stream = stream(self._model, self._tokenizer, ids, **options)
         return self._answer(self.stream, fitting, ids)
 
     def _answer(self, pieces: TextStream, messages: list[Message], ids: list[int]) -> Iterator[str]:
