@@ -16,7 +16,7 @@ from lookahead.engine.fallback import PlainLoop
 from lookahead.errors import PromptError
 from lookahead.generation.hf import prepare
 from lookahead.generation.hf_outputs import TextStream, collect, return_cache
-from lookahead.generation.prompts import Prompts, Truncation, pad_token_of, reader_of, within
+from lookahead.generation.prompts import PromptReader, Prompts, Truncation, pad_token_of, within
 from lookahead.generation.request import pad_prompts, serve_stop_strings
 from lookahead.generation.validation import check_options, check_pair, context_limit, validate_encoder_inputs
 from lookahead.models.cache import cache_in
@@ -152,11 +152,10 @@ def _read(
     reading: tuple[bool, Truncation | None, Mapping[str, Any] | None],
     generate_kwargs: dict[str, Any],
 ) -> list[list[int]]:
-    """Check the arguments of a call, and read its prompts."""
     check_pair(model, tokenizer, stacklevel=5)
     validate_model(model)
     check_options(model, config, generation_config, generate_kwargs, seed)
-    reader = reader_of(model, tokenizer, generation_config, *reading, generate_kwargs)
+    reader = PromptReader(model, tokenizer, generation_config, *reading, generate_kwargs)
     return [reader.read(prompt, i) for i, prompt in enumerate(reader.separate(prompts))]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -45,7 +44,7 @@ from lookahead.models.exact_attention import MAX_ROWS
 from lookahead.models.linears import LinearScope
 from lookahead.models.model_state import state_of
 from lookahead.models.product_bits import has_bits_of_copies, keeps_bits_beside_others
-from lookahead.models.support import prefills_at_once, support_of, vocabulary_size
+from lookahead.models.support import decoder_vocabulary, prefills_at_once, support_of, vocabulary_size
 from lookahead.models.target import PREFILL_CHUNK, Target, input_device
 from lookahead.proposers.beam_drafter import drafter_for
 from lookahead.stats import DecodingStats
@@ -262,63 +261,49 @@ class _SharedInput(EncoderDecoderCache):
         self.self_attention_cache.reorder_cache(beam_idx)
 
 
-def prepare_beams(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    lookahead_config: LookaheadConfig | None,
-    inputs_tensor: Tensor | None,
-    lookahead_context: int | None,
-    model_kwargs: dict[str, Any],
-) -> BeamLoop:
-    """The beam search of a call, to be run later; the arguments are those of `prepare`."""
-    beams, room = generation_config.num_beams, None if lookahead_context is None else lookahead_context + 1
-    if room is not None and cast(int, generation_config.max_length) > room:
-        raise PromptError(
-            f"max_new_tokens must be at most {room - input_ids.shape[1]} with beams, got more: the longest prompt "
-            f"has {input_ids.shape[1]} tokens and the model a context of {room - 1}"
-        )
-    has_encoder = model.config.is_encoder_decoder
-    mask = model_kwargs.get("decoder_attention_mask" if has_encoder else "attention_mask")
-    vocabulary = vocabulary_size(model, cast(Any, model).get_decoder() if has_encoder else None)
-    lengths = prompt_lengths(input_ids[::beams], None if mask is None else mask[::beams], vocabulary)
-    if has_encoder and inputs_tensor is not None:
-        read = model_kwargs.get("attention_mask")
-        lengths = lengths + (len(inputs_tensor[0]) if read is None else read[::beams].sum(1).cpu().numpy())
-    search = partial(
-        beam_search, model, input_ids, logits_processor, stopping_criteria, lookahead_config=lookahead_config,
-        **model_kwargs,
-    )  # fmt: skip
-    return BeamLoop(search, input_ids, lengths, stopping_criteria, generation_config)
-
-
 class BeamLoop(PlainLoop):
-    """Searches once and returns all tokens in one step, with the interface of `Engine`."""
+    """Searches once and returns all tokens in one step, with the interface of `Engine`; made as by `prepare`."""
 
     def __init__(
         self,
-        search: Callable[..., Any],
+        model: PreTrainedModel,
         input_ids: Tensor,
-        lengths: NDArray[np.int64],
-        criteria: StoppingCriteriaList,
-        config: GenerationConfig,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        lookahead_config: LookaheadConfig | None,
+        inputs_tensor: Tensor | None,
+        lookahead_context: int | None,
+        model_kwargs: dict[str, Any],
     ) -> None:
-        super().__init__(search, input_ids, np.repeat(lengths, config.num_return_sequences), criteria)
-        self._search, self._ends, self._config = search, criteria, copy(config)
+        beams, room = generation_config.num_beams, None if lookahead_context is None else lookahead_context + 1
+        if room is not None and cast(int, generation_config.max_length) > room:
+            raise PromptError(
+                f"max_new_tokens must be at most {room - input_ids.shape[1]} with beams, got more: the longest prompt "
+                f"has {input_ids.shape[1]} tokens and the model a context of {room - 1}"
+            )
+        mask = model_kwargs.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
+        lengths = prompt_lengths(input_ids[::beams], None if mask is None else mask[::beams], decoder_vocabulary(model))
+        if model.config.is_encoder_decoder and inputs_tensor is not None:
+            read = model_kwargs.get("attention_mask")
+            lengths = lengths + (len(inputs_tensor[0]) if read is None else read[::beams].sum(1).cpu().numpy())
+        self._search = partial(beam_search, model, input_ids, logits_processor, stopping_criteria)
+        self._options = {"lookahead_config": lookahead_config, **model_kwargs}
+        sequences = np.repeat(lengths, cast(int, generation_config.num_return_sequences))
+        super().__init__(self._search, input_ids, sequences, stopping_criteria)
+        self._ends, self._config = stopping_criteria, copy(generation_config)
         self._config.return_dict_in_generate = True
 
     def run(self) -> Iterator[list[StepOutput]]:
         """Search, and yield the sequences."""
         begin, passes = time.perf_counter(), Passes()
         try:
-            output = self._search(generation_config=self._config, passes=passes)
+            output: Any = self._search(generation_config=self._config, passes=passes, **self._options)
         except StopIteration as error:
             raise CarriedError("generator raised StopIteration") from error
         seconds = time.perf_counter() - begin
         found = []
-        counts = (cast(Tensor, output.beam_indices) >= 0).sum(1).tolist()
+        counts = (output.beam_indices >= 0).sum(1).tolist()
         for row, (ids, count) in enumerate(zip(output.sequences.cpu(), counts, strict=True)):
             ids, stats = ids[: self._width + count], self.stats[row]
             stats.emitted_tokens, stats.decode_s, stats.ttft_s = count, seconds, seconds

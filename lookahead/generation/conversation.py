@@ -45,9 +45,8 @@ class Conversation:
         context = context_limit(model)
         reserved = max_new_tokens if context is None else min(max_new_tokens, context // 4)
         self._model, self._tokenizer = model, tokenizer
-        self._reader = PromptReader(
-            model, tokenizer, chat_template_kwargs=chat_template_kwargs, truncate="left", reserved=reserved
-        )
+        fitting: Any = {"truncate": "left", "options": {"max_new_tokens": reserved}}
+        self._reader = PromptReader(model, tokenizer, chat_template_kwargs=chat_template_kwargs, **fitting)
         self._options: dict[str, Any] = {"config": config, "max_new_tokens": max_new_tokens, **options}
         self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self.stream: TextStream | None = None
@@ -74,7 +73,6 @@ class Conversation:
         return self._answer(self.stream, fitting, ids)
 
     def _answer(self, pieces: TextStream, messages: list[Message], ids: list[int]) -> Iterator[str]:
-        """Yield the pieces, and add the answer to the history."""
         said = []
         self.messages = messages
         try:

@@ -32,7 +32,7 @@ from lookahead.engine.engine import Engine
 from lookahead.engine.fallback import PlainLoop
 from lookahead.engine.row import Row
 from lookahead.errors import UnsupportedModelError
-from lookahead.generation.beams import BEAM_MODES, beam_search, prepare_beams
+from lookahead.generation.beams import BEAM_MODES, BeamLoop, beam_search
 from lookahead.generation.hf_outputs import adopt, collect, output_dict, padded_sequences, return_cache
 from lookahead.generation.request import prompt_lengths, stopping_rule, warn_if_stateful
 from lookahead.generation.validation import (
@@ -147,7 +147,7 @@ def prepare(
     check_config("lookahead_config", lookahead_config)
     if generation_config.get_generation_mode() in BEAM_MODES:
         arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config, lookahead_config)
-        return prepare_beams(*arguments, inputs_tensor, lookahead_context, model_kwargs)
+        return BeamLoop(*arguments, inputs_tensor, lookahead_context, model_kwargs)
     validate_call(model, generation_config, model_kwargs)
     config = lookahead_config if lookahead_config is not None else LookaheadConfig()
     has_encoder, past = model.config.is_encoder_decoder, cache_in(model_kwargs)

@@ -90,11 +90,7 @@ def _warn_of_a_foreign_tokenizer(model: Any, tokenizer: PreTrainedTokenizerBase,
 
 
 def check_options(
-    model: PreTrainedModel,
-    config: object,
-    generation_config: object,
-    options: Mapping[str, Any],
-    seed: object = None,
+    model: PreTrainedModel, config: object, generation_config: object, options: Mapping[str, Any], seed: object = None
 ) -> None:
     """Refuse options of the wrong type or out of range, and those that no one would read, by ConfigError."""
     check_config("config", config)
