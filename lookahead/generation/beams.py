@@ -17,16 +17,10 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import (
-    DynamicCache,
-    EncoderDecoderCache,
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StaticCache,
-    StoppingCriteriaList,
-)
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel, StaticCache
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.utils import GenerateBeamOutput
 
 from lookahead.config import LookaheadConfig

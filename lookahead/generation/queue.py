@@ -9,13 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from lookahead.config import LookaheadConfig
 from lookahead.engine.engine import Engine
