@@ -87,10 +87,7 @@ def trace(
     clock: Callable[[], float] = time.perf_counter,
     **generate_kwargs: Any,
 ) -> Trace:
-    """Generate from one prompt, a text or chat messages, and record every step.
-
-    The arguments are those of `lookahead.generate`; `clock` returns seconds.
-    """
+    """Generate from a text or chat messages as `lookahead.generate` does, recording every step by the clock."""
     validate_model(model)
     check_options(model, config, None, generate_kwargs, None)
     ids = PromptReader(model, tokenizer, None, True, truncate, None, generate_kwargs).read(prompt, 0)
