@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lookahead.kernels.checks import MAX_NODES, check_tensor, require, slot_shortcoming
+from lookahead.kernels.dispatch import MAX_NODES, check_tensor, require, slot_shortcoming
 
 _WORD = 4  # bytes
 _BLOCK_WORDS = 32
@@ -18,14 +18,9 @@ _LEAST_NODES = 16  # most paths are short, and share one compiled variant
 
 
 class SlotBuffers:
-    """The KV buffers of all layers on one device, by address; valid while the buffers live.
+    """The KV buffers of all layers, `[rows, capacity, …]` on one device, by address; valid while the buffers live.
 
-    Args:
-        buffers: Contiguous `[rows, capacity, …]`, at least one; rows and capacity are common to all, and a slot takes
-            a multiple of 16 bytes in each.
-
-    Raises:
-        ValueError: A buffer is not as described.
+    ValueError if they are none that `lookahead.kernels.dispatch.slot_shortcoming` accepts.
     """
 
     def __init__(self, buffers: Sequence[Tensor]) -> None:

@@ -21,20 +21,10 @@ _NO_SINKS = np.zeros(0, np.float32)
 
 
 def tree_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    lengths: Tensor,
-    nodes: Tensor,
-    depths: Tensor,
-    words: Tensor,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    window: int | None = None,
-    chunk: int | None = None,
+    query: Tensor, keys: Tensor, values: Tensor, *, lengths: Tensor, nodes: Tensor, depths: Tensor, words: Tensor,
+    scaling: float | None = None, softcap: float | None = None, window: int | None = None, chunk: int | None = None,
     sinks: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`lookahead.kernels.tree_attention.tree_attention` on a CPU; see there for the arguments.
 
     The query is float32 or bfloat16, keys and values are slices of whole rows of contiguous buffers in the same type,
@@ -48,40 +38,14 @@ def tree_attention(
         slots.as_strided((rows, slots.stride(0) // slots.stride(1), *slots.shape[2:]), slots.stride()).view(bits)
         for slots in (keys, values)
     ]
+    tree = lengths.numpy(), nodes.numpy(), depths.numpy(), words.numpy()
     _attend(
-        query.transpose(1, 2).float().contiguous().numpy(),
-        buffers[0].numpy(),
-        buffers[1].numpy(),
-        shift,
-        lengths.numpy(),
-        nodes.numpy(),
-        depths.numpy(),
-        words.numpy(),
-        _NO_SINKS if sinks is None else sinks.float().numpy(),
-        out.numpy(),
-        dim**-0.5 if scaling is None else scaling,
-        0.0 if softcap is None else softcap,
-        _NO_LIMIT if window is None else window,
-        _NO_LIMIT if chunk is None else chunk,
-    )
+        query.transpose(1, 2).float().contiguous().numpy(), buffers[0].numpy(), buffers[1].numpy(), shift, *tree,
+        _NO_SINKS if sinks is None else sinks.float().numpy(), out.numpy(),
+        dim**-0.5 if scaling is None else scaling, 0.0 if softcap is None else softcap,
+        _NO_LIMIT if window is None else window, _NO_LIMIT if chunk is None else chunk,
+    )  # fmt: skip
     return out.to(query.dtype)
-
-
-def pays(query: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether `tree_attention` supports these tensors and is faster than torch's attention.
-
-    It is not with fewer queries than a register has lanes, with several threads (it uses one), or without registers of
-    512 bits.
-    """
-    _, heads, width, _ = query.shape
-    if width * (heads // keys.shape[2]) < LANES or torch.get_num_threads() > 1 or query.dtype not in _SHIFTS:
-        return False
-    for slots in (keys, values):
-        (_, _, kv_heads, dim), (of_row, of_slot, *rest) = slots.shape, slots.stride()
-        is_slice = (of_slot, *rest) == (kv_heads * dim, dim, 1) and of_row % of_slot == 0
-        if slots.dtype != query.dtype or dim % ROWS or not is_slice:
-            return False
-    return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 @njit(cache=True, error_model="numpy", nogil=True)

@@ -1,17 +1,78 @@
-"""Which kernels run: the only module the engine asks. Importing it needs no triton."""
+"""Which kernels run, what they take, and torch's attention where none does. Importing it needs no triton."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
-from lookahead.kernels.checks import shortcoming, slot_shortcoming
-from lookahead.kernels.self_test import COMPACTION, KernelVariant, Verdict
+from lookahead.kernels import cpu_attention
+from lookahead.kernels.microkernel import LANES, ROWS
+
+MAX_NODES = 256
+MAX_DIM = 256
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_DIM_STEP = 16  # elements; the compiler turns strides and sizes divisible by 16 into 16-byte asynchronous copies
+_ALIGNMENT = 16  # bytes
+COMPACTION = "compaction"
+
+
+class KernelVariant(NamedTuple):
+    """What a kernel is compiled for: sizes, query heads per KV head, and which options of `tree_attention` are used.
+
+    Of compaction only the device counts.
+    """
+
+    device: torch.device
+    dtype: torch.dtype = torch.int32
+    dim: int = 0
+    value_dim: int = 0
+    groups: int = 0
+    options: frozenset[str] = frozenset()
+    kernel: str = "tree attention"
+
+    @property
+    def name(self) -> str:
+        """The variant without its device."""
+        if self.kernel == COMPACTION:
+            return self.kernel
+        sizes = f"{self.dim}" if self.dim == self.value_dim else f"{self.dim} and {self.value_dim}"
+        options = f" with {', '.join(sorted(self.options))}" if self.options else ""
+        return f"{self.kernel} of {self.dtype}, head size {sizes}, {self.groups} heads a KV head{options}"
+
+    def to_json(self) -> list[Any]:
+        """Values for `from_json`."""
+        return [str(self.device), str(self.dtype).removeprefix("torch."), *self[2:5], sorted(self.options), self.kernel]
+
+    @classmethod
+    def from_json(cls, values: Sequence[Any]) -> KernelVariant:
+        """The variant of `to_json`."""
+        device, dtype, dim, value_dim, groups, options, kernel = values
+        return cls(torch.device(device), getattr(torch, dtype), dim, value_dim, groups, frozenset(options), kernel)
+
+
+class Verdict(NamedTuple):
+    """What the self-test found about a variant."""
+
+    problem: str = ""  # why it must not serve; empty if it may
+    gains: tuple[tuple[int, int, float], ...] = ()  # slots, nodes, and times as fast as torch's attention there
+    is_lasting: bool = True  # whether another test on the same machine would find the same
+
+    def is_faster(self, slots: int, nodes: int) -> bool:
+        """Whether the kernel was no slower where sizes were most like these."""
+
+        def distance(timed: tuple[int, int, float]) -> float:
+            return abs(math.log2(slots / timed[0])) + abs(math.log2(nodes / timed[1]))
+
+        return not self.gains or min(self.gains, key=distance)[2] >= 1.0
+
 
 NO_OPTIONS: Mapping[str, Any] = {}
 wanted: dict[KernelVariant, None] = {}
@@ -37,25 +98,21 @@ def attention_for(
 ) -> Callable[..., Tensor] | None:
     """The tree attention kernel for tensors like these, or None where torch's own attention is used.
 
-    It takes query, keys and values with the shapes and strides given here, and lengths, nodes, depths, words and sinks
-    as `lookahead.kernels.tree_attention.tree_attention` does, and checks nothing.
-
-    On a GPU kernels that were not tested are noted in `wanted`, and do not serve until they were. An eager pass takes
-    the kernel only where the test found that it is no slower than torch's attention.
+    It takes tensors as `lookahead.kernels.tree_attention` does, with these shapes and strides, and does not check them.
+    On a GPU kernels that were not tested are noted in `wanted`, and do not serve until they were.
 
     Args:
         query: `[rows, heads, width, dim]`.
         keys: `[rows, slots, kv_heads, dim]`.
         values: `[rows, slots, kv_heads, value_dim]`.
         options: "scaling", "window", "chunk", "softcap" and "sinks" of the call; unused ones are None or left out.
-        is_eager: Whether the host launches every kernel by itself, with no graph or compiled code.
+        is_eager: Whether the host launches every kernel by itself, with no graph or compiled code. Such a pass takes
+            the kernel only where the test found that it is no slower than torch's attention.
         later: Options that later calls will have, so that their variant is tested with this one.
     """
     bound: dict[str, Any] = {name: options.get(name) for name in ("scaling", "softcap", "window", "chunk")}
     if query.device.type == "cpu":
-        from lookahead.kernels import cpu_attention
-
-        return partial(cpu_attention.tree_attention, **bound) if cpu_attention.pays(query, keys, values) else None
+        return partial(cpu_attention.tree_attention, **bound) if _pays_on_a_cpu(query, keys, values) else None
     if not runs_on(query.device) or shortcoming(query, keys, values) is not None:
         return None
     from lookahead.kernels.tree_attention import bind
@@ -64,10 +121,8 @@ def attention_for(
     given = {name for name in ("softcap", "window", "chunk") if bound[name] is not None}
     given |= {"sinks"} if has_sinks else set()
     variant = KernelVariant(query.device, query.dtype, keys.shape[3], values.shape[3], groups, frozenset(given))
-    longer, compaction = (
-        variant._replace(options=variant.options | later),
-        KernelVariant(query.device, kernel=COMPACTION),
-    )
+    longer = variant._replace(options=variant.options | later)
+    compaction = KernelVariant(query.device, kernel=COMPACTION)
     wanted.update(dict.fromkeys(each for each in (variant, longer, compaction) if each not in verdicts))
     verdict = verdicts.get(variant)
     if verdict is None or verdict.problem:
@@ -78,11 +133,25 @@ def attention_for(
     return bind(query, keys, values, **bound, has_sinks=has_sinks)
 
 
-def compactor_for(buffers: Sequence[Tensor]) -> Callable[..., None] | None:
-    """The compaction kernel bound to these KV buffers `[rows, capacity, …]`, or None if unsupported.
+def _pays_on_a_cpu(query: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Whether `lookahead.kernels.cpu_attention` supports these tensors and is faster than torch's attention.
 
-    It takes rows, starts, counts and paths, as `lookahead.kernels.compaction.compact` does.
+    It is not with fewer queries than a register has lanes, with several threads (it uses one), or without registers of
+    512 bits.
     """
+    queries, is_half = query.shape[2] * (query.shape[1] // keys.shape[2]), query.dtype == torch.bfloat16
+    if queries < LANES or torch.get_num_threads() > 1 or not (is_half or query.dtype == torch.float32):
+        return False
+    for slots in (keys, values):
+        (_, _, kv_heads, dim), (of_row, of_slot, *rest) = slots.shape, slots.stride()
+        is_slice = (of_slot, *rest) == (kv_heads * dim, dim, 1) and of_row % of_slot == 0
+        if slots.dtype != query.dtype or dim % ROWS or not is_slice:
+            return False
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def compactor_for(buffers: Sequence[Tensor]) -> Callable[..., None] | None:
+    """`lookahead.kernels.compaction.compact` bound to these KV buffers `[rows, capacity, …]`; None if unsupported."""
     if not buffers or not runs_on(buffers[0].device):
         return None
     variant = KernelVariant(buffers[0].device, kernel=COMPACTION)
@@ -94,3 +163,121 @@ def compactor_for(buffers: Sequence[Tensor]) -> Callable[..., None] | None:
     from lookahead.kernels.compaction import SlotBuffers, compact
 
     return partial(compact, SlotBuffers(buffers))
+
+
+def masked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention by torch, with the heads that share a KV head packed into query rows.
+
+    Takes queries `[rows, heads, width, dim]`, keys and values `[rows, kv_heads, slots, …]`, and an additive mask
+    `[rows, 1, width * groups, slots]`, or None where every query sees every slot; for the other arguments see
+    `tree_attention`. Returns `[rows, width, heads, value_dim]`, contiguous.
+    """
+    rows, heads, width, dim = query.shape
+    kv_heads = key.shape[1]
+    groups = heads // kv_heads
+    packed = query.view(rows, kv_heads, groups, width, dim).transpose(2, 3).reshape(rows, kv_heads, width * groups, dim)
+    if softcap is None and sinks is None:
+        out = scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
+    else:  # as in Gemma 2 and gpt-oss, which SDPA does not support
+        scores = packed @ key.transpose(2, 3) * (scaling or dim**-0.5)
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        if mask is not None:
+            scores = scores + mask
+        if sinks is not None:
+            shares = sinks.to(scores.dtype).view(1, kv_heads, 1, groups).expand(rows, -1, width, -1)
+            scores = torch.cat([scores, shares.reshape(rows, kv_heads, width * groups, 1)], -1)
+        weights = torch.softmax(scores, -1, dtype=torch.float32)[..., : key.shape[2]]
+        out = weights.to(value.dtype) @ value
+    out = out.view(rows, kv_heads, width, groups, -1).permute(0, 2, 1, 3, 4)
+    return out.reshape(rows, width, heads, -1)
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ValueError(message) unless `condition` holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def shortcoming(query: Tensor, keys: Tensor, values: Tensor) -> str | None:
+    """Why the attention kernel does not support these tensors, or None if it does."""
+    dtype, device = query.dtype, query.device
+    for name, tensor in (("query", query), ("keys", keys), ("values", values)):
+        shape, steps = tensor.shape, tensor.stride()
+        if len(shape) != 4:
+            return f"{name} must have 4 dimensions, got shape {tuple(shape)}"
+        if tensor.dtype != dtype or dtype not in DTYPES:
+            return f"{name} must be bfloat16, float16 or float32, and all three alike, got {tensor.dtype}"
+        if tensor.device != device:
+            return f"{name} must be on the device of query, {device}, got {tensor.device}"
+        if not 0 < shape[3] <= MAX_DIM or shape[3] % _DIM_STEP:
+            return f"the head size of {name} must be a multiple of {_DIM_STEP} up to {MAX_DIM}, got {shape[3]}"
+        if steps[3] != 1:
+            return f"the head elements of {name} must be adjacent, got strides {steps}"
+        for size, step in zip(shape, steps[:3], strict=False):
+            if size > 1 and step % _DIM_STEP:
+                return f"the strides of {name} must be multiples of {_DIM_STEP} elements, got {steps}"
+        if tensor.data_ptr() % _ALIGNMENT:
+            return f"{name} must start at a multiple of {_ALIGNMENT} bytes, got address {tensor.data_ptr():#x}"
+    if not 0 < query.shape[2] <= MAX_NODES:
+        return f"query must hold 1 to {MAX_NODES} nodes, got {query.shape[2]}"
+    rows, heads, width, dim = query.shape
+    _, slots, kv_heads, _ = keys.shape
+    if keys.shape != (rows, slots, kv_heads, dim):
+        return f"keys must be [rows {rows}, slots, kv_heads, dim {dim}] as query says, got {tuple(keys.shape)}"
+    if values.shape[:3] != keys.shape[:3]:
+        return f"values must agree with keys, {tuple(keys.shape)}, up to the head size, got {tuple(values.shape)}"
+    if kv_heads == 0 or heads == 0 or heads % kv_heads:
+        return f"the {heads} heads of query must be a multiple of the {kv_heads} heads of keys"
+    if slots < width:
+        return f"keys must hold at least the {width} nodes of query, got {slots} slots"
+    return None
+
+
+def slot_shortcoming(buffers: Sequence[Tensor]) -> str | None:
+    """Why the compaction kernel does not support KV buffers `[rows, capacity, …]`, or None if it does."""
+    if not buffers:
+        return "buffers must hold at least one buffer, got none"
+    like, device = buffers[0].shape[:2], buffers[0].device
+    for index, buffer in enumerate(buffers):
+        if buffer.shape[:2] != like or buffer.device != device or not buffer.is_contiguous():
+            wanted = f"buffer {index} must be contiguous [{like[0]}, {like[1]}, …] on {device}"
+            return f"{wanted}, got {tuple(buffer.shape)} with strides {buffer.stride()} on {buffer.device}"
+        size = math.prod(buffer.shape[2:]) * buffer.element_size()
+        if size == 0 or size % _ALIGNMENT or buffer.data_ptr() % _ALIGNMENT:
+            wanted = f"buffer {index} must start at, and its slots take, a multiple of {_ALIGNMENT} bytes"
+            return f"{wanted}, got address {buffer.data_ptr():#x} and {size} bytes a slot"
+    return None
+
+
+def check_tree(
+    query: Tensor, lengths: Tensor, nodes: Tensor, depths: Tensor, words: Tensor, sinks: Tensor | None = None
+) -> None:
+    """Check the tensors that describe trees, and sinks; their values are not read, which would wait for the device."""
+    (rows, heads, width, _), device = query.shape, query.device
+    check_tensor("lengths", lengths, (rows,), torch.int32, device)
+    check_tensor("nodes", nodes, (rows,), torch.int32, device)
+    check_tensor("depths", depths, (rows, width), torch.int32, device)
+    check_tensor("words", words, (rows, width, math.ceil(width / 64)), torch.int64, device)
+    if sinks is None:
+        return
+    wanted = f"sinks must be a contiguous floating-point tensor of shape ({heads},) on {device}"
+    right = sinks.shape == (heads,) and sinks.device == device and sinks.is_contiguous()
+    require(right and sinks.is_floating_point(), f"{wanted}, got {sinks.dtype} {tuple(sinks.shape)} on {sinks.device}")
+
+
+def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Check shape, type, device and contiguity."""
+    if tensor.shape == shape and tensor.dtype == dtype and tensor.device == device and tensor.is_contiguous():
+        return
+    wanted = f"{name} must be a contiguous {dtype} tensor of shape {tuple(shape)} on {device}"
+    got = f"{tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()} on {tensor.device}"
+    raise ValueError(f"{wanted}, got {got}")

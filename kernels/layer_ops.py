@@ -14,8 +14,7 @@ from numba import njit, types
 from numba.extending import overload
 from torch import Tensor
 
-from lookahead.kernels.microkernel import exp, jit_part, narrow, widen
-from lookahead.kernels.threads import array_at
+from lookahead.kernels.microkernel import array_at, exp, jit_part, narrow, widen
 
 _PARTIALS = 4  # sums of every fourth vector
 _LEVELS = 4  # of sums; each takes the sums of the level below
@@ -136,11 +135,8 @@ def _mean_square(line, sums):
 def _norm(x_at, delta_at, weight_at, total_at, out_at, rows, size, eps, kind):
     """Add what stands at `delta_at`, unless it is 0, and norm the rows; returns the mean square of the last one."""
     count = rows * size
-    x, out, weight = (
-        _numbers_at(x_at, count, kind),
-        _numbers_at(out_at, count, kind),
-        _numbers_at(weight_at, size, kind),
-    )
+    x, out = _numbers_at(x_at, count, kind), _numbers_at(out_at, count, kind)
+    weight = _numbers_at(weight_at, size, kind)
     delta, total = _numbers_at(delta_at, count, kind), _numbers_at(total_at, count, kind)
     line, factors = np.empty(size, np.float32), np.empty(size, np.float32)
     sums = np.empty(_LEVELS * _WIDTH, np.float32)

@@ -1,4 +1,4 @@
-"""Products of small matrices and the exponential function on a CPU, in vector instructions.
+"""What kernels for a CPU are made of: products of small matrices, the exponential function, and torch's threads.
 
 The products are written in LLVM IR, which keeps their sums in registers. Compiled from loops over arrays they have a
 third of the speed, because their sums are stored after every few products.
@@ -6,13 +6,20 @@ third of the speed, because their sums are stored after every few products.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from array import array
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic, overload, register_jitable
+from torch import Tensor
 
 # Compiled into its callers only, with no entry point for Python.
 jit_part: Any = register_jitable(error_model="numpy")
@@ -37,6 +44,8 @@ _UPPER_HALVES = ir.Constant(_PAIRS, [-65536] * LANES)
 _WHOLE, _BYTE = ir.IntType(64), ir.IntType(8)
 _FUSED = {"flags": ("contract",)}
 _DOT_OF_PAIRS = "llvm.x86.avx512bf16.dpbf16ps.512"
+_LIBRARY = "libtorch_cpu.so"
+_SIGNATURE = types.void(types.int64)
 
 
 def tile_of(registers: int, kind: str = "product", rows: Sequence[int] = range(1, ROWS + 1)) -> Any:
@@ -47,13 +56,9 @@ def tile_of(registers: int, kind: str = "product", rows: Sequence[int] = range(1
 
     It takes the left matrix, the place of its first element, the steps between its rows and its terms; the right
     matrix, the place of its first element, the step between its terms; the matrix for the product, the place of its
-    first element, the step between its rows; the number of rows; and the number of terms.
-
-    Args:
-        registers: Vector registers of a row of the product.
-        kind: `"product"`; or `"fours"`, which adds four products at a time, paired by twos, to what the matrix for the
-            product holds.
-        rows: The numbers of rows that it takes, each at most 8.
+    first element, the step between its rows; the number of rows, one of `rows`; and the number of terms. A row of the
+    product fills so many registers. The kind `"fours"` adds four products at a time, paired by twos, to what the matrix
+    for the product holds.
     """
     emit_term, together = {"product": (_emit_product, 1), "fours": (_emit_four, 4)}[kind]
 
@@ -148,17 +153,9 @@ def _emit_four(builder: Any, total: Any, left: Any, right: Any) -> Any:
 
 
 def _emit_sums(
-    builder: Any,
-    emit_term: Any,
-    together: int,
-    begun: list[list[Any]],
-    rows: list[Any],
-    inner_step: Any,
-    right: Any,
-    column: Any,
-    right_step: Any,
-    terms: Any,
-) -> list[list[Any]]:
+    builder: Any, emit_term: Any, together: int, begun: list[list[Any]], rows: list[Any], inner_step: Any, right: Any,
+    column: Any, right_step: Any, terms: Any,
+) -> list[list[Any]]:  # fmt: skip
     """Emit a loop over the terms, `together` at a time, at least once; returns the sums of each row, in registers."""
     kind, registers = ir.VectorType(rows[0].type.pointee, LANES), range(len(begun[0]))
     before, loop, after = builder.block, builder.append_basic_block("terms"), builder.append_basic_block("sums")
@@ -299,3 +296,72 @@ def exp(x):
     scaled = series * np.int32((first + np.int32(127)) << np.int32(23)).view(np.float32)
     scaled *= np.int32((second + np.int32(127)) << np.int32(23)).view(np.float32)
     return _F(0.0) if x < _SMALLEST else scaled
+
+
+def run(function: Callable[[Any], None], parts: int, tensors: list[Tensor], *sizes: int) -> None:
+    """Let a function that Numba compiles work on all parts, on as many threads as torch is set to.
+
+    Where torch has no OpenMP of GNU's interface, as on macOS and Windows, the calling thread works alone.
+
+    Args:
+        function: Works on parts that it is given by `take`, until it is given none. It receives the address of int64
+            numbers: one for `take`, the number of parts, the addresses of the tensors, and the sizes.
+        parts: How many parts there are.
+        tensors: Contiguous, on the CPU.
+        sizes: Other numbers that the function needs.
+    """
+    numbers = array("q", [0, parts, *[each.data_ptr() for each in tensors], *sizes])
+    address, _ = numbers.buffer_info()
+    compiled, threads = _compile(function), min(torch.get_num_threads(), parts)
+    launch = _launcher() if threads > 1 else None
+    if launch is not None:
+        launch(compiled.address, address, threads, 0)
+    else:
+        compiled.ctypes(address)
+
+
+@cache
+def _compile(function: Callable[[Any], None]) -> Any:
+    """The function as one of C; not at import, for not every CPU has the instructions."""
+    return numba.cfunc(_SIGNATURE, cache=True, error_model="numpy")(function)
+
+
+@cache
+def _launcher() -> Callable[[int, int, int, int], None] | None:
+    """`GOMP_parallel` of the OpenMP library that torch has loaded; None where there is none."""
+    try:
+        launch = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / _LIBRARY)).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    launch.argtypes, launch.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+    return launch
+
+
+@intrinsic
+def _take(context: Any, address: Any) -> Any:
+    """The number of the next part; no other thread gets it."""
+
+    def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
+        whole = ir.IntType(64)
+        return builder.atomic_rmw("add", builder.inttoptr(values[0], whole.as_pointer()), whole(1), "monotonic")
+
+    return types.int64(types.int64), emit
+
+
+@intrinsic
+def _as_pointer(context: Any, address: Any) -> Any:
+    def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.inttoptr(values[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), emit
+
+
+take: Any = _take
+_pointer: Any = _as_pointer
+_view: Any = vars(numba)["carray"]
+
+
+@jit_part
+def array_at(address, shape, dtype):
+    """The array at an address."""
+    return _view(_pointer(address), shape, dtype)

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lookahead.kernels.microkernel import LANES, ROWS, jit_part, narrow, tile_of, widen
-from lookahead.kernels.threads import array_at, run, take
+from lookahead.kernels.microkernel import LANES, ROWS, array_at, jit_part, narrow, run, take, tile_of, widen
 
 COLUMNS = 2 * LANES  # outputs of a panel of the packed weight
 _PART = 1 << 19  # bytes of the weight that a thread takes at a time
@@ -42,14 +41,10 @@ def multiplies_pairs(inputs: int) -> bool:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """Lay a weight out in panels of `COLUMNS` outputs, for `multiply`.
+    """Lay a contiguous weight `[outputs, inputs]` out in panels of `COLUMNS` outputs, the last padded with zeros.
 
-    Args:
-        weight: float32 or bfloat16 `[outputs, inputs]`, contiguous.
-
-    Returns:
-        float32 `[panels, inputs, COLUMNS]`, or int32 `[panels, inputs / 2, COLUMNS]` with two inputs an element; the
-        last panel is padded with zeros.
+    Returns `[panels, inputs, COLUMNS]` of a float32 one; of bfloat16 int32 `[panels, inputs / 2, COLUMNS]`, with two
+    inputs an element.
     """
     return _panels_of(weight.detach().view(_TERM[weight.dtype]))
 
@@ -62,13 +57,9 @@ def _panels_of(terms: Tensor) -> Tensor:
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Round a weight to 255 steps for each output, for `multiply`.
+    """Round a weight `[outputs, inputs]` to 255 steps for each output.
 
-    Args:
-        weight: Floating point `[outputs, inputs]`.
-
-    Returns:
-        int8 `[panels, inputs, COLUMNS]`, the last panel padded with zeros, and the steps, float32 `[outputs]`.
+    Returns int8 `[panels, inputs, COLUMNS]`, laid out as by `pack`, and the steps, float32 `[outputs]`.
     """
     wide = weight.detach().float()
     steps = wide.abs().amax(1) / _LARGEST

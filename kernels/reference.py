@@ -1,13 +1,9 @@
-"""What the kernels compute, in plain torch: no blocks, no splits, a dense mask, any floating-point type.
-
-`masked_attention` serves where no kernel does.
-"""
+"""What the kernels compute, in plain torch: no blocks, no splits, a dense mask, any floating-point type."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 
 def tree_mask(
@@ -16,8 +12,7 @@ def tree_mask(
     """bool `[rows, width, slots]`: which slots each node may look at; nothing for the nodes past a row's last.
 
     A node sees the committed slots and its ancestors, itself included, as far as their positions are less than
-    `window` behind its own and in the same chunk of `chunk` positions. The arguments are those of
-    `tree_attention`.
+    `window` behind its own and in the same chunk of `chunk` positions.
     """
     rows, width = depths.shape
     device = depths.device
@@ -39,21 +34,10 @@ def tree_mask(
 
 
 def tree_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    lengths: Tensor,
-    nodes: Tensor,
-    depths: Tensor,
-    words: Tensor,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    window: int | None = None,
-    chunk: int | None = None,
-    sinks: Tensor | None = None,
-    dtype: torch.dtype = torch.float64,
-) -> Tensor:
+    query: Tensor, keys: Tensor, values: Tensor, *, lengths: Tensor, nodes: Tensor, depths: Tensor, words: Tensor,
+    scaling: float | None = None, softcap: float | None = None, window: int | None = None, chunk: int | None = None,
+    sinks: Tensor | None = None, dtype: torch.dtype = torch.float64,
+) -> Tensor:  # fmt: skip
     """As `lookahead.kernels.tree_attention.tree_attention`, computed in `dtype` and returned in it.
 
     Slots that no node of a row sees may hold anything, NaN included.
@@ -75,50 +59,6 @@ def tree_attention(
     weights = torch.softmax(scores, 3)[..., : keys.shape[2]]
     weights = torch.where(sees.any(2)[:, None, :, None], weights, 0)  # zeros, not NaN, for nodes past a row's last
     return (weights @ values).transpose(1, 2).contiguous()
-
-
-def masked_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Attention by torch under a mask, with the heads that share a KV head packed into query rows.
-
-    Args:
-        query: `[rows, heads, width, dim]`.
-        key: `[rows, kv_heads, slots, dim]`.
-        value: `[rows, kv_heads, slots, value_dim]`.
-        mask: Additive `[rows, 1, width * groups, slots]`; None where every query sees every slot.
-        scaling: As for `tree_attention`.
-        softcap: Likewise.
-        sinks: Likewise.
-
-    Returns:
-        `[rows, width, heads, value_dim]`, contiguous.
-    """
-    rows, heads, width, dim = query.shape
-    kv_heads = key.shape[1]
-    groups = heads // kv_heads
-    packed = query.view(rows, kv_heads, groups, width, dim).transpose(2, 3).reshape(rows, kv_heads, width * groups, dim)
-    if softcap is None and sinks is None:
-        out = scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
-    else:  # as in Gemma 2 and gpt-oss, which SDPA does not support
-        scores = packed @ key.transpose(2, 3) * (scaling or dim**-0.5)
-        if softcap is not None:
-            scores = torch.tanh(scores / softcap) * softcap
-        if mask is not None:
-            scores = scores + mask
-        if sinks is not None:
-            shares = sinks.to(scores.dtype).view(1, kv_heads, 1, groups).expand(rows, -1, width, -1)
-            scores = torch.cat([scores, shares.reshape(rows, kv_heads, width * groups, 1)], -1)
-        weights = torch.softmax(scores, -1, dtype=torch.float32)[..., : key.shape[2]]
-        out = weights.to(value.dtype) @ value
-    out = out.view(rows, kv_heads, width, groups, -1).permute(0, 2, 1, 3, 4)
-    return out.reshape(rows, width, heads, -1)
 
 
 def compact(buffer: Tensor, rows: Tensor, starts: Tensor, counts: Tensor, paths: Tensor) -> None:

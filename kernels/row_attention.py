@@ -22,8 +22,7 @@ from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from lookahead.kernels.microkernel import LANES, ROWS, STRIDE, jit_part, narrow, tile_of, transpose, widen
-from lookahead.kernels.threads import array_at, run, take
+from lookahead.kernels.microkernel import LANES, ROWS, array_at, jit_part, narrow, run, take, tile_of, transpose, widen
 
 BLOCK = 512  # keys whose weights are computed before their values are added
 _STEP = BLOCK + LANES  # elements from one dimension of the transposed keys to the next
@@ -216,29 +215,17 @@ def _load(keys, pairs, values, begin, size, head, transposed, block):
 def _score_prompt(queries, transposed, size, scale, scores):
     """Score the prompt's keys of a block for all queries: four partial sums of every fourth dimension."""
     rows, dim = queries.shape
-    parts = np.empty((_PARTS, ROWS * STRIDE), np.float32)
+    parts = np.empty((_PARTS, ROWS * _COLUMNS), np.float32)
     for first in range(0, rows, ROWS):
         for column in range(0, size, _COLUMNS):
             for i in range(_PARTS):
                 at, line, step = first * dim + i, i * _STEP + column, _PARTS * _STEP
-                _score_tile(
-                    queries,
-                    at,
-                    dim,
-                    _PARTS,
-                    transposed,
-                    line,
-                    step,
-                    parts[i],
-                    0,
-                    STRIDE,
-                    min(ROWS, rows),
-                    dim // _PARTS,
-                )
+                count, terms = min(ROWS, rows), dim // _PARTS
+                _score_tile(queries, at, dim, _PARTS, transposed, line, step, parts[i], 0, _COLUMNS, count, terms)
             for row in range(min(ROWS, rows)):
                 scored = scores[first + row, column : column + _COLUMNS]
                 for i in range(_COLUMNS):
-                    at = row * STRIDE + i
+                    at = row * _COLUMNS + i
                     scored[i] = ((parts[0, at] + parts[2, at]) + (parts[1, at] + parts[3, at])) * scale
 
 

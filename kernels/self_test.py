@@ -11,16 +11,16 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lookahead.kernels import reference
+from lookahead.kernels import dispatch, reference
+from lookahead.kernels.dispatch import COMPACTION, KernelVariant, Verdict
 
-COMPACTION = "compaction"
 # Largest error relative to the norm of a head's output. One slot too many or too few changes it several times more.
 _TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 _SLOTS = {100: None, 9000: 64}  # and the slots of a split: one split, and more than are merged at once
@@ -29,62 +29,6 @@ _LIMITS: dict[str, Any] = {"window": 40, "chunk": 90, "softcap": 3.0}
 _TIMED = [(slots, nodes) for slots in (512, 4096, 32768) for nodes in (1, 16, 64)]
 _TIMED_KV_HEADS = 8
 _CALLS = 20
-
-
-class KernelVariant(NamedTuple):
-    """What a kernel is compiled for: sizes, query heads per KV head, and which options of `tree_attention` are used.
-
-    Of compaction only the device counts.
-    """
-
-    device: torch.device
-    dtype: torch.dtype = torch.int32
-    dim: int = 0
-    value_dim: int = 0
-    groups: int = 0
-    options: frozenset[str] = frozenset()
-    kernel: str = "tree attention"
-
-    @property
-    def name(self) -> str:
-        """The variant without its device."""
-        if self.kernel == COMPACTION:
-            return self.kernel
-        sizes = f"{self.dim}" if self.dim == self.value_dim else f"{self.dim} and {self.value_dim}"
-        options = f" with {', '.join(sorted(self.options))}" if self.options else ""
-        return f"{self.kernel} of {self.dtype}, head size {sizes}, {self.groups} heads a KV head{options}"
-
-    def to_json(self) -> list[Any]:
-        """Values for `from_json`."""
-        return [str(self.device), str(self.dtype).removeprefix("torch."), *self[2:5], sorted(self.options), self.kernel]
-
-    @classmethod
-    def from_json(cls, values: Sequence[Any]) -> KernelVariant:
-        """The variant of `to_json`."""
-        device, dtype, dim, value_dim, groups, options, kernel = values
-        return cls(torch.device(device), getattr(torch, dtype), dim, value_dim, groups, frozenset(options), kernel)
-
-
-class Verdict(NamedTuple):
-    """What the self-test found about a variant.
-
-    Attributes:
-        problem: Why it must not serve; empty if it may.
-        gains: Slots, nodes, and how many times as fast as torch's own attention it was there.
-        is_lasting: Whether another test on the same machine would find the same.
-    """
-
-    problem: str = ""
-    gains: tuple[tuple[int, int, float], ...] = ()
-    is_lasting: bool = True
-
-    def is_faster(self, slots: int, nodes: int) -> bool:
-        """Whether the kernel was no slower where sizes were most like these."""
-
-        def distance(timed: tuple[int, int, float]) -> float:
-            return abs(float(np.log2(slots / timed[0]))) + abs(float(np.log2(nodes / timed[1])))
-
-        return not self.gains or min(self.gains, key=distance)[2] >= 1.0
 
 
 def verdict_of(variant: KernelVariant) -> Verdict:
@@ -178,7 +122,7 @@ def gains_of(
         ways = (
             partial(kernel, query, keys, values, **tree, sinks=sinks),
             partial(
-                reference.masked_attention, query, keys.transpose(1, 2), values.transpose(1, 2), mask,
+                dispatch.masked_attention, query, keys.transpose(1, 2), values.transpose(1, 2), mask,
                 softcap=limits["softcap"], sinks=sinks,
             ),
         )  # fmt: skip

@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from lookahead.kernels.attend import attend, merge
-from lookahead.kernels.checks import check_tree, require, shortcoming
+from lookahead.kernels.dispatch import check_tree, require, shortcoming
 
 Precision = Literal["tf32x3", "ieee"]
 
@@ -40,15 +40,9 @@ class Blocks(NamedTuple):
 def blocks_for(dtype: torch.dtype, block_dim: int, precision: Precision, major: int, *, is_padded: bool) -> Blocks:
     """Block sizes without register spills and within shared memory, as tests/test_kernels.py checks.
 
-    They do not depend on the number of nodes, so a node's result does not either.
-
-    Args:
-        dtype: Type of query, keys and values.
-        block_dim: The larger head size, padded to a power of two.
-        precision: How float32 is multiplied.
-        major: Major compute capability of the GPU. Those of 9 and 10 multiply 64 rows by 4 warps, and have more shared
-            memory than all others.
-        is_padded: Whether a head size is no power of two, and its loads take masks.
+    They do not depend on the number of nodes, so a node's result does not either. `block_dim` is the larger head size,
+    padded to a power of two. GPUs of the major compute capabilities 9 and 10 multiply 64 rows by 4 warps, and have more
+    shared memory than all others. With `is_padded` a head size is no power of two, and its loads take masks.
     """
     is_large = major in (9, 10)
     if dtype == torch.float32:
@@ -62,14 +56,8 @@ def blocks_for(dtype: torch.dtype, block_dim: int, precision: Precision, major: 
 def split_for(slots: int, packed: int, programs: int, processors: int) -> int:
     """Slots per split, a power of two: as few as one wave of programs has room for.
 
-    A split writes a partial sum for every query, so it has at least as many slots as there are queries. Not measured on
-    a GPU.
-
-    Args:
-        slots: Slots of a row.
-        packed: Packed query rows of a KV head.
-        programs: Programs that a split takes, over all rows and KV heads.
-        processors: Multiprocessors of the GPU.
+    A split writes a partial sum for each of the `packed` query rows of a KV head, so it has at least as many slots. It
+    takes so many `programs` over all rows and KV heads, on as many multiprocessors. Not measured on a GPU.
     """
     split = max(_LEAST_SPLIT, 1 << (packed - 1).bit_length())
     while split < slots and programs * -(-slots // split) > _PROGRAMS * processors:
@@ -143,18 +131,9 @@ def tree_attention(
 
 
 def bind(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    scaling: float | None,
-    softcap: float | None,
-    window: int | None,
-    chunk: int | None,
-    has_sinks: bool,
-    split: int | None = None,
-    precision: Precision = "tf32x3",
-) -> Callable[..., Tensor]:
+    query: Tensor, keys: Tensor, values: Tensor, *, scaling: float | None, softcap: float | None, window: int | None,
+    chunk: int | None, has_sinks: bool, split: int | None = None, precision: Precision = "tf32x3",
+) -> Callable[..., Tensor]:  # fmt: skip
     """`tree_attention` with these options, for tensors of these shapes and strides: what it takes is not checked."""
     rows, heads, width, dim = query.shape
     _, slots, kv_heads, value_dim = values.shape
@@ -184,16 +163,9 @@ def bind(
         peaks = query.new_empty(rows, kv_heads, splits, packed, 2, dtype=torch.float32)
 
     def launch(
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        *,
-        lengths: Tensor,
-        nodes: Tensor,
-        depths: Tensor,
-        words: Tensor,
+        query: Tensor, keys: Tensor, values: Tensor, *, lengths: Tensor, nodes: Tensor, depths: Tensor, words: Tensor,
         sinks: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         out = query.new_empty(rows, width, heads, value_dim)
         if rows == 0:
             return out
@@ -212,39 +184,19 @@ def bind(
 
 @cache
 def constants(
-    dtype: torch.dtype,
-    dim: int,
-    value_dim: int,
-    groups: int,
-    *,
-    has_limit: bool,
-    has_softcap: bool,
-    has_sinks: bool,
-    precision: Precision,
-    major: int,
-) -> tuple[Blocks, dict[str, Any], dict[str, Any]]:
+    dtype: torch.dtype, dim: int, value_dim: int, groups: int, *, has_limit: bool, has_softcap: bool, has_sinks: bool,
+    precision: Precision, major: int,
+) -> tuple[Blocks, dict[str, Any], dict[str, Any]]:  # fmt: skip
     """Compile-time constants: the blocks, those of both `attend` and `merge`, those of `attend`; IN_ONE is left out."""
     block_dim, block_value = triton.next_power_of_2(dim), triton.next_power_of_2(value_dim)
     precision = "ieee" if max(dim, value_dim) > 128 else precision
     is_padded = (block_dim, block_value) != (dim, value_dim)
     blocks = blocks_for(dtype, max(block_dim, block_value), precision, major, is_padded=is_padded)
-    shared = {
-        "GROUPS": groups,
-        "VALUE_DIM": value_dim,
-        "BLOCK_VALUE": block_value,
-        "HAS_LIMIT": has_limit,
-        "HAS_SINKS": has_sinks,
-    }
-    own = {
-        "DIM": dim,
-        "BLOCK_DIM": block_dim,
-        "BLOCK_ROWS": blocks.rows,
-        "BLOCK_KEYS": blocks.keys,
-        "STAGES": blocks.stages,
-        "SOFTCAP": has_softcap,
-        "UPCAST": _interprets() and dtype == torch.bfloat16,
-        "PRECISION": precision,
-    }
+    shared = {"GROUPS": groups, "VALUE_DIM": value_dim, "BLOCK_VALUE": block_value}
+    shared |= {"HAS_LIMIT": has_limit, "HAS_SINKS": has_sinks}
+    own = {"DIM": dim, "BLOCK_DIM": block_dim, "BLOCK_ROWS": blocks.rows, "BLOCK_KEYS": blocks.keys}
+    own |= {"STAGES": blocks.stages, "SOFTCAP": has_softcap, "PRECISION": precision}
+    own["UPCAST"] = _interprets() and dtype == torch.bfloat16
     return blocks, shared, own
 
 

@@ -17,9 +17,8 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 import lookahead
 from lookahead.drafting.tree import TokenTree
-from lookahead.kernels import checks, reference
-from lookahead.kernels import dispatch as choice
-from lookahead.kernels.self_test import COMPACTION, KernelVariant, Verdict
+from lookahead.kernels import dispatch, reference
+from lookahead.kernels.dispatch import COMPACTION, KernelVariant, Verdict
 from lookahead.models.cache import TreeCache, TreeSlots
 from lookahead.models.target import Target
 from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, TreePass, TreeTensors
@@ -65,14 +64,14 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     def attention(query: Tensor, keys: Tensor, values: Tensor, **arguments: Any) -> Tensor:
         tree = {name: arguments[name] for name in ("lengths", "nodes", "depths", "words")}
-        checks.check_tree(query, **tree, sinks=arguments["sinks"])
+        dispatch.check_tree(query, **tree, sinks=arguments["sinks"])
         told.update(name for name, argument in arguments.items() if argument is not None)
         return reference.tree_attention(query, keys, values, **arguments, dtype=torch.float32).to(query.dtype)
 
     def attention_for(
         query: Tensor, keys: Tensor, values: Tensor, options: Mapping[str, Any], *how: Any
     ) -> Callable[..., Tensor]:
-        problem = checks.shortcoming(query, keys, values)
+        problem = dispatch.shortcoming(query, keys, values)
         assert problem is None, problem
 
         def announced(*tensors: Tensor, sinks: Tensor | None, **tree: Tensor) -> Tensor:
@@ -83,7 +82,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return announced
 
     def compactor_for(buffers: Sequence[Tensor]) -> Callable[..., None]:
-        assert checks.slot_shortcoming(buffers) is None
+        assert dispatch.slot_shortcoming(buffers) is None
         told["bindings"] += 1
 
         def compact(**plan: Tensor) -> None:
@@ -94,8 +93,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return compact
 
-    monkeypatch.setattr(choice, "attention_for", attention_for)
-    monkeypatch.setattr(choice, "compactor_for", compactor_for)
+    monkeypatch.setattr(dispatch, "attention_for", attention_for)
+    monkeypatch.setattr(dispatch, "compactor_for", compactor_for)
     return told
 
 
@@ -205,7 +204,7 @@ def test_a_pass_reads_the_host_in_one_transfer_that_does_not_grow_with_the_conte
         assert all(arguments[name].device == meta for name in TreeTensors._fields)
         return query.transpose(1, 2).contiguous()
 
-    monkeypatch.setattr(choice, "attention_for", lambda *_: kernel if serves == "kernel" else None)
+    monkeypatch.setattr(dispatch, "attention_for", lambda *_: kernel if serves == "kernel" else None)
     target = Target(wide_llama.to(meta), rows=3, capacity=200, device=meta, prefill_chunk=64)
     with target.serving():
         target.prefill([np.zeros(n, np.int32) for n in (150, 10, 100)])
@@ -213,7 +212,7 @@ def test_a_pass_reads_the_host_in_one_transfer_that_does_not_grow_with_the_conte
             with Transfers() as transfers:
                 target.score([random_tree(n, n) for n in nodes])
             assert len(transfers.bytes) == 1 and transfers.bytes[0] < 2000
-        static = FixedShapePass(target.cache.slots, 4, 16, meta, has_softcap=False)
+        static = FixedShapePass(target.cache.slots, 4, 16, meta)
         with Transfers() as transfers:
             static.fill([random_tree(n, n) for n in (5, 1, 9)])
         assert len(transfers.bytes) == 1
@@ -232,7 +231,7 @@ def test_further_parts_of_a_prompt_need_no_mask_where_flash_attention_takes_them
         target = Target(wide_llama, rows=2, capacity=64, device=torch.device("cpu"), prefill_chunk=size)
         with target.serving():
             logits.append(target.prefill(prompts))
-        monkeypatch.setattr(choice, "attention_for", lambda *_: None)
+        monkeypatch.setattr(dispatch, "attention_for", lambda *_: None)
         monkeypatch.setattr("lookahead.models.attention._takes_flash", lambda *_: True)
         monkeypatch.setattr(TreePass, "mask", None)
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
@@ -241,12 +240,12 @@ def test_further_parts_of_a_prompt_need_no_mask_where_flash_attention_takes_them
 def test_a_commit_takes_compaction_as_soon_as_it_was_tested(monkeypatch: pytest.MonkeyPatch) -> None:
     tested, moved, compaction = [False], [], KernelVariant(torch.device("cpu"), kernel=COMPACTION)
     compactor = lambda **plan: moved.append(plan["counts"].tolist())  # noqa: E731
-    monkeypatch.setattr(choice, "compactor_for", lambda _: compactor if tested[0] else None)
+    monkeypatch.setattr(dispatch, "compactor_for", lambda _: compactor if tested[0] else None)
     cache = TreeCache(rows=1, capacity=40)
     cache.slots.begin(9)
     cache.update(*torch.randn(2, 1, 2, 9, 8), 0)
     for tested[0] in (False, True):
-        monkeypatch.setattr(choice, "verdicts", {compaction: Verdict()} if tested[0] else {})
+        monkeypatch.setattr(dispatch, "verdicts", {compaction: Verdict()} if tested[0] else {})
         cache.commit(0, np.array([0, 4], np.int32))
     assert moved == [[2]]
 
@@ -279,8 +278,8 @@ def test_commits_by_compaction_leave_the_cache_that_moving_each_layer_leaves(
 
 def test_prompts_and_models_the_kernel_cannot_take_stay_with_sdpa(tiny_llama: LlamaForCausalLM) -> None:
     odd = torch.zeros(1, 4, 3, 24)
-    assert choice.attention_for(odd, odd.transpose(1, 2), odd.transpose(1, 2)) is None
-    assert "head size of query must be a multiple of 16" in str(checks.shortcoming(odd, odd, odd))
+    assert dispatch.attention_for(odd, odd.transpose(1, 2), odd.transpose(1, 2)) is None
+    assert "head size of query must be a multiple of 16" in str(dispatch.shortcoming(odd, odd, odd))
     ids = torch.tensor([[5, 9, 31, 5, 9]])
     expected = tiny_llama.generate(ids, max_new_tokens=9, do_sample=False)
     got = tiny_llama.generate(ids, max_new_tokens=9, do_sample=False, custom_generate=lookahead.decode)
@@ -288,10 +287,10 @@ def test_prompts_and_models_the_kernel_cannot_take_stay_with_sdpa(tiny_llama: Ll
 
 
 def test_a_cpu_and_a_machine_without_triton_are_served_without_those_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not choice.runs_on(torch.device("cpu"))
+    assert not dispatch.runs_on(torch.device("cpu"))
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert not choice.runs_on.__wrapped__(torch.device("cuda"))
+    assert not dispatch.runs_on.__wrapped__(torch.device("cuda"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -335,7 +334,7 @@ def test_compiled_passes_keep_the_kernel_and_attend_under_a_mask_where_it_does_n
     monkeypatch.setattr("lookahead.models.attention._keeps_kernel", lambda _: True)
     monkeypatch.setattr("lookahead.models.compiled._BACKEND", "aot_eager")
     if not serves:
-        monkeypatch.setattr(choice, "attention_for", lambda *_: None)
+        monkeypatch.setattr(dispatch, "attention_for", lambda *_: None)
     model = build(family)
     trees = [random_tree(1, 5), random_tree(2, 8)]
     prompts = [np.arange(3, 3 + n, dtype=np.int32) for n in (30, 12)]

@@ -18,7 +18,8 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from lookahead.kernels import dispatch as choice
 from lookahead.kernels import reference, self_test
-from lookahead.kernels.self_test import KernelVariant, Verdict, attention_error, compaction_error, gains_of
+from lookahead.kernels.dispatch import KernelVariant, Verdict
+from lookahead.kernels.self_test import attention_error, compaction_error, gains_of
 from lookahead.models import attention, kernel_trial
 from lookahead.models.kernel_trial import run_tests, try_kernels
 from lookahead.models.target import Target
@@ -249,7 +250,7 @@ def test_a_variant_reaches_the_other_process_as_it_is(variant: KernelVariant) ->
 def test_a_kernel_is_timed_against_the_attention_that_would_serve_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     now, results = [0.0], []
-    masked = reference.masked_attention
+    masked = choice.masked_attention
 
     def timed(attend: Any, seconds: float) -> Any:
         def call(*arguments: Any, **options: Any) -> Tensor:
@@ -263,7 +264,7 @@ def test_a_kernel_is_timed_against_the_attention_that_would_serve_in_its_place(m
         return timed(lambda *layer, **tree: right(*layer, **options, **tree), 0.5)
 
     monkeypatch.setattr("lookahead.kernels.tree_attention.bind", bind)
-    monkeypatch.setattr(reference, "masked_attention", timed(masked, 2.0))
+    monkeypatch.setattr(choice, "masked_attention", timed(masked, 2.0))
     monkeypatch.setattr(self_test, "_CALLS", 1)
     options = frozenset({"window", "softcap", "sinks"})
     gains = gains_of(part(options=options), ((200, 1), (200, 16)), lambda: now[0])

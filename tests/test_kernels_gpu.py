@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import lookahead
 from lookahead.kernels import dispatch as choice
 from lookahead.kernels import reference
-from lookahead.kernels.self_test import KernelVariant, Verdict
+from lookahead.kernels.dispatch import KernelVariant, Verdict
 from lookahead.models import kernel_trial
 from lookahead.models.kernel_trial import run_tests
 from lookahead.models.target import Target

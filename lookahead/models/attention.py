@@ -18,7 +18,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from lookahead.kernels import dispatch
-from lookahead.kernels.reference import masked_attention
 from lookahead.models.exact_attention import attend_in_turn, own_attention
 from lookahead.models.model_state import replaced, state_of
 from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, TreePass, TreeTensors, mask_of
@@ -33,9 +32,8 @@ _thread = local()  # no ContextVar: torch.compile cannot look into one
 class AttentionScope:
     """Switches a model to tree attention on the threads that run a pass of ours, and on no other.
 
-    Within `serving` the modules of the model hold a view of their configuration. A view has the type and the values of
-    its configuration, and names tree attention on threads that run a pass. The configuration itself does not change,
-    so other threads that call the model, and other models with the same configuration, are not affected.
+    Within `serving` the modules of the model hold a view of their configuration, which has its type and values, and
+    names tree attention on threads that run a pass. The configuration itself does not change, nor other models with it.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -95,9 +93,6 @@ class _View:
     def __copy__(self) -> Any:
         return copy.copy(self._viewed)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._viewed, memo)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _real, (self._viewed,)
 
@@ -122,37 +117,18 @@ def _view_class(kind: Any) -> Any:
 
 
 def tree_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Attention of the thread's running `TreePass`, with the signature of transformers' attention functions.
 
     Trees, and on a CPU prompts in float32, go to a kernel where one supports them. Otherwise the query heads that share
-    a KV head are packed into query rows, so that one SDPA call reads keys and values once.
-
-    Args:
-        module: The attention layer; its window or chunk applies where the arguments have none.
-        query: `[rows, heads, width, dim]`.
-        key: `[rows, kv_heads, kv, dim]`.
-        value: `[rows, kv_heads, kv, value_dim]`.
-        attention_mask: Ignored; the pass makes the mask.
-        scaling: Factor on the scores; `dim ** -0.5` when None.
-        softcap: Scores become `softcap * tanh(scores / softcap)`.
-        s_aux: `[heads]`, a learned logit per head that takes part in the softmax only (attention sinks).
-        **kwargs: `sliding_window` is read: the positions a query may look back, itself included.
-
-    Returns:
-        `[rows, width, heads, value_dim]`, contiguous, and None for the weights.
+    a KV head are packed into query rows, so that one SDPA call reads keys and values once. The pass makes the mask. The
+    window or chunk of the layer applies where the arguments have none.
     """
     tree_pass: TreePass = _thread.tree_pass
-    softcap = softcap if tree_pass.has_softcap else None
+    if softcap is not None and _real(module.config)._attn_implementation == "sdpa":
+        softcap = None  # which transformers' SDPA attention does not apply
     slots, is_compiling = key.shape[2], torch.compiler.is_compiling()
     told = (None if is_compiling else _thread.facts.get(id(module))) or _limits_of(module, is_compiling)
     if "sliding_window" in kwargs and kwargs["sliding_window"] != told.window:
@@ -194,7 +170,7 @@ def tree_attention(
         return out.transpose(1, 2).contiguous(), None
     if span != AttentionSpan() or not tree_pass.sees_all:
         mask = tree_pass.mask(groups, span, query.dtype, query.device)
-    return masked_attention(query, key, value, mask, scaling, softcap, s_aux), None
+    return dispatch.masked_attention(query, key, value, mask, scaling, softcap, s_aux), None
 
 
 def _keeps_kernel(query: Tensor) -> bool:
@@ -209,19 +185,9 @@ def _keeps_kernel(query: Tensor) -> bool:
     "Tensor? sinks, float? scaling, float? softcap, int? window, int? chunk) -> Tensor",
 )
 def _in_compiled_code(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Tensor,
-    nodes: Tensor,
-    depths: Tensor,
-    words: Tensor,
-    sinks: Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-    window: int | None,
-    chunk: int | None,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, nodes: Tensor, depths: Tensor, words: Tensor,
+    sinks: Tensor | None, scaling: float | None, softcap: float | None, window: int | None, chunk: int | None,
+) -> Tensor:  # fmt: skip
     """Tree attention as an operation that `torch.compile` does not look into."""
     trees, slots = TreeTensors(lengths, nodes, depths, words), (key.transpose(1, 2), value.transpose(1, 2))
     options = {"scaling": scaling, "window": window, "chunk": chunk, "softcap": softcap, "sinks": sinks}
@@ -229,7 +195,7 @@ def _in_compiled_code(
     if kernel is not None:
         return kernel(query, *slots, **trees._asdict(), sinks=sinks)
     groups, span = query.shape[1] // key.shape[1], AttentionSpan(window, chunk)
-    return masked_attention(
+    return dispatch.masked_attention(
         query, key, value, mask_of(trees, key.shape[2], groups, span, query.dtype), scaling, softcap, sinks
     )
 
@@ -241,15 +207,9 @@ def _shape_in_compiled_code(query: Tensor, key: Tensor, value: Tensor, *others: 
 
 
 def _kernel_for(
-    tree_pass: TreePass,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    told: AttentionSpan,
-    scaling: float | None,
-    softcap: float | None,
-    s_aux: Tensor | None,
-) -> Callable[..., Tensor] | None:
+    tree_pass: TreePass, query: Tensor, key: Tensor, value: Tensor, told: AttentionSpan, scaling: float | None,
+    softcap: float | None, s_aux: Tensor | None,
+) -> Callable[..., Tensor] | None:  # fmt: skip
     """The kernel of the layers of a pass that are alike, bound to the trees of the pass."""
     options = {**_within(told, key.shape[2])._asdict(), "scaling": scaling, "softcap": softcap, "sinks": s_aux}
     later = frozenset(name for name, limit in told._asdict().items() if limit is not None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -12,44 +12,28 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from lookahead.kernels import dispatch
-from lookahead.kernels.checks import MAX_NODES
+from lookahead.kernels.dispatch import MAX_NODES
 
-# The cache among the inputs and outputs of a model. Transformers renamed it in 5.24.
-CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
 _GROWTH = 1.5
 
 RowStates = tuple[Tensor, Tensor]
 
 
 class TreeSlots:
-    """The slots that the rows of a batch use, in every layer; one object is shared by all layers.
-
-    Attributes:
-        lengths: int64 `[rows]`; committed tokens of each row from `first` on, with KV in slots 0..length-1.
-        first: The first row of a pass; 0 except within `since`.
-        active: Rows of a pass: first..first+active-1.
-        width: Nodes the running pass writes per row.
-        kv_length: Slots a row's queries may look at during the running pass.
-        is_even: Whether all active rows write to the same slots, from `start` on.
-        is_plain: Whether the model uses its own masks and attention in the running pass.
-        is_fixed: Whether it is a fixed-shape pass.
-        start: The first slot that the running pass writes in the first active row.
-        index: int64 `[active * width]`; where `is_even` is false the slots to write, numbered over all rows.
-        rows: Rows with slots.
-        capacity: Slots of a row.
-        allocations: Allocations of slots by layers so far; when it grows, old addresses are invalid.
-    """
+    """The slots that the rows of a batch use, in every layer; one object is shared by all layers."""
 
     def __init__(self, rows: int, capacity: int) -> None:
-        self.lengths: NDArray[np.int64] = np.zeros(rows, np.int64)
-        self.rows = self.active = rows
-        self.capacity = capacity
-        self.first = self.width = self.kv_length = self.start = self.allocations = 0
-        self.is_even, self.is_plain, self.is_fixed = True, False, False
-        self.index: Tensor | None = None
+        self.lengths: NDArray[np.int64] = np.zeros(rows, np.int64)  # committed tokens, with KV in slots 0..length-1
+        self.rows, self.capacity = rows, capacity  # slots of a row
+        self.first, self.active = 0, rows  # the rows of a pass: first..first+active-1, numbered from 0 by `lengths`
+        self.width = self.kv_length = 0  # nodes the running pass writes per row, and slots its queries may look at
+        self.is_even, self.start = True, 0  # whether all active rows write from one slot on; that of the first row
+        self.is_plain = False  # whether the model uses its own masks and attention in the running pass
+        self.is_fixed = False  # whether it is a fixed-shape pass
+        self.index: Tensor | None = None  # int64 `[active * width]`, the slots of uneven rows, numbered over all rows
+        self.allocations = 0  # by layers so far; when it grows, old addresses are invalid
 
     def begin(self, width: int, scored: NDArray[np.int64] | None = None, *, is_plain: bool = False) -> None:
         """Begin a pass that writes `width` nodes per active row, behind committed tokens and nodes scored before."""
@@ -76,10 +60,7 @@ class TreeSlots:
 
     @contextmanager
     def fixed(self, rows: int, width: int, index: Tensor) -> Iterator[None]:
-        """Run a fixed-shape pass: Python values are the same at every step, and slots come as a tensor.
-
-        The active rows come first; the slots of the others are unused.
-        """
+        """Run a fixed-shape pass, in which Python values never change; the slots of inactive rows are unused."""
         active, self.active = self.active, rows
         self.is_even, self.is_plain, self.is_fixed, self.index = False, False, True, index
         self.width, self.kv_length = width, self.capacity
@@ -87,11 +68,6 @@ class TreeSlots:
             yield
         finally:
             self.active, self.is_fixed, self.index = active, False, None
-
-
-def cache_in(arguments: Mapping[str, Any]) -> Any:
-    """The cache among arguments of `model.generate`; None without one."""
-    return arguments.get(CACHE, arguments.get("past_key_values"))
 
 
 class TreeLayer(CacheLayerMixin):
@@ -155,8 +131,6 @@ class TreeLayer(CacheLayerMixin):
         """No maximum: the slots grow."""
         return -1
 
-    get_max_cache_shape = get_max_length  # as older releases of transformers call it
-
     def grow(self) -> None:
         """Reallocate for the shared rows and capacity, and copy what fits."""
         for name in ("keys", "values"):
@@ -169,13 +143,11 @@ class TreeLayer(CacheLayerMixin):
 
 
 class TreeCache(Cache):
-    """The KV cache of passes over token trees.
-
-    Layers are made when the first pass reaches them.
+    """The KV cache of passes over token trees. Layers are made when the first pass reaches them, and grow.
 
     Args:
         rows: Rows of the batch.
-        capacity: Slots per row to begin with; it grows when a row needs more.
+        capacity: Slots per row to begin with.
         windows: Positions each layer of a `DynamicCache` keeps for a query; None for all.
     """
 
@@ -200,22 +172,8 @@ class TreeCache(Cache):
 
     def reserve(self, capacity: int) -> None:
         """Allocate at least so many slots a row now, before a pass that must not allocate."""
-        slots = self.slots
-        if capacity > slots.capacity:
-            slots.capacity = max(capacity, int(slots.capacity * _GROWTH))
-        for layer in self.layers:
-            if layer.is_initialized and layer.keys.shape[1] < slots.capacity:
-                layer.grow()
-
-    def vacate(self) -> None:
-        """Take all rows out of the passes until they join; their KV stays."""
-        self.slots.active = 0
-
-    def join(self, rows: int) -> int:
-        """Add so many rows to the passes, after the active ones. Returns the first of them."""
-        first = self.slots.active
-        self.slots.active += rows
-        return first
+        if capacity > self.slots.capacity:
+            self.resize(rows=self.slots.rows, capacity=max(capacity, int(self.slots.capacity * _GROWTH)))
 
     def resize(self, *, rows: int, capacity: int) -> None:
         """Reallocate for `rows`, at least the active ones, with `capacity` slots each, at least those in use."""
@@ -228,10 +186,7 @@ class TreeCache(Cache):
                 layer.grow()
 
     def wipe(self, row: int, start: int = 0) -> None:
-        """Zero a row's KV after its first `start` tokens.
-
-        The value of a masked slot is still multiplied by 0, so a NaN would spread.
-        """
+        """Zero a row's KV after its first `start` tokens: a NaN in a masked slot would spread, as NaN · 0."""
         for buffer in self._buffers():
             buffer[row, start:] = 0
         self.slots.lengths[row] = start
@@ -239,10 +194,7 @@ class TreeCache(Cache):
     def commit(self, row: int, path: NDArray[np.int32], live: int = 0) -> None:
         """Keep the KV of the nodes of `path` (int32 `[a]`, ascending from 0) and drop the tree's other nodes.
 
-        Args:
-            row: The row.
-            path: The nodes.
-            live: How many of them, the last ones, stay nodes of a tree: their KV stays behind the committed tokens.
+        The last `live` of them stay nodes of a tree: their KV stays behind the committed tokens.
         """
         start = int(self.slots.lengths[row])
         self.slots.lengths[row] += len(path) - live
@@ -262,24 +214,16 @@ class TreeCache(Cache):
         self._compact(rows=packed[:1], starts=packed[1:2], counts=packed[2:3], paths=packed[3:][None])
 
     def take(self, row: int, path: Tensor | None = None) -> list[RowStates]:
-        """Copy the committed KV of a row, and that of the nodes of a path (int64 `[a]`) of its tree.
-
-        Returns:
-            For every layer keys and values, `[heads, length + a, dim]`.
-        """
+        """Copy the KV of a row, and of a path (int64 `[a]`) of its tree; by layer `[heads, length + a, dim]` each."""
         length = int(self.slots.lengths[row])
         slots = slice(length) if path is None else torch.cat([torch.arange(length, device=path.device), length + path])
         states = [buffer[row, slots].transpose(0, 1).clone() for buffer in self._buffers()]
         return list(zip(states[::2], states[1::2], strict=True))
 
     def adopt(self, row: int, states: Sequence[RowStates], length: int) -> None:
-        """Fill an empty row with the KV of its first `length` tokens.
+        """Fill an empty row with the KV of its first `length` tokens: by layer keys and values, `[heads, n, dim]`.
 
-        Args:
-            row: The row.
-            states: For every layer keys and values, `[heads, n, dim]`. A sliding-window layer may hold only the last
-                tokens, and fills the slots before `length`.
-            length: As above.
+        A sliding-window layer may hold only the last of them, and fills the slots before `length`.
         """
         while len(self.layers) < len(states):
             self.layers.append(self._next_layer())

@@ -17,7 +17,7 @@ import xxhash
 from platformdirs import user_cache_path
 
 from lookahead.kernels import dispatch, self_test
-from lookahead.kernels.self_test import KernelVariant, Verdict
+from lookahead.kernels.dispatch import KernelVariant, Verdict
 from lookahead.utils.atomic import read_json, write_atomically
 
 SELF_TEST = "lookahead.kernels.self_test"  # the module that is run
@@ -34,13 +34,10 @@ def verdict_folder() -> Path:
 
 
 def try_kernels(wanted: MutableMapping[KernelVariant, None]) -> None:
-    """Find the verdicts on some kernels: from the cache folder, or by a test in another process.
+    """Find the verdicts on some kernels, which are taken out: from the cache folder, or by a test in another process.
 
     An illegal memory access ends a process' use of a GPU, and the test may meet one. A kernel that is wrong, or whose
     test crashes or hangs, is named in one line of the log, and torch's own attention serves in its place.
-
-    Args:
-        wanted: The kernels; emptied.
     """
     verdicts = dispatch.verdicts
     with _guard:
