@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import doctest
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ import lookahead.drafting.cost_model
 from lookahead.drafting.cost_model import NODE_COST, StepCost
 from lookahead.drafting.proposal import Proposal
 from lookahead.drafting.select import merge
-from lookahead.models.machine import node_cost, rated_machine
+from lookahead.models.calibration import node_cost
 from lookahead.models.model_state import state_of
 from lookahead.ngram.prune import Limits
 
@@ -46,50 +45,26 @@ def test_another_first_guess_changes_what_was_not_measured_and_nothing_else() ->
     np.testing.assert_allclose(again.curve(1, 8)[[1, 8]], [0.010, 0.030])
 
 
-# As torch tells them of the cards; FLOPs and bytes a second as their data sheets say.
-CARDS = {
-    "A100 SXM 80 GB": ((8, 0, 108, 1_410_000, 1_593_000, 5120), 312e12, 2.039e12),
-    "RTX 4090": ((8, 9, 128, 2_520_000, 10_501_000, 384), 165.2e12, 1.008e12),
-    "H100 SXM": ((9, 0, 132, 1_830_000, 2_619_000, 5120), 989.4e12, 3.35e12),
-    "RTX 5090": ((12, 0, 170, 2_407_000, 14_001_000, 512), 209.5e12, 1.792e12),
-}
-NAMES = ("major", "minor", "multi_processor_count", "clock_rate", "memory_clock_rate", "memory_bus_width")
-
-
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    """A GPU that models believe to be on."""
-    told = SimpleNamespace(**dict(zip(NAMES, CARDS[request.param][0], strict=True)))
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: told)
-    monkeypatch.setattr("lookahead.models.machine.input_device", lambda _: torch.device("cuda"))
-    return str(request.param)
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models believe to be on a GPU."""
+    monkeypatch.setattr("lookahead.models.calibration.input_device", lambda _: torch.device("cuda"))
 
 
-@pytest.mark.parametrize("card", CARDS, indirect=True)
-def test_the_clocks_of_a_gpu_give_the_speed_of_its_data_sheet(card: str) -> None:
-    machine = rated_machine(torch.device("cuda"))
-    assert machine is not None
-    assert machine.flops == pytest.approx(CARDS[card][1], rel=0.01)
-    assert machine.bytes_per_s == pytest.approx(CARDS[card][2], rel=0.01)
-
-
-@pytest.mark.parametrize("card", ["H100 SXM"], indirect=True)
-def test_on_a_gpu_the_first_call_believes_in_what_a_node_costs_there(card: str, tiny_llama: LlamaForCausalLM) -> None:
+def test_on_a_gpu_the_first_call_believes_in_what_a_node_costs_there(on_a_gpu, tiny_llama: LlamaForCausalLM) -> None:
     model = copy.deepcopy(tiny_llama).to(torch.bfloat16)
     ids = torch.tensor([[5, 9, 31, 5]])
     model.generate(ids, max_new_tokens=2, do_sample=False, custom_generate=lookahead.decode)
     curve = StepCost()
     curve.assume(node_cost(model))
-    assert curve.curve(1, 64)[64] == pytest.approx(1.21, abs=0.02)
+    assert 1.2 < curve.curve(1, 64)[64] < 1.6, "what the data sheets of an H100 and of an RTX 5090 say"
     learned = state_of(model).learned.costs["plain"].curve(1, 65)
-    assert (learned[64] - learned[1]) / learned[1] < 0.3, "3.5 times a plain step by the guess of a CPU"
+    assert (learned[64] - learned[1]) / learned[1] < 0.5, "3.5 times a plain step by the guess of a CPU"
 
 
-@pytest.mark.parametrize("card", ["H100 SXM"], indirect=True)
-@pytest.mark.parametrize("what", ["float32", "packed", "experts", "unknown clocks", "no GPU"])
+@pytest.mark.parametrize("what", ["float32", "packed", "experts", "no GPU"])
 def test_where_memory_and_products_say_too_little_the_guess_is_that_of_a_cpu(
-    what: str, card: str, tiny_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+    what: str, on_a_gpu, tiny_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = copy.deepcopy(tiny_llama).to(torch.float32 if what == "float32" else torch.bfloat16)
     assert what == "float32" or node_cost(model) < 0.01
@@ -97,10 +72,8 @@ def test_where_memory_and_products_say_too_little_the_guess_is_that_of_a_cpu(
         model.is_quantized = True
     elif what == "experts":
         model.model.layers[0].mlp.experts = torch.nn.Identity()
-    elif what == "unknown clocks":  # as of an older torch
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=9, minor=0))
     elif what == "no GPU":
-        monkeypatch.setattr("lookahead.models.machine.input_device", lambda _: torch.device("cpu"))
+        monkeypatch.setattr("lookahead.models.calibration.input_device", lambda _: torch.device("cpu"))
     assert node_cost(model) == NODE_COST
 
 

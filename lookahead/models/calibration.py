@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -23,10 +23,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lookahead.config import PASSES
-from lookahead.drafting.cost_model import StepCost
+from lookahead.drafting.cost_model import NODE_COST, StepCost
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import ConfigError, UnsupportedModelError
-from lookahead.models.machine import Clock, Machine, measure_machine, timed
 from lookahead.models.support import is_bitwise, support_of
 from lookahead.models.target import Target, input_device, position_limit
 from lookahead.utils.atomic import read_json, write_atomically
@@ -45,6 +44,18 @@ LONGEST_QUICK_S = 30.0
 _STEP_TO_PLAIN = 2.0  # assumed mean time of a step of a sweep, in plain steps
 
 _VERSION = 4  # of the files of step costs
+# Bytes read over products: 0.0034 by the data sheet of an H100 SXM, 0.0065 by that of an A100, 0.0061 of an RTX 4090.
+_GPU_NODE_COST = 0.005
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Speed of a device."""
+
+    flops: float  # a second in a large matrix product
+    bytes_per_s: float  # read and written by a copy of a buffer as large as the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +68,8 @@ class Point:
     moved: float  # bytes: weights once, KV once; all experts of a mixture, which is too many for few nodes
     bound_s: float  # the longer of the times the machine needs for `flop` and for `moved` at its measured speed
     break_even: float  # tokens a step must emit to be as fast as plain decoding
-
-    @property
-    def intensity(self) -> float:
-        """Floating-point operations per byte."""
-        return self.flop / self.moved
-
-    @property
-    def acceptance_needed(self) -> float:
-        """Share of the drafted nodes that must be accepted to break even."""
-        return max(0.0, self.break_even - 1.0) / (self.nodes - 1) if self.nodes > 1 else 0.0
+    intensity: float  # floating-point operations per byte
+    acceptance_needed: float  # share of the drafted nodes that must be accepted to break even
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +89,7 @@ class Calibration:
 
     def to_dict(self) -> dict[str, Any]:
         """All figures, JSON-ready."""
-        content = asdict(self)
-        for made, sweep in zip(content["sweeps"], self.sweeps, strict=True):
-            for figures, point in zip(made["points"], sweep.points, strict=True):
-                figures["intensity"] = round(point.intensity, 3)
-                figures["acceptance_needed"] = round(point.acceptance_needed, 4)
-        return content
+        return asdict(self)
 
 
 def calibrate(
@@ -107,16 +105,8 @@ def calibrate(
 
     Takes a few seconds for a small model: 9 rounds of one step of every size, of which the medians count.
 
-    Args:
-        model: A causal language model.
-        cost: Receives the measurements.
-        contexts: Tokens in the cache, each at least 1.
-        nodes: Nodes of a tree, the root included; 1 must be among them.
-        compiles: Whether to compile the model's passes.
-        clock: Seconds.
-
     Raises:
-        ConfigError: A context or a number of nodes is out of its range.
+        ConfigError: A context is no token, or the numbers of nodes do not hold 1, the root alone.
         UnsupportedModelError: The model cannot verify drafts.
     """
     most = max(nodes, default=0)
@@ -137,13 +127,11 @@ def calibrate(
 def calibrate_quickly(
     model: PreTrainedModel, cost: StepCost, *, within_s: float = LONGEST_QUICK_S, clock: Clock = time.perf_counter
 ) -> bool:
-    """Measure a few steps of few sizes over a short context, unless that takes longer than `within_s` seconds.
+    """Measure a few steps of few sizes over a short context; False if that takes longer than `within_s` seconds.
 
-    Every size is measured up to three times within 3 seconds, and at least once: about 30 plain steps.
-
-    Returns:
-        Whether anything was measured: not for a slow model, nor for one that cannot verify drafts. Nor on a machine so
-        busy that a step of several nodes took longer than as many steps of one, which would keep drafts off for good.
+    Every size is measured up to three times within 3 seconds, and at least once: about 30 plain steps. False also for a
+    model that cannot verify drafts, and on a machine so busy that a step of several nodes took longer than as many
+    steps of one, which would keep drafts off for good.
     """
     config: Any = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
@@ -161,15 +149,9 @@ def calibrate_quickly(
 
 
 def _sweep(
-    model: PreTrainedModel,
-    context: int,
-    nodes: Sequence[int],
-    compiles: bool,
-    clock: Clock,
-    *,
-    rounds: int,
+    model: PreTrainedModel, context: int, nodes: Sequence[int], compiles: bool, clock: Clock, *, rounds: int,
     within_s: float = math.inf,
-) -> tuple[list[float], float]:
+) -> tuple[list[float], float]:  # fmt: skip
     """Median seconds of a step for every number of nodes, and the bytes of KV of one token.
 
     No seconds if the sweep would take longer than `within_s`.
@@ -178,23 +160,17 @@ def _sweep(
     support = support_of(model, shortest=context, max_length=length)
     if support.shape == "none":
         raise UnsupportedModelError(f"{type(model).__name__} cannot verify drafts: {support.reason}")
-    device = input_device(model)
+    device, shape = input_device(model), support.shape
     target = Target(
-        model,
-        rows=1,
-        capacity=length,
-        device=device,
-        shape=support.shape,
-        compiles=compiles,
-        most_nodes=max(nodes),
-        is_bitwise=support.shape == "trees" and is_bitwise(model),
-    )
+        model, rows=1, capacity=length, device=device, shape=shape, compiles=compiles, most_nodes=max(nodes),
+        is_bitwise=shape == "trees" and is_bitwise(model),
+    )  # fmt: skip
     if target.positions is not None and length > target.positions:
         raise ConfigError(f"context must leave room for {max(nodes)} nodes in {target.positions} positions")
     rng = np.random.default_rng(0)
     config: Any = model.config.get_text_config()
     prompt = rng.integers(0, config.vocab_size, context + 1).astype(np.int32)
-    trees, children = [], 2 if support.shape == "trees" else 1
+    trees, children = [], 2 if shape == "trees" else 1
     for n in nodes:
         tokens = (np.arange(n, dtype=np.int32) + rng.integers(config.vocab_size)) % config.vocab_size  # siblings differ
         trees.append(TokenTree.from_parents(tokens, (np.arange(n) - 1).clip(0) // children))
@@ -221,13 +197,9 @@ def _step(target: Target, tree: TokenTree) -> None:
 
 
 def _points(
-    model: PreTrainedModel,
-    machine: Machine,
-    context: int,
-    kv_bytes: float,
-    nodes: Sequence[int],
+    model: PreTrainedModel, machine: Machine, context: int, kv_bytes: float, nodes: Sequence[int],
     seconds: Sequence[float],
-) -> list[Point]:
+) -> list[Point]:  # fmt: skip
     """The points of a sweep; what a step computes and moves follows from the model's sizes."""
     config: Any = model.config.get_text_config()
     embedding: Any = model.get_input_embeddings()
@@ -246,8 +218,45 @@ def _points(
         flop = n * (2.0 * parameters + attention)
         moved = weights + kv_bytes * (context + 2 * n)
         bound = max(flop / machine.flops, moved / machine.bytes_per_s)
-        points.append(Point(n, spent, flop, moved, bound, spent / seconds[nodes.index(1)]))
+        break_even = spent / seconds[nodes.index(1)]
+        needed = round(max(0.0, break_even - 1.0) / max(1, n - 1), 4)
+        points.append(Point(n, spent, flop, moved, bound, break_even, round(flop / moved, 3), needed))
     return points
+
+
+def measure_machine(model: PreTrainedModel, clock: Clock = time.perf_counter) -> Machine:
+    """Measure the model's device in the model's dtype by a matrix product and a copy."""
+    device, dtype = input_device(model), model.dtype
+    side = 8192 if device.type == "cuda" else 1024
+    left = torch.ones(side, side, dtype=dtype, device=device)
+    weights = sum(each.nbytes for each in model.parameters())
+    buffer = torch.ones(min(max(weights, 1 << 24), 1 << 30), dtype=torch.uint8, device=device)
+    copy = torch.empty_like(buffer)
+    product_s = min(timed(lambda: left @ left, device, clock) for _ in range(4))
+    copy_s = min(timed(lambda: copy.copy_(buffer), device, clock) for _ in range(4))
+    return Machine(flops=2.0 * side**3 / product_s, bytes_per_s=2.0 * buffer.nbytes / copy_s)
+
+
+def timed(work: Callable[[], object], device: torch.device, clock: Clock) -> float:
+    """Seconds of some work, with the device synchronized."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = clock()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return max(clock() - start, 1e-9)
+
+
+def node_cost(model: PreTrainedModel) -> float:
+    """First guess of the cost of one more node of a tree, as a share of a step of one node.
+
+    A GPU multiplies in half precision some two hundred times while it reads a number. Mixtures of experts, whose nodes
+    read experts of their own, and packed weights, which are unpacked first, cost more.
+    """
+    is_half = model.dtype in (torch.bfloat16, torch.float16) and not getattr(model, "is_quantized", False)
+    has_experts = any("experts" in name for name, _ in model.named_modules())
+    return _GPU_NODE_COST if input_device(model).type == "cuda" and is_half and not has_experts else NODE_COST
 
 
 def pass_seconds(model: PreTrainedModel, rounds: int = 25) -> float:

@@ -19,7 +19,7 @@ from lookahead.drafting.budget import REFILL, Budget, Ema
 from lookahead.drafting.cost_model import StepCost
 from lookahead.drafting.tree import IntArray
 from lookahead.models.beam_tree import CONTEXT, BeamTree
-from lookahead.models.machine import node_cost
+from lookahead.models.calibration import node_cost
 from lookahead.models.model_state import state_of
 from lookahead.ngram.acceptance import HitRates
 from lookahead.ngram.chains import ChainIndex
