@@ -23,25 +23,12 @@ NO_NODES = np.zeros(0, np.int32)
 
 
 class TreeDrafter:
-    """Asks the proposers of an engine, and merges their proposals into one tree per row.
-
-    Attributes:
-        sources: The names of the sources, by their bits in `TokenTree.sources`.
-        hidden_readers: The proposers that read hidden states.
-        nothing: `Draft.placed` where no proposer was asked.
-        rounds: The rejection sampling of every row; empty where nothing was drawn.
-    """
+    """Asks the proposers of an engine, and merges their proposals into one tree per row."""
 
     def __init__(
-        self,
-        proposers: Sequence[Proposer],
-        controller: Controller | None,
-        config: LookaheadConfig,
-        positions: int | None,
-        *,
-        is_chain: bool,
-        by_rejection: bool,
-    ) -> None:
+        self, proposers: Sequence[Proposer], controller: Controller | None, config: LookaheadConfig,
+        positions: int | None, *, is_chain: bool, by_rejection: bool,
+    ) -> None:  # fmt: skip
         self._proposers = proposers
         self._controller = controller
         self._max_proposed = config.node_budget // (len(proposers) or 1) if by_rejection else config.node_budget
@@ -54,11 +41,12 @@ class TreeDrafter:
         self._single = only if isinstance(only, NgramProposer) and not by_rejection else None  # nothing to merge
         self.hidden_readers = [each for each in proposers if isinstance(each, ValidatedProposer) and each.hidden_layers]
         self._source_counts = [len(proposer.sources) for proposer in proposers]
+        # By their bits in `TokenTree.sources`.
         self.sources = [name for proposer in proposers for name in proposer.sources]
         self.needs_argmax = any(proposer.needs_argmax for proposer in proposers)
         self.needs_top = any(proposer.needs_top for proposer in proposers)
-        self.nothing = tuple(NO_NODES for _ in proposers)
-        self.rounds: list[RejectionRounds] = []
+        self.nothing = tuple(NO_NODES for _ in proposers)  # `Draft.placed` where no proposer was asked
+        self.rounds: list[RejectionRounds] = []  # of every row; empty where nothing was drawn
 
     def draft(self, rows: Sequence[Row], plan: StepPlan) -> list[Draft]:
         """One tree per row, as large as the plan pays for; the last token alone where drafting is off."""
@@ -80,18 +68,15 @@ class TreeDrafter:
                 self._single.draft(row.slot, nodes, limit, costs) for row, limit in zip(rows, limits, strict=True)
             ]
         else:
-            slots = [row.slot for row in rows]
-            proposed: list[tuple[Proposal | None, ...]] = list(
-                zip(*[ask(slots, nodes) for ask in self._questions], strict=True)
-            )
+            asked = [ask([row.slot for row in rows], nodes) for ask in self._questions]
+            proposed: list[tuple[Proposal | None, ...]] = list(zip(*asked, strict=True))
             drafts = [
                 merge(row.last_token, proposals, limit, sources=self._source_counts, costs=costs)
                 for row, proposals, limit in zip(rows, proposed, limits, strict=True)
             ]
             if self._by_rejection:
-                self.rounds = [
-                    RejectionRounds(*each) for each in zip(proposed, [d.placed for d in drafts], strict=True)
-                ]
+                pairs = zip(proposed, drafts, strict=True)
+                self.rounds = [RejectionRounds(proposals, draft.placed) for proposals, draft in pairs]
         if self._controller is None or not len(plan_costs):
             return drafts
         if len(rows) > 1:
@@ -112,22 +97,16 @@ class TreeDrafter:
             proposer.start(row.slot, row.text if getattr(proposer, "has_encoder", False) else text)
 
     def observe(
-        self,
-        rows: Sequence[Row],
-        drafts: Sequence[Draft],
-        results: Sequence[VerifyResult | Exception],
-        scores: Scores,
-        target: Target,
-        needs_argmax: bool,
-    ) -> None:
-        """Let the proposers learn from a step of some rows, which all rows of the pass are.
+        self, rows: Sequence[Row], drafts: Sequence[Draft], results: Sequence[VerifyResult],
+        scores: Scores, target: Target, needs_argmax: bool,
+    ) -> None:  # fmt: skip
+        """Let the proposers learn from a step of all rows of the pass.
 
-        The tokens of plain steps are collected until the proposers are asked again, unless one of them reads more than
-        tokens: many tokens at once cost little more than one.
+        The tokens of plain steps are collected until the proposers are asked again, unless one reads more than tokens.
         """
         hidden, prompts = target.hidden, target.prompt_hidden
         for at, (row, draft, result) in enumerate(zip(rows, drafts, results, strict=True)):
-            if isinstance(result, Exception):
+            if result.error is not None:
                 continue
             if draft.placed is self.nothing and not (hidden or needs_argmax) and scores.top is None:
                 row.pending.append(result.tokens)

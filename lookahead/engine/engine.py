@@ -24,13 +24,11 @@ from lookahead.models.tensor_parallel import TensorParallelGroup
 from lookahead.verification.exact import Scores, VerifyResult, read_scores
 from lookahead.verification.rejection import draw
 
-Results = list[VerifyResult | Exception]
+Results = list[VerifyResult]
 
 
 class Engine:
     """Decodes rows together; they advance and finish independently, and others may join as they do.
-
-    With `reads_alone` a prompt keeps its bits only if it joins alone.
 
     Args:
         target: The model behind its cache.
@@ -84,8 +82,8 @@ class Engine:
         self.batch = batch
         self.stats = [row.stats for row in batch]
         self.cache = target.cache
-        self.cache.vacate()
-        self.reads_alone = target.is_exact
+        self.cache.slots.active = 0  # rows join by `admit`; their KV stays
+        self.reads_alone = target.is_exact  # a prompt keeps its bits only if it joins alone
 
     def serving(self) -> AbstractContextManager[None]:
         """Keep the model in service for a whole block, for a loop over `run` that will not pause."""
@@ -115,8 +113,7 @@ class Engine:
     def admit(self, rows: Sequence[Row]) -> list[StepOutput]:
         """Let rows join those that are running; the model must be in service, and the cache have room for them.
 
-        Their prompts are read together in a pass of their own, and the logits of their ends already give every row its
-        first token. Where the target keeps bits, prompts that join one at a time keep them.
+        Their prompts are read together, and the logits of their ends already give every row its first token.
         """
         started = time.perf_counter()
         with self._learning:
@@ -127,7 +124,8 @@ class Engine:
             if self._begun > 0 and self._controller is not None:
                 self._controller.begin_output()
                 self._begun -= len(self._free_slots) + len(self._rows) + len(rows)
-        first = self.cache.join(len(rows))
+        first, slots = self.cache.slots.active, self.cache.slots
+        slots.active += len(rows)
         self._rows += rows
         self._target.keeps_hidden = any(reader.reads_hidden for reader in self._drafter.hidden_readers)
         logits = self._target.prefill([row.text for row in rows], first)
@@ -145,10 +143,7 @@ class Engine:
         return outputs
 
     def step(self, *, is_refilled: bool = False) -> list[StepOutput]:
-        """Advance every running row by one target pass; the model must be in service.
-
-        With `is_refilled` a row that ends makes room for another.
-        """
+        """Advance all rows by one pass, the model in service; with `is_refilled` a row that ends makes room for one."""
         begin = time.perf_counter()
         with self._learning:
             outgrown = self._retire_outgrown() if self._target.positions is not None else []
@@ -170,10 +165,10 @@ class Engine:
             for row in self._rows:
                 row.stats.decode_s = now - row.prefilled
             if self._controller is not None:
-                host_s = drafted - begin + now - verified
-                self._controller.record(
-                    plan, _record(drafts, results, nodes, host_s, now - begin, self._target.is_cold)
-                )
+                walked = [(draft.tree, result.path) for draft, result in zip(drafts, results, strict=True)]
+                tokens, host_s = [len(result.tokens) for result in results], drafted - begin + now - verified
+                record = StepRecord(walked, tokens, nodes, host_s, now - begin, self._target.is_cold)
+                self._controller.record(plan, record)
             return outgrown + self._retire(drafts, results)
 
     def _score(self, drafts: list[Draft], needs_argmax: bool) -> tuple[list[Draft], Tensor, Scores, int]:
@@ -202,7 +197,7 @@ class Engine:
         return drafts, logits, scores, nodes
 
     def _verify(self, drafts: Sequence[Draft], logits: Tensor, scores: Scores, first: int = 0) -> Results:
-        """Walk the trees of all rows from `first` on, then keep the KV of what was accepted, and count it.
+        """Walk the trees of all rows from `first` on, keep the KV of what was accepted, and count it.
 
         Where an error is that of one row, it stands in place of the row's result.
         """
@@ -219,9 +214,9 @@ class Engine:
             except Exception as error:
                 if not self._isolates:
                     raise
-                results.append(error)
+                results.append(VerifyResult(ROOT, NO_NODES, True, error))
         for i, (draft, result) in enumerate(zip(drafts, results, strict=True), first):
-            if isinstance(result, Exception):
+            if result.error is not None:
                 self.cache.wipe(i)
             else:
                 self._target.commit(i, result.path)
@@ -265,11 +260,8 @@ class Engine:
         outputs, ended = [], []
         for i, (draft, result) in enumerate(zip(drafts, results, strict=True), first):
             row = self._rows[i]
-            if isinstance(result, Exception):
-                outputs.append(StepOutput(row.index, NO_NODES, None, draft, error=result))
-            else:
-                outputs.append(StepOutput(row.index, result.tokens, row.finish_reason, draft, result.path))
-            if isinstance(result, Exception) or row.finish_reason is not None:
+            outputs.append(StepOutput(row.index, result.tokens, row.finish_reason, draft, result.path, result.error))
+            if result.finished:
                 ended.append(i)
         for i in reversed(ended):
             self._remove(i)
@@ -289,14 +281,3 @@ class Engine:
         last = self._rows.pop()
         if i < len(self._rows):
             self._rows[i] = last
-
-
-def _record(
-    drafts: Sequence[Draft], results: Results, nodes: int, host_s: float, step_s: float, is_cold: bool
-) -> StepRecord:
-    """What the controller learns of a step; a row that ended in an error emitted nothing."""
-    verified, tokens = [], []
-    for draft, result in zip(drafts, results, strict=True):
-        verified.append((draft.tree, ROOT if isinstance(result, Exception) else result.path))
-        tokens.append(0 if isinstance(result, Exception) else len(result.tokens))
-    return StepRecord(verified, tokens, nodes, host_s, step_s, is_cold)

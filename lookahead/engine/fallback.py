@@ -26,22 +26,14 @@ _STRONGEST_FIRST: tuple[FinishReason, ...] = ("stop", "criteria", "length")
 class PlainLoop:
     """Has the interface of `Engine`; runs transformers' own loop once and returns all tokens in one step.
 
-    Args:
-        sample: Runs the loop by `stopping_criteria`; returns ids, int64 `[batch, tokens + new]`.
-        input_ids: int64 `[batch, tokens]`.
-        lengths: int64 `[batch]`, tokens of each prompt without its padding.
-        criteria: When a row ends.
-        context: Tokens of a row that the model may read; None for no limit.
+    The loop, `sample`, takes `stopping_criteria` and returns ids, int64 `[batch, tokens + new]`. The `lengths`, int64
+    `[batch]`, are those of prompts without padding; of a row the model may read `context` tokens, None for all.
     """
 
     def __init__(
-        self,
-        sample: Callable[..., Any],
-        input_ids: Tensor,
-        lengths: NDArray[np.int64],
-        criteria: StoppingCriteriaList,
+        self, sample: Callable[..., Any], input_ids: Tensor, lengths: NDArray[np.int64], criteria: StoppingCriteriaList,
         context: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._criteria = _RecordingCriteria(criteria)
         self.sample = partial(sample, stopping_criteria=self._criteria)
         self._width = input_ids.shape[1]

@@ -29,23 +29,14 @@ ROOT = np.zeros(1, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Tokens one row emitted in one step.
+    """Tokens one row emitted in one step."""
 
-    Attributes:
-        row: The row's place in the batch.
-        tokens: int32 `[n]`; empty only where there was an error.
-        finish_reason: Why the row's output ends here; None where it goes on, or there was an error.
-        draft: The verified draft; None where transformers decoded.
-        path: int32 `[a]`, the accepted nodes of the draft, its root first.
-        error: The error that ended the row; it then emitted nothing in this step.
-    """
-
-    row: int
-    tokens: IntArray
-    finish_reason: FinishReason | None
-    draft: Draft | None = None
-    path: IntArray = field(default_factory=lambda: ROOT)
-    error: Exception | None = None
+    row: int  # its place in the batch
+    tokens: IntArray  # empty only where there was an error
+    finish_reason: FinishReason | None  # None where the output goes on, or there was an error
+    draft: Draft | None = None  # None where transformers decoded
+    path: IntArray = field(default_factory=lambda: ROOT)  # int32 `[a]`, the accepted nodes, the root first
+    error: Exception | None = None  # that ended the row, which then emitted nothing in this step
 
     @property
     def finished(self) -> bool:
@@ -57,62 +48,37 @@ class CarriedError(RuntimeError):
     """Carries a `StopIteration` of user code, its cause, out of a generator, which must not raise one itself."""
 
 
-@dataclass(slots=True, eq=False)
 class Row:
     """A row of an engine; `ids[:length]` is what `model.generate` would hold, padding included.
 
-    Attributes:
+    Args:
         index: Its number in a `StepOutput`: its place in the batch, or the number of its prompt.
-        ids: int64; the buffer holds all that it may still emit.
+        ids: int64 `[tokens]`, its prompt.
+        chooser: Chooses its tokens.
+        stopping: Ends it.
         padding: The number of padding ids, which come first.
         place: Its place in the batch that `chooser` and `stopping` were made for.
         device: The device of the ids that logits processors and stopping criteria get.
-        slot: Its number among the rows of its engine; reused once it has ended.
-        pending: Emitted tokens that the proposers have not observed yet.
-        inputs: int32 `[tokens]`, what an encoder has read for it.
-        prefilled: When its prompt was read, by `time.perf_counter`.
-        is_bitwise: Whether its passes have the bits of `model.generate` for its prompt.
-        is_simple: Whether its tokens are the argmax of the raw logits until one of them or its length ends it.
     """
 
-    index: int
-    ids: NDArray[np.int64]
-    length: int
-    padding: int
-    chooser: TokenChooser
-    stopping: StoppingRule
-    place: int
-    device: torch.device
-    stats: DecodingStats
-    slot: int = 0
-    emitted: int = 0
-    pending: list[IntArray] = field(default_factory=list)
-    inputs: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
-    prefilled: float = 0.0
-    is_bitwise: bool = False
-    finish_reason: FinishReason | None = None
-    is_simple: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.is_simple = self.chooser.is_plain_greedy and not self.stopping.custom
-
-    @classmethod
-    def begin(
-        cls,
-        index: int,
-        ids: Sequence[int] | NDArray[np.int64],
-        chooser: TokenChooser,
-        stopping: StoppingRule,
-        *,
-        padding: int = 0,
-        place: int = 0,
-        device: torch.device,
-    ) -> Row:
-        """A row that holds its prompt, int64 `[tokens]`, and nothing else yet."""
-        room = np.empty(max(stopping.max_length, len(ids) + 1), np.int64)
-        room[: len(ids)] = ids
-        stats = DecodingStats(prompt_tokens=len(ids) - padding)
-        return cls(index, room, len(ids), padding, chooser, stopping, place, device, stats)
+    def __init__(
+        self, index: int, ids: Sequence[int] | NDArray[np.int64], chooser: TokenChooser, stopping: StoppingRule, *,
+        padding: int = 0, place: int = 0, device: torch.device,
+    ) -> None:  # fmt: skip
+        self.index, self.padding, self.place, self.device = index, padding, place, device
+        self.chooser, self.stopping = chooser, stopping
+        self.length = len(ids)
+        self.ids = np.empty(max(stopping.max_length, len(ids) + 1), np.int64)  # holds all that it may still emit
+        self.ids[: len(ids)] = ids
+        self.stats = DecodingStats(prompt_tokens=len(ids) - padding)
+        self.slot = self.emitted = 0  # its number among the rows of its engine, and tokens
+        self.pending: list[IntArray] = []  # emitted tokens that the proposers have not observed yet
+        self.inputs: IntArray = np.zeros(0, np.int32)  # what an encoder has read for it
+        self.prefilled = 0.0  # when its prompt was read, by `time.perf_counter`
+        self.is_bitwise = False  # whether its passes have the bits of `model.generate` for its prompt
+        self.finish_reason: FinishReason | None = None
+        # Whether its tokens are the argmax of the raw logits until one of them or its length ends it.
+        self.is_simple = chooser.is_plain_greedy and not stopping.custom
 
     @property
     def text(self) -> IntArray:
@@ -135,11 +101,7 @@ class Row:
         return self.stopping.max_length - self.length
 
     def positions_left(self, positions: int | None) -> int:
-        """Positions a model of so many (None for no end to them) has behind the newest token.
-
-        Raises:
-            PromptError: It has none for that token; on a GPU the model would bring the process down.
-        """
+        """Positions a model of so many (None: no end) has behind the newest token; PromptError if none for that."""
         if positions is None:
             return self.ids.size
         if self.tokens > positions:

@@ -65,6 +65,7 @@ class VerifyResult:
     path: IntArray  # int32 `[a]`; the accepted nodes from the root, `path[0] == 0`, whose KV is kept
     tokens: IntArray  # int32 `[a]`; the target's choice after each node of the path, the bonus token last
     finished: bool  # the output ends with the last of `tokens`
+    error: Exception | None = None  # what ended the row instead; it then emitted nothing
 
 
 def verify(tree: TokenTree, choose: Callable[[int], int], is_finished: Callable[[int], bool]) -> VerifyResult:
