@@ -124,8 +124,9 @@ class LookaheadConfig:
         if self.pack != "auto" and self.pack is not False:
             raise ConfigError(f"pack must be auto or False, got {self.pack!r}")
         self._settle_memory()
-        if self.max_nodes is not None:
-            _check_range("max_nodes", self.max_nodes, 1, MAX_NODES_LIMIT)
+        for name, low, high in (("max_nodes", 1, MAX_NODES_LIMIT), ("ngram_size", 2, 16), ("guesses", 0, 64)):
+            if getattr(self, name) is not None:
+                _check_range(name, getattr(self, name), low, high)
         _check_range("max_ngram", self.max_ngram, 1, 64)
         _check_range("min_ngram", self.min_ngram, 1, self.max_ngram)
         for name in ("pool_from_prompt", "compile", "cuda_graphs"):
@@ -136,10 +137,6 @@ class LookaheadConfig:
             raise ConfigError(f"min_probability must be from 0 to 1, got {least!r}")
         if self.window not in (None, "auto"):
             _check_range("window", self.window, 1, 64, instead="auto or ")
-        if self.ngram_size is not None:
-            _check_range("ngram_size", self.ngram_size, 2, 16)
-        if self.guesses is not None:
-            _check_range("guesses", self.guesses, 0, 64)
         if "jacobi" in self.proposers and not self.branch_sizes:
             raise ConfigError(
                 f"max_nodes must hold the Jacobi window, at least window * (ngram_size - 1) - 1 = "

@@ -191,7 +191,7 @@ def test_a_static_pass_says_what_the_trees_say_and_padding_copies_the_root(span:
     slots.lengths[:3] = (0, 17, 40)
     trees = [random_tree(1, 70), random_tree(2, 1), random_tree(3, 33)]
     slots.active = 3
-    static = FixedShapePass(slots, 4, 128, CPU, has_softcap=True)
+    static = FixedShapePass(slots, 4, 128, CPU)
     for seed in (8, 0):  # what one step leaves must not show in the next
         filled = [random_tree(seed + 1, 70), random_tree(seed + 2, 1 + 9 * seed), random_tree(seed + 3, 33)]
         static.fill(trees if seed == 0 else filled)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, cast
+from typing import TYPE_CHECKING, NamedTuple, TextIO, cast
 
 import typer
 
@@ -20,9 +19,11 @@ from lookahead.jobs.job_options import JobOptions, option, read_job_file, to_tom
 
 if TYPE_CHECKING:
     from lookahead.documents.decode_text import Document, Reject
-    from lookahead.jobs.job import JobTotals, Worker
+    from lookahead.jobs.identity import JobIdentity
+    from lookahead.jobs.job import Worker
+    from lookahead.jobs.output_location import OutputPaths
     from lookahead.jobs.output_memory import OutputMemory
-    from lookahead.jobs.worker_pool import WorkerPool
+    from lookahead.models.loading import LoadedModel
     from lookahead.summarization.summarizer import Summarizer
 
 
@@ -79,12 +80,10 @@ def summarize(options: SummarizeOptions) -> None:
     from lookahead.documents.inputs import find_inputs
     from lookahead.documents.readers import check_readers, count_documents
     from lookahead.jobs.estimate import select_documents
-    from lookahead.jobs.identity import JobIdentity
-    from lookahead.jobs.job import JobTotals, run_job
     from lookahead.jobs.output_location import OutputPaths
 
-    file, memory = _find_memory(options), None
-    options = replace(options, pool=options.pool if file is None else None)
+    memory = _find_memory(options)
+    options = replace(options, pool=options.pool if memory is None else None)
     paths = OutputPaths(options.output, options.rejects, options.overwrite, options.resume)
     skipped: list[str] = []
     sources = find_inputs(inputs, options.field, options.id_field, leave_out=paths.no_inputs, on_skip=skipped.append)
@@ -97,19 +96,13 @@ def summarize(options: SummarizeOptions) -> None:
     )
     with ExitStack() as stack:
         if options.ray:
-            worker: Worker = (pool := stack.enter_context(_worker_pool(options)))
-            identity, notes = pool.wait_ready().identity, pool.notes
+            runner = stack.enter_context(_worker_pool(options))
         else:
             loaded = load(options)
-            from lookahead.jobs.output_memory import OutputMemory
-
             if not options.dry_run:
                 stack.enter_context(remembering(options, loaded.model))
-            worker = summarizer = options.make_summarizer(*loaded)
-            identity, notes = JobIdentity.of(options, *loaded), list[str]()
-            memory = None if file is None else OutputMemory(file, *loaded)
-            with console(sys.stderr).status("warming up"):
-                summarizer.warm_up()
+            summarizer = options.make_summarizer(*loaded)
+            runner = _local(options, loaded, summarizer, memory)
             if options.dry_run:
                 raise typer.Exit(_estimate(options, documents, summarizer))
         known = count_documents(sources)
@@ -119,10 +112,7 @@ def summarize(options: SummarizeOptions) -> None:
         display = JobDisplay(total if known is not None else None, as_text=is_stdout and is_text, with_bar=shows_bar)
         if not options.ray:
             summarizer.on_prefill = display.reading
-        totals = JobTotals(skipped=len(skipped), notes=notes)
-        documents = documents if memory is None else memory.save_while(documents)
-        run = partial(run_job, documents, worker, paths, identity, totals=totals, is_part=total != known)
-        status = _run(run, options, totals, memory, display, is_exact=identity.dtype == "float32")
+        status = _run(runner, options, documents, paths, display, is_part=total != known, skipped=len(skipped))
     raise typer.Exit(status)
 
 
@@ -132,7 +122,12 @@ def _prints_text(options: JobOptions) -> bool:
 
 
 def _find_memory(options: JobOptions) -> Path | None:
-    """The pool, if it is a memory of outputs and not a corpus, and can be one in this job."""
+    """The pool, if it is a memory of outputs and not a corpus.
+
+    Raises:
+        ConfigError: No proposer would read it, or several workers would write it.
+        PoolError: It is no pool.
+    """
     if options.pool is None:
         return None
     from lookahead.jobs.output_memory import is_memory
@@ -152,9 +147,29 @@ def _find_memory(options: JobOptions) -> Path | None:
     return Path(options.pool)
 
 
+class _Runner(NamedTuple):
+    """A worker, the identity of the job, the memory of outputs if there is one, and notes of the worker."""
+
+    worker: Worker
+    identity: JobIdentity
+    memory: OutputMemory | None
+    notes: list[str]
+
+
+def _local(options: JobOptions, loaded: LoadedModel, summarizer: Summarizer, memory: Path | None) -> _Runner:
+    """A summarizer in this process, warmed up."""
+    from lookahead.jobs.identity import JobIdentity
+    from lookahead.jobs.output_memory import OutputMemory
+
+    opened = None if memory is None else OutputMemory(memory, *loaded)
+    with console(sys.stderr).status("warming up"):
+        summarizer.warm_up()
+    return _Runner(summarizer, JobIdentity.of(options, *loaded), opened, [])
+
+
 @contextmanager
-def _worker_pool(options: JobOptions) -> Iterator[WorkerPool]:
-    """Workers on a Ray cluster while the context lasts, the first of them ready."""
+def _worker_pool(options: JobOptions) -> Iterator[_Runner]:
+    """Workers on a Ray cluster while the context lasts."""
     from lookahead.jobs.worker_pool import OwnStdout, WorkerPool, connect, plan_workers
 
     sent = options.for_workers()
@@ -163,9 +178,9 @@ def _worker_pool(options: JobOptions) -> Iterator[WorkerPool]:
         plan = plan_workers(ray, options.workers, options.threads, options.device)
         with WorkerPool(ray, {**sent, "threads": plan.threads}, plan) as pool:
             status.update(f"waiting for the first of {job_figures.count(plan.workers, 'worker')}")
-            pool.wait_ready()
+            identity = pool.wait_ready().identity
             status.stop()
-            yield pool
+            yield _Runner(pool, identity, None, pool.notes)
 
 
 def _estimate(options: JobOptions, documents: Iterator[Document | Reject], summarizer: Summarizer) -> int:
@@ -182,23 +197,30 @@ def _estimate(options: JobOptions, documents: Iterator[Document | Reject], summa
 
 
 def _run(
-    run: Callable[..., None],
+    runner: _Runner,
     options: JobOptions,
-    totals: JobTotals,
-    memory: OutputMemory | None,
+    documents: Iterator[Document | Reject],
+    paths: OutputPaths,
     display: JobDisplay,
     *,
-    is_exact: bool,
+    is_part: bool,
+    skipped: int,
 ) -> int:
     """Run a job and show it; returns the exit status."""
+    from lookahead.jobs.job import JobTotals, run_job
     from lookahead.jobs.result_lines import print_line
 
+    totals, memory, is_exact = JobTotals(skipped=skipped), runner.memory, runner.identity.dtype == "float32"
     with display.progress:
         try:
-            shown = None if display.as_text else print_line
-            run(observer=display, rows=options.rows, retry_rejects=options.retry_rejects, shown=shown)
+            run_job(
+                documents if memory is None else memory.save_while(documents),
+                runner.worker, paths, runner.identity, totals=totals, observer=display, rows=options.rows,
+                retry_rejects=options.retry_rejects, is_part=is_part,
+                shown=None if display.as_text else print_line,
+            )  # fmt: skip
         except (KeyboardInterrupt, ClusterError, OSError) as error:
-            stopped = job_figures.describe_stop(totals, options.output)
+            stopped = job_figures.describe_stop(totals, paths.results)
             if isinstance(error, KeyboardInterrupt):
                 _save(memory, display)
                 display.say("interrupted", stopped)
@@ -208,6 +230,7 @@ def _run(
                 display.say("error", f"{what}; {stopped}")
             return 1
     is_saved = _save(memory, display)
+    totals.notes += runner.notes
     display.conclude(totals, exact=is_exact)
     if memory is not None and is_saved:
         console(sys.stderr).print(job_figures.describe_memory(memory, totals), soft_wrap=True)

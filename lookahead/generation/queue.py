@@ -9,8 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
 
 from lookahead.config import LookaheadConfig
 from lookahead.engine.engine import Engine
@@ -18,7 +23,7 @@ from lookahead.engine.fallback import PlainLoop
 from lookahead.engine.row import Row
 from lookahead.errors import PromptError, UnsupportedModelError
 from lookahead.generation.api import prepare_ids
-from lookahead.generation.prompts import Prompt, PromptReader, Truncation, pad_token_of
+from lookahead.generation.prompts import Prompt, Truncation, pad_token_of, reader_of
 from lookahead.generation.request import serve_stop_strings, stateful_name, stopping_rule
 from lookahead.generation.validation import check_options, check_pair, check_token_ids, context_limit, validate_call
 from lookahead.models.encoder_decoder import decoder_support
@@ -69,7 +74,7 @@ class RequestReader:
         pool_of(config, fingerprint=tokenizer_fingerprint(tokenizer))
         self._model, self._tokenizer, self._config = model, tokenizer, config
         self._context = context_limit(model)
-        self.reader = PromptReader(
+        self.reader = reader_of(
             model, tokenizer, generation_config, add_special_tokens, truncate, chat_template_kwargs, options
         )
         self._given = generation_config, options
@@ -115,7 +120,7 @@ class RequestReader:
             most = stopping.max_length
             if not do_sample and support_of(self._model, shortest=len(ids), max_length=most).shape == "trees":
                 chooser = TokenChooser(processors, do_sample=False, batch_size=1)
-                row = Row.begin(index, ids, chooser, stopping, device=input_device(self._model))
+                row = Row(index, ids, chooser, stopping, device=input_device(self._model))
                 return Request(index, ids, max_new_tokens, row, most + self._config.node_budget + 1)
         return Request(index, ids, max_new_tokens)
 

@@ -17,8 +17,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
-from lookahead.models.cache import CACHE, cache_in
-from lookahead.models.encoder_decoder import decoder_positions
+from lookahead.models.encoder_decoder import side_positions
 from lookahead.models.model_state import state_of
 from lookahead.models.support import check_model, described, validate_model, vocabulary_size
 from lookahead.models.target import input_device, position_limit
@@ -31,10 +30,12 @@ _ALIASES = {"max_tokens": "max_new_tokens", "stop": "stop_strings", "lookahead_c
 _LEAST_SHARE = 0.8  # of the rows of an embedding that a tokenizer names; the rest is padding of the table
 
 # Inputs of the model that a decoder is served with, or has no use for as it has its own cache and positions.
-_SERVED = frozenset(("attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_params"))
+_SERVED = frozenset(
+    ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_params")
+)
 _SERVED_BEHIND_ENCODER = frozenset(
     {
-        *("encoder_outputs", "attention_mask", "decoder_attention_mask", CACHE, "use_cache"),
+        *("encoder_outputs", "attention_mask", "decoder_attention_mask", "past_key_values", "use_cache"),
         *("global_attention_mask", "inputs_embeds", "logits_to_keep"),  # the encoder has read them already
     }
 )
@@ -90,7 +91,11 @@ def _warn_of_a_foreign_tokenizer(model: Any, tokenizer: PreTrainedTokenizerBase,
 
 
 def check_options(
-    model: PreTrainedModel, config: object, generation_config: object, options: Mapping[str, Any], seed: object = None
+    model: PreTrainedModel,
+    config: object,
+    generation_config: object,
+    options: Mapping[str, Any],
+    seed: object = None,
 ) -> None:
     """Refuse options of the wrong type or out of range, and those that no one would read, by ConfigError."""
     check_config("config", config)
@@ -197,9 +202,9 @@ def validate_call(
         )
     if config.cache_implementation == "quantized":
         raise UnsupportedModelError("a quantized cache changes tokens and is not served; leave out custom_generate")
-    past = cache_in(model_kwargs)
+    past = model_kwargs.get("past_key_values")
     if getattr(past, "_is_user_defined", False) and not isinstance(past, cache):
-        raise UnsupportedModelError(f"{CACHE} must be a {cache.__name__}, got a {type(past).__name__}")
+        raise UnsupportedModelError(f"past_key_values must be a {cache.__name__}, got a {type(past).__name__}")
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name):
             raise UnsupportedModelError(f"{name}=True is not served; leave out custom_generate for it")
@@ -213,7 +218,7 @@ def validate_call(
     if isinstance(past, EncoderDecoderCache):
         if past.get_seq_length() > 0:
             raise UnsupportedModelError(
-                f"{CACHE} of an encoder-decoder model must be empty, got {past.get_seq_length()} tokens; "
+                f"past_key_values of an encoder-decoder model must be empty, got {past.get_seq_length()} tokens; "
                 "leave out custom_generate to go on from them"
             )
         kind = type(past.self_attention_cache)
@@ -245,7 +250,7 @@ def _heeds(model: PreTrainedModel, name: str) -> bool:
 def validate_past(past: Any, input_ids: Tensor, config: GenerationConfig, attention_mask: Tensor | None) -> None:
     """Refuse a filled cache that cannot be continued from."""
     if not isinstance(past, DynamicCache) or not all(layer.is_initialized for layer in cast(Any, past.layers)):
-        raise UnsupportedModelError(f"{CACHE} must be a DynamicCache, got a {type(past).__name__}")
+        raise UnsupportedModelError(f"past_key_values must be a DynamicCache, got a {type(past).__name__}")
     whole = input_ids.shape[1]
     seen = attention_mask.shape[1] if attention_mask is not None else getattr(config, "_mask_length", whole)
     if seen != whole or past.get_seq_length() >= whole:
@@ -258,7 +263,7 @@ def validate_past(past: Any, input_ids: Tensor, config: GenerationConfig, attent
 def validate_lengths(model: PreTrainedModel, lengths: NDArray[np.int64]) -> None:
     """Refuse a prompt that outgrows the model's table of positions: on a GPU the model would end the process."""
     has_encoder = model.config.is_encoder_decoder
-    limit, longest = decoder_positions(model) if has_encoder else position_limit(model), int(lengths.max())
+    limit, longest = side_positions(model, "decoder") if has_encoder else position_limit(model), int(lengths.max())
     if limit is not None and longest > limit:
         prompt = "the decoder's prompt" if has_encoder else f"prompt {int(lengths.argmax())}"
         raise PromptError(f"{prompt} has {longest} tokens and the model positions for {limit}; shorten it")

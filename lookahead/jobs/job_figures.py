@@ -35,9 +35,10 @@ def describe_summary(summary: Summary) -> str:
 
 
 def speed_of(totals: JobTotals, seconds: float) -> float:
-    """Tokens per second of a job that took `seconds` of wall time: documents are decoded together, so wall time counts.
+    """Tokens per second of a job that took `seconds` of wall time.
 
-    With one document, or with plain decoding in between, it is the speed of decoding.
+    Documents are decoded together, so their decode times overlap and wall time counts. With one document, or with
+    plain decoding in between, it is the speed of decoding.
     """
     if totals.plain is not None or totals.summarized <= 1 or not seconds:
         return totals.stats.tokens_per_s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -37,26 +37,17 @@ class Known(NamedTuple):
 class BeamTree:
     """The beams of one prompt as a token tree, and what was drafted behind them.
 
-    Args:
-        before: int32, the last tokens of the prompt, at least 1; the very last is the root.
-        logits: `[vocab]`, after the prompt.
-        beams: Number of beams.
-
-    Attributes:
-        scored: First nodes that passes have scored; later ones wait for the next pass.
-        tips: The newest node of each beam.
-        known: What passes told about the tips and the nodes behind them.
-        most: Nodes beyond which dropping dead ones pays.
+    The very last of the tokens `before` is the root; `logits` are those after it, `[vocab]`.
     """
 
     def __init__(self, before: IntArray, logits: Tensor, beams: int) -> None:
         self._before = [int(token) for token in before[-CONTEXT:]]
         self._tokens, self._parents = [self._before[-1]], [0]
         self._children: dict[tuple[int, int], int] = {}
-        self.known = {0: Known(logits)}
-        self.scored = 1
-        self.tips = [0] * beams
-        self.most = DEAD_NODES
+        self.known = {0: Known(logits)}  # of the tips and the nodes behind them
+        self.scored = 1  # first nodes that passes have scored; later ones wait for the next pass
+        self.tips = [0] * beams  # the newest node of each beam
+        self.most = DEAD_NODES  # nodes beyond which dropping dead ones pays
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -87,10 +78,9 @@ class BeamTree:
             del self._children[self._parents.pop(), self._tokens.pop()]
 
     def advance(self, beams: Sequence[int], tokens: Sequence[int]) -> None:
-        """Continue some of the beams by one token each; they are the new beams.
+        """Continue some of the beams by one token each; they are the new beams. A drafted node is taken by one beam.
 
-        A drafted node is taken by one beam. Beams with the same tokens stay apart: in half precision the bits of a pass
-        depend on the number of its rows.
+        Beams with the same tokens stay apart: in half precision the bits of a pass depend on the number of its rows.
         """
         tips: list[int] = []
         for beam, token in zip(beams, tokens, strict=True):
@@ -138,7 +128,7 @@ class BeamTree:
     def drop_dead(self) -> tuple[IntArray, int]:
         """Forget the nodes that no beam comes from or may take; what all beams share is left to the cache.
 
-        Returns int32, the nodes to keep in the cache, and how many of them, the last ones, are still nodes.
+        Returns the nodes to keep in the cache, and how many of them, the last ones, are still nodes.
         """
         kept, shared = _survivors(np.array(self._parents), np.array(self.tips))
         places = {node: place for place, node in enumerate(kept[shared:].tolist())}
@@ -192,30 +182,19 @@ class BeamModel:
         drafts: Drafts for a single prompt; None to score tips alone.
         max_length: Tokens at which the search ends, the prompt and its padding included.
         fewest: Fewest rows of a pass with drafts.
-
-    Attributes:
-        served: For each pass over tips how many steps it has served.
-        drafted: Nodes that passes scored beside tips.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        target: Target,
-        prompts: Sequence[IntArray],
-        beams: int,
-        read: Read,
-        drafts: Drafts | None,
-        max_length: int,
-        fewest: int = 1,
-    ) -> None:
+        self, model: PreTrainedModel, target: Target, prompts: Sequence[IntArray], beams: int, read: Read,
+        drafts: Drafts | None, max_length: int, fewest: int = 1,
+    ) -> None:  # fmt: skip
         self._model, self._target, self._prompts, self._beams, self._read = model, target, prompts, beams, read
         self._drafts, self._max_length, self._fewest = drafts, max_length, fewest
         self._trees: list[BeamTree] = []
         self._chosen: list[int] = []
         self._scores: Tensor | None = None
-        self.served: list[int] = []
-        self.drafted = 0
+        self.served: list[int] = []  # by pass over tips, how many steps it has served
+        self.drafted = 0  # nodes that passes scored beside tips
 
     def __getattr__(self, name: str) -> Any:
         if name == "_reorder_cache":  # a model's own way to rearrange a cache
@@ -293,12 +272,8 @@ class BeamModel:
 
     def _output(self) -> Any:
         """Logits after the tips, `[batch * num_beams, 1, vocab]`, as transformers' models return them."""
-        return CausalLMOutputWithPast(
-            logits=cast(
-                torch.FloatTensor,
-                torch.stack([tree.known[tip].logits for tree in self._trees for tip in tree.tips])[:, None],
-            )
-        )
+        logits: Any = torch.stack([tree.known[tip].logits for tree in self._trees for tip in tree.tips])
+        return CausalLMOutputWithPast(logits=logits[:, None])
 
     def _update_model_kwargs_for_generation(self, outputs: Any, model_kwargs: dict[str, Any], **kwargs: Any) -> Any:
         """Leave the inputs as they are."""

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from lookahead.drafting.cost_model import padded_nodes
 from lookahead.drafting.tree import TokenTree
 from lookahead.models.attention import AttentionScope
-from lookahead.models.cache import CACHE, TreeCache
+from lookahead.models.cache import TreeCache
 from lookahead.models.cuda_graphs import Capture, CudaGraphs, Graph, Run, graph_shortcoming
 from lookahead.models.model_state import state_of
 from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, padded_rows, padded_slots
@@ -39,12 +39,14 @@ def forward(
 
     The mask has a type for a model that takes prepared masks, and none for one that calls tree attention.
     """
-    options: dict[str, Any] = {CACHE: cache}
+    options: dict[str, Any] = {}
     if mask_dtype is not None:
         options["attention_mask"] = static.mask(1, AttentionSpan(), mask_dtype, static.tokens.device)
     if hidden_layers:
         options["output_hidden_states"] = True
-    output = model(input_ids=static.tokens, position_ids=static.positions, use_cache=True, **options)
+    output = model(
+        input_ids=static.tokens, position_ids=static.positions, past_key_values=cache, use_cache=True, **options
+    )
     return (output.logits, *(output.hidden_states[layer] for layer in hidden_layers))
 
 
@@ -62,8 +64,7 @@ class CompiledForward:
     def bind(self, *arguments: Any) -> tuple[Run, tuple[Tensor, ...]]:
         """Run once, and return a function that runs again on the same tensors without Dynamo's guards.
 
-        Guards take as long as a layer of a small model. Nothing they check changes while one call of the library
-        decodes, and the tensors of a fixed-shape pass keep their addresses, so the compiled code is called directly.
+        Guards take a tenth of a small model's pass, and nothing they check changes while one call decodes.
         """
         with self._lock:
             self._calls.clear()
@@ -123,37 +124,20 @@ class _ShapeRunner:
 class CompiledRunner:
     """Scores trees in fixed-shape passes that are compiled or recorded; `Target` has its options.
 
-    Args:
-        scope: Lets the model call tree attention; None for a model that takes prepared masks.
-        capture: Records a pass; `CudaGraphs` when None.
-
-    Attributes:
-        is_cold: Whether the newest pass compiled, recorded or is yet to be recorded, so that its time does not count.
+    Without a `scope` the model takes prepared masks. `capture` records a pass; `CudaGraphs` when None.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        cache: TreeCache,
-        device: torch.device,
-        *,
-        most_nodes: int,
-        hidden_layers: tuple[int, ...],
-        scope: AttentionScope | None,
-        compiles: bool,
-        captures: bool,
+        self, model: PreTrainedModel, cache: TreeCache, device: torch.device, *, most_nodes: int,
+        hidden_layers: tuple[int, ...], scope: AttentionScope | None, compiles: bool, captures: bool,
         capture: Capture | None = None,
-    ) -> None:
-        self._model = model
-        self._cache = cache
-        self._device = device
-        self._most_nodes = most_nodes
-        self._hidden_layers = hidden_layers
-        self._scope = scope
+    ) -> None:  # fmt: skip
+        self._model, self._cache, self._device, self._scope = model, cache, device, scope
+        self._most_nodes, self._hidden_layers = most_nodes, hidden_layers
         self._mask_dtype = model.dtype if scope is None else None
         self._runners: dict[tuple[int, int], _ShapeRunner] = {}
         self._made_at = -1  # allocations of the cache when the runners were made
-        self.is_cold = False
+        self.is_cold = False  # whether the newest pass compiled, recorded or is yet to be, so that its time is no cost
         failed = state_of(model).failed
         self._compiles = compiles and "compile" not in failed
         self._capture = capture
@@ -164,7 +148,7 @@ class CompiledRunner:
             else:
                 self._give_up("capture", problem)
 
-    def score(self, trees: Sequence[TokenTree], *, has_softcap: bool) -> tuple[Tensor, ...] | None:
+    def score(self, trees: Sequence[TokenTree]) -> tuple[Tensor, ...] | None:
         """Logits `[active, nodes of the largest tree, vocab]` and hidden states likewise; None if passes failed."""
         self.is_cold = False
         if not (self._compiles or self._capture) or not self._cache.layers:
@@ -180,7 +164,7 @@ class CompiledRunner:
             self._made_at = slots.allocations
         runner = self._runners.get((rows, width))
         if runner is None:
-            runner = self._runners[rows, width] = self._open(rows, width, has_softcap)
+            runner = self._runners[rows, width] = self._open(rows, width)
         runner.static.fill(trees)
         runs = nullcontext() if self._scope is None else self._scope.running(runner.static)
         with slots.fixed(rows, width, runner.static.index), runs:
@@ -189,10 +173,10 @@ class CompiledRunner:
             return None
         return tuple(each[: len(trees), :nodes] for each in outputs)
 
-    def _open(self, rows: int, width: int, has_softcap: bool) -> _ShapeRunner:
+    def _open(self, rows: int, width: int) -> _ShapeRunner:
         """The runner of a shape that is new since the KV moved."""
         slots, compiled = self._cache.slots, None
-        static = FixedShapePass(slots, rows, width, self._device, has_softcap=has_softcap)
+        static = FixedShapePass(slots, rows, width, self._device)
         if self._compiles:
             shape = len(slots.lengths), slots.capacity, rows, width, self._hidden_layers
             known = state_of(self._model).compiled  # shared by all calls
@@ -228,8 +212,7 @@ class CompiledRunner:
     def _replay(self, runner: _ShapeRunner, graph: Graph) -> tuple[Tensor, ...]:
         """Replay a graph. The first replay is compared with the pass itself, whose outputs count if they differ.
 
-        The first replay has other trees and another length than the recording, so a value that Python read while
-        recording shows as a difference.
+        It has other trees and another length than the recording, so a value that Python read then shows.
         """
         # The next replay overwrites its outputs, and callers may keep them.
         outputs = tuple(map(torch.clone, graph.replay()))

@@ -52,8 +52,7 @@ def graph_shortcoming(model: torch.nn.Module, device: torch.device) -> str | Non
 class Watch(TorchDispatchMode):
     """Refuses operations that wait for a kind of device, in this thread, while it is entered.
 
-    One of them would make a recording fail, and torch's allocator would believe that the recording goes on. So a pass
-    is watched once before it is recorded.
+    One of them would make a recording fail, and torch's allocator would believe that the recording goes on.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -96,10 +95,7 @@ class CudaGraphs:
         self._living: WeakSet[Graph] = WeakSet()
 
     def __call__(self, run: Run) -> Graph:
-        """Run a pass once, so that everything it compiles and allocates exists, and record it.
-
-        RuntimeError: It waits for the device, or does something else that cannot be recorded.
-        """
+        """Run a pass once, so that all it compiles and allocates exists, and record it; RuntimeError if it waits."""
         side = _side_stream(self._device)
         with torch.cuda.device(self._device), _recording:
             current = torch.cuda.current_stream()

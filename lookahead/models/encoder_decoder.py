@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.drafting.tree import IntArray, TokenTree
-from lookahead.models.cache import CACHE
 from lookahead.models.model_state import state_of
 from lookahead.models.support import (
     ATTENTION_LAYERS,
@@ -36,22 +35,13 @@ _CHAIN = (0, 0, 1, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """What the decoder attends to, and where it keeps its keys and values.
+    """What the decoder attends to, and where it keeps its keys and values."""
 
-    Attributes:
-        outputs: The encoder's output, one row per input.
-        mask: int64 `[rows, tokens]`, the attention mask of the inputs; None for all tokens.
-        past: An empty cache; it ends as `model.generate` would leave it, and cross-attention is computed once.
-        is_returned: Whether the caller gets the cache, and may use it outside of inference mode.
-        tokens: For every row int32 `[tokens]`, the encoder's input without padding; empty if the decoder has another
-            vocabulary.
-    """
-
-    outputs: Any
-    mask: Tensor | None
-    past: EncoderDecoderCache
-    is_returned: bool = False
-    tokens: Sequence[IntArray] = ()
+    outputs: Any  # of the encoder, one row per input
+    mask: Tensor | None  # int64 `[rows, tokens]`, the attention mask of the inputs; None for all tokens
+    past: EncoderDecoderCache  # empty at first; it ends as `model.generate` would leave it
+    is_returned: bool = False  # whether the caller gets the cache, and may use it outside of inference mode
+    tokens: Sequence[IntArray] = ()  # inputs without padding, int32; none if the decoder has another vocabulary
 
 
 def empty_cache(model: PreTrainedModel) -> EncoderDecoderCache:
@@ -60,15 +50,9 @@ def empty_cache(model: PreTrainedModel) -> EncoderDecoderCache:
     return EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
 
 
-def encoder_positions(model: PreTrainedModel) -> int | None:
-    """Positions the encoder has a table for; None where they are computed."""
-    limit: int | None = getattr(model.config, "max_encoder_position_embeddings", None)
-    return limit if limit is not None else position_limit(model)
-
-
-def decoder_positions(model: PreTrainedModel) -> int | None:
-    """Positions the decoder has a table for; None where they are computed."""
-    limit: int | None = getattr(model.config, "max_decoder_position_embeddings", None)  # LED names both
+def side_positions(model: PreTrainedModel, side: Literal["encoder", "decoder"]) -> int | None:
+    """Positions one side has a table for; None where they are computed."""
+    limit: int | None = getattr(model.config, f"max_{side}_position_embeddings", None)  # LED names both
     return limit if limit is not None else position_limit(model)
 
 
@@ -78,16 +62,11 @@ class DecoderTarget(Target):
     The model's own attention, masks and positions are used, so relative and learned ones are those of
     `model.generate`. They are those of a batch whose rows have one length, so all rows must accept as many tokens.
     Rows that ended leave the passes, unless the caller gets the cache: then they go on with padding.
-
-    Args:
-        model: The encoder-decoder model; nothing in it is changed.
-        encoded: The encoded inputs.
-        rows: Number of inputs.
     """
 
     def __init__(self, model: PreTrainedModel, encoded: Encoded, rows: int = 1) -> None:
         super().__init__(model, rows=rows, capacity=1, device=input_device(model), shape="chains")
-        self.positions = decoder_positions(model)
+        self.positions = side_positions(model, "decoder")
         self.is_aligned = rows > 1
         self._outputs, self._mask = encoded.outputs, encoded.mask
         self._past, self._keeps = encoded.past, encoded.is_returned
@@ -161,20 +140,15 @@ class DecoderTarget(Target):
                 decoder_input_ids=torch.from_numpy(np.ascontiguousarray(tokens, np.int64)).to(self._device),
                 encoder_outputs=self._outputs,
                 attention_mask=self._mask,
+                past_key_values=self._past,
                 use_cache=True,
-                **{CACHE: self._past},
             )
         logits: Tensor = output.logits
         return logits
 
 
 def decoder_support(model: PreTrainedModel, *, max_length: int) -> Support:
-    """Whether chains can be drafted for the decoder of a model. The first call for a model probes it.
-
-    Args:
-        model: An encoder-decoder model.
-        max_length: Tokens a row of the decoder may reach.
-    """
+    """Whether chains of up to `max_length` tokens can be drafted for a decoder. The first call probes it."""
     config: Any = model.config.get_text_config(decoder=True)
     others = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS
     if getattr(model, "_is_stateful", False) or others:

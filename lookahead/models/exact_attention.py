@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -32,13 +32,7 @@ _LENGTHS = (1, 7, 16, 40, 100, 530, 1060)  # keys for which the kernel for rows 
 
 
 class Turns:
-    """How the nodes of the trees of a pass attend in turn.
-
-    Args:
-        trees: The tree of every row, the nodes that an earlier pass scored included.
-        starts: The slot of each root.
-        scored: How many first nodes of each tree an earlier pass scored.
-    """
+    """How the nodes of the trees of a pass attend in turn: the slot of each root, nodes scored by earlier passes."""
 
     def __init__(self, trees: Sequence[TokenTree], starts: Sequence[int], scored: Sequence[int]) -> None:
         self.trees, self.starts, self.scored = trees, starts, scored
@@ -99,11 +93,8 @@ def own_attention(module: Any, config: PretrainedConfig) -> Attention:
 def has_bits_of_sdpa(dim: int, groups: int) -> bool:
     """Whether `kernels.row_attention` has the bits of SDPA for single queries in bfloat16, on this CPU.
 
-    Scores that nearly cancel, and values that do, show any other order of the sums.
-
-    Args:
-        dim: Dimensions of a head.
-        groups: Query heads per KV head.
+    Scores that nearly cancel, and values that do, show any other order of the sums. `groups` are query heads per KV
+    head.
     """
     source, nodes = torch.Generator().manual_seed(0), torch.zeros(1, 2, 1, dtype=torch.int64, device="cpu")
     for length in _LENGTHS:
@@ -143,29 +134,21 @@ def takes_rows(config: PretrainedConfig) -> bool:
 
 
 def attend_in_turn(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    turns: Turns,
-    *,
-    window: int | None,
-    crops: bool,
-    own: Attention,
-    options: dict[str, Any],
-) -> Tensor:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, turns: Turns, *, window: int | None, crops: bool,
+    own: Attention, options: dict[str, Any],
+) -> Tensor:  # fmt: skip
     """Attention of the nodes of all rows, each as if it were the only token of its pass.
 
     Args:
         module: The attention layer.
         query: `[rows, heads, width, dim]`; the nodes of each tree that were not scored before, and padding.
-        key: `[rows, kv_heads, kv, dim]`, a view of the cache.
-        value: `[rows, kv_heads, kv, value_dim]`, likewise.
+        key: `[rows, kv_heads, kv, dim]`, a view of the cache, as `value` is.
+        value: `[rows, kv_heads, kv, value_dim]`.
         turns: The trees, and the order of their nodes.
         window: How far back a query may look, itself included; None for no limit.
         crops: Whether the model's own cache drops what is outside the window; else a mask hides it.
         own: The model's attention function.
-        options: What the model passes to its function, `scaling` among them.
+        options: What the model passes to it, `scaling` among them.
 
     Returns:
         `[rows, width, heads, value_dim]`; zeros for padding.
@@ -181,30 +164,17 @@ def attend_in_turn(
             scale = dim**-0.5 if scale is None else scale
             return row_attention.row_attention(nodes, keys, values, **turns.tensors, scale=scale)
     out = query.new_zeros(rows, width, heads, value.shape[3])
+    call = partial(_attend_by_torch, module, window=window, crops=crops, own=own, options=options)
     for row, (start, scored, steps) in enumerate(zip(turns.starts, turns.scored, turns.steps, strict=True)):
         one = slice(row, row + 1)
-        attended = _attend_by_torch(
-            module, query[one], key[one], value[one], start, scored, steps,
-            window=window, crops=crops, own=own, options=options,
-        )  # fmt: skip
-        out[row, : len(steps)] = attended
+        out[row, : len(steps)] = call(query[one], key[one], value[one], start, scored, steps)
     return out
 
 
 def _attend_by_torch(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    start: int,
-    scored: int,
-    steps: Sequence[Step],
-    *,
-    window: int | None,
-    crops: bool,
-    own: Attention,
-    options: dict[str, Any],
-) -> Tensor:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, start: int, scored: int, steps: Sequence[Step], *,
+    window: int | None, crops: bool, own: Attention, options: dict[str, Any],
+) -> Tensor:  # fmt: skip
     """`attend_in_turn` of one row, without padding: `[nodes, heads, value_dim]`.
 
     While a node attends, the slots after the committed ones hold its path. Afterwards they hold the nodes in order.

@@ -20,7 +20,6 @@ from transformers.activations import SiLUActivation
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lookahead.kernels import layer_ops
-from lookahead.models.cache import CACHE
 from lookahead.models.model_state import replaced
 from lookahead.models.quantized import QuantizedLinear
 
@@ -58,9 +57,8 @@ class _Parts(NamedTuple):
 def serving(model: nn.Module) -> Iterator[None]:
     """Let decoder layers fuse their operators in the passes of `running`, until the last open block of any thread ends.
 
-    In bfloat16 they keep the bits of the model's own code: layers are compared with it when their class and sizes are
-    first met. Layers that are hooked, adapted, offloaded, in training, not on the CPU or of a class not known here
-    stay as they are.
+    In bfloat16 they keep the bits of the model's own code, with which they are compared first. Layers that are hooked,
+    adapted, offloaded, in training, not on the CPU or of a class not known here stay as they are.
     """
     with torch.inference_mode():
         forwards = _forwards_of(model)
@@ -189,6 +187,7 @@ def _fused(
     hidden: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
     **kwargs: Any,
 ) -> Tensor:
     """A decoder layer, `[rows, tokens, size]`."""
@@ -207,9 +206,8 @@ def _fused(
         cos, sin = cos.expand(rows, -1, -1), sin.expand(rows, -1, -1)
     layer_ops.rotate(query, key, cos.contiguous(), sin.contiguous())
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    cache = kwargs.pop(CACHE, None)
-    if cache is not None:
-        key, value = cache.update(key, value, attention.layer_idx)
+    if past_key_values is not None:
+        key, value = past_key_values.update(key, value, attention.layer_idx)
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, parts.eager)
     attended = attend(attention, query, key, value, attention_mask, **parts.options, **kwargs)[0]
     delta = to_out(attended.reshape(rows, tokens, -1).contiguous())

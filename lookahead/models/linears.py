@@ -7,11 +7,11 @@ weight that is laid out once for the CPU at hand is read faster: by a kernel of 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from threading import local
+from timeit import timeit
 from typing import Any
 
 import torch
@@ -89,18 +89,12 @@ class LinearScope:
     """Lets a model's linear layers use packed weights on the threads that run a pass of ours, and on no other.
 
     Packed weights are made by the first pass that needs them, and kept until the model goes or its weights change.
-    Layers that are quantized, sharded, offloaded, adapted or not on the CPU stay as they are.
-
-    Args:
-        model: The model.
-        packs: Whether weights may be packed. Without, products of many rows in float32 still go to oneDNN.
-
-    Attributes:
-        has_packed: Whether the newest block of `running` packed a weight.
+    Layers that are quantized, sharded, offloaded, adapted or not on the CPU stay as they are. Where weights must not be
+    packed, products of many rows in float32 still go to oneDNN.
     """
 
     def __init__(self, model: nn.Module, *, packs: bool = True) -> None:
-        self.has_packed = False
+        self.has_packed = False  # whether the newest block of `running` packed a weight
         self._forwards: list[tuple[nn.Module, None, Callable[[Tensor], Tensor]]] = []
         layers = [each for each in linear_layers(model) if _is_plain(each)]
         if "forward" in model.__dict__ or not layers:
@@ -130,11 +124,7 @@ class LinearScope:
 
     @contextmanager
     def running(self, bits: Bits) -> Iterator[None]:
-        """Within `serving`, multiply by packed weights on this thread until the block ends.
-
-        Args:
-            bits: Those that rows of half precision must have.
-        """
+        """Within `serving`, multiply by packed weights on this thread; rows of half precision have these bits."""
         outer, _thread.has_packed = getattr(_thread, "mode", None), False
         _thread.mode = (bits, self._packs, self._fewest) if self._forwards else (bits, False, 1)
         try:
@@ -164,7 +154,6 @@ def _forward(layer: nn.Linear | Conv1D, packed: PackedLinear, x: Tensor) -> Tens
 def _half_product(
     layer: nn.Linear | Conv1D, packed: PackedLinear, x: Tensor, rows: int, bits: Bits, *, packs: bool
 ) -> Tensor:
-    """A product of half precision."""
     own, bias = matrix_of(layer), layer._parameters["bias"]
     if bits == "torch" or (bits != "alone" and rows > MAX_ROWS):
         return by_torch(x, own, bias)
@@ -236,13 +225,7 @@ def keeps_bits(model: nn.Module) -> bool:
 
 @cache
 def faster_ways(dtype: torch.dtype, threads: int, rows: tuple[int, ...] = _FEW_ROWS) -> tuple[str, ...]:
-    """How a packed weight is multiplied faster than torch's, by "own" or "onednn", fastest first; measured once.
-
-    Args:
-        dtype: Type of the weight.
-        threads: Threads that torch computes with.
-        rows: Rows of the products that are measured.
-    """
+    """How a packed weight is multiplied faster than torch's, by "own" or "onednn", fastest first; measured once."""
     inputs, outputs = _TRIED
     with torch.inference_mode():
         x, weight = (
@@ -262,13 +245,8 @@ def faster_ways(dtype: torch.dtype, threads: int, rows: tuple[int, ...] = _FEW_R
                 continue
         seconds: dict[str, float] = {}
         for way, product in products.items():
-            taken = [_seconds_of(product, x[:count]) for _ in range(_TRIALS) for count in rows]
+            calls = [partial(product, x[:count], None) for _ in range(_TRIALS) for count in rows]
+            taken = [timeit(call, number=1) for call in calls]
             seconds[way] = sum(min(taken[i :: len(rows)]) for i in range(len(rows)))
     order = sorted(seconds, key=lambda way: seconds[way] * (_FROM_MEMORY if way == "own" else 1))
     return tuple(way for way in order if seconds[way] < _GAIN * seconds["torch"])
-
-
-def _seconds_of(product: Callable[[Tensor, None], Tensor], x: Tensor) -> float:
-    begin = time.perf_counter()
-    product(x, None)
-    return time.perf_counter() - begin

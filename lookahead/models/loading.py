@@ -102,21 +102,20 @@ def load(
     options: dict[str, Any] = {"local_files_only": is_local, "trust_remote_code": False}
     with _no_bars(), _loading(f"model {name!r}"):
         tokenizer = AutoTokenizer.from_pretrained(location, **options)
-        auto = _auto_class(location, options)
+        config = AutoConfig.from_pretrained(location, **options)
         if quantization is not None:
-            if getattr(AutoConfig.from_pretrained(location, **options), "quantization_config", None) is not None:
+            if getattr(config, "quantization_config", None) is not None:
                 raise ConfigError(f"its weights come quantized already; quantize must be None, got {quantize!r}")
             options["quantization_config"] = quantization
-        loaded = auto.from_pretrained(location, dtype=chosen, **options).to(target)
+        loaded = _auto_class(config).from_pretrained(location, dtype=chosen, **options).to(target)
     return LoadedModel(loaded.eval(), tokenizer)
 
 
-def _auto_class(location: str | Path, options: dict[str, Any]) -> Any:
+def _auto_class(config: Any) -> Any:
     """The class of transformers that loads a model."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    has_encoder = AutoConfig.from_pretrained(location, **options).is_encoder_decoder
-    return AutoModelForSeq2SeqLM if has_encoder else AutoModelForCausalLM
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 
 
 @functools.cache
@@ -126,11 +125,7 @@ def load_default() -> LoadedModel:
 
 
 def load_tokenizer(model: str = DEFAULT_MODEL) -> PreTrainedTokenizerBase:
-    """Load a tokenizer alone, by a name as for `load`; a folder may also hold a tokenizer and no model.
-
-    Raises:
-        UnsupportedModelError: There is no such tokenizer, or it cannot be loaded.
-    """
+    """Load a tokenizer alone, by a name as for `load`; a folder may also hold a tokenizer and no model."""
     location, is_local = locate_model(model, TOKENIZER_FILES)
     location = to_safetensors(location)
     from transformers import AutoTokenizer
@@ -216,14 +211,7 @@ def first_line(error: BaseException) -> str:
 
 
 def locate_model(model: str, files: Sequence[str] = ("config.json",)) -> tuple[str, bool]:
-    """Find a model.
-
-    Args:
-        model: As for `load`.
-        files: A folder on this machine must hold one of these.
-
-    Returns:
-        The path of a folder or a GGUF file, or the name on the Hub; and whether the model is on this machine.
+    """The path of a folder, which holds one of `files`, or of a GGUF file, or the name on the Hub; and if it is here.
 
     Raises:
         UnsupportedModelError: There is no such model; the message suggests a known name that is close.
@@ -296,9 +284,9 @@ def _check_hub(model: str, files: tuple[str, ...]) -> None:
 
 
 def _ask_hub(model: str, file: str) -> None:
-    """Ask the Hub for a file of a model; a host lookup can outlast the client's timeouts."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
+    # A host lookup can outlast the client's timeouts.
     in_time(lambda: get_hf_file_metadata(hf_hub_url(model, file), timeout=_HUB_S), _HUB_S)
 
 
@@ -323,10 +311,6 @@ def convert_once(file: Path, announce: Callable[[str], None] | None = None) -> P
 
     The folder is in the platform's cache folder. Quantized weights become bf16, others keep their dtype. A lock lets
     one process convert a file and others wait. `announce` is called with one line of text before a conversion.
-
-    Raises:
-        UnsupportedModelError: The file is damaged, transformers cannot read its architecture, or a package is missing.
-        OSError: The file cannot be read, or the folder not be written.
     """
     folder = user_cache_path("lookahead", appauthor=False) / "models" / f"{file.stem}-{_hash_of(file)[:16]}"
     if folder.is_dir():
@@ -356,12 +340,12 @@ def convert_once(file: Path, announce: Callable[[str], None] | None = None) -> P
 def _convert(file: Path, folder: Path, dtype: torch.dtype) -> None:
     """Save what a GGUF file holds as transformers saves any model."""
     import transformers
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     options: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
     try:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **options)
-        auto = _auto_class(file.parent, options)
+        auto = _auto_class(AutoConfig.from_pretrained(file.parent, **options))
         if hasattr(transformers, "GgufConfig"):  # older versions always dequantize
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
         model = auto.from_pretrained(file.parent, dtype=dtype, **options)
@@ -392,7 +376,6 @@ def _check(file: Path) -> torch.dtype:
 
 
 def _hash_of(file: Path) -> str:
-    """The hash of a file, 32 hexadecimal digits."""
     state = xxhash.xxh3_128()
     with file.open("rb") as stream:
         while chunk := stream.read(2**22):

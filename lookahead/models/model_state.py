@@ -16,19 +16,14 @@ T = TypeVar("T")
 
 
 class LearnedState:
-    """What decoding measures about a model. It is kept when the weights change, as in training.
-
-    Attributes:
-        costs: Step costs, by how the model is run (`lookahead.config.PASSES`).
-        rules: Measured savings of drafting, likewise.
-        branch: Measured savings of the lookahead branch, by the other proposers.
-        lock: Held while any of it is read or changed.
-    """
+    """What decoding measures about a model. It is kept when the weights change, as in training."""
 
     def __init__(self) -> None:
-        self.lock = RLock()
+        self.lock = RLock()  # held while any of it is read or changed
+        # Step costs and savings of drafting, by how the model is run (`lookahead.config.PASSES`).
         self.costs: defaultdict[str, StepCost] = defaultdict(StepCost)
         self.rules: defaultdict[str, EnableRule] = defaultdict(EnableRule)
+        # Savings of the lookahead branch, by the other proposers.
         self.branch: defaultdict[tuple[str, ...], dict[int, BranchState]] = defaultdict(dict)
         self._owned: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
@@ -42,27 +37,17 @@ class LearnedState:
 
 
 class ModelState:
-    """State of one model. It is dropped with the model, and a copy of the model starts with a new one.
-
-    Attributes:
-        learned: What decoding measured.
-        compiled: Compiled passes by their shapes.
-        failed: Which of `compile` and `capture` failed; they are not tried again.
-        views: The attention views that compiled passes hold.
-        linears: Packed weights by linear layer.
-        tokenizers: Tokenizers that were compared with the model.
-        is_encoder: Whether the model is an encoder; None before the first check.
-    """
+    """State of one model. It is dropped with the model, and a copy of the model starts with a new one."""
 
     def __init__(self, structure: Hashable = None) -> None:
         self.structure = structure
         self.learned = LearnedState()
-        self.compiled: dict[Any, Any] = {}
-        self.failed: set[str] = set()
-        self.views: tuple[Any, ...] = ()
-        self.linears: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-        self.tokenizers: WeakSet[Any] = WeakSet()
-        self.is_encoder: bool | None = None
+        self.compiled: dict[Any, Any] = {}  # passes by their shapes
+        self.failed: set[str] = set()  # which of `compile` and `capture` failed; they are not tried again
+        self.views: tuple[Any, ...] = ()  # the attention views that compiled passes hold
+        self.linears: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # packed weights by layer
+        self.tokenizers: WeakSet[Any] = WeakSet()  # that were compared with the model
+        self.is_encoder: bool | None = None  # None before the first check
         self._probed: dict[str, tuple[Hashable, Any]] = {}
         self._probing = Lock()
 
@@ -116,10 +101,7 @@ def _version_of(model: Any) -> Hashable:
 def replaced(name: str, values: Collection[tuple[Any, Any, Any]]) -> Iterator[None]:
     """Set an attribute of modules until the last open block of any thread ends.
 
-    Args:
-        name: The attribute.
-        values: Modules, each with its own value and the one that takes its place; without one of its own (None) it has
-            that of its class.
+    Each module comes with its own value, None for that of its class, and the one that takes its place.
     """
     with _guard:
         for module, _, value in values:

@@ -88,12 +88,7 @@ def by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def lay_out(weight: Tensor, layout: Layout, most: int = 0) -> Packed:
-    """Lay a weight out.
-
-    Raises:
-        AttributeError: torch was built without oneDNN.
-        RuntimeError: oneDNN does not take the weight.
-    """
+    """Lay a weight out; AttributeError if torch was built without oneDNN, RuntimeError if that does not take it."""
     weight = weight.contiguous()
     if layout.block:
         packed = packed_product.pack(weight)
@@ -103,16 +98,9 @@ def lay_out(weight: Tensor, layout: Layout, most: int = 0) -> Packed:
 
 
 def best_layout(weight: Tensor, bias: Tensor | None, bits: Bits, ways: Sequence[str]) -> tuple[Layout, int]:
-    """The layout of a weight of half precision that gives the right bits to most rows.
+    """The layout of a weight of half precision that gives the right bits to most rows, and how many; 0 if none does.
 
-    Args:
-        weight: `[outputs, inputs]`.
-        bias: `[outputs]` or None.
-        bits: Those that rows shall have.
-        ways: "own", the kernel of this package, and "onednn": what may multiply. The first serves where both do.
-
-    Returns:
-        The layout and the most rows of a product; 0 rows where none is right.
+    Of the ways to multiply, "own", the kernel of this package, and "onednn", the first serves where both do.
     """
     layouts = {"onednn": [Layout(rows=16), Layout(rows=1)]}  # the second keeps the bits of some long rows
     if packed_product.is_supported(weight):
@@ -128,13 +116,7 @@ def best_layout(weight: Tensor, bias: Tensor | None, bits: Bits, ways: Sequence[
 
 
 def rows_of(weight: Tensor, bias: Tensor | None, layout: Layout) -> Rows:
-    """Most rows whose bits do not change in a product with a weight of this shape; compared once per shape.
-
-    Args:
-        weight: `[outputs, inputs]`, half precision.
-        bias: `[outputs]` or None.
-        layout: How the weight is laid out; `Layout()` for torch's own product.
-    """
+    """Most rows whose bits do not change in a product with a weight of this shape; compared once per shape."""
     return _compare_rows(_kind_of(weight, bias), layout, torch.get_num_threads())
 
 
@@ -183,13 +165,7 @@ def has_other_products(model: nn.Module) -> bool:
 
 
 def has_bits_of_copies(model: Any, rows: int, copies: int) -> bool:
-    """Whether rows in half precision have the bits that they have in a pass over several copies of them.
-
-    Args:
-        model: The model; its products must be those of linear layers. Its head is left out.
-        rows: Rows of the pass.
-        copies: How many copies the larger pass has.
-    """
+    """Whether rows in half precision have the bits that they have in a pass over copies of them; but for the head."""
     kinds, threads = _kinds_of(model, model.get_output_embeddings()), torch.get_num_threads()
     return not has_other_products(model) and all(_compare_copies(kind, rows, copies, threads) for kind in kinds)
 

@@ -49,15 +49,10 @@ class ProbeError(Exception):
 
 
 def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Support:
-    """What a model can verify. The first call for a model probes it with a few tokens.
+    """What a causal model can verify, with rows from `shortest` prompt tokens to `max_length` tokens.
 
-    A probe that runs out of memory, or meets a model that cannot run at all, says "none" and is repeated at the next
-    call.
-
-    Args:
-        model: A causal language model.
-        shortest: Tokens of the shortest prompt of the batch.
-        max_length: Tokens the longest row may reach; some position embeddings change with the length.
+    The first call for a model probes it with a few tokens. A probe that runs out of memory, or meets a model that
+    cannot run at all, says "none" and is repeated at the next call.
     """
     if model.config.is_encoder_decoder:
         return Support("none", "it has an encoder; its decoder is served separately")
@@ -151,14 +146,10 @@ def _probe(model: PreTrainedModel, config: Any) -> Support:
 
 
 def probe_passes(
-    is_right: Callable[[Sequence[int]], bool],
-    run: Callable[[Tensor], object],
-    *,
-    vocabulary: int,
-    mismatch: str,
-    failure: str,
-) -> str:
-    """Compare drafted passes over some tokens with the model's own passes.
+    is_right: Callable[[Sequence[int]], bool], run: Callable[[Tensor], object], *, vocabulary: int,
+    mismatch: str, failure: str,
+) -> str:  # fmt: skip
+    """Why a model cannot verify drafts, by passes over tokens below `vocabulary`; an empty string if it can.
 
     Args:
         is_right: Whether drafted passes over tokens give the logits of the model.
@@ -166,9 +157,6 @@ def probe_passes(
         vocabulary: Tokens to probe with.
         mismatch: The reason where no passes are right.
         failure: The reason where passes raise and the model by itself does not.
-
-    Returns:
-        Why the model cannot verify drafts, or an empty string.
 
     Raises:
         ProbeError: A pass ran out of memory, or the model cannot run at all.

@@ -19,7 +19,7 @@ from lookahead.errors import UnsupportedModelError
 from lookahead.kernels import dispatch
 from lookahead.models import fused_layers
 from lookahead.models.attention import AttentionScope
-from lookahead.models.cache import CACHE, TreeCache, windows_of
+from lookahead.models.cache import TreeCache, windows_of
 from lookahead.models.compiled import CompiledRunner
 from lookahead.models.exact_attention import takes_rows
 from lookahead.models.kernel_trial import try_kernels
@@ -62,10 +62,10 @@ class Target:
     """A HuggingFace causal LM that scores one token tree per row in one forward pass.
 
     Models that call registered attention functions get tree attention, older architectures get prepared masks. For
-    chains of a single row the model makes its own masks.
+    chains of a single row the model makes its own masks. Within `serving`, its attention implementation changes.
 
     Args:
-        model: The model. Only its attention implementation changes, and only within `serving`.
+        model: The model.
         rows: Rows of the batch; 1 for chains.
         capacity: Slots per row to begin with.
         device: Device of the input tokens.
@@ -80,18 +80,6 @@ class Target:
             must be read one at a time.
         packs: Whether linear layers may keep packed copies of their weights (`lookahead.models.linears`).
         is_together: Whether `is_bitwise` means the bits of decoding all nodes of a pass as the rows of a batch.
-
-    Attributes:
-        is_exact: Whether every node attends alone, as `is_bitwise` asks for.
-        is_cold: Whether the newest pass did work, such as compiling, that later passes of its shape do not repeat.
-        is_bitwise: Whether the newest prefill, and later passes over its rows, have the bits of `model.generate`.
-        positions: Positions the model has a table for; None if unlimited.
-        is_aligned: Whether rows must accept equally many tokens, so that they keep one length.
-        on_prefill: Called before the first pass of a prefill and after every pass, if set.
-        keeps_hidden: Whether later passes keep hidden states.
-        hidden: Hidden states of the newest pass, `[active, nodes of the largest tree, size]`; after a prefill those of
-            the last token of every prompt, `[prompts, 1, size]`.
-        prompt_hidden: Hidden states of every prompt at the tokens the newest prefill read, `[tokens, size]`.
     """
 
     def __init__(
@@ -127,18 +115,18 @@ class Target:
         self._windows = windows_of(model)
         self.cache = TreeCache(rows=rows, capacity=slots, windows=self._windows)
         self.positions = position_limit(model)
-        self.is_aligned = False
+        self.is_aligned = False  # whether rows must accept equally many tokens, so that they keep one length
         self._hidden_layers = tuple(hidden_layers)
         self.on_prefill: OnPrefill | None = None
-        self.keeps_hidden = True
+        self.keeps_hidden = True  # whether later passes keep hidden states
+        # By layer `[active, nodes of the largest tree, size]`, or `[prompts, 1, size]` of the last tokens of prompts.
         self.hidden: dict[int, Tensor] = {}
-        self.prompt_hidden: list[dict[int, Tensor]] = []
+        self.prompt_hidden: list[dict[int, Tensor]] = []  # of the newest prefill, by prompt, `[tokens read, size]`
         self._is_served = False
-        self._has_softcap = model.config.get_text_config()._attn_implementation != "sdpa"
         # In float32 the last bits do not change tokens, and packed heads are faster.
         self._is_half = model.dtype in (torch.bfloat16, torch.float16)
         self.is_exact = is_bitwise and self._is_half and self._scope is not None and not is_fixed
-        self.is_bitwise = self.is_exact
+        self.is_bitwise = self.is_exact  # whether the newest prefill, and passes after it, have the bits of `generate`
         self._is_together, self._is_alone = is_together, rows == 1
         # A single node need not attend by torch either.
         self._takes_rows = (
@@ -152,7 +140,7 @@ class Target:
         is_apart = (is_fixed and compiles) or (getattr(model, "_tp_size", None) or 1) > 1
         self._served = nn.Identity() if is_apart else model
         self._linears = LinearScope(self._served, packs=packs)
-        self.is_cold = False
+        self.is_cold = False  # whether the newest pass did work, such as compiling, that later ones do not repeat
         self._fast = None
         if is_fixed:
             self._fast = CompiledRunner(
@@ -162,9 +150,9 @@ class Target:
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Switch the model to tree attention in this target's passes until the block ends; every pass must run inside.
+        """Switch the model to tree attention in this target's passes, which all must run inside; blocks may be nested.
 
-        Blocks may be nested. Other calls of the model, on this thread or another, are not affected.
+        Other calls of the model, on this thread or another, are not affected.
         """
         with torch.inference_mode():
             if self._is_served:
@@ -181,13 +169,8 @@ class Target:
     def prefill(self, prompts: Sequence[IntArray], first: int = 0) -> Tensor:
         """Read prompts into the cache. The last token of each is the first root, and is not committed yet.
 
-        Args:
-            prompts: int32 `[tokens]` per active row from `first` on, at least one token longer than the cache of the
-                row; rows may differ in length.
-            first: The first row to read; earlier rows do not change.
-
-        Returns:
-            Logits after the last token of every prompt, `[prompts, 1, vocab]`.
+        The prompts, int32 `[tokens]`, are those of the active rows from `first` on, each longer than the cache of its
+        row. Returns the logits after their last tokens, `[prompts, 1, vocab]`.
         """
         with self.cache.slots.since(first):
             return self._read_prompts(prompts)
@@ -207,7 +190,8 @@ class Target:
         hidden: list[dict[int, Tensor]] = []
         # In half precision prompts of one length are read in one pass, with the bits of `model.generate`. Without fused
         # causal attention the memory of a pass grows quadratically with its tokens.
-        is_fused = not (self._has_softcap or cached.any() or any(self._windows))
+        is_sdpa = self._model.config.get_text_config()._attn_implementation == "sdpa"
+        is_fused = is_sdpa and not cached.any() and not any(self._windows)
         is_whole = self._is_half and not (np.ptp(new) or np.ptp(cached)) and (is_fused or width <= _MAX_WHOLE)
         size = width if is_whole else self._prefill_chunk
         self.is_bitwise = self.is_exact and size >= width and len(prompts) == 1
@@ -222,7 +206,7 @@ class Target:
             keep = keep if len(keep) else np.zeros(1, np.int64)
             is_plain = self._is_half and not np.ptp(committed) and keep.tolist() == [chunk.shape[1] - 1]
             slots.begin(chunk.shape[1], is_plain=is_plain)
-            tree_pass = TreePass(slots, self._device, prompt=(chunk, keep), has_softcap=self._has_softcap)
+            tree_pass = TreePass(slots, self._device, prompt=(chunk, keep))
             logits = self._forward(tree_pass, "torch")
             last.update({int(row): logits[row, column] for row, column in zip(ending, place, strict=True)})
             hidden.append(self.hidden)
@@ -236,15 +220,13 @@ class Target:
     def score(self, trees: Sequence[TokenTree], scored: NDArray[np.int64] | None = None) -> Tensor:
         """Logits after every node, `[active, nodes of the largest tree, vocab]`, in one forward pass.
 
-        Args:
-            trees: One tree per active row, in the order of the rows.
-            scored: int64 `[active]`; how many first nodes of each tree were scored since the last commit, at least 1,
-                of which no logits are returned. Their KV is in their slots. A prefill scores the root.
+        Of each tree the first `scored` nodes, int64 `[active]` and at least 1, have their KV in their slots since an
+        earlier pass, and no logits are returned of them. A prefill scores the root.
         """
         known, outputs = len(dispatch.verdicts) + len(dispatch.served), None
         self._linears.has_packed = False
         if self._fast is not None and scored is None:
-            outputs = self._fast.score(trees, has_softcap=self._has_softcap)
+            outputs = self._fast.score(trees)
         if outputs is not None:
             logits = outputs[0]
             self.hidden = dict(zip(self._hidden_layers, outputs[1:], strict=True)) if self.keeps_hidden else {}
@@ -257,7 +239,7 @@ class Target:
                 is_plain = is_plain and len(trees) == 1 and not self._takes_rows
             slots.begin(width, scored, is_plain=is_plain)
             windows = self._windows if self.is_exact else None
-            tree_pass = TreePass(slots, self._device, trees, scored, has_softcap=self._has_softcap, windows=windows)
+            tree_pass = TreePass(slots, self._device, trees, scored, windows=windows)
             bits: Bits = "alone" if self.is_exact else "any" if self._is_alone else "together"
             logits = self._forward(tree_pass, "together" if self._is_together else bits)
         if dispatch.wanted:
@@ -276,7 +258,7 @@ class Target:
 
     def _forward(self, tree_pass: TreePass, bits: Bits) -> Tensor:
         """One pass of the model; returns the logits of all columns, or of those to keep."""
-        options: dict[str, object] = {CACHE: self.cache}
+        options: dict[str, object] = {}
         is_plain, keeps = self.cache.slots.is_plain, len(tree_pass.keep) > 0
         if self._keeps_logits and keeps:
             options["logits_to_keep"] = 1 if is_plain else tree_pass.keep
@@ -292,11 +274,7 @@ class Target:
         if keeps_hidden:
             options["output_hidden_states"] = True
         with self._linears.running(bits), fused_layers.running(), scope:
-            output = self._model(
-                input_ids=tree_pass.tokens,
-                use_cache=True,
-                **options,
-            )
+            output = self._model(input_ids=tree_pass.tokens, past_key_values=self.cache, use_cache=True, **options)
         states: Sequence[Tensor] = getattr(output, "hidden_states", None) or ()
         self.hidden = {}
         for layer in self._hidden_layers if keeps_hidden else ():

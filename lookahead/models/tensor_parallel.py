@@ -18,18 +18,14 @@ class TensorParallelGroup:
     """The processes of a model under tensor parallelism, which run every pass together.
 
     A draft depends on measured seconds, which differ between processes, and passes over different trees would wait for
-    each other forever. So the first process sends its drafts. Everything after the draft follows from the logits, which
-    are the same in all processes.
-
-    Attributes:
-        leads: Whether this process drafts.
+    each other forever. So the first process sends its drafts. All else follows from the logits, which are the same.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self._group = group
         self._device = device
         self._leader = torch.distributed.get_global_rank(group, 0)
-        self.leads = torch.distributed.get_rank(group) == 0
+        self.leads = torch.distributed.get_rank(group) == 0  # whether this process drafts
 
     def agree(self, drafts: Sequence[Draft]) -> list[Draft]:
         """The drafts of the leader, one per row; those of other processes are ignored."""

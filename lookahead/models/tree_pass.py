@@ -24,27 +24,14 @@ _Kind = tuple[tuple[int, ...], Any]  # shape and type of a tensor
 
 
 class AttentionSpan(NamedTuple):
-    """How far back a query may look.
+    """How far back a query may look; None for no limit."""
 
-    Attributes:
-        window: Positions, the query's own included; None for no limit.
-        chunk: Only positions of the query's own chunk of this size; None for no chunks.
-    """
-
-    window: int | None = None
-    chunk: int | None = None
+    window: int | None = None  # positions, the query's own included
+    chunk: int | None = None  # only positions of the query's own chunk of this size
 
 
 class TreeTensors(NamedTuple):
-    """The trees of a pass as tensors for a kernel.
-
-    Attributes:
-        lengths: int32 `[active]`; committed slots of each row.
-        nodes: int32 `[active]`; nodes of each row's tree.
-        depths: int32 `[active, width]`; edges between the root and the node. Past a tree's last node are copies of its
-            root.
-        words: int64 `[active, width, ceil(width / 64)]`; `TokenTree.ancestor_words`.
-    """
+    """The trees of a pass as `lookahead.kernels.tree_attention` takes them; past a tree's last node stands its root."""
 
     lengths: Tensor
     nodes: Tensor
@@ -62,27 +49,11 @@ class TreePass:
         device: Where the model takes its tokens.
         trees: One tree per active row; none in a prefill. Padding nodes are copies of their row's root that no other
             node sees.
-        scored: int64 `[active]`; how many of its first nodes earlier passes scored. Their KV is in their slots. None:
-            no node was scored.
+        scored: int64 `[active]`; how many of its first nodes earlier passes scored. Their KV is in their slots.
         prompt: For a prefill int64 `[active, width]`, the tokens that rows write behind their committed ones, and int64
             `[columns]`, after which of them logits are wanted.
-        has_softcap: Whether the model's own attention applies softcapping; SDPA does not.
         windows: For a pass whose nodes attend alone, with the bits of decoding each row token by token: how many
             positions each layer of the model's own cache keeps for a query; None for all.
-
-    Attributes:
-        tokens: int64 `[active, width]`.
-        positions: int64 `[active, width]`.
-        keep: The second part of `prompt`; empty without one.
-        has_softcap: As given.
-        windows: As given.
-        is_prefill: Whether rows write prompt tokens.
-        is_exact: Whether every node attends alone; never in a prefill.
-        scores_trees: Whether the pass scores whole trees, as the kernels do.
-        is_causal: Every row writes a chain behind as many committed tokens: causal attention without a mask of its own.
-        is_from_empty: And there are none.
-        sees_all: Every query may look at every slot, so that no mask is needed.
-        kernels: The kernels of its layers by their shapes; None where torch's attention serves.
     """
 
     def __init__(
@@ -93,19 +64,18 @@ class TreePass:
         scored: NDArray[np.int64] | None = None,
         *,
         prompt: Sequence[NDArray[np.int64]] = (),
-        has_softcap: bool = True,
         windows: Sequence[int | None] | None = None,
     ) -> None:
         self._slots, self._trees, self._scored = slots, trees, scored
-        self.has_softcap, self.windows = has_softcap, windows
+        self.windows = windows
         self.is_prefill = bool(prompt)
-        self.is_exact = windows is not None and not prompt
-        self.scores_trees = scored is None and not prompt
-        self.is_causal = self.is_prefill and slots.is_even
-        self.is_from_empty = self.is_prefill and slots.kv_length == slots.width
+        self.is_exact = windows is not None and not prompt  # every node attends alone
+        self.scores_trees = scored is None and not prompt  # whole, as the kernels do
+        self.is_causal = self.is_prefill and slots.is_even  # chains behind equally many committed tokens
+        self.is_from_empty = self.is_prefill and slots.kv_length == slots.width  # behind none
         is_one = slots.width == 1 and slots.is_even
-        self.sees_all = is_one and all(int(tree.depths[-1]) == len(tree) - 1 for tree in trees)
-        self.kernels: dict[Hashable, Callable[..., Tensor] | None] = {}
+        self.sees_all = is_one and all(int(tree.depths[-1]) == len(tree) - 1 for tree in trees)  # needs no mask
+        self.kernels: dict[Hashable, Callable[..., Tensor] | None] = {}  # by shapes; None where torch's own serves
         self._masks: dict[tuple[int, AttentionSpan, torch.dtype, torch.device], Tensor] = {}
         self._tensors: dict[torch.device, TreeTensors] = {}
         lengths = slots.lengths[: slots.active]
@@ -139,13 +109,9 @@ class TreePass:
         return self._tensors[device]
 
     def mask(self, groups: int, span: AttentionSpan, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Additive mask `[active, 1, width * groups, kv]`; node t has the rows t * groups … t * groups + groups - 1.
+        """Additive mask `[active, 1, width * groups, kv]` for `groups` query heads packed into query rows.
 
-        Args:
-            groups: Query heads per KV head that the caller packs into query rows.
-            span: How far back a query may look.
-            dtype: Floating-point type of the mask.
-            device: Where the mask is needed.
+        Node t has the rows t * groups … t * groups + groups - 1.
         """
         key, is_kept = (groups, span, dtype, device), not torch.compiler.is_compiling()
         if is_kept and key in self._masks:
@@ -180,18 +146,13 @@ def padded_slots(slots: int) -> int:
 class FixedShapePass(TreePass):
     """A pass of `[rows, width]` nodes for many steps: `fill` is all that changes between them.
 
-    The capacity of the slots is part of its shape. Padding rows hold a root at slot 0.
-
-    Attributes:
-        width: As given.
-        index: int64 `[rows * width]`; the slot of every node, rows laid end to end.
-        trees: What the attention reads. Padding nodes see what the root sees, and are not counted.
+    The capacity of the slots is part of its shape. Padding rows hold a root at slot 0; padding nodes see what their
+    root sees.
     """
 
-    def __init__(self, slots: TreeSlots, rows: int, width: int, device: torch.device, *, has_softcap: bool) -> None:
-        super().__init__(slots, device, has_softcap=has_softcap)
+    def __init__(self, slots: TreeSlots, rows: int, width: int, device: torch.device) -> None:
+        super().__init__(slots, device)
         self.sees_all = False
-        self.width = width
         self._rows, self._capacity = rows, slots.capacity
         kinds = _kinds(rows, width, width)
         self._host = torch.zeros(_bytes_of(kinds), dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
@@ -261,12 +222,7 @@ def _bytes_of(kinds: Sequence[_Kind]) -> int:
 
 
 def mask_of(
-    trees: TreeTensors,
-    slots: int,
-    groups: int,
-    span: AttentionSpan,
-    dtype: torch.dtype,
-    queries: Tensor | None = None,
+    trees: TreeTensors, slots: int, groups: int, span: AttentionSpan, dtype: torch.dtype, queries: Tensor | None = None
 ) -> Tensor:
     """Additive mask `[rows, 1, queries * groups, slots]` on the device of the trees; see `TreePass.mask`.
 

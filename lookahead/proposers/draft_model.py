@@ -16,7 +16,7 @@ from lookahead.drafting.budget import Ema
 from lookahead.drafting.proposal import BatchProposer, Call, Feedback, IntArray, Proposal, Proposer
 from lookahead.errors import ConfigError, ProposerError
 from lookahead.models.calibration import pass_seconds
-from lookahead.models.encoder_decoder import DecoderTarget, decoder_support, encode, encoder_positions
+from lookahead.models.encoder_decoder import DecoderTarget, decoder_support, encode, side_positions
 from lookahead.models.model_state import state_of
 from lookahead.models.support import (
     decoder_vocabulary,
@@ -173,6 +173,8 @@ def _begin(draft: PreTrainedModel, target: PreTrainedModel) -> DraftModelState:
 
 @dataclass(slots=True)
 class _DraftRow:
+    """The text of one row, and its last draft tree."""
+
     ids: IntArray
     length: int
     tree: DraftTree | None = None
@@ -274,7 +276,7 @@ class ModelProposer(BatchProposer):
     def _can_encode(self, row: int) -> bool:
         """Whether the draft model's encoder knows all tokens of a row's input, and has positions for it."""
         assert self._call.inputs is not None
-        ids, limit = self._call.inputs[row], encoder_positions(self._model)
+        ids, limit = self._call.inputs[row], side_positions(self._model, "encoder")
         is_known = ids.size > 0 and int(ids.max()) < vocabulary_size(self._model, self._model.get_encoder())
         return is_known and (limit is None or len(ids) <= limit)
 
@@ -286,6 +288,7 @@ class ModelProposer(BatchProposer):
         return self._vocabulary == self._call.vocab_size or int(state.ids[: state.length].max()) < self._vocabulary
 
     def _leave(self, row: int) -> None:
+        """Take a row out of the passes."""
         if row not in self._slots:
             return
         slot, last = self._slots.index(row), self._slots.pop()
@@ -325,4 +328,5 @@ class ModelProposer(BatchProposer):
         return batch.proposals()
 
     def _pass_times(self) -> PassTimes:
+        """The times of passes for this batch size."""
         return self._times.setdefault((len(self._rows) - 1).bit_length(), PassTimes())

@@ -40,12 +40,9 @@ def tokenizer_fingerprint(tokenizer: Any) -> int:
 def model_fingerprint(model: Any, body: nn.Module) -> str:
     """16 hexadecimal digits that are equal for every copy of a model, whatever its dtype or device.
 
-    They depend on the sizes of the model, some rows of its embedding, and its norms and biases, which training changes
-    and quantization does not. Values are rounded to bfloat16, which makes them independent of the loaded precision.
-
-    Args:
-        model: The model.
-        body: The model without its LM head.
+    They depend on the sizes of the model, some rows of its embedding, and the norms and biases of its body, the model
+    without its head, which training changes and quantization does not. Values are rounded to bfloat16, which makes them
+    independent of the loaded precision.
     """
     config: Any = model.config.get_text_config()
     digest = xxhash.xxh3_64(f"{config.model_type} {config.num_hidden_layers} {config.hidden_size}".encode())
