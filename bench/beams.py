@@ -36,6 +36,7 @@ from lookahead import LookaheadConfig, UnsupportedModelError
 from lookahead.generation import beams, hf_outputs
 from lookahead.generation.beams import has_bits_of_beams
 from lookahead.models.beam_tree import BeamModel
+from lookahead.models.cache import CACHE
 from lookahead.models.loading import DEFAULT_MODEL, load
 from tests.support.families import ENCODER_DECODERS, FAMILIES, Family, build
 
@@ -116,7 +117,7 @@ def watched() -> Iterator[Callable[[Any], dict[str, int]]]:
 
     def figures(out: Any) -> dict[str, int]:
         if not searches:
-            return {"kv_bytes": held(out.past_key_values)} if isinstance(out.past_key_values, DynamicCache) else {}
+            return {"kv_bytes": held(out[CACHE])} if isinstance(out.get(CACHE), DynamicCache) else {}
         search = searches[-1]
         passes = {"steps": sum(search.served), "passes": len(search.served), "drafted": search.drafted}
         return {"kv_bytes": max([*at_prefill, held(search._target.cache)]), **passes}

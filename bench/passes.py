@@ -27,6 +27,7 @@ from transformers import DynamicCache, PreTrainedModel
 from bench.command import clock_of, parser_of, publish, seconds_of, setting_of, stay_on_cores
 from lookahead import load
 from lookahead.drafting.tree import TokenTree
+from lookahead.models.cache import CACHE
 from lookahead.models.loading import DEFAULT_MODEL
 from lookahead.models.quantized import QUANTIZED, QuantizedLinear
 from lookahead.models.support import is_bitwise
@@ -84,11 +85,11 @@ def measure(
     own = DynamicCache(config=model.config)
     causal_lm: Any = model
     with torch.inference_mode():
-        causal_lm(torch.from_numpy(prompt[None].astype(np.int64)), past_key_values=own, logits_to_keep=1)
+        causal_lm(torch.from_numpy(prompt[None].astype(np.int64)), logits_to_keep=1, **{CACHE: own})
 
     def step() -> None:
         with torch.inference_mode():
-            causal_lm(torch.tensor([[5]]), past_key_values=own)
+            causal_lm(torch.tensor([[5]]), **{CACHE: own})
         own.crop(-1)
 
     times: dict[str, dict[int, list[float]]] = {name: {} for name in (STEP, *ways)}

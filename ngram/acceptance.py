@@ -191,7 +191,6 @@ def _count_trial(table, prior, feature, hit):
 
 @njit(cache=True, error_model="numpy")
 def _learn(table, prior, frequent, parents, tokens, features, emitted, counts):
-    """The core of `HitRates.learn`."""
     if counts:
         _count(frequent, emitted)
     nodes, hits = children_along(parents, tokens, emitted)

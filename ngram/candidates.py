@@ -181,7 +181,6 @@ def _bucket_in(memory, group, way, token):
 
 @jit_inline
 def _rank(options, weights, count):
-    """Sort options by falling weight."""
     for at in range(count):
         best = at
         for other in range(at + 1, count):

@@ -95,7 +95,6 @@ def _prob(odds: Any) -> Any:
 
 
 def _of_matches() -> FloatArray:
-    """Priors of matches alone."""
     prior = np.empty((_LENGTHS, RANKS, _SUPPORTS))
     for length, prob in enumerate(_LENGTH_PRIOR):
         for support, factor in enumerate(_SUPPORT_ODDS):

@@ -59,7 +59,6 @@ def _array_at(address: Any, shape: Any, dtype: Any) -> Any:
 
 
 def _interpreted_array_at(address: Any, shape: Any, dtype: Any) -> Any:
-    """`array_at` without compilation."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     return np.frombuffer((ctypes.c_char * size).from_address(int(address)), dtype).reshape(shape)
 

@@ -194,11 +194,8 @@ def _find(chains, text, tail, bounds, matches, count):
     found = find_matches(arena, heads, links, length, tail, tail.size, shortest, longest, _VARIETY, positions, lengths)
     for each in range(found):
         matched = lengths[each]
-        occurrences[count, POSITION], occurrences[count, LENGTH], occurrences[count, TEXT] = (
-            positions[each],
-            matched,
-            text,
-        )
+        occurrences[count, POSITION], occurrences[count, LENGTH] = positions[each], matched
+        occurrences[count, TEXT] = text
         at = count
         while text > 0 and at > 0 and occurrences[orders[0, at - 1], LENGTH] < matched:
             orders[0, at] = orders[0, at - 1]

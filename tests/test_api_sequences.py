@@ -16,6 +16,7 @@ from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.generation.enable import Enabled
+from lookahead.models.cache import CACHE
 from tests.support.default_run import examples
 
 CONFIGS = st.sampled_from(
@@ -112,8 +113,8 @@ class Session(RuleBasedStateMachine):
         extra: dict[str, Any] = {} if self.switches else {"custom_generate": lookahead.decode}
         # The model may have said its pad token: left to guess, transformers would mask it.
         kwargs = {"max_new_tokens": limit, "do_sample": False, "attention_mask": torch.ones_like(self.text)}
-        expected = self.twin.generate(self.text, past_key_values=self.caches[0], **kwargs)
-        got = self.model.generate(self.text, past_key_values=self.caches[1], **kwargs, **extra)
+        expected = self.twin.generate(self.text, **{CACHE: self.caches[0]}, **kwargs)
+        got = self.model.generate(self.text, **{CACHE: self.caches[1]}, **kwargs, **extra)
         assert torch.equal(got, expected)
         assert self.caches[1].get_seq_length() == self.caches[0].get_seq_length()
         self.text = got

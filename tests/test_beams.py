@@ -20,6 +20,7 @@ from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
 from lookahead.generation import beams
 from lookahead.generation.beams import has_bits_of_beams
 from lookahead.models import beam_tree, linears
+from lookahead.models.cache import CACHE
 from lookahead.summarization.summarizer import Summarizer
 from tests.support.beam_search import ONE, OPTIONS, RAGGED, assert_same, found
 from tests.support.families import ENCODER_DECODERS, FAMILIES, Family, build, cases
@@ -172,14 +173,14 @@ def test_what_comes_back_may_be_changed_in_place_and_holds_the_cache_of_the_beam
     expected = found(model, **inputs, max_new_tokens=tokens)
     out = found(model, **inputs, max_new_tokens=tokens, custom_generate=lookahead.decode)
     padding = (inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])) == 0).sum(1).repeat_interleave(3)
-    for mine, theirs in zip(out.past_key_values.layers, expected.past_key_values.layers, strict=True):
+    for mine, theirs in zip(out[CACHE].layers, expected[CACHE].layers, strict=True):
         assert mine.keys.shape == theirs.keys.shape
         for row, pad in enumerate(padding.tolist()):
-            pad = max(0, pad - (out.past_key_values.get_seq_length() - mine.keys.shape[2]))
+            pad = max(0, pad - (out[CACHE].get_seq_length() - mine.keys.shape[2]))
             for ours, other in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
                 torch.testing.assert_close(ours[row, :, pad:], other[row, :, pad:], rtol=1e-3, atol=1e-4)
     out.sequences[0, 0] = 1
-    out.past_key_values.layers[0].keys.add_(1)
+    out[CACHE].layers[0].keys.add_(1)
 
 
 def test_under_the_switch_beams_are_searched_without_a_warning(
@@ -213,7 +214,7 @@ def outcome(model: PreTrainedModel, **extra: Any) -> Any:
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"past_key_values": DynamicCache()}, "past_key_values"),
+        ({CACHE: DynamicCache()}, CACHE),
         ({"output_hidden_states": True}, "output_hidden_states"),
         ({"position_ids": torch.arange(12)[None] + 3}, "position_ids"),
     ],
@@ -234,7 +235,7 @@ def test_an_encoder_reads_once_and_the_keys_of_its_output_are_kept_once() -> Non
     model.get_encoder().register_forward_hook(lambda *_: reads.append(1))
     got = found(model, **ONE, custom_generate=lookahead.decode)
     assert len(reads) == 1
-    keys = got.past_key_values.cross_attention_cache.layers[0].keys
+    keys = got[CACHE].cross_attention_cache.layers[0].keys
     assert len(keys) == 3 and keys.untyped_storage().nbytes() == keys[0].nbytes
 
 

@@ -13,6 +13,7 @@ from lookahead.cli import generate as cli_generate
 from lookahead.cli.app import app
 from lookahead.errors import PromptError
 from lookahead.generation.conversation import Conversation
+from lookahead.models.cache import CACHE
 from lookahead.models.target import Target
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
@@ -245,13 +246,13 @@ def test_a_cache_passed_in_is_continued_from_and_grows(tiny_llama, tiny_tokenize
     from transformers import DynamicCache
 
     cache, options = DynamicCache(config=tiny_llama.config), {**GREEDY, "max_new_tokens": 8}
-    first = lookahead.generate(tiny_llama, tiny_tokenizer, "abab", past_key_values=cache, **options)
+    first = lookahead.generate(tiny_llama, tiny_tokenizer, "abab", **{CACHE: cache}, **options)
     assert cache.get_seq_length() == 4 + 7
     ids = [*tiny_tokenizer("abab")["input_ids"], *first.token_ids[0], 40, 41]
     expected = lookahead.generate(tiny_llama, tiny_tokenizer, ids, **options).token_ids
     again = copy.deepcopy(cache)
-    assert lookahead.generate(tiny_llama, tiny_tokenizer, ids, past_key_values=cache, **options).token_ids == expected
-    pieces = lookahead.stream(tiny_llama, tiny_tokenizer, ids, past_key_values=again, **options)
+    assert lookahead.generate(tiny_llama, tiny_tokenizer, ids, **{CACHE: cache}, **options).token_ids == expected
+    pieces = lookahead.stream(tiny_llama, tiny_tokenizer, ids, **{CACHE: again}, **options)
     assert list(pieces)
     assert pieces.token_ids == expected[0]
     assert cache.get_seq_length() == again.get_seq_length() == len(ids) + 7

@@ -15,6 +15,7 @@ import lookahead
 from lookahead import LookaheadConfig
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.errors import UnsupportedModelError
+from lookahead.models.cache import CACHE
 from lookahead.models.encoder_decoder import decoder_support, empty_cache
 from tests.support.adversarial_proposers import Offer, always_wrong, drafting_by, nothing, perfect
 from tests.support.families import ENCODER_DECODERS, build, cases
@@ -180,7 +181,7 @@ def test_scores_logits_and_the_cache_are_those_of_generate() -> None:
         assert type(got) is type(expected) and torch.equal(got.sequences, expected.sequences)
         for one, other in zip((*got.scores, *got.logits), (*expected.scores, *expected.logits), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
-        caches = [output.past_key_values.self_attention_cache for output in (got, expected)]
+        caches = [output[CACHE].self_attention_cache for output in (got, expected)]
         for mine, theirs in zip(caches[0].layers, caches[1].layers, strict=True):
             torch.testing.assert_close(mine.keys, theirs.keys, rtol=1e-3, atol=1e-3)
         (mine.values * torch.ones(1, requires_grad=True)).sum().backward()  # not a tensor of inference mode
@@ -202,10 +203,10 @@ def test_inputs_that_are_not_served_are_named() -> None:
 def test_a_filled_cache_is_refused_and_one_that_is_empty_is_filled() -> None:
     model: Any = model_of("T5")
     cache = empty_cache(model)
-    generate(model, ONE, **WANDERING, past_key_values=cache, custom_generate=lookahead.decode, lookahead_config=FIXED)
+    generate(model, ONE, **WANDERING, **{CACHE: cache}, custom_generate=lookahead.decode, lookahead_config=FIXED)
     assert cache.get_seq_length() == NEW_TOKENS
     with pytest.raises(UnsupportedModelError, match=f"must be empty, got {NEW_TOKENS} tokens"):
-        generate(model, ONE, past_key_values=cache, custom_generate=lookahead.decode)
+        generate(model, ONE, **{CACHE: cache}, custom_generate=lookahead.decode)
 
 
 def test_without_a_cache_or_with_one_of_fixed_size_the_tokens_are_the_same() -> None:

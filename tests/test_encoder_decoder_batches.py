@@ -15,6 +15,7 @@ import lookahead
 from lookahead import LookaheadConfig
 from lookahead.errors import LogitsError, PromptError, UnsupportedModelError
 from lookahead.generation.queue import RequestReader
+from lookahead.models.cache import CACHE
 from tests.support.adversarial_proposers import drafting_by, perfect
 from tests.support.families import cases
 from tests.test_encoder_decoder import (
@@ -126,7 +127,7 @@ def test_scores_and_the_cache_are_those_of_generate() -> None:
             running = lengths > step + 1
             torch.testing.assert_close(one[running], other[running], rtol=1e-3, atol=1e-3)
         for which in ("self_attention_cache", "cross_attention_cache"):
-            caches = [getattr(output.past_key_values, which) for output in (got, expected)]
+            caches = [getattr(output[CACHE], which) for output in (got, expected)]
             for mine, theirs in zip(caches[0].layers, caches[1].layers, strict=True):
                 assert mine.keys.shape == theirs.keys.shape
                 for row, length in enumerate((lengths - 1).tolist()):  # behind an end there is padding

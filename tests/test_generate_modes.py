@@ -23,6 +23,7 @@ from transformers import (
 import lookahead
 from lookahead.errors import UnsupportedModelError
 from lookahead.generation.hf import prepare
+from lookahead.models.cache import CACHE
 from tests.support.token_prompts import DRAFTING, IDS, RAGGED
 
 MODES: dict[str, dict[str, Any]] = {
@@ -153,7 +154,7 @@ def test_a_lossy_cache_is_refused_by_name(looping_llama: PreTrainedModel) -> Non
 
 def test_an_empty_cache_of_another_kind_is_not_left_empty(looping_llama: PreTrainedModel) -> None:
     def fill(cache: StaticCache) -> torch.Tensor:
-        return looping_llama.generate(IDS, past_key_values=cache, max_new_tokens=9, do_sample=False)
+        return looping_llama.generate(IDS, **{CACHE: cache}, max_new_tokens=9, do_sample=False)
 
     theirs, ours = (StaticCache(config=looping_llama.config, max_cache_len=64) for _ in range(2))
     expected = fill(theirs)
@@ -166,9 +167,9 @@ def test_an_empty_cache_of_another_kind_is_not_left_empty(looping_llama: PreTrai
 def test_an_empty_cache_that_was_passed_in_is_filled(looping_llama: PreTrainedModel, accepted: list[int]) -> None:
     theirs, ours = DynamicCache(), DynamicCache()
     options: dict[str, Any] = {**RAGGED, "max_new_tokens": 9, "do_sample": False}
-    expected = looping_llama.generate(**options, past_key_values=theirs)
+    expected = looping_llama.generate(**options, **{CACHE: theirs})
     with lookahead.enable(looping_llama, DRAFTING):
-        assert torch.equal(looping_llama.generate(**options, past_key_values=ours), expected)
+        assert torch.equal(looping_llama.generate(**options, **{CACHE: ours}), expected)
     assert len(accepted) == 1
     assert ours.get_seq_length() == theirs.get_seq_length() == expected.shape[1] - 1
 

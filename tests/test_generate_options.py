@@ -19,6 +19,7 @@ from transformers import (
 )
 
 import lookahead
+from lookahead.models.cache import CACHE
 from tests.support.token_prompts import DRAFTING, IDS, INPUTS
 
 ENDING = {"eos_token_id": [20, 58], "pad_token_id": 0}
@@ -247,8 +248,8 @@ def test_scores_logits_and_the_cache_come_out_as_they_would_have(
     for name in ("scores", "logits"):
         assert [x.shape for x in got[name]] == [(1, 101)] * 20
         torch.testing.assert_close(torch.stack(got[name]), torch.stack(expected[name]), rtol=1e-5, atol=1e-5)
-    assert got.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
-    for ours, theirs in zip(got.past_key_values.layers, expected.past_key_values.layers, strict=True):
+    assert got[CACHE].get_seq_length() == expected[CACHE].get_seq_length()
+    for ours, theirs in zip(got[CACHE].layers, expected[CACHE].layers, strict=True):
         torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(ours.values, theirs.values, rtol=1e-4, atol=1e-4)
 

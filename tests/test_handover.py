@@ -10,6 +10,7 @@ from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, PreTrain
 
 import lookahead
 from lookahead.errors import UnsupportedModelError
+from lookahead.models.cache import CACHE
 
 IDS = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])
 RAGGED = {
@@ -63,8 +64,8 @@ def test_scores_and_logits_are_those_of_generate(
 def test_the_cache_that_comes_out_is_that_of_generate(model: PreTrainedModel) -> None:
     for inputs in ({"input_ids": IDS}, RAGGED):
         options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
-        expected = model.generate(**inputs, **options).past_key_values
-        got = model.generate(**inputs, **options, custom_generate=lookahead.decode).past_key_values
+        expected = model.generate(**inputs, **options)[CACHE]
+        got = model.generate(**inputs, **options, custom_generate=lookahead.decode)[CACHE]
         mask = inputs.get("attention_mask")
         assert got.get_seq_length() == expected.get_seq_length()
         for ours, theirs in zip(got.layers, expected.layers, strict=True):
@@ -84,13 +85,13 @@ def test_a_chat_goes_on_from_its_own_cache(model: PreTrainedModel, inputs: dict[
             out = model.generate(
                 ids,
                 attention_mask=mask,
-                past_key_values=cache,
+                **{CACHE: cache},
                 max_new_tokens=15,
                 do_sample=False,
                 return_dict_in_generate=True,
                 **extra,
             )
-            assert out.past_key_values is cache
+            assert out[CACHE] is cache
             asked = torch.full((len(ids), 3), 20 + turn)
             ids = torch.cat([out.sequences, asked], 1)
             mask = torch.cat([mask, torch.ones(len(ids), ids.shape[1] - mask.shape[1], dtype=mask.dtype)], 1)
@@ -110,26 +111,26 @@ def test_turns_may_be_taken_by_either(tiny_llama: PreTrainedModel, ours_first: b
     cache, ids = DynamicCache(), IDS
     for turn in range(4):
         extra: dict[str, Any] = {"custom_generate": lookahead.decode} if (turn % 2 == 0) == ours_first else {}
-        ids = tiny_llama.generate(ids, past_key_values=cache, max_new_tokens=10, do_sample=False, **extra)
+        ids = tiny_llama.generate(ids, **{CACHE: cache}, max_new_tokens=10, do_sample=False, **extra)
     assert torch.equal(ids, tiny_llama.generate(IDS, max_new_tokens=40, do_sample=False))
 
 
 def test_a_cache_that_cannot_be_continued_from_is_refused_by_its_type(tiny_llama: PreTrainedModel) -> None:
     cache = StaticCache(config=tiny_llama.config, max_cache_len=64)
-    tiny_llama.generate(IDS, past_key_values=cache, max_new_tokens=3, do_sample=False)
+    tiny_llama.generate(IDS, **{CACHE: cache}, max_new_tokens=3, do_sample=False)
     ids = torch.cat([IDS, torch.full((1, 5), 7)], 1)
     with pytest.raises(UnsupportedModelError, match="StaticCache"):
-        tiny_llama.generate(ids, past_key_values=cache, max_new_tokens=3, custom_generate=lookahead.decode)
+        tiny_llama.generate(ids, **{CACHE: cache}, max_new_tokens=3, custom_generate=lookahead.decode)
 
 
 def test_a_text_shorter_than_its_cache_is_refused(tiny_llama: PreTrainedModel) -> None:
     cache = DynamicCache()
-    tiny_llama.generate(IDS, past_key_values=cache, max_new_tokens=9, do_sample=False)
+    tiny_llama.generate(IDS, **{CACHE: cache}, max_new_tokens=9, do_sample=False)
     with pytest.raises(UnsupportedModelError, match="whole text"):
         tiny_llama.generate(
             IDS,
             attention_mask=torch.ones(1, 32),
-            past_key_values=cache,
+            **{CACHE: cache},
             max_new_tokens=3,
             custom_generate=lookahead.decode,
         )

@@ -21,6 +21,7 @@ from lookahead.heads.head_files import write_heads
 from lookahead.heads.independent_heads import MedusaHeads, MtpHeads
 from lookahead.heads.induction_init import fresh_fused
 from lookahead.heads.layers import layer_config
+from lookahead.models.cache import CACHE
 from lookahead.models.loading import LoadedModel, load
 from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.training.train_heads import Settings, train_heads
@@ -112,7 +113,7 @@ def test_a_conversation_that_goes_on_from_a_filled_cache_gives_the_tokens_of_gen
     for extras in ({}, {"custom_generate": lookahead.decode, "lookahead_config": config}):
         cache, ids = DynamicCache(config=looping_llama.config), prompt
         for turn in ([9, 10, 11], [30], []):
-            ids = looping_llama.generate(ids, past_key_values=cache, max_new_tokens=15, do_sample=False, **extras)
+            ids = looping_llama.generate(ids, **{CACHE: cache}, max_new_tokens=15, do_sample=False, **extras)
             ids = torch.cat((ids, torch.tensor([turn], dtype=torch.int64)), 1)
         answers.append(ids)
     assert torch.equal(*answers)

@@ -23,6 +23,7 @@ from transformers import (
 
 import lookahead
 from lookahead import UnsupportedModelError
+from lookahead.models.cache import CACHE
 from tests.support.token_prompts import DRAFTING, IDS, RAGGED
 from tests.support.vision_models import gemma3, llava
 
@@ -130,7 +131,7 @@ def test_what_is_left_to_transformers_is_read_by_the_encoder_once(make: Any, opt
     assert torch.equal(getattr(got, "sequences", got), getattr(expected, "sequences", expected))
     assert len(reads) == len(said) == 1
     if "cache_implementation" in options:
-        assert int(got.past_key_values.get_seq_length()) == int(expected.past_key_values.get_seq_length()) > 0
+        assert int(got[CACHE].get_seq_length()) == int(expected[CACHE].get_seq_length()) > 0
 
 
 @pytest.mark.parametrize("inputs", [{"input_ids": IDS}, RAGGED], ids=["one", "ragged"])
@@ -139,14 +140,14 @@ def test_a_static_cache_that_is_asked_for_comes_back_filled(
 ) -> None:
     options = {**inputs, **GREEDY, "cache_implementation": "static", "return_dict_in_generate": True}
     expected = looping_llama.generate(**options)
-    theirs = [(layer.keys.clone(), layer.values.clone()) for layer in expected.past_key_values.layers]
+    theirs = [(layer.keys.clone(), layer.values.clone()) for layer in expected[CACHE].layers]
     got = looping_llama.generate(**options, custom_generate=lookahead.decode, lookahead_config=DRAFTING)
     assert torch.equal(got.sequences, expected.sequences)
     assert len(accepted) == 1
-    assert isinstance(got.past_key_values, StaticCache)
-    assert int(got.past_key_values.get_seq_length()) == got.sequences.shape[1] - 1
+    assert isinstance(got[CACHE], StaticCache)
+    assert int(got[CACHE].get_seq_length()) == got.sequences.shape[1] - 1
     real = slice(5, None)  # behind the padding
-    for ours, (keys, values) in zip(got.past_key_values.layers, theirs, strict=True):
+    for ours, (keys, values) in zip(got[CACHE].layers, theirs, strict=True):
         torch.testing.assert_close(ours.keys[:, :, real], keys[:, :, real], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(ours.values[:, :, real], values[:, :, real], rtol=1e-4, atol=1e-4)
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 import lookahead
+from lookahead.models.cache import CACHE
 from tests.support.families import ENCODER_DECODERS, FAMILIES, build
 from tests.support.stateful import DoneTracker, Grammar
 from tests.support.vision_models import gemma3, llava
@@ -83,7 +84,7 @@ def outcome(model: PreTrainedModel, options: Options) -> Any:
     shown = getattr(options.get("streamer"), "tokens", None)
     if isinstance(given, torch.Tensor):
         return given.tolist(), shown
-    past = getattr(given, "past_key_values", None)
+    past = getattr(given, CACHE, None)
     held = int(past.get_seq_length()) if past is not None and not model._is_stateful else None
     return type(given), sorted(given.keys()), given.sequences.tolist(), held, given.get("scores"), given.get("logits")
 
@@ -121,8 +122,8 @@ def test_a_text_is_gone_on_with_from_its_cache(name: str) -> None:
         options: Options = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0, "return_dict_in_generate": True}
         first = model.generate(**inputs, **options)
         mask = torch.cat([inputs.get("attention_mask", torch.ones_like(IDS[:1])), torch.ones(len(first[0]), 6)], 1)
-        past = first.past_key_values
-        whole = model.generate(first.sequences, attention_mask=mask.long(), past_key_values=past, **options)
+        past = first[CACHE]
+        whole = model.generate(first.sequences, attention_mask=mask.long(), **{CACHE: past}, **options)
         tokens: list[list[int]] = whole.sequences.tolist()
         return tokens
 

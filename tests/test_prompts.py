@@ -189,12 +189,12 @@ def test_a_truncated_text_keeps_the_special_tokens_around_it(small, tiny_tokeniz
             ids = tiny_tokenizer(text)["input_ids"]
             return {"input_ids": [1, *ids] if add_special_tokens else ids}
 
-    reader = PromptReader(small, WithBeginning(), truncate="left", reserved=20)
+    reader = PromptReader(small, WithBeginning(), truncate="left", options={"max_new_tokens": 20})
     assert reader.read("x" * 30 + "y" * 10, 0) == [1, *tiny_tokenizer("x" * 9 + "y" * 10)["input_ids"]]
 
 
 def test_a_truncated_chat_loses_its_oldest_turns_first_and_then_text_of_the_last(small, chat_tokenizer):
-    reader = PromptReader(small, chat_tokenizer, truncate="left", reserved=9)
+    reader = PromptReader(small, chat_tokenizer, truncate="left", options={"max_new_tokens": 9})
     chat = [
         {"role": "system", "content": "so"},
         {"role": "user", "content": "old question"},

@@ -26,6 +26,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 import lookahead
 from lookahead import LookaheadConfig
+from lookahead.models.cache import CACHE
 
 BATCH = torch.tensor([[5, 9, 31, 77, 5, 9, 31], [41, 42, 41, 42, 41, 42, 41]])
 NEW = 12
@@ -73,7 +74,7 @@ def test_a_dict_holds_sequences_scores_logits_and_a_cache_of_the_right_shapes(
         assert [step.shape for step in output[name]] == [(rows, config.vocab_size)] * NEW
         assert {step.dtype for step in output[name]} == {torch.float32}
     assert (output.attentions, output.hidden_states) == (None, None)
-    cache = output.past_key_values
+    cache = output[CACHE]
     heads, width = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
     assert isinstance(cache, DynamicCache)
     assert len(cache.layers) == config.num_hidden_layers
@@ -108,11 +109,11 @@ def test_two_halves_with_the_cache_between_them_are_one_whole(model: PreTrainedM
     half = {**GREEDY, "max_new_tokens": NEW // 2, **DICT}
     first = model.generate(ids, attention_mask=mask, **half)
     longer = torch.nn.functional.pad(mask, (0, NEW // 2), value=1)
-    second = model.generate(first.sequences, attention_mask=longer, past_key_values=first.past_key_values, **half)
+    second = model.generate(first.sequences, attention_mask=longer, **{CACHE: first[CACHE]}, **half)
     assert torch.equal(second.sequences, whole.sequences)
     scores = torch.stack(first.scores + second.scores)
     torch.testing.assert_close(scores, torch.stack(whole.scores), rtol=1e-4, atol=1e-4)
-    assert second.past_key_values.get_seq_length() == whole.past_key_values.get_seq_length()
+    assert second[CACHE].get_seq_length() == whole[CACHE].get_seq_length()
 
 
 def test_static_shapes_change_no_token(model: PreTrainedModel) -> None:
@@ -244,7 +245,7 @@ def test_what_comes_out_may_take_part_in_training(model: PreTrainedModel) -> Non
     for name in ("scores", "logits"):
         for step in output[name]:
             (step * weight).sum().backward()
-    for layer in output.past_key_values.layers:
+    for layer in output[CACHE].layers:
         (layer.keys * torch.ones(layer.keys.shape[-1], requires_grad=True)).sum().backward()
     model(output.sequences, labels=output.sequences).loss.backward()
     assert all(weights.grad is not None for weights in (weight, model.get_input_embeddings().weight))
@@ -268,7 +269,7 @@ def test_half_precision_runs_and_chooses_likely_tokens(looping_llama: PreTrained
     with lookahead.enable(half):
         output = half.generate(BATCH, **GREEDY, **DICT)
     assert output.sequences.shape == (2, BATCH.shape[1] + NEW)
-    assert output.past_key_values.layers[0].keys.dtype == torch.bfloat16
+    assert output[CACHE].layers[0].keys.dtype == torch.bfloat16
     logits = half(output.sequences[:, :-1]).logits[:, BATCH.shape[1] - 1 :].float()
     chosen = logits.gather(2, output.sequences[:, BATCH.shape[1] :, None])[..., 0]
     assert (logits.max(-1).values - chosen).max() <= 0.05 * logits.std()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TextIO, cast
+from typing import TYPE_CHECKING, TextIO, cast
 
 import typer
 
@@ -19,11 +20,9 @@ from lookahead.jobs.job_options import JobOptions, option, read_job_file, to_tom
 
 if TYPE_CHECKING:
     from lookahead.documents.decode_text import Document, Reject
-    from lookahead.jobs.identity import JobIdentity
-    from lookahead.jobs.job import Worker
-    from lookahead.jobs.output_location import OutputPaths
+    from lookahead.jobs.job import JobTotals, Worker
     from lookahead.jobs.output_memory import OutputMemory
-    from lookahead.models.loading import LoadedModel
+    from lookahead.jobs.worker_pool import WorkerPool
     from lookahead.summarization.summarizer import Summarizer
 
 
@@ -80,10 +79,12 @@ def summarize(options: SummarizeOptions) -> None:
     from lookahead.documents.inputs import find_inputs
     from lookahead.documents.readers import check_readers, count_documents
     from lookahead.jobs.estimate import select_documents
+    from lookahead.jobs.identity import JobIdentity
+    from lookahead.jobs.job import JobTotals, run_job
     from lookahead.jobs.output_location import OutputPaths
 
-    memory = _find_memory(options)
-    options = replace(options, pool=options.pool if memory is None else None)
+    file, memory = _find_memory(options), None
+    options = replace(options, pool=options.pool if file is None else None)
     paths = OutputPaths(options.output, options.rejects, options.overwrite, options.resume)
     skipped: list[str] = []
     sources = find_inputs(inputs, options.field, options.id_field, leave_out=paths.no_inputs, on_skip=skipped.append)
@@ -96,13 +97,19 @@ def summarize(options: SummarizeOptions) -> None:
     )
     with ExitStack() as stack:
         if options.ray:
-            runner = stack.enter_context(_worker_pool(options))
+            worker: Worker = (pool := stack.enter_context(_worker_pool(options)))
+            identity, notes = pool.wait_ready().identity, pool.notes
         else:
             loaded = load(options)
+            from lookahead.jobs.output_memory import OutputMemory
+
             if not options.dry_run:
                 stack.enter_context(remembering(options, loaded.model))
-            summarizer = options.make_summarizer(*loaded)
-            runner = _local(options, loaded, summarizer, memory)
+            worker = summarizer = options.make_summarizer(*loaded)
+            identity, notes = JobIdentity.of(options, *loaded), list[str]()
+            memory = None if file is None else OutputMemory(file, *loaded)
+            with console(sys.stderr).status("warming up"):
+                summarizer.warm_up()
             if options.dry_run:
                 raise typer.Exit(_estimate(options, documents, summarizer))
         known = count_documents(sources)
@@ -112,7 +119,10 @@ def summarize(options: SummarizeOptions) -> None:
         display = JobDisplay(total if known is not None else None, as_text=is_stdout and is_text, with_bar=shows_bar)
         if not options.ray:
             summarizer.on_prefill = display.reading
-        status = _run(runner, options, documents, paths, display, is_part=total != known, skipped=len(skipped))
+        totals = JobTotals(skipped=len(skipped), notes=notes)
+        documents = documents if memory is None else memory.save_while(documents)
+        run = partial(run_job, documents, worker, paths, identity, totals=totals, is_part=total != known)
+        status = _run(run, options, totals, memory, display, is_exact=identity.dtype == "float32")
     raise typer.Exit(status)
 
 
@@ -122,12 +132,7 @@ def _prints_text(options: JobOptions) -> bool:
 
 
 def _find_memory(options: JobOptions) -> Path | None:
-    """The pool, if it is a memory of outputs and not a corpus.
-
-    Raises:
-        ConfigError: No proposer would read it, or several workers would write it.
-        PoolError: It is no pool.
-    """
+    """The pool, if it is a memory of outputs and not a corpus, and can be one in this job."""
     if options.pool is None:
         return None
     from lookahead.jobs.output_memory import is_memory
@@ -147,29 +152,9 @@ def _find_memory(options: JobOptions) -> Path | None:
     return Path(options.pool)
 
 
-class _Runner(NamedTuple):
-    """A worker, the identity of the job, the memory of outputs if there is one, and notes of the worker."""
-
-    worker: Worker
-    identity: JobIdentity
-    memory: OutputMemory | None
-    notes: list[str]
-
-
-def _local(options: JobOptions, loaded: LoadedModel, summarizer: Summarizer, memory: Path | None) -> _Runner:
-    """A summarizer in this process, warmed up."""
-    from lookahead.jobs.identity import JobIdentity
-    from lookahead.jobs.output_memory import OutputMemory
-
-    opened = None if memory is None else OutputMemory(memory, *loaded)
-    with console(sys.stderr).status("warming up"):
-        summarizer.warm_up()
-    return _Runner(summarizer, JobIdentity.of(options, *loaded), opened, [])
-
-
 @contextmanager
-def _worker_pool(options: JobOptions) -> Iterator[_Runner]:
-    """Workers on a Ray cluster while the context lasts."""
+def _worker_pool(options: JobOptions) -> Iterator[WorkerPool]:
+    """Workers on a Ray cluster while the context lasts, the first of them ready."""
     from lookahead.jobs.worker_pool import OwnStdout, WorkerPool, connect, plan_workers
 
     sent = options.for_workers()
@@ -178,9 +163,9 @@ def _worker_pool(options: JobOptions) -> Iterator[_Runner]:
         plan = plan_workers(ray, options.workers, options.threads, options.device)
         with WorkerPool(ray, {**sent, "threads": plan.threads}, plan) as pool:
             status.update(f"waiting for the first of {job_figures.count(plan.workers, 'worker')}")
-            identity = pool.wait_ready().identity
+            pool.wait_ready()
             status.stop()
-            yield _Runner(pool, identity, None, pool.notes)
+            yield pool
 
 
 def _estimate(options: JobOptions, documents: Iterator[Document | Reject], summarizer: Summarizer) -> int:
@@ -197,30 +182,23 @@ def _estimate(options: JobOptions, documents: Iterator[Document | Reject], summa
 
 
 def _run(
-    runner: _Runner,
+    run: Callable[..., None],
     options: JobOptions,
-    documents: Iterator[Document | Reject],
-    paths: OutputPaths,
+    totals: JobTotals,
+    memory: OutputMemory | None,
     display: JobDisplay,
     *,
-    is_part: bool,
-    skipped: int,
+    is_exact: bool,
 ) -> int:
     """Run a job and show it; returns the exit status."""
-    from lookahead.jobs.job import JobTotals, run_job
     from lookahead.jobs.result_lines import print_line
 
-    totals, memory, is_exact = JobTotals(skipped=skipped), runner.memory, runner.identity.dtype == "float32"
     with display.progress:
         try:
-            run_job(
-                documents if memory is None else memory.save_while(documents),
-                runner.worker, paths, runner.identity, totals=totals, observer=display, rows=options.rows,
-                retry_rejects=options.retry_rejects, is_part=is_part,
-                shown=None if display.as_text else print_line,
-            )  # fmt: skip
+            shown = None if display.as_text else print_line
+            run(observer=display, rows=options.rows, retry_rejects=options.retry_rejects, shown=shown)
         except (KeyboardInterrupt, ClusterError, OSError) as error:
-            stopped = job_figures.describe_stop(totals, paths.results)
+            stopped = job_figures.describe_stop(totals, options.output)
             if isinstance(error, KeyboardInterrupt):
                 _save(memory, display)
                 display.say("interrupted", stopped)
@@ -230,7 +208,6 @@ def _run(
                 display.say("error", f"{what}; {stopped}")
             return 1
     is_saved = _save(memory, display)
-    totals.notes += runner.notes
     display.conclude(totals, exact=is_exact)
     if memory is not None and is_saved:
         console(sys.stderr).print(job_figures.describe_memory(memory, totals), soft_wrap=True)

@@ -73,10 +73,7 @@ def opened(path: str, *, seekable: bool = False) -> Iterator[io.BufferedReader[A
 
 
 def in_time(call: Callable[[], Answer], seconds: float | None = None) -> Answer:
-    """The result of a call to a server, which may accept a connection and never answer.
-
-    TimeoutError if there is no answer within so many seconds, `TIMEOUT_S` for None.
-    """
+    """The result of a call to a server; TimeoutError if it does not answer within so many seconds, or `TIMEOUT_S`."""
     seconds = TIMEOUT_S if seconds is None else seconds
     answer: Future[Answer] = Future()
 
@@ -110,10 +107,7 @@ def too_long(place: str, limit: int) -> str:
 
 
 def bounded_lines(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes | None]]:
-    """The byte offset and the bytes of each line; `None` for a line of more than `limit` bytes.
-
-    At most `limit + 2` bytes of a line are held in memory.
-    """
+    """The byte offset and the bytes of each line; `None` for more than `limit` bytes, which memory never holds."""
     offset = 0
     while line := file.readline(limit + 2):
         length = len(line)

@@ -27,8 +27,7 @@ _KNOWN_FORMATS = (
 class Document:
     """A text with its name.
 
-    The id is the path of a file that is one document, `"-"` for standard input; for a line or row the value of its id
-    field, a string or a whole number, else `path:line`.
+    The id is the path of a file, `"-"` for standard input; of a line or row its id field, or `path:line`.
     """
 
     id: DocumentId
@@ -45,10 +44,9 @@ class Reject:
 
 
 def decode_bytes(data: bytes, name: str, start: int = 0) -> str:
-    """Decode UTF-8 text, or UTF-16 or UTF-32 text with a byte order mark.
+    """Decode UTF-8 text, or UTF-16 or UTF-32 text with a byte order mark, that begins at byte `start` of a file.
 
-    DocumentError if the bytes are something else; it has the name of the file and the byte offset in it, for data that
-    begins at byte `start`.
+    DocumentError, with the name of the file and the byte offset in it, if the bytes are something else.
     """
     for magic, what, tool in _KNOWN_FORMATS:
         if data.startswith(magic):
@@ -90,10 +88,7 @@ def checked(text: str, place: str) -> str:
 
 
 def given_id(value: object, place: str, field: str | None) -> DocumentId:
-    """The id of a document: the value of its id field, else its place, `path:line`.
-
-    DocumentError if the user named the id field and it holds no id; `field` is `None` if it only may hold one.
-    """
+    """The id of a document: its id field, else its place. DocumentError if `field` is named and holds no id."""
     if isinstance(value, str | int) and not isinstance(value, bool) and value != "":
         return value
     if field is None:

@@ -61,20 +61,12 @@ def find_inputs(
 ) -> list[Input]:
     """Resolve paths, folders, URLs, patterns and `-` to inputs, each path once, in the order given.
 
-    Args:
-        arguments: Paths of files; folders, which stand for all files of known suffixes in them and below; patterns
-            such as `"notes/*.md"` (`**` matches folders of any depth, and matching folders are skipped); URLs of
-            files, folders or patterns; or `"-"` for standard input.
-        field: The field that holds the document in a line or row; `None` means `"text"`. The suffix of a file tells
-            its format, and unknown suffixes mean text. Standard input is JSON lines if a field is given.
-        id_field: The field that holds the id of a document.
-        leave_out: Files that are not taken from a folder, since a job writes them.
-        on_skip: Called with the path and the reason for every other file of a folder that is not taken, except hidden
-            ones.
+    A folder stands for all files of known suffixes in it and below, but for those to `leave_out`, which a job writes.
+    `**` in a pattern matches folders of any depth. The suffix of a file tells its format, and unknown suffixes mean
+    text. Standard input is JSON lines if a field is given. `on_skip` gets the path of every other file of a folder that
+    is not taken, except hidden ones, and the reason.
 
-    Raises:
-        DocumentError: A path does not exist, a folder or pattern has no file to read, or a field is given and no
-            input has fields.
+    DocumentError if a path does not exist, a folder or pattern has no file to read, or no input has the fields given.
     """
     if "" in (field, id_field):
         raise DocumentError("a field or column must have a name, got ''")

@@ -14,6 +14,7 @@ from lookahead.documents.byte_sources import bounded_lines, opened, too_long
 from lookahead.documents.decode_text import Document, DocumentId, Reject, checked, decode_bytes, encoding_of, given_id
 from lookahead.documents.inputs import DEFAULT_ID_FIELD, Input, load_packages
 from lookahead.errors import DocumentError, one_line
+from lookahead.utils.atomic import parse_json
 
 _UNPACKED = 64 << 20  # bytes; a row group that unpacks to no more is read whatever its size in the file
 _MOST_FOLD = 100  # how many times its size in the file a larger row group may unpack to
@@ -35,10 +36,7 @@ def read_json_lines(source: Input, field: str, limit: int) -> Iterator[Document 
 
 
 def read_csv(source: Input, field: str, limit: int) -> Iterator[Document | Reject]:
-    """Read one document per row; the first row names the columns.
-
-    DocumentError if the column is missing, or the rest of the file cannot be read.
-    """
+    """Read one document per row; the first names the columns. DocumentError if the rest cannot be read."""
     csv.field_size_limit(min(limit, (1 << 31) - 1))
     with opened(source.path) as file:
         wrong: list[DocumentError] = []  # about the lines of the current row
@@ -77,10 +75,7 @@ def read_csv(source: Input, field: str, limit: int) -> Iterator[Document | Rejec
 
 
 def read_parquet(source: Input, field: str, limit: int) -> Iterator[Document | Reject]:
-    """Read one document per row, a few rows at a time.
-
-    DocumentError if the file is damaged, or the column is missing or holds no text.
-    """
+    """Read one document per row. DocumentError if the file is damaged, or the column is missing or holds no text."""
     arrow, parquet = load_packages("parquet", source.path)
     number = 0
     with opened(source.path, seekable=True) as file:
@@ -124,20 +119,11 @@ def parquet_records(path: Path) -> Iterator[dict[str, Any]]:
 def _row_groups(
     table: Any, columns: Sequence[str] | None = None, most: int = _UNPACKED, rows: int = 1
 ) -> Iterator[tuple[int, Iterator[Any] | None]]:
-    """The row groups of an open Parquet file, checked by the sizes that the file declares.
+    """The row groups of an open Parquet file: the number of rows, and batches of at most `rows` rows or 64 MiB.
 
-    A file of some kilobytes can stand for gigabytes: a value may be compressed a thousandfold, and a value of a
-    dictionary may be repeated in every row. No value is larger than its unpacked group.
-
-    Args:
-        table: A `pyarrow.parquet.ParquetFile`.
-        columns: Names of the columns to read; `None` means all.
-        most: Bytes that a group may unpack to, whatever its size in the file.
-        rows: Most rows of a batch. A batch has fewer, but at least 1, where they could take more than 64 MiB.
-
-    Yields:
-        The number of rows of a group and its record batches. The batches are `None` for a group that would unpack to
-        more than `most` bytes and more than 100 times its size in the file.
+    They are `None` for a group that would unpack to more than `most` bytes and more than 100 times its size in the
+    file: a value may be compressed a thousandfold, or be repeated in every row. The sizes are those that the file
+    declares, and no value is larger than its unpacked group.
     """
     for number in range(table.num_row_groups):
         group = table.metadata.row_group(number)
@@ -180,10 +166,9 @@ def _utf8_lines(file: io.BufferedReader, path: str, limit: int) -> Iterator[tupl
 
 
 def _csv_lines(file: io.BufferedReader, path: str, limit: int, wrong: list[DocumentError]) -> Iterator[str]:
-    """The lines of an open file as text.
+    """The lines of an open file as text; one that is none is added to `wrong` and yielded with its bytes escaped.
 
-    For a line that is no text, an error is added to `wrong` and the line is yielded with its bytes escaped. A line
-    that is too long ends the file, since it is unknown where the next row begins.
+    A line that is too long ends the file, since it is unknown where the next row begins.
     """
     for number, (offset, data) in enumerate(_utf8_lines(file, path, limit), start=1):
         place = f"{path}:{number}"
@@ -211,15 +196,13 @@ def _columns(source: Input, field: str, names: list[str]) -> tuple[int, int | No
 def _json_document(line: bytes, place: str, offset: int, source: Input, field: str) -> Document | Reject:
     """The document of one JSON line that begins at byte `offset` of its file."""
     try:
-        record = json.loads(decode_bytes(line, place, offset).strip())
+        record = parse_json(decode_bytes(line, place, offset).strip())
     except DocumentError as error:
         return Reject(place, str(error))
-    except RecursionError:
-        return Reject(place, f"{place}: not valid JSON: nested too deeply")
     except json.JSONDecodeError as error:
         what = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
         return Reject(place, f"{place}: not valid JSON: {what}")
-    except ValueError as error:  # a number of too many digits
+    except ValueError as error:  # a number of too many digits, or nested too deeply
         return Reject(place, f"{place}: not valid JSON: {error}")
     if not isinstance(record, dict):
         return Reject(place, f"{place}: expected a JSON object, got {type(record).__name__}")

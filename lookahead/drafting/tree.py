@@ -42,10 +42,7 @@ class TokenTree:
 
     @classmethod
     def from_parents(
-        cls,
-        tokens: Sequence[int] | IntArray,
-        parents: Sequence[int] | IntArray,
-        sources: IntArray | None = None,
+        cls, tokens: Sequence[int] | IntArray, parents: Sequence[int] | IntArray, sources: IntArray | None = None
     ) -> TokenTree:
         """Build a tree from tokens and parents, both `[n]`, and validate it.
 

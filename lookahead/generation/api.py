@@ -16,9 +16,10 @@ from lookahead.engine.fallback import PlainLoop
 from lookahead.errors import PromptError
 from lookahead.generation.hf import prepare
 from lookahead.generation.hf_outputs import TextStream, collect, return_cache
-from lookahead.generation.prompts import Prompts, Truncation, pad_token_of, reader_of, within
+from lookahead.generation.prompts import PromptReader, Prompts, Truncation, pad_token_of, within
 from lookahead.generation.request import pad_prompts, serve_stop_strings
 from lookahead.generation.validation import check_options, check_pair, context_limit, validate_encoder_inputs
+from lookahead.models.cache import cache_in
 from lookahead.models.support import validate_model
 from lookahead.models.target import OnPrefill, input_device
 from lookahead.pools.open_pool import pool_of
@@ -86,7 +87,8 @@ def generate(
         on_prefill: Called as prompts are read, before the first pass and behind every one, with the tokens read of the
             longest prompt and those it has. A pass reads some 1024; in half precision most prompts take one.
         **generate_kwargs: Options of `model.generate`, such as `max_new_tokens`, `do_sample` or `temperature`. A
-            `DynamicCache` as `past_key_values` is continued from, and grows in place.
+            `DynamicCache` as `cache` is continued from, and grows in place; before transformers 5.24 its name is
+            `past_key_values`.
 
     Raises:
         ConfigError: An argument has the wrong type, or is out of its range.
@@ -102,7 +104,7 @@ def generate(
     engine = prepare_ids(model, tokenizer, encoded, config, generation_config, seed, generate_kwargs)
     engine.report_prefill(on_prefill)
     token_ids, reasons = collect(engine)
-    return_cache(engine, generate_kwargs.get("past_key_values"))
+    return_cache(engine, cache_in(generate_kwargs))
     texts = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in token_ids]
     return GenerationResult(texts, token_ids, total(engine.stats), engine.stats, reasons)
 
@@ -137,7 +139,7 @@ def stream(
         raise PromptError(f"stream takes one prompt, got {len(encoded)}; lookahead.stream_many takes several")
     engine = prepare_ids(model, tokenizer, encoded, config, generation_config, seed, generate_kwargs)
     engine.report_prefill(on_prefill)
-    return TextStream(engine, tokenizer, partial(return_cache, engine, generate_kwargs.get("past_key_values")))
+    return TextStream(engine, tokenizer, partial(return_cache, engine, cache_in(generate_kwargs)))
 
 
 def _read(
@@ -150,11 +152,10 @@ def _read(
     reading: tuple[bool, Truncation | None, Mapping[str, Any] | None],
     generate_kwargs: dict[str, Any],
 ) -> list[list[int]]:
-    """Check the arguments of a call, and read its prompts."""
     check_pair(model, tokenizer, stacklevel=5)
     validate_model(model)
     check_options(model, config, generation_config, generate_kwargs, seed)
-    reader = reader_of(model, tokenizer, generation_config, *reading, generate_kwargs)
+    reader = PromptReader(model, tokenizer, generation_config, *reading, generate_kwargs)
     return [reader.read(prompt, i) for i, prompt in enumerate(reader.separate(prompts))]
 
 

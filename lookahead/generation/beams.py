@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,18 +16,11 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-from transformers import (
-    DynamicCache,
-    EncoderDecoderCache,
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StaticCache,
-    StoppingCriteriaList,
-)
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel, StaticCache
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.utils import GenerateBeamOutput
 
 from lookahead.config import LookaheadConfig
@@ -39,12 +32,13 @@ from lookahead.generation.hf_outputs import adopt, append_states
 from lookahead.generation.request import prompt_lengths
 from lookahead.generation.validation import validate_call, validate_lengths, validate_positions
 from lookahead.models.beam_tree import DEAD_NODES, BeamModel, BeamTree
+from lookahead.models.cache import CACHE, cache_in
 from lookahead.models.encoder_decoder import empty_cache
 from lookahead.models.exact_attention import MAX_ROWS
 from lookahead.models.linears import LinearScope
 from lookahead.models.model_state import state_of
 from lookahead.models.product_bits import has_bits_of_copies, keeps_bits_beside_others
-from lookahead.models.support import prefills_at_once, support_of, vocabulary_size
+from lookahead.models.support import decoder_vocabulary, prefills_at_once, support_of, vocabulary_size
 from lookahead.models.target import PREFILL_CHUNK, Target, input_device
 from lookahead.proposers.beam_drafter import drafter_for
 from lookahead.stats import DecodingStats
@@ -92,9 +86,9 @@ def beam_search(
     passes behind the prefill, where given; then no cache is returned.
     """
     validate_call(model, generation_config, model_kwargs, modes=BEAM_MODES)
-    past = model_kwargs.get("past_key_values")
+    past = cache_in(model_kwargs)
     if getattr(past, "_is_user_defined", False):
-        raise UnsupportedModelError("past_key_values of your own are not served with beams")
+        raise UnsupportedModelError(f"{CACHE} of your own is not served with beams")
     lm: Any = type(model)
     arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
     config = lookahead_config if lookahead_config is not None else LookaheadConfig()
@@ -103,7 +97,7 @@ def beam_search(
         linears = LinearScope(model, packs=config.pack == "auto")
         with linears.serving(), linears.running("together"):
             if isinstance(past, EncoderDecoderCache) and isinstance(past.cross_attention_cache, DynamicCache):
-                model_kwargs["past_key_values"] = _shared_input(model, past, input_ids, beams, model_kwargs)
+                model_kwargs[CACHE] = _shared_input(model, past, input_ids, beams, model_kwargs)
             if passes is not None:
                 passes.are_bitwise = model.dtype != torch.float32  # all passes are those of transformers
             return cast(Tensor | GenerateBeamOutput, lm._beam_search(model, *arguments, **model_kwargs))
@@ -154,15 +148,15 @@ def beam_search(
     fewest = 2 if is_exact else 1  # the product of a single row has other bits on some CPUs
     search = BeamModel(model, target, texts, beams, read, drafts, generation_config.max_length, fewest)
     with target.serving(), torch.inference_mode(False), torch.no_grad():
-        output = lm._beam_search(search, *arguments, past_key_values=search, use_cache=True)
+        output = lm._beam_search(search, *arguments, **{CACHE: search}, use_cache=True)
         if not isinstance(output, Tensor):
-            output.past_key_values = None
+            setattr(output, CACHE, None)
             if passes is None and isinstance(past, DynamicCache | StaticCache):
                 padding = np.repeat(input_ids.shape[1] - lengths, beams).tolist()
                 states = search.states()
                 width = max(pad + row[0][0].shape[1] for pad, row in zip(padding, states, strict=True))
                 append_states(past, states, padding, width)
-                output.past_key_values = past
+                setattr(output, CACHE, past)
     if passes is not None:
         passes.served, passes.drafted, passes.are_bitwise = search.served, search.drafted, is_exact
     return cast(Tensor | GenerateBeamOutput, output)
@@ -190,7 +184,7 @@ def _compare_bits(model: Any, beams: int, vocabulary: int) -> bool:
         for stride in (7, 8, 9):
             prompt = (torch.arange(8, device="cpu")[None] * stride + 1) % vocabulary
             past = DynamicCache(config=model.config.get_text_config(decoder=True))
-            model(input_ids=prompt.expand(beams, -1), past_key_values=past, use_cache=True)
+            model(input_ids=prompt.expand(beams, -1), **{CACHE: past}, use_cache=True)
             target = Target(model, rows=1, capacity=64, device=input_device(model), is_bitwise=True, is_together=True)
             adopt(past, target.cache, np.zeros(1, np.int64))
             target.cache.slots.lengths[0] -= 1
@@ -201,7 +195,7 @@ def _compare_bits(model: Any, beams: int, vocabulary: int) -> bool:
                     tree.advance(range(beams), tokens.tolist())
                     ours = target.score([tree.tree()], np.array([tree.scored]))
                     tree.learn(ours[0])
-                    theirs = model(input_ids=tokens[:, None], past_key_values=past, use_cache=True).logits
+                    theirs = model(input_ids=tokens[:, None], **{CACHE: past}, use_cache=True).logits
                     if not torch.equal(ours[0], theirs[:, 0]):
                         return False
     except Exception:  # a model's own attention may raise anything here, and masks still serve it
@@ -214,7 +208,7 @@ def _read_as_generate(
 ) -> Tensor:
     """Read a prompt as often as it has beams, as `model.generate` does, or once where that has the same bits."""
     past = DynamicCache(config=model.config.get_text_config(decoder=True))
-    inputs, (beams, width) = {**model_kwargs, "past_key_values": past}, input_ids.shape
+    inputs, (beams, width) = {**model_kwargs, CACHE: past}, input_ids.shape
     is_sdpa = model.config.get_text_config()._attn_implementation == "sdpa"  # it treats each row of a batch alone
     if is_sdpa and width >= LONG_PROMPT and "logits_to_keep" in inputs and has_bits_of_copies(model, width, beams):
         inputs = {name: each[:1] if isinstance(each, Tensor) else each for name, each in inputs.items()}
@@ -241,8 +235,8 @@ def _shared_input(
             encoder_outputs=type(outputs)(last_hidden_state=outputs.last_hidden_state[::beams]),
             attention_mask=None if mask is None else mask[::beams],
             decoder_input_ids=input_ids[::beams, :1],
-            past_key_values=own,
             use_cache=True,
+            **{CACHE: own},
         )
         cross = own.cross_attention_cache
         for layer in cast(Any, cross.layers):
@@ -261,63 +255,49 @@ class _SharedInput(EncoderDecoderCache):
         self.self_attention_cache.reorder_cache(beam_idx)
 
 
-def prepare_beams(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    lookahead_config: LookaheadConfig | None,
-    inputs_tensor: Tensor | None,
-    lookahead_context: int | None,
-    model_kwargs: dict[str, Any],
-) -> BeamLoop:
-    """The beam search of a call, to be run later; the arguments are those of `prepare`."""
-    beams, room = generation_config.num_beams, None if lookahead_context is None else lookahead_context + 1
-    if room is not None and cast(int, generation_config.max_length) > room:
-        raise PromptError(
-            f"max_new_tokens must be at most {room - input_ids.shape[1]} with beams, got more: the longest prompt "
-            f"has {input_ids.shape[1]} tokens and the model a context of {room - 1}"
-        )
-    has_encoder = model.config.is_encoder_decoder
-    mask = model_kwargs.get("decoder_attention_mask" if has_encoder else "attention_mask")
-    vocabulary = vocabulary_size(model, cast(Any, model).get_decoder() if has_encoder else None)
-    lengths = prompt_lengths(input_ids[::beams], None if mask is None else mask[::beams], vocabulary)
-    if has_encoder and inputs_tensor is not None:
-        read = model_kwargs.get("attention_mask")
-        lengths = lengths + (len(inputs_tensor[0]) if read is None else read[::beams].sum(1).cpu().numpy())
-    search = partial(
-        beam_search, model, input_ids, logits_processor, stopping_criteria, lookahead_config=lookahead_config,
-        **model_kwargs,
-    )  # fmt: skip
-    return BeamLoop(search, input_ids, lengths, stopping_criteria, generation_config)
-
-
 class BeamLoop(PlainLoop):
-    """Searches once and returns all tokens in one step, with the interface of `Engine`."""
+    """Searches once and returns all tokens in one step, with the interface of `Engine`; made as by `prepare`."""
 
     def __init__(
         self,
-        search: Callable[..., Any],
+        model: PreTrainedModel,
         input_ids: Tensor,
-        lengths: NDArray[np.int64],
-        criteria: StoppingCriteriaList,
-        config: GenerationConfig,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        lookahead_config: LookaheadConfig | None,
+        inputs_tensor: Tensor | None,
+        lookahead_context: int | None,
+        model_kwargs: dict[str, Any],
     ) -> None:
-        super().__init__(search, input_ids, np.repeat(lengths, config.num_return_sequences), criteria)
-        self._search, self._ends, self._config = search, criteria, copy(config)
+        beams, room = generation_config.num_beams, None if lookahead_context is None else lookahead_context + 1
+        if room is not None and cast(int, generation_config.max_length) > room:
+            raise PromptError(
+                f"max_new_tokens must be at most {room - input_ids.shape[1]} with beams, got more: the longest prompt "
+                f"has {input_ids.shape[1]} tokens and the model a context of {room - 1}"
+            )
+        mask = model_kwargs.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
+        lengths = prompt_lengths(input_ids[::beams], None if mask is None else mask[::beams], decoder_vocabulary(model))
+        if model.config.is_encoder_decoder and inputs_tensor is not None:
+            read = model_kwargs.get("attention_mask")
+            lengths = lengths + (len(inputs_tensor[0]) if read is None else read[::beams].sum(1).cpu().numpy())
+        self._search = partial(beam_search, model, input_ids, logits_processor, stopping_criteria)
+        self._options = {"lookahead_config": lookahead_config, **model_kwargs}
+        sequences = np.repeat(lengths, cast(int, generation_config.num_return_sequences))
+        super().__init__(self._search, input_ids, sequences, stopping_criteria)
+        self._ends, self._config = stopping_criteria, copy(generation_config)
         self._config.return_dict_in_generate = True
 
     def run(self) -> Iterator[list[StepOutput]]:
         """Search, and yield the sequences."""
         begin, passes = time.perf_counter(), Passes()
         try:
-            output = self._search(generation_config=self._config, passes=passes)
+            output: Any = self._search(generation_config=self._config, passes=passes, **self._options)
         except StopIteration as error:
             raise CarriedError("generator raised StopIteration") from error
         seconds = time.perf_counter() - begin
         found = []
-        counts = (cast(Tensor, output.beam_indices) >= 0).sum(1).tolist()
+        counts = (output.beam_indices >= 0).sum(1).tolist()
         for row, (ids, count) in enumerate(zip(output.sequences.cpu(), counts, strict=True)):
             ids, stats = ids[: self._width + count], self.stats[row]
             stats.emitted_tokens, stats.decode_s, stats.ttft_s = count, seconds, seconds

@@ -13,6 +13,7 @@ from lookahead.generation.api import stream
 from lookahead.generation.hf_outputs import TextStream
 from lookahead.generation.prompts import Message, PromptReader, has_chat_template
 from lookahead.generation.validation import check_pair, context_limit
+from lookahead.models.cache import CACHE
 
 
 class Conversation:
@@ -44,9 +45,8 @@ class Conversation:
         context = context_limit(model)
         reserved = max_new_tokens if context is None else min(max_new_tokens, context // 4)
         self._model, self._tokenizer = model, tokenizer
-        self._reader = PromptReader(
-            model, tokenizer, chat_template_kwargs=chat_template_kwargs, truncate="left", reserved=reserved
-        )
+        fitting: Any = {"truncate": "left", "options": {"max_new_tokens": reserved}}
+        self._reader = PromptReader(model, tokenizer, chat_template_kwargs=chat_template_kwargs, **fitting)
         self._options: dict[str, Any] = {"config": config, "max_new_tokens": max_new_tokens, **options}
         self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self.stream: TextStream | None = None
@@ -68,11 +68,11 @@ class Conversation:
             raise PromptError(f"the message makes {len(ids)} tokens, and there is room for {self._reader.room}")
         self.dropped = len(messages) - len(fitting)
         self._continue_from(ids)
-        self.stream = stream(self._model, self._tokenizer, ids, past_key_values=self._cache, **self._options)
+        options = {**self._options, CACHE: self._cache}
+        self.stream = stream(self._model, self._tokenizer, ids, **options)
         return self._answer(self.stream, fitting, ids)
 
     def _answer(self, pieces: TextStream, messages: list[Message], ids: list[int]) -> Iterator[str]:
-        """Yield the pieces, and add the answer to the history."""
         said = []
         self.messages = messages
         try:

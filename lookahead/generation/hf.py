@@ -10,16 +10,9 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import (
-    DynamicCache,
-    EncoderDecoderCache,
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StaticCache,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateBeamOutput, GenerateNonBeamOutput
 
@@ -32,7 +25,7 @@ from lookahead.engine.engine import Engine
 from lookahead.engine.fallback import PlainLoop
 from lookahead.engine.row import Row
 from lookahead.errors import UnsupportedModelError
-from lookahead.generation.beams import BEAM_MODES, beam_search, prepare_beams
+from lookahead.generation.beams import BEAM_MODES, BeamLoop, beam_search
 from lookahead.generation.hf_outputs import adopt, collect, output_dict, padded_sequences, return_cache
 from lookahead.generation.request import prompt_lengths, stopping_rule, warn_if_stateful
 from lookahead.generation.validation import (
@@ -43,6 +36,7 @@ from lookahead.generation.validation import (
     validate_past,
     validate_positions,
 )
+from lookahead.models.cache import cache_in
 from lookahead.models.calibration import node_cost
 from lookahead.models.encoder_decoder import DecoderTarget, Encoded, decoder_support, empty_cache
 from lookahead.models.model_state import state_of
@@ -97,8 +91,8 @@ def decode(
 
     Returns:
         int64 `[batch, tokens + new]`, or with `return_dict_in_generate` the output class that transformers gives,
-        with it as `sequences`, the scores and logits asked for, and the cache. A filled `past_key_values` is continued
-        from, and grows in place.
+        with it as `sequences`, the scores and logits asked for, and the cache. A filled cache is continued from, and
+        grows in place.
 
     Raises:
         PoolError: The pool or the memory file of the configuration cannot be opened, or is of another model.
@@ -117,7 +111,7 @@ def decode(
         return cast(Tensor | GenerateNonBeamOutput, engine.sample(streamer=lookahead_streamer))
     outputs, _ = collect(engine, lookahead_streamer, generation_config._pad_token_tensor)
     sequences = padded_sequences(input_ids, outputs, generation_config)
-    past = model_kwargs.get("past_key_values")
+    past = cache_in(model_kwargs)
     past = past if isinstance(past, DynamicCache | StaticCache | EncoderDecoderCache) else None
     return_cache(engine, past)
     if not generation_config.return_dict_in_generate:
@@ -146,10 +140,10 @@ def prepare(
     check_config("lookahead_config", lookahead_config)
     if generation_config.get_generation_mode() in BEAM_MODES:
         arguments = (model, input_ids, logits_processor, stopping_criteria, generation_config, lookahead_config)
-        return prepare_beams(*arguments, inputs_tensor, lookahead_context, model_kwargs)
+        return BeamLoop(*arguments, inputs_tensor, lookahead_context, model_kwargs)
     validate_call(model, generation_config, model_kwargs)
     config = lookahead_config if lookahead_config is not None else LookaheadConfig()
-    has_encoder, past = model.config.is_encoder_decoder, model_kwargs.get("past_key_values")
+    has_encoder, past = model.config.is_encoder_decoder, cache_in(model_kwargs)
     mask = model_kwargs.get("decoder_attention_mask" if has_encoder else "attention_mask")
     vocabulary = decoder_vocabulary(model)
     pool = pool_of(config, vocabulary=vocabulary)
@@ -358,7 +352,7 @@ def _encoded(
     model: PreTrainedModel, config: GenerationConfig, inputs: Tensor | None, model_kwargs: dict[str, Any]
 ) -> Encoded:
     """The output of the encoder, with the cache that `generate` made if that can be cropped."""
-    past, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+    past, mask = cache_in(model_kwargs), model_kwargs.get("attention_mask")
     is_returned = is_cache_returned(past, config)
     if not isinstance(past, EncoderDecoderCache) or not isinstance(past.self_attention_cache, DynamicCache):
         past = empty_cache(model)

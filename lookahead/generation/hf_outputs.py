@@ -16,7 +16,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 from lookahead.engine.engine import Engine
 from lookahead.engine.fallback import PlainLoop
 from lookahead.engine.row import CarriedError
-from lookahead.models.cache import RowStates, TreeCache
+from lookahead.models.cache import CACHE, RowStates, TreeCache
 from lookahead.stats import DecodingStats
 from lookahead.verification.sampling import TokenChooser
 from lookahead.verification.stopping import FinishReason
@@ -186,9 +186,9 @@ def output_dict(
         return tuple(torch.stack([row[step] if step < len(row) else nothing for row in rows]) for step in steps)
 
     kind = GenerateEncoderDecoderOutput if is_encoder_decoder else GenerateDecoderOnlyOutput
-    return kind(
-        sequences=cast(torch.LongTensor, sequences),
-        scores=cast(Any, by_step(chooser.scores) if config.output_scores else None),
-        logits=cast(Any, by_step(chooser.logits) if config.output_logits else None),
-        past_key_values=cast(Any, past),
-    )
+    outputs: dict[str, Any] = {"sequences": sequences, CACHE: past}
+    if config.output_scores:
+        outputs["scores"] = by_step(chooser.scores)
+    if config.output_logits:
+        outputs["logits"] = by_step(chooser.logits)
+    return kind(**outputs)

@@ -58,22 +58,22 @@ def pad_token_of(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 class PromptReader:
-    """Reads the prompts of one call, with the arguments of `lookahead.generate`.
+    """Reads the prompts of one call, with the arguments of `lookahead.generate` and the options of `model.generate`.
 
-    A truncated prompt leaves room for `reserved` tokens. A prompt has at most `limit` tokens, and `room` if it leaves
-    room for its output; None for no limit.
+    A prompt has at most `limit` tokens, and `room` if it leaves room for its output; None for no limit.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        *,
+        generation_config: GenerationConfig | None = None,
         add_special_tokens: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         truncate: Truncation | None = None,
-        reserved: int = 1,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
+        reserved = _limits(model, generation_config, options or {})[0] or 1
         if truncate not in (None, "left", "right"):
             raise ConfigError(f"truncate must be 'left', 'right' or None, got {truncate!r}")
         self._tokenizer = tokenizer
@@ -238,27 +238,6 @@ class PromptReader:
         return ids[len(ids) - keep :] if self._truncate == "left" else ids[:keep]
 
 
-def reader_of(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    generation_config: GenerationConfig | None,
-    add_special_tokens: bool,
-    truncate: Truncation | None,
-    chat_template_kwargs: Mapping[str, Any] | None,
-    options: Mapping[str, Any],
-) -> PromptReader:
-    """A reader for a call of `lookahead.generate` with these arguments."""
-    new, _ = _limits(model, generation_config, options)
-    return PromptReader(
-        model,
-        tokenizer,
-        add_special_tokens=add_special_tokens,
-        chat_template_kwargs=chat_template_kwargs,
-        truncate=truncate,
-        reserved=1 if new is None else new,
-    )
-
-
 def _limits(
     model: PreTrainedModel, generation_config: GenerationConfig | None, options: Mapping[str, Any]
 ) -> tuple[int | None, int | None]:
@@ -272,11 +251,7 @@ def _limits(
 
 
 def within(
-    room: int,
-    longest: int,
-    model: PreTrainedModel,
-    generation_config: GenerationConfig | None,
-    options: dict[str, Any],
+    room: int, longest: int, model: PreTrainedModel, generation_config: GenerationConfig | None, options: dict[str, Any]
 ) -> dict[str, Any]:
     """Options that ask for no more new tokens than there is room for, behind prompts padded to so many tokens."""
     new, total = _limits(model, generation_config, options)

@@ -9,13 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from lookahead.config import LookaheadConfig
 from lookahead.engine.engine import Engine
@@ -23,7 +18,7 @@ from lookahead.engine.fallback import PlainLoop
 from lookahead.engine.row import Row
 from lookahead.errors import PromptError, UnsupportedModelError
 from lookahead.generation.api import prepare_ids
-from lookahead.generation.prompts import Prompt, Truncation, pad_token_of, reader_of
+from lookahead.generation.prompts import Prompt, PromptReader, Truncation, pad_token_of
 from lookahead.generation.request import serve_stop_strings, stateful_name, stopping_rule
 from lookahead.generation.validation import check_options, check_pair, check_token_ids, context_limit, validate_call
 from lookahead.models.encoder_decoder import decoder_support
@@ -74,7 +69,7 @@ class RequestReader:
         pool_of(config, fingerprint=tokenizer_fingerprint(tokenizer))
         self._model, self._tokenizer, self._config = model, tokenizer, config
         self._context = context_limit(model)
-        self.reader = reader_of(
+        self.reader = PromptReader(
             model, tokenizer, generation_config, add_special_tokens, truncate, chat_template_kwargs, options
         )
         self._given = generation_config, options

@@ -133,7 +133,6 @@ def stream_many(
 
 
 def _stream(scheduler: Scheduler, prompts: Iterator[Prompt]) -> Iterator[Completion]:
-    """Fill free rows and step until all is done."""
     numbered: Iterator[tuple[int, Prompt]] = enumerate(prompts)
     error: Exception | None = None
     is_open = True

@@ -133,11 +133,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def make_server(
-    models: EnabledModels,
-    *,
-    continuous_batching: bool = False,
-    enable_cors: bool = False,
-    log_level: str = "warning",
+    models: EnabledModels, *, continuous_batching: bool = False, enable_cors: bool = False, log_level: str = "warning"
 ) -> uvicorn.Server:
     """The server of `transformers serve`, whose handlers call the `generate` of these models; they end with it.
 

@@ -12,16 +12,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from lookahead.config import PASSES
-from lookahead.models.calibration import (
-    CONTEXTS,
-    NODES,
-    PADDED_NODES,
-    Calibration,
-    calibrate,
-    calibrate_quickly,
-    read_costs,
-    write_costs,
-)
+from lookahead.models import calibration
 from lookahead.models.model_state import state_of
 from lookahead.models.support import validate_causal_lm
 
@@ -43,7 +34,7 @@ def load_costs(model: PreTrainedModel, folder: Path | str | None = None) -> bool
         Whether there was a file.
     """
     costs = state_of(model).learned.costs
-    found = [read_costs(model, costs[passes], folder, passes) for passes in PASSES]
+    found = [calibration.read_costs(model, costs[passes], folder, passes) for passes in PASSES]
     return any(found)
 
 
@@ -63,7 +54,7 @@ def prepare_costs(model: PreTrainedModel, folder: Path | str | None = None) -> b
     """
     if load_costs(model, folder):
         return True
-    if not calibrate_quickly(model, state_of(model).learned.costs[PASSES[0]]):
+    if not calibration.calibrate_quickly(model, state_of(model).learned.costs[PASSES[0]]):
         return False
     save_costs(model, folder)
     return True
@@ -81,12 +72,12 @@ def save_costs(model: PreTrainedModel, folder: Path | str | None = None, *, comp
         OSError: It cannot be written; an older file is still whole then.
     """
     passes = PASSES[compile]
-    return write_costs(model, state_of(model).learned.costs[passes], folder, passes)
+    return calibration.write_costs(model, state_of(model).learned.costs[passes], folder, passes)
 
 
 def calibrate_costs(
-    model: PreTrainedModel, contexts: Sequence[int] = CONTEXTS, *, compile: bool = False
-) -> Calibration:
+    model: PreTrainedModel, contexts: Sequence[int] = calibration.CONTEXTS, *, compile: bool = False
+) -> calibration.Calibration:
     """Measure the costs of steps of every size at some lengths of context, instead of learning them while decoding.
 
     Args:
@@ -100,4 +91,5 @@ def calibrate_costs(
     """
     validate_causal_lm(model, "be calibrated; it learns its costs while it decodes")
     cost = state_of(model).learned.costs[PASSES[compile]]
-    return calibrate(model, cost, contexts=contexts, nodes=PADDED_NODES if compile else NODES, compiles=compile)
+    nodes = calibration.PADDED_NODES if compile else calibration.NODES
+    return calibration.calibrate(model, cost, contexts=contexts, nodes=nodes, compiles=compile)

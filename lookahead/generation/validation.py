@@ -17,6 +17,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
+from lookahead.models.cache import CACHE, cache_in
 from lookahead.models.encoder_decoder import side_positions
 from lookahead.models.model_state import state_of
 from lookahead.models.support import check_model, described, validate_model, vocabulary_size
@@ -30,12 +31,10 @@ _ALIASES = {"max_tokens": "max_new_tokens", "stop": "stop_strings", "lookahead_c
 _LEAST_SHARE = 0.8  # of the rows of an embedding that a tokenizer names; the rest is padding of the table
 
 # Inputs of the model that a decoder is served with, or has no use for as it has its own cache and positions.
-_SERVED = frozenset(
-    ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_params")
-)
+_SERVED = frozenset(("attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_params"))
 _SERVED_BEHIND_ENCODER = frozenset(
     {
-        *("encoder_outputs", "attention_mask", "decoder_attention_mask", "past_key_values", "use_cache"),
+        *("encoder_outputs", "attention_mask", "decoder_attention_mask", CACHE, "use_cache"),
         *("global_attention_mask", "inputs_embeds", "logits_to_keep"),  # the encoder has read them already
     }
 )
@@ -91,11 +90,7 @@ def _warn_of_a_foreign_tokenizer(model: Any, tokenizer: PreTrainedTokenizerBase,
 
 
 def check_options(
-    model: PreTrainedModel,
-    config: object,
-    generation_config: object,
-    options: Mapping[str, Any],
-    seed: object = None,
+    model: PreTrainedModel, config: object, generation_config: object, options: Mapping[str, Any], seed: object = None
 ) -> None:
     """Refuse options of the wrong type or out of range, and those that no one would read, by ConfigError."""
     check_config("config", config)
@@ -202,9 +197,9 @@ def validate_call(
         )
     if config.cache_implementation == "quantized":
         raise UnsupportedModelError("a quantized cache changes tokens and is not served; leave out custom_generate")
-    past = model_kwargs.get("past_key_values")
+    past = cache_in(model_kwargs)
     if getattr(past, "_is_user_defined", False) and not isinstance(past, cache):
-        raise UnsupportedModelError(f"past_key_values must be a {cache.__name__}, got a {type(past).__name__}")
+        raise UnsupportedModelError(f"{CACHE} must be a {cache.__name__}, got a {type(past).__name__}")
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name):
             raise UnsupportedModelError(f"{name}=True is not served; leave out custom_generate for it")
@@ -218,7 +213,7 @@ def validate_call(
     if isinstance(past, EncoderDecoderCache):
         if past.get_seq_length() > 0:
             raise UnsupportedModelError(
-                f"past_key_values of an encoder-decoder model must be empty, got {past.get_seq_length()} tokens; "
+                f"{CACHE} of an encoder-decoder model must be empty, got {past.get_seq_length()} tokens; "
                 "leave out custom_generate to go on from them"
             )
         kind = type(past.self_attention_cache)
@@ -250,7 +245,7 @@ def _heeds(model: PreTrainedModel, name: str) -> bool:
 def validate_past(past: Any, input_ids: Tensor, config: GenerationConfig, attention_mask: Tensor | None) -> None:
     """Refuse a filled cache that cannot be continued from."""
     if not isinstance(past, DynamicCache) or not all(layer.is_initialized for layer in cast(Any, past.layers)):
-        raise UnsupportedModelError(f"past_key_values must be a DynamicCache, got a {type(past).__name__}")
+        raise UnsupportedModelError(f"{CACHE} must be a DynamicCache, got a {type(past).__name__}")
     whole = input_ids.shape[1]
     seen = attention_mask.shape[1] if attention_mask is not None else getattr(config, "_mask_length", whole)
     if seen != whole or past.get_seq_length() >= whole:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -54,9 +54,7 @@ class EagleHead(nn.Module):
     @property
     def layer(self) -> DraftLayer:
         """The decoder layer."""
-        layer = self.layers[0]
-        assert isinstance(layer, DraftLayer)
-        return layer
+        return cast(DraftLayer, self.layers[0])
 
     def enter(self, states: Tensor) -> Tensor:
         """Features `[..., hidden]` of the model's hidden states `[..., size]`."""
@@ -100,7 +98,6 @@ class FusedEagleHead(EagleHead):
 
     @property
     def layer(self) -> DraftLayer:
-        """The decoder layer."""
         return self.midlayer
 
     def enter(self, states: Tensor) -> Tensor:
@@ -114,12 +111,10 @@ class FusedEagleHead(EagleHead):
         return read, features
 
     def logits(self, model: PreTrainedModel, features: Tensor) -> Tensor:
-        """Logits over the tokens it can propose, `[..., tokens]`."""
         out: Tensor = self.lm_head(self.norm(features))
         return out
 
     def token_ids(self, guesses: Tensor) -> Tensor:
-        """The model's token ids of indices into the logits."""
         return guesses + self.d2t[guesses]
 
 
@@ -149,7 +144,6 @@ class EagleDrafter(HeadDrafter):
         self._cache = DraftCache(rows)
 
     def read(self, rows: Sequence[int], tokens: Sequence[Tensor], states: Sequence[Tensor]) -> None:
-        """Add the pairs of new tokens and their hidden states to the cache."""
         features = self._head.enter(pad_sequence(list(states), batch_first=True))
         read, add = self._head.pair(features, self._embed(pad_sequence(list(tokens), batch_first=True)))
         new = [len(each) for each in tokens]
@@ -157,7 +151,6 @@ class EagleDrafter(HeadDrafter):
         self._last.update(zip(rows, out[:, None], strict=True))
 
     def draft(self, rows: Sequence[int], roots: Sequence[int], max_nodes: int) -> list[GuessTree]:
-        """Draft after the last token of each of some rows."""
         levels = self._expand(rows)
         # One copy from the device: [rows, nodes, 3], a token, a parent and the bits of a probability.
         packed = torch.cat([torch.stack(level, -1).flatten(1, 2) for level in levels], 1).cpu().numpy()
@@ -171,7 +164,6 @@ class EagleDrafter(HeadDrafter):
         return trees
 
     def forget(self, row: int) -> None:
-        """Drop the states of a row."""
         super().forget(row)
         self._cache.lengths[row] = 0
 

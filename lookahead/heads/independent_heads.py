@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import torch
@@ -113,9 +114,7 @@ class MtpHeads(nn.Module):
 
     def head(self, index: int) -> MtpHead:
         """One of the heads."""
-        head = self.heads[index]
-        assert isinstance(head, MtpHead)
-        return head
+        return cast(MtpHead, self.heads[index])
 
     @classmethod
     @torch.no_grad()
@@ -148,7 +147,6 @@ class IndependentHeadsDrafter(HeadDrafter):
     """Combines the guesses of independent heads into one tree a row."""
 
     def draft(self, rows: Sequence[int], roots: Sequence[int], max_nodes: int) -> list[GuessTree]:
-        """Draft after the last token of each of some rows; the heads run once for all."""
         draft_probs, tokens = self._guess(self._logits(rows), _GUESSES)
         # One copy from the device: [heads, rows, guesses], tokens and the bits of their probabilities.
         packed = torch.stack((tokens.int(), draft_probs.view(torch.int32))).cpu().numpy()
@@ -172,7 +170,6 @@ class MedusaDrafter(IndependentHeadsDrafter):
         self._heads = heads
 
     def read(self, rows: Sequence[int], tokens: Sequence[Tensor], states: Sequence[Tensor]) -> None:
-        """Keep the last hidden state of each row."""
         self._last.update((row, each[-1]) for row, each in zip(rows, states, strict=True))
 
     def _logits(self, rows: Sequence[int]) -> Tensor:
@@ -192,7 +189,6 @@ class MtpDrafter(IndependentHeadsDrafter):
         self._caches = [DraftCache(rows) for _ in range(len(heads))]
 
     def read(self, rows: Sequence[int], tokens: Sequence[Tensor], states: Sequence[Tensor]) -> None:
-        """Run every head over the new hidden states."""
         padded, new = pad_sequence(list(states), batch_first=True), [len(each) for each in states]
         outs = []
         for index, cache in enumerate(self._caches):
@@ -201,7 +197,6 @@ class MtpDrafter(IndependentHeadsDrafter):
         self._last.update(zip(rows, torch.stack(outs, 1), strict=True))
 
     def forget(self, row: int) -> None:
-        """Drop the states of a row."""
         super().forget(row)
         for cache in self._caches:
             cache.lengths[row] = 0

@@ -17,11 +17,7 @@ _GROWTH = 1.5  # capacity of a new cache relative to what it must hold
 
 
 def lm_head(model: PreTrainedModel) -> nn.Linear:
-    """The projection from hidden states to logits.
-
-    Raises:
-        HeadsError: The model has none, or its weights are offloaded.
-    """
+    """The projection from hidden states to logits; HeadsError if the model has none, or its weights are offloaded."""
     head = model.get_output_embeddings()
     if getattr(model, "is_quantized", False) and not isinstance(head, nn.Linear):
         raise HeadsError(f"the LM head of this {type(model).__name__} is quantized; heads take one of fp32 or bf16")
@@ -180,8 +176,8 @@ class DraftCache:
     ) -> Tensor:
         """Commit `new` tokens of each row; the output `[rows, hidden]` of the layer at the last token of each row.
 
-        `read` `[rows, most, reads]` is the input of attention, and `add` `[rows, most, hidden]` what that is added to;
-        shorter rows are padded on the right.
+        `read` `[rows, most, reads]` is what attention reads, `add` `[rows, most, hidden]` what is added; padded on the
+        right.
         """
         first = [self.lengths[row] for row in rows]
         positions = torch.tensor(first, device=read.device)[:, None] + torch.arange(max(new), device=read.device)

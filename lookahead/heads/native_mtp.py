@@ -63,7 +63,6 @@ class NativeDrafter(HeadDrafter):
         self._caches: dict[int, MtpCache] = {}
 
     def read(self, rows: Sequence[int], tokens: Sequence[Tensor], states: Sequence[Tensor]) -> None:
-        """Run the layer over the pairs of new tokens and their hidden states."""
         from transformers.cache_utils import MtpCache
 
         for row, new, state in zip(rows, tokens, states, strict=True):
@@ -73,11 +72,9 @@ class NativeDrafter(HeadDrafter):
             self._last[row] = self._run(row, new[None], state[None])[:, -1:]
 
     def draft(self, rows: Sequence[int], roots: Sequence[int], max_nodes: int) -> list[GuessTree]:
-        """Draft after the last token of each of some rows."""
         return [self._grow(row, root, max_nodes) for row, root in zip(rows, roots, strict=True)]
 
     def forget(self, row: int) -> None:
-        """Drop the states of a row."""
         super().forget(row)
         self._caches.pop(row, None)
 

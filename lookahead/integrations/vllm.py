@@ -165,7 +165,6 @@ class LookaheadProposer:
     def _draft(
         self, sampled: Sequence[Sequence[int]], counts: NDArray[np.int64], tokens: IntArray, drafts: list[list[int]]
     ) -> None:
-        """Fill `drafts`."""
         if self._pool is not None and not self._pool.is_intact:
             self._tell(RuntimeError(f"{self._pool.path}: changed while it was in use; no more is drafted from it"))
             self._pool = None

@@ -95,11 +95,7 @@ def write_manifest(results: Path, identity: JobIdentity, documents: int | None =
 
 
 def read_manifest(results: Path) -> dict[str, Any] | None:
-    """The manifest of a results file, with `state` and `job`, or `None` if there is none.
-
-    Raises:
-        ConfigError: It cannot be read, or was written by another release.
-    """
+    """The manifest of a results file, with `state` and `job`, or `None`; ConfigError if it cannot be read here."""
     path = manifest_path(results)
     try:
         record = read_json(path)

@@ -87,30 +87,20 @@ def run_job(
     """Summarize documents and write a line for each as soon as it is finished; sort the lines at the end.
 
     A line of results has `id`, the fields of `Summary.to_dict`, the hash of the text, the model and the fingerprint of
-    the job; a line of rejects has `id` and `error`. If `paths` resumes an earlier run, its documents are skipped. Equal
-    texts are summarized once.
+    the job; a line of rejects has `id` and `error`. If `paths` resumes an earlier run, its documents are skipped, and
+    those that failed too unless `retry_rejects`. With `is_part` the inputs hold more documents, whose lines are kept.
+    `shown` gets the results if `paths` names no file. `totals` are right at any time, also if the job is interrupted.
 
-    ConfigError if a file cannot be created, or the results are of another job; OSError if a line cannot be written,
-    and those before it are whole.
-
-    Args:
-        documents: The documents, read as they are needed.
-        worker: Summarizes them.
-        paths: The files to write, checked.
-        identity: The identity of the job.
-        totals: Updated with every document, so that they are right if the job is interrupted.
-        observer: Called for every document.
-        rows: Largest number of documents decoded together; `None` leaves it to the worker.
-        retry_rejects: Whether documents that failed in an earlier run are tried again.
-        is_part: Whether the inputs hold more documents than these, which may have lines too.
-        shown: Receives the results if `paths` names no file for them.
+    ConfigError if a file cannot be created, or the results are of another job; OSError if a line cannot be written, and
+    those before it are whole.
     """
     writer: Journal | Stream
     if paths.is_journal:
         writer = Journal(paths, identity, retry_rejects=retry_rejects, is_part=is_part)
     else:
         writer = Stream(paths, shown)
-    writer.notes = totals.notes = totals.notes + writer.notes  # one list: notes are known if the job is interrupted
+    totals.notes += writer.notes
+    writer.notes = totals.notes  # one list: notes are known if the job is interrupted
     with writer:
         run = _Run(writer, identity, totals, observer)
         for outcome in worker.summarize_all(run.unfinished(documents), rows):

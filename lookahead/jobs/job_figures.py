@@ -35,10 +35,9 @@ def describe_summary(summary: Summary) -> str:
 
 
 def speed_of(totals: JobTotals, seconds: float) -> float:
-    """Tokens per second of a job that took `seconds` of wall time.
+    """Tokens per second of a job that took `seconds` of wall time: documents are decoded together, so wall time counts.
 
-    Documents are decoded together, so their decode times overlap and wall time counts. With one document, or with
-    plain decoding in between, it is the speed of decoding.
+    With one document, or with plain decoding in between, it is the speed of decoding.
     """
     if totals.plain is not None or totals.summarized <= 1 or not seconds:
         return totals.stats.tokens_per_s

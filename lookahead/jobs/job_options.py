@@ -51,12 +51,9 @@ _TYPES: dict[type, tuple[str, tuple[type, ...]]] = {
 def option(default: Any = MISSING, help: str = "", *flags: str, identifies: bool = False, **details: Any) -> Any:
     """A field that is an option; without a default it is required.
 
-    Args:
-        default: Its default.
-        help: One line for the help page.
-        *flags: Its names on the command line; none for `--name`.
-        identifies: Whether it is part of the identity of a job (`JobIdentity`).
-        **details: Of `typer.Option` (`min`, `max`, `metavar`, ...); `argument=True` for a positional argument.
+    The flags are its names on the command line, none for `--name`. One that `identifies` is part of the identity of a
+    job. The details are those of `typer.Option` (`min`, `max`, `metavar`, ...), with `argument=True` those of an
+    argument.
     """
     return field(default=default, metadata={"help": help, "flags": flags, "identifies": identifies, **details})
 
@@ -125,10 +122,7 @@ class DraftingOptions:
     cuda_graphs: bool = option(False, "Record the model's passes as CUDA graphs, on a GPU.")
 
     def config(self) -> LookaheadConfig | None:
-        """The configuration, checked; `None` if every option has its default.
-
-        With `None`, a model that cannot verify drafts is decoded plainly; else it is an error.
-        """
+        """The configuration, checked; `None` for defaults alone, with which any model is decoded, if only plainly."""
         sources: list[Any] = [] if self.proposers == "none" else [name.strip() for name in self.proposers.split(",")]
         if self.heads is not None:
             from lookahead.proposers.heads import Heads
@@ -293,10 +287,7 @@ class JobOptions(DocumentOptions, WorkerOptions):
 
 
 def read_job_file(path: Path) -> dict[str, Any]:
-    """The options in a job file, by the fields of `JobOptions`; ConfigError with the file and what is wrong in it.
-
-    `max-new-tokens = 64` and `max_new_tokens = 64` are the same.
-    """
+    """The options in a job file, by the fields of `JobOptions`; ConfigError with the file and what is wrong in it."""
     try:
         table = tomllib.loads(read_regular(path).decode("utf-8"))
     except OSError as error:

@@ -32,10 +32,7 @@ _REMEMBERED = 4096  # lines of a stream that can be copied; bounds its memory
 
 
 class Stream:
-    """Writes to standard output, a pipe or a device. Nothing is resumed; only the newest lines can be copied.
-
-    If `paths` name no file for the results, `shown` receives them.
-    """
+    """Writes to standard output, a pipe or a device, or to `shown`. Only the newest lines can be copied."""
 
     def __init__(self, paths: OutputPaths, shown: Sink | None) -> None:
         self.notes: list[str] = []  # what the user should know about the files
@@ -82,16 +79,8 @@ class Journal:
     """The results, rejects and manifest of a job that can be resumed.
 
     A document is finished if it has a line with its id and the hash of its text. Lines are appended as documents
-    finish; at the end they are sorted into the order of the inputs.
-
-    Args:
-        paths: The files, checked.
-        identity: The job.
-        retry_rejects: Whether documents that failed in an earlier run are tried again.
-        is_part: Whether the inputs hold more documents than are taken. Their lines are kept.
-
-    Raises:
-        ConfigError: Another job wrote the results, another process writes them, or they are damaged.
+    finish; at the end they are sorted into the order of the inputs. With `is_part` the lines of documents that are not
+    taken are kept. ConfigError if another job wrote the results, another process writes them, or they are damaged.
     """
 
     def __init__(
@@ -144,10 +133,7 @@ class Journal:
             self._rejected.add(key)
 
     def finish(self) -> None:
-        """Sort the lines into the order of the inputs and mark the job as finished; all documents were taken.
-
-        After an OSError the lines are as they were.
-        """
+        """Sort the lines into the order of the inputs and mark the job as finished; an OSError leaves the lines."""
         if self._same_ids:
             have = "document has" if len(self._same_ids) == 1 else "documents have"
             self.notes.append(

@@ -32,10 +32,7 @@ def is_memory(path: str | os.PathLike[str]) -> bool:
 
 
 class OutputMemory:
-    """A model's memory of earlier outputs, loaded from a pool file and saved to it.
-
-    Without the file the memory begins empty. PoolError if it is damaged, or was made with another tokenizer.
-    """
+    """A model's memory of earlier outputs, in a pool file. PoolError if that is damaged, or of another tokenizer."""
 
     def __init__(self, path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self.path = path
@@ -63,10 +60,7 @@ class OutputMemory:
                 write_pool(self.path, tokens, self._fingerprint, is_learned=True)
 
     def save_while(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield the items of a job, and save every `SAVE_EVERY_S` seconds, so that a killed job loses little.
-
-        A memory that cannot be saved meanwhile does not end the job; saving it at the end tells.
-        """
+        """Yield the items of a job, and save now and then if that can be done, so that a killed job loses little."""
         for item in items:
             if time.monotonic() - self._saved_at >= SAVE_EVERY_S:
                 with suppress(PoolError):

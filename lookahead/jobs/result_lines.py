@@ -41,11 +41,10 @@ def copy_of(record: Record, name: DocumentId) -> Record:
 
 
 class JsonLinesFile:
-    """A file of JSON lines, each written whole or not at all.
+    """A file of JSON lines, each written whole or not at all: in one unbuffered write, and synced to the disk.
 
-    A line is one unbuffered write followed by fsync. If the write fails (no space left) or is interrupted, the file is
-    truncated to its last whole line before the error is raised. With `lazy` the file is created with its first line,
-    with `append` the lines of an existing file are kept. ConfigError if it cannot be created.
+    If the write fails (no space left) or is interrupted, the file is truncated to its last whole line. With `lazy` the
+    file is created with its first line, with `append` earlier lines are kept. ConfigError if it cannot be created.
     """
 
     def __init__(self, path: Path, *, lazy: bool = False, append: bool = False) -> None:
@@ -128,17 +127,11 @@ def sort_lines(
     *,
     newest_only: bool = False,
 ) -> tuple[int, int]:
-    """Sort the lines of a file. The file is replaced atomically, and only if a line moves or goes.
+    """Sort the lines of a file, which is replaced atomically, and only if a line moves or goes.
 
-    Args:
-        path: The file; it is unchanged after an OSError.
-        order: The keys of the lines, in order; a key may be there more than once.
-        key_of_record: Gives the key of a line.
-        is_outdated: Whether a line that no key names is dropped; the others follow at the end.
-        newest_only: Whether only the last line of each key is kept.
-
-    Returns:
-        The number of lines kept and of lines dropped.
+    `order` names the keys of the lines, and a key perhaps more than once. Lines that no key names follow at the end,
+    but those that are outdated are dropped. With `newest_only` only the last line of each key is kept. Returns the
+    number of lines kept and of lines dropped; after an OSError the file is unchanged.
     """
     places: defaultdict[bytes, deque[tuple[int, int, bool]]] = defaultdict(deque)  # offset, length, is outdated
     count = offset = 0
@@ -162,10 +155,7 @@ def sort_lines(
 
 
 def write_parquet(lines: Path, path: Path) -> None:
-    """Write a file of results as Parquet, atomically.
-
-    Ids are numbers if all of them are, else strings; `stats`, `tree` and `plain` are JSON strings.
-    """
+    """Write results as Parquet. Ids are numbers if all of them are; `stats`, `tree` and `plain` are JSON strings."""
     arrow, parquet = load_packages("parquet", str(path))
     is_number = all(_is_int64(record[name]) for record in records_in(lines) for name in _IDS if name in record)
     id_type, text, number = arrow.int64() if is_number else arrow.string(), arrow.string(), arrow.int64()

@@ -136,13 +136,7 @@ class _Call:
 
 
 class WorkerPool:
-    """Summarizes documents with workers on a cluster. Entering it starts them, leaving it stops them.
-
-    Args:
-        ray: The module `ray`, connected.
-        options: Arguments of `WorkerOptions`.
-        plan: The number of workers and the resources of each.
-    """
+    """Summarizes documents with workers on a cluster, which have these arguments of `WorkerOptions`."""
 
     def __init__(self, ray: Any, options: dict[str, Any], plan: Plan) -> None:
         self._ray = ray
@@ -167,10 +161,7 @@ class WorkerPool:
             self._ray.kill(worker.handle)
 
     def wait_ready(self, workers: int = 1) -> WorkerInfo:
-        """Wait until so many workers are ready; the others continue to start.
-
-        LookaheadError if the options are wrong, or every worker died while it started.
-        """
+        """Wait until so many workers are ready; LookaheadError if options are wrong, or all died while they started."""
         while self._first is None or sum(worker.capacity > 0 for worker in self._workers) < workers:
             for _ in self._collect(waits=True):
                 pass
@@ -332,11 +323,8 @@ class OwnStdout:
 def plan_workers(ray: Any, workers: int | None, threads: int | None, device: str | None) -> Plan:
     """Divide the resources of a cluster: a GPU for each worker if there are GPUs, else CPUs.
 
-    Args:
-        ray: The module `ray`, connected.
-        workers: Number of workers; `None` is one for each GPU, or without GPUs one for each machine.
-        threads: CPU threads of each; `None` divides the CPUs, and is 1 with a GPU.
-        device: `"cpu"`, `"cuda"`, or `None` for GPUs if there are some.
+    By default there is a worker for each GPU, or without GPUs one for each machine, and the CPUs are divided among
+    them; with a GPU a worker has one thread.
     """
     if device not in (None, "cpu", "cuda"):
         raise ConfigError(

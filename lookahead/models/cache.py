@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -12,10 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from lookahead.kernels import dispatch
 from lookahead.kernels.dispatch import MAX_NODES
 
+# The cache among the inputs and outputs of a model. Transformers renamed it in 5.24.
+CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
 _GROWTH = 1.5
 
 RowStates = tuple[Tensor, Tensor]
@@ -68,6 +71,11 @@ class TreeSlots:
             yield
         finally:
             self.active, self.is_fixed, self.index = active, False, None
+
+
+def cache_in(arguments: Mapping[str, Any]) -> Any:
+    """The cache among arguments of `model.generate`; None without one."""
+    return arguments.get(CACHE, arguments.get("past_key_values"))
 
 
 class TreeLayer(CacheLayerMixin):
@@ -130,6 +138,8 @@ class TreeLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """No maximum: the slots grow."""
         return -1
+
+    get_max_cache_shape = get_max_length  # as older releases of transformers call it
 
     def grow(self) -> None:
         """Reallocate for the shared rows and capacity, and copy what fits."""

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from lookahead.drafting.cost_model import padded_nodes
 from lookahead.drafting.tree import TokenTree
 from lookahead.models.attention import AttentionScope
-from lookahead.models.cache import TreeCache
+from lookahead.models.cache import CACHE, TreeCache
 from lookahead.models.cuda_graphs import Capture, CudaGraphs, Graph, Run, graph_shortcoming
 from lookahead.models.model_state import state_of
 from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, padded_rows, padded_slots
@@ -39,14 +39,12 @@ def forward(
 
     The mask has a type for a model that takes prepared masks, and none for one that calls tree attention.
     """
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {CACHE: cache}
     if mask_dtype is not None:
         options["attention_mask"] = static.mask(1, AttentionSpan(), mask_dtype, static.tokens.device)
     if hidden_layers:
         options["output_hidden_states"] = True
-    output = model(
-        input_ids=static.tokens, position_ids=static.positions, past_key_values=cache, use_cache=True, **options
-    )
+    output = model(input_ids=static.tokens, position_ids=static.positions, use_cache=True, **options)
     return (output.logits, *(output.hidden_states[layer] for layer in hidden_layers))
 
 

@@ -16,6 +16,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.drafting.tree import IntArray, TokenTree
+from lookahead.models.cache import CACHE
 from lookahead.models.model_state import state_of
 from lookahead.models.support import (
     ATTENTION_LAYERS,
@@ -140,8 +141,8 @@ class DecoderTarget(Target):
                 decoder_input_ids=torch.from_numpy(np.ascontiguousarray(tokens, np.int64)).to(self._device),
                 encoder_outputs=self._outputs,
                 attention_mask=self._mask,
-                past_key_values=self._past,
                 use_cache=True,
+                **{CACHE: self._past},
             )
         logits: Tensor = output.logits
         return logits

@@ -20,6 +20,7 @@ from transformers.activations import SiLUActivation
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lookahead.kernels import layer_ops
+from lookahead.models.cache import CACHE
 from lookahead.models.model_state import replaced
 from lookahead.models.quantized import QuantizedLinear
 
@@ -187,7 +188,6 @@ def _fused(
     hidden: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
     **kwargs: Any,
 ) -> Tensor:
     """A decoder layer, `[rows, tokens, size]`."""
@@ -206,8 +206,9 @@ def _fused(
         cos, sin = cos.expand(rows, -1, -1), sin.expand(rows, -1, -1)
     layer_ops.rotate(query, key, cos.contiguous(), sin.contiguous())
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    if past_key_values is not None:
-        key, value = past_key_values.update(key, value, attention.layer_idx)
+    cache = kwargs.pop(CACHE, None)
+    if cache is not None:
+        key, value = cache.update(key, value, attention.layer_idx)
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, parts.eager)
     attended = attend(attention, query, key, value, attention_mask, **parts.options, **kwargs)[0]
     delta = to_out(attended.reshape(rows, tokens, -1).contiguous())

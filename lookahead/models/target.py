@@ -19,7 +19,7 @@ from lookahead.errors import UnsupportedModelError
 from lookahead.kernels import dispatch
 from lookahead.models import fused_layers
 from lookahead.models.attention import AttentionScope
-from lookahead.models.cache import TreeCache, windows_of
+from lookahead.models.cache import CACHE, TreeCache, windows_of
 from lookahead.models.compiled import CompiledRunner
 from lookahead.models.exact_attention import takes_rows
 from lookahead.models.kernel_trial import try_kernels
@@ -258,7 +258,7 @@ class Target:
 
     def _forward(self, tree_pass: TreePass, bits: Bits) -> Tensor:
         """One pass of the model; returns the logits of all columns, or of those to keep."""
-        options: dict[str, object] = {}
+        options: dict[str, object] = {CACHE: self.cache}
         is_plain, keeps = self.cache.slots.is_plain, len(tree_pass.keep) > 0
         if self._keeps_logits and keeps:
             options["logits_to_keep"] = 1 if is_plain else tree_pass.keep
@@ -274,7 +274,7 @@ class Target:
         if keeps_hidden:
             options["output_hidden_states"] = True
         with self._linears.running(bits), fused_layers.running(), scope:
-            output = self._model(input_ids=tree_pass.tokens, past_key_values=self.cache, use_cache=True, **options)
+            output = self._model(input_ids=tree_pass.tokens, use_cache=True, **options)
         states: Sequence[Tensor] = getattr(output, "hidden_states", None) or ()
         self.hidden = {}
         for layer in self._hidden_layers if keeps_hidden else ():

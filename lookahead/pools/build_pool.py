@@ -102,7 +102,6 @@ def read_tokens(
 
 
 def _tokens_of(document: Document, tokenizer: PreTrainedTokenizerBase) -> IntArray | Reject:
-    """The tokens of a document without special ones."""
     try:
         ids: Any = tokenizer(document.text, add_special_tokens=False)["input_ids"]
     except Exception as error:  # any error, such as a panic of a Rust tokenizer: the other documents go on

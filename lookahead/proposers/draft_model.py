@@ -173,8 +173,6 @@ def _begin(draft: PreTrainedModel, target: PreTrainedModel) -> DraftModelState:
 
 @dataclass(slots=True)
 class _DraftRow:
-    """The text of one row, and its last draft tree."""
-
     ids: IntArray
     length: int
     tree: DraftTree | None = None
@@ -288,7 +286,6 @@ class ModelProposer(BatchProposer):
         return self._vocabulary == self._call.vocab_size or int(state.ids[: state.length].max()) < self._vocabulary
 
     def _leave(self, row: int) -> None:
-        """Take a row out of the passes."""
         if row not in self._slots:
             return
         slot, last = self._slots.index(row), self._slots.pop()
@@ -328,5 +325,4 @@ class ModelProposer(BatchProposer):
         return batch.proposals()
 
     def _pass_times(self) -> PassTimes:
-        """The times of passes for this batch size."""
         return self._times.setdefault((len(self._rows) - 1).bit_length(), PassTimes())

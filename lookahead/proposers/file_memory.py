@@ -15,18 +15,8 @@ from filelock import FileLock, Timeout
 from lookahead.errors import PoolError
 from lookahead.heads.layers import body_of
 from lookahead.models.support import decoder_vocabulary
-from lookahead.ngram.memory_file import (
-    DEFAULT_CONTEXTS,
-    MOST_TOKENS,
-    OLDEST,
-    MemoryHeader,
-    Records,
-    aged,
-    merge_records,
-    read_memory,
-    table_of,
-    write_memory,
-)
+from lookahead.ngram import memory_file
+from lookahead.ngram.memory_file import MemoryHeader, Records, merge_records, read_memory, write_memory
 from lookahead.pools.open_pool import check_folder, pool_errors
 from lookahead.proposers.ngram import Memory
 from lookahead.utils.fingerprints import model_fingerprint
@@ -34,16 +24,15 @@ from lookahead.utils.fingerprints import model_fingerprint
 EMPTY: Records = np.zeros((0, 5), np.uint64)
 _LOCK_S = 60.0  # of waiting for another process, which writes for less than a second
 
-
 FileMemory = tuple[Memory, MemoryHeader]
 """A memory that started from a file, and what binds it to its model."""
 
 
-def header_of(model: Any, max_contexts: int = DEFAULT_CONTEXTS) -> MemoryHeader:
+def header_of(model: Any, max_contexts: int = memory_file.DEFAULT_CONTEXTS) -> MemoryHeader:
     """The header of an empty memory of a model."""
     vocabulary = decoder_vocabulary(model)
-    if vocabulary > MOST_TOKENS:
-        raise PoolError(f"a memory file takes vocabularies of at most {MOST_TOKENS} tokens, got {vocabulary}")
+    if vocabulary > (most := memory_file.MOST_TOKENS):
+        raise PoolError(f"a memory file takes vocabularies of at most {most} tokens, got {vocabulary}")
     try:
         fingerprint = int(model_fingerprint(model, body_of(model)), 16)
     except (NotImplementedError, RuntimeError) as error:  # weights on the meta device
@@ -62,7 +51,7 @@ def open_file_memory(path: str, model: Any, opened: dict[str, FileMemory]) -> Me
         with pool_errors(path):
             if os.path.lexists(path):
                 header, records = read_memory(path, header)
-        opened[place] = Memory(table_of(records)), header
+        opened[place] = Memory(memory_file.table_of(records)), header
     return opened[place][0]
 
 
@@ -75,7 +64,9 @@ def merge_into(path: str, header: MemoryHeader, new: Records, old: Records = EMP
         known = EMPTY
         if os.path.lexists(path):
             header, known = read_memory(path, header)
-        return write_memory(path, header, merge_records((new, aged(known), aged(old)), header.max_contexts))
+        return write_memory(
+            path, header, merge_records((new, memory_file.aged(known), memory_file.aged(old)), header.max_contexts)
+        )
 
 
 def merge_files(path: str, sources: Sequence[str], max_contexts: int | None = None) -> MemoryHeader:
@@ -93,7 +84,7 @@ def merge_files(path: str, sources: Sequence[str], max_contexts: int | None = No
     if fits is None:
         raise PoolError(f"{path}: no memory to merge")
     everything = np.concatenate(parts)
-    youngest = everything[np.argsort(everything[:, 0] & np.uint64(OLDEST), kind="stable")]
+    youngest = everything[np.argsort(everything[:, 0] & np.uint64(memory_file.OLDEST), kind="stable")]
     header = replace(fits, max_contexts=bound if max_contexts is None else max_contexts)
     with pool_errors(path), _locked(path):
         return write_memory(path, header, merge_records([youngest], header.max_contexts))

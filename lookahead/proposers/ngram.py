@@ -36,8 +36,6 @@ class Memory:
 
 @dataclass(slots=True)
 class _NgramRow:
-    """One row's text, its search, and its last proposal."""
-
     text: ChainIndex
     search: Search
     written: IntArray = field(default_factory=lambda: NO_CANDIDATES)  # as `lookahead.ngram.search.Grown.written`

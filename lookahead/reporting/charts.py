@@ -238,12 +238,6 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
         undefined=StrictUndefined,
     )
-    environment.filters |= {
-        "brief": brief,
-        "duration": duration,
-        "exact": exact,
-        "count": lambda number: f"{number:,}",
-        "percent": lambda share: f"{share:.1%}",
-        "units": units,
-    }
+    environment.filters |= {each.__name__: each for each in (brief, duration, exact, units)}
+    environment.filters |= {"count": "{:,}".format, "percent": "{:.1%}".format}
     return environment

@@ -40,13 +40,8 @@ class WrittenReport(NamedTuple):
 def write_report(results: Path, output: Path | None = None, rejects: Path | None = None) -> WrittenReport:
     """Write an HTML page about the results of `lookahead summarize`, atomically.
 
-    Without names the page is `RESULTS.report.html`, and documents that failed are in `RESULTS.rejects.jsonl`, if it
-    exists. Only an earlier report is overwritten.
-
-    Raises:
-        ConfigError: `output` cannot be written, or exists and is no report.
-        DocumentError: `results` is empty or holds no results.
-        OSError: A file cannot be read.
+    ConfigError if the page cannot be written, or exists and is no report; DocumentError if the results are none;
+    OSError if a file cannot be read.
     """
     page = Path(f"{results}.report.html") if output is None else output
     _check_output(page)
@@ -94,10 +89,7 @@ def _render_report(
 
 
 def _distribution(aggregate: Aggregate, column: str, x_name: str, rules: dict[str, float]) -> dict[str, Any] | None:
-    """A column and its histogram, with lines at the median and at `rules`; `None` if no line has it.
-
-    `chart` is `None` for too few values, or if all are equal; `beyond` values are above its `end`.
-    """
+    """A column and its histogram, with lines at the median and at `rules`; `None` if no line has it."""
     (values,) = aggregate.known(column)
     if not values.size:
         return None

@@ -164,12 +164,7 @@ class Reading:
 
 
 def read_results(path: Path, reading: Reading) -> Iterator[Result]:
-    """The lines of a results file: JSON lines, or Parquet if the name ends in `.parquet`.
-
-    Raises:
-        DocumentError: The file holds no results, or is Parquet and cannot be read.
-        OSError: The file cannot be read.
-    """
+    """The lines of a results file, JSON or `.parquet`; DocumentError if it holds none, OSError if unreadable."""
     rows = _parquet_rows(path) if path.suffix.lower() == ".parquet" else _json_lines(path, reading)
     for number, record in rows:
         if "summary" in record or "stats" in record:

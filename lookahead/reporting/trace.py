@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lookahead.config import LookaheadConfig
 from lookahead.engine.row import StepOutput
 from lookahead.generation.api import prepare_ids
-from lookahead.generation.prompts import Prompt, Truncation, reader_of
+from lookahead.generation.prompts import Prompt, PromptReader, Truncation
 from lookahead.generation.validation import check_options
 from lookahead.models.calibration import Sweep
 from lookahead.models.support import validate_model
@@ -87,13 +87,10 @@ def trace(
     clock: Callable[[], float] = time.perf_counter,
     **generate_kwargs: Any,
 ) -> Trace:
-    """Generate from one prompt, a text or chat messages, and record every step.
-
-    The arguments are those of `lookahead.generate`; `clock` returns seconds.
-    """
+    """Generate from a text or chat messages as `lookahead.generate` does, recording every step by the clock."""
     validate_model(model)
     check_options(model, config, None, generate_kwargs, None)
-    ids = reader_of(model, tokenizer, None, True, truncate, None, generate_kwargs).read(prompt, 0)
+    ids = PromptReader(model, tokenizer, None, True, truncate, None, generate_kwargs).read(prompt, 0)
     engine = prepare_ids(model, tokenizer, [ids], config, None, None, generate_kwargs)
     names = list(getattr(engine, "sources", ()))
     decoder = _PieceDecoder(tokenizer)

@@ -31,13 +31,9 @@ _CHOICES = ((3, Break.SENTENCE), (1, Break.SENTENCE), (3, Break.LINE), (0, Break
 
 
 class MeasuredText:
-    """A text in pieces, with the offsets of its tokens.
+    """A text in pieces, none empty, with the offsets of its tokens; `before` is the number of characters before it.
 
-    Args:
-        pieces: The text, no piece empty.
-        tokenizer: Counts the tokens.
-        clean: Applied to each piece first. It may change whitespace only.
-        before: Number of characters before the first piece.
+    `clean` is applied to each piece first. It may change whitespace only.
     """
 
     def __init__(
@@ -122,13 +118,8 @@ def cut(measured: MeasuredText, budget: int, overlap: int = 0) -> Parts:
     """Cut a document into parts of at most `budget` tokens and of similar length.
 
     A part ends with a section if one ends near the usual length, else with a paragraph, a sentence or a line, and
-    within a line or word only where nothing else ends.
-
-    Args:
-        measured: The document.
-        budget: Most tokens of a part, at least 1.
-        overlap: Tokens at the end of a part that the next part repeats, less than `budget`. They are fewer if the part
-            has fewer tokens, or if a character of several tokens would be torn.
+    within a line or word only where nothing else ends. The next part repeats `overlap` tokens of its end, less than
+    `budget`, and fewer if the part has fewer, or if a character of several tokens would be torn.
     """
     if measured.tokens <= budget:
         return Parts(_parts(measured, _trimmed(measured, [(0, len(measured.text))])), measured.tokens, "none")

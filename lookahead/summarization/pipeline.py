@@ -19,20 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PartSummary:
-    """The summary of a part of a document.
+    """The summary of a part of a document. Spans have the index of the first, and that after the last."""
 
-    Attributes:
-        chars: The span of the part in the document: the first character, and the one after the last.
-        tokens: Likewise in tokens of the document.
-        summary: The summary of the part; with refining, that of the document up to the end of the part.
-        children: The span of the summaries of the level below that it summarizes; `None` if it summarizes the document
-            itself.
-    """
-
-    chars: tuple[int, int]
-    tokens: tuple[int, int]
-    summary: str
-    children: tuple[int, int] | None = None
+    chars: tuple[int, int]  # of the document
+    tokens: tuple[int, int]  # likewise
+    summary: str  # of the part; with refining, of the document up to its end
+    children: tuple[int, int] | None = None  # summaries of the level below; `None` if it summarizes the document itself
 
     def to_dict(self) -> dict[str, Any]:
         """The summary as a JSON-ready dict."""
@@ -45,29 +37,17 @@ Levels = tuple[tuple[PartSummary, ...], ...]  # the summaries of the parts, thos
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The summary of one document.
-
-    Attributes:
-        text: The summary.
-        document_tokens: Tokens of the document.
-        summary_tokens: Tokens of the summary, an end-of-sequence token included.
-        parts: The number of parts the document was cut into, 1 if it fitted.
-        split: `"none"`, `"sections"`, `"sentences"`, or `"hard"` if a stretch had no sentence or line end to cut at.
-        stats: Counters of the decoding, the summaries of the parts included.
-        plain: Figures of plain decoding for the same prompts, if asked for.
-        tree: The summaries of the parts, level by level, if asked for.
-        finish_reason: `"length"` if the token limit cut the summary off, `"stop"` if the model ended it.
-    """
+    """The summary of one document."""
 
     text: str
     document_tokens: int
-    summary_tokens: int
-    parts: int
-    split: Split
-    stats: DecodingStats
-    plain: PlainFigures | None = None
-    tree: Levels | None = None
-    finish_reason: FinishReason = "stop"
+    summary_tokens: int  # an end-of-sequence token included
+    parts: int  # that the document was cut into, 1 if it fitted
+    split: Split  # as of `Parts`
+    stats: DecodingStats  # the summaries of the parts included
+    plain: PlainFigures | None = None  # of plain decoding for the same prompts, if asked for
+    tree: Levels | None = None  # the summaries of the parts, level by level, if asked for
+    finish_reason: FinishReason = "stop"  # `"length"` if the token limit cut the summary off
 
     def __str__(self) -> str:
         return self.text

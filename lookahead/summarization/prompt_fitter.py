@@ -101,10 +101,7 @@ class PromptFitter:
 
     @property
     def partial_summary_limit(self) -> int:
-        """Most tokens of the summary of a part.
-
-        It is a quarter of what a prompt holds: the summaries together are shorter than the document, so the rounds end.
-        """
+        """Most tokens of the summary of a part: a quarter of what a prompt holds, so that the rounds end."""
         return self._document_limit // 4
 
     def fit(self, document: str) -> FittedDocument:
@@ -118,7 +115,6 @@ class PromptFitter:
         """Put as many summaries of parts, none blank, into each prompt as fit together.
 
         Each is first truncated to `partial_summary_limit`, since text can have more tokens than it was generated with.
-        A summary is cut only if no prompt can hold it.
         """
         limit = self.partial_summary_limit
         summaries = [truncate(summary, self._tokenizer, limit).strip() for summary in summaries]
@@ -127,10 +123,7 @@ class PromptFitter:
         return self._fit(MeasuredText(pieces, self._tokenizer, self.prompting.clean), Approach())
 
     def refining_prompt(self, fitted: FittedDocument, number: int, summary: str) -> str:
-        """The prompt for a part of a document and the summary of the parts before it, which may be empty.
-
-        The end of the summary is left out if it does not fit.
-        """
+        """The prompt for a part and as much of the summary of those before it, which may be empty, as fits."""
         if not summary:
             return fitted.prompts[number]
         text, keep = self.prompting.clean(summary), self.max_new_tokens
@@ -166,10 +159,7 @@ def check_max_new_tokens(max_new_tokens: int) -> None:
 
 
 def context_length(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Most tokens of a prompt and its output together, by the model or its tokenizer; a billion if neither states it.
-
-    For an encoder-decoder model: most tokens that its encoder reads.
-    """
+    """Most tokens of a prompt and its output together, or of an encoder's input; a billion if nothing states it."""
     text_config = model.config.get_text_config()
     names = ("max_encoder_position_embeddings", "max_position_embeddings")
     stated = (tokenizer.model_max_length, *(getattr(text_config, name, None) for name in names))

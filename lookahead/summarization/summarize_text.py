@@ -76,16 +76,8 @@ def summarize(
         check_model(model)
         raise ConfigError("model and tokenizer must be given together, got a model but no tokenizer")
     check_pair(model, tokenizer)
-    summarizer = Summarizer(
-        model,
-        tokenizer,
-        max_new_tokens=max_new_tokens,
-        num_beams=num_beams,
-        config=config,
-        approach=approach,
-        keep_parts=keep_parts,
-    )
-    return summarizer.summarize(document)
+    options: Any = {"num_beams": num_beams, "config": config, "approach": approach, "keep_parts": keep_parts}
+    return Summarizer(model, tokenizer, max_new_tokens=max_new_tokens, **options).summarize(document)
 
 
 def _read(text: Any) -> str:

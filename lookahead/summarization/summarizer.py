@@ -102,20 +102,9 @@ class _Clock(StoppingCriteria):
 class Summarizer:
     """Summarizes documents with one model.
 
-    Args:
-        model: Any causal language model.
-        tokenizer: Its tokenizer.
-        max_new_tokens: Most tokens of a summary.
-        num_beams: Beams of the search, at least 1; `None` means the model's own number, which is 1 for most.
-        config: How drafts are made; `None` means the defaults.
-        compare: Whether every document is decoded plainly too.
-        request: What the model is asked for; `None` means a summary in two sentences.
-        approach: How a document longer than a prompt is read; `None` means its parts separately, without overlap.
-        keep_parts: Whether summaries keep those of the parts.
-
-    Raises:
-        ConfigError: `max_new_tokens` is less than 1 or leaves no room for a document, or the model cannot follow the
-            request or the approach.
+    Beside the arguments of `lookahead.summarize` it takes `compare`, whether every document is decoded plainly too,
+    `request`, what the model is asked for if not for two sentences, and `approach`, how a document longer than a prompt
+    is read. ConfigError if no document would fit, or the model cannot follow the request or the approach.
     """
 
     def __init__(
@@ -141,11 +130,7 @@ class Summarizer:
         self._num_beams: int = num_beams or own or 1
 
     def summarize(self, text: str) -> Summary:
-        """Summarize one document: its parts if it is long, then their summaries.
-
-        Raises:
-            DocumentError: The text has no letter or digit, or the model wrote nothing about it.
-        """
+        """Summarize one document. DocumentError if it has no letter or digit, or the model wrote nothing about it."""
         pipeline, plain = self.begin(text), PlainFigures()
         while pipeline.summary is None:
             done, figures = self._decode(pipeline.prompts, pipeline.limit)
@@ -157,14 +142,10 @@ class Summarizer:
     def summarize_all(self, documents: Iterable[Document | None], rows: int | None = None) -> Iterator[Outcome]:
         """Summarize many documents, the prompts of several decoded together, in the order in which they are done.
 
-        A document is taken when a row is free for it, so memory does not grow with their number. A document that
-        cannot be summarized is rejected alone. The summaries are those of `summarize`. The parts of a long document
-        are decoded together. With `compare` or beams, documents are summarized one after the other.
-
-        Args:
-            documents: The documents, which may come from a stream. It may give None, while documents that it gave are
-                not done, to say that the next one has not come yet.
-            rows: Prompts that are decoded together, 1 to 1024; `None` decides.
+        A document is taken when a row is free for it, so memory does not grow with their number; `rows`, 1 to 1024, is
+        decided if `None`. One that cannot be summarized is rejected alone. The summaries are those of `summarize`. With
+        `compare` or beams, documents are summarized one after the other. A stream of documents may give None, while
+        documents that it gave are not done, to say that the next one has not come yet.
         """
         if self._is_alone:
             return (self.summarize_or_reject(document) for document in documents if document is not None)
@@ -213,10 +194,7 @@ class Summarizer:
         return self._compare or self._num_beams > 1
 
     def _decode(self, prompts: Sequence[str], limit: int) -> tuple[list[GenerationResult], PlainFigures]:
-        """Continue each prompt by at most `limit` tokens, as many together as the cache has room for.
-
-        With `compare`, decode them plainly too.
-        """
+        """Continue each prompt by at most `limit` tokens, as many together as the cache has room for."""
         from lookahead.generation.scheduler import cache_tokens_of
 
         add = self.fitter.prompting.add_special_tokens

@@ -37,8 +37,7 @@ class Record(NamedTuple):
 def read_records(path: Path) -> list[Record]:
     """Read a text file, or JSON lines (`.jsonl`) with `prompt` and `output`, with `prompt` alone, or with `text`.
 
-    Raises:
-        TrainingError: It cannot be read, or a line is none of these; the message names the line.
+    TrainingError if it cannot be read, or a line is none of these; the message names the line.
     """
     try:
         with opened(str(path)) as file:  # with a timeout for pipes

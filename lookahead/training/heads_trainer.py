@@ -82,7 +82,6 @@ class HeadTrainer(Trainer):
         return total
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
-        """Measure on held-out examples how often each guess, and one of the first five, is right."""
         self._learner.eval()
         self._base.eval()
         counts = torch.zeros(self._learner.depth, 3, dtype=torch.int64)
@@ -100,7 +99,6 @@ class HeadTrainer(Trainer):
         return metrics
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Report the step, and the loss or the metrics."""
         super().log(logs, start_time)
         shown = [f"{name.removeprefix('eval_')} {logs[name]:.4g}" for name in logs if name.startswith("eval_")]
         if shown or "loss" in logs:

@@ -55,7 +55,6 @@ class IndependentHeadsLearner(Learner):
         self._is_joint = is_joint
 
     def losses(self, model: PreTrainedModel, states: Tensor, batch: dict[str, Tensor]) -> Iterator[Tensor]:
-        """The model's own loss if it is trained, then that of every head."""
         if self._is_joint:
             positions, labels = targets(batch, 1)
             last = states[..., -model.config.get_text_config().hidden_size :]
@@ -67,7 +66,6 @@ class IndependentHeadsLearner(Learner):
                 yield share * F.cross_entropy(self.heads.guess(model, head, states, positions).float(), labels)
 
     def hits(self, model: PreTrainedModel, states: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        """How often each head is right."""
         counts = []
         for head in range(self.depth):
             positions, labels = targets(batch, head + 2)
@@ -113,7 +111,6 @@ class EagleLearner(Learner):
         self.depth = depth
 
     def losses(self, model: PreTrainedModel, states: Tensor, batch: dict[str, Tensor]) -> Iterator[Tensor]:
-        """One loss."""
         starts = DraftStarts.of(batch)
         size = states.square().mean().sqrt()
         noisy = states + (torch.rand_like(states) * 2 - 1) * NOISE * size
@@ -135,8 +132,8 @@ class EagleLearner(Learner):
         return torch.stack(counts)
 
     def _inputs(self, states: Tensor) -> Tensor:
-        """The hidden states that the head reads."""
-        return states
+        """The hidden states that the head reads; where it reads layers, those of the last one come after them."""
+        return states[..., : -self.head.config.hidden_size] if self.layers else states
 
 
 class FusedEagleLearner(EagleLearner):
@@ -148,7 +145,6 @@ class FusedEagleLearner(EagleLearner):
     head: FusedEagleHead
 
     def losses(self, model: PreTrainedModel, states: Tensor, batch: dict[str, Tensor]) -> Iterator[Tensor]:
-        """One loss, since each step continues the one before."""
         starts = DraftStarts.of(batch)
         last = states[..., -self.head.config.hidden_size :]
         tokens = self.head.token_ids(torch.arange(len(self.head.d2t), device=states.device))
@@ -165,10 +161,6 @@ class FusedEagleLearner(EagleLearner):
                 log_probs = self.head.logits(model, out[kept][is_known]).float().log_softmax(-1)
                 total = total - DECAY**step * (probs * log_probs).sum(-1).mean()
         yield total
-
-    def _inputs(self, states: Tensor) -> Tensor:
-        """The states of the fused layers; those of the last layer come after them."""
-        return states[..., : -self.head.config.hidden_size]
 
 
 def unroll(

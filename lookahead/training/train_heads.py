@@ -39,11 +39,7 @@ _DONE = "trainer_state.json"  # written last into a checkpoint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The settings of a run, as `lookahead train --help` tells them; a resumed run must have the same.
-
-    Raises:
-        TrainingError: A value is out of its range.
-    """
+    """The settings of a run, as `lookahead train --help` tells them; TrainingError if a value is out of its range."""
 
     kind: str
     heads: int = 4
@@ -92,15 +88,10 @@ def train_heads(
 ) -> dict[str, float]:
     """Train heads for a model with the examples of a file (`read_records`), and write them.
 
-    The folder gets the heads, the checkpoints, and in `model` a model that was trained too.
-
-    Returns:
-        On held-out examples, for each token guessed: the share of right first guesses, `eval_accuracy_1` and so on, and
-        of right ones among five, `eval_top_5_1` and so on.
-
-    Raises:
-        TrainingError: accelerate is missing, the data is unusable, or the folder belongs to another run.
-        HeadsError: The model takes no heads.
+    The folder gets the heads, the checkpoints, and in `model` a model that was trained too. Returns, on held-out
+    examples, the share of right first guesses for each token guessed, `eval_accuracy_1` and so on, and of right ones
+    among five, `eval_top_5_1` and so on. TrainingError if accelerate is missing, the data is unusable, or the folder
+    belongs to another run; HeadsError if the model takes no heads.
     """
     check_trainer()
     records = read_records(data)

@@ -16,11 +16,7 @@ FinishReason = Literal["stop", "length", "criteria"]
 
 Criterion = Callable[[Tensor, Sequence[Tensor]], bool]
 
-_REASONS: dict[type, FinishReason] = {
-    EosTokenCriteria: "stop",
-    StopStringCriteria: "stop",
-    MaxLengthCriteria: "length",
-}
+_REASONS: dict[type, FinishReason] = {EosTokenCriteria: "stop", StopStringCriteria: "stop", MaxLengthCriteria: "length"}
 
 
 def reason_of(criterion: object) -> FinishReason:
