@@ -18,7 +18,15 @@ from lookahead.cli.app import app
 from lookahead.drafting.cost_model import StepCost
 from lookahead.errors import ConfigError
 from lookahead.models import calibration
-from lookahead.models.calibration import cache_folder, calibrate, calibrate_quickly, cost_path, read_costs, write_costs
+from lookahead.models.calibration import (
+    NODES,
+    cache_folder,
+    calibrate,
+    calibrate_quickly,
+    cost_path,
+    read_costs,
+    write_costs,
+)
 
 
 def learned() -> StepCost:
@@ -299,3 +307,12 @@ def test_a_context_that_does_not_fit_is_one_line_and_no_file(model_folder, tmp_p
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_context_longer_than_the_models_is_refused_before_anything_is_measured(tiny_llama, monkeypatch) -> None:
+    monkeypatch.setattr(calibration, "calibrate", lambda *_, contexts, **__: contexts)
+    most = tiny_llama.config.max_position_embeddings - max(NODES) - 1
+    assert lookahead.calibrate_costs(tiny_llama, [1, most]) == [1, most]
+    for context in (most + 1, 10**9):
+        with pytest.raises(ConfigError, match=f"context must be from 1 to {most} tokens, .*, got {context}"):
+            lookahead.calibrate_costs(tiny_llama, [1, context])

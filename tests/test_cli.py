@@ -275,12 +275,15 @@ def test_a_folder_one_may_not_write_to_is_told(summarize, cli_folder):
     assert "permission denied" in only_error(summarize("a.txt", "-o", "locked/out.jsonl"))
 
 
-@pytest.mark.parametrize("option", [["--threads", "0"], ["--max-nodes", "many"], ["--no-such-option"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "option", [["--threads", "0"], ["--limit", "0"], ["--max-nodes", "many"], ["--no-such-option"]], ids=" ".join
+)
 def test_an_option_that_cannot_be_read_exits_with_status_2(summarize, option):
     result = summarize("a.txt", *option)
     assert (result.exit_code, result.stdout) == (2, "")
     assert option[0] in result.stderr
     assert "Traceback" not in result.stderr
+    assert all(f"got '{value}'" in " ".join(result.stderr.replace("│", " ").split()) for value in option[1:])
 
 
 def test_overwrite_replaces_the_output_and_forgets_old_rejects(summarize, cli_folder):

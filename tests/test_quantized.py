@@ -259,6 +259,22 @@ def test_a_command_says_in_one_line_what_cannot_be_quantized_so(command, named):
     assert "quantize must be int8, got 'int4'" in result.stderr
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["generate", "3 4 5", "--heads", "native"],
+        ["chat", "--heads", "native"],
+        ["train", "medusa", "--data", "gone.txt", "-o", "heads"],
+    ],
+    ids=" ".join,
+)
+def test_heads_beside_a_quantized_model_are_refused_before_it_is_loaded(command, named, monkeypatch):
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    result = CliRunner().invoke(app, [*command, "--model", str(named), "--quantize", "int8"])
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1
+    assert "for a model that is not quantized, got --quantize int8" in result.stderr
+
+
 def test_step_costs_of_a_quantized_model_are_kept_apart(named, tmp_path):
     from lookahead.models.calibration import cost_path
 

@@ -61,8 +61,8 @@ def _parameters_of(options: type) -> list[inspect.Parameter]:
     return parameters
 
 
-class _BareFlags:
-    """Shows flags without a type in the help, since they take no value."""
+class _Plain:
+    """Shows flags without a type in the help, since they take no value, and wrong values in the errors."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]  # a mixin
@@ -71,12 +71,21 @@ class _BareFlags:
                 parameter.metavar = ""
         return parameters
 
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        try:
+            return super().parse_args(ctx, args)  # type: ignore[misc]
+        except typer.BadParameter as error:
+            for found in getattr(error.__cause__, "errors", list)()[:1]:  # of pydantic, which newer versions use
+                got = repr(found["input"])
+                error.message += "" if got in error.message else f", got {got}"
+            raise
 
-class _Command(_BareFlags, TyperCommand):
+
+class _Command(_Plain, TyperCommand):
     pass
 
 
-class _Group(_BareFlags, TyperGroup):
+class _Group(_Plain, TyperGroup):
     pass
 
 

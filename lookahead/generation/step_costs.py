@@ -12,6 +12,8 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from lookahead.config import PASSES
+from lookahead.errors import ConfigError
+from lookahead.generation.validation import context_limit
 from lookahead.models import calibration
 from lookahead.models.model_state import state_of
 from lookahead.models.support import validate_causal_lm
@@ -91,5 +93,9 @@ def calibrate_costs(
     """
     validate_causal_lm(model, "be calibrated; it learns its costs while it decodes")
     cost = state_of(model).learned.costs[PASSES[compile]]
-    nodes = calibration.PADDED_NODES if compile else calibration.NODES
+    nodes, limit = calibration.PADDED_NODES if compile else calibration.NODES, context_limit(model)
+    for context in contexts:
+        if limit is not None and context + max(nodes) + 1 > limit:
+            span = f"from 1 to {limit - max(nodes) - 1} tokens, which with {max(nodes)} nodes fill the model's context"
+            raise ConfigError(f"context must be {span}, got {context}")
     return calibration.calibrate(model, cost, contexts=contexts, nodes=nodes, compiles=compile)

@@ -125,6 +125,8 @@ class DraftingOptions:
         """The configuration, checked; `None` for defaults alone, with which any model is decoded, if only plainly."""
         sources: list[Any] = [] if self.proposers == "none" else [name.strip() for name in self.proposers.split(",")]
         if self.heads is not None:
+            if (quantize := getattr(self, "quantize", None)) is not None:
+                raise ConfigError(f"heads draft for a model that is not quantized, got --quantize {quantize}")
             from lookahead.proposers.heads import Heads
 
             sources.append(Heads(self.heads))
