@@ -32,21 +32,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
+from bench import llm_figures
 from bench.command import clock_of, make_engine, parser_of, publish, setting_of, stay_on_cores
-from bench.llm_figures import (
-    CLOCKS,
-    CONFIGS,
-    GREEDY,
-    LOOKUPS,
-    OURS,
-    Prompt,
-    Run,
-    check_lossless,
-    cold_figures,
-    figures_of,
-    headline,
-    print_table,
-)
+from bench.llm_figures import CLOCKS, CONFIGS, GREEDY, LOOKUPS, OURS, Prompt, Run
 from bench.llm_peers import peer_of, read_clocks, run_peer, timed
 from bench.prompts import cut, loops
 from lookahead import LookaheadConfig
@@ -283,18 +271,18 @@ def main(argv: Sequence[str] | None = None) -> None:
             run(prompt.ids)
     runs = run_in_turn(methods, prompts)
     for name in (name for name in CONFIGS if name in runs):
-        check_lossless(runs[name], runs[GREEDY], arguments.dtype, repr(name))
+        llm_figures.check_lossless(runs[name], runs[GREEDY], arguments.dtype, repr(name))
     categories = [prompt.category for prompt in prompts]
     places = [i for i, category in enumerate(categories) if categories[:i].count(category) < arguments.cold]
     cold = run_cold([prompts[i] for i in places], arguments) if OURS in methods else []
     for peer in arguments.peer:
         found = run_peer(peer, job_of(model, prompts, arguments))
         runs |= {name: [Run(**run) for run in each] for name, each in found.items()}
-    result = {**setting(prompts, runs, arguments), "methods": figures_of(runs, prompts, clock)}
-    result |= headline(result["methods"], clock)
+    result = {**setting(prompts, runs, arguments), "methods": llm_figures.figures_of(runs, prompts, clock)}
+    result |= llm_figures.headline(result["methods"], clock)
     if cold:
-        result["cold"] = cold_figures(cold, runs, places, arguments.dtype, clock)
-    print_table(result, clock)
+        result["cold"] = llm_figures.cold_figures(cold, runs, places, arguments.dtype, clock)
+    llm_figures.print_table(result, clock)
     publish(result, arguments.output)
 
 

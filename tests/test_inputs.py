@@ -325,7 +325,7 @@ def test_a_page_a_server_does_not_have_is_told(server):
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("zzz://a/b.txt", "zzz://a/b.txt: Protocol not known: zzz"),
+        ("zzz://a/b.txt", "zzz://a/b.txt: cannot be read: Protocol not known: zzz"),
         ("memory://docs/*.rst", "memory://docs/*.rst: no file matches this pattern"),
     ],
 )

@@ -128,7 +128,6 @@ def explain(options: ExplainOptions) -> None:
 
 
 def _print_trace(trace: Trace, out: Console) -> None:
-    """Print the text coloured by source, a legend, every step, and the sums."""
     from lookahead.reporting.trace import STEP_HEADINGS, source_rows, step_cells, total_line
 
     styles = {name: _STYLES[i % len(_STYLES)] for i, name in enumerate(trace.sources)}

@@ -44,7 +44,6 @@ class PromptOptions:
 
 
 def _parameters_of(options: type) -> list[inspect.Parameter]:
-    """The options of a dataclass as keyword parameters for Typer."""
     hints, parameters = get_type_hints(options), []
     for each, owner in options_of(options):
         details: dict[str, Any] = {name: value for name, value in each.metadata.items() if name != "identifies"}

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 
 def _use_job_file(context: typer.Context, path: Path | None) -> Path | None:
-    """Take the options of a job file as defaults of the command line."""
     if path is not None:
         with usage_errors():
             context.default_map = read_job_file(path)

@@ -99,8 +99,7 @@ def watch_compilation() -> Any:
     class Notice(event.Listener):
         """Counts the time of the outermost functions; those they call are compiled meanwhile."""
 
-        def __init__(self) -> None:
-            self.spent, self._depth, self._since, self._is_said = 0.0, 0, 0.0, False
+        spent, _depth, _since, _is_said = 0.0, 0, 0.0, False
 
         def on_start(self, event: Any) -> None:
             if self._depth == 0:
@@ -225,11 +224,9 @@ class _Bar:
         self._task = self.progress.add_task("", total=total, **values)
 
     def say(self, kind: str, message: str) -> None:
-        """Print one line to stderr, above the bar."""
         say(kind, message, self.progress.console)
 
     def rejected(self, reject: Reject, *_: object) -> None:
-        """Show why a document failed."""
         self.say("error", reject.error)
         self._update(advance=1)
 

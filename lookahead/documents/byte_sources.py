@@ -36,12 +36,8 @@ def file_system(url: str) -> tuple[Any, str]:
     """The fsspec file system that reads a URL, and the path in it; DocumentError if no installed package does."""
     from fsspec.core import url_to_fs
 
-    try:
+    with driver_errors(url):
         system, path = in_time(lambda: url_to_fs(url))
-    except ImportError as error:
-        raise DocumentError(f"{url}: {error}; for http, https and s3: {_EXTRA}") from error
-    except Exception as error:  # drivers raise any type for a wrong address or missing credentials
-        raise DocumentError(f"{url}: {one_line(error)}") from error
     return system, str(path)
 
 
@@ -160,6 +156,8 @@ def driver_errors(url: str) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise DocumentError(f"{url}: not found or not reachable") from error
+    except ImportError as error:
+        raise DocumentError(f"{url}: {error}; for http, https and s3: {_EXTRA}") from error
     except Exception as error:
         raise DocumentError(f"{url}: cannot be read: {one_line(error)}") from error
 

@@ -37,7 +37,10 @@ def pdf_text(data: bytes, path: str, limit: int) -> str:
     (pypdf,) = load_packages("pdf", path)
     pages: list[str] = []
     size = 0
-    with _quiet("pypdf"), _read_errors(path, "PDF"):
+    log = logging.getLogger("pypdf")  # it says something about every damaged page
+    with _read_errors(path, "PDF"):
+        level = log.level
+        log.setLevel(logging.CRITICAL)
         try:
             reader = pypdf.PdfReader(io.BytesIO(data))
             if reader.is_encrypted and not reader.decrypt(""):
@@ -50,6 +53,8 @@ def pdf_text(data: bytes, path: str, limit: int) -> str:
         except pypdf.errors.DependencyError as error:
             reason = one_line(error)
             raise DocumentError(f"{path}: this PDF is encrypted; save a copy that is not ({reason})") from error
+        finally:
+            log.setLevel(level)
     text = "\n\n".join(page for page in pages if page)
     if not text:
         what = f"its {len(pages)} pages hold" if len(pages) != 1 else "its page holds"
@@ -94,15 +99,3 @@ def _read_errors(path: str, kind: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise DocumentError(f"{path}: cannot be read as {kind}: {one_line(error)}") from error
-
-
-@contextmanager
-def _quiet(logger: str) -> Iterator[None]:
-    """Suppress what a library logs about every damaged page."""
-    log = logging.getLogger(logger)
-    before = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        log.setLevel(before)

@@ -119,7 +119,6 @@ def _input(path: str, field: str | None, id_field: str | None, *, is_lines: bool
 
 
 def _expand(argument: str, without: Collection[str], on_skip: Skip) -> list[str]:
-    """The paths that one argument names."""
     if not argument:
         raise DocumentError("an input is an empty string; name files, folders or URLs, or - for stdin")
     if argument == STDIN:

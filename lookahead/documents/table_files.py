@@ -14,7 +14,6 @@ from lookahead.documents.byte_sources import bounded_lines, opened, too_long
 from lookahead.documents.decode_text import Document, DocumentId, Reject, checked, decode_bytes, encoding_of, given_id
 from lookahead.documents.inputs import DEFAULT_ID_FIELD, Input, load_packages
 from lookahead.errors import DocumentError, one_line
-from lookahead.utils.atomic import parse_json
 
 _UNPACKED = 64 << 20  # bytes; a row group that unpacks to no more is read whatever its size in the file
 _MOST_FOLD = 100  # how many times its size in the file a larger row group may unpack to
@@ -194,15 +193,16 @@ def _columns(source: Input, field: str, names: list[str]) -> tuple[int, int | No
 
 
 def _json_document(line: bytes, place: str, offset: int, source: Input, field: str) -> Document | Reject:
-    """The document of one JSON line that begins at byte `offset` of its file."""
     try:
-        record = parse_json(decode_bytes(line, place, offset).strip())
+        record = json.loads(decode_bytes(line, place, offset).strip())
     except DocumentError as error:
         return Reject(place, str(error))
+    except RecursionError:
+        return Reject(place, f"{place}: not valid JSON: nested too deeply")
     except json.JSONDecodeError as error:
         what = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
         return Reject(place, f"{place}: not valid JSON: {what}")
-    except ValueError as error:  # a number of too many digits, or nested too deeply
+    except ValueError as error:  # a number of too many digits
         return Reject(place, f"{place}: not valid JSON: {error}")
     if not isinstance(record, dict):
         return Reject(place, f"{place}: expected a JSON object, got {type(record).__name__}")
@@ -217,7 +217,6 @@ def _json_document(line: bytes, place: str, offset: int, source: Input, field: s
 def _document(
     place: str, source: Input, field: str, text: object, given: object = None, limit: int | None = None
 ) -> Document | Reject:
-    """The document of a line or row that holds this text and this id."""
     name: DocumentId = place
     where = f"{place}: {'field' if source.format == 'jsonl' else 'column'} {field!r}"
     try:

@@ -219,7 +219,6 @@ class EagleDrafter(HeadDrafter):
         return head.layer.finish(residual, attend(head.layer.query(read, rotation), keys, values, mask)), seen
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """The model's embeddings, `[..., hidden]`."""
         table: Any = self._model.get_input_embeddings()
         embedded: Tensor = table(tokens.to(table.weight.device)).to(tokens.device)
         return embedded

@@ -126,7 +126,6 @@ def make_drafter(
 
 
 def _sizes_of(heads: TrainedHeads) -> dict[str, Any]:
-    """The sizes that `config.json` records."""
     if isinstance(heads, MedusaHeads):
         return {"medusa_num_heads": len(heads), "medusa_num_layers": heads.blocks}
     own: dict[str, Any] = heads.config.to_dict()
@@ -234,7 +233,6 @@ _READERS = {MedusaHeads.kind: _read_medusa, MtpHeads.kind: _read_mtp, EagleHead.
 
 
 def _layer_sizes(config: Mapping[str, Any]) -> LlamaConfig:
-    """The sizes of a layer, from `config.json`."""
     try:
         given = {name: config[name] for name in _LAYER_SIZES if config.get(name) is not None}
         return LlamaConfig(**given, num_hidden_layers=1)
@@ -243,7 +241,6 @@ def _layer_sizes(config: Mapping[str, Any]) -> LlamaConfig:
 
 
 def _check_base(config: Mapping[str, Any], model: PreTrainedModel, hidden: int, vocab: int) -> None:
-    """Check that heads fit the model and were trained for it."""
     whose = f"heads of another model ({config.get('base_model_name_or_path') or 'unnamed'}):"
     if hidden != (size := model.config.get_text_config().hidden_size):
         raise HeadsError(f"{whose} they read hidden states of {hidden}, and those of this model have {size}")

@@ -117,9 +117,7 @@ def estimate_job(
     )
 
 
-class _Trial(NamedTuple):
-    """The part of a document that is summarized to measure the time, and the size of the whole."""
-
+class _Trial(NamedTuple):  # the part of a document that is summarized to measure the time, and the size of the whole
     excerpt: Document
     excerpt_tokens: int
     tokens: int

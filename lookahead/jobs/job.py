@@ -112,8 +112,6 @@ def run_job(
 
 
 class _Run:
-    """One run of a job."""
-
     def __init__(
         self, writer: Journal | Stream, identity: JobIdentity, totals: JobTotals, observer: JobObserver
     ) -> None:
@@ -142,7 +140,6 @@ class _Run:
                 yield document
 
     def write(self, done: Summarized) -> None:
-        """Write the line of a document, and of those that waited for it."""
         content = text_hash(done.document.text)
         line = {"id": done.document.id, **done.summary.to_dict(), "document": content.hex(), **self._job}
         self._writer.append(line, content)

@@ -15,14 +15,7 @@ from lookahead.documents.decode_text import Document, DocumentId, Reject
 from lookahead.errors import ConfigError
 from lookahead.jobs.identity import JobIdentity, id_key, key_of, manifest_path, read_manifest, text_hash, write_manifest
 from lookahead.jobs.output_location import OutputPaths
-from lookahead.jobs.result_lines import (
-    JsonLinesFile,
-    Record,
-    parse_record,
-    read_parquet_lines,
-    sort_lines,
-    write_parquet,
-)
+from lookahead.jobs.result_lines import JsonLinesFile, Record, parse_record, sort_lines, unpack_parquet, write_parquet
 from lookahead.ngram.replacing import remove_leftovers
 
 Before = Literal["finished", "rejected"] | None  # what an earlier run did with a document
@@ -200,7 +193,7 @@ class Journal:
             for path in {self._running, self._results, self._rejects, manifest_path(self._results)}:
                 remove_leftovers(path)
             if self._is_parquet and self._results.is_file() and not self._running.exists():
-                read_parquet_lines(self._results, self._running, self._is_own)
+                unpack_parquet(self._results, self._running, self._is_own)
             write_manifest(self._results, self._identity)
         except OSError as error:
             raise ConfigError(f"output {self._results} cannot be written: {error.strerror}") from error
@@ -237,7 +230,6 @@ class Journal:
                 offset += len(line)
 
     def _is_own(self, record: Record) -> bool:
-        """Whether a line of results is of this job."""
         try:
             bytes.fromhex(record["document"])
             return "id" in record and bool(record["fingerprint"] == self._identity.fingerprint)

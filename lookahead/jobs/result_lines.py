@@ -168,7 +168,7 @@ def write_parquet(lines: Path, path: Path) -> None:
             writer.write_table(arrow.Table.from_pylist(batch, schema=schema))
 
 
-def read_parquet_lines(path: Path, lines: Path, is_own: Callable[[Record], bool]) -> None:
+def unpack_parquet(path: Path, lines: Path, is_own: Callable[[Record], bool]) -> None:
     """Write the JSON lines that a Parquet file was made of, all of them of the job that is resumed (`is_own`)."""
     try:
         with replacing(lines) as file:

@@ -83,7 +83,6 @@ class RayWorker:
         return await asyncio.wrap_future(answer)
 
     def _serve(self, summarizer: Summarizer) -> None:
-        """Summarize documents until the process ends."""
         try:
             for outcome in summarizer.summarize_all(self._documents(), self._options.rows):
                 self._in_flight -= 1

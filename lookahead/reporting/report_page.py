@@ -9,16 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lookahead.errors import ConfigError, DocumentError
-from lookahead.reporting import charts
-from lookahead.reporting.results_file import (
-    MOST_SHOWN,
-    Aggregate,
-    Failures,
-    Reading,
-    Result,
-    read_rejects,
-    read_results,
-)
+from lookahead.reporting import charts, results_file
+from lookahead.reporting.results_file import Aggregate, Failures, Reading, Result, read_rejects, read_results
 from lookahead.utils.atomic import write_atomically
 
 MARK = '<meta name="generator" content="lookahead report">'  # of `report.html.j2`
@@ -139,12 +131,12 @@ def _times(aggregate: Aggregate, column: str, x_name: str) -> tuple[charts.Chart
 
 
 def _document_lists(aggregate: Aggregate) -> list[tuple[str, list[Result]]]:
-    """The documents with the longest times, and with the largest and smallest gains."""
     (most, least), what = aggregate.gains["speedup"], "speedup"
     if not most:
         (most, least), what = aggregate.gains["acceptance_length"], "tokens per pass"
     # No document is in both lists.
-    half = MOST_SHOWN if len(most) == MOST_SHOWN and aggregate.documents >= 2 * MOST_SHOWN else (len(most) + 1) // 2
+    shown = results_file.MOST_SHOWN
+    half = shown if len(most) == shown and aggregate.documents >= 2 * shown else (len(most) + 1) // 2
     best = most[:half]
     worst = [result for result in least if not any(result is each for each in best)][:half]
     lists = [

@@ -219,7 +219,6 @@ def _json_lines(path: Path, reading: Reading) -> Iterator[tuple[int, dict[str, A
 
 
 def _parse(line: bytes) -> tuple[dict[str, Any] | None, str]:
-    """The object of a line, or what is wrong with the line."""
     try:
         record = parse_json(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -232,7 +231,6 @@ def _parse(line: bytes) -> tuple[dict[str, Any] | None, str]:
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows of a Parquet file, numbered from 1, without null fields."""
     _check_is_file(path)
     open(path, "rb").close()  # a missing file raises the same error as for JSON lines
     for number, record in enumerate(parquet_records(path), start=1):

@@ -106,7 +106,6 @@ def trace(
 
 
 def _step(step_output: StepOutput, names: list[str], decoder: _PieceDecoder, seconds: float) -> Step:
-    """The step of the only row."""
     tokens = step_output.tokens.tolist()
     if step_output.draft is None:
         return Step([decoder.add(token) for token in tokens], 0, 0.0, 0, seconds)
@@ -130,7 +129,6 @@ class _PieceDecoder:
         self._specials = set(tokenizer.all_special_ids)
 
     def add(self, token: int, sources: tuple[str, ...] = ()) -> TracePiece:
-        """The piece of the next token."""
         self._tokens.append(token)
         text = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
         if text.endswith(_INCOMPLETE):

@@ -90,8 +90,6 @@ def decode_plainly(
 
 
 class _Clock(StoppingCriteria):
-    """Stops nothing, and notes the time of the first tokens."""
-
     first: float | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
@@ -276,7 +274,6 @@ class _BatchSummarizer:
         self._queue.extend((task, index) for index in range(len(task.pipeline.prompts)))
 
     def _put(self, task: _Task, index: int) -> None:
-        """Give a prompt a row."""
         number = next(self._numbers)
         self._running[number] = task, index
         try:

@@ -115,7 +115,6 @@ class HeadTrainer(Trainer):
         return self.lr_scheduler
 
     def _states(self, batch: dict[str, Tensor], gradients: AbstractContextManager[Any]) -> Tensor:
-        """The model's hidden states, float32."""
         with gradients, self.compute_loss_context_manager():
             return hidden_states(self._base, batch["input_ids"], self._learner.layers).float()
 

@@ -146,7 +146,6 @@ def _restored(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _last_checkpoint(output: Path) -> Path | None:
-    """The newest complete checkpoint."""
     whole = [path for path in output.glob("checkpoints/checkpoint-*") if (path / _DONE).is_file()]
     return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
@@ -179,7 +178,6 @@ def _prepare(
     settings: Settings,
     say: Callable[[str], None],
 ) -> tuple[HeadTrainer, TrainedHeads]:
-    """The Trainer of a run, and its heads."""
     from transformers import TrainingArguments
 
     from lookahead.training.heads_trainer import HeadTrainer
