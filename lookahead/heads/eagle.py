@@ -12,9 +12,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from lookahead.heads.guess_tree import GuessTree, HeadDrafter, Warp, guess_tree
+from lookahead.heads.guess_tree import GuessTree, HeadDrafter, guess_tree
 from lookahead.heads.layers import DraftCache, DraftLayer, attend, take, unembed
-from lookahead.ngram.acceptance import AcceptanceTable
 
 DEPTH = 6  # maximum number of tokens guessed in a row
 WIDTH = 8  # nodes of a level that the head runs at, and guesses after each
@@ -135,19 +134,17 @@ class EagleDrafter(HeadDrafter):
         and §4.2 (reranking), the latter by probabilities that are calibrated while decoding.
     """
 
-    def __init__(
-        self, head: EagleHead, model: PreTrainedModel, rates: AcceptanceTable, warp: Warp | None, rows: int
-    ) -> None:
-        super().__init__(model, rates, warp)
-        self.hidden_layers = head.hidden_layers
-        self._head = head
-        self._cache = DraftCache(rows)
+    _heads: EagleHead
+
+    def __init__(self, *call: Any) -> None:
+        super().__init__(*call)
+        self._cache = DraftCache(self._rows)
 
     def read(self, rows: Sequence[int], tokens: Sequence[Tensor], states: Sequence[Tensor]) -> None:
-        features = self._head.enter(pad_sequence(list(states), batch_first=True))
-        read, add = self._head.pair(features, self._embed(pad_sequence(list(tokens), batch_first=True)))
+        features = self._heads.enter(pad_sequence(list(states), batch_first=True))
+        read, add = self._heads.pair(features, self._embed(pad_sequence(list(tokens), batch_first=True)))
         new = [len(each) for each in tokens]
-        out = self._cache.extend(self._head.layer, self._head.rotation, rows, new, read, add)
+        out = self._cache.extend(self._heads.layer, self._heads.rotation, rows, new, read, add)
         self._last.update(zip(rows, out[:, None], strict=True))
 
     def draft(self, rows: Sequence[int], roots: Sequence[int], max_nodes: int) -> list[GuessTree]:
@@ -181,8 +178,8 @@ class EagleDrafter(HeadDrafter):
         for level in range(DEPTH):
             if level > 0:
                 out, seen = self._step(rows, level, tokens, out, seen, parents)
-            probs, indices = self._guess(self._head.logits(self._model, out), WIDTH if level else ROOT_WIDTH)
-            guesses, width = self._head.token_ids(indices).int(), probs.shape[-1]
+            probs, indices = self._guess(self._heads.logits(self._model, out), WIDTH if level else ROOT_WIDTH)
+            guesses, width = self._heads.token_ids(indices).int(), probs.shape[-1]
             levels.append((guesses, nodes[..., None].expand(guesses.shape), probs.view(torch.int32)))
             best = (path_probs * probs).flatten(1).topk(min(WIDTH, probs[0].numel()))
             if float(best.values.max()) < MIN_PATH_PROB:
@@ -201,7 +198,7 @@ class EagleDrafter(HeadDrafter):
         `parents` `[rows, n]` are the nodes that they follow, `out` `[rows, nodes, hidden]` the output there, and `seen`
         bool `[rows, nodes, slots]` the slots of the tree that these attend to. Returns both for the guesses.
         """
-        head, n = self._head, tokens.shape[1]
+        head, n = self._heads, tokens.shape[1]
         lengths = [self._cache.lengths[row] for row in rows]
         own = torch.eye(n, dtype=torch.bool, device=out.device).expand(len(rows), -1, -1)
         seen = torch.cat((seen.gather(1, parents[..., None].expand(-1, -1, seen.shape[-1])), own), -1)

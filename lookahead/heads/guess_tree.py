@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -84,11 +84,14 @@ def independent_heads_tree(
 class HeadDrafter(ABC):
     """Drafts with heads for the rows of one call, and keeps their states of each row."""
 
-    hidden_layers: tuple[int, ...] = (-1,)  # of the model that the heads read, numbered as by `output_hidden_states`
     reads_all: bool = True  # the states of every token; otherwise of the last token only
 
-    def __init__(self, model: PreTrainedModel, rates: AcceptanceTable, warp: Warp | None) -> None:
-        self._model, self._rates = model, rates
+    def __init__(
+        self, heads: Any, model: PreTrainedModel, rates: AcceptanceTable, warp: Warp | None, rows: int = 1
+    ) -> None:
+        self._heads, self._model, self._rates, self._rows = heads, model, rates, rows
+        # Of the model that the heads read, numbered as by `output_hidden_states`.
+        self.hidden_layers: tuple[int, ...] = getattr(heads, "hidden_layers", (-1,))
         self._warp = warp  # the logits processors of sampling, on `[n, vocab]`
         self._last: dict[int, Tensor] = {}  # by row, the state that its next guesses are made from
 

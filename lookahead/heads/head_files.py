@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -116,13 +116,13 @@ def make_drafter(
     heads: Network, model: PreTrainedModel, rates: AcceptanceTable, warp: Warp | None, rows: int
 ) -> HeadDrafter:
     """The drafter of one call with at most `rows` rows; `warp` as for `HeadDrafter`."""
-    if isinstance(heads, MedusaHeads):
-        return MedusaDrafter(heads, model, rates, warp)
-    if isinstance(heads, MtpHeads):
-        return MtpDrafter(heads, model, rates, warp, rows)
-    if isinstance(heads, EagleHead):
-        return EagleDrafter(heads, model, rates, warp, rows)
-    return NativeDrafter(cast(Any, heads), model, rates, warp)
+    drafters: dict[type, type[HeadDrafter]] = {
+        MedusaHeads: MedusaDrafter,
+        MtpHeads: MtpDrafter,
+        EagleHead: EagleDrafter,
+    }
+    drafter = next((drafter for kind, drafter in drafters.items() if isinstance(heads, kind)), NativeDrafter)
+    return drafter(heads, model, rates, warp, rows)
 
 
 def _sizes_of(heads: TrainedHeads) -> dict[str, Any]:

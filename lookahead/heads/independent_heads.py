@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -13,9 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from lookahead.heads.guess_tree import GuessTree, HeadDrafter, Warp, independent_heads_tree
+from lookahead.heads.guess_tree import GuessTree, HeadDrafter, independent_heads_tree
 from lookahead.heads.layers import DraftCache, DraftLayer, attend, layer_config, lm_head, take, unembed
-from lookahead.ngram.acceptance import AcceptanceTable
 
 _GUESSES = 32  # of each head; a draft of any size rarely reaches further down
 
@@ -165,10 +164,6 @@ class MedusaDrafter(IndependentHeadsDrafter):
 
     reads_all = False
 
-    def __init__(self, heads: MedusaHeads, model: PreTrainedModel, rates: AcceptanceTable, warp: Warp | None) -> None:
-        super().__init__(model, rates, warp)
-        self._heads = heads
-
     def read(self, rows: Sequence[int], tokens: Sequence[Tensor], states: Sequence[Tensor]) -> None:
         self._last.update((row, each[-1]) for row, each in zip(rows, states, strict=True))
 
@@ -180,13 +175,11 @@ class MedusaDrafter(IndependentHeadsDrafter):
 class MtpDrafter(IndependentHeadsDrafter):
     """Drafts with MTP heads, each with keys and values of every token of at most `rows` rows."""
 
-    def __init__(
-        self, heads: MtpHeads, model: PreTrainedModel, rates: AcceptanceTable, warp: Warp | None, rows: int
-    ) -> None:
-        super().__init__(model, rates, warp)
-        self.hidden_layers = heads.hidden_layers
-        self._heads = heads
-        self._caches = [DraftCache(rows) for _ in range(len(heads))]
+    _heads: MtpHeads
+
+    def __init__(self, *call: Any) -> None:
+        super().__init__(*call)
+        self._caches = [DraftCache(self._rows) for _ in range(len(self._heads))]
 
     def read(self, rows: Sequence[int], tokens: Sequence[Tensor], states: Sequence[Tensor]) -> None:
         padded, new = pad_sequence(list(states), batch_first=True), [len(each) for each in states]

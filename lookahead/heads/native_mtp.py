@@ -12,9 +12,8 @@ from transformers import PreTrainedModel
 
 from lookahead.errors import HeadsError
 from lookahead.heads.eagle import MIN_PATH_PROB, WIDTH
-from lookahead.heads.guess_tree import GuessTree, HeadDrafter, Warp, guess_tree
+from lookahead.heads.guess_tree import GuessTree, HeadDrafter, guess_tree
 from lookahead.heads.layers import unembed
-from lookahead.ngram.acceptance import AcceptanceTable
 
 if TYPE_CHECKING:
     from transformers.cache_utils import MtpCache
@@ -57,9 +56,8 @@ class NativeDrafter(HeadDrafter):
     Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", §2.2.
     """
 
-    def __init__(self, network: MtpModel, model: PreTrainedModel, rates: AcceptanceTable, warp: Warp | None) -> None:
-        super().__init__(model, rates, warp)
-        self._network = network
+    def __init__(self, *call: Any) -> None:
+        super().__init__(*call)
         self._caches: dict[int, MtpCache] = {}
 
     def read(self, rows: Sequence[int], tokens: Sequence[Tensor], states: Sequence[Tensor]) -> None:
@@ -67,7 +65,7 @@ class NativeDrafter(HeadDrafter):
 
         for row, new, state in zip(rows, tokens, states, strict=True):
             if row not in self._caches:
-                cache = self._caches[row] = MtpCache(config=self._network.config)
+                cache = self._caches[row] = MtpCache(config=self._heads.config)
                 cache.activate_past_recording()
             self._last[row] = self._run(row, new[None], state[None])[:, -1:]
 
@@ -104,6 +102,5 @@ class NativeDrafter(HeadDrafter):
         cache = self._caches[row]
         begin = 1 + cache.get_seq_length()
         positions = torch.arange(begin, begin + tokens.shape[1], device=states.device)[None]
-        layer: Any = self._network
-        out: Tensor = layer.forward_layer(0, states, positions, cache, input_ids=tokens)
+        out: Tensor = self._heads.forward_layer(0, states, positions, cache, input_ids=tokens)
         return out

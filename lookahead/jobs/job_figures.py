@@ -118,11 +118,8 @@ def estimate_rows(estimate: Estimate) -> list[tuple[str, str]]:
 def describe_difference(totals: JobTotals, *, exact: bool) -> str:
     """The documents for which plain decoding gave other tokens, and why that can be."""
     names = ", ".join(map(str, totals.different))
-    why = (
-        "in fp32 that is a bug, please report it"
-        if exact
-        else "half precision rounds by the shape of a batch; --dtype fp32 is exact"
-    )
+    half = "half precision rounds by the shape of a batch; --dtype fp32 is exact"
+    why = "in fp32 that is a bug, please report it" if exact else half
     return f"plain decoding wrote other tokens for {names}; {why}"
 
 

@@ -121,17 +121,27 @@ def cut(measured: MeasuredText, budget: int, overlap: int = 0) -> Parts:
     within a line or word only where nothing else ends. The next part repeats `overlap` tokens of its end, less than
     `budget`, and fewer if the part has fewer, or if a character of several tokens would be torn.
     """
-    if measured.tokens <= budget:
-        return Parts(_parts(measured, _trimmed(measured, [(0, len(measured.text))])), measured.tokens, "none")
-    spans, is_hard = _fitting_spans(measured, budget - overlap)
-    chosen = _pack(measured, spans, budget - overlap)
-    closings = {span.end: span.closing for span in spans}
-    weakest = min((closings[end] for _, end in chosen[:-1]), default=Break.SECTION)
-    split: Split = "hard" if is_hard else "sections" if weakest >= Break.PARAGRAPH else "sentences"
+    split: Split = "none"
+    chosen = [(0, len(measured.text))]
+    if measured.tokens > budget:
+        spans, is_hard = _fitting_spans(measured, budget - overlap)
+        chosen = _pack(measured, spans, budget - overlap)
+        closings = {span.end: span.closing for span in spans}
+        weakest = min((closings[end] for _, end in chosen[:-1]), default=Break.SECTION)
+        split = "hard" if is_hard else "sections" if weakest >= Break.PARAGRAPH else "sentences"
     trimmed = _trimmed(measured, chosen)
     if overlap:
         trimmed = _trimmed(measured, _overlapping(measured, trimmed, overlap, budget))
-    return Parts(_parts(measured, trimmed), measured.tokens, split)
+    parts = tuple(
+        Part(
+            text=measured.text[begin:end],
+            chars=measured.given_span(begin, end),
+            tokens=(measured.token_at(begin), measured.token_at(end)),
+            pieces=(bisect_right(measured.ends, begin), bisect_left(measured.ends, end) + 1),
+        )
+        for begin, end in trimmed
+    )
+    return Parts(parts, measured.tokens, split)
 
 
 def truncate(text: str, tokenizer: PreTrainedTokenizerBase, budget: int) -> str:
@@ -168,45 +178,24 @@ def _trimmed(measured: MeasuredText, spans: list[tuple[int, int]]) -> list[tuple
     return trimmed
 
 
-def _parts(measured: MeasuredText, spans: list[tuple[int, int]]) -> tuple[Part, ...]:
-    return tuple(
-        Part(
-            text=measured.text[begin:end],
-            chars=measured.given_span(begin, end),
-            tokens=(measured.token_at(begin), measured.token_at(end)),
-            pieces=(bisect_right(measured.ends, begin), bisect_left(measured.ends, end) + 1),
-        )
-        for begin, end in spans
-    )
-
-
 def _fitting_spans(measured: MeasuredText, budget: int) -> tuple[list[_Span], bool]:
-    """Spans within the budget, and whether a piece had to be cut."""
+    """Spans within the budget, and whether a piece had to be cut.
+
+    That is at token boundaries, before a word if one begins in the last quarter of a part.
+    """
     spans: list[_Span] = []
-    is_hard = False
-    begin = 0
-    for piece, end in zip(measured.pieces, measured.ends, strict=True):
-        *cuts, last = _hard_cuts(measured, begin, end, budget)
-        spans += [_Span(*each, Break.NOTHING) for each in cuts]
-        spans.append(_Span(*last, piece.end))
-        is_hard = is_hard or bool(cuts)
-        begin = end
-    return spans, is_hard
-
-
-def _hard_cuts(measured: MeasuredText, begin: int, end: int, budget: int) -> list[tuple[int, int]]:
-    """Cut a piece at token boundaries, before a word if one begins in the last quarter of a part."""
-    cuts = []
     text, starts = measured.text, measured.starts
-    while measured.token_at(end) - measured.token_at(begin) > budget:
-        last = measured.token_at(begin) + budget
-        nearest = (starts[i] for i in range(last, last - max(1, budget // 4), -1))
-        place = next((at for at in nearest if text[at].isspace() or text[at - 1].isspace()), starts[last])
-        if place <= begin:  # one character has more tokens than a part may hold
-            place = begin + 1
-        cuts.append((begin, place))
-        begin = place
-    return [*cuts, (begin, end)] if begin < end else cuts
+    begin, is_hard = 0, False
+    for piece, end in zip(measured.pieces, measured.ends, strict=True):
+        while begin < end:
+            place, last = end, measured.token_at(begin) + budget
+            if measured.token_at(end) > last:
+                nearest = (starts[i] for i in range(last, last - max(1, budget // 4), -1))
+                place = next((at for at in nearest if text[at].isspace() or text[at - 1].isspace()), starts[last])
+                place = max(place, begin + 1)  # one character may have more tokens than a part may hold
+            spans.append(_Span(begin, place, piece.end if place == end else Break.NOTHING))
+            is_hard, begin = is_hard or place < end, place
+    return spans, is_hard
 
 
 def _pack(measured: MeasuredText, spans: list[_Span], budget: int) -> list[tuple[int, int]]:

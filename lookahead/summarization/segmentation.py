@@ -90,8 +90,10 @@ def split_pieces(text: str) -> list[Piece]:
     pieces: list[Piece] = []
     start = 0
     for match in _HEADING.finditer(text):
-        if match["alone"] is not None and not _follows_an_empty_line(text, match.start()):
-            continue
+        before = text[max(0, match.start() - _LINE_REACH) : match.start()]
+        words = before.rstrip()
+        if match["alone"] is not None and words and before.count("\n", len(words)) < 2:
+            continue  # the line before is not empty
         begin = max(start, match.start())  # the previous heading ends with the indentation of this one
         pieces += _section_pieces(text[start:begin])
         start = match.end()
@@ -159,10 +161,3 @@ def _section_pieces(section: str) -> Iterator[Piece]:
             yield Piece(line, Break.LINE)
         end = Break.PARAGRAPH if last.count("\n") > 1 else Break.SENTENCE
         yield Piece(last, Break.SECTION if number == len(sentences) else end)
-
-
-def _follows_an_empty_line(text: str, index: int) -> bool:
-    """Whether the line before the one that begins at `index` is blank."""
-    before = text[max(0, index - _LINE_REACH) : index]
-    words = before.rstrip()
-    return not words or before.count("\n", len(words)) > 1
