@@ -56,8 +56,6 @@ class ChainProposer:
     ) -> None:
         if not 1 <= max_draft <= MAX_NODES:
             raise ValueError(f"max_draft must be from 1 to {MAX_NODES}, got {max_draft}")
-        if not 0.0 <= min_probability < 1.0:
-            raise ValueError(f"min_probability must be from 0 to below 1, got {min_probability}")
         self.max_draft = max_draft
         self.min_probability = min_probability
         self.rates = HitRates()

@@ -116,7 +116,6 @@ def test_no_room_gives_no_chain():
     ("options", "complaint"),
     [
         ({"max_draft": 0}, "max_draft must be from 1 to 1024, got 0"),
-        ({"max_draft": 4, "min_probability": 1.0}, "min_probability must be from 0 to below 1, got 1.0"),
         ({"max_draft": 4, "memory_tokens": 10}, "max_tokens must be at least 1024, got 10"),
     ],
 )

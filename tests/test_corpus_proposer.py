@@ -81,17 +81,6 @@ def test_what_was_emitted_is_looked_up_with_what_stood_before_it(small_pool):
     assert not {5, 6, 7, 8} & set(proposer.propose(0, 4).tokens.tolist())
 
 
-def test_rows_keep_to_themselves_and_a_finished_one_leaves_its_number_free(small_pool):
-    proposer = corpus_proposer(small_pool)
-    proposer.start(0, ids(3, 4, 5))
-    proposer.start(1, ids(100))
-    assert proposer.propose(1, 4) is None
-    assert proposer.propose(0, 4).tokens.tolist() == [5, 6]
-    proposer.finish(0)
-    proposer.start(0, ids(100))
-    assert proposer.propose(0, 4) is None
-
-
 def test_offers_that_never_come_true_become_unlikely(small_pool):
     rates = HitRates()
     proposer = corpus_proposer(small_pool, rates=rates)
@@ -102,12 +91,6 @@ def test_offers_that_never_come_true_become_unlikely(small_pool):
         offer = proposer.propose(0, 40)
     after = offer.probabilities[(offer.tokens == 6) & (offer.parents == 0)]
     assert after.max(initial=0.0) < 0.5 * before
-
-
-@pytest.mark.parametrize("lengths", [(0, 4), (5, 4), (1, 65)])
-def test_lengths_out_of_range_are_refused(small_pool, lengths):
-    with pytest.raises(ValueError, match="min_ngram <= max_ngram <= 64"):
-        corpus_proposer(small_pool, min_ngram=lengths[0], max_ngram=lengths[1])
 
 
 # Outputs

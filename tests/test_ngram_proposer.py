@@ -273,18 +273,6 @@ def test_the_draft_it_makes_by_itself_goes_along_the_likeliest_path_first():
     assert likeliest == list(range(len(likeliest))) and len(likeliest) > 3
 
 
-@pytest.mark.parametrize("sources", [[], ["magic"], ["prompt", "prompt"]])
-def test_sources_that_are_unknown_or_missing_are_refused(sources):
-    with pytest.raises(ValueError, match="sources must be some of"):
-        NgramProposer(sources)
-
-
-@pytest.mark.parametrize("lengths", [(0, 4), (5, 4), (1, 65), (-1, 3)])
-def test_lengths_out_of_range_are_refused(lengths):
-    with pytest.raises(ValueError, match="min_ngram <= max_ngram <= 64"):
-        NgramProposer(min_ngram=lengths[0], max_ngram=lengths[1])
-
-
 def test_what_other_texts_offer_leaves_the_promise_of_the_rows_own_text_alone():
     own, other = ChainIndex(), ChainIndex()
     own.append([7, 1, 2, 3, 7])

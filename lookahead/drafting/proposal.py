@@ -179,7 +179,7 @@ class BatchProposer(Proposer, Protocol):
         return self.propose_batch([row], max_nodes)[0]
 
     def propose_batch(self, rows: Sequence[int], max_nodes: int) -> Sequence[Proposal | None]:
-        """`propose` for each of `rows`; `propose` itself is not called then."""
+        """The proposal for each of `rows`; it is called in place of `propose`."""
 
 
 ProposerFactory = Callable[[Call], Proposer]

@@ -16,7 +16,7 @@ from lookahead.errors import PoolError
 from lookahead.heads.layers import body_of
 from lookahead.models.support import decoder_vocabulary
 from lookahead.ngram import memory_file
-from lookahead.ngram.memory_file import MemoryHeader, Records, merge_records, read_memory, write_memory
+from lookahead.ngram.memory_file import MOST_TOKENS, MemoryHeader, Records, merge_records, read_memory, write_memory
 from lookahead.pools.open_pool import check_folder, pool_errors
 from lookahead.proposers.ngram import Memory
 from lookahead.utils.fingerprints import model_fingerprint
@@ -31,8 +31,8 @@ FileMemory = tuple[Memory, MemoryHeader]
 def header_of(model: Any, max_contexts: int = memory_file.DEFAULT_CONTEXTS) -> MemoryHeader:
     """The header of an empty memory of a model."""
     vocabulary = decoder_vocabulary(model)
-    if vocabulary > (most := memory_file.MOST_TOKENS):
-        raise PoolError(f"a memory file takes vocabularies of at most {most} tokens, got {vocabulary}")
+    if vocabulary > MOST_TOKENS:
+        raise PoolError(f"a memory file takes vocabularies of at most {MOST_TOKENS} tokens, got {vocabulary}")
     try:
         fingerprint = int(model_fingerprint(model, body_of(model)), 16)
     except (NotImplementedError, RuntimeError) as error:  # weights on the meta device
@@ -64,9 +64,8 @@ def merge_into(path: str, header: MemoryHeader, new: Records, old: Records = EMP
         known = EMPTY
         if os.path.lexists(path):
             header, known = read_memory(path, header)
-        return write_memory(
-            path, header, merge_records((new, memory_file.aged(known), memory_file.aged(old)), header.max_contexts)
-        )
+        parts = new, memory_file.aged(known), memory_file.aged(old)
+        return write_memory(path, header, merge_records(parts, header.max_contexts))
 
 
 def merge_files(path: str, sources: Sequence[str], max_contexts: int | None = None) -> MemoryHeader:

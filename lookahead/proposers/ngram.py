@@ -13,7 +13,7 @@ from lookahead.drafting.proposal import Feedback, IntArray, Proposal
 from lookahead.drafting.select import Draft
 from lookahead.drafting.tree import TokenTree
 from lookahead.ngram.acceptance import NO_CANDIDATES, HitRates, copied
-from lookahead.ngram.chains import MAX_CONTEXT, ChainIndex, Chains
+from lookahead.ngram.chains import ChainIndex, Chains
 from lookahead.ngram.pool_file import Pool
 from lookahead.ngram.prune import FREE, NOTHING, Limits
 from lookahead.ngram.recycled import ORDERS, RecycledTable
@@ -68,13 +68,7 @@ class NgramProposer:
         max_ngram: int = 16,  # tokens of the longest context compared, at most 64
         min_probability: float = 0.0,  # candidates less likely to be reached are not offered
     ) -> None:
-        if not 1 <= min_ngram <= max_ngram <= MAX_CONTEXT:
-            raise ValueError(f"need 1 <= min_ngram <= max_ngram <= {MAX_CONTEXT}, got {min_ngram!r} and {max_ngram!r}")
         self.sources = tuple(name for name in SOURCES if name in sources)
-        if len(self.sources) != len(sources) or not sources:
-            raise ValueError(f"sources must be some of {', '.join(SOURCES)}, got {', '.join(sources)}")
-        if "corpus" in sources and pool is None:
-            raise ValueError("the source corpus needs a pool")
         self.needs_top = "recycled" in sources
         self._from_prompt = "prompt" in sources
         self.min_ngram = min_ngram
