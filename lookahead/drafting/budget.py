@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -87,7 +88,7 @@ class EnableRule:
     """
 
     def __init__(self) -> None:
-        self._states: dict[int, _BatchState] = {}
+        self._states: defaultdict[int, _BatchState] = defaultdict(_BatchState)
 
     def begin_output(self) -> None:
         """Begin a new output: it may lose a little, and part of what was gained before."""
@@ -135,11 +136,7 @@ class EnableRule:
         state.since_plain = state.since_plain + 1 if drafted else 0
 
     def _state(self, rows: int) -> _BatchState:
-        size = (rows - 1).bit_length()
-        state = self._states.get(size)
-        if state is None:
-            state = self._states[size] = _BatchState()
-        return state
+        return self._states[(rows - 1).bit_length()]
 
 
 @dataclass(slots=True)

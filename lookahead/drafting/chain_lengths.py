@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -101,7 +102,7 @@ class ChainLengths:
     """
 
     def __init__(self) -> None:
-        self._costs: dict[int, BatchCost] = {}  # by the bucket of rows: 1, 2, 3-4, 5-8, …
+        self._costs: defaultdict[int, BatchCost] = defaultdict(BatchCost)  # by the bucket of rows: 1, 2, 3-4, 5-8, …
         self._rule = EnableRule()
 
     def drafts(self, rows: int) -> bool:
@@ -154,10 +155,7 @@ class ChainLengths:
             )
 
     def _cost_of(self, rows: int) -> BatchCost:
-        bucket = (rows - 1).bit_length()
-        if bucket not in self._costs:
-            self._costs[bucket] = BatchCost()
-        return self._costs[bucket]
+        return self._costs[(rows - 1).bit_length()]
 
 
 @njit(cache=True, error_model="numpy")
