@@ -28,12 +28,9 @@ _KINDS: dict[torch.dtype, Any] = {torch.bfloat16: 0, torch.float32: 0.0}  # argu
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Divide rows by the root of their mean square, and multiply them by a weight.
+    """Divide rows by the root of their mean square plus `eps`, and multiply them by a weight.
 
-    Args:
-        x: bfloat16 or float32 `[..., size]`, contiguous.
-        weight: `[size]`, contiguous, of the same dtype.
-        eps: Added to the mean square.
+    The rows are bfloat16 or float32 `[..., size]`, the weight is `[size]` of the same dtype; both are contiguous.
     """
     out, size = torch.empty_like(x), x.shape[-1]
     rows = x.numel() // size
@@ -54,11 +51,8 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Apply a rotary embedding in place; the halves of a head are the parts of its numbers.
 
-    Args:
-        query: bfloat16 or float32, tokens of some heads of `dim` numbers; contiguous.
-        key: Likewise, of the same dtype.
-        cos: `[..., dim]`, of as many tokens; contiguous, of the same dtype.
-        sin: Likewise.
+    Queries and keys are tokens of some heads of `dim` numbers; `cos` and `sin` are `[..., dim]`, of as many tokens. All
+    are contiguous, and bfloat16 or float32 alike.
     """
     dim = cos.shape[-1]
     tokens = cos.numel() // dim

@@ -255,15 +255,9 @@ _one, _two = tile_of(1), tile_of(2)
 def multiply(left, row_step, inner_step, right, out, rows, inner, columns):
     """Store the product of two matrices of float32.
 
-    Args:
-        left: float32 `[…]`; element (r, k) stands at r * row_step + k * inner_step.
-        row_step: Elements.
-        inner_step: Elements.
-        right: float32 `[inner * STRIDE]`, rows `STRIDE` elements apart.
-        out: float32 `[rows * STRIDE]`, likewise.
-        rows: Rows of the product, rounded up to a multiple of 8.
-        inner: Terms of every sum, at least 1.
-        columns: Columns of the product, rounded up to a multiple of 16; at most 128.
+    Element (r, k) of the left one stands at r * row_step + k * inner_step; rows of the right one, and of the product,
+    are `STRIDE` elements apart. Rows are rounded up to a multiple of 8, columns, at most 128, to one of 16. Every sum
+    has `inner` terms, at least 1.
     """
     for column in range(0, columns, 2 * LANES):
         for row in range(0, rows, ROWS):
@@ -301,14 +295,9 @@ def exp(x):
 def run(function: Callable[[Any], None], parts: int, tensors: list[Tensor], *sizes: int) -> None:
     """Let a function that Numba compiles work on all parts, on as many threads as torch is set to.
 
-    Where torch has no OpenMP of GNU's interface, as on macOS and Windows, the calling thread works alone.
-
-    Args:
-        function: Works on parts that it is given by `take`, until it is given none. It receives the address of int64
-            numbers: one for `take`, the number of parts, the addresses of the tensors, and the sizes.
-        parts: How many parts there are.
-        tensors: Contiguous, on the CPU.
-        sizes: Other numbers that the function needs.
+    It works on parts that it is given by `take`, until it is given none, and receives the address of int64 numbers: one
+    for `take`, the number of parts, the addresses of contiguous tensors on the CPU, and other sizes. Where torch has no
+    OpenMP of GNU's interface, as on macOS and Windows, the calling thread works alone.
     """
     numbers = array("q", [0, parts, *[each.data_ptr() for each in tensors], *sizes])
     address, _ = numbers.buffer_info()

@@ -166,10 +166,7 @@ def compaction_error(device: torch.device, compact: Callable[..., None], bind: C
 
 
 def main(variants: str) -> None:
-    """Print the verdict on each variant of a list in JSON as a line, as soon as it is known.
-
-    After an exception the GPU may be lost to this process, so the rest is left out.
-    """
+    """Print the verdict on each variant of a list in JSON as a line; an exception, which may lose the GPU, ends it."""
     for values in json.loads(variants):
         try:
             verdict = verdict_of(KernelVariant.from_json(values))

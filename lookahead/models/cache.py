@@ -81,8 +81,7 @@ def cache_in(arguments: Mapping[str, Any]) -> Any:
 class TreeLayer(CacheLayerMixin):
     """KV of one layer, `[rows, capacity, heads, dim]`, allocated by the first pass.
 
-    In a plain pass it returns what a layer of a `DynamicCache` returns, so that results are bit-identical. Of that one
-    a query sees `window` positions, its own included.
+    In a plain pass it returns what a layer of a `DynamicCache` does, of which a query sees `window` positions.
     """
 
     keys: Tensor

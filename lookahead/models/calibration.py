@@ -323,11 +323,7 @@ def read_costs(model: nn.Module, cost: StepCost, folder: Path | str | None = Non
 
 
 def write_costs(model: nn.Module, cost: StepCost, folder: Path | str | None = None, passes: str = PASSES[0]) -> Path:
-    """Write the costs atomically, replacing an older file; returns the path.
-
-    Raises:
-        OSError: The folder cannot be made or written to.
-    """
+    """Write the costs atomically, replacing an older file; returns the path."""
     path = cost_path(model, folder, passes)
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"version": _VERSION, "for": identity(model, passes), "costs": cost.to_dict()}

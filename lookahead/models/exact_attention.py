@@ -74,11 +74,7 @@ def _steps_of(tree: TokenTree, scored: int) -> list[Step]:
 
 
 def own_attention(module: Any, config: PretrainedConfig) -> Attention:
-    """The attention function that a layer of the model calls by itself.
-
-    Raises:
-        UnsupportedModelError: The layer has none that takes one row at a time.
-    """
+    """The attention function that a layer of the model calls by itself, for one row at a time."""
     name = config._attn_implementation
     if name == "sdpa":
         return sdpa_attention_forward

@@ -25,11 +25,7 @@ _BLOCK = 512  # inputs whose products are added before the sums of such blocks a
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer with weights of 8 bits, for inference on a CPU.
-
-    Args:
-        linear: The layer; its bias is shared.
-    """
+    """A linear layer with weights of 8 bits, for inference on a CPU; it shares the bias of the layer it is made of."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -45,12 +41,7 @@ class QuantizedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, int8"
 
     def forward(self, x: Tensor) -> Tensor:
-        """The product of rows `[..., in_features]`, in their type.
-
-        Raises:
-            UnsupportedModelError: The rows or the weights are not on the CPU, or a gradient is asked for.
-            ValueError: The rows have another length.
-        """
+        """The product of rows `[..., in_features]`, in their type."""
         if x.shape[-1] != self.in_features:
             raise ValueError(f"x must have rows of {self.in_features} numbers, got {x.shape[-1]}")
         if x.device.type != "cpu" or self.weight.device.type != "cpu":

@@ -224,10 +224,10 @@ def _bytes_of(kinds: Sequence[_Kind]) -> int:
 def mask_of(
     trees: TreeTensors, slots: int, groups: int, span: AttentionSpan, dtype: torch.dtype, queries: Tensor | None = None
 ) -> Tensor:
-    """Additive mask `[rows, 1, queries * groups, slots]` on the device of the trees; see `TreePass.mask`.
+    """Additive mask `[rows, 1, queries * groups, slots]` on the device of the trees, for `TreePass.mask`.
 
-    It is made with tensor operations alone, which can be compiled and captured. `queries` are int64 `[rows, queries]`,
-    the nodes that attend; all of them when None.
+    Of tensor operations alone, which can be compiled and captured. `queries` are int64 `[rows, queries]`, the nodes
+    that attend; all of them when None.
     """
     lengths, _, depths, words = trees
     rows, width = depths.shape
