@@ -39,6 +39,7 @@ _FILES = {  # by kind, the files that may hold the weights; the first one is wri
     MtpHeads.kind: ("model.safetensors",),
     EagleHead.kind: ("model.safetensors", "pytorch_model.safetensors"),
 }
+_DRAFTERS: dict[str, type[HeadDrafter]] = {"medusa": MedusaDrafter, "mtp": MtpDrafter, "eagle": EagleDrafter}
 _MEDUSA_PREFIX = "medusa_head."  # in checkpoints that hold the model too
 _AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 _PICKLES = (".pt", ".bin", ".pth", ".pkl")
@@ -116,13 +117,7 @@ def make_drafter(
     heads: Network, model: PreTrainedModel, rates: AcceptanceTable, warp: Warp | None, rows: int
 ) -> HeadDrafter:
     """The drafter of one call with at most `rows` rows; `warp` as for `HeadDrafter`."""
-    drafters: dict[type, type[HeadDrafter]] = {
-        MedusaHeads: MedusaDrafter,
-        MtpHeads: MtpDrafter,
-        EagleHead: EagleDrafter,
-    }
-    drafter = next((drafter for kind, drafter in drafters.items() if isinstance(heads, kind)), NativeDrafter)
-    return drafter(heads, model, rates, warp, rows)
+    return _DRAFTERS.get(getattr(heads, "kind", NATIVE), NativeDrafter)(heads, model, rates, warp, rows)
 
 
 def _sizes_of(heads: TrainedHeads) -> dict[str, Any]:

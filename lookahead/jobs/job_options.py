@@ -73,8 +73,6 @@ def options_of(kind: type) -> list[tuple[Field[Any], type]]:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceOptions:
-    """Options for the precision and the device of a model."""
-
     panel: ClassVar[str] = "Model"
 
     dtype: str = option("auto", "fp32, bf16, fp16, or auto: the checkpoint's own on a GPU, fp32 on a CPU.")
@@ -85,8 +83,6 @@ class DeviceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(DeviceOptions):
-    """The model, its precision and its device."""
-
     panel: ClassVar[str] = "Model"
 
     model: str = option(DEFAULT_MODEL, "Folder of a saved model, a GGUF file, a name on the Hub, or smollm2.")
@@ -94,8 +90,6 @@ class ModelOptions(DeviceOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DraftingOptions:
-    """The sources of drafts, and how drafts are verified."""
-
     panel: ClassVar[str] = "Drafting"
 
     proposers: str = option(
@@ -193,8 +187,6 @@ class WorkerOptions(DraftingOptions, ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentOptions:
-    """How documents are read from files."""
-
     panel: ClassVar[str] = "Documents"
 
     field: str | None = option(

@@ -24,15 +24,15 @@ Sink = Callable[[Record], None]  # receives the lines of results
 _REMEMBERED = 4096  # lines of a stream that can be copied; bounds its memory
 
 
-class Stream:
+class Stream(ExitStack):
     """Writes to standard output, a pipe or a device, or to `shown`. Only the newest lines can be copied."""
 
     def __init__(self, paths: OutputPaths, shown: Sink | None) -> None:
+        super().__init__()
         self.notes: list[str] = []  # what the user should know about the files
-        self._files = ExitStack()
         paths.clear()
-        self._rejects = self._files.enter_context(JsonLinesFile(paths.rejects, lazy=True)) if paths.rejects else None
-        self._sink = self._files.enter_context(JsonLinesFile(paths.results)).write if paths.results else shown
+        self._rejects = self.enter_context(JsonLinesFile(paths.rejects, lazy=True)) if paths.rejects else None
+        self._sink = self.enter_context(JsonLinesFile(paths.results)).write if paths.results else shown
         self._lines: OrderedDict[bytes, Record] = OrderedDict()  # by text hash, the newest last
 
     def take(self, document: Document) -> tuple[bytes | None, Before]:
@@ -61,14 +61,8 @@ class Stream:
     def finish(self) -> None:
         """Nothing is left to do."""
 
-    def __enter__(self) -> Stream:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._files.close()
-
-
-class Journal:
+class Journal(ExitStack):
     """The results, rejects and manifest of a job that can be resumed.
 
     A document is finished if it has a line with its id and the hash of its text. Lines are appended as documents
@@ -79,8 +73,9 @@ class Journal:
     def __init__(
         self, paths: OutputPaths, identity: JobIdentity, *, retry_rejects: bool = False, is_part: bool = False
     ) -> None:
+        super().__init__()
         self.notes: list[str] = []  # what the user should know about the files
-        self._identity, self._files = identity, ExitStack()
+        self._identity = identity
         assert paths.results is not None and paths.running is not None and paths.rejects is not None
         self._is_part, self._is_parquet = is_part, paths.is_parquet
         self._results, self._running, self._rejects = paths.results, paths.running, paths.rejects
@@ -92,12 +87,12 @@ class Journal:
         self._text_of_id: dict[int, bytes] = {}  # 8 bytes of the first text hash of each id
         self._unreadable: set[int] = set()  # ids of documents that could not be read
         self._same_ids: list[DocumentId] = []  # of documents with the id of another and a different text
-        with self._files:  # releases the lock if opening fails
-            self._files.callback(_acquire_lock(self._results).release)
+        with ExitStack() as files:  # releases the lock if opening fails
+            files.callback(_acquire_lock(self._results).release)
             if self._rejects != Path(f"{self._results}.rejects.jsonl"):  # other jobs may have been given the same
-                self._files.callback(_acquire_lock(self._rejects).release)
-            self._open(paths, retry_rejects)
-            self._files = self._files.pop_all()
+                files.callback(_acquire_lock(self._rejects).release)
+            self._open(paths, files, retry_rejects)
+            self.enter_context(files.pop_all())
 
     def take(self, document: Document) -> tuple[bytes | None, Before]:
         """Register a document of the inputs; returns the hash of its text and what an earlier run did with it."""
@@ -158,12 +153,6 @@ class Journal:
             file.seek(self._offsets[content])
             return parse_record(file.readline())
 
-    def __enter__(self) -> Journal:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._files.close()
-
     def _has_changed(self, record: Record) -> bool:
         """Whether a line that matches no document of this run has the id of one."""
         return not self._is_part and id_key(record["id"]) in self._text_of_id
@@ -180,7 +169,7 @@ class Journal:
         if self._rejects.stat().st_size == 0:
             self._rejects.unlink()
 
-    def _open(self, paths: OutputPaths, retry_rejects: bool) -> None:
+    def _open(self, paths: OutputPaths, files: ExitStack, retry_rejects: bool) -> None:
         """Read what earlier runs wrote, and open the files for appending."""
         paths.clear()
         earlier = read_manifest(self._results)
@@ -203,8 +192,8 @@ class Journal:
         rejects = self._read_lines(self._rejects, lambda record: {"id", "error"} <= record.keys())
         earlier_rejects = {_key_of_reject(record) for _, record in rejects}
         self._rejected = set() if retry_rejects else earlier_rejects
-        self._file = self._files.enter_context(JsonLinesFile(self._running, append=True))
-        self._reject_file = self._files.enter_context(JsonLinesFile(self._rejects, lazy=True, append=True))
+        self._file = files.enter_context(JsonLinesFile(self._running, append=True))
+        self._reject_file = files.enter_context(JsonLinesFile(self._rejects, lazy=True, append=True))
 
     def _read_lines(self, path: Path, is_valid: Callable[[Record], bool]) -> Iterator[tuple[int, Record]]:
         """The lines of a file with their byte offsets. A torn last line is cut off: a crash may lose part of it."""

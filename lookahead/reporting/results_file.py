@@ -28,7 +28,6 @@ MOST_NAMED = 500  # documents whose ids are kept for the scatter plots
 MOST_DIFFERENT = 20  # ids kept of documents with other tokens by plain decoding
 MOST_REASONS = 1000  # distinct failure reasons
 MOST_EXAMPLES = 3  # ids per reason
-MOST_KINDS = 50  # distinct models, and proposers
 _LOCATION = re.compile(r"^(?:(?!: ).)*:\d+: ")  # `docs.jsonl:12: `
 MOST_TEXT = 1200  # characters kept of a summary
 MOST_NAME = 200  # characters kept of an id
@@ -148,11 +147,6 @@ class Reading:
         if len(self.complaints) < MOST_COMPLAINTS:
             self.complaints.append(f"line {number} {what}")
 
-    @property
-    def is_hopeless(self) -> bool:
-        """Whether the first `PATIENCE` lines are all malformed."""
-        return not self.taken and self.malformed >= PATIENCE
-
     def describe(self) -> str:
         """What could not be read; empty if nothing."""
         if not self.malformed:
@@ -175,8 +169,6 @@ def read_results(path: Path, reading: Reading) -> Iterator[Result]:
         else:
             keys = ", ".join(map(repr, islice(record, 4))) or "nothing"
             reading.complain(number, f"has neither summary nor stats, but {keys}")
-        if reading.is_hopeless:
-            break
     if not reading.taken and reading.malformed:
         raise DocumentError(
             f"{path} holds no results of 'lookahead summarize', which have id, summary and stats: "
@@ -214,7 +206,7 @@ def _json_lines(path: Path, reading: Reading) -> Iterator[tuple[int, dict[str, A
                 else:
                     reading.is_torn = not line.endswith(b"\n")
                     reading.complain(number, "is torn, the last one" if reading.is_torn else problem)
-            if reading.is_hopeless:
+            if not reading.taken and reading.malformed >= PATIENCE:
                 break
 
 
@@ -336,13 +328,7 @@ class Aggregate:
             self.different += 1
             self.names_of_different += [result.name] * (len(self.names_of_different) < MOST_DIFFERENT)
         if result.model is not None:
-            self.models[_kind(result.model, self.models)] += 1
+            self.models[result.model] += 1
         for name, counts in result.sources.items():
-            kind = _kind(name, self.sources)
-            earlier = self.sources.get(kind, SourceCounts())
-            self.sources[kind] = SourceCounts(*map(sum, zip(earlier, counts, strict=True)))
-
-
-def _kind(name: str, known: Mapping[str, object]) -> str:
-    """The name, or `others` if too many names are counted already."""
-    return name if name in known or len(known) < MOST_KINDS else "others"
+            earlier = self.sources.get(name, SourceCounts())
+            self.sources[name] = SourceCounts(*map(sum, zip(earlier, counts, strict=True)))

@@ -195,7 +195,6 @@ def _prepare(
         num_train_epochs=1,
         learning_rate=settings.learning_rate,
         warmup_steps=0.03,
-        max_grad_norm=1.0,
         save_steps=0.05,
         save_total_limit=2,
         eval_strategy="steps",
