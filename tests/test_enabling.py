@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, TextGenerationPipeline, TextIteratorStreamer, TextStreamer
+from transformers import PreTrainedModel, TextGenerationPipeline
 
 import lookahead
 from lookahead import LookaheadConfig
@@ -109,42 +109,6 @@ def test_a_generate_of_the_models_own_is_put_back(tiny_llama: PreTrainedModel) -
         assert tiny_llama.__dict__["generate"] is own
     finally:
         del tiny_llama.generate
-
-
-def test_a_streamer_sees_what_it_would_have_seen(tiny_llama: PreTrainedModel, tiny_tokenizer: Any, capsys: Any) -> None:
-    def shown() -> str:
-        tiny_llama.generate(IDS, max_new_tokens=30, do_sample=False, streamer=TextStreamer(tiny_tokenizer))
-        return str(capsys.readouterr().out)
-
-    expected = shown()
-    with lookahead.enable(tiny_llama):
-        assert shown() == expected
-
-
-def test_an_iterating_streamer_is_fed_from_another_thread(tiny_llama: PreTrainedModel, tiny_tokenizer: Any) -> None:
-    expected = tiny_llama.generate(IDS, max_new_tokens=30, do_sample=False)
-    streamer = TextIteratorStreamer(tiny_tokenizer, skip_prompt=True, timeout=60)
-    with lookahead.enable(tiny_llama):
-        options = {"max_new_tokens": 30, "do_sample": False, "streamer": streamer}
-        thread = threading.Thread(target=tiny_llama.generate, args=(IDS,), kwargs=options)
-        thread.start()
-        text = "".join(streamer)
-        thread.join()
-    assert text == tiny_tokenizer.decode(expected[0, IDS.shape[1] :])
-
-
-def test_stop_strings_end_the_output_where_they_would_have(
-    tiny_llama: PreTrainedModel, tiny_tokenizer: Any, steps: list[int]
-) -> None:
-    free = tiny_llama.generate(IDS, max_new_tokens=40, do_sample=False)
-    stop = tiny_tokenizer.decode(free[0, -20:-18])
-    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "stop_strings": stop}
-    expected = tiny_llama.generate(IDS, tokenizer=tiny_tokenizer, **options)
-    with lookahead.enable(tiny_llama):
-        got = tiny_llama.generate(IDS, tokenizer=tiny_tokenizer, **options)
-    assert torch.equal(got, expected)
-    assert got.shape[1] < free.shape[1]
-    assert steps
 
 
 @pytest.mark.parametrize(

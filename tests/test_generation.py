@@ -293,11 +293,6 @@ def test_a_prompt_already_at_the_length_limit_is_refused(tiny_llama: PreTrainedM
         lookahead.generate(tiny_llama, tiny_tokenizer, "hello there", max_length=11)
 
 
-def test_no_prompts_give_an_empty_result(tiny_llama: PreTrainedModel, tiny_tokenizer: Any) -> None:
-    result = lookahead.generate(tiny_llama, tiny_tokenizer, [], max_new_tokens=5)
-    assert (result.texts, result.token_ids, result.stats.emitted_tokens) == ([], [], 0)
-
-
 def test_text_in_gives_the_text_of_generate_row_by_row(tiny_llama: PreTrainedModel, tiny_tokenizer: Any) -> None:
     prompts = ["the cat sat on the mat, the cat", "a b a b a", "x"]
     result = lookahead.generate(tiny_llama, tiny_tokenizer, prompts, max_new_tokens=30, do_sample=False)

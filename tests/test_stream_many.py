@@ -109,10 +109,6 @@ def test_prompts_are_taken_as_rows_come_free(tiny_llama, tiny_tokenizer):
     assert len(taken) <= 10
 
 
-def test_no_prompts_give_no_completions(tiny_llama, tiny_tokenizer):
-    assert many(tiny_llama, tiny_tokenizer, []) == []
-
-
 def test_a_row_that_ends_is_filled_at_once(tiny_llama, tiny_tokenizer):
     scheduler = Scheduler(tiny_llama, tiny_tokenizer, rows=2, max_new_tokens=8, config=LookaheadConfig(proposers=()))
     prompts, done, passes = texts(6), [], []
