@@ -146,7 +146,7 @@ def test_an_output_that_ends_in_parquet_is_one(summarize, docs):
         (["a.txt", "--pool", "gone/memory.lkp"], "gone/memory.lkp: cannot be written: there is no folder "),
         (["a.txt", "--pool", "b.txt"], "b.txt: not a pool file"),
         (["a.txt", "--pool", "new.lkp", "--proposers", "prompt"], "--proposers must name outputs, got 'prompt'"),
-        (["s3x://bucket/a.txt"], "s3x://bucket/a.txt: Protocol not known: s3x"),
+        (["s3x://bucket/a.txt"], "s3x://bucket/a.txt: cannot be read: Protocol not known: s3x"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -13,6 +13,7 @@ import typer
 
 from lookahead.cli.options import App
 from lookahead.cli.terminal import PoolDisplay, console, convert, load, say_skipped, table
+from lookahead.documents.byte_sources import MEGABYTE
 from lookahead.errors import ConfigError
 from lookahead.jobs.job_options import INPUTS, DocumentOptions, ModelOptions, option
 from lookahead.models.loading import locate_model
@@ -273,8 +274,9 @@ def _fill(options: SourceOptions, output: Path, prepare: Callable[[], Callable[.
     from lookahead.pools.build_pool import PoolTotals
 
     totals, display = PoolTotals(), PoolDisplay(count_documents(sources))
+    limit = int(options.max_document_mb * MEGABYTE)
     with display.progress:
-        line = write(inputs=sources, limit=options.max_document_bytes, totals=totals, observer=display)
+        line = write(inputs=sources, limit=limit, totals=totals, observer=display)
     console(sys.stderr).print(f"{totals}\n{line}")
     raise typer.Exit(1 if totals.rejected else 0)
 

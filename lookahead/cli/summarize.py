@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TextIO, cast
 import typer
 
 from lookahead.cli.terminal import JobDisplay, console, load, remembering, say, say_skipped, table, usage_errors
+from lookahead.documents.byte_sources import MEGABYTE
 from lookahead.errors import ClusterError, ConfigError, LookaheadError
 from lookahead.jobs import job_figures
 from lookahead.jobs.job_options import JobOptions, option, read_job_file, to_toml
@@ -91,9 +92,8 @@ def summarize(options: SummarizeOptions) -> None:
     check_readers(sources)
     if not options.dry_run:
         paths.check(sources)
-    documents = select_documents(
-        sources, first=options.limit, sample=options.sample, seed=options.seed, limit=options.max_document_bytes
-    )
+    limit = int(options.max_document_mb * MEGABYTE)
+    documents = select_documents(sources, first=options.limit, sample=options.sample, seed=options.seed, limit=limit)
     with ExitStack() as stack:
         if options.ray:
             worker: Worker = (pool := stack.enter_context(_worker_pool(options)))
@@ -101,10 +101,11 @@ def summarize(options: SummarizeOptions) -> None:
         else:
             loaded = load(options)
             from lookahead.jobs.output_memory import OutputMemory
+            from lookahead.summarization.summarizer import Summarizer
 
             if not options.dry_run:
                 stack.enter_context(remembering(options, loaded.model))
-            worker = summarizer = options.make_summarizer(*loaded)
+            worker = summarizer = Summarizer(*loaded, **options.summarizer_settings())
             identity, notes = JobIdentity.of(options, *loaded), list[str]()
             memory = None if file is None else OutputMemory(file, *loaded)
             with console(sys.stderr).status("warming up"):

@@ -58,18 +58,6 @@ class JobTotals:
         """Lines of results written by this run."""
         return self.summarized + self.copied
 
-    def add(self, done: Summarized) -> None:
-        """Count a summary."""
-        summary = done.summary
-        self.summarized += 1
-        self.cut += summary.finish_reason == "length"
-        self.document_tokens += summary.document_tokens
-        self.stats = total_in_sequence([self.stats, summary.stats])
-        if summary.plain is not None:
-            self.plain = summary.plain if self.plain is None else self.plain + summary.plain
-            if not summary.plain.identical:
-                self.different.append(done.document.id)
-
 
 def run_job(
     documents: Iterable[Document | Reject],
@@ -108,7 +96,8 @@ def run_job(
                 run.reject(outcome)
             else:
                 run.write(outcome)
-        writer.finish()
+        if isinstance(writer, Journal):
+            writer.finish()
 
 
 class _Run:
@@ -143,7 +132,14 @@ class _Run:
         content = text_hash(done.document.text)
         line = {"id": done.document.id, **done.summary.to_dict(), "document": content.hex(), **self._job}
         self._writer.append(line, content)
-        self._totals.add(done)
+        totals, summary = self._totals, done.summary
+        totals.summarized += 1
+        totals.cut += summary.finish_reason == "length"
+        totals.document_tokens += summary.document_tokens
+        totals.stats = total_in_sequence([totals.stats, summary.stats])
+        if summary.plain is not None:
+            totals.plain = summary.plain if totals.plain is None else totals.plain + summary.plain
+            totals.different += [done.document.id] * (not summary.plain.identical)
         self._observer.summarized(done, self._totals)
         for twin in self._twins.pop(content, []):
             self._copy(line, twin, content)

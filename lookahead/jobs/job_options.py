@@ -13,7 +13,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from inspect import get_annotations
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, cast, get_args, get_origin, get_type_hints
 
 from lookahead.config import LookaheadConfig
 from lookahead.documents.byte_sources import MEGABYTE, read_bounded
@@ -26,11 +26,6 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from lookahead.summarization.summarizer import Summarizer
 
 INPUTS = (
     "Files (.txt .md .html .pdf .docx .jsonl .csv .tsv .parquet), folders, patterns such as 'notes/*.md', URLs of any "
@@ -178,12 +173,6 @@ class WorkerOptions(DraftingOptions, ModelOptions):
             "compare": self.compare,
         }
 
-    def make_summarizer(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Summarizer:
-        """The summarizer with these options; ConfigError if the model does not support them."""
-        from lookahead.summarization.summarizer import Summarizer
-
-        return Summarizer(model, tokenizer, **self.summarizer_settings())
-
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentOptions:
@@ -193,11 +182,6 @@ class DocumentOptions:
         None, "Field or column with the document; makes - JSON lines. (default: text)", "--field", "--text-field"
     )
     max_document_mb: float = option(64.0, "Longest document, in megabytes.", min=0.001, max=1_000_000)
-
-    @property
-    def max_document_bytes(self) -> int:
-        """Longest document, in bytes."""
-        return int(self.max_document_mb * MEGABYTE)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,9 +58,6 @@ class Stream(ExitStack):
         """A line with this text hash, if one is among the newest."""
         return self._lines.get(content)
 
-    def finish(self) -> None:
-        """Nothing is left to do."""
-
 
 class Journal(ExitStack):
     """The results, rejects and manifest of a job that can be resumed.

@@ -157,7 +157,8 @@ def sort_lines(
 def write_parquet(lines: Path, path: Path) -> None:
     """Write results as Parquet. Ids are numbers if all of them are; `stats`, `tree` and `plain` are JSON strings."""
     arrow, parquet = load_packages("parquet", str(path))
-    is_number = all(_is_int64(record[name]) for record in records_in(lines) for name in _IDS if name in record)
+    ids = (record[name] for record in records_in(lines) for name in _IDS if name in record)
+    is_number = all(isinstance(each, int) and -(1 << 63) <= each < 1 << 63 for each in ids)
     id_type, text, number = arrow.int64() if is_number else arrow.string(), arrow.string(), arrow.int64()
     columns = {"id": id_type, "summary": text} | dict.fromkeys(_NUMBERS, number) | dict.fromkeys(_TEXTS, text)
     columns |= {"copy_of": id_type} | dict.fromkeys(_AS_JSON, text)
@@ -193,7 +194,3 @@ def _row(record: Record, ids_are_numbers: bool) -> Record:
         if isinstance(row[name], str):
             row[name] = row[name].encode("utf-8", "backslashreplace").decode()
     return row
-
-
-def _is_int64(name: Any) -> bool:
-    return isinstance(name, int) and -(1 << 63) <= name < 1 << 63

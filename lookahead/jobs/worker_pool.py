@@ -65,7 +65,7 @@ class RayWorker:
             )
             with suppress(OSError):  # the costs are measured, but not saved
                 prepare_costs(loaded.model)
-            summarizer = options.make_summarizer(*loaded)
+            summarizer = Summarizer(*loaded, **options.summarizer_settings())
             rows = summarizer.rows_together(options.rows)
             summarizer.warm_up()
         except LookaheadError as error:

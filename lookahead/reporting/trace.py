@@ -71,11 +71,6 @@ class Trace:
     model: str = ""  # a line about it, if known
     plain: DecodingStats | None = None  # of decoding without drafts, if that was done
 
-    @property
-    def text(self) -> str:
-        """The new text."""
-        return "".join(piece.text for step in self.steps for piece in step.pieces)
-
 
 def trace(
     model: PreTrainedModel,

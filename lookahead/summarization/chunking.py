@@ -52,11 +52,7 @@ class MeasuredText:
         self.starts = array("q")
         for begin, block in _blocks(self.text, self.ends):
             self.starts.extend(begin + start for start in _token_starts(tokenizer, block))
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens."""
-        return len(self.starts)
+        self.tokens = len(self.starts)
 
     def token_at(self, place: int) -> int:
         """The number of tokens that begin before a character of the cleaned text."""

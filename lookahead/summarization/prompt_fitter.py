@@ -19,14 +19,10 @@ _NO_LIMIT = 10**9  # tokenizers without a limit state 10**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Approach:
-    """How a document longer than a prompt is read.
-
-    With `refine` the parts are read in order, each with the summary so far, by a model that follows instructions.
-    Otherwise all parts are summarized, then their summaries together.
-    """
+    """How a document longer than a prompt is read: all parts, and then their summaries together, or in order."""
 
     overlap: int = 0  # tokens at the end of a part that the next part repeats
-    refine: bool = False
+    refine: bool = False  # read parts in order, each with the summary so far; the model must follow instructions
 
     def __post_init__(self) -> None:
         if self.overlap < 0:
@@ -71,6 +67,7 @@ class PromptFitter:
         # An encoder's context holds the document only; the summary goes to the decoder's.
         self._prompt_limit = context - (0 if has_encoder else max_new_tokens)
         self._document_limit = self._prompt_limit - self.prompting.count_tokens(self.prompting.render(""))
+        self.partial_summary_limit = self._document_limit // 4  # tokens of a part's summary, so that the rounds end
         self._part_limit = self._document_limit  # of a document that does not fit as a whole
         if self.approach.refine:
             template_tokens = self.prompting.count_tokens(self.prompting.render("", ""))
@@ -98,11 +95,6 @@ class PromptFitter:
                 f"overlap must be at most {most} tokens, half of what a prompt holds of a document, got "
                 f"{self.approach.overlap}"
             )
-
-    @property
-    def partial_summary_limit(self) -> int:
-        """Most tokens of the summary of a part: a quarter of what a prompt holds, so that the rounds end."""
-        return self._document_limit // 4
 
     def fit(self, document: str) -> FittedDocument:
         """Cut a document, not blank, into parts whose prompts all fit; DocumentError if none would."""

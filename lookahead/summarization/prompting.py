@@ -48,11 +48,6 @@ class SummaryRequest:
         if self.prompt is not None and self.style is not None:
             raise ConfigError("a prompt and a style both say what to ask for; give one of them")
 
-    @property
-    def instruction(self) -> str:
-        """The instruction in words."""
-        return (self.prompt or (STYLES[self.style] if self.style else INSTRUCTION)).strip()
-
 
 class Prompting:
     """Renders the prompts for one tokenizer.
@@ -86,6 +81,7 @@ class Prompting:
             self.template = "chat"
         else:
             self.template = "plain"
+        self.add_special_tokens = self.template in ("plain", "encoder")  # no template wrote them
         # Without a template a model can follow a prompt, but no style.
         reason, style = _NO_CHAT.get(self.template), self._request.style
         if reason is not None and (style or (self._request.prompt and self.template == SUMMARIZE_TEMPLATE)):
@@ -97,11 +93,6 @@ class Prompting:
         markers = {marker for marker in (*tokenizer.all_special_tokens, *added) if len(marker) > 1}
         longest_first = sorted(markers, key=len, reverse=True)
         self._markers = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
-
-    @property
-    def add_special_tokens(self) -> bool:
-        """Whether the tokenizer must add its special tokens, since no template wrote them."""
-        return self.template in ("plain", "encoder")
 
     def check_refining(self) -> None:
         """Refuse a model that cannot be given a summary beside a document with a ConfigError."""
@@ -129,7 +120,8 @@ class Prompting:
             return self._prefix + document
         if self.template == "plain" and self._request.prompt is None:
             return f"{document}\n\nSummary:"
-        instruction = self._request.instruction
+        style = self._request.style
+        instruction = (self._request.prompt or (STYLES[style] if style else INSTRUCTION)).strip()
         has_place = PLACEHOLDER in instruction
         asked = instruction.replace(PLACEHOLDER, document) if has_place else f"{instruction}\n\n{document}"
         if self.template in ("encoder", "plain"):

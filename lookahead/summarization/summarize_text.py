@@ -82,7 +82,21 @@ def summarize(
 
 def _read(text: Any) -> str:
     if isinstance(text, os.PathLike):
-        return _read_file(Path(text))
+        from lookahead.documents.decode_text import Reject
+        from lookahead.documents.inputs import find_inputs
+        from lookahead.documents.readers import check_readers, read_documents
+
+        path = Path(text)
+        if not path.is_file():
+            raise DocumentError(f"{path} is not a file; text must be a string or the pathlib.Path of a file")
+        sources = find_inputs([str(path)])
+        check_readers(sources)
+        if sources[0].field is not None:
+            raise DocumentError(f"{path} holds one document per line or row; 'lookahead summarize' reads such files")
+        (document,) = read_documents(sources)
+        if isinstance(document, Reject):
+            raise DocumentError(document.error)
+        return document.text
     if isinstance(text, list | tuple):
         raise ConfigError(
             f"text must be one document, got a {type(text).__name__} of {len(text)}; call summarize for each, or "
@@ -94,20 +108,3 @@ def _read(text: Any) -> str:
     if len(name) <= _LONGEST_PATH and name.isprintable() and os.path.isfile(name):
         raise DocumentError(f"{name!r} is the name of a file, not its text; pass pathlib.Path({name!r}) to read it")
     return text
-
-
-def _read_file(path: Path) -> str:
-    from lookahead.documents.decode_text import Reject
-    from lookahead.documents.inputs import find_inputs
-    from lookahead.documents.readers import check_readers, read_documents
-
-    if not path.is_file():
-        raise DocumentError(f"{path} is not a file; text must be a string or the pathlib.Path of a file")
-    sources = find_inputs([str(path)])
-    check_readers(sources)
-    if sources[0].field is not None:
-        raise DocumentError(f"{path} holds one document per line or row; 'lookahead summarize' reads such files")
-    (document,) = read_documents(sources)
-    if isinstance(document, Reject):
-        raise DocumentError(document.error)
-    return document.text

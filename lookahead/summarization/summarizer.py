@@ -126,6 +126,7 @@ class Summarizer:
             raise ConfigError(f"num_beams must be at least 1, got {num_beams}")
         own = model.generation_config.num_beams if model.generation_config is not None else None
         self._num_beams: int = num_beams or own or 1
+        self._is_alone = compare or self._num_beams > 1  # prompts of other documents are not decoded with those of one
 
     def summarize(self, text: str) -> Summary:
         """Summarize one document. DocumentError if it has no letter or digit, or the model wrote nothing about it."""
@@ -185,11 +186,6 @@ class Summarizer:
         )
         scheduler.on_prefill = self.on_prefill
         return scheduler
-
-    @property
-    def _is_alone(self) -> bool:
-        """Whether prompts of one document are not decoded together with those of others."""
-        return self._compare or self._num_beams > 1
 
     def _decode(self, prompts: Sequence[str], limit: int) -> tuple[list[GenerationResult], PlainFigures]:
         """Continue each prompt by at most `limit` tokens, as many together as the cache has room for."""
