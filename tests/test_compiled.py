@@ -278,7 +278,7 @@ def test_the_command_line_and_calibration_compile_where_they_are_told_to(
     compiled_too = CliRunner().invoke(app, [*command, "--compile"])
     assert (compiled_too.exit_code, compiled_too.stdout) == (0, plain.stdout)
     assert graphs() == before + 1
-    monkeypatch.setattr("lookahead.generation.step_costs.PADDED_NODES", (1, 2))
+    monkeypatch.setattr("lookahead.models.calibration.PADDED_NODES", (1, 2))
     (sweep,) = lookahead.calibrate_costs(model, [20], compile=True).sweeps
     assert [point.nodes for point in sweep.points] == [1, 2]
     assert graphs() == before + 3
