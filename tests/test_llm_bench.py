@@ -200,4 +200,5 @@ def test_vllm_is_measured_with_every_proposer_at_every_batch(
         assert figures["ours_over"] == {"vLLM plain": {"tokens_per_pass": 2.5, "speed": 1.0}}
     recorded = json.loads(record.read_text(encoding="utf-8"))
     assert [each["category"] for each in recorded["outputs"]] == ["chat", "qa", "rag", "shared", "shared"]
-    assert recorded["dtype"] == result["dtype"] and recorded["versions"]["torch"] == torch.__version__
+    assert recorded["dtype"] == result["dtype"]
+    assert torch.__version__.startswith(recorded["versions"]["torch"])  # a wheel may not name what it was built for

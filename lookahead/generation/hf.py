@@ -36,7 +36,7 @@ from lookahead.generation.validation import (
     validate_past,
     validate_positions,
 )
-from lookahead.models.cache import cache_in
+from lookahead.models.cache import cache_in, tokens_in
 from lookahead.models.calibration import node_cost
 from lookahead.models.encoder_decoder import DecoderTarget, Encoded, decoder_support, empty_cache
 from lookahead.models.model_state import state_of
@@ -150,7 +150,7 @@ def prepare(
     lengths = prompt_lengths(input_ids, mask, vocabulary)
     batch_size, longest = input_ids.shape
     validate_lengths(model, np.full_like(lengths, longest) if has_encoder else lengths)
-    is_continued = past is not None and not has_encoder and past.get_seq_length() > 0
+    is_continued = not has_encoder and tokens_in(past) > 0
     if not is_continued:
         validate_positions(model_kwargs.get("position_ids"), lengths, longest)
     stopping = stopping_rule(stopping_criteria, generation_config)

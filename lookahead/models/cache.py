@@ -78,6 +78,14 @@ def cache_in(arguments: Mapping[str, Any]) -> Any:
     return arguments.get(CACHE, arguments.get("past_key_values"))
 
 
+def tokens_in(cache: Any) -> int:
+    """Tokens that a cache holds; 0 without one, and for states that count none."""
+    try:
+        return 0 if cache is None else int(cache.get_seq_length())
+    except ValueError:  # since transformers 5.24, from a cache without attention layers
+        return 0
+
+
 class TreeLayer(CacheLayerMixin):
     """KV of one layer, `[rows, capacity, heads, dim]`, allocated by the first pass.
 
