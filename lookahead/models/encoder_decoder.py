@@ -16,18 +16,10 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.drafting.tree import IntArray, TokenTree
+from lookahead.models import support
 from lookahead.models.cache import CACHE
 from lookahead.models.model_state import state_of
-from lookahead.models.support import (
-    ATTENTION_LAYERS,
-    ProbeError,
-    Support,
-    agree,
-    probe_passes,
-    rope_parameters_of,
-    unsupported_reason,
-    vocabulary_size,
-)
+from lookahead.models.support import ProbeError, Support, agree, probe_passes, unsupported_reason, vocabulary_size
 from lookahead.models.target import Target, input_device, position_limit
 
 _CHAINS = Support("chains", "the decoder of an encoder-decoder model verifies chains")
@@ -151,7 +143,7 @@ class DecoderTarget(Target):
 def decoder_support(model: PreTrainedModel, *, max_length: int) -> Support:
     """Whether chains of up to `max_length` tokens can be drafted for a decoder. The first call probes it."""
     config: Any = model.config.get_text_config(decoder=True)
-    others = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS
+    others = set(getattr(config, "layer_types", None) or ()) - support.ATTENTION_LAYERS
     if getattr(model, "_is_stateful", False) or others:
         return Support("none", "the state of its decoder is sequential, so a rejected draft could not be undone")
     window = getattr(config, "sliding_window", None)
@@ -159,7 +151,7 @@ def decoder_support(model: PreTrainedModel, *, max_length: int) -> Support:
         return Support("none", f"the cache of its decoder drops tokens beyond {window}")
     if getattr(config, "expert_capacity", None) is not None:
         return Support("none", "its experts take so many tokens of a pass and no more")
-    if any(rope.get("rope_type") in ("dynamic", "longrope") for rope in rope_parameters_of(config)):
+    if any(rope.get("rope_type") in ("dynamic", "longrope") for rope in support.rope_parameters_of(config)):
         return Support("none", "the position embeddings of its decoder change with its length")
     reason = unsupported_reason(model)
     if reason:

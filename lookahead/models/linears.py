@@ -24,18 +24,7 @@ from lookahead.kernels import packed_product
 from lookahead.models import product_bits
 from lookahead.models.exact_attention import MAX_ROWS
 from lookahead.models.model_state import replaced, state_of
-from lookahead.models.product_bits import (
-    Bits,
-    Layout,
-    Packed,
-    best_layout,
-    by_onednn,
-    by_torch,
-    lay_out,
-    linear_layers,
-    matrix_of,
-    rows_of,
-)
+from lookahead.models.product_bits import Bits, Layout, Packed, best_layout, by_torch, lay_out, matrix_of, rows_of
 
 _LAYOUTS = {"own": Layout(block=512), "onednn": Layout(rows=16)}  # of float32
 _SHARE_OF_MEMORY = 0.25  # most of the machine's memory that the packed weights of a model may take
@@ -96,7 +85,7 @@ class LinearScope:
     def __init__(self, model: nn.Module, *, packs: bool = True) -> None:
         self.has_packed = False  # whether the newest block of `running` packed a weight
         self._forwards: list[tuple[nn.Module, None, Callable[[Tensor], Tensor]]] = []
-        layers = [each for each in linear_layers(model) if _is_plain(each)]
+        layers = [each for each in product_bits.linear_layers(model) if _is_plain(each)]
         if "forward" in model.__dict__ or not layers:
             return
         dtype, threads = layers[0].weight.dtype, torch.get_num_threads()
@@ -147,7 +136,7 @@ def _forward(layer: nn.Linear | Conv1D, packed: PackedLinear, x: Tensor) -> Tens
         return by_torch(x, own, bias)
     found = packed.weight(layer) if packs else None
     if found is None or (found.layout.block and rows > _MOST_ROWS):
-        return by_torch(x, own, bias) if rows < _UNPACKED_ROWS else by_onednn(x, own, bias)
+        return by_torch(x, own, bias) if rows < _UNPACKED_ROWS else product_bits.by_onednn(x, own, bias)
     return found.product(x, bias)
 
 
@@ -216,7 +205,7 @@ def keeps_bits(model: nn.Module) -> bool:
             layer.weight.numel() < product_bits.FEWEST_WEIGHTS
             or rows_of(matrix_of(layer), layer.bias, Layout()).alone >= _FEWEST_ROWS
             or best_layout(matrix_of(layer), layer.bias, "alone", ("own", "onednn"))[1] >= _FEWEST_ROWS
-            for layer in linear_layers(model)
+            for layer in product_bits.linear_layers(model)
             if _is_plain(layer)
         )
     except (AttributeError, RuntimeError):  # torch was built without oneDNN
