@@ -307,6 +307,10 @@ def test_a_context_that_does_not_fit_is_one_line_and_no_file(model_folder, tmp_p
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(app, ["calibrate", "--model", str(model_folder), "--cache", str(tmp_path / "file")])
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert "cache must be a folder, got the file" in result.stderr
 
 
 def test_a_context_longer_than_the_models_is_refused_before_anything_is_measured(tiny_llama, monkeypatch) -> None:

@@ -242,6 +242,7 @@ def test_the_command_writes_the_page_whole_and_leaves_nothing_beside_it(explain,
     assert result.exit_code == 0, result.output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "prompt.txt"]
     assert (tmp_path / "page.html").read_text().endswith("</html>\n")
+    assert explain("prompt.txt", "--html", "page.html").exit_code == 0  # a page of its own may be replaced
 
 
 def test_a_prompt_comes_from_stdin_too(explain, plain) -> None:
@@ -256,6 +257,7 @@ def test_a_prompt_comes_from_stdin_too(explain, plain) -> None:
         (["bad.txt"], b"\xff\xfe\x00", "bad.txt: not UTF-16 text: byte 0x00 at byte offset 2"),
         (["bad.txt"], b"\x80", "bad.txt: not UTF-8 text"),
         (["prompt.txt", "--html", "none/page.html"], b"", "html must be a file in a folder that exists"),
+        (["prompt.txt", "--html", "prompt.txt"], b"", "html prompt.txt exists and is no page of explain; name another"),
     ],
 )
 def test_what_cannot_be_read_or_written_is_one_line(explain, tmp_path, arguments, content, told) -> None:

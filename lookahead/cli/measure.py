@@ -50,6 +50,8 @@ def calibrate(options: CalibrateOptions) -> None:
       lookahead calibrate --model ./my-model --dtype bf16
       lookahead calibrate --context 256 --context 4096 --json
     """
+    if options.cache is not None and options.cache.exists() and not options.cache.is_dir():
+        raise ConfigError(f"cache must be a folder, got the file {str(options.cache)!r}")
     loaded = load(options, measures_costs=False)
     from lookahead.generation.step_costs import calibrate_costs, save_costs
     from lookahead.models.calibration import CONTEXTS
@@ -107,7 +109,7 @@ def explain(options: ExplainOptions) -> None:
 
     text = read_prompt_file(options.prompt)
     if options.html is not None:
-        check_page(options.html, "html")
+        check_page(options.html, "html", "explain")
     loaded = load(options)
     from lookahead.generation.api import generate
     from lookahead.generation.prompts import as_chat

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ _BINS = (8, 24)  # least and largest number of bins aimed at
 _TAIL = 100  # number of values from which the largest 1% may share the last bin
 _CELLS = (48, 30)  # of a binned scatter plot
 _SHADES = 5
+_MARK = '<meta name="generator" content="lookahead {}">'  # of the templates
+_MARK_WITHIN = 1000  # bytes
 # Control characters, lone surrogates and noncharacters are invalid in HTML. Direction marks would reorder the text
 # around them.
 _INVALID = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff\u202a-\u202e\u2066-\u2069]")
@@ -222,10 +225,19 @@ def render(template: str, **values: Any) -> str:
     return _INVALID.sub("\ufffd", _environment().get_template(template).render(values))
 
 
-def check_page(path: Path, option: str) -> None:
-    """Refuse a page that cannot be written, before any work is done."""
+def check_page(path: Path, option: str, command: str) -> None:
+    """Refuse a page that cannot be written, or would replace a file that is no page of `command`, before any work."""
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise ConfigError(f"{option} must be a file in a folder that exists, got {str(path)!r}")
+    if not path.exists():
+        if not os.access(path.absolute().parent, os.W_OK):
+            raise ConfigError(f"{option} {path} cannot be written: permission denied")
+        return
+    if path.is_file():
+        with path.open("rb") as file:
+            if _MARK.format(command).encode() in file.read(_MARK_WITHIN):
+                return
+    raise ConfigError(f"{option} {path} exists and is no page of {command}; name another file with --{option}")
 
 
 @cache

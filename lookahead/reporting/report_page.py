@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +12,6 @@ from lookahead.reporting import charts, results_file
 from lookahead.reporting.results_file import Aggregate, Failures, Reading, Result, read_rejects, read_results
 from lookahead.utils.atomic import write_atomically
 
-MARK = '<meta name="generator" content="lookahead report">'  # of `report.html.j2`
-_MARK_WITHIN = 1000  # bytes
 _MOST_REASONS = 12  # rows of the table of failures
 _MOST_STRETCHES = 60  # points of the speed over the job
 _LEAST_VALUES = 5  # of a histogram
@@ -36,7 +33,7 @@ def write_report(results: Path, output: Path | None = None, rejects: Path | None
     OSError if a file cannot be read.
     """
     page = Path(f"{results}.report.html") if output is None else output
-    _check_output(page)
+    charts.check_page(page, "output", "report")
     readings = {results.name: Reading()}
     aggregate = Aggregate(read_results(results, readings[results.name]))
     beside = Path(f"{results}.rejects.jsonl") if rejects is None else rejects
@@ -145,17 +142,3 @@ def _document_lists(aggregate: Aggregate) -> list[tuple[str, list[Result]]]:
         (f"Gained least, by {what}", worst),
     ]
     return [(title, results) for title, results in lists if results]
-
-
-def _check_output(path: Path) -> None:
-    """Refuse a page that cannot be written or is another file, before any work is done."""
-    charts.check_page(path, "output")
-    if not path.exists():
-        if not os.access(path.absolute().parent, os.W_OK):
-            raise ConfigError(f"output {path} cannot be written: permission denied")
-        return
-    if path.is_file():
-        with path.open("rb") as file:
-            if MARK.encode() in file.read(_MARK_WITHIN):
-                return
-    raise ConfigError(f"output {path} exists and is no report; name another file with --output")
