@@ -29,13 +29,10 @@ class TreeDrafter:
         self, proposers: Sequence[Proposer], controller: Controller | None, config: LookaheadConfig,
         positions: int | None, *, is_chain: bool, by_rejection: bool,
     ) -> None:  # fmt: skip
-        self._proposers = proposers
-        self._controller = controller
+        self._proposers, self._controller, self._positions = proposers, controller, positions
         self._max_proposed = config.node_budget // (len(proposers) or 1) if by_rejection else config.node_budget
         self._min_probability = config.min_probability
-        self._positions = positions
-        self._is_chain = is_chain and not by_rejection
-        self._by_rejection = by_rejection
+        self._by_rejection, self._is_chain = by_rejection, is_chain and not by_rejection
         self._questions = [question_of(proposer) for proposer in proposers]
         only = proposers[0] if len(proposers) == 1 else None
         self._single = only if isinstance(only, NgramProposer) and not by_rejection else None  # nothing to merge

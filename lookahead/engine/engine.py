@@ -62,19 +62,15 @@ class Engine:
         ensemble: TensorParallelGroup | None = None,
         learning: AbstractContextManager[object] | None = None,
     ) -> None:
-        self._target = target
+        self._target, self._controller, self._ensemble = target, controller, ensemble
         self._learning = learning if learning is not None else nullcontext()
-        self._controller = controller
         self._unsized = StepPlan(0, drafts=bool(proposers), max_nodes=config.node_budget)
         self._drafter = TreeDrafter(
             proposers, controller, config, target.positions, is_chain=is_chain, by_rejection=by_rejection
         )
         self.sources = self._drafter.sources
-        self._by_rejection = by_rejection
-        self._by_typicality = by_typicality
-        self._ensemble = ensemble
-        self._keep_cache = keep_cache
-        self._isolates = isolates
+        self._by_rejection, self._by_typicality = by_rejection, by_typicality
+        self._keep_cache, self._isolates = keep_cache, isolates
         self.kept: dict[int, list[RowStates]] = {}
         self._free_slots = list(range(target.cache.slots.rows))[::-1]
         self._begun = -len(self._free_slots)  # rows that joined since an output was begun
