@@ -238,6 +238,7 @@ def test_what_goes_wrong_within_a_document_is_that_document_s_alone(summarize, m
         (["a.txt", "--model", "."], "no config.json in the folder"),
         (["a.txt", "--dtype", "int3"], "dtype must be auto, fp32, bf16, fp16, got 'int3'"),
         (["a.txt", "--device", "gpu"], "device 'gpu' is not available"),
+        (["a.txt", "--device", "privateuseone"], "device 'privateuseone' is not available: No module named"),
         (["a.txt", "--format", "xml"], "format must be auto, text, json, got 'xml'"),
         (["a.txt", "--format", "json", "-o", "x"], "format is that of stdout"),
         (["a.txt", "--field", "body"], "field 'body' is read from JSON lines"),
@@ -348,6 +349,11 @@ def test_generate_continues_a_prompt_as_plain_decoding_does(generate, tiny_llama
 def test_the_same_seed_samples_the_same_text(generate):
     texts = [generate("Once", "--temperature", "0.8", "--top-k", "40", "--seed", seed).stdout for seed in "778"]
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_more_beams_than_any_memory_holds_are_refused(generate):
+    result = generate("Once", "--num-beams", "99999999")
+    assert result.exit_code == 2 and "'--num-beams'" in result.stderr and "1024" in result.stderr
 
 
 def test_stats_go_to_stderr(generate):

@@ -165,6 +165,10 @@ def test_what_is_no_prompt_among_others_is_named_by_its_number(tiny_llama, tiny_
         ({"content": "abc"}, "message 1 of prompt 0 must be a dict with 'role' and 'content', got content"),
         ("abc", "message 1 of prompt 0 must be a dict with 'role' and 'content', got str"),
         ({"role": "tool", "content": "abc"}, "the chat template does not take prompt 0: no tools here"),
+        (
+            {"role": "user", "content": "a\ud83d"},
+            "message 1 of prompt 0 must be text, .*surrogate pair, as character 1",
+        ),
     ],
     ids=str,
 )

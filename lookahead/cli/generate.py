@@ -31,7 +31,7 @@ class GenerateOptions(PromptOptions, SamplingOptions, DraftingOptions, ModelOpti
     prompt: str = option(help="A question or a text to continue, or - for stdin.", argument=True, metavar="PROMPT")
     max_new_tokens: int = new_tokens_option(128)
     num_beams: int | None = option(
-        None, "Search with so many beams; the text comes at the end. (default: the model's own, or 1)", min=1
+        None, "Search with so many beams; the text comes at the end. (default: the model's own, or 1)", min=1, max=1024
     )
     system: str | None = option(None, "System message for a chat model.", metavar="TEXT")
     stats: bool = option(False, "Show decoding statistics on stderr.")

@@ -130,9 +130,7 @@ class PromptReader:
     def read(self, prompt: Any, index: int) -> list[int]:
         """The token ids of one prompt, text, chat messages or ids; `index` is its number, for error messages."""
         if isinstance(prompt, str):
-            if half := _LONE_SURROGATE.search(prompt):
-                place = f"character {half.start()}"
-                raise PromptError(f"prompt {index} must be text, got {half[0]!r}, half of a surrogate pair, as {place}")
+            _check_text(prompt, f"prompt {index}")
             ids = self._encode(prompt)
         else:
             ids = self.render(prompt, index) if is_chat(prompt) else self._ids(prompt, index)
@@ -177,6 +175,8 @@ class PromptReader:
                 raise PromptError(f"{where} must be a dict with 'role' and 'content', got {got}")
             if "content" not in message and "tool_calls" not in message:
                 raise PromptError(f"{where}, role {message['role']!r}, has no 'content'")
+            if isinstance(message.get("content"), str):
+                _check_text(message["content"], where)
         continues = messages[-1]["role"] == "assistant"
         try:
             encoded: Any = self._tokenizer.apply_chat_template(
@@ -258,6 +258,13 @@ def within(
     if new is not None:
         return {**options, "max_new_tokens": room} if new > room else options
     return {**options, "max_length": longest + room} if total is not None and total > longest + room else options
+
+
+def _check_text(text: str, name: str) -> None:
+    """Refuse halves of surrogate pairs, which no tokenizer encodes."""
+    if half := _LONE_SURROGATE.search(text):
+        place = f"character {half.start()}"
+        raise PromptError(f"{name} must be text, got {half[0]!r}, half of a surrogate pair, as {place}")
 
 
 def _are_ids(prompt: object) -> bool:

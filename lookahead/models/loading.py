@@ -188,7 +188,7 @@ def resolve_device(name: str | None) -> torch.device:
         device = torch.device(name)
         # Allocating is the only check that also notices "cuda:7" on a machine with one GPU.
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, ImportError) as error:  # some devices are packages of their own
         raise ConfigError(f"device {name!r} is not available: {first_line(error)}") from error
     return device
 
