@@ -30,9 +30,9 @@ from lookahead.engine.row import CarriedError, StepOutput
 from lookahead.errors import PromptError, UnsupportedModelError
 from lookahead.generation.hf_outputs import adopt, append_states
 from lookahead.generation.request import prompt_lengths
-from lookahead.generation.validation import validate_call, validate_lengths, validate_positions
+from lookahead.generation.validation import is_cache_returned, validate_call, validate_lengths, validate_positions
 from lookahead.models.beam_tree import DEAD_NODES, BeamModel, BeamTree
-from lookahead.models.cache import CACHE, cache_in
+from lookahead.models.cache import CACHE, cache_in, tokens_in
 from lookahead.models.encoder_decoder import empty_cache
 from lookahead.models.exact_attention import MAX_ROWS
 from lookahead.models.linears import LinearScope
@@ -87,7 +87,7 @@ def beam_search(
     """
     validate_call(model, generation_config, model_kwargs, modes=BEAM_MODES)
     past = cache_in(model_kwargs)
-    if getattr(past, "_is_user_defined", False):
+    if getattr(past, "_is_user_defined", False) or tokens_in(past) > 0:
         raise UnsupportedModelError(f"{CACHE} of your own is not served with beams")
     lm: Any = type(model)
     arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
@@ -149,14 +149,15 @@ def beam_search(
     search = BeamModel(model, target, texts, beams, read, drafts, generation_config.max_length, fewest)
     with target.serving(), torch.inference_mode(False), torch.no_grad():
         output = lm._beam_search(search, *arguments, **{CACHE: search}, use_cache=True)
+        is_returned = passes is None and is_cache_returned(past, generation_config)
+        is_returned = is_returned and isinstance(past, DynamicCache | StaticCache)
+        if is_returned:
+            padding = np.repeat(input_ids.shape[1] - lengths, beams).tolist()
+            states = search.states()
+            width = max(pad + row[0][0].shape[1] for pad, row in zip(padding, states, strict=True))
+            append_states(past, states, padding, width)
         if not isinstance(output, Tensor):
-            setattr(output, CACHE, None)
-            if passes is None and isinstance(past, DynamicCache | StaticCache):
-                padding = np.repeat(input_ids.shape[1] - lengths, beams).tolist()
-                states = search.states()
-                width = max(pad + row[0][0].shape[1] for pad, row in zip(padding, states, strict=True))
-                append_states(past, states, padding, width)
-                setattr(output, CACHE, past)
+            setattr(output, CACHE, past if is_returned else None)
     if passes is not None:
         passes.served, passes.drafted, passes.are_bitwise = search.served, search.drafted, is_exact
     return cast(Tensor | GenerateBeamOutput, output)

@@ -30,6 +30,9 @@ def prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None, vocab_size:
         raise PromptError("prompt 0 has no tokens: a prompt needs at least one")
     mask = np.ones((batch_size, longest), bool)
     if attention_mask is not None:
+        if attention_mask.shape != input_ids.shape:
+            shapes = f"{[*input_ids.shape]}, got {[*attention_mask.shape]}"
+            raise UnsupportedModelError(f"attention_mask must have the shape of input_ids, {shapes}")
         mask = attention_mask.bool().cpu().numpy()
     lengths: NDArray[np.int64] = mask.sum(1)
     if not (mask == (np.arange(longest) >= (longest - lengths)[:, None])).all():

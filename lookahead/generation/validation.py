@@ -17,7 +17,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
-from lookahead.models.cache import CACHE, cache_in
+from lookahead.models.cache import CACHE, cache_in, may_be_callers
 from lookahead.models.encoder_decoder import side_positions
 from lookahead.models.model_state import state_of
 from lookahead.models.support import check_model, described, validate_model, vocabulary_size
@@ -223,7 +223,7 @@ def validate_call(
 
 def is_cache_returned(past: Any, config: GenerationConfig) -> bool:
     """Whether the caller of `model.generate` sees the cache."""
-    return bool(config.return_dict_in_generate or getattr(past, "_is_user_defined", False))
+    return bool(config.return_dict_in_generate) or may_be_callers(past)
 
 
 def _heeds(model: PreTrainedModel, name: str) -> bool:

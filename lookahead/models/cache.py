@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -18,6 +19,7 @@ from lookahead.kernels import dispatch
 from lookahead.kernels.dispatch import MAX_NODES
 
 # The cache among the inputs and outputs of a model. Transformers renamed it in 5.24.
+_MARKS_CACHES = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 17)
 CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
 _GROWTH = 1.5
 
@@ -76,6 +78,11 @@ class TreeSlots:
 def cache_in(arguments: Mapping[str, Any]) -> Any:
     """The cache among arguments of `model.generate`; None without one."""
     return arguments.get(CACHE, arguments.get("past_key_values"))
+
+
+def may_be_callers(cache: Any) -> bool:
+    """Whether a cache may be one that the caller of `model.generate` passed. Before 5.17 it marks none."""
+    return cache is not None and getattr(cache, "_is_user_defined", not _MARKS_CACHES)
 
 
 def tokens_in(cache: Any) -> int:
