@@ -136,12 +136,11 @@ def test_prompts_that_are_decoded_together_have_the_tokens_that_each_has_alone(n
     assert {each.stats.exactness for each in done} == {"rounding"}
 
 
-def stats_of(model: Any, prompts: torch.Tensor, **options: Any) -> list[DecodingStats]:
+def stats_of(model: Any, prompts: torch.Tensor, cache: str | None = None, **options: Any) -> list[DecodingStats]:
     """Stats of the rows of a decoding."""
+    kwargs: dict[str, Any] = {"max_new_tokens": 12, "pad_token_id": 0, "cache_implementation": cache}
     config = LookaheadConfig(draft="fixed", **options)
-    engine = model.generate(
-        prompts, max_new_tokens=12, pad_token_id=0, custom_generate=prepare, lookahead_config=config
-    )
+    engine = model.generate(prompts, **kwargs, custom_generate=prepare, lookahead_config=config)
     for _ in engine.run():
         pass
     stats: list[DecodingStats] = engine.stats
@@ -157,6 +156,8 @@ def test_stats_tell_whether_the_bits_are_those_of_generate() -> None:
     assert [each.exactness for each in stats_of(half, prompts(1), exactness="fast")] == ["rounding"]
     assert [each.exactness for each in stats_of(half, prompts(1, rows=2))] == ["rounding"] * 2
     assert [each.exactness for each in stats_of(single, prompts(1))] == ["rounding"]
+    static = stats_of(half, prompts(1), cache="static")
+    assert [each.exactness for each in static] == ["rounding"], "transformers attends to its slots under a mask"
     padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), prompts(1)], 1)
     assert [each.exactness for each in stats_of(half, padded)] == ["rounding"], "padding changes the order of summation"
     assert not is_bitwise(experts), "the products of an expert depend on the rows that chose it"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -144,6 +145,8 @@ def prepare(
     validate_call(model, generation_config, model_kwargs)
     config = lookahead_config if lookahead_config is not None else LookaheadConfig()
     has_encoder, past = model.config.is_encoder_decoder, cache_in(model_kwargs)
+    if isinstance(past, StaticCache):  # transformers attends to its empty slots under a mask, which changes bits
+        config = replace(config, exactness="fast")
     mask = model_kwargs.get("decoder_attention_mask" if has_encoder else "attention_mask")
     vocabulary = decoder_vocabulary(model)
     pool = pool_of(config, vocabulary=vocabulary)
