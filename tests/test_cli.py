@@ -387,6 +387,6 @@ def test_generate_refuses_wrong_usage_in_one_line(generate, arguments, message):
 def test_too_little_memory_is_told_in_one_line(generate, monkeypatch):
     refused = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.\nError code 12")
     monkeypatch.setattr("lookahead.generation.api.stream", Mock(side_effect=refused))
-    result = generate("Once", "--num-beams", "100000")
+    result = generate("Once", "--num-beams", "1000")
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (1, "", 1)
     assert "too little memory: DefaultCPUAllocator: can't allocate memory" in result.stderr
