@@ -76,7 +76,8 @@ def _kinds() -> IntArray:
     alone = np.broadcast_to(np.arange(2 * (_BUCKETS - 1)).reshape(2, 1, -1, 1), (2, ORDERS, _BUCKETS - 1, _BESIDES))
     memory = 4 + 2 * _BUCKETS + alone.reshape(-1)
     frequent = np.full(FREQUENT * _BESIDES, 2 + 4 * _BUCKETS)
-    return np.concatenate((match.reshape(-1), both.reshape(-1), memory, frequent)).astype(np.int32)
+    kinds: IntArray = np.concatenate((match.reshape(-1), both.reshape(-1), memory, frequent)).astype(np.int32)
+    return kinds
 
 
 KIND_OF = _kinds()

@@ -67,9 +67,11 @@ class JacobiWindow:
         """
         cells = self.cells[: max_nodes + 1, : max(1, (max_nodes + 1) // len(self.cells))]
         width = cells.shape[1]
-        tokens, parents = cells.reshape(-1), np.arange(cells.size, dtype=np.int32) - width  # the cell below
+        tokens: IntArray = cells.reshape(-1)
+        offers = [(cells.size, 0, 0)]
+        parents: IntArray = np.arange(cells.size, dtype=np.int32) - width  # the cell below
         parents[:width] = np.maximum(0, np.arange(width) - 1)  # on level 0 the one before
-        probs, offers = np.full(cells.size, _WINDOW_PROB, np.float32), [(cells.size, 0, 0)]
+        probs: NDArray[np.float32] = np.full(cells.size, _WINDOW_PROB, np.float32)
         if guesses is not None:
             tokens, parents = np.append(tokens, guesses.tokens), np.append(parents, guesses.parents)
             probs = np.append(probs, guesses.probabilities)

@@ -90,7 +90,7 @@ class BatchValue(NamedTuple):
         return float(_steps_saved(np.array(tokens, np.float64), self.left, self.plain))
 
 
-SINGLE_ROW = BatchValue(np.full(1, 1e9), np.arange(2.0))
+SINGLE_ROW = BatchValue(np.full(1, 1e9), np.arange(2, dtype=np.float64))
 
 
 def fit(drafts: Sequence[Draft], costs: FloatArray, batch: BatchValue) -> list[Draft]:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
+from lookahead.drafting.tree import IntArray
 from lookahead.engine.row import CarriedError, StepOutput
 from lookahead.models.target import OnPrefill
 from lookahead.stats import DecodingStats
@@ -57,7 +58,8 @@ class PlainLoop:
         sequences: Tensor = getattr(output, "sequences", output)
         seconds = time.perf_counter() - start
         step_outputs = []
-        for row, ids in enumerate(sequences[:, self._width :].cpu().numpy().astype(np.int32)):
+        new: list[IntArray] = [*sequences[:, self._width :].cpu().numpy().astype(np.int32)]
+        for row, ids in enumerate(new):
             stats, limit = self.stats[row], self._width + len(ids)
             if self._context is not None:
                 limit = min(limit, self._width - stats.prompt_tokens + self._context + 1)

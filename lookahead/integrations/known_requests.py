@@ -28,7 +28,7 @@ class KnownRequests:
         self.rows: list[ChainRequest | None] = []  # None where a row has none
         self.aside: list[ChainRequest] = []  # those in no row, the longest absent first
         self._max_aside, self._aside_tokens = max_aside, aside_tokens
-        self._addresses = np.zeros(0, np.int64)
+        self._addresses: NDArray[np.int64] = np.zeros(0, np.int64)
 
     def match(self, tokens: IntArray, counts: NDArray[np.int64], wanted: Sequence[object]) -> list[ChainRequest]:
         """Find the request of every row; returns those that left their rows in this call.

@@ -117,7 +117,7 @@ class DecoderTarget(Target):
             self._settle()
         else:
             first = int(scored.max())
-        tokens = np.full((self._rows, longest), max(self._pad, 0))
+        tokens: IntArray = np.full((self._rows, longest), max(self._pad, 0))
         tokens[self._places] = [np.pad(tree.tokens, (0, longest - len(tree)), "edge") for tree in trees]
         tokens = tokens[:, first:]
         ends = np.flatnonzero((tokens[self._places, :-1] == self._pad).any(0)) + 1

@@ -30,7 +30,7 @@ class TensorParallelGroup:
     def agree(self, drafts: Sequence[Draft]) -> list[Draft]:
         """The drafts of the leader, one per row; those of other processes are ignored."""
         sizes = self._send(np.array([len(draft.tree) for draft in drafts], np.int32))
-        nodes = np.zeros((5, int(sizes.sum())), np.int32)
+        nodes: IntArray = np.zeros((5, int(sizes.sum())), np.int32)
         if self.leads:  # tokens, parents, depths, and the two halves of every float64 path probability
             trees = [(draft.tree.tokens, draft.tree.parents, draft.tree.depths) for draft in drafts]
             halves = [draft.path_probs.astype(np.float64).view(np.int32).reshape(-1, 2).T for draft in drafts]

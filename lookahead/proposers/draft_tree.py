@@ -36,9 +36,9 @@ class DraftTree:
     def __init__(self, root: int) -> None:
         self.tokens = np.array([root], np.int32)
         self.parents, self.slots, self.scored, self._depths = np.zeros((4, 1), np.int32)
-        self.kinds = np.zeros((1, 2), np.int32)
+        self.kinds: IntArray = np.zeros((1, 2), np.int32)
         self.draft_probs, self.probabilities = np.ones((2, 1), np.float32)
-        self.path_probs = np.ones(1)
+        self.path_probs: NDArray[np.float64] = np.ones(1)
 
     def add(
         self,

@@ -175,7 +175,7 @@ def _for_row(processors: LogitsProcessorList, row: int, batch_size: int) -> Logi
     mine = LogitsProcessorList()
     for processor in processors:
         if isinstance(processor, hf.RepetitionPenaltyLogitsProcessor):
-            own = copy(processor)
+            own: Any = copy(processor)
             if isinstance(own.prompt_ignore_length, Tensor):
                 own.prompt_ignore_length = own.prompt_ignore_length[row : row + 1]
             mine.append(own)
