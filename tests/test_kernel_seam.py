@@ -42,7 +42,13 @@ MLA = {"num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_h
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Mistral": {"sliding_window": 9},
-    "Gemma2": {"head_dim": 16, "sliding_window": 9, "attn_logit_softcapping": 2.0},
+    # Before transformers 5.21 its default is SDPA, which applies no softcapping.
+    "Gemma2": {
+        "head_dim": 16,
+        "sliding_window": 9,
+        "attn_logit_softcapping": 2.0,
+        "attn_implementation": "eager",
+    },
     "GptOss": {"head_dim": 16, "sliding_window": 8, "num_local_experts": 4, "layer_types": MIXED_LAYERS},
     "DeepseekV3": {**MLA, "qk_nope_head_dim": 16, "v_head_dim": 16, "first_k_dense_replace": 2},
     "Llama4": {

@@ -25,9 +25,9 @@ PROMPTS = ["the cat sat on the cat", "a b"]
 
 @pytest.fixture
 def folder(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> Path:
-    """A model that can be cut in two, and its tokenizer."""
+    """A model that can be cut in two, its head too, and its tokenizer."""
     config = LlamaConfig(
-        vocab_size=len(tiny_tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        vocab_size=len(tiny_tokenizer) + 1, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, bos_token_id=None, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     with torch.random.fork_rng():
