@@ -6,8 +6,9 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
-from itertools import accumulate
+from itertools import accumulate, count
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pyarrow.parquet
@@ -16,8 +17,7 @@ import torch
 
 from lookahead.documents.decode_text import Document
 from lookahead.errors import ConfigError, PoolError
-from lookahead.jobs import journal as stream
-from lookahead.jobs import output_memory
+from lookahead.jobs import job, journal, output_memory, result_lines
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, run_job
 from lookahead.jobs.job_options import JobOptions, to_toml
@@ -48,7 +48,7 @@ class Backwards(StandIn):
 
 
 def test_equal_texts_are_summarized_once_where_no_journal_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "_REMEMBERED", 2)
+    monkeypatch.setattr(journal, "_REMEMBERED", 2)
     items = [Document(name, f"text {name[0]}") for name in ("a", "a2", "b", "a3", "c", "d", "a4")]
     totals = JobTotals()
     shown: list[dict[str, Any]] = []
@@ -140,6 +140,39 @@ def test_a_line_that_is_interrupted_is_not_there_at_all(
             file.write({"id": 2})
         file.write({"id": 3})
     assert (tmp_path / "lines.jsonl").read_text() == '{"id": 1}\n{"id": 3}\n'
+
+
+def test_an_interrupt_at_any_line_of_code_leaves_as_many_summaries_as_are_told(tmp_path: Path) -> None:
+    names = {Path(source.__file__) for source in (job, journal, result_lines)}
+    items = [Document(name, f"text {name[0]}") for name in ("a", "b", "a2")]
+    counts = set()
+    for moment in count():
+        left, totals, output = moment, JobTotals(), tmp_path / f"{moment}.jsonl"
+        paths = OutputPaths(output)
+        paths.check([])
+
+        def trace(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal left
+            if Path(frame.f_code.co_filename) not in names:
+                return None
+            left -= event == "line"
+            if left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return trace
+
+        try:
+            sys.settrace(trace)
+            run_job(items, StandIn(), paths, JOB, totals=totals, observer=Silent(), rows=1)
+        except KeyboardInterrupt:
+            written = output.read_bytes() if output.exists() else b""
+            assert totals.written == written.count(b"\n") and (not written or written.endswith(b"\n"))
+            counts.add(totals.written)
+        else:
+            break
+        finally:
+            sys.settrace(None)
+    assert moment > 100 and counts == {0, 1, 2, 3}
 
 
 def identity_of(model: Any, tokenizer: Any) -> JobIdentity:

@@ -91,11 +91,15 @@ def run_job(
     writer.notes = totals.notes  # one list: notes are known if the job is interrupted
     with writer:
         run = _Run(writer, identity, totals, observer)
-        for outcome in worker.summarize_all(run.unfinished(documents), rows):
-            if isinstance(outcome, Reject):
-                run.reject(outcome)
-            else:
-                run.write(outcome)
+        try:
+            for outcome in worker.summarize_all(run.unfinished(documents), rows):
+                if isinstance(outcome, Reject):
+                    run.reject(outcome)
+                else:
+                    run.write(outcome)
+        except KeyboardInterrupt:  # it may come between a line and its count
+            totals.summarized += writer.lines - totals.written
+            raise
         if isinstance(writer, Journal):
             writer.finish()
 

@@ -30,6 +30,7 @@ class Stream(ExitStack):
     def __init__(self, paths: OutputPaths, shown: Sink | None) -> None:
         super().__init__()
         self.notes: list[str] = []  # what the user should know about the files
+        self.lines = 0  # of results, written by this run
         paths.clear()
         self._rejects = self.enter_context(JsonLinesFile(paths.rejects, lazy=True)) if paths.rejects else None
         self._sink = self.enter_context(JsonLinesFile(paths.results)).write if paths.results else shown
@@ -46,13 +47,13 @@ class Stream(ExitStack):
 
     def append(self, record: Record, content: bytes) -> None:
         """Write the line of a document with this text hash."""
-        if self._sink is None:
-            return
-        self._sink(record)
-        self._lines[content] = record
-        self._lines.move_to_end(content)
-        if len(self._lines) > _REMEMBERED:
-            self._lines.popitem(last=False)
+        if self._sink is not None:
+            self._sink(record)
+            self._lines[content] = record
+            self._lines.move_to_end(content)
+            if len(self._lines) > _REMEMBERED:
+                self._lines.popitem(last=False)
+        self.lines += 1
 
     def line_of(self, content: bytes) -> Record | None:
         """A line with this text hash, if one is among the newest."""
@@ -90,6 +91,11 @@ class Journal(ExitStack):
                 files.callback(_acquire_lock(self._rejects).release)
             self._open(paths, files, retry_rejects)
             self.enter_context(files.pop_all())
+
+    @property
+    def lines(self) -> int:
+        """Lines of results, written by this run."""
+        return self._file.lines
 
     def take(self, document: Document) -> tuple[bytes | None, Before]:
         """Register a document of the inputs; returns the hash of its text and what an earlier run did with it."""

@@ -49,9 +49,20 @@ class JsonLinesFile:
 
     def __init__(self, path: Path, *, lazy: bool = False, append: bool = False) -> None:
         self.path = path
-        self.size = path.stat().st_size if append and path.exists() else 0  # bytes of whole lines
+        # Bytes of whole lines, and lines of this run. One tuple: an interrupt must not come between the two.
+        self._whole = (path.stat().st_size if append and path.exists() else 0, 0)
         self._mode = "ab" if append else "wb"
         self._file: BinaryIO | None = None if lazy else self._open()
+
+    @property
+    def size(self) -> int:
+        """Bytes of whole lines."""
+        return self._whole[0]
+
+    @property
+    def lines(self) -> int:
+        """Lines written since the file was opened."""
+        return self._whole[1]
 
     def write(self, record: Record) -> None:
         """Append one line; after an OSError the file is unchanged."""
@@ -62,17 +73,13 @@ class JsonLinesFile:
             written = 0
             while written < len(line):
                 written += self._file.write(line[written:])
-            try:
-                os.fsync(self._file.fileno())
-            except OSError as error:  # pipes and devices have no disk
-                if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):
-                    raise
+            _sync(self._file)
+            self._whole = (self.size + len(line), self.lines + 1)
         except BaseException:
             with contextlib.suppress(OSError):  # a pipe or a device cannot be truncated
                 self._file.truncate(self.size)
                 self._file.seek(self.size)
             raise
-        self.size += len(line)
 
     def _open(self) -> BinaryIO:
         """Open the file without a buffer, which would write parts of lines."""
@@ -91,6 +98,14 @@ class JsonLinesFile:
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def _sync(file: BinaryIO) -> None:
+    try:
+        os.fsync(file.fileno())
+    except OSError as error:  # pipes and devices have no disk
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):
+            raise
 
 
 def print_line(record: Record) -> None:
