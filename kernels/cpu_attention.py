@@ -21,10 +21,20 @@ _NO_SINKS = np.zeros(0, np.float32)
 
 
 def tree_attention(
-    query: Tensor, keys: Tensor, values: Tensor, *, lengths: Tensor, nodes: Tensor, depths: Tensor, words: Tensor,
-    scaling: float | None = None, softcap: float | None = None, window: int | None = None, chunk: int | None = None,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    lengths: Tensor,
+    nodes: Tensor,
+    depths: Tensor,
+    words: Tensor,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    chunk: int | None = None,
     sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """`lookahead.kernels.tree_attention.tree_attention` on a CPU; see there for the arguments.
 
     The query is float32 or bfloat16, keys and values are slices of whole rows of contiguous buffers in the same type,

@@ -84,9 +84,20 @@ def tile_of(registers: int, kind: str = "product", rows: Sequence[int] = range(1
 
     @intrinsic
     def tile(
-        context: Any, left: Any, at: Any, row_step: Any, inner_step: Any, right: Any, column: Any, right_step: Any,
-        out: Any, to: Any, out_step: Any, count: Any, terms: Any,
-    ) -> Any:  # fmt: skip
+        context: Any,
+        left: Any,
+        at: Any,
+        row_step: Any,
+        inner_step: Any,
+        right: Any,
+        column: Any,
+        right_step: Any,
+        out: Any,
+        to: Any,
+        out_step: Any,
+        count: Any,
+        terms: Any,
+    ) -> Any:
         def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
             operands = [
                 target.make_array(kind)(target, builder, value).data if isinstance(kind, types.Array) else value
@@ -153,9 +164,17 @@ def _emit_four(builder: Any, total: Any, left: Any, right: Any) -> Any:
 
 
 def _emit_sums(
-    builder: Any, emit_term: Any, together: int, begun: list[list[Any]], rows: list[Any], inner_step: Any, right: Any,
-    column: Any, right_step: Any, terms: Any,
-) -> list[list[Any]]:  # fmt: skip
+    builder: Any,
+    emit_term: Any,
+    together: int,
+    begun: list[list[Any]],
+    rows: list[Any],
+    inner_step: Any,
+    right: Any,
+    column: Any,
+    right_step: Any,
+    terms: Any,
+) -> list[list[Any]]:
     """Emit a loop over the terms, `together` at a time, at least once; returns the sums of each row, in registers."""
     kind, registers = ir.VectorType(rows[0].type.pointee, LANES), range(len(begun[0]))
     before, loop, after = builder.block, builder.append_basic_block("terms"), builder.append_basic_block("sums")

@@ -34,10 +34,21 @@ def tree_mask(
 
 
 def tree_attention(
-    query: Tensor, keys: Tensor, values: Tensor, *, lengths: Tensor, nodes: Tensor, depths: Tensor, words: Tensor,
-    scaling: float | None = None, softcap: float | None = None, window: int | None = None, chunk: int | None = None,
-    sinks: Tensor | None = None, dtype: torch.dtype = torch.float64,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    lengths: Tensor,
+    nodes: Tensor,
+    depths: Tensor,
+    words: Tensor,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    chunk: int | None = None,
+    sinks: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
     """As `lookahead.kernels.tree_attention.tree_attention`, computed in `dtype` and returned in it.
 
     Slots that no node of a row sees may hold anything, NaN included.

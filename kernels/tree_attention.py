@@ -131,9 +131,18 @@ def tree_attention(
 
 
 def bind(
-    query: Tensor, keys: Tensor, values: Tensor, *, scaling: float | None, softcap: float | None, window: int | None,
-    chunk: int | None, has_sinks: bool, split: int | None = None, precision: Precision = "tf32x3",
-) -> Callable[..., Tensor]:  # fmt: skip
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scaling: float | None,
+    softcap: float | None,
+    window: int | None,
+    chunk: int | None,
+    has_sinks: bool,
+    split: int | None = None,
+    precision: Precision = "tf32x3",
+) -> Callable[..., Tensor]:
     """`tree_attention` with these options, for tensors of these shapes and strides: what it takes is not checked."""
     rows, heads, width, dim = query.shape
     _, slots, kv_heads, value_dim = values.shape
@@ -163,9 +172,16 @@ def bind(
         peaks = query.new_empty(rows, kv_heads, splits, packed, 2, dtype=torch.float32)
 
     def launch(
-        query: Tensor, keys: Tensor, values: Tensor, *, lengths: Tensor, nodes: Tensor, depths: Tensor, words: Tensor,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        lengths: Tensor,
+        nodes: Tensor,
+        depths: Tensor,
+        words: Tensor,
         sinks: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         out = query.new_empty(rows, width, heads, value_dim)
         if rows == 0:
             return out
@@ -184,9 +200,17 @@ def bind(
 
 @cache
 def constants(
-    dtype: torch.dtype, dim: int, value_dim: int, groups: int, *, has_limit: bool, has_softcap: bool, has_sinks: bool,
-    precision: Precision, major: int,
-) -> tuple[Blocks, dict[str, Any], dict[str, Any]]:  # fmt: skip
+    dtype: torch.dtype,
+    dim: int,
+    value_dim: int,
+    groups: int,
+    *,
+    has_limit: bool,
+    has_softcap: bool,
+    has_sinks: bool,
+    precision: Precision,
+    major: int,
+) -> tuple[Blocks, dict[str, Any], dict[str, Any]]:
     """Compile-time constants: the blocks, those of both `attend` and `merge`, those of `attend`; IN_ONE is left out."""
     block_dim, block_value = triton.next_power_of_2(dim), triton.next_power_of_2(value_dim)
     precision = "ieee" if max(dim, value_dim) > 128 else precision

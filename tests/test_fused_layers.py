@@ -285,6 +285,15 @@ def test_prompts_of_many_tokens_are_left_to_the_model(fused, monkeypatch):
 
 
 @on_x86
+def test_a_layer_that_is_given_its_cache_by_another_name_is_left_to_the_model(fused, own_code, monkeypatch):
+    model = made("llama")
+    expected = own_code(model, 1, 5)
+    monkeypatch.setattr(fused_layers, "CACHE", "the name in another release")
+    got = logits_of(model, 1, 5)
+    assert not fused and all(map(torch.equal, got, expected))
+
+
+@on_x86
 def test_blocks_of_several_targets_end_in_any_order(fused):
     model = made()
     blocks = [fused_layers.serving(model) for _ in range(2)]

@@ -26,9 +26,15 @@ class TreeDrafter:
     """Asks the proposers of an engine, and merges their proposals into one tree per row."""
 
     def __init__(
-        self, proposers: Sequence[Proposer], controller: Controller | None, config: LookaheadConfig,
-        positions: int | None, *, is_chain: bool, by_rejection: bool,
-    ) -> None:  # fmt: skip
+        self,
+        proposers: Sequence[Proposer],
+        controller: Controller | None,
+        config: LookaheadConfig,
+        positions: int | None,
+        *,
+        is_chain: bool,
+        by_rejection: bool,
+    ) -> None:
         self._proposers, self._controller, self._positions = proposers, controller, positions
         self._max_proposed = config.node_budget // (len(proposers) or 1) if by_rejection else config.node_budget
         self._min_probability = config.min_probability
@@ -94,9 +100,14 @@ class TreeDrafter:
             proposer.start(row.slot, row.text if getattr(proposer, "has_encoder", False) else text)
 
     def observe(
-        self, rows: Sequence[Row], drafts: Sequence[Draft], results: Sequence[VerifyResult],
-        scores: Scores, target: Target, needs_argmax: bool,
-    ) -> None:  # fmt: skip
+        self,
+        rows: Sequence[Row],
+        drafts: Sequence[Draft],
+        results: Sequence[VerifyResult],
+        scores: Scores,
+        target: Target,
+        needs_argmax: bool,
+    ) -> None:
         """Let the proposers learn from a step of all rows of the pass.
 
         The tokens of plain steps are collected until the proposers are asked again, unless one reads more than tokens.

@@ -32,9 +32,13 @@ class PlainLoop:
     """
 
     def __init__(
-        self, sample: Callable[..., Any], input_ids: Tensor, lengths: NDArray[np.int64], criteria: StoppingCriteriaList,
+        self,
+        sample: Callable[..., Any],
+        input_ids: Tensor,
+        lengths: NDArray[np.int64],
+        criteria: StoppingCriteriaList,
         context: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._criteria = _RecordingCriteria(criteria)
         self.sample = partial(sample, stopping_criteria=self._criteria)
         self._width = input_ids.shape[1]

@@ -62,9 +62,16 @@ class Row:
     """
 
     def __init__(
-        self, index: int, ids: Sequence[int] | NDArray[np.int64], chooser: TokenChooser, stopping: StoppingRule, *,
-        padding: int = 0, place: int = 0, device: torch.device,
-    ) -> None:  # fmt: skip
+        self,
+        index: int,
+        ids: Sequence[int] | NDArray[np.int64],
+        chooser: TokenChooser,
+        stopping: StoppingRule,
+        *,
+        padding: int = 0,
+        place: int = 0,
+        device: torch.device,
+    ) -> None:
         self.index, self.padding, self.place, self.device = index, padding, place, device
         self.chooser, self.stopping = chooser, stopping
         self.length = len(ids)

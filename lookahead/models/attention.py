@@ -117,9 +117,16 @@ def _view_class(kind: Any) -> Any:
 
 
 def tree_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     """Attention of the thread's running `TreePass`, with the signature of transformers' attention functions.
 
     Trees, and on a CPU prompts in float32, go to a kernel where one supports them. Otherwise the query heads that share
@@ -185,9 +192,19 @@ def _keeps_kernel(query: Tensor) -> bool:
     "Tensor? sinks, float? scaling, float? softcap, int? window, int? chunk) -> Tensor",
 )
 def _in_compiled_code(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, nodes: Tensor, depths: Tensor, words: Tensor,
-    sinks: Tensor | None, scaling: float | None, softcap: float | None, window: int | None, chunk: int | None,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor,
+    nodes: Tensor,
+    depths: Tensor,
+    words: Tensor,
+    sinks: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    window: int | None,
+    chunk: int | None,
+) -> Tensor:
     """Tree attention as an operation that `torch.compile` does not look into."""
     trees, slots = TreeTensors(lengths, nodes, depths, words), (key.transpose(1, 2), value.transpose(1, 2))
     options = {"scaling": scaling, "window": window, "chunk": chunk, "softcap": softcap, "sinks": sinks}
@@ -207,9 +224,15 @@ def _shape_in_compiled_code(query: Tensor, key: Tensor, value: Tensor, *others: 
 
 
 def _kernel_for(
-    tree_pass: TreePass, query: Tensor, key: Tensor, value: Tensor, told: AttentionSpan, scaling: float | None,
-    softcap: float | None, s_aux: Tensor | None,
-) -> Callable[..., Tensor] | None:  # fmt: skip
+    tree_pass: TreePass,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    told: AttentionSpan,
+    scaling: float | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Callable[..., Tensor] | None:
     """The kernel of the layers of a pass that are alike, bound to the trees of the pass."""
     options = {**_within(told, key.shape[2])._asdict(), "scaling": scaling, "softcap": softcap, "sinks": s_aux}
     later = frozenset(name for name, limit in told._asdict().items() if limit is not None)

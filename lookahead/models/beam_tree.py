@@ -185,9 +185,16 @@ class BeamModel:
     """
 
     def __init__(
-        self, model: PreTrainedModel, target: Target, prompts: Sequence[IntArray], beams: int, read: Read,
-        drafts: Drafts | None, max_length: int, fewest: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        model: PreTrainedModel,
+        target: Target,
+        prompts: Sequence[IntArray],
+        beams: int,
+        read: Read,
+        drafts: Drafts | None,
+        max_length: int,
+        fewest: int = 1,
+    ) -> None:
         self._model, self._target, self._prompts, self._beams, self._read = model, target, prompts, beams, read
         self._drafts, self._max_length, self._fewest = drafts, max_length, fewest
         self._trees: list[BeamTree] = []

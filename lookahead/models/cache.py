@@ -18,9 +18,9 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from lookahead.kernels import dispatch
 from lookahead.kernels.dispatch import MAX_NODES
 
-# The cache among the inputs and outputs of a model. Transformers renamed it in 5.24.
-_MARKS_CACHES = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 17)
+# The name of the cache among the inputs and outputs of a model. Transformers changed it in 5.24.
 CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
+_MARKS_CACHES = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 17)
 _GROWTH = 1.5
 
 RowStates = tuple[Tensor, Tensor]
@@ -81,7 +81,7 @@ def cache_in(arguments: Mapping[str, Any]) -> Any:
 
 
 def may_be_callers(cache: Any) -> bool:
-    """Whether a cache may be one that the caller of `model.generate` passed. Before 5.17 it marks none."""
+    """Whether the caller of `model.generate` may have passed a cache. Before transformers 5.17 none is marked."""
     return cache is not None and getattr(cache, "_is_user_defined", not _MARKS_CACHES)
 
 

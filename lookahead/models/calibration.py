@@ -149,9 +149,15 @@ def calibrate_quickly(
 
 
 def _sweep(
-    model: PreTrainedModel, context: int, nodes: Sequence[int], compiles: bool, clock: Clock, *, rounds: int,
+    model: PreTrainedModel,
+    context: int,
+    nodes: Sequence[int],
+    compiles: bool,
+    clock: Clock,
+    *,
+    rounds: int,
     within_s: float = math.inf,
-) -> tuple[list[float], float]:  # fmt: skip
+) -> tuple[list[float], float]:
     """Median seconds of a step for every number of nodes, and the bytes of KV of one token.
 
     No seconds if the sweep would take longer than `within_s`.
@@ -197,9 +203,13 @@ def _step(target: Target, tree: TokenTree) -> None:
 
 
 def _points(
-    model: PreTrainedModel, machine: Machine, context: int, kv_bytes: float, nodes: Sequence[int],
+    model: PreTrainedModel,
+    machine: Machine,
+    context: int,
+    kv_bytes: float,
+    nodes: Sequence[int],
     seconds: Sequence[float],
-) -> list[Point]:  # fmt: skip
+) -> list[Point]:
     """The points of a sweep; what a step computes and moves follows from the model's sizes."""
     config: Any = model.config.get_text_config()
     embedding: Any = model.get_input_embeddings()

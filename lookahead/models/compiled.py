@@ -126,10 +126,18 @@ class CompiledRunner:
     """
 
     def __init__(
-        self, model: PreTrainedModel, cache: TreeCache, device: torch.device, *, most_nodes: int,
-        hidden_layers: tuple[int, ...], scope: AttentionScope | None, compiles: bool, captures: bool,
+        self,
+        model: PreTrainedModel,
+        cache: TreeCache,
+        device: torch.device,
+        *,
+        most_nodes: int,
+        hidden_layers: tuple[int, ...],
+        scope: AttentionScope | None,
+        compiles: bool,
+        captures: bool,
         capture: Capture | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._model, self._cache, self._device, self._scope = model, cache, device, scope
         self._most_nodes, self._hidden_layers = most_nodes, hidden_layers
         self._mask_dtype = model.dtype if scope is None else None

@@ -130,9 +130,17 @@ def takes_rows(config: PretrainedConfig) -> bool:
 
 
 def attend_in_turn(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, turns: Turns, *, window: int | None, crops: bool,
-    own: Attention, options: dict[str, Any],
-) -> Tensor:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    turns: Turns,
+    *,
+    window: int | None,
+    crops: bool,
+    own: Attention,
+    options: dict[str, Any],
+) -> Tensor:
     """Attention of the nodes of all rows, each as if it were the only token of its pass.
 
     Args:
@@ -168,9 +176,19 @@ def attend_in_turn(
 
 
 def _attend_by_torch(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, start: int, scored: int, steps: Sequence[Step], *,
-    window: int | None, crops: bool, own: Attention, options: dict[str, Any],
-) -> Tensor:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    start: int,
+    scored: int,
+    steps: Sequence[Step],
+    *,
+    window: int | None,
+    crops: bool,
+    own: Attention,
+    options: dict[str, Any],
+) -> Tensor:
     """`attend_in_turn` of one row, without padding: `[nodes, heads, value_dim]`.
 
     While a node attends, the slots after the committed ones hold its path. Afterwards they hold the nodes in order.

@@ -178,7 +178,9 @@ def _norm_forward(norm: Any, x: Tensor) -> Tensor:
 
 def _layer_forward(parts: _Parts, *args: Any, **kwargs: Any) -> Any:
     """The layer's `forward`; fused for a few tokens on a thread that runs a pass."""
-    if len(args) != 1 or kwargs.get("position_embeddings") is None or not _is_served(args[0], parts.norms[0]):
+    # A cache of another name would be left out.
+    named = kwargs.get("position_embeddings") is not None and kwargs.get(CACHE) is not None
+    if len(args) != 1 or not named or not _is_served(args[0], parts.norms[0]):
         return type(parts.layer).forward(parts.layer, *args, **kwargs)
     return _fused(parts, args[0], **kwargs)
 

@@ -146,9 +146,13 @@ def _probe(model: PreTrainedModel, config: Any) -> Support:
 
 
 def probe_passes(
-    is_right: Callable[[Sequence[int]], bool], run: Callable[[Tensor], object], *, vocabulary: int,
-    mismatch: str, failure: str,
-) -> str:  # fmt: skip
+    is_right: Callable[[Sequence[int]], bool],
+    run: Callable[[Tensor], object],
+    *,
+    vocabulary: int,
+    mismatch: str,
+    failure: str,
+) -> str:
     """Why a model cannot verify drafts, by passes over tokens below `vocabulary`; an empty string if it can.
 
     Args:
