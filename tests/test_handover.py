@@ -10,7 +10,8 @@ from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, PreTrain
 
 import lookahead
 from lookahead.errors import UnsupportedModelError
-from lookahead.models.cache import CACHE
+from lookahead.models import cache as cache_module
+from lookahead.models.cache import CACHE, cache_in, tokens_in
 
 IDS = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])
 RAGGED = {
@@ -134,3 +135,23 @@ def test_a_text_shorter_than_its_cache_is_refused(tiny_llama: PreTrainedModel) -
             max_new_tokens=3,
             custom_generate=lookahead.decode,
         )
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_cache_is_found_by_the_name_of_every_release_of_transformers(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_module, "CACHE", "cache")
+    cache = DynamicCache()
+    assert cache_in({"cache": None, "past_key_values": None, name: cache}) is cache
+    assert cache_in({}) is None
+
+
+def test_a_cache_that_counts_no_tokens_holds_none(tiny_llama: PreTrainedModel) -> None:
+    class States(DynamicCache):
+        def get_seq_length(self, layer_idx: int = 0) -> int:
+            raise ValueError("no layer of attention")
+
+    filled = DynamicCache()
+    tiny_llama(torch.tensor([[5, 6, 7]]), **{CACHE: filled})
+    assert [tokens_in(cache) for cache in (None, DynamicCache(), filled, States())] == [0, 0, 3, 0]

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lookahead.cli.app import app
+from lookahead.reporting.results_file import Aggregate, Result
 
 
 @pytest.fixture
@@ -52,3 +53,12 @@ def test_summaries_that_the_token_limit_cut_off_are_counted_and_marked(report):
     _, words, _ = report(ends)
     assert "summaries cut at the token limit 1 of 2" in words  # lines of earlier releases do not tell
     assert "cut at the token limit · 2 s" in words
+
+
+def test_a_file_of_any_number_of_names_has_a_table_of_fifty(report):
+    sources = [{f"source-{file}-{number}": 2 for number in range(30)} for file in range(3)]
+    lines = [{"model": f"model-{number}", "stats": {"drafted_by_source": sources[number % 3]}} for number in range(60)]
+    _, words, _ = report(lines)
+    assert "source-1-19 " in words and "source-1-20 " not in words and "source-2" not in words and "others " in words
+    models = Aggregate(map(Result.from_record, lines)).models
+    assert len(models) == 51 and models["others"] == 10

@@ -77,7 +77,7 @@ class TreeSlots:
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:
     """The cache among arguments of `model.generate`; None without one."""
-    return arguments.get(CACHE, arguments.get("past_key_values"))
+    return next((arguments[name] for name in (CACHE, "past_key_values") if arguments.get(name) is not None), None)
 
 
 def may_be_callers(cache: Any) -> bool:

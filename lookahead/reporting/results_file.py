@@ -28,6 +28,7 @@ MOST_NAMED = 500  # documents whose ids are kept for the scatter plots
 MOST_DIFFERENT = 20  # ids kept of documents with other tokens by plain decoding
 MOST_REASONS = 1000  # distinct failure reasons
 MOST_EXAMPLES = 3  # ids per reason
+MOST_KINDS = 50  # distinct models, and proposers; further ones are "others"
 _LOCATION = re.compile(r"^(?:(?!: ).)*:\d+: ")  # `docs.jsonl:12: `
 MOST_TEXT = 1200  # characters kept of a summary
 MOST_NAME = 200  # characters kept of an id
@@ -240,6 +241,11 @@ def _rank(ranking: list[Result], result: Result, column: str, sign: int = 1) -> 
         del ranking[MOST_SHOWN:]
 
 
+def _kind(name: str, known: Mapping[str, Any]) -> str:
+    """The name to count under: a results file may hold any number of names."""
+    return name if name in known or len(known) < MOST_KINDS else "others"
+
+
 class Failures:
     """Failures by reason. Reasons that differ only in locations, ids and numbers are one."""
 
@@ -328,7 +334,8 @@ class Aggregate:
             self.different += 1
             self.names_of_different += [result.name] * (len(self.names_of_different) < MOST_DIFFERENT)
         if result.model is not None:
-            self.models[result.model] += 1
-        for name, counts in result.sources.items():
+            self.models[_kind(result.model, self.models)] += 1
+        for source, counts in result.sources.items():
+            name = _kind(source, self.sources)
             earlier = self.sources.get(name, SourceCounts())
             self.sources[name] = SourceCounts(*map(sum, zip(earlier, counts, strict=True)))

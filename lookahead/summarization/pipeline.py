@@ -19,12 +19,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PartSummary:
-    """The summary of a part of a document. Spans have the index of the first, and that after the last."""
+    """The summary of a part of a document. Spans have the index of the first, and that after the last.
 
-    chars: tuple[int, int]  # of the document
-    tokens: tuple[int, int]  # likewise
-    summary: str  # of the part; with refining, of the document up to its end
-    children: tuple[int, int] | None = None  # summaries of the level below; `None` if it summarizes the document itself
+    Attributes:
+        chars: Characters of the document.
+        tokens: Tokens of the document.
+        summary: Of the part; with refining, of the document up to its end.
+        children: Summaries of the level below; `None` if it summarizes the document itself.
+    """
+
+    chars: tuple[int, int]
+    tokens: tuple[int, int]
+    summary: str
+    children: tuple[int, int] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The summary as a JSON-ready dict."""
@@ -37,17 +44,29 @@ Levels = tuple[tuple[PartSummary, ...], ...]  # the summaries of the parts, thos
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The summary of one document."""
+    """The summary of one document.
+
+    Attributes:
+        text: The summary.
+        document_tokens: Tokens of the document.
+        summary_tokens: Tokens of the summary, an end-of-sequence token included.
+        parts: Parts that the document was cut into, 1 if it fitted.
+        split: Where it was cut, as of `Parts`.
+        stats: Counters of all decoding, the summaries of the parts included.
+        plain: Figures of plain decoding for the same prompts, if asked for.
+        tree: The summaries of the parts, level by level, if asked for.
+        finish_reason: `"length"` if the token limit cut the summary off, else `"stop"`.
+    """
 
     text: str
     document_tokens: int
-    summary_tokens: int  # an end-of-sequence token included
-    parts: int  # that the document was cut into, 1 if it fitted
-    split: Split  # as of `Parts`
-    stats: DecodingStats  # the summaries of the parts included
-    plain: PlainFigures | None = None  # of plain decoding for the same prompts, if asked for
-    tree: Levels | None = None  # the summaries of the parts, level by level, if asked for
-    finish_reason: FinishReason = "stop"  # `"length"` if the token limit cut the summary off
+    summary_tokens: int
+    parts: int
+    split: Split
+    stats: DecodingStats
+    plain: PlainFigures | None = None
+    tree: Levels | None = None
+    finish_reason: FinishReason = "stop"
 
     def __str__(self) -> str:
         return self.text
