@@ -19,7 +19,6 @@ import torch
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic, overload, register_jitable
-from torch import Tensor
 
 # Compiled into its callers only, with no entry point for Python.
 jit_part: Any = register_jitable(error_model="numpy")
@@ -311,15 +310,15 @@ def exp(x):
     return _F(0.0) if x < _SMALLEST else scaled
 
 
-def run(function: Callable[[Any], None], parts: int, tensors: list[Tensor], *sizes: int) -> None:
+def run(function: Callable[[Any], None], parts: int, numbers: list[int]) -> None:
     """Let a function that Numba compiles work on all parts, on as many threads as torch is set to.
 
     It works on parts that it is given by `take`, until it is given none, and receives the address of int64 numbers: one
-    for `take`, the number of parts, the addresses of contiguous tensors on the CPU, and other sizes. Where torch has no
+    for `take`, the number of parts, and those given, such as addresses of tensors. Where torch has no
     OpenMP of GNU's interface, as on macOS and Windows, the calling thread works alone.
     """
-    numbers = array("q", [0, parts, *[each.data_ptr() for each in tensors], *sizes])
-    address, _ = numbers.buffer_info()
+    passed = array("q", [0, parts, *numbers])
+    address, _ = passed.buffer_info()
     compiled, threads = _compile(function), min(torch.get_num_threads(), parts)
     launch = _launcher() if threads > 1 else None
     if launch is not None:

@@ -9,8 +9,9 @@ blocks. With several rows it takes larger blocks, and bits change.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import llvmlite.binding as llvm
 import numpy as np
@@ -22,6 +23,7 @@ from lookahead.kernels.microkernel import LANES, ROWS, array_at, jit_part, narro
 COLUMNS = 2 * LANES  # outputs of a panel of the packed weight
 _PART = 1 << 19  # bytes of the weight that a thread takes at a time
 _LARGEST = 127  # int8
+_SHARED, _EACH = 9, 6  # numbers that a call of the kernel receives, and those of each weight
 _F = np.float32
 _NEEDS = {torch.float32: "avx512f", torch.bfloat16: "avx512bf16"}
 _TERM = {torch.float32: torch.float32, torch.bfloat16: torch.int32}  # what a sum adds at a time: one product, or two
@@ -67,37 +69,67 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     return _panels_of(whole), steps
 
 
+class PackedWeight(NamedTuple):
+    """A weight that `pack` or `quantize` laid out, and the sizes that every product needs."""
+
+    packed: Tensor
+    outputs: int
+    block: int
+    panels: int
+    terms: int
+    line: int  # numbers of a term in a panel
+    together: int  # panels that a thread takes at a time
+    steps: Tensor | None
+
+    @classmethod
+    def of(cls, packed: Tensor, outputs: int, block: int, steps: Tensor | None = None) -> PackedWeight:
+        """A weight for products with such numbers of outputs.
+
+        Args:
+            packed: From `pack` or `quantize`.
+            outputs: Outputs of the weight.
+            block: Inputs whose products are added before the sums of such blocks are added; even.
+            steps: float32 `[outputs]`, from `quantize`.
+        """
+        panels, terms, line = packed.shape
+        together = max(1, _PART * panels // packed.nbytes)
+        return cls(packed, outputs, block, panels, terms, line, together, steps)
+
+
+def multiply_all(weights: Sequence[PackedWeight], x: Tensor, biases: Sequence[Tensor | None]) -> list[Tensor]:
+    """Multiply rows by one to three packed weights of the same type, inputs and block.
+
+    Args:
+        weights: The weights.
+        x: `[..., inputs]`, of their type; bfloat16 or float32 if they are quantized.
+        biases: For each weight `[outputs]` of that type, or None.
+
+    Returns:
+        For each weight `[..., outputs]` of the type of `x`.
+    """
+    x, (packed, _, block, _, terms, line, together, steps) = x.contiguous(), weights[0]
+    *before, inputs = x.shape
+    rows, is_wide = x.numel() // inputs, False
+    if steps is not None and x.dtype == torch.bfloat16:
+        terms, line, is_wide = terms // 2, 2 * line, rows > 2 * ROWS
+    outs = [x.new_empty((*before, each.outputs)) for each in weights]
+    numbers = [x.data_ptr(), rows, terms, block * terms // inputs, together, line, steps is not None]
+    parts = 0
+    for each, bias, out in zip(weights, biases, outs, strict=True):
+        numbers += (
+            each.packed.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr(),
+            0 if each.steps is None else each.steps.data_ptr(), each.panels, each.outputs,
+        )  # fmt: skip
+        parts += -(-each.panels // together)
+    run(_ENTRIES[packed.dtype, x.dtype, is_wide], parts, numbers)
+    return outs
+
+
 def multiply(
     packed: Tensor, outputs: int, block: int, x: Tensor, bias: Tensor | None, steps: Tensor | None = None
 ) -> Tensor:
-    """Multiply rows by a packed weight.
-
-    Args:
-        packed: From `pack` or `quantize`.
-        outputs: Outputs of the weight.
-        block: Inputs whose products are added before the sums of such blocks are added; even.
-        x: `[..., inputs]`, of the type of the weight; bfloat16 or float32 if that is quantized.
-        bias: `[outputs]` of that type, or None.
-        steps: float32 `[outputs]`, from `quantize`.
-
-    Returns:
-        `[..., outputs]` of the type of `x`.
-    """
-    x, (panels, terms, _), shape = x.contiguous(), packed.shape, x.shape
-    inputs = shape[-1]
-    rows, is_wide = x.numel() // inputs, False
-    if steps is not None and x.dtype == torch.bfloat16:
-        terms, is_wide = terms // 2, rows > 2 * ROWS
-    out = x.new_empty((*shape[:-1], outputs))
-    size = packed.nbytes // panels
-    together = max(1, _PART // size)
-    run(
-        _ENTRIES[packed.dtype, x.dtype, is_wide], -(-panels // together),
-        [x, packed, out, x if bias is None else bias, x if steps is None else steps],
-        rows, terms, panels, outputs, block * terms // inputs, together,
-        size // packed.itemsize // terms, bias is not None, steps is not None,
-    )  # fmt: skip
-    return out
+    """Multiply rows by one weight; the arguments are those of `PackedWeight.of` and `multiply_all`."""
+    return multiply_all([PackedWeight.of(packed, outputs, block, steps)], x, [bias])[0]
 
 
 _tile: Any = tile_of(2)
@@ -152,17 +184,20 @@ def _as_pairs(panel, kind):
 @jit_part
 def _multiply(address, kind, of_weight, number, prepare):
     """Panel by panel, which stays in a near cache for all rows; the results are numbers of such a type."""
-    (
-        _, parts, x_at, packed_at, out_at, bias_at, steps_at, rows, terms, panels, outputs, block, together, line,
-        has_bias, has_steps,
-    ) = array_at(address, (16,), np.int64)  # fmt: skip
-    x, packed = array_at(x_at, (rows, terms), kind), array_at(packed_at, (panels, terms, line), of_weight)
-    out, bias = array_at(out_at, (rows, outputs), number), array_at(bias_at, (outputs,), number)
-    steps = array_at(steps_at, (outputs,), np.float32)
+    _, parts, x_at, rows, terms, block, together, line, has_steps = array_at(address, (_SHARED,), np.int64)
+    x = array_at(x_at, (rows, terms), kind)
     sums, others = np.empty(ROWS * COLUMNS, np.float32), np.empty(ROWS * COLUMNS, np.float32)
     part = take(address)
     while part < parts:
-        for place in range(part * together, min(panels, (part + 1) * together)):
+        of, own = address + 8 * _SHARED, part
+        packed_at, out_at, bias_at, steps_at, panels, outputs = array_at(of, (_EACH,), np.int64)
+        while own * together >= panels:  # the part is one of a later weight
+            own, of = own - (panels + together - 1) // together, of + 8 * _EACH
+            packed_at, out_at, bias_at, steps_at, panels, outputs = array_at(of, (_EACH,), np.int64)
+        packed = array_at(packed_at, (panels, terms, line), of_weight)
+        out, bias = array_at(out_at, (rows, outputs), number), array_at(bias_at, (outputs,), number)
+        steps = array_at(steps_at, (outputs,), np.float32)
+        for place in range(own * together, min(panels, (own + 1) * together)):
             first, begin, panel = 0, place * COLUMNS, prepare(packed[place], kind)
             step = panel.shape[1]
             while first < rows:
@@ -178,7 +213,7 @@ def _multiply(address, kind, of_weight, number, prepare):
                     for i in range(min(COLUMNS, outputs - begin)):
                         if has_steps:
                             sums[row * COLUMNS + i] *= steps[begin + i]
-                        if has_bias:
+                        if bias_at:
                             sums[row * COLUMNS + i] += widen(bias[begin + i])
                 _store(sums, taken, out, first, begin, outputs)
                 first += taken

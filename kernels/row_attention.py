@@ -59,8 +59,9 @@ def row_attention(query: Tensor, keys: Tensor, values: Tensor, *, nodes: Tensor,
     query = query.contiguous()
     out = torch.empty_like(query) if rows == 1 else torch.zeros_like(query)
     bits = _INT.unpack(_FLOAT.pack(scale))[0]
+    places = [each.data_ptr() for each in (query, keys, values, nodes, trees, out)]
     sizes = rows, width, heads, dim, slots, kv_heads, keys.stride(0) if rows > 1 else 0, nodes.shape[2], bits
-    run(_attend, rows * kv_heads, [query, keys, values, nodes, trees, out], *sizes)
+    run(_attend, rows * kv_heads, [*places, *sizes])
     return out
 
 

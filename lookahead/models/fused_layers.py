@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lookahead.kernels import layer_ops
 from lookahead.models.cache import CACHE
+from lookahead.models.linears import products
 from lookahead.models.model_state import replaced
 from lookahead.models.quantized import QuantizedLinear
 
@@ -194,11 +195,11 @@ def _fused(
 ) -> Tensor:
     """A decoder layer, `[rows, tokens, size]`."""
     attention, (before, between, *of_heads) = parts.attention, parts.norms
-    to_query, to_key, to_value, to_out, to_gate, to_up, to_down = parts.linears
+    linears = parts.linears
     (cos, sin), (rows, tokens, _) = position_embeddings, hidden.shape
     x = layer_ops.rms_norm(hidden, before._parameters["weight"], before.variance_epsilon)
     shape = (rows, tokens, -1, cos.shape[-1])
-    query, key, value = to_query(x).view(shape), to_key(x).view(shape), to_value(x).view(shape)
+    query, key, value = (each.view(shape) for each in products(linears[:3], x))
     if of_heads:
         query, key = (
             layer_ops.rms_norm(each, norm._parameters["weight"], norm.variance_epsilon)
@@ -213,9 +214,10 @@ def _fused(
         key, value = cache.update(key, value, attention.layer_idx)
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, parts.eager)
     attended = attend(attention, query, key, value, attention_mask, **parts.options, **kwargs)[0]
-    delta = to_out(attended.reshape(rows, tokens, -1).contiguous())
+    (delta,) = products(linears[3:4], attended.reshape(rows, tokens, -1).contiguous())
     total, x = layer_ops.add_rms_norm(hidden, delta, between._parameters["weight"], between.variance_epsilon)
-    return total.add_(to_down(layer_ops.gated_silu(to_gate(x), to_up(x))))
+    (out,) = products(linears[6:], layer_ops.gated_silu(*products(linears[4:6], x)))
+    return total.add_(out)
 
 
 def _is_right(parts: _Parts) -> bool:

@@ -7,6 +7,7 @@ weight that is laid out once for the CPU at hand is read faster: by a kernel of 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -122,41 +123,56 @@ class LinearScope:
             _thread.mode, self.has_packed = outer, _thread.has_packed
 
 
+def products(layers: Sequence[Any], x: Tensor) -> list[Tensor]:
+    """The products of rows with several layers; in one call where the kernel of this package multiplies by all."""
+    mode, rows, weights = getattr(_thread, "mode", None), x.numel() // x.shape[-1], []
+    for layer in layers if mode is not None else ():
+        forward = layer.__dict__.get("forward")
+        own = layer._parameters["weight"]
+        if getattr(forward, "func", None) is not _forward or own.dtype != x.dtype:
+            break
+        found = _find(*forward.args, rows, mode)
+        if found is None or found.own is None or rows > found.most:
+            break
+        weights.append(found.own)
+    if len(weights) < len(layers) or any(each.block != weights[0].block for each in weights):
+        return [layer(x) for layer in layers]
+    return packed_product.multiply_all(weights, x, [layer._parameters["bias"] for layer in layers])
+
+
 def _forward(layer: nn.Linear | Conv1D, packed: PackedLinear, x: Tensor) -> Tensor:
     """The forward of a linear layer, by packed weights on a thread that runs a pass."""
-    mode = getattr(_thread, "mode", None)
+    mode, rows = getattr(_thread, "mode", None), x.numel() // x.shape[-1]
     own, bias = matrix_of(layer), layer._parameters["bias"]
-    rows = x.numel() // x.shape[-1]
     if mode is None or x.dtype != own.dtype or rows == 0:
         return by_torch(x, own, bias)
-    bits, packs, fewest = mode
-    if own.dtype != torch.float32:
-        return _half_product(layer, packed, x, rows, bits, packs=packs)
-    if rows < fewest:  # such a product waits for the weight, which torch's reads faster
-        return by_torch(x, own, bias)
-    found = packed.weight(layer) if packs else None
-    if found is None or (found.layout.block and rows > _MOST_ROWS):
+    found = _find(layer, packed, rows, mode)
+    if found is not None and rows <= found.most:
+        return found.product(x, bias)
+    if own.dtype == torch.float32:
         return by_torch(x, own, bias) if rows < _UNPACKED_ROWS else product_bits.by_onednn(x, own, bias)
-    return found.product(x, bias)
-
-
-def _half_product(
-    layer: nn.Linear | Conv1D, packed: PackedLinear, x: Tensor, rows: int, bits: Bits, *, packs: bool
-) -> Tensor:
-    own, bias = matrix_of(layer), layer._parameters["bias"]
-    if bits == "torch" or (bits != "alone" and rows > MAX_ROWS):
+    if mode[0] != "alone":
         return by_torch(x, own, bias)
-    packs = packs and own.numel() >= product_bits.FEWEST_WEIGHTS
-    found = packed.weight(layer, "alone" if bits == "any" else bits) if packs else None
-    if bits == "any" and packs and (found is None or rows > found.most):
-        found = packed.weight(layer, "together")
-    if bits != "alone":
-        return by_torch(x, own, bias) if found is None or rows > found.most else found.product(x, bias)
-    most = max(1, rows_of(own, bias, Layout()).alone) if found is None else found.most
     # A split takes as long as a small product.
+    most = max(1, rows_of(own, bias, Layout()).alone) if found is None else found.most
     parts = [x] if rows <= most else x.reshape(rows, -1).split(most)
-    products = [by_torch(part, own, bias) if found is None else found.product(part, bias) for part in parts]
-    return products[0] if rows <= most else torch.cat(products).view(*x.shape[:-1], -1)
+    outs = [by_torch(part, own, bias) if found is None else found.product(part, bias) for part in parts]
+    return outs[0] if rows <= most else torch.cat(outs).view(*x.shape[:-1], -1)
+
+
+def _find(layer: nn.Linear | Conv1D, packed: PackedLinear, rows: int, mode: tuple[Bits, bool, int]) -> Packed | None:
+    """The packed weight for so many rows, or for some of them at a time; None where torch multiplies."""
+    (bits, packs, fewest), weight = mode, layer._parameters["weight"]
+    assert weight is not None
+    if weight.dtype == torch.float32:  # fewer rows wait for the weight, which torch reads faster
+        return packed.weight(layer) if packs and rows >= fewest else None
+    is_torch = bits == "torch" or (bits != "alone" and rows > MAX_ROWS)
+    if is_torch or not packs or weight.numel() < product_bits.FEWEST_WEIGHTS:
+        return None
+    found = packed.weight(layer, "alone" if bits == "any" else bits)
+    if bits == "any" and (found is None or rows > found.most):
+        found = packed.weight(layer, "together")
+    return found
 
 
 def _digest(weight: Tensor) -> int:
@@ -186,7 +202,7 @@ def _pack(weight: Tensor, bias: Tensor | None, bits: Bits, others: Sequence[Pack
     with torch.inference_mode():
         try:
             if weight.dtype == torch.float32:
-                return lay_out(weight, _LAYOUTS[ways[0]])
+                return lay_out(weight, _LAYOUTS[ways[0]], _MOST_ROWS if ways[0] == "own" else sys.maxsize)
             layout, most = best_layout(weight, bias, bits, ways)
             if not most:
                 return None

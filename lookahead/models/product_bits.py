@@ -7,7 +7,7 @@ CPU. So products of every shape are compared once, with numbers that nearly canc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
 from lookahead.kernels import packed_product
+from lookahead.kernels.packed_product import PackedWeight
 from lookahead.models.exact_attention import MAX_ROWS
 from lookahead.models.quantized import QuantizedLinear
 
@@ -43,7 +44,8 @@ class Packed(NamedTuple):
 
     layout: Layout
     product: Callable[[Tensor, Tensor | None], Tensor]  # of rows `[..., inputs]` and a bias `[outputs]` or None
-    most: int = 0  # rows of a product up to which bits are right, in half precision
+    most: int = 0  # rows of a product; in half precision, those up to which bits are right
+    own: PackedWeight | None = None  # for the kernel of this package
 
 
 class _Kind(NamedTuple):
@@ -91,8 +93,8 @@ def lay_out(weight: Tensor, layout: Layout, most: int = 0) -> Packed:
     """Lay a weight out; AttributeError if torch was built without oneDNN, RuntimeError if that does not take it."""
     weight = weight.contiguous()
     if layout.block:
-        packed = packed_product.pack(weight)
-        return Packed(layout, partial(packed_product.multiply, packed, len(weight), layout.block), most)
+        own = PackedWeight.of(packed_product.pack(weight), len(weight), layout.block)
+        return Packed(layout, lambda x, bias: packed_product.multiply_all([own], x, [bias])[0], most, own)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), layout.rows)
     return Packed(layout, lambda x, bias: by_onednn(x, packed, bias), most)
 
