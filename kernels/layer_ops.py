@@ -1,4 +1,4 @@
-"""What stands between the products of a decoder layer, in one call each: RMSNorm, rotary embedding, gated SiLU.
+"""What stands between the products of a decoder layer, as one job each: RMSNorm, rotary embedding, gated SiLU.
 
 For few tokens on a CPU the operators of torch that each of them takes cost more to call than to compute. In bfloat16
 the results have the bits of those operators: each rounds, and the mean sums in the order of torch's `mean`.
@@ -6,14 +6,16 @@ the results have the bits of those operators: each rounds, and the mean sums in 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, types
+from numba import types
 from numba.extending import overload
 from torch import Tensor
 
+from lookahead.kernels.jobs import Job, take
 from lookahead.kernels.microkernel import array_at, exp, jit_part, narrow, widen
 
 _PARTIALS = 4  # sums of every fourth vector
@@ -24,58 +26,63 @@ _WIDTH = _PARTIALS * _LANES
 
 _F = np.float32
 _MOST = _F(80.0)  # from here on SiLU is the number itself
-_KINDS: dict[torch.dtype, Any] = {torch.bfloat16: 0, torch.float32: 0.0}  # arguments whose types tell the kernels apart
+_NORM, _ROTATION, _GATING = range(3)  # kinds of jobs
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Divide rows by the root of their mean square plus `eps`, and multiply them by a weight.
+def norm(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    eps: float,
+    *,
+    delta: Tensor | None = None,
+    total: Tensor | None = None,
+    means: Tensor | None = None,
+) -> Job:
+    """A job that divides rows by the root of their mean square plus `eps`, and multiplies them by a weight.
 
-    The rows are bfloat16 or float32 `[..., size]`, the weight is `[size]` of the same dtype; both are contiguous.
+    All are contiguous, and bfloat16 or float32 alike.
+
+    Args:
+        x: `[..., size]`.
+        weight: `[size]`.
+        out: As `x`, or `x` itself.
+        eps: A number.
+        delta: As `x`; it is added first.
+        total: As `x`, for that sum.
+        means: float32 `[rows]`, for the mean squares.
     """
-    out, size = torch.empty_like(x), x.shape[-1]
-    rows = x.numel() // size
-    _norm(x.data_ptr(), 0, weight.data_ptr(), 0, out.data_ptr(), rows, size, eps, _KINDS[x.dtype])
-    return out
+    tensors = x, delta, weight, total, out, means
+    places = [0 if each is None else each.data_ptr() for each in tensors]
+    sizes = x.numel() // len(weight), len(weight), _bits_of(eps)
+    return _ENTRIES[x.dtype], 1, (_NORM, *places, *sizes), tensors
 
 
-def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum of two tensors, both as `rms_norm` takes them, and its `rms_norm`."""
-    total, out, size = torch.empty_like(x), torch.empty_like(x), x.shape[-1]
-    _norm(
-        x.data_ptr(), delta.data_ptr(), weight.data_ptr(), total.data_ptr(), out.data_ptr(),
-        x.numel() // size, size, eps, _KINDS[x.dtype],
-    )  # fmt: skip
-    return total, out
-
-
-def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Apply a rotary embedding in place; the halves of a head are the parts of its numbers.
+def rotation(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Job:
+    """A job that applies a rotary embedding in place; the halves of a head are the parts of its numbers.
 
     Queries and keys are tokens of some heads of `dim` numbers; `cos` and `sin` are `[..., dim]`, of as many tokens. All
     are contiguous, and bfloat16 or float32 alike.
     """
     dim = cos.shape[-1]
     tokens = cos.numel() // dim
-    _rotate(
-        query.data_ptr(), key.data_ptr(), cos.data_ptr(), sin.data_ptr(),
-        tokens, query.numel() // tokens, key.numel() // tokens, dim, _KINDS[query.dtype],
-    )  # fmt: skip
+    sizes = tokens, query.numel() // tokens, key.numel() // tokens, dim
+    places = query.data_ptr(), key.data_ptr(), cos.data_ptr(), sin.data_ptr()
+    return _ENTRIES[cos.dtype], 1, (_ROTATION, *places, *sizes), (query, key, cos, sin)
 
 
-def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up`, which overwrites the gate; bfloat16 or float32 of one shape, contiguous."""
-    _gate(gate.data_ptr(), up.data_ptr(), gate.numel(), _KINDS[gate.dtype])
-    return gate
+def gating(gate: Tensor, up: Tensor) -> Job:
+    """A job that writes `silu(gate) * up` over the gate; bfloat16 or float32 of one shape, contiguous."""
+    return _ENTRIES[gate.dtype], 1, (_GATING, gate.data_ptr(), up.data_ptr(), gate.numel()), (gate, up)
 
 
-def mean_squares(x: Tensor) -> list[float]:
-    """The mean square of every row of `[rows, size]`, as `rms_norm` computes it: numbers of float32."""
-    out, size, kind = torch.empty_like(x), x.shape[1], _KINDS[x.dtype]
-    return [_norm(row.data_ptr(), 0, x.data_ptr(), 0, out.data_ptr(), 1, size, 0.0, kind) for row in x]
+@cache
+def _bits_of(number: float) -> int:
+    return int(np.float32(number).view(np.int32))
 
 
 def _numbers_at(address: Any, size: Any, kind: Any) -> Any:
-    """The array at an address, of the dtype that a kind stands for."""
+    """The array at an address: of bfloat16 where the kind is whole, else of float32."""
 
 
 @overload(_numbers_at, strict=False)
@@ -125,19 +132,20 @@ def _mean_square(line, sums):
     return final / _F(size)
 
 
-@njit(cache=True, error_model="numpy")
-def _norm(x_at, delta_at, weight_at, total_at, out_at, rows, size, eps, kind):
-    """Add what stands at `delta_at`, unless it is 0, and norm the rows; returns the mean square of the last one."""
-    count = rows * size
+@jit_part
+def _norm(address, kind):
+    """Add what stands at `delta_at`, unless it is 0, and norm the rows."""
+    x_at, delta_at, weight_at, total_at, out_at, means_at, rows, size, bits = array_at(address, (9,), np.int64)
+    count, eps = rows * size, np.int32(bits).view(np.float32)
     x, out = _numbers_at(x_at, count, kind), _numbers_at(out_at, count, kind)
-    weight = _numbers_at(weight_at, size, kind)
+    weight, means = _numbers_at(weight_at, size, kind), array_at(means_at, (rows,), np.float32)
     delta, total = _numbers_at(delta_at, count, kind), _numbers_at(total_at, count, kind)
     line, factors = np.empty(size, np.float32), np.empty(size, np.float32)
     sums = np.empty(_LEVELS * _WIDTH, np.float32)
     for i in range(size):
         factors[i] = widen(weight[i])
-    mean = _F(0.0)
-    for begin in range(0, count, size):
+    for row in range(rows):
+        begin = row * size
         own, normed = x[begin : begin + size], out[begin : begin + size]
         if delta_at:
             other, added = delta[begin : begin + size], total[begin : begin + size]
@@ -148,11 +156,12 @@ def _norm(x_at, delta_at, weight_at, total_at, out_at, rows, size, eps, kind):
             for i in range(size):
                 line[i] = widen(own[i])
         mean = _mean_square(line, sums)
-        scale = _F(1.0) / np.sqrt(mean + _F(eps))
+        if means_at:
+            means[row] = mean
+        scale = _F(1.0) / np.sqrt(mean + eps)
         for i in range(size):
             scaled = widen(narrow(line[i] * scale, normed[i]))
             normed[i] = narrow(factors[i] * scaled, normed[i])
-    return mean
 
 
 @jit_part
@@ -169,9 +178,10 @@ def _rotate_heads(heads, cos, sin):
             second[i] = narrow(widen(kept_too) + widen(turned_too), second[i])
 
 
-@njit(cache=True, error_model="numpy")
-def _rotate(query_at, key_at, cos_at, sin_at, tokens, width, key_width, dim, kind):
+@jit_part
+def _rotate(address, kind):
     """Rotate the heads of queries and keys, which have so many numbers a token."""
+    query_at, key_at, cos_at, sin_at, tokens, width, key_width, dim = array_at(address, (8,), np.int64)
     query, key = _numbers_at(query_at, tokens * width, kind), _numbers_at(key_at, tokens * key_width, kind)
     cos, sin = _numbers_at(cos_at, tokens * dim, kind), _numbers_at(sin_at, tokens * dim, kind)
     cosines, sines = np.empty(dim, np.float32), np.empty(dim, np.float32)
@@ -182,12 +192,38 @@ def _rotate(query_at, key_at, cos_at, sin_at, tokens, width, key_width, dim, kin
         _rotate_heads(key[token * key_width : (token + 1) * key_width], cosines, sines)
 
 
-@njit(cache=True, error_model="numpy")
-def _gate(gate_at, up_at, size, kind):
+@jit_part
+def _gate(address, kind):
     """Write the product over the gate."""
+    gate_at, up_at, size = array_at(address, (3,), np.int64)
     gate, up = _numbers_at(gate_at, size, kind), _numbers_at(up_at, size, kind)
     for i in range(size):
         x = widen(gate[i])
         power = exp(-x if x < _MOST else -_MOST)
         activated = widen(narrow(x / (_F(1.0) + power), gate[i]))
         gate[i] = narrow(activated * widen(up[i]), gate[i])
+
+
+@jit_part
+def _work(address, kind):
+    """One thread does the whole of a job: it takes less time than waking the others."""
+    if take(address) > 0:
+        return
+    job, numbers = array_at(address, (3,), np.int64)[2], address + 24
+    if job == _NORM:
+        _norm(numbers, kind)
+    elif job == _ROTATION:
+        _rotate(numbers, kind)
+    else:
+        _gate(numbers, kind)
+
+
+def _work_on_halves(address: Any) -> None:
+    _work(address, 0)
+
+
+def _work_on_floats(address: Any) -> None:
+    _work(address, 0.0)
+
+
+_ENTRIES = {torch.bfloat16: _work_on_halves, torch.float32: _work_on_floats}

@@ -1,4 +1,4 @@
-"""What kernels for a CPU are made of: products of small matrices, the exponential function, and torch's threads.
+"""What kernels for a CPU are made of: products of small matrices, the exponential function, arrays at addresses.
 
 The products are written in LLVM IR, which keeps their sums in registers. Compiled from loops over arrays they have a
 third of the speed, because their sums are stored after every few products.
@@ -6,16 +6,11 @@ third of the speed, because their sums are stored after every few products.
 
 from __future__ import annotations
 
-import ctypes
-from array import array
-from collections.abc import Callable, Sequence
-from functools import cache
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numba
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic, overload, register_jitable
@@ -43,8 +38,6 @@ _UPPER_HALVES = ir.Constant(_PAIRS, [-65536] * LANES)
 _WHOLE, _BYTE = ir.IntType(64), ir.IntType(8)
 _FUSED = {"flags": ("contract",)}
 _DOT_OF_PAIRS = "llvm.x86.avx512bf16.dpbf16ps.512"
-_LIBRARY = "libtorch_cpu.so"
-_SIGNATURE = types.void(types.int64)
 
 
 def tile_of(registers: int, kind: str = "product", rows: Sequence[int] = range(1, ROWS + 1)) -> Any:
@@ -310,51 +303,6 @@ def exp(x):
     return _F(0.0) if x < _SMALLEST else scaled
 
 
-def run(function: Callable[[Any], None], parts: int, numbers: list[int]) -> None:
-    """Let a function that Numba compiles work on all parts, on as many threads as torch is set to.
-
-    It works on parts that it is given by `take`, until it is given none, and receives the address of int64 numbers: one
-    for `take`, the number of parts, and those given, such as addresses of tensors. Where torch has no
-    OpenMP of GNU's interface, as on macOS and Windows, the calling thread works alone.
-    """
-    passed = array("q", [0, parts, *numbers])
-    address, _ = passed.buffer_info()
-    compiled, threads = _compile(function), min(torch.get_num_threads(), parts)
-    launch = _launcher() if threads > 1 else None
-    if launch is not None:
-        launch(compiled.address, address, threads, 0)
-    else:
-        compiled.ctypes(address)
-
-
-@cache
-def _compile(function: Callable[[Any], None]) -> Any:
-    """The function as one of C; not at import, for not every CPU has the instructions."""
-    return numba.cfunc(_SIGNATURE, cache=True, error_model="numpy")(function)
-
-
-@cache
-def _launcher() -> Callable[[int, int, int, int], None] | None:
-    """`GOMP_parallel` of the OpenMP library that torch has loaded; None where there is none."""
-    try:
-        launch = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / _LIBRARY)).GOMP_parallel
-    except (OSError, AttributeError):
-        return None
-    launch.argtypes, launch.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
-    return launch
-
-
-@intrinsic
-def _take(context: Any, address: Any) -> Any:
-    """The number of the next part; no other thread gets it."""
-
-    def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
-        whole = ir.IntType(64)
-        return builder.atomic_rmw("add", builder.inttoptr(values[0], whole.as_pointer()), whole(1), "monotonic")
-
-    return types.int64(types.int64), emit
-
-
 @intrinsic
 def _as_pointer(context: Any, address: Any) -> Any:
     def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -363,7 +311,6 @@ def _as_pointer(context: Any, address: Any) -> Any:
     return types.voidptr(types.int64), emit
 
 
-take: Any = _take
 _pointer: Any = _as_pointer
 _view: Any = vars(numba)["carray"]
 

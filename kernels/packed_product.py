@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lookahead.kernels.microkernel import LANES, ROWS, array_at, jit_part, narrow, run, take, tile_of, widen
+from lookahead.kernels.jobs import Job, run, take
+from lookahead.kernels.microkernel import LANES, ROWS, array_at, jit_part, narrow, tile_of, widen
 
 COLUMNS = 2 * LANES  # outputs of a panel of the packed weight
 _PART = 1 << 19  # bytes of the weight that a thread takes at a time
@@ -42,13 +43,32 @@ def multiplies_pairs(inputs: int) -> bool:
     return inputs % 2 == 0 and bool(llvm.get_host_cpu_features().get(_NEEDS[torch.bfloat16]))
 
 
-def pack(weight: Tensor) -> Tensor:
+class PackedWeight(NamedTuple):
+    """A weight that is laid out, and the sizes that every product needs."""
+
+    packed: Tensor  # `[panels, terms, line]`
+    outputs: int
+    block: int  # inputs whose products are added before the sums of such blocks are added; even
+    panels: int
+    terms: int
+    line: int
+    together: int  # panels that a thread takes at a time
+    steps: Tensor | None  # float32 `[outputs]`, of one that `quantize` made
+
+    @classmethod
+    def of(cls, packed: Tensor, outputs: int, block: int, steps: Tensor | None = None) -> PackedWeight:
+        """A weight of so many outputs, whose layout is that of `pack` or `quantize`."""
+        panels, terms, line = packed.shape
+        return cls(packed, outputs, block, panels, terms, line, max(1, _PART * panels // packed.nbytes), steps)
+
+
+def pack(weight: Tensor, block: int) -> PackedWeight:
     """Lay a contiguous weight `[outputs, inputs]` out in panels of `COLUMNS` outputs, the last padded with zeros.
 
-    Returns `[panels, inputs, COLUMNS]` of a float32 one; of bfloat16 int32 `[panels, inputs / 2, COLUMNS]`, with two
-    inputs an element.
+    The layout is `[panels, inputs, COLUMNS]` of a float32 one; of bfloat16 int32 `[panels, inputs / 2, COLUMNS]`, with
+    two inputs an element.
     """
-    return _panels_of(weight.detach().view(_TERM[weight.dtype]))
+    return PackedWeight.of(_panels_of(weight.detach().view(_TERM[weight.dtype])), len(weight), block)
 
 
 def _panels_of(terms: Tensor) -> Tensor:
@@ -69,67 +89,37 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     return _panels_of(whole), steps
 
 
-class PackedWeight(NamedTuple):
-    """A weight that `pack` or `quantize` laid out, and the sizes that every product needs."""
-
-    packed: Tensor
-    outputs: int
-    block: int
-    panels: int
-    terms: int
-    line: int  # numbers of a term in a panel
-    together: int  # panels that a thread takes at a time
-    steps: Tensor | None
-
-    @classmethod
-    def of(cls, packed: Tensor, outputs: int, block: int, steps: Tensor | None = None) -> PackedWeight:
-        """A weight for products with such numbers of outputs.
-
-        Args:
-            packed: From `pack` or `quantize`.
-            outputs: Outputs of the weight.
-            block: Inputs whose products are added before the sums of such blocks are added; even.
-            steps: float32 `[outputs]`, from `quantize`.
-        """
-        panels, terms, line = packed.shape
-        together = max(1, _PART * panels // packed.nbytes)
-        return cls(packed, outputs, block, panels, terms, line, together, steps)
-
-
-def multiply_all(weights: Sequence[PackedWeight], x: Tensor, biases: Sequence[Tensor | None]) -> list[Tensor]:
-    """Multiply rows by one to three packed weights of the same type, inputs and block.
+def multiply(weight: PackedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply rows by a packed weight.
 
     Args:
-        weights: The weights.
-        x: `[..., inputs]`, of their type; bfloat16 or float32 if they are quantized.
-        biases: For each weight `[outputs]` of that type, or None.
+        weight: The weight.
+        x: `[..., inputs]`, of the type of the weight; bfloat16 or float32 if that is quantized.
+        bias: `[outputs]` of that type, or None.
 
     Returns:
-        For each weight `[..., outputs]` of the type of `x`.
+        `[..., outputs]` of the type of `x`.
     """
-    x, (packed, _, block, _, terms, line, together, steps) = x.contiguous(), weights[0]
-    *before, inputs = x.shape
+    x, out = x.contiguous(), x.new_empty((*x.shape[:-1], weight.outputs))
+    run(product([weight], x, [bias], [out]))
+    return out
+
+
+def product(weights: Sequence[PackedWeight], x: Tensor, biases: Sequence[Tensor | None], outs: Sequence[Tensor]) -> Job:
+    """A job that multiplies contiguous rows by several weights of one type, one number of inputs and one block."""
+    packed, _, block, _, terms, line, together, steps = weights[0]
+    inputs = x.shape[-1]
     rows, is_wide = x.numel() // inputs, False
     if steps is not None and x.dtype == torch.bfloat16:
         terms, line, is_wide = terms // 2, 2 * line, rows > 2 * ROWS
-    outs = [x.new_empty((*before, each.outputs)) for each in weights]
-    numbers = [x.data_ptr(), rows, terms, block * terms // inputs, together, line, steps is not None]
-    parts = 0
+    numbers, parts = [x.data_ptr(), rows, terms, block * terms // inputs, together, line, steps is not None], 0
     for each, bias, out in zip(weights, biases, outs, strict=True):
         numbers += (
             each.packed.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr(),
             0 if each.steps is None else each.steps.data_ptr(), each.panels, each.outputs,
         )  # fmt: skip
         parts += -(-each.panels // together)
-    run(_ENTRIES[packed.dtype, x.dtype, is_wide], parts, numbers)
-    return outs
-
-
-def multiply(
-    packed: Tensor, outputs: int, block: int, x: Tensor, bias: Tensor | None, steps: Tensor | None = None
-) -> Tensor:
-    """Multiply rows by one weight; the arguments are those of `PackedWeight.of` and `multiply_all`."""
-    return multiply_all([PackedWeight.of(packed, outputs, block, steps)], x, [bias])[0]
+    return _ENTRIES[packed.dtype, x.dtype, is_wide], parts, numbers, (weights, x, biases, outs)
 
 
 _tile: Any = tile_of(2)

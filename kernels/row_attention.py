@@ -22,7 +22,8 @@ from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from lookahead.kernels.microkernel import LANES, ROWS, array_at, jit_part, narrow, run, take, tile_of, transpose, widen
+from lookahead.kernels.jobs import Job, run, take
+from lookahead.kernels.microkernel import LANES, ROWS, array_at, jit_part, narrow, tile_of, transpose, widen
 
 BLOCK = 512  # keys whose weights are computed before their values are added
 _STEP = BLOCK + LANES  # elements from one dimension of the transposed keys to the next
@@ -54,15 +55,22 @@ def row_attention(query: Tensor, keys: Tensor, values: Tensor, *, nodes: Tensor,
     Returns:
         bfloat16 `[rows, width, heads, dim]`, contiguous; zeros for padding.
     """
+    query = query.contiguous()
+    out = torch.empty_like(query) if len(query) == 1 else torch.zeros_like(query)
+    run(attention(query, keys, values, out, nodes=nodes, trees=trees, scale=scale))
+    return out
+
+
+def attention(
+    query: Tensor, keys: Tensor, values: Tensor, out: Tensor, *, nodes: Tensor, trees: Tensor, scale: float
+) -> Job:
+    """`row_attention` as a job, for a contiguous query and its result."""
     rows, width, heads, dim = query.shape
     slots, kv_heads = keys.shape[1:3]
-    query = query.contiguous()
-    out = torch.empty_like(query) if rows == 1 else torch.zeros_like(query)
     bits = _INT.unpack(_FLOAT.pack(scale))[0]
-    places = [each.data_ptr() for each in (query, keys, values, nodes, trees, out)]
+    tensors = query, keys, values, nodes, trees, out
     sizes = rows, width, heads, dim, slots, kv_heads, keys.stride(0) if rows > 1 else 0, nodes.shape[2], bits
-    run(_attend, rows * kv_heads, [*places, *sizes])
-    return out
+    return _attend, rows * kv_heads, (*(each.data_ptr() for each in tensors), *sizes), tensors
 
 
 def is_supported(query: Tensor, keys: Tensor, values: Tensor) -> bool:

@@ -10,9 +10,27 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from lookahead.kernels import layer_ops
+from lookahead.kernels.jobs import run
 
 on_x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="torch sums in another order")
 HALF, SINGLE = torch.bfloat16, torch.float32
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
+    out = torch.empty_like(x)
+    run(layer_ops.norm(x, weight, out, eps))
+    return out
+
+
+def add_rms_norm(x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    total, out = torch.empty_like(x), torch.empty_like(x)
+    run(layer_ops.norm(x, weight, out, 1e-5, delta=delta, total=total))
+    return total, out
+
+
+def gated_silu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    run(layer_ops.gating(gate, up))
+    return gate
 
 
 def random(*shape: int, seed: int = 0, spread: float = 2.0) -> torch.Tensor:
@@ -27,7 +45,9 @@ def random(*shape: int, seed: int = 0, spread: float = 2.0) -> torch.Tensor:
 @pytest.mark.parametrize("size", [8, 64, 65, 100, 128, 511, 576, 896, 960, 1536, 2048, 2051, 4096, 8192, 16384, 20000])
 def test_mean_squares_have_the_bits_of_torchs_mean(size, rows, dtype):
     x = random(rows, size, seed=size).to(dtype)
-    assert layer_ops.mean_squares(x) == x.float().pow(2).mean(-1, keepdim=True).flatten().tolist()
+    means = torch.empty(rows)
+    run(layer_ops.norm(x, x[0], torch.empty_like(x), 0.0, means=means))
+    assert torch.equal(means, x.float().pow(2).mean(-1))
 
 
 @on_x86
@@ -37,15 +57,15 @@ def test_norms_have_the_bits_of_the_module(shape, dtype):
     norm = LlamaRMSNorm(shape[-1], eps=1e-5).requires_grad_(False)
     norm.weight.copy_(random(shape[-1], seed=2, spread=0.3))
     norm, x, delta = norm.to(dtype), random(*shape).to(dtype), random(*shape, seed=1).to(dtype)
-    assert torch.equal(layer_ops.rms_norm(x, norm.weight, 1e-5), norm(x))
-    total, normed = layer_ops.add_rms_norm(x, delta, norm.weight, 1e-5)
+    assert torch.equal(rms_norm(x, norm.weight), norm(x))
+    total, normed = add_rms_norm(x, delta, norm.weight)
     assert torch.equal(total, x + delta) and torch.equal(normed, norm(x + delta))
 
 
 def test_norms_of_float32_are_those_in_float64():
     x, weight = random(9, 577), random(577, seed=1)
     exact = weight.double() * x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
-    torch.testing.assert_close(layer_ops.rms_norm(x, weight, 1e-5), exact.float())
+    torch.testing.assert_close(rms_norm(x, weight), exact.float())
 
 
 @pytest.mark.parametrize("dtype", [HALF, SINGLE])
@@ -58,7 +78,7 @@ def test_rotated_heads_have_the_bits_of_the_models_function(rows, tokens, heads,
     )
     cos, sin = cos[:, :, 0], sin[:, :, 0].flip(-1).contiguous()
     expected = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
-    layer_ops.rotate(query, key, cos, sin)
+    run(layer_ops.rotation(query, key, cos, sin))
     for got, own in zip((query, key), expected, strict=True):
         assert torch.equal(got.transpose(1, 2), own)
 
@@ -67,14 +87,14 @@ def test_silu_has_the_bits_of_torch_for_every_bfloat16():
     gate = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(HALF)
     up = random(1 << 16).to(HALF)
     expected = nn.functional.silu(gate) * up
-    got = layer_ops.gated_silu(gate.clone(), up)
+    got = gated_silu(gate.clone(), up)
     assert torch.equal(got.isnan(), expected.isnan())
     assert torch.equal(got[~got.isnan()].view(torch.int16), expected[~got.isnan()].view(torch.int16))
 
 
 def test_silu_of_float32_is_near_torchs():
     gate, up = random(10_001), random(10_001, seed=1)
-    torch.testing.assert_close(layer_ops.gated_silu(gate.clone(), up), nn.functional.silu(gate) * up)
+    torch.testing.assert_close(gated_silu(gate.clone(), up), nn.functional.silu(gate) * up)
 
 
 @pytest.mark.parametrize("dtype", [HALF, SINGLE])
@@ -85,14 +105,14 @@ def test_numbers_at_the_limits_go_through_as_in_torch(value, dtype):
     norm = LlamaRMSNorm(64, eps=1e-5).to(dtype)
     other = random(3, 64, seed=1).to(dtype)
     pairs = [
-        (layer_ops.rms_norm(x, norm.weight, 1e-5), norm(x)),
-        (layer_ops.add_rms_norm(x, x, norm.weight, 1e-5)[0], x + x),
-        (layer_ops.add_rms_norm(x, x, norm.weight, 1e-5)[1], norm(x + x)),
-        (layer_ops.gated_silu(x.clone(), other), nn.functional.silu(x) * other),
-        (layer_ops.gated_silu(other.clone(), x), nn.functional.silu(other) * x),
+        (rms_norm(x, norm.weight), norm(x)),
+        (add_rms_norm(x, x, norm.weight)[0], x + x),
+        (add_rms_norm(x, x, norm.weight)[1], norm(x + x)),
+        (gated_silu(x.clone(), other), nn.functional.silu(x) * other),
+        (gated_silu(other.clone(), x), nn.functional.silu(other) * x),
     ]
     own = [each[:, 0] for each in apply_rotary_pos_emb(x[None, None], x[None, None], other[None], other[None])]
     query, key = x.clone(), x.clone()
-    layer_ops.rotate(query, key, other, other)
+    run(layer_ops.rotation(query, key, other, other))
     for got, expected in [*pairs, (query, own[0][0]), (key, own[1][0])]:
         torch.testing.assert_close(got, expected, equal_nan=True)

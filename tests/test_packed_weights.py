@@ -300,23 +300,23 @@ def test_products_in_blocks_agree_with_those_in_float64(rows, outputs, inputs, d
     x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((rows, inputs), (outputs, inputs), (outputs,)))
     error = 0.005 if dtype == torch.bfloat16 else 4e-6
     for each in (None, bias):
-        got = packed_product.multiply(packed_product.pack(weight), outputs, 512, x, each)
+        got = packed_product.multiply(packed_product.pack(weight, 512), x, each)
         expected = linear(x.double(), weight.double(), None if each is None else each.double())
         assert got.shape == (rows, outputs) and got.dtype == dtype
         assert (got - expected).abs().max() <= error * expected.abs().max()
-        alone = [packed_product.multiply(packed_product.pack(weight), outputs, 512, row, each) for row in x.split(1)]
+        alone = [packed_product.multiply(packed_product.pack(weight, 512), row, each) for row in x.split(1)]
         assert torch.equal(got, torch.cat(alone)), "a row's bits do not depend on the others"
         moved = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(rows, inputs)
-        assert torch.equal(packed_product.multiply(packed_product.pack(weight), outputs, 512, moved, each), got)
+        assert torch.equal(packed_product.multiply(packed_product.pack(weight, 512), moved, each), got)
 
 
 @own_types
 def test_products_on_several_threads_have_the_same_bits(dtype):
     before, (x, weight) = torch.get_num_threads(), (torch.randn(n, 1536).to(dtype) for n in (17, 2000))
-    packed, products = packed_product.pack(weight), []
+    packed, products = packed_product.pack(weight, 512), []
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        products += [packed_product.multiply(packed, 2000, 512, x, None) for _ in range(4)]
+        products += [packed_product.multiply(packed, x, None) for _ in range(4)]
     torch.set_num_threads(before)
     assert all(torch.equal(each, products[0]) for each in products)
 
@@ -374,7 +374,7 @@ def test_rounded_sums_are_those_of_torch(dtype):
     weight = torch.cat([torch.eye(8), torch.tensor([[1 / 256, 0, 0, 0, 0, 0, 0, 1]]), torch.full((1, 8), 3.0)])
     x, weight = torch.diag(inputs).nan_to_num(0.0, torch.inf, -torch.inf).to(dtype), weight.to(dtype)
     x[6, 6] = torch.nan
-    got = packed_product.multiply(packed_product.pack(weight), 10, 512, x, None)
+    got = packed_product.multiply(packed_product.pack(weight, 512), x, None)
     expected = (x.double() @ weight.double().t()).to(dtype)
     assert torch.equal(got.isnan(), expected.isnan()) and torch.equal(got.nan_to_num(5.0), expected.nan_to_num(5.0))
 
@@ -384,8 +384,8 @@ def test_rounded_sums_are_those_of_torch(dtype):
 def test_rows_of_any_shape_go_to_the_kernel_of_this_package(shape, dtype, monkeypatch):
     model, x = nn.Sequential(nn.Linear(48, 70)).to(dtype), torch.randn(shape).to(dtype)
     taken: list[int] = []
-    own = packed_product.multiply_all
-    monkeypatch.setattr(packed_product, "multiply_all", lambda *rest: taken.append(rest[1].numel() // 48) or own(*rest))
+    own = packed_product.multiply
+    monkeypatch.setattr(packed_product, "multiply", lambda *rest: taken.append(rest[1].numel() // 48) or own(*rest))
     monkeypatch.setattr(linears, "faster_ways", lambda *kind: ("own",))
     monkeypatch.setattr(linears, "best_layout", lambda *layer: (Layout(block=512), 32))
     got = run(LinearScope(model), model, x)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from lookahead.drafting.tree import TokenTree
-from lookahead.kernels import microkernel, row_attention
+from lookahead.kernels import jobs, row_attention
 from lookahead.kernels.row_attention import BLOCK
 from lookahead.models import exact_attention
 from lookahead.models.exact_attention import Turns, attend_in_turn, has_bits_of_sdpa, takes_rows
@@ -128,7 +128,7 @@ def threads() -> Iterator[None]:
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 def test_several_threads_share_the_work_and_change_no_bit(kv_heads, has_openmp, threads, monkeypatch):
     if not has_openmp:
-        monkeypatch.setattr(microkernel, "_launcher", lambda: None)
+        monkeypatch.setattr(jobs, "_launcher", lambda: None)
     tree, tensors = tree_of(9, 4), tensors_of(700, 9, 8, kv_heads, 64)
     several = [by_rows(*tensors, tree, 691) for _ in range(8)]
     torch.set_num_threads(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from threading import Lock, local
@@ -17,8 +17,10 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
-from lookahead.kernels import dispatch
-from lookahead.models.exact_attention import attend_in_turn, own_attention
+from lookahead.kernels import dispatch, row_attention
+from lookahead.kernels.jobs import Job
+from lookahead.models.cache import TreeLayer
+from lookahead.models.exact_attention import attend_in_turn, attends_by_kernel, own_attention
 from lookahead.models.model_state import replaced, state_of
 from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, TreePass, TreeTensors, mask_of
 
@@ -178,6 +180,27 @@ def tree_attention(
     if span != AttentionSpan() or not tree_pass.sees_all:
         mask = tree_pass.mask(groups, span, query.dtype, query.device)
     return dispatch.masked_attention(query, key, value, mask, scaling, softcap, s_aux), None
+
+
+def attention_job(
+    module: nn.Module, query: Tensor, layer: TreeLayer, out: Tensor, options: Mapping[str, Any]
+) -> Job | None:
+    """The attention of nodes of one row that attend alone, as a job; None where `tree_attention` must be called.
+
+    The query and the result are `[1, width, heads, dim]` and contiguous; the options are those of `tree_attention`.
+    """
+    tree_pass: TreePass | None = getattr(_thread, "tree_pass", None)
+    if tree_pass is None or not tree_pass.is_exact:
+        return None
+    told = _thread.facts.get(id(module)) or _limits_of(module, False)
+    kind = options.get("sliding_window", told.window), module.training
+    if kind not in tree_pass.kernels:
+        own, turns = own_attention(module, _real(module.config)), tree_pass.turns
+        serves = attends_by_kernel(own, layer.keys, layer.values, query.shape[2], kind[0], turns)
+        bound = partial(row_attention.attention, **turns.tensors, scale=options["scaling"])
+        tree_pass.kernels[kind] = bound if serves else None
+    job_of = tree_pass.kernels[kind]
+    return None if job_of is None else job_of(query, layer.keys, layer.values, out)
 
 
 def _keeps_kernel(query: Tensor) -> bool:

@@ -135,6 +135,15 @@ class TreeLayer(CacheLayerMixin):
         seen = slice(self.get_mask_sizes(slots.width)[1], slots.kv_length)
         return self.keys[rows, seen].transpose(1, 2), self.values[rows, seen].transpose(1, 2)
 
+    def places(self) -> tuple[Tensor, Tensor] | None:
+        """The slots that a pass over one row writes, `[1, width, heads, dim]`; None where it must call `update`."""
+        slots = self._slots
+        if not self.is_initialized or slots.active > 1 or slots.first or slots.is_plain:
+            return None
+        if self.keys.shape[1] < slots.capacity:
+            self.grow()
+        return self.keys.narrow(1, slots.start, slots.width), self.values.narrow(1, slots.start, slots.width)
+
     @property
     def is_sliding(self) -> bool:
         """Whether the running pass reads a sliding window."""

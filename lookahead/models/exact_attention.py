@@ -129,6 +129,20 @@ def takes_rows(config: PretrainedConfig) -> bool:
     return has_bits_of_sdpa(dim, groups)
 
 
+def attends_by_kernel(
+    own: Attention, keys: Tensor, values: Tensor, heads: int, window: int | None, turns: Turns
+) -> bool:
+    """Whether nodes attend to slots `[rows, slots, kv_heads, dim]` by `kernels.row_attention`."""
+    kv_heads, dim = keys.shape[2:]
+    return (
+        own is sdpa_attention_forward
+        and heads > 1  # for a single head torch would share the sums of a product among its threads
+        and (window is None or turns.deepest + 1 < window)
+        and row_attention.is_supported(keys, keys, values)
+        and has_bits_of_sdpa(dim, heads // kv_heads)
+    )
+
+
 def attend_in_turn(
     module: nn.Module,
     query: Tensor,
@@ -158,15 +172,12 @@ def attend_in_turn(
         `[rows, width, heads, value_dim]`; zeros for padding.
     """
     rows, heads, width, dim = query.shape
-    if own is sdpa_attention_forward and heads > 1 and (window is None or turns.deepest + 1 < window):
-        # For a single head torch would share the sums of a product among its threads.
-        nodes, keys, values = (each.transpose(1, 2) for each in (query, key, value))  # as the cache holds them
-        is_whole = keys[0].is_contiguous() and values[0].is_contiguous() and keys.stride() == values.stride()
-        has_bits = row_attention.is_supported(nodes, keys, values) and has_bits_of_sdpa(dim, heads // key.shape[1])
-        if is_whole and has_bits:
-            scale = options.get("scaling")
-            scale = dim**-0.5 if scale is None else scale
-            return row_attention.row_attention(nodes, keys, values, **turns.tensors, scale=scale)
+    nodes, keys, values = (each.transpose(1, 2) for each in (query, key, value))  # as the cache holds them
+    is_whole = keys[0].is_contiguous() and values[0].is_contiguous() and keys.stride() == values.stride()
+    if is_whole and attends_by_kernel(own, keys, values, heads, window, turns):
+        scale = options.get("scaling")
+        scale = dim**-0.5 if scale is None else scale
+        return row_attention.row_attention(nodes, keys, values, **turns.tensors, scale=scale)
     out = query.new_zeros(rows, width, heads, value.shape[3])
     call = partial(_attend_by_torch, module, window=window, crops=crops, own=own, options=options)
     for row, (start, scored, steps) in enumerate(zip(turns.starts, turns.scored, turns.steps, strict=True)):

@@ -7,7 +7,7 @@ attends. The others take a third of its time, nearly all of it in their calls (`
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from threading import local
@@ -19,9 +19,11 @@ from torch.nn.modules import module as modules_of_torch
 from transformers.activations import SiLUActivation
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lookahead.kernels import layer_ops
-from lookahead.models.cache import CACHE
-from lookahead.models.linears import products
+from lookahead.kernels import layer_ops, packed_product
+from lookahead.kernels.jobs import Job, run
+from lookahead.models.attention import attention_job
+from lookahead.models.cache import CACHE, TreeLayer
+from lookahead.models.linears import packed_weights
 from lookahead.models.model_state import replaced
 from lookahead.models.quantized import QuantizedLinear
 
@@ -174,7 +176,9 @@ def _norm_forward(norm: Any, x: Tensor) -> Tensor:
     if not _is_served(x, norm):
         own: Tensor = type(norm).forward(norm, x)
         return own
-    return layer_ops.rms_norm(x, norm._parameters["weight"], norm.variance_epsilon)
+    out = torch.empty_like(x)
+    run(layer_ops.norm(x, norm._parameters["weight"], out, norm.variance_epsilon))
+    return out
 
 
 def _layer_forward(parts: _Parts, *args: Any, **kwargs: Any) -> Any:
@@ -193,31 +197,59 @@ def _fused(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """A decoder layer, `[rows, tokens, size]`."""
+    """A decoder layer, `[rows, tokens, size]`. Kernels that follow each other are one call."""
     attention, (before, between, *of_heads) = parts.attention, parts.norms
-    linears = parts.linears
-    (cos, sin), (rows, tokens, _) = position_embeddings, hidden.shape
-    x = layer_ops.rms_norm(hidden, before._parameters["weight"], before.variance_epsilon)
-    shape = (rows, tokens, -1, cos.shape[-1])
-    query, key, value = (each.view(shape) for each in products(linears[:3], x))
-    if of_heads:
-        query, key = (
-            layer_ops.rms_norm(each, norm._parameters["weight"], norm.variance_epsilon)
-            for each, norm in zip((query, key), of_heads, strict=True)
-        )
+    weights, jobs = packed_weights(parts.linears, hidden), list[Job]()
+    (cos, sin), (rows, tokens, _), cache = position_embeddings, hidden.shape, kwargs.pop(CACHE, None)
     if len(cos) != rows:
         cos, sin = cos.expand(rows, -1, -1), sin.expand(rows, -1, -1)
-    layer_ops.rotate(query, key, cos.contiguous(), sin.contiguous())
-    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    cache = kwargs.pop(CACHE, None)
-    if cache is not None:
-        key, value = cache.update(key, value, attention.layer_idx)
-    attend = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, parts.eager)
-    attended = attend(attention, query, key, value, attention_mask, **parts.options, **kwargs)[0]
-    (delta,) = products(linears[3:4], attended.reshape(rows, tokens, -1).contiguous())
-    total, x = layer_ops.add_rms_norm(hidden, delta, between._parameters["weight"], between.variance_epsilon)
-    (out,) = products(linears[6:], layer_ops.gated_silu(*products(linears[4:6], x)))
-    return total.add_(out)
+    cos, sin = cos.contiguous(), sin.contiguous()
+
+    def multiply(x: Tensor, first: int, count: int, outs: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Products with some of the linear layers; the last ones stand where they are told to."""
+        layers, own = parts.linears[first : first + count], weights[first : first + count]
+        if not own:
+            run(*jobs)
+            jobs.clear()
+            return [layer(x) for layer in layers]
+        made = [x.new_empty(rows, tokens, each.outputs) for each in own[: count - len(outs)]]
+        made += outs
+        jobs.append(packed_product.product(own, x, [layer._parameters["bias"] for layer in layers], made))
+        return made
+
+    x = torch.empty_like(hidden)
+    jobs.append(layer_ops.norm(hidden, before._parameters["weight"], x, before.variance_epsilon))
+    # The keys and values of a single row are written where they stay.
+    layers = () if cache is None or not weights else cache.layers[attention.layer_idx :]
+    layer: Any = layers[0] if layers else None
+    places = layer.places() if isinstance(layer, TreeLayer) else None
+    shape = rows, tokens, -1, cos.shape[-1]
+    query, key, value = (each.view(shape) for each in multiply(x, 0, 3, places or ()))
+    for each, norm in zip((query, key), of_heads, strict=False):
+        jobs.append(layer_ops.norm(each, norm._parameters["weight"], each, norm.variance_epsilon))
+    jobs.append(layer_ops.rotation(query, key, cos, sin))
+    attended, attend = torch.empty_like(query), None
+    if places is not None:
+        attend = attention_job(attention, query, layer, attended, parts.options)
+    if attend is not None:
+        jobs.append(attend)
+    else:
+        run(*jobs)
+        jobs.clear()
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if cache is not None:
+            key, value = cache.update(key, value, attention.layer_idx)
+        by_model = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, parts.eager)
+        attended = by_model(attention, query, key, value, attention_mask, **parts.options, **kwargs)[0].contiguous()
+    (delta,) = multiply(attended.view(rows, tokens, -1), 3, 1)
+    total, normed = torch.empty_like(hidden), torch.empty_like(hidden)
+    weight, eps = between._parameters["weight"], between.variance_epsilon
+    jobs.append(layer_ops.norm(hidden, weight, normed, eps, delta=delta, total=total))
+    gate, up = multiply(normed, 4, 2)
+    jobs.append(layer_ops.gating(gate, up))
+    (change,) = multiply(gate, 6, 1)
+    run(*jobs)
+    return total.add_(change)
 
 
 def _is_right(parts: _Parts) -> bool:
@@ -247,10 +279,11 @@ def _computes_the_same(parts: _Parts) -> bool:
     rotate = vars(sys.modules[type(parts.layer).__module__])["apply_rotary_pos_emb"]
     try:
         rotated = rotate(query, key, *places, unsqueeze_dim=2)
-        layer_ops.rotate(query, key, *places)
+        normed = torch.empty_like(x)
+        run(layer_ops.rotation(query, key, *places), layer_ops.norm(x, weight, normed, norm.variance_epsilon))
         pairs = [
             (type(parts.layer).forward(parts.layer, x, position_embeddings=places), _fused(parts, x, places)),
-            (type(norm).forward(norm, x), layer_ops.rms_norm(x, weight, norm.variance_epsilon)),
+            (type(norm).forward(norm, x), normed),
             *zip(rotated, (query, key), strict=True),
         ]
     except (RuntimeError, TypeError, ValueError):  # another version of transformers, or an unusual weight
@@ -267,8 +300,9 @@ def _keeps_means(dtype: torch.dtype, size: int) -> bool:
     x = torch.randn(_ROWS, size, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu").to(
         dtype
     )
-    own: list[float] = x.float().pow(2).mean(-1, keepdim=True).flatten().tolist()
-    return bool(layer_ops.mean_squares(x) == own) or dtype != torch.bfloat16
+    means = torch.empty(_ROWS, dtype=torch.float32, device="cpu")
+    run(layer_ops.norm(x, x[0], torch.empty_like(x), 0.0, means=means))
+    return torch.equal(means, x.float().pow(2).mean(-1)) or dtype != torch.bfloat16
 
 
 @lru_cache(maxsize=1)
@@ -276,5 +310,6 @@ def _keeps_means(dtype: torch.dtype, size: int) -> bool:
 def _keeps_silu() -> bool:
     """Whether the kernel has the bits of torch for every bfloat16."""
     x = torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16)
-    own, fused = nn.functional.silu(x), layer_ops.gated_silu(x.clone(), torch.ones_like(x))
+    own, fused = nn.functional.silu(x), x.clone()
+    run(layer_ops.gating(fused, torch.ones_like(x)))
     return torch.equal(own.isnan(), fused.isnan()) and torch.equal(own.nan_to_num(0), fused.nan_to_num(0))

@@ -22,6 +22,7 @@ from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
 from lookahead.kernels import packed_product
+from lookahead.kernels.packed_product import PackedWeight
 from lookahead.models import product_bits
 from lookahead.models.exact_attention import MAX_ROWS
 from lookahead.models.model_state import replaced, state_of
@@ -123,21 +124,21 @@ class LinearScope:
             _thread.mode, self.has_packed = outer, _thread.has_packed
 
 
-def products(layers: Sequence[Any], x: Tensor) -> list[Tensor]:
-    """The products of rows with several layers; in one call where the kernel of this package multiplies by all."""
-    mode, rows, weights = getattr(_thread, "mode", None), x.numel() // x.shape[-1], []
-    for layer in layers if mode is not None else ():
-        forward = layer.__dict__.get("forward")
-        own = layer._parameters["weight"]
-        if getattr(forward, "func", None) is not _forward or own.dtype != x.dtype:
-            break
-        found = _find(*forward.args, rows, mode)
+def packed_weights(layers: Sequence[Any], x: Tensor) -> list[PackedWeight]:
+    """The weights by which the kernel of this package multiplies rows in the running pass; none unless it takes all."""
+    mode, rows, weights = getattr(_thread, "mode", None), x.numel() // x.shape[-1], list[PackedWeight]()
+    if mode is None:
+        return []
+    for layer in layers:
+        forward: Any = layer.__dict__.get("forward")
+        if getattr(forward, "func", None) is not _forward or layer._parameters["weight"].dtype != x.dtype:
+            return []
+        found = _find(layer, forward.args[1], rows, mode)
         if found is None or found.own is None or rows > found.most:
-            break
+            return []
         weights.append(found.own)
-    if len(weights) < len(layers) or any(each.block != weights[0].block for each in weights):
-        return [layer(x) for layer in layers]
-    return packed_product.multiply_all(weights, x, [layer._parameters["bias"] for layer in layers])
+    # Those of as many inputs may be multiplied together, by blocks of one size.
+    return weights if len({(each.terms, each.block) for each in weights}) == len({w.terms for w in weights}) else []
 
 
 def _forward(layer: nn.Linear | Conv1D, packed: PackedLinear, x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ CPU. So products of every shape are compared once, with numbers that nearly canc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -93,8 +93,8 @@ def lay_out(weight: Tensor, layout: Layout, most: int = 0) -> Packed:
     """Lay a weight out; AttributeError if torch was built without oneDNN, RuntimeError if that does not take it."""
     weight = weight.contiguous()
     if layout.block:
-        own = PackedWeight.of(packed_product.pack(weight), len(weight), layout.block)
-        return Packed(layout, lambda x, bias: packed_product.multiply_all([own], x, [bias])[0], most, own)
+        own = packed_product.pack(weight, layout.block)
+        return Packed(layout, partial(packed_product.multiply, own), most, own)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), layout.rows)
     return Packed(layout, lambda x, bias: by_onednn(x, packed, bias), most)
 

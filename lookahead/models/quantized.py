@@ -18,6 +18,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lookahead.errors import ConfigError, UnsupportedModelError
 from lookahead.kernels import packed_product
+from lookahead.kernels.packed_product import PackedWeight
 
 QUANTIZED = ("int8",)  # on few rows torch's kernel for 4 bits is no faster than this package's for 8
 _METHOD = "lookahead_int8"
@@ -51,8 +52,8 @@ class QuantizedLinear(nn.Module):
         is_half = x.dtype == torch.bfloat16 and packed_product.multiplies_pairs(self.in_features)
         rows = x if is_half else x.float()
         bias = None if self.bias is None else self.bias.to(rows.dtype)
-        out = packed_product.multiply(self.weight, self.out_features, _BLOCK, rows, bias, self.steps.float())
-        return out.to(x.dtype)
+        weight = PackedWeight.of(self.weight, self.out_features, _BLOCK, self.steps.float())
+        return packed_product.multiply(weight, rows, bias).to(x.dtype)
 
 
 @register_quantization_config(_METHOD)

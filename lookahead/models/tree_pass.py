@@ -75,7 +75,7 @@ class TreePass:
         self.is_from_empty = self.is_prefill and slots.kv_length == slots.width  # behind none
         is_one = slots.width == 1 and slots.is_even
         self.sees_all = is_one and all(int(tree.depths[-1]) == len(tree) - 1 for tree in trees)  # needs no mask
-        self.kernels: dict[Hashable, Callable[..., Tensor] | None] = {}  # by shapes; None where torch's own serves
+        self.kernels: dict[Hashable, Callable[..., Any] | None] = {}  # by shapes; None where torch's own serves
         self._masks: dict[tuple[int, AttentionSpan, torch.dtype, torch.device], Tensor] = {}
         self._tensors: dict[torch.device, TreeTensors] = {}
         lengths = slots.lengths[: slots.active]
