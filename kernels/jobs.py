@@ -36,12 +36,12 @@ def run(*jobs: Job) -> None:
     """
     threads = min(torch.get_num_threads(), max((job[1] for job in jobs), default=1))
     team = _launcher() if threads > 1 else None
-    table, passed = [len(jobs), team[1] if team else 0], array("q")
+    table, passed = [len(jobs), team[1] if team else 0], list[int]()
     for function, parts, numbers, _ in jobs:
         table += _compile(function).address, 8 * (_HEAD + 2 * len(jobs) + len(passed))
-        passed.extend((0, parts, *numbers))
-    passed = array("q", table) + passed
-    address, _ = passed.buffer_info()
+        passed += (0, parts, *numbers)
+    held = array("q", table + passed)
+    address, _ = held.buffer_info()
     if team:
         team[0](_compile(_in_turn).address, address, threads, 0)
     else:

@@ -54,7 +54,8 @@ def norm(
     """
     tensors = x, delta, weight, total, out, means
     places = [0 if each is None else each.data_ptr() for each in tensors]
-    sizes = x.numel() // len(weight), len(weight), _bits_of(eps)
+    size = weight.numel()
+    sizes = x.numel() // size, size, _bits_of(eps)
     return _ENTRIES[x.dtype], 1, (_NORM, *places, *sizes), tensors
 
 

@@ -199,25 +199,36 @@ def _multiply(address, kind, of_weight, number, prepare):
                     if term:
                         for i in range(taken * COLUMNS):
                             sums[i] = others[i] + sums[i]
+                count = min(COLUMNS, outputs - begin)
                 for row in range(taken):
-                    for i in range(min(COLUMNS, outputs - begin)):
-                        if has_steps:
-                            sums[row * COLUMNS + i] *= steps[begin + i]
-                        if bias_at:
-                            sums[row * COLUMNS + i] += widen(bias[begin + i])
-                _store(sums, taken, out, first, begin, outputs)
+                    sum_of = sums[row * COLUMNS : row * COLUMNS + count]
+                    if has_steps:
+                        _scale(sum_of, steps[begin : begin + count])
+                    if bias_at:
+                        _shift(sum_of, bias[begin : begin + count])
+                    _store(sum_of, out[first + row, begin : begin + count])
                 first += taken
         part = take(address)
 
 
 @jit_part
-def _store(sums, taken, out, first, begin, outputs):
-    """Copy rows of a panel to their places, rounded."""
-    if outputs - begin >= COLUMNS:  # a constant count becomes vector instructions
-        for row in range(taken):
-            for i in range(COLUMNS):
-                out[first + row, begin + i] = narrow(sums[row * COLUMNS + i], out[0, 0])
+def _scale(line, steps):
+    for i in range(len(line)):
+        line[i] *= steps[i]
+
+
+@jit_part
+def _shift(line, bias):
+    for i in range(len(line)):
+        line[i] += widen(bias[i])
+
+
+@jit_part
+def _store(line, out):
+    """Copy a row of a panel to its place, rounded. A constant count becomes vector instructions."""
+    if len(line) == COLUMNS:
+        for i in range(COLUMNS):
+            out[i] = narrow(line[i], out[0])
     else:
-        for row in range(taken):
-            for i in range(outputs - begin):
-                out[first + row, begin + i] = narrow(sums[row * COLUMNS + i], out[0, 0])
+        for i in range(len(line)):
+            out[i] = narrow(line[i], out[0])

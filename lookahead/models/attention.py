@@ -182,25 +182,25 @@ def tree_attention(
     return dispatch.masked_attention(query, key, value, mask, scaling, softcap, s_aux), None
 
 
-def attention_job(
-    module: nn.Module, query: Tensor, layer: TreeLayer, out: Tensor, options: Mapping[str, Any]
-) -> Job | None:
-    """The attention of nodes of one row that attend alone, as a job; None where `tree_attention` must be called.
+def job_of_attention(
+    module: nn.Module, layer: TreeLayer, heads: int, options: Mapping[str, Any]
+) -> Callable[..., Job] | None:
+    """Makes the attention of a pass over one row a job, where its nodes attend alone and a kernel takes them.
 
-    The query and the result are `[1, width, heads, dim]` and contiguous; the options are those of `tree_attention`.
+    None where `tree_attention` must be called, whose options these are. What is returned takes the query, keys, values
+    and result of `kernels.row_attention.attention`.
     """
     tree_pass: TreePass | None = getattr(_thread, "tree_pass", None)
     if tree_pass is None or not tree_pass.is_exact:
         return None
     told = _thread.facts.get(id(module)) or _limits_of(module, False)
-    kind = options.get("sliding_window", told.window), module.training
+    kind = options.get("sliding_window", told.window), heads
     if kind not in tree_pass.kernels:
         own, turns = own_attention(module, _real(module.config)), tree_pass.turns
-        serves = attends_by_kernel(own, layer.keys, layer.values, query.shape[2], kind[0], turns)
+        serves = attends_by_kernel(own, layer.keys, layer.values, heads, kind[0], turns)
         bound = partial(row_attention.attention, **turns.tensors, scale=options["scaling"])
         tree_pass.kernels[kind] = bound if serves else None
-    job_of = tree_pass.kernels[kind]
-    return None if job_of is None else job_of(query, layer.keys, layer.values, out)
+    return tree_pass.kernels[kind]
 
 
 def _keeps_kernel(query: Tensor) -> bool:

@@ -135,15 +135,6 @@ class TreeLayer(CacheLayerMixin):
         seen = slice(self.get_mask_sizes(slots.width)[1], slots.kv_length)
         return self.keys[rows, seen].transpose(1, 2), self.values[rows, seen].transpose(1, 2)
 
-    def places(self) -> tuple[Tensor, Tensor] | None:
-        """The slots that a pass over one row writes, `[1, width, heads, dim]`; None where it must call `update`."""
-        slots = self._slots
-        if not self.is_initialized or slots.active > 1 or slots.first or slots.is_plain:
-            return None
-        if self.keys.shape[1] < slots.capacity:
-            self.grow()
-        return self.keys.narrow(1, slots.start, slots.width), self.values.narrow(1, slots.start, slots.width)
-
     @property
     def is_sliding(self) -> bool:
         """Whether the running pass reads a sliding window."""
@@ -202,6 +193,15 @@ class TreeCache(Cache):
     def _buffers(self) -> list[Tensor]:
         """Keys and values of all layers with KV of their own; a layer that shares another's is never written."""
         return [each for layer in self.layers if layer.is_initialized for each in (layer.keys, layer.values)]
+
+    def places(self, at: int) -> tuple[Tensor, Tensor] | None:
+        """The slots of a layer that a pass over one row writes, `[1, width, heads, dim]`; None where only `update` can."""
+        slots, layer = self.slots, self.layers[at] if at < len(self.layers) else None
+        if layer is None or not layer.is_initialized or slots.active > 1 or slots.first or slots.is_plain:
+            return None
+        if layer.keys.shape[1] < slots.capacity:
+            layer.grow()
+        return layer.keys.narrow(1, slots.start, slots.width), layer.values.narrow(1, slots.start, slots.width)
 
     def reserve(self, capacity: int) -> None:
         """Allocate at least so many slots a row now, before a pass that must not allocate."""

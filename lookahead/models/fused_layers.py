@@ -21,8 +21,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lookahead.kernels import layer_ops, packed_product
 from lookahead.kernels.jobs import Job, run
-from lookahead.models.attention import attention_job
-from lookahead.models.cache import CACHE, TreeLayer
+from lookahead.models.attention import job_of_attention
+from lookahead.models.cache import CACHE, TreeCache
 from lookahead.models.linears import packed_weights
 from lookahead.models.model_state import replaced
 from lookahead.models.quantized import QuantizedLinear
@@ -55,6 +55,7 @@ class _Parts(NamedTuple):
     norms: tuple[Any, ...]  # in front of attention, in front of the MLP, and of the heads of queries and keys
     eager: Callable[..., Any]
     options: dict[str, Any]  # of the attention function
+    known: dict[Any, Any]  # of `packed_weights`
 
 
 @contextmanager
@@ -158,7 +159,7 @@ def _parts_of(layer: Any) -> _Parts | None:
     if family != "Llama":
         owner = attention.config if family == "Mistral" else attention
         options["sliding_window"] = getattr(owner, "sliding_window", None)
-    return _Parts(layer, attention, linears, tuple(norms), code["eager_attention_forward"], options)
+    return _Parts(layer, attention, linears, tuple(norms), code["eager_attention_forward"], options, {})
 
 
 def _is_served(x: Tensor, norm: Any) -> bool:
@@ -199,9 +200,9 @@ def _fused(
 ) -> Tensor:
     """A decoder layer, `[rows, tokens, size]`. Kernels that follow each other are one call."""
     attention, (before, between, *of_heads) = parts.attention, parts.norms
-    weights, jobs = packed_weights(parts.linears, hidden), list[Job]()
+    weights, jobs = packed_weights(parts.linears, hidden, parts.known), list[Job]()
     (cos, sin), (rows, tokens, _), cache = position_embeddings, hidden.shape, kwargs.pop(CACHE, None)
-    if len(cos) != rows:
+    if cos.shape[0] != rows:
         cos, sin = cos.expand(rows, -1, -1), sin.expand(rows, -1, -1)
     cos, sin = cos.contiguous(), sin.contiguous()
 
@@ -219,20 +220,20 @@ def _fused(
 
     x = torch.empty_like(hidden)
     jobs.append(layer_ops.norm(hidden, before._parameters["weight"], x, before.variance_epsilon))
-    # The keys and values of a single row are written where they stay.
-    layers = () if cache is None or not weights else cache.layers[attention.layer_idx :]
-    layer: Any = layers[0] if layers else None
-    places = layer.places() if isinstance(layer, TreeLayer) else None
-    shape = rows, tokens, -1, cos.shape[-1]
-    query, key, value = (each.view(shape) for each in multiply(x, 0, 3, places or ()))
+    places, attend, dim = None, None, cos.shape[-1]
+    if weights and isinstance(cache, TreeCache) and (places := cache.places(attention.layer_idx)):
+        attend = job_of_attention(
+            attention, cache.layers[attention.layer_idx], weights[0].outputs // dim, parts.options
+        )
+    # Where attention is a job too, keys and values are written where they stay.
+    made = multiply(x, 0, 3, places if attend and places else ())
+    query, key, value = (each.view(rows, tokens, -1, dim) for each in made)
     for each, norm in zip((query, key), of_heads, strict=False):
         jobs.append(layer_ops.norm(each, norm._parameters["weight"], each, norm.variance_epsilon))
     jobs.append(layer_ops.rotation(query, key, cos, sin))
-    attended, attend = torch.empty_like(query), None
-    if places is not None:
-        attend = attention_job(attention, query, layer, attended, parts.options)
     if attend is not None:
-        jobs.append(attend)
+        layer, attended = cache.layers[attention.layer_idx], torch.empty_like(query)
+        jobs.append(attend(query, layer.keys, layer.values, attended))
     else:
         run(*jobs)
         jobs.clear()

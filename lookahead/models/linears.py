@@ -11,9 +11,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from operator import is_not
 from threading import local
 from timeit import timeit
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -76,6 +77,19 @@ class PackedLinear:
         return self._packed[bits]
 
 
+_Mode = tuple[Bits, bool, int]
+"""The bits of rows of half precision, whether weights are packed, and the fewest rows of float32 by packed ones."""
+
+
+class _Known(NamedTuple):
+    """The packed weights of some layers, by their weights and versions, and the numbers of rows that they take."""
+
+    owns: list[Tensor]
+    versions: list[int]
+    weights: Sequence[PackedWeight]
+    rows: range
+
+
 class LinearScope:
     """Lets a model's linear layers use packed weights on the threads that run a pass of ours, and on no other.
 
@@ -124,21 +138,37 @@ class LinearScope:
             _thread.mode, self.has_packed = outer, _thread.has_packed
 
 
-def packed_weights(layers: Sequence[Any], x: Tensor) -> list[PackedWeight]:
-    """The weights by which the kernel of this package multiplies rows in the running pass; none unless it takes all."""
-    mode, rows, weights = getattr(_thread, "mode", None), x.numel() // x.shape[-1], list[PackedWeight]()
+def packed_weights(layers: Sequence[Any], x: Tensor, known: dict[Any, _Known]) -> Sequence[PackedWeight]:
+    """The weights by which the kernel of this package multiplies rows in the running pass; none unless it takes all.
+
+    What is found is kept in `known`, until a weight changes.
+    """
+    mode, rows = getattr(_thread, "mode", None), x.numel() // x.shape[-1]
     if mode is None:
-        return []
+        return ()
+    owns = [layer._parameters["weight"] for layer in layers]
+    versions = [own._version for own in owns]
+    held = known.get(mode)
+    if held is None or held.versions != versions or any(map(is_not, held.owns, owns)):
+        held = known[mode] = _Known(owns, versions, *_find_all(layers, x.dtype, mode))
+    return held.weights if rows in held.rows and x.dtype == owns[0].dtype else ()
+
+
+def _find_all(layers: Sequence[Any], dtype: torch.dtype, mode: _Mode) -> tuple[Sequence[PackedWeight], range]:
+    """The packed weights of some layers, and the numbers of rows that they take; others are left to the layers."""
+    weights, fewest, most = list[PackedWeight](), mode[2] if dtype == torch.float32 else 1, sys.maxsize
     for layer in layers:
         forward: Any = layer.__dict__.get("forward")
-        if getattr(forward, "func", None) is not _forward or layer._parameters["weight"].dtype != x.dtype:
-            return []
-        found = _find(layer, forward.args[1], rows, mode)
-        if found is None or found.own is None or rows > found.most:
-            return []
+        is_packed = getattr(forward, "func", None) is _forward and layer._parameters["weight"].dtype == dtype
+        found = _find(layer, forward.args[1], fewest, mode) if is_packed else None
+        if found is None or found.own is None:
+            return (), range(0)
         weights.append(found.own)
+        most = min(most, found.most)
     # Those of as many inputs may be multiplied together, by blocks of one size.
-    return weights if len({(each.terms, each.block) for each in weights}) == len({w.terms for w in weights}) else []
+    if len({(each.terms, each.block) for each in weights}) > len({each.terms for each in weights}):
+        return (), range(0)
+    return weights, range(fewest, most + 1)
 
 
 def _forward(layer: nn.Linear | Conv1D, packed: PackedLinear, x: Tensor) -> Tensor:
@@ -161,7 +191,7 @@ def _forward(layer: nn.Linear | Conv1D, packed: PackedLinear, x: Tensor) -> Tens
     return outs[0] if rows <= most else torch.cat(outs).view(*x.shape[:-1], -1)
 
 
-def _find(layer: nn.Linear | Conv1D, packed: PackedLinear, rows: int, mode: tuple[Bits, bool, int]) -> Packed | None:
+def _find(layer: nn.Linear | Conv1D, packed: PackedLinear, rows: int, mode: _Mode) -> Packed | None:
     """The packed weight for so many rows, or for some of them at a time; None where torch multiplies."""
     (bits, packs, fewest), weight = mode, layer._parameters["weight"]
     assert weight is not None
