@@ -232,10 +232,13 @@ def _score_prompt(queries, transposed, size, scale, scores):
                 count, terms = min(ROWS, rows), dim // _PARTS
                 _score_tile(queries, at, dim, _PARTS, transposed, line, step, parts[i], 0, _COLUMNS, count, terms)
             for row in range(min(ROWS, rows)):
-                scored = scores[first + row, column : column + _COLUMNS]
+                scored, at = scores[first + row, column : column + _COLUMNS], row * _COLUMNS
+                a, b, c, d = (
+                    parts[0, at : at + _COLUMNS], parts[1, at : at + _COLUMNS],
+                    parts[2, at : at + _COLUMNS], parts[3, at : at + _COLUMNS],
+                )  # fmt: skip
                 for i in range(_COLUMNS):
-                    at = row * _COLUMNS + i
-                    scored[i] = ((parts[0, at] + parts[2, at]) + (parts[1, at] + parts[3, at])) * scale
+                    scored[i] = ((a[i] + c[i]) + (b[i] + d[i])) * scale
 
 
 @jit_part
@@ -288,8 +291,9 @@ def _weigh(scores, size, peak):
     lanes = np.empty(2 * LANES, np.float32)
     lanes[:] = peak
     for first in range(0, whole, LANES):
+        line = scores[first : first + LANES]
         for lane in range(LANES):
-            lanes[lane] = max(lanes[lane], scores[first + lane])
+            lanes[lane] = max(lanes[lane], line[lane])
     for lane in range(LANES):
         peak = max(peak, lanes[lane])
     for i in range(whole, size):
@@ -306,8 +310,9 @@ def _weigh(scores, size, peak):
         scores[i] = weight if shifted >= _LOWEST else _F(0.0)
     for first in range(0, whole, LANES):
         turn = first % (2 * LANES)
+        line, sums = scores[first : first + LANES], lanes[turn : turn + LANES]
         for lane in range(LANES):
-            lanes[turn + lane] += scores[first + lane]
+            sums[lane] += line[lane]
     for half in (16, 8, 4, 2, 1):
         for lane in range(half):
             lanes[lane] += lanes[lane + half]

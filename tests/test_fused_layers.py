@@ -6,10 +6,8 @@ import copy
 import pickle
 import platform
 import threading
-from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,109 +15,23 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers import (
     GemmaConfig,
     GemmaForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 import lookahead
-from lookahead.drafting.tree import TokenTree
 from lookahead.kernels import layer_ops
 from lookahead.models import fused_layers
-from lookahead.models.target import Target
+from tests.support.small_layers import HALF, MODELS, SINGLE, SIZES, fused, logits_of, made, own_code
+
+__all__ = ["fused", "own_code"]  # fixtures
 
 on_x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="torch sums in another order")
-HALF, SINGLE = torch.bfloat16, torch.float32
-SIZES: dict[str, Any] = {
-    "vocab_size": 101, "hidden_size": 72, "intermediate_size": 100, "num_hidden_layers": 3, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.3, "max_position_embeddings": 256,
-    "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
-}  # fmt: skip
-MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "llama": (LlamaForCausalLM, LlamaConfig, {}),
-    "llama with biases, eager": (
-        LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True, "attn_implementation": "eager"},
-    ),
-    "mistral with a window": (MistralForCausalLM, MistralConfig, {"sliding_window": 8}),
-    "qwen2 with some windows": (
-        Qwen2ForCausalLM, Qwen2Config, {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
-    ),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
-}  # fmt: skip
-
-
-def made(name: str = "llama", dtype: torch.dtype = HALF, **options: Any) -> Any:
-    """A random model of a family, whose norms and biases are random too."""
-    kind, config, own = MODELS[name]
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        model = kind(config(**SIZES, **own, **options))
-        for weight in model.parameters():
-            if weight.dim() == 1:
-                nn.init.normal_(weight, 1.0, 0.3)
-        return model.to(dtype).eval()
-
-
-@pytest.fixture
-def fused(monkeypatch) -> Iterator[list[int]]:
-    """The threads that computed a fused layer, by layer."""
-    threads: list[int] = []
-    own = fused_layers._fused
-
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        threads.append(threading.get_ident())
-        return own(*args, **kwargs)
-
-    fused_layers._probed.clear()
-    monkeypatch.setattr(fused_layers, "_fused", recorded)
-    with fused_layers.serving(made()):  # compared, so that later only passes are recorded
-        threads.clear()
-    yield threads
-    fused_layers._probed.clear()
 
 
 def served(model: Any) -> Any:
     """The modules of a model that are served."""
     with fused_layers.serving(model):
         return [each for each in model.modules() if "forward" in each.__dict__]
-
-
-def trees_of(rows: int, nodes: int, seed: int) -> list[TokenTree]:
-    source = np.random.default_rng(seed)
-    parents = [[0, *(int(source.integers(max(0, i - 3), i)) for i in range(1, nodes))] for _ in range(rows)]
-    return [TokenTree.from_parents(source.integers(3, 100, nodes), each) for each in parents]
-
-
-def logits_of(model: Any, rows: int, nodes: int, **options: Any) -> list[torch.Tensor]:
-    """Logits of a prompt and of two steps behind it; the cache of the second comes from the first."""
-    target = Target(model, rows=rows, capacity=64, device=model.device, is_bitwise=rows == 1, **options)
-    prompts = [np.arange(3, 14, dtype=np.int32) + row for row in range(rows)]
-    with target.serving():
-        outputs = [target.prefill(prompts)]
-        for seed in range(2):
-            outputs.append(target.score(trees_of(rows, nodes, seed)))
-            outputs += target.hidden.values()
-            for row in range(rows):
-                target.commit(row, np.arange(min(nodes, 2), dtype=np.int32))
-    return outputs
-
-
-@pytest.fixture
-def own_code(monkeypatch) -> Any:
-    """`logits_of` a target that leaves the layers as they are."""
-
-    def logits(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
-        with monkeypatch.context() as patch:
-            patch.setattr(fused_layers, "_forwards_of", lambda model: [])
-            return logits_of(*args, **kwargs)
-
-    return logits
 
 
 @on_x86
