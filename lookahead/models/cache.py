@@ -195,7 +195,7 @@ class TreeCache(Cache):
         return [each for layer in self.layers if layer.is_initialized for each in (layer.keys, layer.values)]
 
     def places(self, at: int) -> tuple[Tensor, Tensor] | None:
-        """The slots of a layer that a pass over one row writes, `[1, width, heads, dim]`; None where only `update` can."""
+        """The slots of a layer that a pass over one row writes, `[1, width, heads, dim]`; None where `update` must."""
         slots, layer = self.slots, self.layers[at] if at < len(self.layers) else None
         if layer is None or not layer.is_initialized or slots.active > 1 or slots.first or slots.is_plain:
             return None
