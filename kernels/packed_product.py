@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lookahead.kernels.jobs import Job, run, take
+from lookahead.kernels.large_pages import zeros
 from lookahead.kernels.microkernel import LANES, ROWS, array_at, jit_part, narrow, tile_of, widen
 
 COLUMNS = 2 * LANES  # outputs of a panel of the packed weight
@@ -72,7 +73,7 @@ def pack(weight: Tensor, block: int) -> PackedWeight:
 
 
 def _panels_of(terms: Tensor) -> Tensor:
-    packed = terms.new_zeros(-(-len(terms) // COLUMNS), terms.shape[1], COLUMNS)
+    packed = zeros(-(-len(terms) // COLUMNS), terms.shape[1], COLUMNS, dtype=terms.dtype)
     for panel, columns in zip(packed, terms.split(COLUMNS), strict=True):  # a panel at a time fits a near cache
         panel[:, : len(columns)] = columns.T
     return packed
