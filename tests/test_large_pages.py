@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 
 import pytest
@@ -53,4 +54,4 @@ def test_threads_get_memory_of_their_own() -> None:
     for thread in threads:
         thread.join()
     places = sorted(tensor.data_ptr() for tensor in made)
-    assert len(places) == 200 and all(after - before >= 400 for before, after in zip(places, places[1:], strict=False))
+    assert len(places) == 200 and all(after - before >= 400 for before, after in itertools.pairwise(places))
