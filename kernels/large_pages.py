@@ -1,6 +1,6 @@
 """Memory in large pages, for weights that every pass reads from end to end.
 
-A CPU reads them a fifth to a quarter faster: it looks up an address for 2 MiB where small pages take one for 4 KiB.
+A CPU looks up one address for 2 MiB of them; with small pages it is one for every 4 KiB.
 """
 
 from __future__ import annotations

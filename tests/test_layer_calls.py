@@ -86,3 +86,21 @@ def test_weights_that_change_between_passes_are_packed_anew(fused, calls):
     with target.serving():
         assert torch.equal(target.score(trees_of(1, 5, 0)), after)
     assert not torch.equal(before, after)
+
+
+@on_x86
+def test_a_change_that_counts_no_version_up_is_seen_by_the_next_call_while_another_is_open(fused, calls):
+    model, prompt = made(**WIDE), [np.arange(3, 14, dtype=np.int32)]
+
+    def logits() -> torch.Tensor:
+        target = Target(model, rows=1, capacity=64, device=model.device, is_bitwise=True)
+        with target.serving():
+            target.prefill(prompt)
+            return target.score(trees_of(1, 5, 0))
+
+    before = logits()
+    with fused_layers.serving(model):
+        assert torch.equal(logits(), before)
+        model.model.layers[1].mlp.down_proj.weight.data.mul_(2)
+        after = logits()
+    assert torch.equal(logits(), after) and not torch.equal(before, after)
