@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import llvmlite.binding as llvm
 import numba
 import numpy as np
 from llvmlite import ir
@@ -35,24 +36,30 @@ _VECTOR = ir.VectorType(ir.FloatType(), LANES)
 _PAIRS = ir.VectorType(ir.IntType(32), LANES)  # two bfloat16 a lane
 _FIRST_LANE = ir.Constant(_PAIRS, None)
 _UPPER_HALVES = ir.Constant(_PAIRS, [-65536] * LANES)
-_WHOLE, _BYTE = ir.IntType(64), ir.IntType(8)
+_WHOLE = ir.IntType(64)
 _FUSED = {"flags": ("contract",)}
 _DOT_OF_PAIRS = "llvm.x86.avx512bf16.dpbf16ps.512"
+_DOT_OF_BYTES = "llvm.x86.avx512.vpdpbusd.512"
 
 
 def tile_of(registers: int, kind: str = "product", rows: Sequence[int] = range(1, ROWS + 1)) -> Any:
     """An intrinsic: some rows of the left matrix times so many registers of columns of the right one.
 
-    Elements of both are float32, or int32 that hold two bfloat16. The right matrix may be one of int8: as wide as the
-    tile, and with a row of its own for each of two bfloat16.
+    Elements of both are float32, or int32 that hold two bfloat16.
 
     It takes the left matrix, the place of its first element, the steps between its rows and its terms; the right
     matrix, the place of its first element, the step between its terms; the matrix for the product, the place of its
     first element, the step between its rows; the number of rows, one of `rows`; and the number of terms. A row of the
     product fills so many registers. The kind `"fours"` adds four products at a time, paired by twos, to what the matrix
     for the product holds.
+
+    The kind `"bytes"` adds to that too. Its elements are int32 that hold four signed bytes in the left matrix, and four
+    unsigned ones in the right. Behind the terms of both stands the float32 by which their sum is multiplied; a row of
+    the left one has the number with which its sums begin before that.
     """
-    emit_term, together = {"product": (_emit_product, 1), "fours": (_emit_four, 4)}[kind]
+    emit_term, together = {
+        "product": (_emit_product, 1), "fours": (_emit_four, 4), "bytes": (_emit_bytes, 1)
+    }[kind]  # fmt: skip
 
     def emit_rows(builder: Any, count: int, operands: Any) -> None:
         left, at, row_step, inner_step, right, column, right_step, out, to, out_step, terms = operands
@@ -65,11 +72,22 @@ def tile_of(registers: int, kind: str = "product", rows: Sequence[int] = range(1
             [_vector_at(builder, out, builder.add(first, _WHOLE(i * LANES))) for i in range(registers)]
             for _, first in firsts
         ]
-        begun = [
-            [builder.load(place, align=4) if kind == "fours" else ir.Constant(_VECTOR, None) for place in line]
-            for line in places
-        ]
+        ends = [builder.gep(left, [terms]) for left in lefts]
+        if kind == "bytes":
+            begun = [[_spread(builder, builder.load(end))] * registers for end in ends]
+        else:
+            begun = [
+                [builder.load(place, align=4) if kind == "fours" else ir.Constant(_VECTOR, None) for place in line]
+                for line in places
+            ]
         sums = _emit_sums(builder, emit_term, together, begun, lefts, inner_step, right, column, right_step, terms)
+        if kind == "bytes":
+            last = builder.add(column, builder.mul(terms, right_step))
+            steps = [_vector_at(builder, right, builder.add(last, _WHOLE(i * LANES))) for i in range(registers)]
+            steps = [builder.load(each, align=4) for each in steps]
+            sums = [
+                _emit_scaled(builder, line, end, steps, to) for line, end, to in zip(sums, ends, places, strict=True)
+            ]
         for line, to_line in zip(sums, places, strict=True):
             for each, place in zip(line, to_line, strict=True):
                 builder.store(each, place, align=4)
@@ -117,35 +135,48 @@ def _vector_at(builder: Any, array: Any, place: Any, kind: Any = _VECTOR) -> Any
     return builder.bitcast(builder.gep(array, [place]), kind.as_pointer())
 
 
-def _load_line(builder: Any, array: Any, place: Any, kind: Any, registers: int) -> Any:
-    """The `LANES` elements from `place` on; int8 is widened, which float32 and bfloat16 hold exactly."""
-    if array.type.pointee != _BYTE:
-        return builder.load(_vector_at(builder, array, place, kind), align=4)
-
-    def widened(place: Any) -> Any:
-        line = builder.load(_vector_at(builder, array, place, ir.VectorType(_BYTE, LANES)), align=1)
-        return builder.sitofp(line, _VECTOR)
-
-    if kind == _VECTOR:
-        return widened(place)
-    even, odd = widened(place), widened(builder.add(place, _WHOLE(registers * LANES)))
-    halves = ir.VectorType(ir.IntType(16), 2 * LANES)
-    upper = [half for lane in range(LANES) for half in (2 * lane + 1, 2 * LANES + 2 * lane + 1)]
-    shuffled = builder.shuffle_vector(
-        builder.bitcast(even, halves), builder.bitcast(odd, halves),
-        ir.Constant(ir.VectorType(ir.IntType(32), 2 * LANES), upper),
-    )  # fmt: skip
-    return builder.bitcast(shuffled, _PAIRS)
+def _spread(builder: Any, number: Any) -> Any:
+    """A vector that holds a number in every lane."""
+    empty = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
+    return builder.shuffle_vector(builder.insert_element(empty, number, ir.IntType(32)(0)), empty, _FIRST_LANE)
 
 
 def _emit_product(builder: Any, total: Any, left: Any, right: Any) -> Any:
     """Add the product of vectors: of float32 by what becomes one instruction, else both products of every lane."""
     if left[0].type == _VECTOR:
         return builder.fadd(total, builder.fmul(left[0], right[0], **_FUSED), **_FUSED)
-    dot = builder.module.globals.get(_DOT_OF_PAIRS)
+    return _call_dot(builder, _DOT_OF_PAIRS, total, left[0], right[0])
+
+
+def _emit_bytes(builder: Any, total: Any, left: Any, right: Any) -> Any:
+    """Add the four products of every lane."""
+    if llvm.get_host_cpu_features().get("avx512vnni"):
+        return _call_dot(builder, _DOT_OF_BYTES, total, right[0], left[0])
+    for place in range(4):
+        to_top, from_top, to_bottom, byte = (
+            ir.Constant(_PAIRS, [n] * LANES) for n in (24 - 8 * place, 24, 8 * place, 255)
+        )
+        signed = builder.ashr(builder.shl(left[0], to_top), from_top)
+        unsigned = builder.and_(builder.lshr(right[0], to_bottom), byte)
+        total = builder.add(total, builder.mul(signed, unsigned))
+    return total
+
+
+def _emit_scaled(builder: Any, line: list[Any], end: Any, steps: list[Any], to_line: list[Any]) -> list[Any]:
+    """Whole sums times the steps of columns, and that of the row, which ends at `end`, plus what stands there."""
+    own = builder.bitcast(_spread(builder, builder.load(builder.gep(end, [_WHOLE(1)]))), _VECTOR)
+    sums = []
+    for each, step, place in zip(line, steps, to_line, strict=True):
+        scaled = builder.fmul(builder.fmul(builder.sitofp(each, _VECTOR), step), own, **_FUSED)
+        sums.append(builder.fadd(builder.load(place, align=4), scaled, **_FUSED))
+    return sums
+
+
+def _call_dot(builder: Any, name: str, total: Any, first: Any, second: Any) -> Any:
+    dot = builder.module.globals.get(name)
     if dot is None:
-        dot = ir.Function(builder.module, ir.FunctionType(_VECTOR, [_VECTOR, _PAIRS, _PAIRS]), _DOT_OF_PAIRS)
-    return builder.call(dot, [total, left[0], right[0]])
+        dot = ir.Function(builder.module, ir.FunctionType(total.type, [total.type, _PAIRS, _PAIRS]), name)
+    return builder.call(dot, [total, first, second])
 
 
 def _emit_four(builder: Any, total: Any, left: Any, right: Any) -> Any:
@@ -173,20 +204,19 @@ def _emit_sums(
     builder.branch(loop)
     builder.position_at_end(loop)
     term = builder.phi(_WHOLE)
-    sums = [[builder.phi(_VECTOR) for _ in registers] for _ in rows]
+    sums = [[builder.phi(begun[0][0].type) for _ in registers] for _ in rows]
     here = [builder.add(term, _WHOLE(i)) for i in range(together)]
     lines = [builder.add(column, builder.mul(each, right_step)) for each in here]
     loaded = [
-        [_load_line(builder, right, builder.add(line, _WHOLE(i * LANES)), kind, len(registers)) for line in lines]
+        [
+            builder.load(_vector_at(builder, right, builder.add(line, _WHOLE(i * LANES)), kind), align=4)
+            for line in lines
+        ]
         for i in registers
     ]
     grown = []
     for row, totals in zip(rows, sums, strict=True):
-        factors = []
-        for each in here:
-            factor = builder.load(builder.gep(row, [builder.mul(each, inner_step)]))
-            lane = builder.insert_element(ir.Constant(kind, ir.Undefined), factor, ir.IntType(32)(0))
-            factors.append(builder.shuffle_vector(lane, ir.Constant(kind, ir.Undefined), _FIRST_LANE))
+        factors = [_spread(builder, builder.load(builder.gep(row, [builder.mul(each, inner_step)]))) for each in here]
         grown.append([emit_term(builder, total, factors, each) for total, each in zip(totals, loaded, strict=True)])
     following = builder.add(term, _WHOLE(together))
     builder.cbranch(builder.icmp_signed("<", following, terms), loop, after)

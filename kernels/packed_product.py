@@ -5,12 +5,14 @@ A pass over a few nodes waits for the weights. Here each is read once for all ro
 In bfloat16 the bits are those of torch's product of one row, whatever the number of rows: where oneDNN multiplies one
 row, it adds the products of some hundred inputs in the order of the inputs, two at a time, and then the sums of these
 blocks. With several rows it takes larger blocks, and bits change.
+
+A quantized weight is multiplied in whole numbers, whose sums are exact in any order. So a row has the same bits in any
+company, and on any CPU that rounds as IEEE 754 has it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import llvmlite.binding as llvm
@@ -24,9 +26,12 @@ from lookahead.kernels.microkernel import LANES, ROWS, array_at, jit_part, narro
 
 COLUMNS = 2 * LANES  # outputs of a panel of the packed weight
 _PART = 1 << 19  # bytes of the weight that a thread takes at a time
-_LARGEST = 127  # int8
-_SHARED, _EACH = 9, 6  # numbers that a call of the kernel receives, and those of each weight
+_LARGEST, _ZERO = 127, 128  # a quantized number, and what is added to one of a weight: bytes of a weight have no sign
+_INPUTS = 64  # of a row that share a step where the weight is quantized
+_TERMS = _INPUTS // 4  # int32 that hold them
+_SHARED, _EACH = 8, 5  # numbers that a call of the kernel receives, and those of each weight
 _F = np.float32
+_SMALLEST = _F(1e-30)  # largest number of a block that is not taken for zeros
 _NEEDS = {torch.float32: "avx512f", torch.bfloat16: "avx512bf16"}
 _TERM = {torch.float32: torch.float32, torch.bfloat16: torch.int32}  # what a sum adds at a time: one product, or two
 
@@ -38,29 +43,21 @@ def is_supported(weight: Tensor) -> bool:
     return needed is not None and is_whole and bool(llvm.get_host_cpu_features().get(needed))
 
 
-@cache
-def multiplies_pairs(inputs: int) -> bool:
-    """Whether rows of bfloat16 are multiplied by a quantized weight of so many inputs; those of float32 always are."""
-    return inputs % 2 == 0 and bool(llvm.get_host_cpu_features().get(_NEEDS[torch.bfloat16]))
-
-
 class PackedWeight(NamedTuple):
     """A weight that is laid out, and the sizes that every product needs."""
 
-    packed: Tensor  # `[panels, terms, line]`
+    packed: Tensor  # as `pack` or `quantize` lays it out
     outputs: int
     block: int  # inputs whose products are added before the sums of such blocks are added; even
     panels: int
-    terms: int
-    line: int
+    terms: int  # lines of a panel
     together: int  # panels that a thread takes at a time
-    steps: Tensor | None  # float32 `[outputs]`, of one that `quantize` made
 
     @classmethod
-    def of(cls, packed: Tensor, outputs: int, block: int, steps: Tensor | None = None) -> PackedWeight:
+    def of(cls, packed: Tensor, outputs: int, block: int = _INPUTS) -> PackedWeight:
         """A weight of so many outputs, whose layout is that of `pack` or `quantize`."""
-        panels, terms, line = packed.shape
-        return cls(packed, outputs, block, panels, terms, line, max(1, _PART * panels // packed.nbytes), steps)
+        panels, terms, _ = packed.shape
+        return cls(packed, outputs, block, panels, terms, max(1, _PART * panels // packed.nbytes))
 
 
 def pack(weight: Tensor, block: int) -> PackedWeight:
@@ -79,15 +76,18 @@ def _panels_of(terms: Tensor) -> Tensor:
     return packed
 
 
-def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Round a weight `[outputs, inputs]` to 255 steps for each output.
+def quantize(weight: Tensor) -> Tensor:
+    """Round a weight `[outputs, inputs]` to 255 steps for every 64 inputs of an output.
 
-    Returns int8 `[panels, inputs, COLUMNS]`, laid out as by `pack`, and the steps, float32 `[outputs]`.
+    Returns uint8 `[panels, lines, 4 * COLUMNS]`, laid out as by `pack` with four inputs an element of 32 bits. To each
+    number 128 is added. Behind 16 lines, which hold 64 inputs, stands one of their steps, float32.
     """
-    wide = weight.detach().float()
-    steps = wide.abs().amax(1) / _LARGEST
-    whole = (wide / steps.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round().to(torch.int8)
-    return _panels_of(whole), steps
+    wide = torch.nn.functional.pad(weight.detach().float(), (0, -weight.shape[1] % _INPUTS))
+    blocks = wide.unflatten(1, (-1, _INPUTS))
+    steps = blocks.abs().amax(2, keepdim=True) / _LARGEST
+    whole = (blocks / steps.clamp_min(torch.finfo(torch.float32).tiny)).round() + _ZERO
+    lines = torch.cat([whole.to(torch.uint8).view(torch.int32), steps.view(torch.int32)], 2)
+    return _panels_of(lines.flatten(1)).view(torch.uint8)
 
 
 def multiply(weight: PackedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -102,120 +102,156 @@ def multiply(weight: PackedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
         `[..., outputs]` of the type of `x`.
     """
     x, out = x.contiguous(), x.new_empty((*x.shape[:-1], weight.outputs))
-    run(product([weight], x, [bias], [out]))
+    run(*product([weight], x, [bias], [out]))
     return out
 
 
-def product(weights: Sequence[PackedWeight], x: Tensor, biases: Sequence[Tensor | None], outs: Sequence[Tensor]) -> Job:
-    """A job that multiplies contiguous rows by several weights of one type, one number of inputs and one block."""
-    packed, _, block, _, terms, line, together, steps = weights[0]
-    inputs = x.shape[-1]
-    rows, is_wide = x.numel() // inputs, False
-    if steps is not None and x.dtype == torch.bfloat16:
-        terms, line, is_wide = terms // 2, 2 * line, rows > 2 * ROWS
-    numbers, parts = [x.data_ptr(), rows, terms, block * terms // inputs, together, line, steps is not None], 0
+def product(
+    weights: Sequence[PackedWeight], x: Tensor, biases: Sequence[Tensor | None], outs: Sequence[Tensor]
+) -> list[Job]:
+    """Jobs that multiply contiguous rows by several weights of one type, one number of inputs and one block.
+
+    Where weights are quantized, rows are too: every 64 numbers of a row are multiples, from -127 to 127, of a step.
+    """
+    packed, _, block, _, terms, together = weights[0]
+    inputs, jobs = x.shape[-1], list[Job]()
+    rows, left, length, of_block = x.numel() // inputs, x, terms, block * terms // inputs
+    if packed.dtype == torch.uint8:
+        of_block = _TERMS
+        length = terms // (_TERMS + 1) * (_TERMS + 2)
+        left = torch.empty(rows, length, dtype=torch.int32)
+        numbers = x.data_ptr(), left.data_ptr(), rows, inputs, length
+        jobs.append((_ROUNDING[x.dtype], -(-rows // ROWS), numbers, (x, left)))
+    of_job, parts = [left.data_ptr(), rows, length, terms, of_block, together], 0
     for each, bias, out in zip(weights, biases, outs, strict=True):
-        numbers += (
-            each.packed.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr(),
-            0 if each.steps is None else each.steps.data_ptr(), each.panels, each.outputs,
-        )  # fmt: skip
+        places = each.packed.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr()
+        of_job += (*places, each.panels, each.outputs)
         parts += -(-each.panels // together)
-    return _ENTRIES[packed.dtype, x.dtype, is_wide], parts, numbers, (weights, x, biases, outs)
+    jobs.append((_ENTRIES[packed.dtype, x.dtype], parts, of_job, (weights, left, biases, outs)))
+    return jobs
 
 
 _tile: Any = tile_of(2)
+_tile_of_bytes: Any = tile_of(2, "bytes")
 
 
 def _multiply_floats(address: Any) -> None:
-    _multiply(address, np.float32, np.float32, np.float32, _as_packed)
+    _multiply(address, np.float32, np.float32, _add_products)
 
 
 def _multiply_pairs(address: Any) -> None:
-    _multiply(address, np.int32, np.int32, np.uint16, _as_packed)
+    _multiply(address, np.int32, np.uint16, _add_products)
 
 
-def _multiply_floats_by_bytes(address: Any) -> None:
-    _multiply(address, np.float32, np.int8, np.float32, _as_packed)
+def _multiply_bytes_to_floats(address: Any) -> None:
+    _multiply(address, np.int32, np.float32, _add_bytes)
 
 
-def _multiply_pairs_by_bytes(address: Any) -> None:
-    _multiply(address, np.int32, np.int8, np.uint16, _as_packed)
+def _multiply_bytes_to_halves(address: Any) -> None:
+    _multiply(address, np.int32, np.uint16, _add_bytes)
 
 
-def _multiply_many_pairs_by_bytes(address: Any) -> None:
-    _multiply(address, np.int32, np.int8, np.uint16, _as_pairs)
-
-
-# By the types of a packed weight and of rows, and whether a quantized weight is widened once for many rows.
+# By the types of a packed weight and of rows.
 _ENTRIES = {
-    (torch.float32, torch.float32, False): _multiply_floats,
-    (torch.int32, torch.bfloat16, False): _multiply_pairs,
-    (torch.int8, torch.float32, False): _multiply_floats_by_bytes,
-    (torch.int8, torch.bfloat16, False): _multiply_pairs_by_bytes,
-    (torch.int8, torch.bfloat16, True): _multiply_many_pairs_by_bytes,
+    (torch.float32, torch.float32): _multiply_floats,
+    (torch.int32, torch.bfloat16): _multiply_pairs,
+    (torch.uint8, torch.float32): _multiply_bytes_to_floats,
+    (torch.uint8, torch.bfloat16): _multiply_bytes_to_halves,
 }
 
 
-@jit_part
-def _as_packed(panel, kind):
-    return panel
+def _round_floats(address: Any) -> None:
+    _round(address, np.float32)
+
+
+def _round_halves(address: Any) -> None:
+    _round(address, np.uint16)
+
+
+_ROUNDING = {torch.float32: _round_floats, torch.bfloat16: _round_halves}
 
 
 @jit_part
-def _as_pairs(panel, kind):
-    """A quantized panel, two inputs a line, as pairs of bfloat16."""
-    wide = np.empty((len(panel), COLUMNS), kind)
-    for term in range(len(panel)):
-        for i in range(COLUMNS):
-            even, odd = _F(panel[term, i]).view(np.int32), _F(panel[term, COLUMNS + i]).view(np.int32)
-            wide[term, i] = (even >> np.int32(16)) & np.int32(0xFFFF) | odd
-    return wide
-
-
-@jit_part
-def _multiply(address, kind, of_weight, number, prepare):
-    """Panel by panel, which stays in a near cache for all rows; the results are numbers of such a type."""
-    _, parts, x_at, rows, terms, block, together, line, has_steps = array_at(address, (_SHARED,), np.int64)
-    x = array_at(x_at, (rows, terms), kind)
-    sums, others = np.empty(ROWS * COLUMNS, np.float32), np.empty(ROWS * COLUMNS, np.float32)
+def _round(address, number):
+    """Round rows to whole numbers of steps. Behind each 64 stand what the `_ZERO` of a weight adds, and the step."""
+    _, parts, x_at, out_at, rows, inputs, length = array_at(address, (7,), np.int64)
+    x, out = array_at(x_at, (rows, inputs), number), array_at(out_at, (rows, length), np.int32)
+    line = np.zeros(-(-inputs // _INPUTS) * _INPUTS, np.float32)
     part = take(address)
     while part < parts:
-        of, own = address + 8 * _SHARED, part
-        packed_at, out_at, bias_at, steps_at, panels, outputs = array_at(of, (_EACH,), np.int64)
-        while own * together >= panels:  # the part is one of a later weight
-            own, of = own - (panels + together - 1) // together, of + 8 * _EACH
-            packed_at, out_at, bias_at, steps_at, panels, outputs = array_at(of, (_EACH,), np.int64)
-        packed = array_at(packed_at, (panels, terms, line), of_weight)
-        out, bias = array_at(out_at, (rows, outputs), number), array_at(bias_at, (outputs,), number)
-        steps = array_at(steps_at, (outputs,), np.float32)
-        for place in range(own * together, min(panels, (own + 1) * together)):
-            first, begin, panel = 0, place * COLUMNS, prepare(packed[place], kind)
-            step = panel.shape[1]
-            while first < rows:
-                taken = min(ROWS, rows - first)
-                for term in range(0, terms, block):
-                    count, to = min(block, terms - term), others if term else sums
-                    at, column = first * terms + term, term * step
-                    _tile(x, at, terms, 1, panel, column, step, to, 0, COLUMNS, taken, count)
-                    if term:
-                        for i in range(taken * COLUMNS):
-                            sums[i] = others[i] + sums[i]
-                count = min(COLUMNS, outputs - begin)
-                for row in range(taken):
-                    sum_of = sums[row * COLUMNS : row * COLUMNS + count]
-                    if has_steps:
-                        _scale(sum_of, steps[begin : begin + count])
-                    if bias_at:
-                        _shift(sum_of, bias[begin : begin + count])
-                    _store(sum_of, out[first + row, begin : begin + count])
-                first += taken
+        for row in range(part * ROWS, min(rows, (part + 1) * ROWS)):
+            for i in range(inputs):
+                line[i] = widen(x[row, i])
+            for block in range(len(line) // _INPUTS):
+                begin = block * (_TERMS + 2)
+                _round_block(line[block * _INPUTS : (block + 1) * _INPUTS], out[row, begin : begin + _TERMS + 2])
         part = take(address)
 
 
 @jit_part
-def _scale(line, steps):
-    for i in range(len(line)):
-        line[i] *= steps[i]
+def _round_block(line, out):
+    """A number that is not finite makes the step so, and with it every product."""
+    bits, highest, total = line.view(np.int32), np.int32(0), np.int32(0)
+    for i in range(_INPUTS):
+        highest = max(highest, np.int32(bits[i] & np.int32(0x7FFFFFFF)))
+    largest, numbers = np.int32(highest).view(np.float32), out.view(np.int8)
+    factor = _F(_LARGEST) / largest if _SMALLEST < largest < np.inf else _F(0.0)
+    for i in range(_INPUTS):
+        rounded = np.int32(np.rint(line[i] * factor)) if factor > 0 else np.int32(0)
+        numbers[i] = np.int8(rounded)
+        total = np.int32(total + rounded)
+    out[_TERMS] = -_ZERO * total
+    out[_TERMS + 1] = _F(largest / _F(_LARGEST)).view(np.int32)
+
+
+@jit_part
+def _add_products(x, first, rows, terms, block, panel, sums, others):
+    """The sums of blocks, and their sum."""
+    length = x.shape[1]
+    for term in range(0, terms, block):
+        count, to = min(block, terms - term), others if term else sums
+        _tile(x, first * length + term, length, 1, panel, term * COLUMNS, COLUMNS, to, 0, COLUMNS, rows, count)
+        if term:
+            for i in range(rows * COLUMNS):
+                sums[i] = others[i] + sums[i]
+
+
+@jit_part
+def _add_bytes(x, first, rows, terms, block, panel, sums, others):
+    """The sums of blocks, which have steps."""
+    length, sums[:] = x.shape[1], 0.0
+    for place in range(terms // (block + 1)):
+        at, column = first * length + place * (block + 2), place * (block + 1) * COLUMNS
+        _tile_of_bytes(x, at, length, 1, panel, column, COLUMNS, sums, 0, COLUMNS, rows, block)
+
+
+@jit_part
+def _multiply(address, kind, number, add):
+    """Panel by panel, which stays in a near cache for all rows; the results are numbers of such a type."""
+    _, parts, x_at, rows, length, terms, block, together = array_at(address, (_SHARED,), np.int64)
+    x = array_at(x_at, (rows, length), kind)
+    sums, others = np.empty(ROWS * COLUMNS, np.float32), np.empty(ROWS * COLUMNS, np.float32)
+    part = take(address)
+    while part < parts:
+        of, own = address + 8 * _SHARED, part
+        packed_at, out_at, bias_at, panels, outputs = array_at(of, (_EACH,), np.int64)
+        while own * together >= panels:  # the part is one of a later weight
+            own, of = own - (panels + together - 1) // together, of + 8 * _EACH
+            packed_at, out_at, bias_at, panels, outputs = array_at(of, (_EACH,), np.int64)
+        packed = array_at(packed_at, (panels, terms, COLUMNS), kind)
+        out, bias = array_at(out_at, (rows, outputs), number), array_at(bias_at, (outputs,), number)
+        for place in range(own * together, min(panels, (own + 1) * together)):
+            begin = place * COLUMNS
+            count = min(COLUMNS, outputs - begin)
+            for first in range(0, rows, ROWS):
+                taken = min(ROWS, rows - first)
+                add(x, first, taken, terms, block, packed[place], sums, others)
+                for row in range(taken):
+                    sum_of = sums[row * COLUMNS : row * COLUMNS + count]
+                    if bias_at:
+                        _shift(sum_of, bias[begin : begin + count])
+                    _store(sum_of, out[first + row, begin : begin + count])
+        part = take(address)
 
 
 @jit_part

@@ -8,6 +8,8 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numba
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,7 +21,9 @@ import lookahead
 from lookahead import ConfigError, LookaheadConfig, UnsupportedModelError
 from lookahead.cli.app import app
 from lookahead.errors import HeadsError
+from lookahead.kernels import microkernel
 from lookahead.models import fused_layers
+from lookahead.models.linears import LinearScope, packed_weights
 from lookahead.models.quantized import Int8Config, QuantizedLinear, resolve_quantize
 from lookahead.models.support import is_bitwise
 from tests.support.adversarial_proposers import always_wrong, drafting_by, perfect, random_trees
@@ -109,37 +113,80 @@ def test_a_mixture_of_experts_keeps_their_weights_and_gives_the_tokens_of_genera
     compare(quantized(folders["Mixtral"], SINGLE), input_ids=PROMPT, do_sample=False)
 
 
-def test_layers_with_quantized_products_are_fused_with_the_same_bits(folders):
-    model = quantized(folders["Qwen3"])
-    with fused_layers.serving(model):
-        assert "forward" in model.model.layers[0].__dict__
-        with torch.inference_mode():
-            expected = model(PROMPT).logits
-            with fused_layers.running():
-                assert torch.equal(model(PROMPT).logits, expected)
+@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
+def test_layers_with_quantized_products_are_fused_with_the_same_bits(dtype, folders):
+    model = quantized(folders["Qwen3"], dtype)
+    with torch.inference_mode():
+        expected = model(PROMPT).logits
+    scope, layer = LinearScope(model), model.model.layers[0]
+    with fused_layers.serving(model), scope.serving(), torch.inference_mode(), fused_layers.running():
+        assert "forward" in layer.__dict__
+        with scope.running("alone"):
+            linears = layer.self_attn.q_proj, layer.mlp.down_proj
+            assert len(packed_weights(linears, torch.empty(3, 4, dtype=dtype), {})) == 2, "one call with the others"
+            got = model(PROMPT).logits
+    assert torch.equal(got, expected) if dtype == HALF else (got - expected).abs().max() < 1e-4
 
 
 # Products
+
+
+def rounded(numbers: torch.Tensor) -> torch.Tensor:
+    """Every 64 numbers of a row as multiples, from -127 to 127, of a step."""
+    blocks = nn.functional.pad(numbers.float(), (0, -numbers.shape[-1] % 64)).unflatten(-1, (-1, 64))
+    steps = blocks.abs().amax(-1, keepdim=True) / 127
+    whole = (blocks / steps.clamp_min(1e-30)).round()
+    return (whole.double() * steps).flatten(-2)[..., : numbers.shape[-1]]
 
 
 @pytest.mark.parametrize("dtype", [HALF, SINGLE, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("outputs", "inputs", "bias"), [(64, 1536, False), (37, 1030, True), (5, 63, True), (1, 2, False)]
 )
-def test_a_product_is_that_of_the_rounded_weight_and_a_row_is_the_same_in_any_company(outputs, inputs, bias, dtype):
+def test_a_product_is_that_of_what_is_rounded_and_a_row_is_the_same_in_any_company(outputs, inputs, bias, dtype):
     torch.manual_seed(outputs)
     own = nn.Linear(inputs, outputs, bias=bias).to(dtype)
     with torch.inference_mode():
-        layer = QuantizedLinear(own)
-        steps = own.weight.float().abs().amax(1, keepdim=True) / 127
-        weight = (own.weight.float() / steps).round().double() * steps
+        layer, weight = QuantizedLinear(own), rounded(own.weight)
         for rows in (1, 2, 7, 8, 9, 16, 17, 40):
             x = torch.randn(rows, inputs).to(dtype)
+            x[0, inputs // 2] = 30.0
             got = layer(x[None])[0]
-            expected = linear(x.double(), weight, None if own.bias is None else own.bias.double())
+            expected = linear(rounded(x), weight, None if own.bias is None else own.bias.double())
             error = {HALF: 0.005, torch.float16: 1e-3, SINGLE: 2e-6}[dtype]
             assert got.dtype == dtype and (got - expected).abs().max() <= error * expected.abs().max()
             assert torch.equal(got, torch.cat([layer(row) for row in x.split(1)]))
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def test_numbers_that_are_not_finite_stay_visible(wrong):
+    x, layer = torch.randn(3, 130), QuantizedLinear(nn.Linear(130, 5))
+    x[1, 100] = wrong
+    with torch.inference_mode():
+        got = layer(x)
+    assert not got[1].isfinite().any() and got[[0, 2]].isfinite().all()
+
+
+def test_a_cpu_without_dot_products_of_bytes_computes_the_same_bits(monkeypatch):
+    left = torch.randint(-128, 128, (8, 4 * 18), dtype=torch.int8).numpy().view(np.int32)
+    right = torch.randint(0, 256, (17 * 128,), dtype=torch.uint8).numpy().view(np.int32)
+    left[:, 17] = right[16 * 32 :] = np.float32(0.5).view(np.int32)
+    left[:, 16] = -7
+    products = []
+    for features in ({}, microkernel.llvm.get_host_cpu_features()):
+        monkeypatch.setattr(microkernel.llvm, "get_host_cpu_features", lambda features=features: features)
+        tile = microkernel.tile_of(2, "bytes")
+
+        @numba.njit
+        def product(left, right, out, tile=tile):
+            tile(left, 0, 18, 1, right, 0, 32, out, 0, 32, 8, 16)
+
+        products.append(np.ones(8 * 32, np.float32))
+        product(left.ravel(), right, products[-1])
+    numbers = left[:, :16].copy().view(np.int8).astype(int)
+    columns = right[: 16 * 32].view(np.uint8).reshape(16, 32, 4).transpose(0, 2, 1).reshape(64, 32).astype(int)
+    assert np.array_equal(products[0].reshape(8, 32), 1 + (numbers @ columns - 7) * 0.25)
+    assert np.array_equal(*products)
 
 
 def test_products_on_several_threads_have_the_same_bits():
@@ -193,7 +240,7 @@ def test_a_model_is_quantized_by_name_and_reads_half_of_the_bytes(named):
     model, tokenizer = lookahead.load(named, dtype="bf16", device="cpu", quantize="int8")
     assert model.dtype == HALF and model.is_quantized and type(model.lm_head) is QuantizedLinear
     assert model.lm_head.weight is not model.get_input_embeddings().weight
-    assert model.lm_head.weight.dtype == torch.int8
+    assert model.lm_head.weight.dtype == torch.uint8
     compare(model, **tokenizer("abcabc", return_tensors="pt"), do_sample=False)
 
 

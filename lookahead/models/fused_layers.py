@@ -215,7 +215,7 @@ def _fused(
             return [layer(x) for layer in layers]
         made = [x.new_empty(rows, tokens, each.outputs) for each in own[: count - len(outs)]]
         made += outs
-        jobs.append(packed_product.product(own, x, [layer._parameters["bias"] for layer in layers], made))
+        jobs.extend(packed_product.product(own, x, [layer._parameters["bias"] for layer in layers], made))
         return made
 
     x = torch.empty_like(hidden)

@@ -28,6 +28,7 @@ from lookahead.models import product_bits
 from lookahead.models.exact_attention import MAX_ROWS
 from lookahead.models.model_state import replaced, state_of
 from lookahead.models.product_bits import Bits, Layout, Packed, best_layout, by_torch, lay_out, matrix_of, rows_of
+from lookahead.models.quantized import QuantizedLinear
 
 _LAYOUTS = {"own": Layout(block=512), "onednn": Layout(rows=16)}  # of float32
 _SHARE_OF_MEMORY = 0.25  # most of the machine's memory that the packed weights of a model may take
@@ -86,6 +87,7 @@ class _Known(NamedTuple):
 
     owns: list[Tensor]
     versions: list[int]
+    dtype: torch.dtype
     weights: Sequence[PackedWeight]
     rows: range
 
@@ -149,14 +151,16 @@ def packed_weights(layers: Sequence[Any], x: Tensor, known: dict[Any, _Known]) -
     owns = [layer._parameters["weight"] for layer in layers]
     versions = [own._version for own in owns]
     held = known.get(mode)
-    if held is None or held.versions != versions or any(map(is_not, held.owns, owns)):
-        held = known[mode] = _Known(owns, versions, *_find_all(layers, x.dtype, mode))
-    return held.weights if rows in held.rows and x.dtype == owns[0].dtype else ()
+    if held is None or held.dtype != x.dtype or held.versions != versions or any(map(is_not, held.owns, owns)):
+        held = known[mode] = _Known(owns, versions, x.dtype, *_find_all(layers, x.dtype, mode))
+    return held.weights if rows in held.rows else ()
 
 
 def _find_all(layers: Sequence[Any], dtype: torch.dtype, mode: _Mode) -> tuple[Sequence[PackedWeight], range]:
     """The packed weights of some layers, and the numbers of rows that they take; others are left to the layers."""
     weights, fewest, most = list[PackedWeight](), mode[2] if dtype == torch.float32 else 1, sys.maxsize
+    if all(isinstance(layer, QuantizedLinear) and layer.multiplies(dtype) for layer in layers):
+        return [layer.packed() for layer in layers], range(1, sys.maxsize)
     for layer in layers:
         forward: Any = layer.__dict__.get("forward")
         is_packed = getattr(forward, "func", None) is _forward and layer._parameters["weight"].dtype == dtype

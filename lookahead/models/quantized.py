@@ -1,8 +1,11 @@
 """Weights of 8 bits for the linear layers of a model on a CPU, which transformers quantizes while it loads the model.
 
-The weights of each output are multiples, from -127 to 127, of a step of its own. Activations stay as they are. A pass
-over one token waits for the weights, and reads half of what it reads in bfloat16. A row has the same product whatever
-rows stand beside it, so that `model.generate`, prompts and drafts have the same bits.
+Every 64 weights of an output, and every 64 numbers of a row that is multiplied, are multiples, from -127 to 127, of a
+step of their own. A pass over few tokens waits for the weights, and reads half of what it reads in bfloat16; one over
+many multiplies bytes, twice as many at a time. A row has the same product whatever rows stand beside it, so that
+`model.generate`, prompts and drafts have the same bits.
+
+Source of steps for blocks of both: the format Q8_0 of llama.cpp, whose blocks have 32 numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from lookahead.kernels.packed_product import PackedWeight
 
 QUANTIZED = ("int8",)  # on few rows torch's kernel for 4 bits is no faster than this package's for 8
 _METHOD = "lookahead_int8"
-_BLOCK = 512  # inputs whose products are added before the sums of such blocks are added
+_DTYPES = torch.float32, torch.bfloat16  # of rows that the kernel takes
 
 
 class QuantizedLinear(nn.Module):
@@ -31,11 +34,10 @@ class QuantizedLinear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        weight, steps = packed_product.quantize(linear.weight)
-        self.weight = nn.Parameter(weight, requires_grad=False)  # int8, as `kernels.packed_product` lays it out
-        self.bias = linear.bias
-        self.steps: Tensor
-        self.register_buffer("steps", steps)
+        # uint8, as `kernels.packed_product` lays it out
+        self.weight = nn.Parameter(packed_product.quantize(linear.weight), requires_grad=False)
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", linear.bias)
 
     def extra_repr(self) -> str:
         """The sizes, for the description of the model."""
@@ -49,11 +51,17 @@ class QuantizedLinear(nn.Module):
             raise UnsupportedModelError(f"weights of 8 bits are multiplied on a CPU, got a tensor on {x.device}")
         if torch.is_grad_enabled() and x.requires_grad:
             raise UnsupportedModelError("weights of 8 bits have no gradient; call the model within torch.no_grad()")
-        is_half = x.dtype == torch.bfloat16 and packed_product.multiplies_pairs(self.in_features)
-        rows = x if is_half else x.float()
+        rows = x if x.dtype in _DTYPES else x.float()
         bias = None if self.bias is None else self.bias.to(rows.dtype)
-        weight = PackedWeight.of(self.weight, self.out_features, _BLOCK, self.steps.float())
-        return packed_product.multiply(weight, rows, bias).to(x.dtype)
+        return packed_product.multiply(self.packed(), rows, bias).to(x.dtype)
+
+    def packed(self) -> PackedWeight:
+        """The weight as `kernels.packed_product` takes it."""
+        return PackedWeight.of(self.weight, self.out_features)
+
+    def multiplies(self, dtype: torch.dtype) -> bool:
+        """Whether the kernel takes rows of a type, and the bias as it is."""
+        return dtype in _DTYPES and (self.bias is None or self.bias.dtype == dtype)
 
 
 @register_quantization_config(_METHOD)
