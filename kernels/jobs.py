@@ -35,13 +35,23 @@ def run(*jobs: Job) -> None:
     on macOS and Windows, the calling thread works alone.
     """
     threads = min(torch.get_num_threads(), max((job[1] for job in jobs), default=1))
+    held = array("q", table_of(jobs, threads))
+    run_table(held.buffer_info()[0], threads)
+
+
+def table_of(jobs: Sequence[Job], threads: int) -> list[int]:
+    """The numbers of jobs as int64, for one call of `run_table`."""
     team = _launcher() if threads > 1 else None
     table, passed = [len(jobs), team[1] if team else 0], list[int]()
     for function, parts, numbers, _ in jobs:
         table += _compile(function).address, 8 * (_HEAD + 2 * len(jobs) + len(passed))
         passed += (0, parts, *numbers)
-    held = array("q", table + passed)
-    address, _ = held.buffer_info()
+    return table + passed
+
+
+def run_table(address: int, threads: int) -> None:
+    """Do the jobs of a table, which counts their parts."""
+    team = _launcher() if threads > 1 else None
     if team:
         team[0](_compile(_in_turn).address, address, threads, 0)
     else:

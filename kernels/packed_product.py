@@ -102,26 +102,39 @@ def multiply(weight: PackedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
         `[..., outputs]` of the type of `x`.
     """
     x, out = x.contiguous(), x.new_empty((*x.shape[:-1], weight.outputs))
-    run(*product([weight], x, [bias], [out]))
+    run(*product([weight], x, [bias], [out], rounded_rows([weight], x.numel() // x.shape[-1])))
     return out
 
 
+def rounded_rows(weights: Sequence[PackedWeight], rows: int) -> Tensor | None:
+    """What `product` needs for rows that are multiplied by quantized weights, int32; None for others."""
+    if weights[0].packed.dtype != torch.uint8:
+        return None
+    return torch.empty(rows * max(_rounded_length(each) for each in weights), dtype=torch.int32, device="cpu")
+
+
+def _rounded_length(weight: PackedWeight) -> int:
+    return weight.terms // (_TERMS + 1) * (_TERMS + 2)
+
+
 def product(
-    weights: Sequence[PackedWeight], x: Tensor, biases: Sequence[Tensor | None], outs: Sequence[Tensor]
+    weights: Sequence[PackedWeight],
+    x: Tensor,
+    biases: Sequence[Tensor | None],
+    outs: Sequence[Tensor],
+    rounded: Tensor | None,
 ) -> list[Job]:
     """Jobs that multiply contiguous rows by several weights of one type, one number of inputs and one block.
 
-    Where weights are quantized, rows are too: every 64 numbers of a row are multiples, from -127 to 127, of a step.
+    Where weights are quantized, rows are too, into what `rounded_rows` made: every 64 numbers of a row are multiples,
+    from -127 to 127, of a step.
     """
     packed, _, block, _, terms, together = weights[0]
     inputs, jobs = x.shape[-1], list[Job]()
     rows, left, length, of_block = x.numel() // inputs, x, terms, block * terms // inputs
-    if packed.dtype == torch.uint8:
-        of_block = _TERMS
-        length = terms // (_TERMS + 1) * (_TERMS + 2)
-        left = torch.empty(rows, length, dtype=torch.int32)
-        numbers = x.data_ptr(), left.data_ptr(), rows, inputs, length
-        jobs.append((_ROUNDING[x.dtype], -(-rows // ROWS), numbers, (x, left)))
+    if rounded is not None:
+        left, length, of_block = rounded, _rounded_length(weights[0]), _TERMS
+        jobs.append((_ROUNDING[x.dtype], rows, (x.data_ptr(), left.data_ptr(), inputs, length), (x, left)))
     of_job, parts = [left.data_ptr(), rows, length, terms, of_block, together], 0
     for each, bias, out in zip(weights, biases, outs, strict=True):
         places = each.packed.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr()
@@ -174,18 +187,17 @@ _ROUNDING = {torch.float32: _round_floats, torch.bfloat16: _round_halves}
 @jit_part
 def _round(address, number):
     """Round rows to whole numbers of steps. Behind each 64 stand what the `_ZERO` of a weight adds, and the step."""
-    _, parts, x_at, out_at, rows, inputs, length = array_at(address, (7,), np.int64)
+    _, rows, x_at, out_at, inputs, length = array_at(address, (6,), np.int64)
     x, out = array_at(x_at, (rows, inputs), number), array_at(out_at, (rows, length), np.int32)
     line = np.zeros(-(-inputs // _INPUTS) * _INPUTS, np.float32)
-    part = take(address)
-    while part < parts:
-        for row in range(part * ROWS, min(rows, (part + 1) * ROWS)):
-            for i in range(inputs):
-                line[i] = widen(x[row, i])
-            for block in range(len(line) // _INPUTS):
-                begin = block * (_TERMS + 2)
-                _round_block(line[block * _INPUTS : (block + 1) * _INPUTS], out[row, begin : begin + _TERMS + 2])
-        part = take(address)
+    row = take(address)
+    while row < rows:
+        for i in range(inputs):
+            line[i] = widen(x[row, i])
+        for block in range(len(line) // _INPUTS):
+            begin = block * (_TERMS + 2)
+            _round_block(line[block * _INPUTS : (block + 1) * _INPUTS], out[row, begin : begin + _TERMS + 2])
+        row = take(address)
 
 
 @jit_part

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import platform
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import torch
 from lookahead.kernels import packed_product
 from lookahead.models import fused_layers, linears, product_bits
 from lookahead.models.exact_attention import takes_rows
+from lookahead.models.layer_jobs import LayerTable
 from lookahead.models.target import Target
 from tests.support.small_layers import HALF, MODELS, SINGLE, fused, logits_of, made, own_code, trees_of
 
@@ -39,9 +42,23 @@ def calls(monkeypatch) -> list[int]:
     return jobs
 
 
+@pytest.fixture
+def tables(monkeypatch) -> list[int]:
+    """The tokens of passes whose layers were one call."""
+    tokens: list[int] = []
+    own = LayerTable.run
+
+    def counted(self: LayerTable, hidden: Any, *rest: Any) -> Any:
+        tokens.append(hidden.shape[1])
+        return own(self, hidden, *rest)
+
+    monkeypatch.setattr(LayerTable, "run", counted)
+    return tokens
+
+
 @on_x86
 @pytest.mark.parametrize("dtype", [HALF, SINGLE])
-@pytest.mark.parametrize(("rows", "nodes"), [(1, 1), (1, 17), (1, 40), (3, 6)])
+@pytest.mark.parametrize(("rows", "nodes"), [(1, 1), (1, 17), (1, 70), (3, 6)])
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_whose_weights_are_packed_compute_what_the_models_own_layers_do(
     name, rows, nodes, dtype, fused, own_code, calls
@@ -56,12 +73,12 @@ def test_layers_whose_weights_are_packed_compute_what_the_models_own_layers_do(
 
 @on_x86
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_layer_is_one_call_where_nodes_attend_alone_and_two_elsewhere(threads, fused, calls):
+def test_all_layers_are_one_call_where_nodes_attend_alone_and_two_each_elsewhere(threads, fused, calls, tables):
     before, model = torch.get_num_threads(), made(**WIDE)
     exact, masked = (Target(model, rows=1, capacity=64, device=model.device, is_bitwise=way) for way in (True, False))
     torch.set_num_threads(threads)
     try:
-        for target, jobs in ((exact, [9] * 3), (masked, [3, 5] * 3)):
+        for target, jobs, whole in ((exact, [], 1), (masked, [3, 5] * 3, 0)):
             if not takes_rows(model.config) and target is exact:
                 continue
             with target.serving():
@@ -69,17 +86,19 @@ def test_a_layer_is_one_call_where_nodes_attend_alone_and_two_elsewhere(threads,
                 expected = target.score(trees_of(1, 9, 0))
                 for _ in range(20):
                     calls.clear()
+                    tables.clear()
                     assert torch.equal(target.score(trees_of(1, 9, 0)), expected)
                     assert [count for count in calls if count > 1] == jobs
+                    assert len(tables) == whole
     finally:
         torch.set_num_threads(before)
 
 
-def logits_behind(model: Any) -> torch.Tensor:
+def logits_behind(model: Any, first: int = 3) -> torch.Tensor:
     """Logits of a tree behind a prompt, by a target of its own."""
     target = Target(model, rows=1, capacity=64, device=model.device, is_bitwise=True)
     with target.serving():
-        target.prefill([np.arange(3, 14, dtype=np.int32)])
+        target.prefill([np.arange(first, 14, dtype=np.int32)])
         return target.score(trees_of(1, 5, 0))
 
 
@@ -104,3 +123,79 @@ def test_a_change_that_counts_no_version_up_is_seen_by_the_next_call_while_anoth
         assert torch.equal(logits_behind(model), before)
         model.model.layers[1].mlp.down_proj.weight.data.mul_(2)
         assert torch.equal(logits_behind(model), logits_behind(copy.deepcopy(model)))
+
+
+@on_x86
+@pytest.mark.parametrize("name", ["llama", "qwen2 with some windows"])
+def test_norms_and_biases_that_are_replaced_between_passes_are_read_anew(name, fused, calls):
+    target = Target(model := made(name, **WIDE), rows=1, capacity=64, device=torch.device("cpu"), is_bitwise=True)
+    with target.serving():
+        target.prefill([np.arange(3, 14, dtype=np.int32)])
+        before = target.score(trees_of(1, 5, 0))
+        for weight in model.model.layers[1].parameters():
+            if weight.dim() == 1:
+                weight.data = weight.data * 2
+        after = target.score(trees_of(1, 5, 0))
+    with target.serving():
+        assert torch.equal(target.score(trees_of(1, 5, 0)), after)
+        target.cache.table = None
+        assert torch.equal(target.score(trees_of(1, 5, 0)), after)
+    assert not torch.equal(before, after)
+
+
+@on_x86
+def test_a_cache_that_moves_between_passes_is_read_where_it_is(fused, calls, tables):
+    model = made(**WIDE)
+    for capacity in (20, 200):
+        target = Target(model, rows=1, capacity=capacity, device=model.device, is_bitwise=True)
+        with target.serving():
+            outputs = [target.prefill([np.arange(3, 14, dtype=np.int32)])]
+            for seed in range(4):
+                outputs.append(target.score(trees_of(1, 9, seed)))
+                target.cache.commit(0, np.array([0, *range(1, 6)], np.int32))
+        if capacity == 20:
+            grown = outputs
+    assert all(map(torch.equal, grown, outputs))
+    assert not takes_rows(model.config) or len(tables) == 8
+
+
+@on_x86
+def test_a_model_that_is_told_to_run_fewer_layers_runs_fewer(fused, calls):
+    short = made(**WIDE)
+    short.model.layers = short.model.layers[:2]
+    model, outputs = made(**WIDE), []
+    for each in (model, short):
+        target = Target(each, rows=1, capacity=64, device=each.device, is_bitwise=True)
+        with target.serving():
+            target.prefill([np.arange(3, 14, dtype=np.int32)])
+            each.config.num_hidden_layers = 2
+            outputs.append(target.score(trees_of(1, 5, 0)))
+    assert torch.equal(*outputs)
+
+
+@on_x86
+def test_hidden_states_of_every_layer_are_its_own(fused, calls, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(fused_layers, "_forwards_of", lambda model: [])
+        expected = hidden_states(made(**WIDE))
+    assert all(map(torch.equal, hidden_states(made(**WIDE)), expected))
+
+
+def hidden_states(model: Any) -> list[torch.Tensor]:
+    """Those of the nodes of a tree, behind the layers."""
+    target = Target(model, rows=1, capacity=64, device=model.device, is_bitwise=True, hidden_layers=(1, 2, 3))
+    target.keeps_hidden = True
+    with target.serving():
+        target.prefill([np.arange(3, 14, dtype=np.int32)])
+        target.score(trees_of(1, 9, 0))
+    return [target.hidden[layer] for layer in (1, 2, 3)]
+
+
+@on_x86
+def test_two_threads_decode_with_one_model_and_caches_of_their_own(fused, calls, tables):
+    model = made(**WIDE)
+    expected = [logits_behind(model, first) for first in range(3, 7)]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            got = pool.map(partial(logits_behind, model), range(3, 7))
+            assert all(map(torch.equal, got, expected))

@@ -17,10 +17,9 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
-from lookahead.kernels import dispatch, row_attention
-from lookahead.kernels.jobs import Job
+from lookahead.kernels import dispatch
 from lookahead.models.cache import TreeLayer
-from lookahead.models.exact_attention import attend_in_turn, attends_by_kernel, own_attention
+from lookahead.models.exact_attention import Turns, attend_in_turn, attends_by_kernel, own_attention
 from lookahead.models.model_state import replaced, state_of
 from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, TreePass, TreeTensors, mask_of
 
@@ -182,25 +181,18 @@ def tree_attention(
     return dispatch.masked_attention(query, key, value, mask, scaling, softcap, s_aux), None
 
 
-def job_of_attention(
-    module: nn.Module, layer: TreeLayer, heads: int, options: Mapping[str, Any]
-) -> Callable[..., Job] | None:
-    """Makes the attention of a pass over one row a job, where its nodes attend alone and a kernel takes them.
+def turns_by_kernel(module: nn.Module, layer: TreeLayer, heads: int, options: Mapping[str, Any]) -> Turns | None:
+    """The turns of the running pass, if its nodes attend alone and `kernels.row_attention` takes those of a layer.
 
-    None where `tree_attention` must be called, whose options these are. What is returned takes the query, keys, values
-    and result of `kernels.row_attention.attention`.
+    `options` are those of the call of `tree_attention` that the kernel stands for.
     """
     tree_pass: TreePass | None = getattr(_thread, "tree_pass", None)
     if tree_pass is None or not tree_pass.is_exact:
         return None
     told = _thread.facts.get(id(module)) or _limits_of(module, False)
-    kind = options.get("sliding_window", told.window), heads
-    if kind not in tree_pass.kernels:
-        own, turns = own_attention(module, _real(module.config)), tree_pass.turns
-        serves = attends_by_kernel(own, layer.keys, layer.values, heads, kind[0], turns)
-        bound = partial(row_attention.attention, **turns.tensors, scale=options["scaling"])
-        tree_pass.kernels[kind] = bound if serves else None
-    return tree_pass.kernels[kind]
+    window, own = options.get("sliding_window", told.window), own_attention(module, _real(module.config))
+    turns = tree_pass.turns
+    return turns if attends_by_kernel(own, layer.keys, layer.values, heads, window, turns) else None
 
 
 def _keeps_kernel(query: Tensor) -> bool:

@@ -183,6 +183,7 @@ class TreeCache(Cache):
         self._bound: list[Tensor] = []  # the buffers that `commit` moves KV in
         self._compact: Callable[..., None] | None = None
         self._bound_at = 0, 0  # allocations and tested kernels when they were bound
+        self.table: object = None  # a `LayerTable` for the buffers as they are
         # The base class only calls it, so it need not be a class.
         super().__init__(layer_class_to_replicate=cast(type[CacheLayerMixin], self._next_layer))
 

@@ -7,7 +7,7 @@ attends. The others take a third of its time, nearly all of it in their calls (`
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from threading import local
@@ -19,10 +19,23 @@ from torch.nn.modules import module as modules_of_torch
 from transformers.activations import SiLUActivation
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lookahead.kernels import layer_ops, packed_product
-from lookahead.kernels.jobs import Job, run
-from lookahead.models.attention import job_of_attention
+from lookahead.kernels import layer_ops
+from lookahead.kernels.jobs import run
+from lookahead.models.attention import turns_by_kernel
 from lookahead.models.cache import CACHE, TreeCache
+from lookahead.models.layer_jobs import (
+    FEWEST_SLOTS,
+    LINEARS,
+    MOST,
+    LayerParts,
+    LayerTable,
+    Positions,
+    Space,
+    jobs_after,
+    jobs_before,
+    jobs_of_heads,
+    norm_of,
+)
 from lookahead.models.linears import packed_weights
 from lookahead.models.model_state import replaced
 from lookahead.models.quantized import QuantizedLinear
@@ -35,7 +48,6 @@ _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = frozenset(("q_proj", "k_proj", "v_proj", "o_proj"))
 _HEAD_NORMS = "q_norm", "k_norm"
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-_LINEARS = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
 _NORMS = {(module, f"{family}RMSNorm") for (module, _), family in _FAMILIES.items()}
 _DTYPES = torch.float32, torch.bfloat16
 _MOST = 1 << 17  # numbers of the hidden states that are served
@@ -48,13 +60,12 @@ _thread = local()
 _probed: dict[Any, bool] = {}
 
 
-class _Parts(NamedTuple):
-    layer: Any
-    attention: Any
-    linears: tuple[Any, ...]  # as `_LINEARS` names them
-    norms: tuple[Any, ...]  # in front of attention, in front of the MLP, and of the heads of queries and keys
-    eager: Callable[..., Any]
-    options: dict[str, Any]  # of the attention function
+class _Stack(NamedTuple):
+    """All decoder layers of a model, which are alike."""
+
+    layers: list[LayerParts]
+    linears: list[Any]
+    by_window: list[LayerParts]  # a layer of each window
     known: dict[Any, Any]  # of `packed_weights`
 
 
@@ -72,15 +83,19 @@ def serving(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def running() -> Iterator[None]:
-    """Within `serving`, fuse operators on this thread until the block ends."""
-    outer = getattr(_thread, "most", 0)
+def running(*, keeps_layers: bool = False) -> Iterator[None]:
+    """Within `serving`, fuse operators on this thread until the block ends.
+
+    With `keeps_layers` every layer returns its result, else the first may return that of the last.
+    """
+    outer = getattr(_thread, "most", 0), getattr(_thread, "is_whole", False)
     is_served = not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
     _thread.most = (_MOST if torch.get_num_threads() == 1 else _MOST_SHARED) if is_served else 0
+    _thread.is_whole, _thread.done = is_served and not keeps_layers, None
     try:
         yield
     finally:
-        _thread.most = outer
+        (_thread.most, _thread.is_whole), _thread.done = outer, None
 
 
 def _forwards_of(model: nn.Module) -> list[tuple[nn.Module, None, Callable[..., Any]]]:
@@ -95,10 +110,20 @@ def _forwards_of(model: nn.Module) -> list[tuple[nn.Module, None, Callable[..., 
     inside = {norm for parts in right for norm in parts.norms}
     norms: list[Any] = [each for each in modules if each not in inside and _is_plain_norm(each)]
     norms = [norm for norm in norms if _keeps_means(norm.weight.dtype, len(norm.weight))]
+    stack = _stack_of(right) if right and len(right) == len(layers) else None
     return [
-        *((parts.layer, None, partial(_layer_forward, parts)) for parts in right),
+        *((parts.layer, None, partial(_layer_forward, parts, stack)) for parts in right),
         *((norm, None, partial(_norm_forward, norm)) for norm in norms),
     ]
+
+
+def _stack_of(layers: list[LayerParts]) -> _Stack | None:
+    """Layers that follow each other in one model and are of one class and size; None for others."""
+    kinds = {(type(parts.layer), *(each.weight.shape for each in parts.linears)) for parts in layers}
+    if len(kinds) > 1 or [parts.attention.layer_idx for parts in layers] != list(range(len(layers))):
+        return None
+    by_window = {parts.options.get("sliding_window"): parts for parts in layers}
+    return _Stack(layers, [each for parts in layers for each in parts.linears], list(by_window.values()), {})
 
 
 def _name_of(module: nn.Module) -> tuple[str, str]:
@@ -130,7 +155,7 @@ def _is_plain_norm(module: Any) -> bool:
     )
 
 
-def _parts_of(layer: Any) -> _Parts | None:
+def _parts_of(layer: Any) -> LayerParts | None:
     """The parts of a decoder layer; None where one of them is not plain."""
     family, code = _FAMILIES[_name_of(layer)], vars(sys.modules[type(layer).__module__])
     if set(layer._modules) != _LAYER or not _is_bare(layer):
@@ -141,7 +166,7 @@ def _parts_of(layer: Any) -> _Parts | None:
         return None
     norms = [layer.input_layernorm, layer.post_attention_layernorm, *(attention._modules[name] for name in heads)]
     inner = attention._modules | mlp._modules
-    linears = tuple(inner[name] for name in _LINEARS)
+    linears = tuple(inner[name] for name in LINEARS)
     kinds = [type(each) for each in (attention, mlp)]
     is_plain = (
         kinds == [code[f"{family}Attention"], code[f"{family}MLP"]]
@@ -159,7 +184,7 @@ def _parts_of(layer: Any) -> _Parts | None:
     if family != "Llama":
         owner = attention.config if family == "Mistral" else attention
         options["sliding_window"] = getattr(owner, "sliding_window", None)
-    return _Parts(layer, attention, linears, tuple(norms), code["eager_attention_forward"], options, {})
+    return LayerParts(layer, attention, linears, tuple(norms), code["eager_attention_forward"], options, {})
 
 
 def _is_served(x: Tensor, norm: Any) -> bool:
@@ -178,82 +203,89 @@ def _norm_forward(norm: Any, x: Tensor) -> Tensor:
         own: Tensor = type(norm).forward(norm, x)
         return own
     out = torch.empty_like(x)
-    run(layer_ops.norm(x, norm._parameters["weight"], out, norm.variance_epsilon))
+    run(norm_of(norm, x, out))
     return out
 
 
-def _layer_forward(parts: _Parts, *args: Any, **kwargs: Any) -> Any:
+def _layer_forward(parts: LayerParts, stack: _Stack | None, *args: Any, **kwargs: Any) -> Any:
     """The layer's `forward`; fused for a few tokens on a thread that runs a pass."""
+    positions, cache = kwargs.get("position_embeddings"), kwargs.get(CACHE)
     # A cache of another name would be left out.
-    named = kwargs.get("position_embeddings") is not None and kwargs.get(CACHE) is not None
-    if len(args) != 1 or not named or not _is_served(args[0], parts.norms[0]):
+    if len(args) != 1 or positions is None or cache is None or not _is_served(args[0], parts.norms[0]):
         return type(parts.layer).forward(parts.layer, *args, **kwargs)
+    if stack is not None and getattr(_thread, "is_whole", False):
+        if _thread.done is not None and args[0] is _thread.done[0] and positions is _thread.done[1]:
+            return args[0]  # the first layer did the others' work
+        if parts is stack.layers[0] and (out := _all_layers(stack, args[0], positions, cache)) is not None:
+            _thread.done = out, positions
+            return out
     return _fused(parts, args[0], **kwargs)
 
 
+def _all_layers(stack: _Stack, hidden: Tensor, positions: Positions, cache: Any) -> Tensor | None:
+    """The result of the last layer by one call; None for passes that a `LayerTable` does not serve."""
+    first = stack.layers[0]
+    if (
+        len(hidden) > 1
+        or not isinstance(cache, TreeCache)
+        or cache.slots.capacity < FEWEST_SLOTS
+        or cache.places(0) is None
+        or len(cache.layers) != len(stack.layers)
+        or first.attention.config.num_hidden_layers != len(stack.layers)
+        or not (weights := packed_weights(stack.linears, hidden, stack.known))
+    ):
+        return None
+    dim = positions[0].shape[-1]
+    turns = [
+        turns_by_kernel(each.attention, cache.layers[0], weights[0].outputs // dim, each.options)
+        for each in stack.by_window
+    ]
+    if turns[0] is None or None in turns or len(turns[0].trees[0]) > MOST:
+        return None
+    table: Any = cache.table
+    if table is None or not table.serves(weights, cache):
+        table = cache.table = LayerTable(stack.layers, weights, cache, hidden, dim)
+    return table.run(hidden, positions, turns[0]) if table.is_right else None
+
+
 def _fused(
-    parts: _Parts,
+    parts: LayerParts,
     hidden: Tensor,
-    position_embeddings: tuple[Tensor, Tensor],
+    position_embeddings: Positions,
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
     """A decoder layer, `[rows, tokens, size]`. Kernels that follow each other are one call."""
-    attention, (before, between, *of_heads) = parts.attention, parts.norms
-    weights, jobs = packed_weights(parts.linears, hidden, parts.known), list[Job]()
-    (cos, sin), (rows, tokens, _), cache = position_embeddings, hidden.shape, kwargs.pop(CACHE, None)
-    if cos.shape[0] != rows:
-        cos, sin = cos.expand(rows, -1, -1), sin.expand(rows, -1, -1)
-    cos, sin = cos.contiguous(), sin.contiguous()
-
-    def multiply(x: Tensor, first: int, count: int, outs: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Products with some of the linear layers; the last ones stand where they are told to."""
-        layers, own = parts.linears[first : first + count], weights[first : first + count]
-        if not own:
-            run(*jobs)
-            jobs.clear()
-            return [layer(x) for layer in layers]
-        made = [x.new_empty(rows, tokens, each.outputs) for each in own[: count - len(outs)]]
-        made += outs
-        jobs.extend(packed_product.product(own, x, [layer._parameters["bias"] for layer in layers], made))
-        return made
-
-    x = torch.empty_like(hidden)
-    jobs.append(layer_ops.norm(hidden, before._parameters["weight"], x, before.variance_epsilon))
-    places, attend, dim = None, None, cos.shape[-1]
-    if weights and isinstance(cache, TreeCache) and (places := cache.places(attention.layer_idx)):
-        attend = job_of_attention(
-            attention, cache.layers[attention.layer_idx], weights[0].outputs // dim, parts.options
-        )
-    # Where attention is a job too, keys and values are written where they stay.
-    made = multiply(x, 0, 3, places if attend and places else ())
-    query, key, value = (each.view(rows, tokens, -1, dim) for each in made)
-    for each, norm in zip((query, key), of_heads, strict=False):
-        jobs.append(layer_ops.norm(each, norm._parameters["weight"], each, norm.variance_epsilon))
-    jobs.append(layer_ops.rotation(query, key, cos, sin))
-    if attend is not None:
-        layer, attended = cache.layers[attention.layer_idx], torch.empty_like(query)
-        jobs.append(attend(query, layer.keys, layer.values, attended))
+    attention, (before, between, *_) = parts.attention, parts.norms
+    weights, linears = packed_weights(parts.linears, hidden, parts.known), parts.linears
+    (rows, tokens, _), cache, normed = hidden.shape, kwargs.pop(CACHE, None), torch.empty_like(hidden)
+    cos, sin = (each.expand(rows, -1, -1).contiguous() for each in position_embeddings)
+    first = norm_of(before, hidden, normed)
+    if weights:
+        space = Space.of(hidden, weights, tokens)._replace(normed=normed)
+        query, (key, value) = space.query, (hidden.new_empty(rows, tokens, each.outputs) for each in weights[1:3])
+        run(*jobs_before(parts, weights, first, space, key, value, (cos, sin)))
     else:
-        run(*jobs)
-        jobs.clear()
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        if cache is not None:
-            key, value = cache.update(key, value, attention.layer_idx)
-        by_model = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, parts.eager)
-        attended = by_model(attention, query, key, value, attention_mask, **parts.options, **kwargs)[0].contiguous()
-    (delta,) = multiply(attended.view(rows, tokens, -1), 3, 1)
-    total, normed = torch.empty_like(hidden), torch.empty_like(hidden)
-    weight, eps = between._parameters["weight"], between.variance_epsilon
-    jobs.append(layer_ops.norm(hidden, weight, normed, eps, delta=delta, total=total))
-    gate, up = multiply(normed, 4, 2)
-    jobs.append(layer_ops.gating(gate, up))
-    (change,) = multiply(gate, 6, 1)
-    run(*jobs)
-    return total.add_(change)
+        run(first)
+        query, key, value = (each(normed) for each in linears[:3])
+        run(*jobs_of_heads(parts, query, key, (cos, sin)))
+    query, key, value = (each.view(rows, tokens, -1, cos.shape[-1]).transpose(1, 2) for each in (query, key, value))
+    if cache is not None:
+        key, value = cache.update(key, value, attention.layer_idx)
+    by_model = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, parts.eager)
+    attended = by_model(attention, query, key, value, attention_mask, **parts.options, **kwargs)[0]
+    attended = attended.contiguous().view(rows, tokens, -1)
+    if weights:
+        run(*jobs_after(parts, weights, hidden, space._replace(attended=attended)))
+        return space.total.add_(space.change)
+    total = torch.empty_like(hidden)
+    run(norm_of(between, hidden, normed, delta=linears[3](attended), total=total))
+    gate, up = linears[4](normed), linears[5](normed)
+    run(layer_ops.gating(gate, up))
+    return total.add_(linears[6](gate))
 
 
-def _is_right(parts: _Parts) -> bool:
+def _is_right(parts: LayerParts) -> bool:
     """Whether a fused layer computes what the layer itself does; compared once per class and sizes."""
     kind = (
         type(parts.layer), parts.attention.head_dim, parts.norms[0].weight.dtype, torch.get_num_threads(),
@@ -267,7 +299,7 @@ def _is_right(parts: _Parts) -> bool:
     return _probed[kind]
 
 
-def _computes_the_same(parts: _Parts) -> bool:
+def _computes_the_same(parts: LayerParts) -> bool:
     """Compare a layer, its norm and its rotation with their fused forms, by two rows of three tokens."""
     norm, dim = parts.norms[0], parts.attention.head_dim
     weight, source = norm.weight, torch.Generator().manual_seed(0)
