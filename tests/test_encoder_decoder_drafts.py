@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerF
 import lookahead
 from lookahead import DraftModel, LookaheadConfig
 from lookahead.errors import UnsupportedModelError
-from lookahead.models.encoder_decoder import decoder_support
+from lookahead.models.support import support_of
 from tests.support.families import ENCODER_DECODERS, build
 from tests.support.pass_recorder import counted_passes
 from tests.test_encoder_decoder import NEW_TOKENS, ONE, PADDED, WANDERING, generate, model_of
@@ -42,7 +42,7 @@ def test_a_model_that_drafts_for_itself_is_right_and_another_one_changes_nothing
     model: Any = copy.deepcopy(model_of(name))
     with torch.no_grad():
         model.get_output_embeddings().weight[0] = 0.0  # behind padding that is written a chain is split
-    decoder_support(model, max_length=NEW_TOKENS)
+    support_of(model, shortest=1, max_length=NEW_TOKENS)
     same = copy.deepcopy(model)  # whose passes are not counted
     (passes,) = compare(model, inputs, drafts(same, depth=8), do_sample=False)
     # An encoder with positions of its own reads another text where that is padded in front.

@@ -39,7 +39,7 @@ from lookahead.generation.validation import (
 )
 from lookahead.models.cache import cache_in, tokens_in
 from lookahead.models.calibration import node_cost
-from lookahead.models.encoder_decoder import DecoderTarget, Encoded, decoder_support, empty_cache
+from lookahead.models.encoder_decoder import DecoderTarget, Encoded, empty_cache
 from lookahead.models.model_state import state_of
 from lookahead.models.support import (
     Support,
@@ -164,10 +164,7 @@ def prepare(
         return plain  # a single token: there is nothing to draft
     if warn_if_stateful(logits_processor, stopping_criteria, generation_config, batch_size, config.acceptance):
         return plain
-    if has_encoder:
-        support = decoder_support(model, max_length=stopping.max_length)
-    else:
-        support = support_of(model, shortest=int(lengths.min()), max_length=stopping.max_length)
+    support = support_of(model, shortest=int(lengths.min()), max_length=stopping.max_length)
     reason = _unsupported_reason(model, support, batch_size, bool(lengths.min() < longest), config)
     if reason and lookahead_config is not None and config.proposers:
         raise UnsupportedModelError(f"{reason}; leave out the configuration to decode it plainly")

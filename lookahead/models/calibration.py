@@ -26,7 +26,7 @@ from lookahead.config import PASSES
 from lookahead.drafting.cost_model import NODE_COST, StepCost
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import ConfigError, UnsupportedModelError
-from lookahead.models.support import is_bitwise, support_of
+from lookahead.models.support import is_bitwise, support_of, validate_causal_lm
 from lookahead.models.target import Target, input_device, position_limit
 from lookahead.utils.atomic import read_json, write_atomically
 from lookahead.verification.exact import likeliest
@@ -163,6 +163,7 @@ def _sweep(
     No seconds if the sweep would take longer than `within_s`.
     """
     length = context + max(nodes) + 1
+    validate_causal_lm(model, "be calibrated; it learns its costs while it decodes")
     support = support_of(model, shortest=context, max_length=length)
     if support.shape == "none":
         raise UnsupportedModelError(f"{type(model).__name__} cannot verify drafts: {support.reason}")

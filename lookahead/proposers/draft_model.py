@@ -16,7 +16,7 @@ from lookahead.drafting.budget import Ema
 from lookahead.drafting.proposal import BatchProposer, Call, Feedback, IntArray, Proposal, Proposer
 from lookahead.errors import ConfigError, ProposerError
 from lookahead.models.calibration import pass_seconds
-from lookahead.models.encoder_decoder import DecoderTarget, decoder_support, encode, side_positions
+from lookahead.models.encoder_decoder import DecoderTarget, encode, side_positions
 from lookahead.models.model_state import state_of
 from lookahead.models.support import (
     decoder_vocabulary,
@@ -127,10 +127,7 @@ class DraftModel:
         validate_model(self.model)
         vocabulary = self._shared_vocabulary(call)
         name, has_encoder = type(self.model).__name__, self.model.config.is_encoder_decoder
-        if has_encoder:
-            support = decoder_support(self.model, max_length=call.max_length)
-        else:
-            support = support_of(self.model, shortest=1, max_length=call.max_length)
+        support = support_of(self.model, shortest=1, max_length=call.max_length)
         if support.shape == "none":
             raise ProposerError(f"{name} cannot draft: {support.reason}; choose another draft model")
         if support.shape == "chains" and call.rows > 1 and not has_encoder:
