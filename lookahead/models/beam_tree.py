@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -130,9 +129,10 @@ class BeamTree:
 
         Returns the nodes to keep in the cache, and how many of them, the last ones, are still nodes.
         """
-        kept, shared = _survivors(np.array(self._parents), np.array(self.tips))
-        places = {node: place for place, node in enumerate(kept[shared:].tolist())}
-        self._before = (self._before + [self._tokens[node] for node in kept[1 : shared + 1].tolist()])[-CONTEXT:]
+        paths = [set(self.path_of(tip).tolist()) for tip in self.tips]
+        kept, shared = sorted(set(self.known).union(*paths)), len(set.intersection(*paths)) - 1
+        places = {node: place for place, node in enumerate(kept[shared:])}
+        self._before = (self._before + [self._tokens[node] for node in kept[1 : shared + 1]])[-CONTEXT:]
         self._tokens = [self._tokens[node] for node in places]
         self._parents = [places.get(self._parents[node], 0) for node in places]
         self._children = {(parent, self._tokens[i]): i for i, parent in enumerate(self._parents) if i}
@@ -140,21 +140,7 @@ class BeamTree:
         self.tips = [places[tip] for tip in self.tips]
         self.scored = len(self)
         self.most = len(self) + DEAD_NODES
-        return kept, len(self)
-
-
-@njit(cache=True)
-def _survivors(parents, tips):
-    """The nodes that tips come from and those behind tips, ascending; and how many all tips share, but for the last."""
-    below, behind = np.zeros((2, len(parents)), np.int64)
-    for tip in tips:
-        below[tip] += 1
-        behind[tip] = 1
-    for node in range(len(parents) - 1, 0, -1):
-        below[parents[node]] += below[node]
-    for node in range(1, len(parents)):
-        behind[node] |= behind[parents[node]]
-    return np.flatnonzero(below + behind).astype(np.int32), np.sum(below == len(tips)) - 1
+        return np.array(kept, np.int32), len(self)
 
 
 class Drafts(Protocol):
