@@ -180,9 +180,8 @@ class TreeCache(Cache):
     def __init__(self, *, rows: int, capacity: int, windows: Sequence[int | None] = ()) -> None:
         self.slots = TreeSlots(rows, capacity)
         self._windows = windows
-        self._bound: list[Tensor] = []  # the buffers that `commit` moves KV in
-        self._compact: Callable[..., None] | None = None
-        self._bound_at = 0, 0  # allocations and tested kernels when they were bound
+        self._compact: Callable[..., None] | None = None  # the kernel of `commit`, bound to the buffers
+        self._bound_at = 0, 0  # allocations and tested kernels when it was bound
         # The base class only calls it, so it need not be a class.
         super().__init__(layer_class_to_replicate=cast(type[CacheLayerMixin], self._next_layer))
 
@@ -232,18 +231,17 @@ class TreeCache(Cache):
         start = int(self.slots.lengths[row])
         self.slots.lengths[row] += len(path) - live
         if self._bound_at != (self.slots.allocations, len(dispatch.verdicts)):
-            self._bound = self._buffers()
-            self._compact = dispatch.compactor_for(self._bound)
+            self._compact = dispatch.compactor_for(self._buffers())
             self._bound_at = self.slots.allocations, len(dispatch.verdicts)
         if not len(path) or path[-1] < len(path):
             return  # every node is in its slot already
         if self._compact is None or len(path) > MAX_NODES:
             nodes = torch.from_numpy(path.astype(np.int64) + start)
-            for buffer in self._bound:
+            for buffer in self._buffers():
                 buffer[row, start : start + len(path)] = buffer[row].index_select(0, nodes.to(buffer.device))
             return
         packed = torch.from_numpy(np.array([row, start, len(path), *path], np.int32))
-        packed = packed.to(self._bound[0].device, non_blocking=True)
+        packed = packed.to(self._buffers()[0].device, non_blocking=True)
         self._compact(rows=packed[:1], starts=packed[1:2], counts=packed[2:3], paths=packed[3:][None])
 
     def take(self, row: int, path: Tensor | None = None) -> list[RowStates]:

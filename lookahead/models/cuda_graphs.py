@@ -36,9 +36,6 @@ class Graph:
         return self._outputs
 
 
-Capture = Callable[[Run], Graph]
-
-
 def graph_shortcoming(model: torch.nn.Module, device: torch.device) -> str | None:
     """Why passes of a model that takes its tokens on `device` cannot be recorded, or None if they may."""
     if device.type != "cuda":

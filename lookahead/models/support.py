@@ -290,7 +290,7 @@ def check_model(model: object) -> None:
         return
     if isinstance(model, tuple) and len(model) == 2:
         raise ConfigError(f"model must be a PreTrainedModel, got a {type(model).__name__}; pass its two parts: *loaded")
-    raise ConfigError(f"model must be a PreTrainedModel, got {described(model, 'model, tokenizer')}")
+    raise ConfigError(f"model must be a PreTrainedModel, got {described(model)}")
 
 
 def validate_causal_lm(model: PreTrainedModel, purpose: str) -> None:
@@ -309,13 +309,9 @@ def validate_model(model: PreTrainedModel) -> None:
         )
     if config.is_encoder_decoder and model.main_input_name != "input_ids":
         raise UnsupportedModelError(f"{name} reads {model.main_input_name}; lookahead serves models that read text")
-    state = state_of(model)
-    if state.is_encoder is None:
-        # GPT-NeoX is no decoder either by its configuration, but its attention layers are causal.
-        looks_ahead = not all(getattr(module, "is_causal", True) for module in model.modules())
-        is_decoder = config.is_encoder_decoder or getattr(config, "is_decoder", True) is not False
-        state.is_encoder = looks_ahead and not is_decoder
-    if state.is_encoder:
+    is_decoder = config.is_encoder_decoder or getattr(config, "is_decoder", True) is not False
+    # GPT-NeoX is no decoder either by its configuration, but its attention layers are causal.
+    if not is_decoder and not all(getattr(module, "is_causal", True) for module in model.modules()):
         raise UnsupportedModelError(f"{name} is an encoder: config.is_decoder is False; lookahead serves causal LMs")
     if input_device(model).type == "meta":
         raise UnsupportedModelError(f"{name} is on the meta device: it has no weights to run with")
@@ -334,9 +330,9 @@ def decoder_vocabulary(model: PreTrainedModel) -> int:
     return vocabulary_size(model, model.get_decoder() if model.config.is_encoder_decoder else None)
 
 
-def described(value: object, names: str) -> str:
+def described(value: object) -> str:
     """Describe a wrong argument in an error message; for a name or path, add how to load it."""
     if not isinstance(value, str | PathLike):
         return repr(value) if value is None else f"a {type(value).__name__}"
     name = fspath(value)
-    return f"{type(value).__name__} {name!r}; load it: {names} = lookahead.load({name!r})"
+    return f"{type(value).__name__} {name!r}; load it: model, tokenizer = lookahead.load({name!r})"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -52,12 +51,6 @@ def position_limit(model: PreTrainedModel) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
-@cache
-def _parameters_of(kind: Any) -> frozenset[str]:
-    """Parameter names of the forward of a class of models."""
-    return frozenset(inspect.signature(kind.forward).parameters)
-
-
 class Target:
     """A HuggingFace causal LM that scores one token tree per row in one forward pass.
 
@@ -101,8 +94,7 @@ class Target:
     ) -> None:
         self._model = model
         self._device = device
-        kind: Any = type(model)
-        takes = _parameters_of(kind)
+        takes = inspect.signature(type(model).forward).parameters
         self._keeps_logits = "logits_to_keep" in takes
         self._takes_positions = "position_ids" in takes
         self._takes_masks = shape == "trees"
@@ -127,7 +119,8 @@ class Target:
         self._is_half = model.dtype in (torch.bfloat16, torch.float16)
         self.is_exact = is_bitwise and self._is_half and self._scope is not None and not is_fixed
         self.is_bitwise = self.is_exact  # whether the newest prefill, and passes after it, have the bits of `generate`
-        self._is_together, self._is_alone = is_together, rows == 1
+        is_alone = self.is_exact and not is_together
+        self._bits: Bits = "alone" if is_alone else "any" if rows == 1 and not is_together else "together"
         # A single node need not attend by torch either.
         self._takes_rows = (
             self.is_exact
@@ -240,8 +233,7 @@ class Target:
             slots.begin(width, scored, is_plain=is_plain)
             windows = self._windows if self.is_exact else None
             tree_pass = TreePass(slots, self._device, trees, scored, windows=windows)
-            bits: Bits = "alone" if self.is_exact else "any" if self._is_alone else "together"
-            logits = self._forward(tree_pass, "together" if self._is_together else bits)
+            logits = self._forward(tree_pass, self._bits)
         if dispatch.wanted:
             try_kernels(dispatch.wanted)
         is_new = len(dispatch.verdicts) + len(dispatch.served) > known
