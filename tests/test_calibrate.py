@@ -20,7 +20,6 @@ from lookahead.errors import ConfigError
 from lookahead.models import calibration
 from lookahead.models.calibration import (
     NODES,
-    cache_folder,
     calibrate,
     calibrate_quickly,
     cost_path,
@@ -245,7 +244,7 @@ def test_another_dtype_has_a_file_of_its_own(tiny_llama, tmp_path) -> None:
 def test_the_library_writes_no_file_unasked(tiny_llama, tiny_tokenizer, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     lookahead.generate(tiny_llama, tiny_tokenizer, "abcabc", max_new_tokens=8)
-    assert not cache_folder().exists()
+    assert not cost_path(tiny_llama).parent.exists()
 
 
 def test_saved_costs_are_loaded_into_the_model_they_were_saved_for(tiny_llama, tiny_tokenizer, tmp_path) -> None:

@@ -190,7 +190,7 @@ def test_a_batch_of_prompts_of_one_length_is_that_of_generate_as_well() -> None:
 def passes_of(model: Any, prompts: torch.Tensor, mask: torch.Tensor | None = None) -> list[tuple[int, int]]:
     """What is told of how a prompt is read."""
     told: list[tuple[int, int]] = []
-    target = Target(model, rows=len(prompts), capacity=64, device=torch.device("cpu"), prefill_chunk=5)
+    target = Target(model, rows=len(prompts), capacity=64, prefill_chunk=5)
     target.on_prefill = lambda *now: told.append(now)
     lengths = mask.sum(1).tolist() if mask is not None else [prompts.shape[1]] * len(prompts)
     with target.serving():

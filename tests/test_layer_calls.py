@@ -58,7 +58,7 @@ def test_layers_whose_weights_are_packed_compute_what_the_models_own_layers_do(
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_layer_is_one_call_where_nodes_attend_alone_and_two_elsewhere(threads, fused, calls):
     before, model = torch.get_num_threads(), made(**WIDE)
-    exact, masked = (Target(model, rows=1, capacity=64, device=model.device, is_bitwise=way) for way in (True, False))
+    exact, masked = (Target(model, rows=1, capacity=64, is_bitwise=way) for way in (True, False))
     torch.set_num_threads(threads)
     try:
         for target, jobs in ((exact, [9] * 3), (masked, [3, 5] * 3)):
@@ -77,7 +77,7 @@ def test_a_layer_is_one_call_where_nodes_attend_alone_and_two_elsewhere(threads,
 
 def logits_behind(model: Any) -> torch.Tensor:
     """Logits of a tree behind a prompt, by a target of its own."""
-    target = Target(model, rows=1, capacity=64, device=model.device, is_bitwise=True)
+    target = Target(model, rows=1, capacity=64, is_bitwise=True)
     with target.serving():
         target.prefill([np.arange(3, 14, dtype=np.int32)])
         return target.score(trees_of(1, 5, 0))
@@ -85,7 +85,7 @@ def logits_behind(model: Any) -> torch.Tensor:
 
 @on_x86
 def test_weights_that_change_between_passes_are_packed_anew(fused, calls):
-    target = Target(model := made(**WIDE), rows=1, capacity=64, device=torch.device("cpu"), is_bitwise=True)
+    target = Target(model := made(**WIDE), rows=1, capacity=64, is_bitwise=True)
     with target.serving():
         target.prefill([np.arange(3, 14, dtype=np.int32)])
         before = target.score(trees_of(1, 5, 0))

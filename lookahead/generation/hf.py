@@ -49,7 +49,7 @@ from lookahead.models.support import (
     support_of,
     vocabulary_size,
 )
-from lookahead.models.target import PREFILL_CHUNK, Shape, Target, input_device
+from lookahead.models.target import PREFILL_CHUNK, Shape, Target
 from lookahead.models.tensor_parallel import tensor_parallel_group, validate_tensor_parallel
 from lookahead.ngram.pool_file import Pool
 from lookahead.pools.open_pool import pool_of
@@ -257,7 +257,6 @@ def assemble(
             model,
             rows=slots,
             capacity=capacity,
-            device=batch[0].device if batch else input_device(model),
             shape=shape,
             prefill_chunk=longest if prefills_at_once(model) else PREFILL_CHUNK,
             hidden_layers=sorted({layer for proposer in proposers for layer in proposer.hidden_layers}),

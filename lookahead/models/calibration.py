@@ -156,7 +156,7 @@ def _sweep(
         raise UnsupportedModelError(f"{type(model).__name__} cannot verify drafts: {support.reason}")
     device, shape = input_device(model), support.shape
     target = Target(
-        model, rows=1, capacity=length, device=device, shape=shape, compiles=compiles, most_nodes=max(nodes),
+        model, rows=1, capacity=length, shape=shape, compiles=compiles, most_nodes=max(nodes),
         is_bitwise=shape == "trees" and is_bitwise(model),
     )  # fmt: skip
     rng = np.random.default_rng(0)
@@ -261,11 +261,6 @@ def pass_seconds(model: PreTrainedModel, rounds: int = 25) -> float:
     return _sweep(model, context, (1,), rounds=rounds)[0][0]
 
 
-def cache_folder() -> Path:
-    """The folder for step costs in the platform's cache folder."""
-    return user_cache_path("lookahead", appauthor=False) / "costs"
-
-
 def identity(model: nn.Module, passes: str = PASSES[0]) -> dict[str, Any]:
     """What step costs depend on: parameter shapes, dtype, device, threads, PyTorch version and kind of passes."""
     parameter = next(model.parameters())
@@ -284,10 +279,11 @@ def identity(model: nn.Module, passes: str = PASSES[0]) -> dict[str, Any]:
 
 
 def cost_path(model: nn.Module, folder: Path | str | None = None, passes: str = PASSES[0]) -> Path:
-    """The file of a model's step costs in a folder; `cache_folder()` when None."""
+    """The file of a model's step costs in a folder; one in the platform's cache folder when None."""
     known = identity(model, passes)
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
-    return Path(cache_folder() if folder is None else folder) / f"{known['model']}-{known['dtype']}-{digest}.json"
+    place = user_cache_path("lookahead", appauthor=False) / "costs" if folder is None else Path(folder)
+    return place / f"{known['model']}-{known['dtype']}-{digest}.json"
 
 
 def read_costs(model: nn.Module, cost: StepCost, folder: Path | str | None = None, passes: str = PASSES[0]) -> bool:

@@ -152,7 +152,7 @@ class CompiledRunner:
             if problem is None:
                 self._capture = CudaGraphs(device, is_watched=not self._compiles)
             else:
-                self._give_up("capture", problem)
+                self._stop("capture", problem)
 
     def score(self, trees: Sequence[TokenTree]) -> tuple[Tensor, ...] | None:
         """Logits `[active, nodes of the largest tree, vocab]` and hidden states likewise; None if passes failed."""
@@ -201,10 +201,7 @@ class CompiledRunner:
             outputs = runner.run()
         except Exception as error:
             # The model itself runs next. If it is broken, it raises there.
-            what = "compile" if self._compiles else "capture"
-            self._compiles, self._capture = False, None
-            self._runners.clear()
-            self._give_up(what, _in_short(error))
+            self._stop("compile" if self._compiles else "capture", _in_short(error))
             return None
         if self._capture is not None:
             self.is_cold = True
@@ -212,7 +209,7 @@ class CompiledRunner:
                 try:
                     runner.graph = self._capture(runner.run)  # the next pass of its shape is the first replay
                 except Exception as error:
-                    self._stop_recording(_in_short(error))
+                    self._stop("capture", _in_short(error))
         return outputs
 
     def _replay(self, runner: _ShapeRunner, graph: Graph) -> tuple[Tensor, ...]:
@@ -229,18 +226,13 @@ class CompiledRunner:
         error = float(torch.stack(list(map(_largest_error, outputs, wanted))).max())
         if error <= _TOLERANCE.get(self._model.dtype, _TOLERANCE_FP32):
             return outputs
-        self._stop_recording(f"a replay differs by {error:.2g} from the pass that was recorded")
+        self._stop("capture", f"a replay differs by {error:.2g} from the pass that was recorded")
         return wanted
 
-    def _stop_recording(self, reason: str) -> None:
-        """Run passes without graphs from now on."""
-        self._capture = None
-        for runner in self._runners.values():
-            runner.graph = None
-        self._give_up("capture", reason)
-
-    def _give_up(self, what: str, reason: str) -> None:
-        """Log once for a model why it is not compiled or recorded."""
+    def _stop(self, what: str, reason: str) -> None:
+        """Record no more passes, nor compile any if that failed, and log once for a model why."""
+        self._compiles, self._capture = self._compiles and what != "compile", None
+        self._runners.clear()
         failed = state_of(self._model).failed
         if what not in failed:
             way = {"compile": "torch.compile", "capture": "CUDA graphs"}[what]

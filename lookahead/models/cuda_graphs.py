@@ -103,10 +103,9 @@ class CudaGraphs:
             if not self._living:
                 self._pool = torch.cuda.graph_pool_handle()  # a pool without graphs cannot be used again
             graph = torch.cuda.CUDAGraph()
-            # Other threads may use the device meanwhile.
-            mode = "thread_local"
-            # A failed recording leaves its stream the current one. The outer block restores the other.
-            recording = torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode=mode)
+            # Other threads may use the device meanwhile. A failed recording leaves its stream the current one, and the
+            # outer block restores the other.
+            recording = torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local")
             with torch.cuda.stream(current), recording:
                 outputs = run()
             recorded = Graph(graph, outputs)

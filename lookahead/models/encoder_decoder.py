@@ -50,7 +50,7 @@ class DecoderTarget(Target):
     """
 
     def __init__(self, model: PreTrainedModel, encoded: Encoded, rows: int = 1) -> None:
-        super().__init__(model, rows=rows, capacity=1, device=input_device(model), shape="chains")
+        super().__init__(model, rows=rows, capacity=1, shape="chains")
         self.positions = side_positions(model, "decoder")
         self.is_aligned = rows > 1
         self._outputs, self._mask = encoded.outputs, encoded.mask

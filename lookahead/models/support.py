@@ -199,7 +199,7 @@ def _scores_like_the_model(model: PreTrainedModel, shape: Shape, tokens: Sequenc
     if model.config.is_encoder_decoder:
         target: Target = DecoderTarget(model, encode(model, [np.array(tokens, np.int32)]))
     else:  # weights packed for the rows of a batch are of no use to later passes over one row
-        target = Target(model, rows=len(texts), capacity=16, device=input_device(model), shape=shape, packs=False)
+        target = Target(model, rows=len(texts), capacity=16, shape=shape, packs=False)
     with target.serving():
         target.prefill([np.array([*text, tokens[2]], np.int32) for text in texts])
         first = target.score([tree] * len(texts))
@@ -260,10 +260,7 @@ def _has_bits_after(model: PreTrainedModel, vocabulary: int, step: int) -> bool:
     prompt = (np.arange(8, dtype=np.int32) * step + 1) % vocabulary
     chain, branches = np.arange(-1, _LONGEST).clip(0), np.arange(_LONGEST + 1, MAX_ROWS) % (_LONGEST + 1)
     tree = TokenTree.from_parents((np.arange(MAX_ROWS) * (step - 6) + prompt[-1]) % vocabulary, [*chain, *branches])
-    target, plain = (
-        Target(model, rows=1, capacity=64, device=input_device(model), is_bitwise=is_bitwise)
-        for is_bitwise in (True, False)
-    )
+    target, plain = (Target(model, rows=1, capacity=64, is_bitwise=is_bitwise) for is_bitwise in (True, False))
     with target.serving(), plain.serving():
         target.prefill([prompt])
         plain.prefill([prompt])

@@ -61,7 +61,6 @@ class Target:
         model: The model.
         rows: Rows of the batch; 1 for chains.
         capacity: Slots per row to begin with.
-        device: Device of the input tokens.
         shape: What `score` takes: trees, or chains only.
         prefill_chunk: Most prompt tokens read in one pass.
         hidden_layers: Indices in `output_hidden_states` of the hidden states to keep.
@@ -81,7 +80,6 @@ class Target:
         *,
         rows: int,
         capacity: int,
-        device: torch.device,
         shape: Shape = "trees",
         prefill_chunk: int = PREFILL_CHUNK,
         hidden_layers: Sequence[int] = (),
@@ -93,7 +91,7 @@ class Target:
         is_together: bool = False,
     ) -> None:
         self._model = model
-        self._device = device
+        self._device = input_device(model)
         takes = inspect.signature(type(model).forward).parameters
         self._keeps_logits = "logits_to_keep" in takes
         self._takes_positions = "position_ids" in takes
@@ -137,7 +135,7 @@ class Target:
         self._fast = None
         if is_fixed:
             self._fast = CompiledRunner(
-                model, self.cache, device, most_nodes=most_nodes, hidden_layers=self._hidden_layers,
+                model, self.cache, self._device, most_nodes=most_nodes, hidden_layers=self._hidden_layers,
                 scope=self._scope, compiles=compiles, captures=captures,
             )  # fmt: skip
 

@@ -26,7 +26,7 @@ from lookahead.models.support import (
     validate_model,
     vocabulary_size,
 )
-from lookahead.models.target import PREFILL_CHUNK, Shape, Target, input_device
+from lookahead.models.target import PREFILL_CHUNK, Shape, Target
 from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.proposers.draft_tree import LEVELS, DraftTree, DraftTreeBatch
 from lookahead.utils.fingerprints import tokenizer_fingerprint
@@ -262,7 +262,6 @@ class ModelProposer(BatchProposer):
             self._model,
             rows=len(self._slots),
             capacity=longest + 256,
-            device=input_device(self._model),
             shape=self._shape,
             prefill_chunk=longest if prefills_at_once(self._model) else PREFILL_CHUNK,
         )
