@@ -211,7 +211,8 @@ def test_what_a_pass_reads_of_the_host_does_not_grow_with_the_context(
         return query.transpose(1, 2).contiguous()
 
     monkeypatch.setattr(dispatch, "attention_for", lambda *_: kernel if serves == "kernel" else None)
-    target = Target(wide_llama.to(meta), rows=3, capacity=200, prefill_chunk=64)
+    monkeypatch.setattr("lookahead.models.target.PREFILL_CHUNK", 64)
+    target = Target(wide_llama.to(meta), rows=3, capacity=200)
     with target.serving():
         target.prefill([np.zeros(n, np.int32) for n in (150, 10, 100)])
         for nodes in ((1, 1, 1), (5, 1, 9)):
@@ -234,7 +235,8 @@ def test_further_parts_of_a_prompt_need_no_mask_where_flash_attention_takes_them
     prompts = [np.arange(3, 3 + n, dtype=np.int32) for n in (37, 50)]
     logits = []
     for size in (64, 16):
-        target = Target(wide_llama, rows=2, capacity=64, prefill_chunk=size)
+        monkeypatch.setattr("lookahead.models.target.PREFILL_CHUNK", size)
+        target = Target(wide_llama, rows=2, capacity=64)
         with target.serving():
             logits.append(target.prefill(prompts))
         monkeypatch.setattr(dispatch, "attention_for", lambda *_: None)

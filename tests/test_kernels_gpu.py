@@ -149,7 +149,8 @@ def test_a_prompt_read_in_parts_by_flash_attention_gives_the_logits_of_reading_i
     prompts = [np.random.default_rng(n).integers(2, 101, n).astype(np.int32) for n in (1500, 700)]
     logits = []
     for size in (2048, 256):
-        target = Target(model, rows=2, capacity=1600, prefill_chunk=size)
+        monkeypatch.setattr("lookahead.models.target.PREFILL_CHUNK", size)
+        target = Target(model, rows=2, capacity=1600)
         with target.serving():
             logits.append(target.prefill(prompts).float())
         monkeypatch.setattr(TreePass, "mask", None)

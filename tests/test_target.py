@@ -162,8 +162,11 @@ def test_a_retired_row_leaves_its_place_to_the_last_one(model: PreTrainedModel) 
         check(model, target, [random_tree(3, 9, root=7)], [texts[2]])
 
 
-def test_a_prompt_longer_than_a_chunk_is_prefilled_in_chunks(model: PreTrainedModel) -> None:
-    target = Target(model, rows=3, capacity=64, prefill_chunk=5)
+def test_a_prompt_longer_than_a_chunk_is_prefilled_in_chunks(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lookahead.models.target.PREFILL_CHUNK", 5)
+    target = Target(model, rows=3, capacity=64)
     with torch.inference_mode(), target.serving():
         target.prefill(PROMPTS)
         trees = [random_tree(row, 6, root=7) for row in range(3)]

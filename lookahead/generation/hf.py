@@ -41,15 +41,8 @@ from lookahead.models.cache import cache_in, tokens_in
 from lookahead.models.calibration import node_cost
 from lookahead.models.encoder_decoder import DecoderTarget, Encoded, empty_cache
 from lookahead.models.model_state import state_of
-from lookahead.models.support import (
-    Support,
-    decoder_vocabulary,
-    is_bitwise,
-    prefills_at_once,
-    support_of,
-    vocabulary_size,
-)
-from lookahead.models.target import PREFILL_CHUNK, Shape, Target
+from lookahead.models.support import Support, decoder_vocabulary, is_bitwise, support_of, vocabulary_size
+from lookahead.models.target import Shape, Target
 from lookahead.models.tensor_parallel import tensor_parallel_group, validate_tensor_parallel
 from lookahead.ngram.pool_file import Pool
 from lookahead.pools.open_pool import pool_of
@@ -250,7 +243,6 @@ def assemble(
     if encoded is not None:
         target = DecoderTarget(model, encoded, slots)
     else:
-        longest = max((row.length for row in batch), default=PREFILL_CHUNK)
         # `generate` attends to padding under a mask, and rows that may fail alone are those of prompts of their own.
         is_separate = isolates or (slots == 1 and not any(row.padding for row in batch))
         target = Target(
@@ -258,7 +250,6 @@ def assemble(
             rows=slots,
             capacity=capacity,
             shape=shape,
-            prefill_chunk=longest if prefills_at_once(model) else PREFILL_CHUNK,
             hidden_layers=sorted({layer for proposer in proposers for layer in proposer.hidden_layers}),
             compiles=config.compile,
             captures=config.cuda_graphs,

@@ -21,8 +21,8 @@ from lookahead.generation.api import prepare_ids
 from lookahead.generation.prompts import Prompt, PromptReader, Truncation, pad_token_of
 from lookahead.generation.request import serve_stop_strings, stateful_name, stopping_rule
 from lookahead.generation.validation import check_options, check_pair, check_token_ids, context_limit, validate_call
-from lookahead.models.support import prefills_at_once, support_of, validate_model, vocabulary_size
-from lookahead.models.target import input_device
+from lookahead.models.support import support_of, validate_model, vocabulary_size
+from lookahead.models.target import input_device, prefills_at_once
 from lookahead.pools.open_pool import pool_of
 from lookahead.utils.fingerprints import tokenizer_fingerprint
 from lookahead.verification.sampling import TokenChooser

@@ -22,15 +22,14 @@ DEAD_NODES = 64
 """Nodes that a tree gains before those that no beam comes from are dropped."""
 CONTEXT = 16
 """Tokens up to a node that a draft is looked up by."""
-NOTHING_READ = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 
 class Known(NamedTuple):
     """What a pass tells about a node: logits `[vocab]` after it, and its 8 likeliest tokens, empty if not read."""
 
     logits: Tensor
-    top: IntArray = NOTHING_READ[0]
-    log_probs: NDArray[np.float32] = NOTHING_READ[1]
+    top: IntArray = np.zeros(0, np.int32)
+    log_probs: NDArray[np.float32] = np.zeros(0, np.float32)
 
 
 class BeamTree:
@@ -53,10 +52,9 @@ class BeamTree:
 
     def add(self, parent: int, token: int) -> int:
         """Add a node that continues another one; the node."""
+        node = self._children[parent, token] = len(self)
         self._parents.append(parent)
         self._tokens.append(token)
-        node = len(self) - 1
-        self._children[parent, token] = node
         return node
 
     def child(self, node: int, token: int) -> int | None:
@@ -117,12 +115,8 @@ class BeamTree:
 
     def context(self, node: int) -> IntArray:
         """The last 16 tokens up to a node, int32; fewer where the prompt is shorter."""
-        tokens: list[int] = []
-        while node and len(tokens) < CONTEXT:
-            tokens.append(self._tokens[node])
-            node = self._parents[node]
-        missing = CONTEXT - len(tokens)
-        return np.array((self._before[-missing:] if missing else []) + tokens[::-1], np.int32)
+        tokens = self._before[:-1] + [self._tokens[each] for each in self.path_of(node)]
+        return np.array(tokens[-CONTEXT:], np.int32)
 
     def drop_dead(self) -> tuple[IntArray, int]:
         """Forget the nodes that no beam comes from or may take; what all beams share is left to the cache.

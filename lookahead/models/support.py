@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike, fspath
@@ -21,7 +21,7 @@ from lookahead.models.exact_attention import MAX_ROWS
 from lookahead.models.linears import keeps_bits
 from lookahead.models.model_state import state_of
 from lookahead.models.product_bits import has_other_products
-from lookahead.models.target import Shape, Target, input_device
+from lookahead.models.target import Shape, Target, input_device, rope_parameters_of
 
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.02}  # rounding error, relative to the norm of the logits
@@ -110,18 +110,6 @@ def unsupported_reason(model: PreTrainedModel) -> str:
                 if name in getattr(hook, "keywords", ()):
                     return f"its adapters take {name}, which are places in the batch"
     return ""
-
-
-def prefills_at_once(model: PreTrainedModel) -> bool:
-    """Whether a prompt must be read in one pass, because position embeddings depend on the longest position in it."""
-    return any(rope.get("rope_type") == "longrope" for rope in rope_parameters_of(model.config.get_text_config()))
-
-
-def rope_parameters_of(config: Any) -> Iterator[dict[str, Any]]:
-    """The rotary embeddings of a model: one for all layers, or one per type of layer."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    nested = [each for each in rope.values() if isinstance(each, dict)]
-    yield from nested or [rope]
 
 
 def _probe(model: PreTrainedModel, config: Any) -> Support:

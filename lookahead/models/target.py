@@ -29,7 +29,7 @@ from lookahead.models.tree_pass import AttentionSpan, TreePass, padded_slots
 Shape = Literal["trees", "chains"]
 OnPrefill = Callable[[int, int], None]
 """Called with the tokens read of the longest prompt, and its length."""
-PREFILL_CHUNK = 1024
+PREFILL_CHUNK = 1024  # tokens of a pass over a part of a prompt
 _MAX_WHOLE = 8192  # longest prompt, in tokens, that is read in one pass without fused attention
 
 
@@ -51,6 +51,17 @@ def position_limit(model: PreTrainedModel) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
+def prefills_at_once(model: PreTrainedModel) -> bool:
+    """Whether a prompt must be read in one pass, because position embeddings depend on the longest position in it."""
+    return any(rope.get("rope_type") == "longrope" for rope in rope_parameters_of(model.config.get_text_config()))
+
+
+def rope_parameters_of(config: Any) -> list[dict[str, Any]]:
+    """The rotary embeddings of a model: one for all layers, or one per type of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [each for each in rope.values() if isinstance(each, dict)] or [rope]
+
+
 class Target:
     """A HuggingFace causal LM that scores one token tree per row in one forward pass.
 
@@ -62,7 +73,6 @@ class Target:
         rows: Rows of the batch; 1 for chains.
         capacity: Slots per row to begin with.
         shape: What `score` takes: trees, or chains only.
-        prefill_chunk: Most prompt tokens read in one pass.
         hidden_layers: Indices in `output_hidden_states` of the hidden states to keep.
         compiles: Whether `score` compiles the model, with trees padded to few sizes.
         captures: Whether `score` records CUDA graphs, with the same padding.
@@ -81,7 +91,6 @@ class Target:
         rows: int,
         capacity: int,
         shape: Shape = "trees",
-        prefill_chunk: int = PREFILL_CHUNK,
         hidden_layers: Sequence[int] = (),
         compiles: bool = False,
         captures: bool = False,
@@ -99,7 +108,7 @@ class Target:
         self._scope = None
         if self._takes_masks and model._can_set_attn_implementation():
             self._scope = AttentionScope(model)
-        self._prefill_chunk = prefill_chunk
+        self._reads_at_once = prefills_at_once(model)
         is_fixed = (compiles or captures) and self._takes_masks and self._takes_positions
         slots = padded_slots(capacity) if is_fixed and compiles else capacity
         self._windows = windows_of(model)
@@ -184,7 +193,7 @@ class Target:
         is_sdpa = self._model.config.get_text_config()._attn_implementation == "sdpa"
         is_fused = is_sdpa and not cached.any() and not any(self._windows)
         is_whole = self._is_half and not (np.ptp(new) or np.ptp(cached)) and (is_fused or width <= _MAX_WHOLE)
-        size = width if is_whole else self._prefill_chunk
+        size = width if is_whole or self._reads_at_once else PREFILL_CHUNK
         self.is_bitwise = self.is_exact and size >= width and len(prompts) == 1
         report(0, width)
         for start in range(0, width, size):

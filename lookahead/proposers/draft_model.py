@@ -18,15 +18,8 @@ from lookahead.errors import ConfigError, ProposerError
 from lookahead.models.calibration import pass_seconds
 from lookahead.models.encoder_decoder import DecoderTarget, encode, side_positions
 from lookahead.models.model_state import state_of
-from lookahead.models.support import (
-    decoder_vocabulary,
-    prefills_at_once,
-    support_of,
-    validate_causal_lm,
-    validate_model,
-    vocabulary_size,
-)
-from lookahead.models.target import PREFILL_CHUNK, Shape, Target
+from lookahead.models.support import decoder_vocabulary, support_of, validate_causal_lm, validate_model, vocabulary_size
+from lookahead.models.target import Shape, Target
 from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.proposers.draft_tree import LEVELS, DraftTree, DraftTreeBatch
 from lookahead.utils.fingerprints import tokenizer_fingerprint
@@ -263,7 +256,6 @@ class ModelProposer(BatchProposer):
             rows=len(self._slots),
             capacity=longest + 256,
             shape=self._shape,
-            prefill_chunk=longest if prefills_at_once(self._model) else PREFILL_CHUNK,
         )
         return self._target
 
