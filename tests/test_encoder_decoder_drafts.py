@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import lookahead
 from lookahead import DraftModel, LookaheadConfig
@@ -103,3 +103,11 @@ def test_a_causal_target_is_not_drafted_for(tiny_llama: LlamaForCausalLM) -> Non
             ONE["input_ids"], max_new_tokens=9, custom_generate=lookahead.decode,
             lookahead_config=drafts(model_of("Bart")),
         )  # fmt: skip
+
+
+def test_a_causal_model_that_is_larger_drafts_too() -> None:
+    model = model_of("T5")
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+    large = LlamaForCausalLM(LlamaConfig(vocab_size=model.config.vocab_size, **sizes)).eval()
+    assert large.num_parameters() > model.num_parameters()
+    compare(model, ONE, drafts(large), do_sample=False)

@@ -135,10 +135,7 @@ def _mismatch_of(model: PreTrainedModel, shape: Shape) -> str:
     Raises:
         ProbeError: A pass ran out of memory, or the model cannot run at all.
     """
-    sides: Sequence[Any] = (None,)
-    if model.config.is_encoder_decoder:
-        sides = model.get_encoder(), model.get_decoder()
-    vocabulary, raised = min(vocabulary_size(model, side) for side in sides), None
+    vocabulary, raised = min(vocabulary_size(model), decoder_vocabulary(model)), None
     probes = [[token * vocabulary // 9 for token in probe] for probe in _PROBES]
     for tokens in probes:
         try:

@@ -149,7 +149,7 @@ class DraftModel:
 def _begin(draft: PreTrainedModel, target: PreTrainedModel) -> DraftModelState:
     """Warn of a draft model that is larger than its target, with the times of their passes."""
     own, others = (sum(parameter.numel() for parameter in model.parameters()) for model in (draft, target))
-    if own > others and not draft.config.is_encoder_decoder:
+    if own > others and not (draft.config.is_encoder_decoder or target.config.is_encoder_decoder):
         with torch.inference_mode():
             pass_s, target_s = (pass_seconds(model, _COST_ROUNDS) for model in (draft, target))
         warnings.warn(
