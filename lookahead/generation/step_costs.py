@@ -17,6 +17,7 @@ from lookahead.errors import ConfigError
 from lookahead.generation.validation import context_limit
 from lookahead.models import calibration
 from lookahead.models.model_state import state_of
+from lookahead.models.support import validate_causal_lm
 
 
 def load_costs(model: PreTrainedModel, folder: Path | str | None = None) -> bool:
@@ -91,6 +92,7 @@ def calibrate_costs(
         ConfigError: A context is out of its range.
         UnsupportedModelError: The model cannot verify drafts.
     """
+    validate_causal_lm(model, "be calibrated; it learns its costs while it decodes")
     cost = state_of(model).learned.costs[PASSES[compile]]
     nodes, limit = calibration.PADDED_NODES if compile else calibration.NODES, context_limit(model)
     most, span = math.inf, "at least 1 token"

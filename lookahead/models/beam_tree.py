@@ -233,7 +233,10 @@ class BeamModel:
             first.fill(self._fewest)
         self.drafted += len(first) - tips
         self.served.append(0)
-        scored = np.array([tree.scored for tree in self._trees])
+        scored, cache = np.array([tree.scored for tree in self._trees]), self._target.cache
+        needed = int(max(cache.slots.lengths + [len(tree) for tree in self._trees]))
+        if needed > cache.slots.capacity:  # a cache that grows by itself gains half of its size
+            cache.resize(rows=len(self._trees), capacity=needed + DEAD_NODES)
         begin, busy = time.perf_counter(), time.process_time()
         logits = self._target.score([tree.tree() for tree in self._trees], scored)
         if self._drafts is not None and reads:

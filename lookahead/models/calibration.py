@@ -26,7 +26,7 @@ from lookahead.config import PASSES
 from lookahead.drafting.cost_model import NODE_COST, StepCost
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import ConfigError, UnsupportedModelError
-from lookahead.models.support import is_bitwise, support_of, validate_causal_lm
+from lookahead.models.support import is_bitwise, support_of
 from lookahead.models.target import Target, input_device, position_limit
 from lookahead.utils.atomic import read_json, write_atomically
 from lookahead.verification.exact import likeliest
@@ -124,7 +124,7 @@ def calibrate_quickly(model: PreTrainedModel, cost: StepCost) -> bool:
     steps of one, which would keep drafts off for good.
     """
     context = min(_QUICK_CONTEXT, (position_limit(model) or sys.maxsize) - max(QUICK_NODES) - 1)
-    if context < 1:
+    if context < 1 or model.config.is_encoder_decoder:
         return False
     try:
         seconds, _ = _sweep(model, context, QUICK_NODES, rounds=_QUICK_ROUNDS, within_s=LONGEST_QUICK_S)
@@ -150,7 +150,6 @@ def _sweep(
     No seconds if the sweep would take longer than `within_s`.
     """
     length = context + max(nodes) + 1
-    validate_causal_lm(model, "be calibrated; it learns its costs while it decodes")
     support = support_of(model, shortest=context, max_length=length)
     if support.shape == "none":
         raise UnsupportedModelError(f"{type(model).__name__} cannot verify drafts: {support.reason}")
