@@ -47,13 +47,9 @@ class KnownRequests:
                     rows[row] = known
         self.rows = rows
         gone = [request for request in left if request in loose]
-        kept, total = 0, 0  # the longest absent requests beyond the limits are forgotten
-        for request in reversed(loose):
-            total += len(request)
-            if kept == self._max_aside or total > self._aside_tokens:
-                break
-            kept += 1
-        self.aside = loose[len(loose) - kept :]
+        sizes = np.cumsum([len(request) for request in reversed(loose)])
+        kept = min(int((sizes <= self._aside_tokens).sum()), self._max_aside)
+        self.aside = loose[len(loose) - kept :]  # the longest absent beyond the limits are forgotten
         return gone
 
 

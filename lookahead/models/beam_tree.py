@@ -179,7 +179,7 @@ class BeamModel:
         self._drafts, self._max_length, self._fewest = drafts, max_length, fewest
         self._trees: list[BeamTree] = []
         self._chosen: list[int] = []
-        self._scores: Tensor | None = None
+        self._scores = torch.zeros(1, beams)  # of the beams of each prompt
         self.served: list[int] = []  # by pass over tips, how many steps it has served
         self.drafted = 0  # nodes that passes scored beside tips
 
@@ -226,10 +226,9 @@ class BeamModel:
         """Score new tips and a draft in one pass; the search may take `left` more steps behind the next one."""
         first, reads = self._trees[0], False
         tips = len(first)
-        if self._drafts is not None and self._scores is not None:
+        if self._drafts is not None:
             steps = self.served[-1] if self.served else 0
             reads = self._drafts.draft(first, self._scores[0].tolist(), steps, left)
-        if self._drafts is not None:
             first.fill(self._fewest)
         self.drafted += len(first) - tips
         self.served.append(0)

@@ -229,7 +229,9 @@ def locate_model(model: str, files: Sequence[str] = ("config.json",)) -> tuple[s
                 f"model {model!r} is a file, but no GGUF file; name a .gguf file or the folder that holds config.json"
             )
         return str(path), True
-    if _looks_like_a_path(model):
+    is_path = model.startswith((".", "~")) or model.endswith(".gguf") or not _HUB_ID.fullmatch(model)
+    # "models/summarizer" could be either; beside a folder "models" it is a typo in a path.
+    if is_path or ("/" in model and Path(model.split("/")[0]).is_dir()):
         kind = "file" if path.suffix == ".gguf" else "folder"
         raise UnsupportedModelError(
             f"model {model!r} does not exist: looked for the {kind} {path.absolute()}{_did_you_mean(model, files)}"
@@ -250,14 +252,6 @@ def _default_file() -> Path:
         if (file := Path(folder) / "SmolLM2-135M-Instruct.Q4_1.gguf").is_file():
             return file
     raise UnsupportedModelError(_DEFAULT_MISSING)
-
-
-def _looks_like_a_path(model: str) -> bool:
-    """Whether a name that does not exist here can only be a path."""
-    if model.startswith((".", "~")) or model.endswith(".gguf") or not _HUB_ID.fullmatch(model):
-        return True
-    # "models/summarizer" could be either; beside a folder "models" it is a typo in a path.
-    return "/" in model and Path(model.split("/")[0]).is_dir()
 
 
 @functools.cache  # a model that was found is not asked for again
