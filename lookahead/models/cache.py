@@ -103,8 +103,7 @@ class TreeLayer(CacheLayerMixin):
     values: Tensor
 
     def __init__(self, slots: TreeSlots, window: int | None = None) -> None:
-        base: Any = super()
-        base.__init__()  # untyped in transformers
+        super().__init__()  # type: ignore[no-untyped-call]
         self._slots = slots
         self._window = window
 

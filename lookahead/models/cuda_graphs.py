@@ -53,8 +53,7 @@ class Watch(TorchDispatchMode):
     """
 
     def __init__(self, device: torch.device) -> None:
-        base: Any = super()
-        base.__init__()  # untyped in torch
+        super().__init__()  # type: ignore[no-untyped-call]
         self._kind = device.type
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -129,8 +129,8 @@ class Target:
         is_alone = self.is_exact and not is_together
         self._bits: Bits = "alone" if is_alone else "any" if rows == 1 and not is_together else "together"
         # A single node need not attend by torch either.
-        is_whole = self.is_exact and model.dtype == torch.bfloat16 and not any(self._windows)
-        self._takes_rows = is_whole and takes_rows(model.config.get_text_config())
+        is_bf16 = self.is_exact and model.dtype == torch.bfloat16
+        self._takes_rows = is_bf16 and not any(self._windows) and takes_rows(model.config.get_text_config())
         # Compiled passes have their own products. Each process measures whether packing pays, and tensor-parallel
         # processes must compute the same bits.
         is_apart = (is_fixed and compiles) or (getattr(model, "_tp_size", None) or 1) > 1
