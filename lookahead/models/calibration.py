@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -177,9 +177,8 @@ def _sweep(
         target.prefill([prompt])
         for _ in range(warm_ups + rounds):
             spent.append([timed(partial(_step, target, tree), device) for tree in trees])
-    layers: list[Any] = [layer for layer in cast(list[Any], target.cache.layers) if layer.is_initialized]
-    per_slot = [each.nbytes / each.shape[1] for layer in layers for each in (layer.keys, layer.values)]
-    return [statistics.median(each) for each in zip(*spent[warm_ups:], strict=True)], sum(per_slot)
+    kv_bytes = sum(each.nbytes / each.shape[1] for each in target.cache.buffers())
+    return [statistics.median(each) for each in zip(*spent[warm_ups:], strict=True)], kv_bytes
 
 
 def _step(target: Target, tree: TokenTree) -> None:

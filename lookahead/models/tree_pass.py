@@ -63,6 +63,7 @@ class TreePass:
         windows: Sequence[int | None] | None = None,
     ) -> None:
         self._slots, self._trees, self._scored = slots, trees, scored
+        self._firsts = [0] * len(trees) if scored is None else scored.tolist()  # nodes that are in the pass
         self.windows = windows
         self.is_prefill = bool(prompt)
         self.is_exact = windows is not None and not prompt  # every node attends alone
@@ -82,8 +83,7 @@ class TreePass:
             self.tokens, self.keep, self.positions, index = _tensors_on(device, inputs)
         else:
             arrays = _arrays(slots.active, slots.width, slots.width if scored is None else max(map(len, trees)))
-            firsts = [0] * len(trees) if scored is None else scored.tolist()
-            for row, (tree, first) in enumerate(zip(trees, firsts, strict=True)):
+            for row, (tree, first) in enumerate(zip(trees, self._firsts, strict=True)):
                 _fill_row(arrays, row, tree.tokens, tree.parents, tree.depths, lengths[row], first, slots.capacity)
             self.tokens, self.positions, index, *tensors = _tensors_on(device, arrays)
             self.keep = index[:0]
@@ -124,8 +124,7 @@ class TreePass:
     @cached_property
     def turns(self) -> Turns:
         """How the nodes of the rows attend in turn."""
-        scored = [0] * len(self._trees) if self._scored is None else self._scored.tolist()
-        return Turns(self._trees, self._slots.lengths[: len(self._trees)].tolist(), scored)
+        return Turns(self._trees, self._slots.lengths[: len(self._trees)].tolist(), self._firsts)
 
 
 def padded_rows(active: int, rows: int) -> int:
