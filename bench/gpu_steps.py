@@ -153,7 +153,7 @@ def measure_steps(
 
     A step is the pass and the likeliest token after every node, read by the host: by the clock on the wall.
     """
-    options: dict[str, Any] = {"rows": 1, "capacity": len(prompt) + max(sizes), "device": device}
+    options: dict[str, Any] = {"rows": 1, "capacity": len(prompt) + max(sizes)}
     graphs = Target(model, **options, captures=True, most_nodes=max(sizes))
     eager = Target(model, **options)
     replays = Replays(graphs, device)

@@ -31,7 +31,7 @@ from lookahead.models.cache import CACHE
 from lookahead.models.loading import DEFAULT_MODEL
 from lookahead.models.quantized import QUANTIZED, QuantizedLinear
 from lookahead.models.support import is_bitwise
-from lookahead.models.target import Target, input_device
+from lookahead.models.target import Target
 
 STEP = "transformers, 1 token"
 WAYS: dict[str, dict[str, Any]] = {"exact": {"is_bitwise": True}, "fast": {}, "unpacked": {"packs": False}}
@@ -75,10 +75,7 @@ def measure(
     """Median milliseconds of every way, the options of a target, by nodes, after so many tokens of context."""
     vocabulary = model.config.get_text_config().vocab_size
     prompt = ((np.arange(context) * 7919 + 13) % vocabulary).astype(np.int32)
-    targets = {
-        name: Target(model, rows=1, capacity=context + max(widths), device=input_device(model), **options)
-        for name, options in ways.items()
-    }
+    targets = {name: Target(model, rows=1, capacity=context + max(widths), **options) for name, options in ways.items()}
     for target in targets.values():
         with target.serving():
             target.prefill([prompt])

@@ -207,12 +207,8 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         made.append(Recording(run))
         return made[-1]
 
-    plain = compiled.CompiledRunner.__init__
-
-    def with_recordings(self: compiled.CompiledRunner, *args: Any, **options: Any) -> None:
-        plain(self, *args, **options, capture=capture if options["captures"] else None)
-
-    monkeypatch.setattr(compiled.CompiledRunner, "__init__", with_recordings)
+    monkeypatch.setattr(compiled, "graph_shortcoming", lambda *_: None)
+    monkeypatch.setattr(compiled, "CudaGraphs", lambda *_, **__: capture)
     monkeypatch.setattr(compiled, "state_of", lambda model: states.setdefault(model, ModelState()))
     # The attention of the CPU's own kernel is no operation of torch, so that no recording would hold it.
     monkeypatch.setattr(choice, "attention_for", lambda *_: None)

@@ -138,7 +138,7 @@ def test_families_are_compiled_whole(name: str, caplog: pytest.LogCaptureFixture
     # Windows and sinks, and prepared masks.
     model = fresh(name)
     prompts = [np.arange(3, 24, dtype=np.int32), np.arange(30, 43, dtype=np.int32)]
-    fast, plain = (Target(model, rows=2, capacity=80, device=CPU, compiles=compiles) for compiles in (True, False))
+    fast, plain = (Target(model, rows=2, capacity=80, compiles=compiles) for compiles in (True, False))
     with fast.serving(), caplog.at_level(logging.WARNING, "lookahead"):
         fast.prefill(prompts)
         plain.prefill(prompts)

@@ -211,10 +211,13 @@ def test_hidden_states_are_those_of_the_model_at_every_node(
         assert at == prompt - 1 + sum(len(feedback.tokens) for feedback in feedbacks)
 
 
-def test_hidden_states_of_a_prompt_read_in_chunks_are_whole(tiny_llama: PreTrainedModel) -> None:
+def test_hidden_states_of_a_prompt_read_in_chunks_are_whole(
+    tiny_llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from lookahead.models.target import Target
 
-    target = Target(tiny_llama, rows=2, capacity=8, device=torch.device("cpu"), prefill_chunk=3, hidden_layers=(1, -1))
+    monkeypatch.setattr("lookahead.models.target.PREFILL_CHUNK", 3)
+    target = Target(tiny_llama, rows=2, capacity=8, hidden_layers=(1, -1))
     prompts = [np.arange(3, 14, dtype=np.int32), np.arange(40, 45, dtype=np.int32)]
     with target.serving():
         target.prefill(prompts)

@@ -16,7 +16,8 @@ from lookahead import LookaheadConfig
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.errors import UnsupportedModelError
 from lookahead.models.cache import CACHE
-from lookahead.models.encoder_decoder import decoder_support, empty_cache
+from lookahead.models.encoder_decoder import empty_cache
+from lookahead.models.support import support_of
 from tests.support.adversarial_proposers import Offer, always_wrong, drafting_by, nothing, perfect
 from tests.support.families import ENCODER_DECODERS, build, cases
 from tests.support.pass_recorder import counted_passes
@@ -53,7 +54,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def model_of(name: str) -> PreTrainedModel:
     """One model for all tests that leave it as it is, probed, so that its passes can be counted."""
     model = build(ENCODER_DECODERS[name])
-    decoder_support(model, max_length=NEW_TOKENS)
+    support_of(model, shortest=1, max_length=NEW_TOKENS)
     return model
 
 
@@ -152,8 +153,8 @@ def test_a_criterion_that_fires_inside_a_draft_ends_the_output_there() -> None:
 def test_a_window_that_the_longest_draft_could_outgrow_is_no_window_to_draft_in() -> None:
     model = build(ENCODER_DECODERS["T5Gemma"])
     window = model.config.get_text_config(decoder=True).sliding_window = MAX_NODES_LIMIT + NEW_TOKENS
-    assert decoder_support(model, max_length=NEW_TOKENS - 1).shape == "chains"
-    assert decoder_support(model, max_length=NEW_TOKENS).shape == "none"
+    assert support_of(model, shortest=1, max_length=NEW_TOKENS - 1).shape == "chains"
+    assert support_of(model, shortest=1, max_length=NEW_TOKENS).shape == "none"
     with pytest.warns(UserWarning, match=f"the cache of its decoder drops tokens beyond {window}.*decoded plainly"):
         compare(model, ONE, "real", config=None, do_sample=False)
 
@@ -221,7 +222,7 @@ def test_an_encoder_of_another_vocabulary_is_not_drafted_from() -> None:
     torch.manual_seed(3)
     model = EncoderDecoderModel(config).eval()
     model.generation_config.update(decoder_start_token_id=1, pad_token_id=0, eos_token_id=None, bos_token_id=1)
-    decoder_support(model, max_length=NEW_TOKENS)
+    support_of(model, shortest=1, max_length=NEW_TOKENS)
     compare(model, ONE, "real", do_sample=True)
 
 
@@ -238,5 +239,5 @@ def test_a_decoder_is_probed_again_where_there_was_too_little_memory(monkeypatch
     model = build(ENCODER_DECODERS["T5"])
     with monkeypatch.context() as patch:
         patch.setattr(model.get_encoder(), "forward", fail)
-        assert decoder_support(model, max_length=NEW_TOKENS).reason == "there was too little memory to probe it"
-    assert decoder_support(model, max_length=NEW_TOKENS).shape == "chains"
+        assert support_of(model, shortest=1, max_length=NEW_TOKENS).reason == "there was too little memory to probe it"
+    assert support_of(model, shortest=1, max_length=NEW_TOKENS).shape == "chains"

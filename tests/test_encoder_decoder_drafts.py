@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import lookahead
 from lookahead import DraftModel, LookaheadConfig
 from lookahead.errors import UnsupportedModelError
-from lookahead.models.encoder_decoder import decoder_support
+from lookahead.models.support import support_of
 from tests.support.families import ENCODER_DECODERS, build
 from tests.support.pass_recorder import counted_passes
 from tests.test_encoder_decoder import NEW_TOKENS, ONE, PADDED, WANDERING, generate, model_of
@@ -42,7 +42,7 @@ def test_a_model_that_drafts_for_itself_is_right_and_another_one_changes_nothing
     model: Any = copy.deepcopy(model_of(name))
     with torch.no_grad():
         model.get_output_embeddings().weight[0] = 0.0  # behind padding that is written a chain is split
-    decoder_support(model, max_length=NEW_TOKENS)
+    support_of(model, shortest=1, max_length=NEW_TOKENS)
     same = copy.deepcopy(model)  # whose passes are not counted
     (passes,) = compare(model, inputs, drafts(same, depth=8), do_sample=False)
     # An encoder with positions of its own reads another text where that is padded in front.
@@ -103,3 +103,11 @@ def test_a_causal_target_is_not_drafted_for(tiny_llama: LlamaForCausalLM) -> Non
             ONE["input_ids"], max_new_tokens=9, custom_generate=lookahead.decode,
             lookahead_config=drafts(model_of("Bart")),
         )  # fmt: skip
+
+
+def test_a_causal_model_that_is_larger_drafts_too() -> None:
+    model = model_of("T5")
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+    large = LlamaForCausalLM(LlamaConfig(vocab_size=model.config.vocab_size, **sizes)).eval()
+    assert large.num_parameters() > model.num_parameters()
+    compare(model, ONE, drafts(large), do_sample=False)

@@ -114,7 +114,7 @@ def test_replayed_trees_are_scored_as_trees_are(
 
         monkeypatch.setattr(choice, "attention_for", attention_for)
     prompts = [np.arange(3, 24, dtype=np.int32), np.arange(30, 43, dtype=np.int32), np.arange(50, 57, dtype=np.int32)]
-    fast, plain = (Target(model, rows=5, capacity=80, device=CPU, captures=captures) for captures in (True, False))
+    fast, plain = (Target(model, rows=5, capacity=80, captures=captures) for captures in (True, False))
     with fast.serving():
         for target in (fast, plain):
             target.retire(4)
@@ -147,7 +147,7 @@ def test_a_kernel_whose_test_is_over_serves_the_passes_that_are_recorded(
         return kernel if scored[0] else None
 
     monkeypatch.setattr(choice, "attention_for", attention_for)
-    target = Target(tiny_llama, rows=1, capacity=80, device=CPU, captures=True)
+    target = Target(tiny_llama, rows=1, capacity=80, captures=True)
     with target.serving():
         target.prefill([np.arange(3, 24, dtype=np.int32)])
         for step in range(3):
@@ -159,7 +159,7 @@ def test_a_kernel_whose_test_is_over_serves_the_passes_that_are_recorded(
 def test_what_a_pass_returned_stays_when_the_next_is_replayed(
     tiny_llama: PreTrainedModel, recordings: list[Recording]
 ) -> None:
-    target = Target(tiny_llama, rows=1, capacity=80, device=CPU, captures=True)
+    target = Target(tiny_llama, rows=1, capacity=80, captures=True)
     with target.serving():
         target.prefill([np.arange(3, 24, dtype=np.int32)])
         logits = [target.score([TokenTree.root(token)]) for token in range(8)]
@@ -200,7 +200,7 @@ def test_on_a_cpu_there_are_no_graphs_and_the_log_says_so(caplog: pytest.LogCapt
 
 def test_hidden_states_are_recorded_too(recordings: list[Recording]) -> None:
     model = build(FAMILIES["Llama"])
-    options = {"rows": 1, "capacity": 80, "device": CPU, "hidden_layers": (0, -1)}
+    options = {"rows": 1, "capacity": 80, "hidden_layers": (0, -1)}
     fast, plain = (Target(model, **options, captures=captures) for captures in (True, False))
     with fast.serving():
         for target in (fast, plain):

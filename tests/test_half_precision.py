@@ -190,7 +190,7 @@ def test_a_batch_of_prompts_of_one_length_is_that_of_generate_as_well() -> None:
 def passes_of(model: Any, prompts: torch.Tensor, mask: torch.Tensor | None = None) -> list[tuple[int, int]]:
     """What is told of how a prompt is read."""
     told: list[tuple[int, int]] = []
-    target = Target(model, rows=len(prompts), capacity=64, device=torch.device("cpu"), prefill_chunk=5)
+    target = Target(model, rows=len(prompts), capacity=64)
     target.on_prefill = lambda *now: told.append(now)
     lengths = mask.sum(1).tolist() if mask is not None else [prompts.shape[1]] * len(prompts)
     with target.serving():
@@ -198,7 +198,8 @@ def passes_of(model: Any, prompts: torch.Tensor, mask: torch.Tensor | None = Non
     return told
 
 
-def test_how_far_a_prompt_is_read_is_told_before_and_behind_its_one_pass() -> None:
+def test_how_far_a_prompt_is_read_is_told_before_and_behind_its_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lookahead.models.target.PREFILL_CHUNK", 5)
     assert passes_of(made("llama", torch.bfloat16), prompts(1, rows=2)) == [(0, 13), (13, 13)]
     assert passes_of(made("llama", torch.float32), prompts(1, rows=2)) == [(0, 13), (5, 13), (10, 13), (13, 13)]
 
@@ -206,6 +207,7 @@ def test_how_far_a_prompt_is_read_is_told_before_and_behind_its_one_pass() -> No
 def test_what_generate_would_read_with_masks_is_read_in_parts_where_it_is_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("lookahead.models.target.PREFILL_CHUNK", 5)
     ragged = torch.tensor([[1] * 13, [0] * 4 + [1] * 9])
     assert len(passes_of(made("llama", torch.bfloat16), prompts(1, rows=2), ragged)) == 4
     monkeypatch.setattr("lookahead.models.target._MAX_WHOLE", 12)

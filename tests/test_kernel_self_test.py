@@ -36,7 +36,7 @@ def nothing_tested_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     """No verdict is kept from before, and the long text is short: the reference takes a second for it."""
     for name in ("verdicts", "wanted"):
         monkeypatch.setattr(choice, name, {})
-    monkeypatch.setattr(kernel_trial, "verdict_folder", lambda: tmp_path)
+    monkeypatch.setattr(kernel_trial, "user_cache_path", lambda *_, **__: tmp_path)
     monkeypatch.setattr(self_test, "_SLOTS", {100: None, 600: 64})
 
 
@@ -191,7 +191,7 @@ def test_a_refused_kernel_is_named_in_one_line_and_verdicts_are_kept_for_other_p
     name = "tree attention of torch.float16, head size 80, 4 heads a KV head"
     line = f"the kernel for {name} is not used on cpu: it differs by 0.5 from the reference"
     assert [record.getMessage() for record in caplog.records].count(line) == 3 and len(caplog.records) == 6
-    assert all(json.loads(path.read_text())["gpu"] == "a GPU" for path in tmp_path.glob("*.json"))
+    assert all(json.loads(path.read_text())["gpu"] == "a GPU" for path in tmp_path.glob("kernels/*.json"))
 
 
 def test_verdicts_are_those_of_a_gpu_its_driver_the_compilers_and_the_kernels(
@@ -213,7 +213,7 @@ def test_verdicts_are_those_of_a_gpu_its_driver_the_compilers_and_the_kernels(
 @pytest.mark.parametrize("text", ["", "[]", '{"verdicts": 3}', '{"verdicts": {"x": [1, [[]], 0]}}', "[" * 100_000])
 def test_a_file_of_verdicts_that_holds_something_else_is_written_anew(text: str, tmp_path: Path) -> None:
     try_kernels({sized(64): None})
-    (path,) = tmp_path.glob("*.json")
+    (path,) = tmp_path.glob("kernels/*.json")
     path.write_text(text)
     choice.verdicts.clear()
     try_kernels({sized(64): None})
@@ -226,7 +226,7 @@ def test_without_a_folder_to_keep_them_in_verdicts_serve_their_process(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr(kernel_trial, "verdict_folder", lambda: tmp_path / "file" / "folder")
+    monkeypatch.setattr(kernel_trial, "user_cache_path", lambda *_, **__: tmp_path / "file")
     try_kernels({sized(64): None})
     assert not choice.verdicts[sized(64)].problem
 
@@ -319,14 +319,14 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> list[set[str]
     monkeypatch.setattr(choice, "runs_on", lambda _: True)
     monkeypatch.setattr("lookahead.kernels.tree_attention.bind", bind)
     monkeypatch.setattr(kernel_trial, "describe_machine", lambda _: {"gpu": "meta"})
-    monkeypatch.setattr(kernel_trial, "verdict_folder", lambda: tmp_path)
+    monkeypatch.setattr(kernel_trial, "user_cache_path", lambda *_, **__: tmp_path)
     monkeypatch.setattr(kernel_trial, "run_tests", run_tests)
     return asked
 
 
 def test_all_kernels_of_a_model_are_tested_at_once_before_a_step_is_timed(pretend_gpu: list[set[str]]) -> None:
     meta = torch.device("meta")
-    target = Target(build("Mistral").to(meta), rows=1, capacity=64, device=meta)
+    target = Target(build("Mistral").to(meta), rows=1, capacity=64)
     cold, serving = [], []
     with target.serving():
         target.prefill([np.zeros(4, np.int32)])
@@ -365,7 +365,7 @@ def test_a_layer_like_one_before_chooses_nothing_and_allocates_its_output_alone(
     monkeypatch.setitem(AttentionInterface._global_mapping, attention.ATTENTION_NAME, counted)
     meta = torch.device("meta")
     config = LlamaConfig(**{**SIZES, "num_hidden_layers": 5})
-    target = Target(LlamaForCausalLM(config).to(meta).eval(), rows=1, capacity=2000, device=meta)
+    target = Target(LlamaForCausalLM(config).to(meta).eval(), rows=1, capacity=2000)
     with target.serving():
         target.prefill([np.zeros(1000, np.int32)])
         for _ in range(3):

@@ -110,7 +110,7 @@ def test_compaction_is_exact_for_overlapping_paths_every_time():
 
 @pytest.mark.parametrize("length", [700, 1500])  # one part of a prompt, and two
 def test_a_model_on_the_gpu_gives_the_tokens_of_generate_through_the_kernels(length, foretell, monkeypatch, tmp_path):
-    monkeypatch.setattr(kernel_trial, "verdict_folder", lambda: tmp_path)
+    monkeypatch.setattr(kernel_trial, "user_cache_path", lambda *_, **__: tmp_path)
     monkeypatch.setattr(Verdict, "is_faster", lambda *_: True)
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES)).float().cuda().eval()
@@ -149,7 +149,8 @@ def test_a_prompt_read_in_parts_by_flash_attention_gives_the_logits_of_reading_i
     prompts = [np.random.default_rng(n).integers(2, 101, n).astype(np.int32) for n in (1500, 700)]
     logits = []
     for size in (2048, 256):
-        target = Target(model, rows=2, capacity=1600, device=torch.device("cuda", 0), prefill_chunk=size)
+        monkeypatch.setattr("lookahead.models.target.PREFILL_CHUNK", size)
+        target = Target(model, rows=2, capacity=1600)
         with target.serving():
             logits.append(target.prefill(prompts).float())
         monkeypatch.setattr(TreePass, "mask", None)

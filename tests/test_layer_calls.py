@@ -75,7 +75,7 @@ def test_layers_whose_weights_are_packed_compute_what_the_models_own_layers_do(
 @pytest.mark.parametrize("threads", [1, 3])
 def test_all_layers_are_one_call_where_nodes_attend_alone_and_two_each_elsewhere(threads, fused, calls, tables):
     before, model = torch.get_num_threads(), made(**WIDE)
-    exact, masked = (Target(model, rows=1, capacity=64, device=model.device, is_bitwise=way) for way in (True, False))
+    exact, masked = (Target(model, rows=1, capacity=64, is_bitwise=way) for way in (True, False))
     torch.set_num_threads(threads)
     try:
         for target, jobs, whole in ((exact, [], 1), (masked, [3, 5] * 3, 0)):
@@ -96,7 +96,7 @@ def test_all_layers_are_one_call_where_nodes_attend_alone_and_two_each_elsewhere
 
 def logits_behind(model: Any, first: int = 3) -> torch.Tensor:
     """Logits of a tree behind a prompt, by a target of its own."""
-    target = Target(model, rows=1, capacity=64, device=model.device, is_bitwise=True)
+    target = Target(model, rows=1, capacity=64, is_bitwise=True)
     with target.serving():
         target.prefill([np.arange(first, 14, dtype=np.int32)])
         return target.score(trees_of(1, 5, 0))
@@ -104,7 +104,7 @@ def logits_behind(model: Any, first: int = 3) -> torch.Tensor:
 
 @on_x86
 def test_weights_that_change_between_passes_are_packed_anew(fused, calls):
-    target = Target(model := made(**WIDE), rows=1, capacity=64, device=torch.device("cpu"), is_bitwise=True)
+    target = Target(model := made(**WIDE), rows=1, capacity=64, is_bitwise=True)
     with target.serving():
         target.prefill([np.arange(3, 14, dtype=np.int32)])
         before = target.score(trees_of(1, 5, 0))
@@ -128,7 +128,7 @@ def test_a_change_that_counts_no_version_up_is_seen_by_the_next_call_while_anoth
 @on_x86
 @pytest.mark.parametrize("name", ["llama", "qwen2 with some windows"])
 def test_norms_and_biases_that_are_replaced_between_passes_are_read_anew(name, fused, calls):
-    target = Target(model := made(name, **WIDE), rows=1, capacity=64, device=torch.device("cpu"), is_bitwise=True)
+    target = Target(model := made(name, **WIDE), rows=1, capacity=64, is_bitwise=True)
     with target.serving():
         target.prefill([np.arange(3, 14, dtype=np.int32)])
         before = target.score(trees_of(1, 5, 0))
@@ -147,7 +147,7 @@ def test_norms_and_biases_that_are_replaced_between_passes_are_read_anew(name, f
 def test_a_cache_that_moves_between_passes_is_read_where_it_is(fused, calls, tables):
     model = made(**WIDE)
     for capacity in (20, 200):
-        target = Target(model, rows=1, capacity=capacity, device=model.device, is_bitwise=True)
+        target = Target(model, rows=1, capacity=capacity, is_bitwise=True)
         with target.serving():
             outputs = [target.prefill([np.arange(3, 14, dtype=np.int32)])]
             for seed in range(4):
@@ -165,7 +165,7 @@ def test_a_model_that_is_told_to_run_fewer_layers_runs_fewer(fused, calls):
     short.model.layers = short.model.layers[:2]
     model, outputs = made(**WIDE), []
     for each in (model, short):
-        target = Target(each, rows=1, capacity=64, device=each.device, is_bitwise=True)
+        target = Target(each, rows=1, capacity=64, is_bitwise=True)
         with target.serving():
             target.prefill([np.arange(3, 14, dtype=np.int32)])
             each.config.num_hidden_layers = 2
@@ -183,7 +183,7 @@ def test_hidden_states_of_every_layer_are_its_own(fused, calls, monkeypatch):
 
 def hidden_states(model: Any) -> list[torch.Tensor]:
     """Those of the nodes of a tree, behind the layers."""
-    target = Target(model, rows=1, capacity=64, device=model.device, is_bitwise=True, hidden_layers=(1, 2, 3))
+    target = Target(model, rows=1, capacity=64, is_bitwise=True, hidden_layers=(1, 2, 3))
     target.keeps_hidden = True
     with target.serving():
         target.prefill([np.arange(3, 14, dtype=np.int32)])

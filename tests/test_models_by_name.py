@@ -252,7 +252,7 @@ def unreachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Hub that cannot be reached, an empty cache of it, and a folder with one model in `models/`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(loading, "_ask_hub", _fail)
+    monkeypatch.setattr(loading, "in_time", _fail)
     for folder in (tmp_path / "models" / "summarizer", tmp_path / "hub" / "models--org--story-teller"):
         folder.mkdir(parents=True)
         (folder / "config.json").write_text("{}")

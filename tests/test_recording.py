@@ -27,7 +27,7 @@ NUMBERS = torch.arange(6.0)
 
 def scores(model: PreTrainedModel, steps: int, *, captures: bool) -> tuple[list[Tensor], list[bool]]:
     """The logits of some plain steps, and which of them were cold."""
-    target = Target(model, rows=1, capacity=80, device=CPU, captures=captures)
+    target = Target(model, rows=1, capacity=80, captures=captures)
     logits, cold = [], []
     with target.serving():
         target.prefill([np.arange(3, 24, dtype=np.int32)])

@@ -318,7 +318,7 @@ def test_what_looks_like_a_path_is_never_looked_for_on_the_hub(tmp_path, monkeyp
 @pytest.mark.parametrize("name", ["gpt2", "org/model", "org/model-1.5_b"])
 def test_a_name_of_the_hub_is_none_of_a_path(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(loading, "_ask_hub", lambda *_: None)
+    monkeypatch.setattr(loading, "in_time", lambda *_: None)
     loading._check_hub.cache_clear()
     assert loading.locate_model(name) == (name, False)
     loading._check_hub.cache_clear()

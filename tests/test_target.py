@@ -73,7 +73,7 @@ class model_as_it_was:
 
 
 def test_rows_of_any_length_score_and_commit_trees_of_any_shape(model: PreTrainedModel) -> None:
-    target = Target(model, rows=3, capacity=24, device=torch.device("cpu"))  # too small on purpose: it has to grow
+    target = Target(model, rows=3, capacity=24)  # too small on purpose: it has to grow
     texts = [prompt[:-1].tolist() for prompt in PROMPTS]
     with torch.inference_mode(), target.serving():
         target.prefill(PROMPTS)
@@ -93,7 +93,7 @@ def first_nodes(tree: TokenTree, count: int) -> TokenTree:
 
 @pytest.mark.parametrize("shape", ["trees", "chains"])
 def test_trees_that_grow_are_scored_node_by_node_as_if_at_once(model: PreTrainedModel, shape: str) -> None:
-    target = Target(model, rows=3, capacity=24, device=torch.device("cpu"))
+    target = Target(model, rows=3, capacity=24)
     texts = [prompt.tolist() for prompt in PROMPTS]
     rng = np.random.default_rng(0)
     with torch.inference_mode(), target.serving():
@@ -126,7 +126,7 @@ def test_a_tree_that_grows_by_many_nodes_is_no_chain_to_a_kernel(
 ) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     tree = random_tree(3, 24, root=int(PROMPTS[1][-1]))
-    target, whole = (Target(tiny_llama, rows=1, capacity=64, device=torch.device("cpu")) for _ in range(2))
+    target, whole = (Target(tiny_llama, rows=1, capacity=64) for _ in range(2))
     with target.serving(), whole.serving():
         target.prefill(PROMPTS[1:2])
         whole.prefill(PROMPTS[1:2])
@@ -140,7 +140,7 @@ def test_a_tree_that_grows_is_scored_as_the_whole_tree_is(name: str) -> None:
     model = build(FAMILIES[name])
     prompts = [np.arange(3, 24, dtype=np.int32), np.arange(30, 43, dtype=np.int32)]
     trees = [random_tree(row, 14, root=int(prompt[-1])) for row, prompt in enumerate(prompts)]
-    target, other = (Target(model, rows=2, capacity=80, device=torch.device("cpu")) for _ in range(2))
+    target, other = (Target(model, rows=2, capacity=80) for _ in range(2))
     with target.serving():
         target.prefill(prompts)
         other.prefill(prompts)
@@ -152,7 +152,7 @@ def test_a_tree_that_grows_is_scored_as_the_whole_tree_is(name: str) -> None:
 
 
 def test_a_retired_row_leaves_its_place_to_the_last_one(model: PreTrainedModel) -> None:
-    target = Target(model, rows=3, capacity=64, device=torch.device("cpu"))
+    target = Target(model, rows=3, capacity=64)
     texts = [prompt[:-1].tolist() for prompt in PROMPTS]
     with torch.inference_mode(), target.serving():
         target.prefill(PROMPTS)
@@ -162,8 +162,11 @@ def test_a_retired_row_leaves_its_place_to_the_last_one(model: PreTrainedModel) 
         check(model, target, [random_tree(3, 9, root=7)], [texts[2]])
 
 
-def test_a_prompt_longer_than_a_chunk_is_prefilled_in_chunks(model: PreTrainedModel) -> None:
-    target = Target(model, rows=3, capacity=64, device=torch.device("cpu"), prefill_chunk=5)
+def test_a_prompt_longer_than_a_chunk_is_prefilled_in_chunks(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lookahead.models.target.PREFILL_CHUNK", 5)
+    target = Target(model, rows=3, capacity=64)
     with torch.inference_mode(), target.serving():
         target.prefill(PROMPTS)
         trees = [random_tree(row, 6, root=7) for row in range(3)]
@@ -171,7 +174,7 @@ def test_a_prompt_longer_than_a_chunk_is_prefilled_in_chunks(model: PreTrainedMo
 
 
 def test_serving_leaves_the_model_as_it_was_even_when_it_fails(tiny_llama: PreTrainedModel) -> None:
-    target = Target(tiny_llama, rows=1, capacity=8, device=torch.device("cpu"))
+    target = Target(tiny_llama, rows=1, capacity=8)
     layers = [tiny_llama.model, *(layer.self_attn for layer in tiny_llama.model.layers)]
     with pytest.raises(RuntimeError, match="interrupted"), target.serving():
         assert all(layer.config is not tiny_llama.config for layer in layers)

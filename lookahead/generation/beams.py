@@ -38,8 +38,8 @@ from lookahead.models.exact_attention import MAX_ROWS
 from lookahead.models.linears import LinearScope
 from lookahead.models.model_state import state_of
 from lookahead.models.product_bits import has_bits_of_copies, keeps_bits_beside_others
-from lookahead.models.support import decoder_vocabulary, prefills_at_once, support_of, vocabulary_size
-from lookahead.models.target import PREFILL_CHUNK, Target, input_device
+from lookahead.models.support import decoder_vocabulary, support_of, vocabulary_size
+from lookahead.models.target import Target, input_device
 from lookahead.proposers.beam_drafter import drafter_for
 from lookahead.stats import DecodingStats
 from lookahead.verification.stopping import FinishReason, reason_of
@@ -124,8 +124,6 @@ def beam_search(
         model,
         rows=len(prompts),
         capacity=input_ids.shape[1] + min(generation_config.max_length - input_ids.shape[1], 256) + DEAD_NODES,
-        device=input_device(model),
-        prefill_chunk=int(lengths.max()) if prefills_at_once(model) else PREFILL_CHUNK,
         is_bitwise=is_exact,
         is_together=True,
         packs=config.pack == "auto",
@@ -186,7 +184,7 @@ def _compare_bits(model: Any, beams: int, vocabulary: int) -> bool:
             prompt = (torch.arange(8, device="cpu")[None] * stride + 1) % vocabulary
             past = DynamicCache(config=model.config.get_text_config(decoder=True))
             model(input_ids=prompt.expand(beams, -1), **{CACHE: past}, use_cache=True)
-            target = Target(model, rows=1, capacity=64, device=input_device(model), is_bitwise=True, is_together=True)
+            target = Target(model, rows=1, capacity=64, is_bitwise=True, is_together=True)
             adopt(past, target.cache, np.zeros(1, np.int64))
             target.cache.slots.lengths[0] -= 1
             tree = BeamTree(prompt[0].int().numpy(), prompt.new_zeros(0), beams)

@@ -39,17 +39,10 @@ from lookahead.generation.validation import (
 )
 from lookahead.models.cache import cache_in, tokens_in
 from lookahead.models.calibration import node_cost
-from lookahead.models.encoder_decoder import DecoderTarget, Encoded, decoder_support, empty_cache
+from lookahead.models.encoder_decoder import DecoderTarget, Encoded, empty_cache
 from lookahead.models.model_state import state_of
-from lookahead.models.support import (
-    Support,
-    decoder_vocabulary,
-    is_bitwise,
-    prefills_at_once,
-    support_of,
-    vocabulary_size,
-)
-from lookahead.models.target import PREFILL_CHUNK, Shape, Target, input_device
+from lookahead.models.support import Support, decoder_vocabulary, is_bitwise, support_of, vocabulary_size
+from lookahead.models.target import Shape, Target
 from lookahead.models.tensor_parallel import tensor_parallel_group, validate_tensor_parallel
 from lookahead.ngram.pool_file import Pool
 from lookahead.pools.open_pool import pool_of
@@ -164,10 +157,7 @@ def prepare(
         return plain  # a single token: there is nothing to draft
     if warn_if_stateful(logits_processor, stopping_criteria, generation_config, batch_size, config.acceptance):
         return plain
-    if has_encoder:
-        support = decoder_support(model, max_length=stopping.max_length)
-    else:
-        support = support_of(model, shortest=int(lengths.min()), max_length=stopping.max_length)
+    support = support_of(model, shortest=int(lengths.min()), max_length=stopping.max_length)
     reason = _unsupported_reason(model, support, batch_size, bool(lengths.min() < longest), config)
     if reason and lookahead_config is not None and config.proposers:
         raise UnsupportedModelError(f"{reason}; leave out the configuration to decode it plainly")
@@ -253,16 +243,13 @@ def assemble(
     if encoded is not None:
         target = DecoderTarget(model, encoded, slots)
     else:
-        longest = max((row.length for row in batch), default=PREFILL_CHUNK)
         # `generate` attends to padding under a mask, and rows that may fail alone are those of prompts of their own.
         is_separate = isolates or (slots == 1 and not any(row.padding for row in batch))
         target = Target(
             model,
             rows=slots,
             capacity=capacity,
-            device=batch[0].device if batch else input_device(model),
             shape=shape,
-            prefill_chunk=longest if prefills_at_once(model) else PREFILL_CHUNK,
             hidden_layers=sorted({layer for proposer in proposers for layer in proposer.hidden_layers}),
             compiles=config.compile,
             captures=config.cuda_graphs,

@@ -21,9 +21,8 @@ from lookahead.generation.api import prepare_ids
 from lookahead.generation.prompts import Prompt, PromptReader, Truncation, pad_token_of
 from lookahead.generation.request import serve_stop_strings, stateful_name, stopping_rule
 from lookahead.generation.validation import check_options, check_pair, check_token_ids, context_limit, validate_call
-from lookahead.models.encoder_decoder import decoder_support
-from lookahead.models.support import prefills_at_once, support_of, validate_model, vocabulary_size
-from lookahead.models.target import input_device
+from lookahead.models.support import support_of, validate_model, vocabulary_size
+from lookahead.models.target import input_device, prefills_at_once
 from lookahead.pools.open_pool import pool_of
 from lookahead.utils.fingerprints import tokenizer_fingerprint
 from lookahead.verification.sampling import TokenChooser
@@ -88,7 +87,7 @@ class RequestReader:
             and not (own or self._settings[1].get("stopping_criteria") or asked[0] or asked[2])
             and (asked[1] or 1) == 1
             and config.acceptance == "exact"
-            and decoder_support(model, max_length=1).shape == "chains"
+            and support_of(model, shortest=1, max_length=1).shape == "chains"
         )
 
     def take(self, index: int, prompt: Prompt, max_new_tokens: int | None) -> Request:

@@ -6,6 +6,7 @@ first call, and saves what it learned. The command line prepares them; `lookahea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -94,8 +95,11 @@ def calibrate_costs(
     validate_causal_lm(model, "be calibrated; it learns its costs while it decodes")
     cost = state_of(model).learned.costs[PASSES[compile]]
     nodes, limit = calibration.PADDED_NODES if compile else calibration.NODES, context_limit(model)
+    most, span = math.inf, "at least 1 token"
+    if limit is not None:
+        most = limit - max(nodes) - 1
+        span = f"from 1 to {most} tokens, which with {max(nodes)} nodes fill the model's context"
     for context in contexts:
-        if limit is not None and context + max(nodes) + 1 > limit:
-            span = f"from 1 to {limit - max(nodes) - 1} tokens, which with {max(nodes)} nodes fill the model's context"
+        if not 1 <= context <= most:
             raise ConfigError(f"context must be {span}, got {context}")
     return calibration.calibrate(model, cost, contexts=contexts, nodes=nodes, compiles=compile)

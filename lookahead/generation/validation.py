@@ -56,7 +56,7 @@ def check_pair(model: object, tokenizer: object, *, stacklevel: int = 4) -> None
         if hasattr(tokenizer, "tokenizer"):
             name = type(tokenizer).__name__
             raise ConfigError(f"tokenizer must be a tokenizer of transformers, got a {name}; pass its .tokenizer")
-        got = described(tokenizer, "model, tokenizer")
+        got = described(tokenizer)
         raise ConfigError(f"tokenizer must be a tokenizer of transformers, got {got}")
     _warn_of_a_foreign_tokenizer(model, tokenizer, stacklevel)
 

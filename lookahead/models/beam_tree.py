@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -23,15 +22,14 @@ DEAD_NODES = 64
 """Nodes that a tree gains before those that no beam comes from are dropped."""
 CONTEXT = 16
 """Tokens up to a node that a draft is looked up by."""
-NOTHING_READ = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 
 class Known(NamedTuple):
     """What a pass tells about a node: logits `[vocab]` after it, and its 8 likeliest tokens, empty if not read."""
 
     logits: Tensor
-    top: IntArray = NOTHING_READ[0]
-    log_probs: NDArray[np.float32] = NOTHING_READ[1]
+    top: IntArray = np.zeros(0, np.int32)
+    log_probs: NDArray[np.float32] = np.zeros(0, np.float32)
 
 
 class BeamTree:
@@ -54,10 +52,9 @@ class BeamTree:
 
     def add(self, parent: int, token: int) -> int:
         """Add a node that continues another one; the node."""
+        node = self._children[parent, token] = len(self)
         self._parents.append(parent)
         self._tokens.append(token)
-        node = len(self) - 1
-        self._children[parent, token] = node
         return node
 
     def child(self, node: int, token: int) -> int | None:
@@ -118,21 +115,18 @@ class BeamTree:
 
     def context(self, node: int) -> IntArray:
         """The last 16 tokens up to a node, int32; fewer where the prompt is shorter."""
-        tokens: list[int] = []
-        while node and len(tokens) < CONTEXT:
-            tokens.append(self._tokens[node])
-            node = self._parents[node]
-        missing = CONTEXT - len(tokens)
-        return np.array((self._before[-missing:] if missing else []) + tokens[::-1], np.int32)
+        tokens = self._before[:-1] + [self._tokens[each] for each in self.path_of(node)]
+        return np.array(tokens[-CONTEXT:], np.int32)
 
     def drop_dead(self) -> tuple[IntArray, int]:
         """Forget the nodes that no beam comes from or may take; what all beams share is left to the cache.
 
         Returns the nodes to keep in the cache, and how many of them, the last ones, are still nodes.
         """
-        kept, shared = _survivors(np.array(self._parents), np.array(self.tips))
-        places = {node: place for place, node in enumerate(kept[shared:].tolist())}
-        self._before = (self._before + [self._tokens[node] for node in kept[1 : shared + 1].tolist()])[-CONTEXT:]
+        paths = [set(self.path_of(tip).tolist()) for tip in self.tips]
+        kept, shared = sorted(set(self.known).union(*paths)), len(set.intersection(*paths)) - 1
+        places = {node: place for place, node in enumerate(kept[shared:])}
+        self._before = (self._before + [self._tokens[node] for node in kept[1 : shared + 1]])[-CONTEXT:]
         self._tokens = [self._tokens[node] for node in places]
         self._parents = [places.get(self._parents[node], 0) for node in places]
         self._children = {(parent, self._tokens[i]): i for i, parent in enumerate(self._parents) if i}
@@ -140,21 +134,7 @@ class BeamTree:
         self.tips = [places[tip] for tip in self.tips]
         self.scored = len(self)
         self.most = len(self) + DEAD_NODES
-        return kept, len(self)
-
-
-@njit(cache=True)
-def _survivors(parents, tips):
-    """The nodes that tips come from and those behind tips, ascending; and how many all tips share, but for the last."""
-    below, behind = np.zeros((2, len(parents)), np.int64)
-    for tip in tips:
-        below[tip] += 1
-        behind[tip] = 1
-    for node in range(len(parents) - 1, 0, -1):
-        below[parents[node]] += below[node]
-    for node in range(1, len(parents)):
-        behind[node] |= behind[parents[node]]
-    return np.flatnonzero(below + behind).astype(np.int32), np.sum(below == len(tips)) - 1
+        return np.array(kept, np.int32), len(self)
 
 
 class Drafts(Protocol):
@@ -199,7 +179,7 @@ class BeamModel:
         self._drafts, self._max_length, self._fewest = drafts, max_length, fewest
         self._trees: list[BeamTree] = []
         self._chosen: list[int] = []
-        self._scores: Tensor | None = None
+        self._scores = torch.zeros(1, beams)  # of the beams of each prompt
         self.served: list[int] = []  # by pass over tips, how many steps it has served
         self.drafted = 0  # nodes that passes scored beside tips
 
@@ -246,10 +226,9 @@ class BeamModel:
         """Score new tips and a draft in one pass; the search may take `left` more steps behind the next one."""
         first, reads = self._trees[0], False
         tips = len(first)
-        if self._drafts is not None and self._scores is not None:
+        if self._drafts is not None:
             steps = self.served[-1] if self.served else 0
             reads = self._drafts.draft(first, self._scores[0].tolist(), steps, left)
-        if self._drafts is not None:
             first.fill(self._fewest)
         self.drafted += len(first) - tips
         self.served.append(0)

@@ -103,8 +103,7 @@ class TreeLayer(CacheLayerMixin):
     values: Tensor
 
     def __init__(self, slots: TreeSlots, window: int | None = None) -> None:
-        base: Any = super()
-        base.__init__()  # untyped in transformers
+        super().__init__()  # type: ignore[no-untyped-call]
         self._slots = slots
         self._window = window
 
@@ -180,9 +179,8 @@ class TreeCache(Cache):
     def __init__(self, *, rows: int, capacity: int, windows: Sequence[int | None] = ()) -> None:
         self.slots = TreeSlots(rows, capacity)
         self._windows = windows
-        self._bound: list[Tensor] = []  # the buffers that `commit` moves KV in
-        self._compact: Callable[..., None] | None = None
-        self._bound_at = 0, 0  # allocations and tested kernels when they were bound
+        self._compact: Callable[..., None] | None = None  # the kernel of `commit`, bound to the buffers
+        self._bound_at = 0, 0  # allocations and tested kernels when it was bound
         self.table: object = None  # a `LayerTable` for the buffers as they are
         # The base class only calls it, so it need not be a class.
         super().__init__(layer_class_to_replicate=cast(type[CacheLayerMixin], self._next_layer))
@@ -191,7 +189,7 @@ class TreeCache(Cache):
         at = len(self.layers)
         return TreeLayer(self.slots, self._windows[at] if at < len(self._windows) else None)
 
-    def _buffers(self) -> list[Tensor]:
+    def buffers(self) -> list[Tensor]:
         """Keys and values of all layers with KV of their own; a layer that shares another's is never written."""
         return [each for layer in self.layers if layer.is_initialized for each in (layer.keys, layer.values)]
 
@@ -221,7 +219,7 @@ class TreeCache(Cache):
 
     def wipe(self, row: int, start: int = 0) -> None:
         """Zero a row's KV after its first `start` tokens: a NaN in a masked slot would spread, as NaN · 0."""
-        for buffer in self._buffers():
+        for buffer in self.buffers():
             buffer[row, start:] = 0
         self.slots.lengths[row] = start
 
@@ -233,25 +231,24 @@ class TreeCache(Cache):
         start = int(self.slots.lengths[row])
         self.slots.lengths[row] += len(path) - live
         if self._bound_at != (self.slots.allocations, len(dispatch.verdicts)):
-            self._bound = self._buffers()
-            self._compact = dispatch.compactor_for(self._bound)
+            self._compact = dispatch.compactor_for(self.buffers())
             self._bound_at = self.slots.allocations, len(dispatch.verdicts)
         if not len(path) or path[-1] < len(path):
             return  # every node is in its slot already
         if self._compact is None or len(path) > MAX_NODES:
             nodes = torch.from_numpy(path.astype(np.int64) + start)
-            for buffer in self._bound:
+            for buffer in self.buffers():
                 buffer[row, start : start + len(path)] = buffer[row].index_select(0, nodes.to(buffer.device))
             return
         packed = torch.from_numpy(np.array([row, start, len(path), *path], np.int32))
-        packed = packed.to(self._bound[0].device, non_blocking=True)
+        packed = packed.to(self.buffers()[0].device, non_blocking=True)
         self._compact(rows=packed[:1], starts=packed[1:2], counts=packed[2:3], paths=packed[3:][None])
 
     def take(self, row: int, path: Tensor | None = None) -> list[RowStates]:
         """Copy the KV of a row, and of a path (int64 `[a]`) of its tree; by layer `[heads, length + a, dim]` each."""
         length = int(self.slots.lengths[row])
         slots = slice(length) if path is None else torch.cat([torch.arange(length, device=path.device), length + path])
-        states = [buffer[row, slots].transpose(0, 1).clone() for buffer in self._buffers()]
+        states = [buffer[row, slots].transpose(0, 1).clone() for buffer in self.buffers()]
         return list(zip(states[::2], states[1::2], strict=True))
 
     def adopt(self, row: int, states: Sequence[RowStates], length: int) -> None:
@@ -273,7 +270,7 @@ class TreeCache(Cache):
         last = self.slots.active - 1
         if row != last:
             length = int(self.slots.lengths[last])
-            for buffer in self._buffers():
+            for buffer in self.buffers():
                 buffer[row, :length] = buffer[last, :length]
             self.slots.lengths[row] = length
         self.slots.lengths[last] = 0

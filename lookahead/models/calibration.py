@@ -8,13 +8,13 @@ import math
 import platform
 import statistics
 import sys
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,8 +46,6 @@ _STEP_TO_PLAIN = 2.0  # assumed mean time of a step of a sweep, in plain steps
 _VERSION = 4  # of the files of step costs
 # Bytes read over products: 0.0034 by the data sheet of an H100 SXM, 0.0065 by that of an A100, 0.0061 of an RTX 4090.
 _GPU_NODE_COST = 0.005
-
-Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,48 +97,38 @@ def calibrate(
     contexts: Sequence[int] = CONTEXTS,
     nodes: Sequence[int] = NODES,
     compiles: bool = False,
-    clock: Clock = time.perf_counter,
 ) -> Calibration:
     """Measure steps of one row for every number of nodes and every context, and store the costs in `cost`.
 
     Takes a few seconds for a small model: 9 rounds of one step of every size, of which the medians count.
 
+    The numbers of nodes hold 1, the root alone.
+
     Raises:
-        ConfigError: A context is no token, or the numbers of nodes do not hold 1, the root alone.
         UnsupportedModelError: The model cannot verify drafts.
     """
-    most = max(nodes, default=0)
-    if min(nodes, default=0) < 1 or 1 not in nodes:
-        raise ConfigError(f"nodes must be positive and hold 1, which all others are compared with, got {list(nodes)}")
-    for context in contexts:
-        if context < 1:
-            raise ConfigError(f"context must be at least 1 token, got {context}")
-    machine = measure_machine(model, clock)
+    machine = measure_machine(model)
     sweeps = []
     for context in contexts:
-        seconds, kv_bytes = _sweep(model, context, nodes, compiles, clock, rounds=_ROUNDS)
-        cost.calibrate(nodes, seconds, rows=1, context=context + most)
+        seconds, kv_bytes = _sweep(model, context, nodes, compiles, rounds=_ROUNDS)
+        cost.calibrate(nodes, seconds, rows=1, context=context + max(nodes))
         sweeps.append(Sweep(context, _points(model, machine, context, kv_bytes, nodes, seconds)))
     return Calibration(machine, sweeps)
 
 
-def calibrate_quickly(
-    model: PreTrainedModel, cost: StepCost, *, within_s: float = LONGEST_QUICK_S, clock: Clock = time.perf_counter
-) -> bool:
-    """Measure a few steps of few sizes over a short context; False if that takes longer than `within_s` seconds.
+def calibrate_quickly(model: PreTrainedModel, cost: StepCost) -> bool:
+    """Measure a few steps of few sizes over a short context; False if that takes longer than 30 seconds.
 
     Every size is measured up to three times within 3 seconds, and at least once: about 30 plain steps. False also for a
     model that cannot verify drafts, and on a machine so busy that a step of several nodes took longer than as many
     steps of one, which would keep drafts off for good.
     """
-    config: Any = model.config.get_text_config()
-    positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
-    context = min(_QUICK_CONTEXT, positions - max(QUICK_NODES) - 2)
-    if context < 1:
+    context = min(_QUICK_CONTEXT, (position_limit(model) or sys.maxsize) - max(QUICK_NODES) - 1)
+    if context < 1 or model.config.is_encoder_decoder:
         return False
     try:
-        seconds, _ = _sweep(model, context, QUICK_NODES, False, clock, rounds=_QUICK_ROUNDS, within_s=within_s)
-    except (UnsupportedModelError, ConfigError):
+        seconds, _ = _sweep(model, context, QUICK_NODES, rounds=_QUICK_ROUNDS, within_s=LONGEST_QUICK_S)
+    except UnsupportedModelError:
         return False
     if not seconds or any(spent > n * seconds[0] for n, spent in zip(QUICK_NODES[1:], seconds[1:], strict=True)):
         return False
@@ -152,8 +140,7 @@ def _sweep(
     model: PreTrainedModel,
     context: int,
     nodes: Sequence[int],
-    compiles: bool,
-    clock: Clock,
+    compiles: bool = False,
     *,
     rounds: int,
     within_s: float = math.inf,
@@ -168,11 +155,9 @@ def _sweep(
         raise UnsupportedModelError(f"{type(model).__name__} cannot verify drafts: {support.reason}")
     device, shape = input_device(model), support.shape
     target = Target(
-        model, rows=1, capacity=length, device=device, shape=shape, compiles=compiles, most_nodes=max(nodes),
+        model, rows=1, capacity=length, shape=shape, compiles=compiles, most_nodes=max(nodes),
         is_bitwise=shape == "trees" and is_bitwise(model),
     )  # fmt: skip
-    if target.positions is not None and length > target.positions:
-        raise ConfigError(f"context must leave room for {max(nodes)} nodes in {target.positions} positions")
     rng = np.random.default_rng(0)
     config: Any = model.config.get_text_config()
     prompt = rng.integers(0, config.vocab_size, context + 1).astype(np.int32)
@@ -183,7 +168,7 @@ def _sweep(
     spent: list[list[float]] = []
     with target.serving():
         target.prefill([prompt[:2]])  # a model that is too slow reads no more than this
-        plain_s = min(timed(partial(_step, target, trees[nodes.index(1)]), device, clock) for _ in range(2))
+        plain_s = min(timed(partial(_step, target, trees[nodes.index(1)]), device) for _ in range(2))
         round_s, warm_ups = plain_s * len(nodes) * _STEP_TO_PLAIN, _WARM_UPS
         if within_s < math.inf:
             rounds, warm_ups = max(1, min(rounds, int(QUICK_S / round_s) - 1)), 1
@@ -191,10 +176,9 @@ def _sweep(
             return [], 0.0
         target.prefill([prompt])
         for _ in range(warm_ups + rounds):
-            spent.append([timed(partial(_step, target, tree), device, clock) for tree in trees])
-    layers: list[Any] = [layer for layer in cast(list[Any], target.cache.layers) if layer.is_initialized]
-    per_slot = [each.nbytes / each.shape[1] for layer in layers for each in (layer.keys, layer.values)]
-    return [statistics.median(each) for each in zip(*spent[warm_ups:], strict=True)], sum(per_slot)
+            spent.append([timed(partial(_step, target, tree), device) for tree in trees])
+    kv_bytes = sum(each.nbytes / each.shape[1] for each in target.cache.buffers())
+    return [statistics.median(each) for each in zip(*spent[warm_ups:], strict=True)], kv_bytes
 
 
 def _step(target: Target, tree: TokenTree) -> None:
@@ -234,7 +218,7 @@ def _points(
     return points
 
 
-def measure_machine(model: PreTrainedModel, clock: Clock = time.perf_counter) -> Machine:
+def measure_machine(model: PreTrainedModel) -> Machine:
     """Measure the model's device in the model's dtype by a matrix product and a copy."""
     device, dtype = input_device(model), model.dtype
     side = 8192 if device.type == "cuda" else 1024
@@ -242,20 +226,20 @@ def measure_machine(model: PreTrainedModel, clock: Clock = time.perf_counter) ->
     weights = sum(each.nbytes for each in model.parameters())
     buffer = torch.ones(min(max(weights, 1 << 24), 1 << 30), dtype=torch.uint8, device=device)
     copy = torch.empty_like(buffer)
-    product_s = min(timed(lambda: left @ left, device, clock) for _ in range(4))
-    copy_s = min(timed(lambda: copy.copy_(buffer), device, clock) for _ in range(4))
+    product_s = min(timed(lambda: left @ left, device) for _ in range(4))
+    copy_s = min(timed(lambda: copy.copy_(buffer), device) for _ in range(4))
     return Machine(flops=2.0 * side**3 / product_s, bytes_per_s=2.0 * buffer.nbytes / copy_s)
 
 
-def timed(work: Callable[[], object], device: torch.device, clock: Clock) -> float:
+def timed(work: Callable[[], object], device: torch.device) -> float:
     """Seconds of some work, with the device synchronized."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    start = clock()
+    start = perf_counter()
     work()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return max(clock() - start, 1e-9)
+    return max(perf_counter() - start, 1e-9)
 
 
 def node_cost(model: PreTrainedModel) -> float:
@@ -271,19 +255,8 @@ def node_cost(model: PreTrainedModel) -> float:
 
 def pass_seconds(model: PreTrainedModel, rounds: int = 25) -> float:
     """Seconds of a pass over one token behind 64 others, the median of the rounds."""
-    context = min(_QUICK_CONTEXT, (position_limit(model) or _QUICK_CONTEXT + 1) - 1)
-    device = input_device(model)
-    target = Target(model, rows=1, capacity=context + 1, device=device, shape="chains")
-    prompt = np.arange(context, dtype=np.int32) % 8
-    step = partial(_step, target, TokenTree.root(int(prompt[-1])))
-    with target.serving():
-        target.prefill([prompt])
-        return statistics.median(timed(step, device, time.perf_counter) for _ in range(rounds))
-
-
-def cache_folder() -> Path:
-    """The folder for step costs in the platform's cache folder."""
-    return user_cache_path("lookahead", appauthor=False) / "costs"
+    context = min(_QUICK_CONTEXT, (position_limit(model) or sys.maxsize) - 2)
+    return _sweep(model, context, (1,), rounds=rounds)[0][0]
 
 
 def identity(model: nn.Module, passes: str = PASSES[0]) -> dict[str, Any]:
@@ -304,10 +277,11 @@ def identity(model: nn.Module, passes: str = PASSES[0]) -> dict[str, Any]:
 
 
 def cost_path(model: nn.Module, folder: Path | str | None = None, passes: str = PASSES[0]) -> Path:
-    """The file of a model's step costs in a folder; `cache_folder()` when None."""
+    """The file of a model's step costs in a folder; one in the platform's cache folder when None."""
     known = identity(model, passes)
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
-    return Path(cache_folder() if folder is None else folder) / f"{known['model']}-{known['dtype']}-{digest}.json"
+    place = user_cache_path("lookahead", appauthor=False) / "costs" if folder is None else Path(folder)
+    return place / f"{known['model']}-{known['dtype']}-{digest}.json"
 
 
 def read_costs(model: nn.Module, cost: StepCost, folder: Path | str | None = None, passes: str = PASSES[0]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
+from dataclasses import dataclass
 from threading import Lock
 from types import FunctionType
 from typing import Any
@@ -18,7 +18,7 @@ from lookahead.drafting.cost_model import padded_nodes
 from lookahead.drafting.tree import TokenTree
 from lookahead.models.attention import AttentionScope
 from lookahead.models.cache import CACHE, TreeCache
-from lookahead.models.cuda_graphs import Capture, CudaGraphs, Graph, Run, graph_shortcoming
+from lookahead.models.cuda_graphs import CudaGraphs, Graph, Run, graph_shortcoming
 from lookahead.models.model_state import state_of
 from lookahead.models.tree_pass import AttentionSpan, FixedShapePass, padded_rows, padded_slots
 
@@ -95,25 +95,26 @@ class CompiledForward:
         return call
 
 
+@dataclass(slots=True)
 class _ShapeRunner:
     """A fixed-shape pass, and what runs it: the model's forward, its compiled code, or a graph of either."""
 
-    def __init__(self, static: FixedShapePass, arguments: tuple[Any, ...], compiled: CompiledForward | None) -> None:
-        self.static = static
-        self.graph: Graph | None = None
-        self.is_checked = False  # whether a replay was compared with the pass itself
-        self.uses = 0
-        self._arguments = arguments
-        self._compiled = compiled
-        self._run: Run | None = partial(forward, *arguments) if compiled is None else None
+    static: FixedShapePass
+    arguments: tuple[Any, ...]  # of `forward`
+    compiled: CompiledForward | None
+    bound: Run | None = None
+    graph: Graph | None = None
+    is_checked: bool = False  # whether a replay was compared with the pass itself
+    uses: int = 0
 
     def run(self) -> tuple[Tensor, ...]:
         """Run the pass without its graph, with new masks."""
         try:
-            if self._run is not None:
-                return self._run()
-            assert self._compiled is not None
-            self._run, outputs = self._compiled.bind(*self._arguments)
+            if self.compiled is None:
+                return forward(*self.arguments)
+            if self.bound is not None:
+                return self.bound()
+            self.bound, outputs = self.compiled.bind(*self.arguments)
             return outputs
         finally:
             self.static.forget()
@@ -122,7 +123,7 @@ class _ShapeRunner:
 class CompiledRunner:
     """Scores trees in fixed-shape passes that are compiled or recorded; `Target` has its options.
 
-    Without a `scope` the model takes prepared masks. `capture` records a pass; `CudaGraphs` when None.
+    Without a `scope` the model takes prepared masks.
     """
 
     def __init__(
@@ -136,7 +137,6 @@ class CompiledRunner:
         scope: AttentionScope | None,
         compiles: bool,
         captures: bool,
-        capture: Capture | None = None,
     ) -> None:
         self._model, self._cache, self._device, self._scope = model, cache, device, scope
         self._most_nodes, self._hidden_layers = most_nodes, hidden_layers
@@ -146,13 +146,13 @@ class CompiledRunner:
         self.is_cold = False  # whether the newest pass compiled, recorded or is yet to be, so that its time is no cost
         failed = state_of(model).failed
         self._compiles = compiles and "compile" not in failed
-        self._capture = capture
-        if captures and capture is None and "capture" not in failed:
+        self._capture: CudaGraphs | None = None
+        if captures and "capture" not in failed:
             problem = graph_shortcoming(model, device)
             if problem is None:
                 self._capture = CudaGraphs(device, is_watched=not self._compiles)
             else:
-                self._give_up("capture", problem)
+                self._stop("capture", problem)
 
     def score(self, trees: Sequence[TokenTree]) -> tuple[Tensor, ...] | None:
         """Logits `[active, nodes of the largest tree, vocab]` and hidden states likewise; None if passes failed."""
@@ -201,10 +201,7 @@ class CompiledRunner:
             outputs = runner.run()
         except Exception as error:
             # The model itself runs next. If it is broken, it raises there.
-            what = "compile" if self._compiles else "capture"
-            self._compiles, self._capture = False, None
-            self._runners.clear()
-            self._give_up(what, _in_short(error))
+            self._stop("compile" if self._compiles else "capture", _in_short(error))
             return None
         if self._capture is not None:
             self.is_cold = True
@@ -212,7 +209,7 @@ class CompiledRunner:
                 try:
                     runner.graph = self._capture(runner.run)  # the next pass of its shape is the first replay
                 except Exception as error:
-                    self._stop_recording(_in_short(error))
+                    self._stop("capture", _in_short(error))
         return outputs
 
     def _replay(self, runner: _ShapeRunner, graph: Graph) -> tuple[Tensor, ...]:
@@ -229,18 +226,13 @@ class CompiledRunner:
         error = float(torch.stack(list(map(_largest_error, outputs, wanted))).max())
         if error <= _TOLERANCE.get(self._model.dtype, _TOLERANCE_FP32):
             return outputs
-        self._stop_recording(f"a replay differs by {error:.2g} from the pass that was recorded")
+        self._stop("capture", f"a replay differs by {error:.2g} from the pass that was recorded")
         return wanted
 
-    def _stop_recording(self, reason: str) -> None:
-        """Run passes without graphs from now on."""
-        self._capture = None
-        for runner in self._runners.values():
-            runner.graph = None
-        self._give_up("capture", reason)
-
-    def _give_up(self, what: str, reason: str) -> None:
-        """Log once for a model why it is not compiled or recorded."""
+    def _stop(self, what: str, reason: str) -> None:
+        """Record no more passes, nor compile any if that failed, and log once for a model why."""
+        self._compiles, self._capture = self._compiles and what != "compile", None
+        self._runners.clear()
         failed = state_of(self._model).failed
         if what not in failed:
             way = {"compile": "torch.compile", "capture": "CUDA graphs"}[what]

@@ -36,9 +36,6 @@ class Graph:
         return self._outputs
 
 
-Capture = Callable[[Run], Graph]
-
-
 def graph_shortcoming(model: torch.nn.Module, device: torch.device) -> str | None:
     """Why passes of a model that takes its tokens on `device` cannot be recorded, or None if they may."""
     if device.type != "cuda":
@@ -56,8 +53,7 @@ class Watch(TorchDispatchMode):
     """
 
     def __init__(self, device: torch.device) -> None:
-        base: Any = super()
-        base.__init__()  # untyped in torch
+        super().__init__()  # type: ignore[no-untyped-call]
         self._kind = device.type
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -106,10 +102,9 @@ class CudaGraphs:
             if not self._living:
                 self._pool = torch.cuda.graph_pool_handle()  # a pool without graphs cannot be used again
             graph = torch.cuda.CUDAGraph()
-            # Other threads may use the device meanwhile.
-            mode = "thread_local"
-            # A failed recording leaves its stream the current one. The outer block restores the other.
-            recording = torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode=mode)
+            # Other threads may use the device meanwhile. A failed recording leaves its stream the current one, and the
+            # outer block restores the other.
+            recording = torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local")
             with torch.cuda.stream(current), recording:
                 outputs = run()
             recorded = Graph(graph, outputs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -14,16 +13,9 @@ from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.drafting.tree import IntArray, TokenTree
-from lookahead.models import support
 from lookahead.models.cache import CACHE
-from lookahead.models.model_state import state_of
-from lookahead.models.support import ProbeError, Support, agree, probe_passes, unsupported_reason, vocabulary_size
 from lookahead.models.target import Target, input_device, position_limit
-
-_CHAINS = Support("chains", "the decoder of an encoder-decoder model verifies chains")
-_CHAIN = (0, 0, 1, 2, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +50,7 @@ class DecoderTarget(Target):
     """
 
     def __init__(self, model: PreTrainedModel, encoded: Encoded, rows: int = 1) -> None:
-        super().__init__(model, rows=rows, capacity=1, device=input_device(model), shape="chains")
+        super().__init__(model, rows=rows, capacity=1, shape="chains")
         self.positions = side_positions(model, "decoder")
         self.is_aligned = rows > 1
         self._outputs, self._mask = encoded.outputs, encoded.mask
@@ -138,67 +130,6 @@ class DecoderTarget(Target):
             )
         logits: Tensor = output.logits
         return logits
-
-
-def decoder_support(model: PreTrainedModel, *, max_length: int) -> Support:
-    """Whether chains of up to `max_length` tokens can be drafted for a decoder. The first call probes it."""
-    config: Any = model.config.get_text_config(decoder=True)
-    others = set(getattr(config, "layer_types", None) or ()) - support.ATTENTION_LAYERS
-    if getattr(model, "_is_stateful", False) or others:
-        return Support("none", "the state of its decoder is sequential, so a rejected draft could not be undone")
-    window = getattr(config, "sliding_window", None)
-    if window is not None and max_length + MAX_NODES_LIMIT >= window:
-        return Support("none", f"the cache of its decoder drops tokens beyond {window}")
-    if getattr(config, "expert_capacity", None) is not None:
-        return Support("none", "its experts take so many tokens of a pass and no more")
-    if any(rope.get("rope_type") in ("dynamic", "longrope") for rope in support.rope_parameters_of(config)):
-        return Support("none", "the position embeddings of its decoder change with its length")
-    reason = unsupported_reason(model)
-    if reason:
-        return Support("none", reason)
-    try:
-        return state_of(model).probed("decoder support", model, partial(_probe_decoder, model))
-    except ProbeError as error:
-        return Support("none", str(error))
-
-
-def _probe_decoder(model: PreTrainedModel) -> Support:
-    seq2seq: Any = model
-    device = input_device(model)
-    reason = probe_passes(
-        partial(_chains_score_like_the_model, model),
-        lambda ids: seq2seq(input_ids=ids.to(device), decoder_input_ids=ids.to(device)),
-        vocabulary=min(vocabulary_size(model, side) for side in (seq2seq.get_encoder(), seq2seq.get_decoder())),
-        mismatch="its decoder does not read several tokens as it reads one after the other",
-        failure="its decoder does not continue from a truncated cache",
-    )
-    return Support("none", reason) if reason else _CHAINS
-
-
-@torch.inference_mode()
-def _chains_score_like_the_model(model: PreTrainedModel, tokens: Sequence[int]) -> bool:
-    """Whether two drafted passes, with a commit between them, give the logits of the model's own passes."""
-    seq2seq: Any = model
-    read = torch.tensor([tokens], device=input_device(model))
-    outputs = seq2seq.get_encoder()(input_ids=read, return_dict=True)
-    chain, path = [tokens[2], *tokens[2:]], np.array([0, 1], np.int32)
-    target = DecoderTarget(model, Encoded(outputs, None, empty_cache(model)))
-    with target.serving():
-        target.prefill([np.array(tokens[:2], np.int32)])
-        target.commit(0, path[:1])
-        first = target.score([TokenTree.from_parents(chain, _CHAIN)])[0]
-        target.commit(0, path)
-        second = target.score([TokenTree.root(tokens[0])])[0]
-    before = list(tokens[:2])
-    checks: list[tuple[list[int], Tensor]] = [
-        (before + chain, first[-1]),
-        (before + chain[:-1], first[-2]),
-        ([*before, *chain[:2], tokens[0]], second[0]),
-    ]
-    return all(
-        agree(model, logits, seq2seq(input_ids=read, decoder_input_ids=torch.tensor([ids]).to(read)).logits[0, -1])
-        for ids, logits in checks
-    )
 
 
 def encode(model: PreTrainedModel, inputs: Sequence[IntArray]) -> Encoded:

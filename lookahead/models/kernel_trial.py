@@ -28,11 +28,6 @@ _guard = Lock()
 _log = logging.getLogger(__name__)
 
 
-def verdict_folder() -> Path:
-    """The folder of verdicts in the platform's cache folder."""
-    return user_cache_path("lookahead", appauthor=False) / "kernels"
-
-
 def try_kernels(wanted: MutableMapping[KernelVariant, None]) -> None:
     """Find the verdicts on some kernels, which are taken out: from the cache folder, or by a test in another process.
 
@@ -47,7 +42,7 @@ def try_kernels(wanted: MutableMapping[KernelVariant, None]) -> None:
             asked = [variant for variant in variants if variant.device == device]
             machine = describe_machine(device)
             name = xxhash.xxh3_64_hexdigest(json.dumps(machine, sort_keys=True).encode())
-            path = verdict_folder() / f"{name}.json"
+            path = user_cache_path("lookahead", appauthor=False) / "kernels" / f"{name}.json"
             known = _read_verdicts(path)
             new = [variant for variant in asked if variant.name not in known]
             if new:
@@ -55,11 +50,9 @@ def try_kernels(wanted: MutableMapping[KernelVariant, None]) -> None:
                 known |= {variant.name: verdict for variant, verdict in zip(new, run_tests(new), strict=True)}
                 _write_verdicts(path, machine, known)
             for variant in asked:
-                verdicts[variant] = known[variant.name]
-                if verdicts[variant].problem:
-                    _log.warning(
-                        "the kernel for %s is not used on %s: %s", variant.name, device, verdicts[variant].problem
-                    )
+                verdict = verdicts[variant] = known[variant.name]
+                if verdict.problem:
+                    _log.warning("the kernel for %s is not used on %s: %s", variant.name, device, verdict.problem)
 
 
 def describe_machine(device: torch.device) -> dict[str, str]:

@@ -229,7 +229,9 @@ def locate_model(model: str, files: Sequence[str] = ("config.json",)) -> tuple[s
                 f"model {model!r} is a file, but no GGUF file; name a .gguf file or the folder that holds config.json"
             )
         return str(path), True
-    if _looks_like_a_path(model):
+    is_path = model.startswith((".", "~")) or model.endswith(".gguf") or not _HUB_ID.fullmatch(model)
+    # "models/summarizer" could be either; beside a folder "models" it is a typo in a path.
+    if is_path or ("/" in model and Path(model.split("/")[0]).is_dir()):
         kind = "file" if path.suffix == ".gguf" else "folder"
         raise UnsupportedModelError(
             f"model {model!r} does not exist: looked for the {kind} {path.absolute()}{_did_you_mean(model, files)}"
@@ -252,18 +254,10 @@ def _default_file() -> Path:
     raise UnsupportedModelError(_DEFAULT_MISSING)
 
 
-def _looks_like_a_path(model: str) -> bool:
-    """Whether a name that does not exist here can only be a path."""
-    if model.startswith((".", "~")) or model.endswith(".gguf") or not _HUB_ID.fullmatch(model):
-        return True
-    # "models/summarizer" could be either; beside a folder "models" it is a typo in a path.
-    return "/" in model and Path(model.split("/")[0]).is_dir()
-
-
 @functools.cache  # a model that was found is not asked for again
 def _check_hub(model: str, files: tuple[str, ...]) -> None:
     """Check within a bounded time that a model is on the Hub or in its cache."""
-    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     try:
@@ -272,7 +266,8 @@ def _check_hub(model: str, files: tuple[str, ...]) -> None:
     except HFValidationError as error:
         raise UnsupportedModelError(f"model {model!r} is neither a folder nor a name on the Hub: {error}") from error
     try:
-        _ask_hub(model, files[-1])
+        # A host lookup can outlast the client's timeouts.
+        in_time(lambda: get_hf_file_metadata(hf_hub_url(model, files[-1]), timeout=_HUB_S), _HUB_S)
     except (GatedRepoError, EntryNotFoundError):
         return  # it exists; loading says what is missing
     except Exception as error:  # errors of the client's HTTP library, which differ between versions
@@ -281,13 +276,6 @@ def _check_hub(model: str, files: tuple[str, ...]) -> None:
             reason = "there is no such model on the Hugging Face Hub, or it is private and the token does not open it"
         message = f"model {model!r} is no folder here, and {reason}{_did_you_mean(model, files)}"
         raise UnsupportedModelError(message) from error
-
-
-def _ask_hub(model: str, file: str) -> None:
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url
-
-    # A host lookup can outlast the client's timeouts.
-    in_time(lambda: get_hf_file_metadata(hf_hub_url(model, file), timeout=_HUB_S), _HUB_S)
 
 
 def _did_you_mean(model: str, files: Sequence[str]) -> str:

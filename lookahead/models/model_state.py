@@ -47,7 +47,6 @@ class ModelState:
         self.views: tuple[Any, ...] = ()  # the attention views that compiled passes hold
         self.linears: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # packed weights by layer
         self.tokenizers: WeakSet[Any] = WeakSet()  # that were compared with the model
-        self.is_encoder: bool | None = None  # None before the first check
         self._probed: dict[str, tuple[Hashable, Any]] = {}
         self._probing = Lock()
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike, fspath
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,11 +16,12 @@ from transformers import PreTrainedModel
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import ConfigError, UnsupportedModelError, is_out_of_memory
+from lookahead.models.encoder_decoder import DecoderTarget, encode
 from lookahead.models.exact_attention import MAX_ROWS
 from lookahead.models.linears import keeps_bits
 from lookahead.models.model_state import state_of
 from lookahead.models.product_bits import has_other_products
-from lookahead.models.target import Shape, Target, input_device
+from lookahead.models.target import Shape, Target, input_device, rope_parameters_of
 
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.02}  # rounding error, relative to the norm of the logits
@@ -49,25 +50,27 @@ class ProbeError(Exception):
 
 
 def support_of(model: PreTrainedModel, *, shortest: int, max_length: int) -> Support:
-    """What a causal model can verify, with rows from `shortest` prompt tokens to `max_length` tokens.
+    """What a model, or its decoder, can verify, with rows from `shortest` prompt tokens to `max_length` tokens.
 
     The first call for a model probes it with a few tokens. A probe that runs out of memory, or meets a model that
     cannot run at all, says "none" and is repeated at the next call.
     """
-    if model.config.is_encoder_decoder:
-        return Support("none", "it has an encoder; its decoder is served separately")
-    config: Any = model.config.get_text_config()
+    config: Any = model.config.get_text_config(decoder=True)
     others = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS
     if getattr(model, "_is_stateful", False):
         return Support("none", "its state is sequential, so a rejected draft could not be undone")
     if others:
         return Support("none", f"its {' and '.join(sorted(others))} layers depend on more than positions and masks")
-    windows = [getattr(config, "keep_window_size", None)]
-    if not model._can_set_attn_implementation():
+    if getattr(config, "expert_capacity", None) is not None:
+        return Support("none", "its experts take so many tokens of a pass and no more")
+    windows, longest, what = [getattr(config, "keep_window_size", None)], max_length, "its own attention code"
+    if model.config.is_encoder_decoder:  # whose cache is that of transformers
+        longest, what = max_length + MAX_NODES_LIMIT + 1, "the cache of its decoder"
+    if model.config.is_encoder_decoder or not model._can_set_attn_implementation():
         windows.append(getattr(config, "sliding_window", None))
     for window in windows:
-        if window is not None and max_length > window:
-            return Support("none", f"its own attention code drops tokens beyond {window}")
+        if window is not None and longest > window:
+            return Support("none", f"{what} drops tokens beyond {window}")
     reason = unsupported_reason(model)
     if reason:
         return Support("none", reason)
@@ -109,80 +112,64 @@ def unsupported_reason(model: PreTrainedModel) -> str:
     return ""
 
 
-def prefills_at_once(model: PreTrainedModel) -> bool:
-    """Whether a prompt must be read in one pass, because position embeddings depend on the longest position in it."""
-    return any(rope.get("rope_type") == "longrope" for rope in rope_parameters_of(model.config.get_text_config()))
-
-
-def rope_parameters_of(config: Any) -> Iterator[dict[str, Any]]:
-    """The rotary embeddings of a model: one for all layers, or one per type of layer."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    nested = [each for each in rope.values() if isinstance(each, dict)]
-    yield from nested or [rope]
-
-
 def _probe(model: PreTrainedModel, config: Any) -> Support:
     """Try trees, then chains."""
-
-    def mismatch_of(shape: Shape) -> str:
-        return probe_passes(
-            partial(_scores_like_the_model, model, shape),
-            lambda ids: model(input_ids=ids.to(input_device(model))),
-            vocabulary=vocabulary_size(model),
-            mismatch="its attention ignores prepared masks and positions",
-            failure="its attention takes no prepared masks",
-        )
-
     # A probe is too short to show the effect of a window or a slope over cache slots.
-    if "local" in getattr(config, "attention_layers", ()):
+    if model.config.is_encoder_decoder:
+        reason = "the decoder of an encoder-decoder model verifies chains"
+    elif "local" in getattr(config, "attention_layers", ()):
         reason = "its attention windows count slots of the cache"
     elif getattr(config, "alibi", False) or getattr(getattr(config, "attn_config", None), "alibi", False):
         reason = "its attention bias depends on cache slots (ALiBi)"
     else:
-        reason = mismatch_of("trees")
+        reason = _mismatch_of(model, "trees")
     if not reason:
         return Support("trees")
-    return Support("none" if mismatch_of("chains") else "chains", reason)
+    mismatch = _mismatch_of(model, "chains")
+    return Support("none", mismatch) if mismatch else Support("chains", reason)
 
 
-def probe_passes(
-    is_right: Callable[[Sequence[int]], bool],
-    run: Callable[[Tensor], object],
-    *,
-    vocabulary: int,
-    mismatch: str,
-    failure: str,
-) -> str:
-    """Why a model cannot verify drafts, by passes over tokens below `vocabulary`; an empty string if it can.
-
-    Args:
-        is_right: Whether drafted passes over tokens give the logits of the model.
-        run: Runs the model by itself on int64 `[1, tokens]`.
-        vocabulary: Tokens to probe with.
-        mismatch: The reason where no passes are right.
-        failure: The reason where passes raise and the model by itself does not.
+def _mismatch_of(model: PreTrainedModel, shape: Shape) -> str:
+    """Why passes over a few trees or chains are not those of the model; an empty string if they are.
 
     Raises:
         ProbeError: A pass ran out of memory, or the model cannot run at all.
     """
-    raised: Exception | None = None
+    vocabulary, raised = min(vocabulary_size(model), decoder_vocabulary(model)), None
     probes = [[token * vocabulary // 9 for token in probe] for probe in _PROBES]
     for tokens in probes:
         try:
-            if is_right(tokens):
+            if _scores_like_the_model(model, shape, tokens):
                 return ""
         except Exception as error:  # a model that takes no prepared mask may raise anything
             if is_out_of_memory(error):
                 raise ProbeError("there was too little memory to probe it") from error
             raised = error
+    is_tree = shape == "trees"
     if raised is None:
-        return mismatch
+        ignored = "its attention ignores prepared masks and positions"
+        return ignored if is_tree else "it does not read several tokens as it reads one after the other"
     try:
-        with torch.inference_mode():
-            run(torch.tensor(probes[:1]))
+        _own_logits(model, probes[:1], probes[0])
     except Exception as error:
         raise ProbeError(f"it cannot run ({type(error).__name__})") from error
+    failure = "its attention takes no prepared masks" if is_tree else "it does not continue from a truncated cache"
     return f"{failure} ({type(raised).__name__})"
+
+
+@torch.inference_mode()
+def _own_logits(model: Any, texts: Sequence[Sequence[int]], read: Sequence[int]) -> Tensor:
+    """The model's logits, in one pass of its own, whose encoder reads `read`; no text sees what pads it behind its end.
+
+    `[texts, tokens of the longest, vocab]`.
+    """
+    longest, device = max(map(len, texts)), input_device(model)
+    ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=device)
+    inputs = {"input_ids": ids}
+    if model.config.is_encoder_decoder:
+        inputs = {"input_ids": torch.tensor([read] * len(texts), device=device), "decoder_input_ids": ids}
+    logits: Tensor = model(**inputs).logits
+    return logits
 
 
 @torch.inference_mode()
@@ -194,8 +181,10 @@ def _scores_like_the_model(model: PreTrainedModel, shape: Shape, tokens: Sequenc
     for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
         paths.append([*(paths[parent] if paths else []), token])
     texts = [list(tokens[:2]), list(tokens[1:2])][: 2 if shape == "trees" else 1]
-    # Weights packed for the rows of a batch are of no use to later passes over one row.
-    target = Target(model, rows=len(texts), capacity=16, device=input_device(model), shape=shape, packs=False)
+    if model.config.is_encoder_decoder:
+        target: Target = DecoderTarget(model, encode(model, [np.array(tokens, np.int32)]))
+    else:  # weights packed for the rows of a batch are of no use to later passes over one row
+        target = Target(model, rows=len(texts), capacity=16, shape=shape, packs=False)
     with target.serving():
         target.prefill([np.array([*text, tokens[2]], np.int32) for text in texts])
         first = target.score([tree] * len(texts))
@@ -216,10 +205,7 @@ def _scores_like_the_model(model: PreTrainedModel, shape: Shape, tokens: Sequenc
         )
     ]
     checks.append(([*texts[0], *tree.tokens[path].tolist(), tokens[0], tokens[3]], third[0, 0]))
-    # The model's logits after these texts, in one pass of its own; no text sees what pads it behind its end.
-    longest = max(len(ids) for ids, _ in checks)
-    padded = [[*ids, *[0] * (longest - len(ids))] for ids, _ in checks]
-    own = cast(Any, model)(input_ids=torch.tensor(padded, device=first.device)).logits
+    own = _own_logits(model, [ids for ids, _ in checks], tokens)
     return all(agree(model, logits, own[row, len(ids) - 1]) for row, (ids, logits) in enumerate(checks))
 
 
@@ -259,10 +245,7 @@ def _has_bits_after(model: PreTrainedModel, vocabulary: int, step: int) -> bool:
     prompt = (np.arange(8, dtype=np.int32) * step + 1) % vocabulary
     chain, branches = np.arange(-1, _LONGEST).clip(0), np.arange(_LONGEST + 1, MAX_ROWS) % (_LONGEST + 1)
     tree = TokenTree.from_parents((np.arange(MAX_ROWS) * (step - 6) + prompt[-1]) % vocabulary, [*chain, *branches])
-    target, plain = (
-        Target(model, rows=1, capacity=64, device=input_device(model), is_bitwise=is_bitwise)
-        for is_bitwise in (True, False)
-    )
+    target, plain = (Target(model, rows=1, capacity=64, is_bitwise=is_bitwise) for is_bitwise in (True, False))
     with target.serving(), plain.serving():
         target.prefill([prompt])
         plain.prefill([prompt])
@@ -289,7 +272,7 @@ def check_model(model: object) -> None:
         return
     if isinstance(model, tuple) and len(model) == 2:
         raise ConfigError(f"model must be a PreTrainedModel, got a {type(model).__name__}; pass its two parts: *loaded")
-    raise ConfigError(f"model must be a PreTrainedModel, got {described(model, 'model, tokenizer')}")
+    raise ConfigError(f"model must be a PreTrainedModel, got {described(model)}")
 
 
 def validate_causal_lm(model: PreTrainedModel, purpose: str) -> None:
@@ -308,13 +291,9 @@ def validate_model(model: PreTrainedModel) -> None:
         )
     if config.is_encoder_decoder and model.main_input_name != "input_ids":
         raise UnsupportedModelError(f"{name} reads {model.main_input_name}; lookahead serves models that read text")
-    state = state_of(model)
-    if state.is_encoder is None:
-        # GPT-NeoX is no decoder either by its configuration, but its attention layers are causal.
-        looks_ahead = not all(getattr(module, "is_causal", True) for module in model.modules())
-        is_decoder = config.is_encoder_decoder or getattr(config, "is_decoder", True) is not False
-        state.is_encoder = looks_ahead and not is_decoder
-    if state.is_encoder:
+    is_decoder = config.is_encoder_decoder or getattr(config, "is_decoder", True) is not False
+    # GPT-NeoX is no decoder either by its configuration, but its attention layers are causal.
+    if not is_decoder and not all(getattr(module, "is_causal", True) for module in model.modules()):
         raise UnsupportedModelError(f"{name} is an encoder: config.is_decoder is False; lookahead serves causal LMs")
     if input_device(model).type == "meta":
         raise UnsupportedModelError(f"{name} is on the meta device: it has no weights to run with")
@@ -333,9 +312,9 @@ def decoder_vocabulary(model: PreTrainedModel) -> int:
     return vocabulary_size(model, model.get_decoder() if model.config.is_encoder_decoder else None)
 
 
-def described(value: object, names: str) -> str:
+def described(value: object) -> str:
     """Describe a wrong argument in an error message; for a name or path, add how to load it."""
     if not isinstance(value, str | PathLike):
         return repr(value) if value is None else f"a {type(value).__name__}"
     name = fspath(value)
-    return f"{type(value).__name__} {name!r}; load it: {names} = lookahead.load({name!r})"
+    return f"{type(value).__name__} {name!r}; load it: model, tokenizer = lookahead.load({name!r})"

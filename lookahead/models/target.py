@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -30,7 +29,7 @@ from lookahead.models.tree_pass import AttentionSpan, TreePass, padded_slots
 Shape = Literal["trees", "chains"]
 OnPrefill = Callable[[int, int], None]
 """Called with the tokens read of the longest prompt, and its length."""
-PREFILL_CHUNK = 1024
+PREFILL_CHUNK = 1024  # tokens of a pass over a part of a prompt
 _MAX_WHOLE = 8192  # longest prompt, in tokens, that is read in one pass without fused attention
 
 
@@ -52,10 +51,15 @@ def position_limit(model: PreTrainedModel) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
-@cache
-def _parameters_of(kind: Any) -> frozenset[str]:
-    """Parameter names of the forward of a class of models."""
-    return frozenset(inspect.signature(kind.forward).parameters)
+def prefills_at_once(model: PreTrainedModel) -> bool:
+    """Whether a prompt must be read in one pass, because position embeddings depend on the longest position in it."""
+    return any(rope.get("rope_type") == "longrope" for rope in rope_parameters_of(model.config.get_text_config()))
+
+
+def rope_parameters_of(config: Any) -> list[dict[str, Any]]:
+    """The rotary embeddings of a model: one for all layers, or one per type of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [each for each in rope.values() if isinstance(each, dict)] or [rope]
 
 
 class Target:
@@ -68,9 +72,7 @@ class Target:
         model: The model.
         rows: Rows of the batch; 1 for chains.
         capacity: Slots per row to begin with.
-        device: Device of the input tokens.
         shape: What `score` takes: trees, or chains only.
-        prefill_chunk: Most prompt tokens read in one pass.
         hidden_layers: Indices in `output_hidden_states` of the hidden states to keep.
         compiles: Whether `score` compiles the model, with trees padded to few sizes.
         captures: Whether `score` records CUDA graphs, with the same padding.
@@ -88,9 +90,7 @@ class Target:
         *,
         rows: int,
         capacity: int,
-        device: torch.device,
         shape: Shape = "trees",
-        prefill_chunk: int = PREFILL_CHUNK,
         hidden_layers: Sequence[int] = (),
         compiles: bool = False,
         captures: bool = False,
@@ -100,16 +100,15 @@ class Target:
         is_together: bool = False,
     ) -> None:
         self._model = model
-        self._device = device
-        kind: Any = type(model)
-        takes = _parameters_of(kind)
+        self._device = input_device(model)
+        takes = inspect.signature(type(model).forward).parameters
         self._keeps_logits = "logits_to_keep" in takes
         self._takes_positions = "position_ids" in takes
         self._takes_masks = shape == "trees"
         self._scope = None
         if self._takes_masks and model._can_set_attn_implementation():
             self._scope = AttentionScope(model)
-        self._prefill_chunk = prefill_chunk
+        self._reads_at_once = prefills_at_once(model)
         is_fixed = (compiles or captures) and self._takes_masks and self._takes_positions
         slots = padded_slots(capacity) if is_fixed and compiles else capacity
         self._windows = windows_of(model)
@@ -127,14 +126,11 @@ class Target:
         self._is_half = model.dtype in (torch.bfloat16, torch.float16)
         self.is_exact = is_bitwise and self._is_half and self._scope is not None and not is_fixed
         self.is_bitwise = self.is_exact  # whether the newest prefill, and passes after it, have the bits of `generate`
-        self._is_together, self._is_alone = is_together, rows == 1
+        is_alone = self.is_exact and not is_together
+        self._bits: Bits = "alone" if is_alone else "any" if rows == 1 and not is_together else "together"
         # A single node need not attend by torch either.
-        self._takes_rows = (
-            self.is_exact
-            and model.dtype == torch.bfloat16
-            and not any(self._windows)
-            and takes_rows(model.config.get_text_config())
-        )
+        is_bf16 = self.is_exact and model.dtype == torch.bfloat16
+        self._takes_rows = is_bf16 and not any(self._windows) and takes_rows(model.config.get_text_config())
         # Compiled passes have their own products. Each process measures whether packing pays, and tensor-parallel
         # processes must compute the same bits.
         is_apart = (is_fixed and compiles) or (getattr(model, "_tp_size", None) or 1) > 1
@@ -144,7 +140,7 @@ class Target:
         self._fast = None
         if is_fixed:
             self._fast = CompiledRunner(
-                model, self.cache, device, most_nodes=most_nodes, hidden_layers=self._hidden_layers,
+                model, self.cache, self._device, most_nodes=most_nodes, hidden_layers=self._hidden_layers,
                 scope=self._scope, compiles=compiles, captures=captures,
             )  # fmt: skip
 
@@ -193,7 +189,7 @@ class Target:
         is_sdpa = self._model.config.get_text_config()._attn_implementation == "sdpa"
         is_fused = is_sdpa and not cached.any() and not any(self._windows)
         is_whole = self._is_half and not (np.ptp(new) or np.ptp(cached)) and (is_fused or width <= _MAX_WHOLE)
-        size = width if is_whole else self._prefill_chunk
+        size = width if is_whole or self._reads_at_once else PREFILL_CHUNK
         self.is_bitwise = self.is_exact and size >= width and len(prompts) == 1
         report(0, width)
         for start in range(0, width, size):
@@ -240,8 +236,7 @@ class Target:
             slots.begin(width, scored, is_plain=is_plain)
             windows = self._windows if self.is_exact else None
             tree_pass = TreePass(slots, self._device, trees, scored, windows=windows)
-            bits: Bits = "alone" if self.is_exact else "any" if self._is_alone else "together"
-            logits = self._forward(tree_pass, "together" if self._is_together else bits)
+            logits = self._forward(tree_pass, self._bits)
         if dispatch.wanted:
             try_kernels(dispatch.wanted)
         is_new = len(dispatch.verdicts) + len(dispatch.served) > known

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from lookahead.drafting.select import Draft
-from lookahead.drafting.tree import IntArray, TokenTree
+from lookahead.drafting.tree import TokenTree
 from lookahead.errors import UnsupportedModelError
 
 
@@ -29,26 +30,26 @@ class TensorParallelGroup:
 
     def agree(self, drafts: Sequence[Draft]) -> list[Draft]:
         """The drafts of the leader, one per row; those of other processes are ignored."""
-        sizes = self._send(np.array([len(draft.tree) for draft in drafts], np.int32))
-        nodes: IntArray = np.zeros((5, int(sizes.sum())), np.int32)
-        if self.leads:  # tokens, parents, depths, and the two halves of every float64 path probability
-            trees = [(draft.tree.tokens, draft.tree.parents, draft.tree.depths) for draft in drafts]
-            halves = [draft.path_probs.astype(np.float64).view(np.int32).reshape(-1, 2).T for draft in drafts]
-            np.concatenate([np.concatenate(pair) for pair in zip(trees, halves, strict=True)], 1, out=nodes)
+        sizes = self._send(np.array([len(draft.tree) for draft in drafts])).astype(int)
+        nodes = np.zeros((4, sizes.sum()))
+        if self.leads:
+            trees = [(draft.tree.tokens, draft.tree.parents, draft.tree.depths, draft.path_probs) for draft in drafts]
+            np.concatenate(trees, 1, out=nodes)
         nodes = self._send(nodes)
         if self.leads:
             return list(drafts)
-        return [
-            # Without the sources of the nodes.
-            Draft(TokenTree(tokens, parents, depths, np.zeros_like(tokens)), (), np.stack(halves, 1).view(float)[:, 0])
-            for tokens, parents, depths, *halves in np.split(nodes, np.cumsum(sizes)[:-1], 1)
-        ]
+        agreed = []
+        for *tree, path_probs in np.split(nodes, np.cumsum(sizes)[:-1], 1):
+            tokens, parents, depths = (each.astype(np.int32) for each in tree)
+            sources = np.zeros_like(tokens)  # they are not sent
+            agreed.append(Draft(TokenTree(tokens, parents, depths, sources), (), path_probs))
+        return agreed
 
-    def _send(self, numbers: IntArray) -> IntArray:
-        """Broadcast the leader's numbers; the others pass an array of the same shape."""
-        sent = torch.from_numpy(numbers).to(self._device)
+    def _send(self, numbers: NDArray[Any]) -> NDArray[np.float64]:
+        """Broadcast the leader's numbers, as float64; the others pass an array of the same shape."""
+        sent = torch.from_numpy(numbers.astype(np.float64)).to(self._device)
         torch.distributed.broadcast(sent, src=self._leader, group=self._group)
-        received: IntArray = sent.cpu().numpy()
+        received: NDArray[np.float64] = sent.cpu().numpy()
         return received
 
 

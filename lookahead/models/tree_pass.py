@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -18,9 +17,6 @@ from lookahead.models.cache import TreeSlots
 from lookahead.models.exact_attention import Turns
 
 _MIN_SLOTS = 256
-_ALIGNMENT = 16  # bytes; of tensors that share a buffer
-
-_Kind = tuple[tuple[int, ...], Any]  # shape and type of a tensor
 
 
 class AttentionSpan(NamedTuple):
@@ -42,7 +38,7 @@ class TreeTensors(NamedTuple):
 class TreePass:
     """One pass of the target over a tree or a part of a prompt per row.
 
-    Its inputs reach the device in one transfer. Masks are additive, made on first use, and shared by the layers.
+    Masks are additive, made on first use, and shared by the layers.
 
     Args:
         slots: The slots of the cache; the pass must have begun.
@@ -67,6 +63,7 @@ class TreePass:
         windows: Sequence[int | None] | None = None,
     ) -> None:
         self._slots, self._trees, self._scored = slots, trees, scored
+        self._firsts = [0] * len(trees) if scored is None else scored.tolist()  # nodes that are in the pass
         self.windows = windows
         self.is_prefill = bool(prompt)
         self.is_exact = windows is not None and not prompt  # every node attends alone
@@ -82,15 +79,13 @@ class TreePass:
         if prompt:
             positions = lengths[:, None] + np.arange(slots.width)
             starts = (slots.first + np.arange(slots.active)) * slots.capacity
-            arrays: Sequence[NDArray[Any]] = [*prompt, positions, (starts[:, None] + positions).reshape(-1)]
-            self.tokens, self.keep, self.positions, index = copy_together(arrays, device)
+            inputs = [*prompt, positions, (starts[:, None] + positions).reshape(-1)]
+            self.tokens, self.keep, self.positions, index = _tensors_on(device, inputs)
         else:
-            kinds = _kinds(slots.active, slots.width, slots.width if scored is None else max(map(len, trees)))
-            arrays = tuple(np.empty(shape, dtype) for shape, dtype in kinds)
-            firsts = [0] * len(trees) if scored is None else scored.tolist()
-            for row, (tree, first) in enumerate(zip(trees, firsts, strict=True)):
+            arrays = _arrays(slots.active, slots.width, slots.width if scored is None else max(map(len, trees)))
+            for row, (tree, first) in enumerate(zip(trees, self._firsts, strict=True)):
                 _fill_row(arrays, row, tree.tokens, tree.parents, tree.depths, lengths[row], first, slots.capacity)
-            self.tokens, self.positions, index, *tensors = copy_together(arrays, device)
+            self.tokens, self.positions, index, *tensors = _tensors_on(device, arrays)
             self.keep = index[:0]
             self._tensors[device] = TreeTensors(*tensors)
         slots.index = None if slots.is_even else index
@@ -102,7 +97,7 @@ class TreePass:
             words = TokenTree(chain, np.maximum(chain - 1, 0), chain, chain).ancestor_words()
             lengths, nodes = self._slots.lengths[:active].astype(np.int32), np.full(active, len(chain), np.int32)
             arrays = lengths, nodes, np.repeat(chain[None], active, 0), np.repeat(words[None], active, 0)
-            self._tensors[device] = TreeTensors(*copy_together(arrays, device))
+            self._tensors[device] = TreeTensors(*_tensors_on(device, arrays))
         if device not in self._tensors:
             first = next(iter(self._tensors.values()))
             self._tensors[device] = TreeTensors(*(each.to(device) for each in first))
@@ -129,8 +124,7 @@ class TreePass:
     @cached_property
     def turns(self) -> Turns:
         """How the nodes of the rows attend in turn."""
-        scored = [0] * len(self._trees) if self._scored is None else self._scored.tolist()
-        return Turns(self._trees, self._slots.lengths[: len(self._trees)].tolist(), scored)
+        return Turns(self._trees, self._slots.lengths[: len(self._trees)].tolist(), self._firsts)
 
 
 def padded_rows(active: int, rows: int) -> int:
@@ -154,26 +148,20 @@ class FixedShapePass(TreePass):
         super().__init__(slots, device)
         self.sees_all = False
         self._rows, self._capacity = rows, slots.capacity
-        kinds = _kinds(rows, width, width)
-        self._host = torch.zeros(_bytes_of(kinds), dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
-        self._buffer = self._host.to(device)  # on a CPU the same tensor
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None
-        self._filled = tuple(each.numpy() for each in _views(self._host, kinds))
-        self.tokens, self.positions, self.index, *tensors = _views(self._buffer, kinds)
+        self._arrays = _arrays(rows, width, width)
+        self._buffers = _tensors_on(device, self._arrays)  # on a CPU they share the memory of the arrays
+        self.tokens, self.positions, self.index, *tensors = self._buffers
         self.trees = TreeTensors(*tensors)
 
     def fill(self, trees: Sequence[TokenTree]) -> None:
         """Take the trees of a step, one per active row, none larger than the width."""
-        if self._copied is not None:
-            self._copied.synchronize()  # the last copy may still read the host buffers
         root = TokenTree.root(trees[0].tokens[0])
         for row in range(self._rows):
             tree, length = (trees[row], self._slots.lengths[row]) if row < len(trees) else (root, np.int64(0))
-            _fill_row(self._filled, row, tree.tokens, tree.parents, tree.depths, length, 0, self._capacity)
-        if self._buffer is not self._host:
-            self._buffer.copy_(self._host, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record(torch.cuda.current_stream(self.tokens.device))
+            _fill_row(self._arrays, row, tree.tokens, tree.parents, tree.depths, length, 0, self._capacity)
+        if self.tokens.device.type != "cpu":
+            for buffer, array in zip(self._buffers, self._arrays, strict=True):
+                buffer.copy_(torch.from_numpy(array), non_blocking=True)
 
     def tensors(self, device: torch.device) -> TreeTensors:
         """The trees on `device`, as the newest step left them."""
@@ -185,40 +173,18 @@ class FixedShapePass(TreePass):
         self.kernels.clear()
 
 
-def _kinds(rows: int, width: int, nodes: int) -> list[_Kind]:
+def _arrays(rows: int, width: int, nodes: int) -> tuple[NDArray[Any], ...]:
     """The arrays that `_fill_row` fills: tokens, positions and slots of a pass, and the fields of `TreeTensors`."""
-    words = (rows, nodes, (nodes + 63) // 64)
-    return [
-        *((shape, np.int64) for shape in ((rows, width), (rows, width), (rows * width,))),
-        *((shape, np.int32) for shape in ((rows,), (rows,), (rows, nodes))),
-        (words, np.int64),
-    ]
+    return (
+        *(np.empty(shape, np.int64) for shape in ((rows, width), (rows, width), rows * width)),
+        *(np.empty(shape, np.int32) for shape in (rows, rows, (rows, nodes))),
+        np.empty((rows, nodes, (nodes + 63) // 64), np.int64),
+    )
 
 
-def copy_together(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """Copies of arrays on a device, made by one transfer; on a CPU tensors that share their memory."""
-    if device.type == "cpu":
-        return [torch.from_numpy(each) for each in arrays]
-    kinds: list[_Kind] = [(each.shape, each.dtype) for each in arrays]
-    host = torch.empty(_bytes_of(kinds), dtype=torch.uint8, device="cpu")
-    for view, each in zip(_views(host, kinds), arrays, strict=True):
-        view.copy_(torch.from_numpy(each))
-    return _views(host.to(device, non_blocking=True), kinds)
-
-
-def _views(buffer: Tensor, kinds: Sequence[_Kind]) -> list[Tensor]:
-    """Tensors that share a buffer of bytes."""
-    views, start = [], 0
-    for shape, dtype in kinds:
-        end = start + math.prod(shape) * np.dtype(dtype).itemsize
-        views.append(buffer[start:end].view(getattr(torch, np.dtype(dtype).name)).view(shape))
-        start = -(-end // _ALIGNMENT) * _ALIGNMENT
-    return views
-
-
-def _bytes_of(kinds: Sequence[_Kind]) -> int:
-    """Bytes of a buffer for `_views`."""
-    return sum(-(-math.prod(shape) * np.dtype(dtype).itemsize // _ALIGNMENT) * _ALIGNMENT for shape, dtype in kinds)
+def _tensors_on(device: torch.device, arrays: Iterable[NDArray[Any]]) -> list[Tensor]:
+    """Tensors of arrays: copies on a device, which share the arrays' memory on a CPU."""
+    return [torch.from_numpy(each).to(device, non_blocking=True) for each in arrays]
 
 
 def mask_of(
@@ -254,7 +220,7 @@ def mask_of(
 
 @njit(cache=True)
 def _fill_row(filled, row, tokens, parents, depths, length, first, capacity):
-    """Write one row's part of every array of `_kinds`; nodes before `first` are not in the pass."""
+    """Write one row's part of every array of `_arrays`; nodes before `first` are not in the pass."""
     all_tokens, all_positions, all_slots, lengths, counts, all_depths, all_words = filled
     nodes, width = len(tokens), all_tokens.shape[1]
     lengths[row], counts[row] = length, nodes

@@ -16,17 +16,10 @@ from lookahead.drafting.budget import Ema
 from lookahead.drafting.proposal import BatchProposer, Call, Feedback, IntArray, Proposal, Proposer
 from lookahead.errors import ConfigError, ProposerError
 from lookahead.models.calibration import pass_seconds
-from lookahead.models.encoder_decoder import DecoderTarget, decoder_support, encode, side_positions
+from lookahead.models.encoder_decoder import DecoderTarget, encode, side_positions
 from lookahead.models.model_state import state_of
-from lookahead.models.support import (
-    decoder_vocabulary,
-    prefills_at_once,
-    support_of,
-    validate_causal_lm,
-    validate_model,
-    vocabulary_size,
-)
-from lookahead.models.target import PREFILL_CHUNK, Shape, Target, input_device
+from lookahead.models.support import decoder_vocabulary, support_of, validate_causal_lm, validate_model, vocabulary_size
+from lookahead.models.target import Shape, Target
 from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.proposers.draft_tree import LEVELS, DraftTree, DraftTreeBatch
 from lookahead.utils.fingerprints import tokenizer_fingerprint
@@ -127,10 +120,7 @@ class DraftModel:
         validate_model(self.model)
         vocabulary = self._shared_vocabulary(call)
         name, has_encoder = type(self.model).__name__, self.model.config.is_encoder_decoder
-        if has_encoder:
-            support = decoder_support(self.model, max_length=call.max_length)
-        else:
-            support = support_of(self.model, shortest=1, max_length=call.max_length)
+        support = support_of(self.model, shortest=1, max_length=call.max_length)
         if support.shape == "none":
             raise ProposerError(f"{name} cannot draft: {support.reason}; choose another draft model")
         if support.shape == "chains" and call.rows > 1 and not has_encoder:
@@ -159,7 +149,7 @@ class DraftModel:
 def _begin(draft: PreTrainedModel, target: PreTrainedModel) -> DraftModelState:
     """Warn of a draft model that is larger than its target, with the times of their passes."""
     own, others = (sum(parameter.numel() for parameter in model.parameters()) for model in (draft, target))
-    if own > others and not draft.config.is_encoder_decoder:
+    if own > others and not (draft.config.is_encoder_decoder or target.config.is_encoder_decoder):
         with torch.inference_mode():
             pass_s, target_s = (pass_seconds(model, _COST_ROUNDS) for model in (draft, target))
         warnings.warn(
@@ -265,9 +255,7 @@ class ModelProposer(BatchProposer):
             self._model,
             rows=len(self._slots),
             capacity=longest + 256,
-            device=input_device(self._model),
             shape=self._shape,
-            prefill_chunk=longest if prefills_at_once(self._model) else PREFILL_CHUNK,
         )
         return self._target
 

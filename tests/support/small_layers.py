@@ -82,7 +82,7 @@ def trees_of(rows: int, nodes: int, seed: int) -> list[TokenTree]:
 
 def logits_of(model: Any, rows: int, nodes: int, **options: Any) -> list[torch.Tensor]:
     """Logits of a prompt and of two steps behind it; the cache of the second comes from the first."""
-    target = Target(model, rows=rows, capacity=64, device=model.device, is_bitwise=rows == 1, **options)
+    target = Target(model, rows=rows, capacity=64, is_bitwise=rows == 1, **options)
     prompts = [np.arange(3, 14, dtype=np.int32) + row for row in range(rows)]
     with target.serving():
         outputs = [target.prefill(prompts)]
