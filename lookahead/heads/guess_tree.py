@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lookahead.heads.layers import DraftCache
 from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.ngram.prune import best_nodes
 
@@ -89,11 +90,12 @@ class HeadDrafter(ABC):
     def __init__(
         self, heads: Any, model: PreTrainedModel, rates: AcceptanceTable, warp: Warp | None, rows: int = 1
     ) -> None:
-        self._heads, self._model, self._rates, self._rows = heads, model, rates, rows
+        self._heads, self._model, self._rates = heads, model, rates
         # Of the model that the heads read, numbered as by `output_hidden_states`.
         self.hidden_layers: tuple[int, ...] = getattr(heads, "hidden_layers", (-1,))
         self._warp = warp  # the logits processors of sampling, on `[n, vocab]`
         self._last: dict[int, Tensor] = {}  # by row, the state that its next guesses are made from
+        self._caches = [DraftCache(rows) for _ in range(getattr(heads, "cached_layers", 0))]
 
     @abstractmethod
     def read(self, rows: Sequence[int], tokens: Sequence[Tensor], states: Sequence[Tensor]) -> None:
@@ -106,6 +108,8 @@ class HeadDrafter(ABC):
     def forget(self, row: int) -> None:
         """Drop the states of a row."""
         self._last.pop(row, None)
+        for cache in self._caches:
+            cache.lengths[row] = 0
 
     def _guess(self, logits: Tensor, most: int) -> tuple[Tensor, Tensor]:
         """Probabilities and indices of the likeliest guesses, `[..., most]` each, of logits `[..., vocab]`."""

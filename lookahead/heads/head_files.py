@@ -21,7 +21,7 @@ from lookahead.errors import HeadsError, LookaheadError
 from lookahead.heads.eagle import DEPTH, EagleDrafter, EagleHead, FusedEagleHead, fused_layers
 from lookahead.heads.guess_tree import HeadDrafter, Warp
 from lookahead.heads.independent_heads import MedusaDrafter, MedusaHeads, MtpDrafter, MtpHeads
-from lookahead.heads.layers import DraftLayer, attend, body_of, lm_head
+from lookahead.heads.layers import body_of, lm_head
 from lookahead.heads.native_mtp import NATIVE_DEPTH, NativeDrafter, open_native
 from lookahead.ngram.acceptance import AcceptanceTable
 from lookahead.ngram.replacing import replacing
@@ -81,8 +81,7 @@ def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[
         if not isinstance(heads, MedusaHeads):
             heads.rotation = LlamaRotaryEmbedding(heads.config)  # its buffers are no weights, and were made on meta
         heads = heads.to(weight.device, weight.dtype).eval().requires_grad_(False)
-        if not isinstance(heads, MedusaHeads):
-            _try_out(heads.layer if isinstance(heads, EagleHead) else heads.head(0), heads.rotation)
+        _try_out(heads, model)
     return kind, heads
 
 
@@ -246,15 +245,13 @@ def _check_base(config: Mapping[str, Any], model: PreTrainedModel, hidden: int, 
         raise HeadsError(f"{whose} its fingerprint is {fingerprint}, and that of this model {own}")
 
 
-@torch.no_grad()
-def _try_out(layer: DraftLayer, rotation: LlamaRotaryEmbedding) -> None:
-    """Run a layer once, to find inconsistent sizes before decoding."""
-    attention = layer.self_attn
-    read = attention.q_proj.weight.new_ones(1, 2, attention.q_proj.in_features)
-    turned = rotation(read, torch.arange(2, device=read.device)[None])
-    mask = torch.ones(1, 2, 2, dtype=torch.bool, device=read.device)
-    context = attend(layer.query(read, turned), *layer.keys_values(read, turned), mask)
-    layer.finish(read.new_ones(1, 2, attention.o_proj.out_features), context)
+@torch.inference_mode()
+def _try_out(heads: TrainedHeads, model: PreTrainedModel) -> None:
+    """Draft once, to find inconsistent sizes before decoding."""
+    drafter, weight = make_drafter(heads, model, fresh_rates(heads), None, 1), lm_head(model).weight
+    states = weight.new_ones(2, weight.shape[1] * len(drafter.hidden_layers))
+    drafter.read([0], [torch.zeros(2, dtype=torch.int64, device=weight.device)], [states])
+    drafter.draft([0], [0], 1)
 
 
 @contextmanager

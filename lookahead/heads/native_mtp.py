@@ -58,14 +58,14 @@ class NativeDrafter(HeadDrafter):
 
     def __init__(self, *call: Any) -> None:
         super().__init__(*call)
-        self._caches: dict[int, MtpCache] = {}
+        self._past: dict[int, MtpCache] = {}
 
     def read(self, rows: Sequence[int], tokens: Sequence[Tensor], states: Sequence[Tensor]) -> None:
         from transformers.cache_utils import MtpCache
 
         for row, new, state in zip(rows, tokens, states, strict=True):
-            if row not in self._caches:
-                cache = self._caches[row] = MtpCache(config=self._heads.config)
+            if row not in self._past:
+                cache = self._past[row] = MtpCache(config=self._heads.config)
                 cache.activate_past_recording()
             self._last[row] = self._run(row, new[None], state[None])[:, -1:]
 
@@ -74,7 +74,7 @@ class NativeDrafter(HeadDrafter):
 
     def forget(self, row: int) -> None:
         super().forget(row)
-        self._caches.pop(row, None)
+        self._past.pop(row, None)
 
     def _grow(self, row: int, root: int, max_nodes: int) -> GuessTree:
         out, path_prob = self._last[row], 1.0
@@ -89,7 +89,7 @@ class NativeDrafter(HeadDrafter):
             path_prob *= float(probs[-1][0])
             if path_prob < MIN_PATH_PROB:
                 break
-        self._caches[row].crop(1 - len(tokens))
+        self._past[row].crop(1 - len(tokens))
         width = len(tokens[0])
         kinds = np.indices((len(tokens), width), np.int32).reshape(2, -1).T.copy()
         # Node 0 is the root; each level follows the first guess of the previous level.
@@ -99,7 +99,7 @@ class NativeDrafter(HeadDrafter):
 
     def _run(self, row: int, tokens: Tensor, states: Tensor) -> Tensor:
         """Run the layer over pairs of tokens `[1, n]` and states `[1, n, hidden]`, after those in the cache."""
-        cache = self._caches[row]
+        cache = self._past[row]
         begin = 1 + cache.get_seq_length()
         positions = torch.arange(begin, begin + tokens.shape[1], device=states.device)[None]
         out: Tensor = self._heads.forward_layer(0, states, positions, cache, input_ids=tokens)
