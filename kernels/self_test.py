@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+import timeit
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -36,15 +37,14 @@ def verdict_of(variant: KernelVariant) -> Verdict:
     from lookahead.kernels.compaction import SlotBuffers, compact
     from lookahead.kernels.tree_attention import tree_attention
 
-    if variant.kernel == COMPACTION:
-        return Verdict(problem_of(compaction_error(variant.device, compact, SlotBuffers), 0.0))
-    problem = problem_of(attention_error(variant, tree_attention), _TOLERANCE[variant.dtype])
-    return Verdict(problem, () if problem else gains_of(variant))
-
-
-def problem_of(error: float, most: float) -> str:
-    """What to say about an error; empty up to `most`."""
-    return "" if error <= most else f"it differs by {error:.2g} from the reference"  # NaN is an error too
+    is_attention = variant.kernel != COMPACTION
+    if is_attention:
+        error, most = attention_error(variant, tree_attention), _TOLERANCE[variant.dtype]
+    else:
+        error, most = compaction_error(variant.device, compact, SlotBuffers), 0.0
+    if not error <= most:  # NaN is an error too
+        return Verdict(f"it differs by {error:.2g} from the reference")
+    return Verdict(gains=gains_of(variant) if is_attention else ())
 
 
 def attention_error(variant: KernelVariant, attend: Callable[..., Tensor]) -> float:
@@ -80,10 +80,8 @@ def _random_trees(variant: KernelVariant, slots: int) -> dict[str, Any]:
 def _trees(lengths: NDArray[np.int32], nodes: NDArray[np.int32], device: torch.device) -> dict[str, Tensor]:
     """Random trees as `tree_attention` takes them."""
     rng, width = np.random.default_rng(1), int(nodes.max())
-    depths, sees = (
-        np.zeros((len(nodes), width), np.int32),
-        np.zeros((len(nodes), width, -(-width // 64) * 64), np.uint8),
-    )
+    depths = np.zeros((len(nodes), width), np.int32)
+    sees = np.zeros((len(nodes), width, -(-width // 64) * 64), np.uint8)
     for row, count in enumerate(nodes):
         sees[row, 0, 0] = 1
         for node in range(1, count):
@@ -109,10 +107,10 @@ def gains_of(
         # As if a window or a chunk held all slots, where the kernel gains least.
         limits: dict[str, Any] = {name: slots if name in variant.options else None for name in ("window", "chunk")}
         limits["softcap"] = _LIMITS["softcap"] if "softcap" in variant.options else None
-        shapes = (heads, nodes, variant.dim), (slots, _TIMED_KV_HEADS, variant.dim)
+        kv = slots, _TIMED_KV_HEADS
         query, keys, values = (
             torch.empty(1, *shape, device=device, dtype=dtype).normal_(generator=source)
-            for shape in (*shapes, (slots, _TIMED_KV_HEADS, variant.value_dim))
+            for shape in ((heads, nodes, variant.dim), (*kv, variant.dim), (*kv, variant.value_dim))
         )
         tree = _trees(np.array([slots - nodes], np.int32), np.array([nodes], np.int32), device)
         sees = reference.tree_mask(slots, **tree, window=limits["window"], chunk=limits["chunk"])
@@ -133,18 +131,14 @@ def gains_of(
 
 def _seconds(work: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:
     """Seconds of some calls, as an eager pass makes them, after one that compiles."""
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return clock()
+
     work()
-    taken = []
-    for _ in range(3):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        begin = clock()
-        for _ in range(_CALLS):
-            work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        taken.append(clock() - begin)
-    return min(taken)
+    return min(timeit.repeat(work, timer=now, repeat=3, number=_CALLS))
 
 
 def compaction_error(device: torch.device, compact: Callable[..., None], bind: Callable[..., Any]) -> float:

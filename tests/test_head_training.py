@@ -114,11 +114,11 @@ def test_a_line_that_is_none_of_these_is_named(tmp_path, content, says):
 
 def test_only_what_the_model_would_write_is_wanted(tiny_tokenizer):
     records = [Record("e", None), Record("ab", "cd")]
-    given, answered = make_examples(records, tiny_tokenizer, [[7, 8]], max_length=100)
+    answered, given = make_examples(records, tiny_tokenizer, {"e": [7, 8]}, max_length=100)
     assert tiny_tokenizer.decode(given["input_ids"]) == "abcd<eos>"
     assert given["wanted"].tolist() == [False, False, True, True, True]
     assert answered["input_ids"].tolist()[1:] == [7, 8] and answered["wanted"].tolist() == [False, True, True]
-    pieces = make_examples([Record(None, "abcde")], tiny_tokenizer, [], max_length=2)
+    pieces = make_examples([Record(None, "abcde")], tiny_tokenizer, {}, max_length=2)
     assert [tiny_tokenizer.decode(piece["input_ids"]) for piece in pieces] == ["ab", "cd", "e"]
     assert [piece["wanted"].tolist() for piece in pieces] == [[False, True], [False, True], [False]]
 

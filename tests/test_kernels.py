@@ -128,10 +128,11 @@ def test_attention_compiles_without_spills_and_within_shared_memory(name, capabi
 
     dtype, dim, value_dim, groups, flags = VARIANTS[name]
     element = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
-    blocks, shared, own = constants(dtype, dim, value_dim, groups, precision="tf32x3", major=capability // 10, **flags)
+    shared, own = constants(dtype, dim, value_dim, groups, major=capability // 10, **flags)
     own = own | {"IN_ONE": flags == EVERYTHING or name == "Phi-3"}
+    options = ATTEND_OPTIONS | {"num_warps": own.pop("num_warps")}
     types = TYPES | dict.fromkeys(("query", "keys", "values", "out"), f"*{element}")
-    machine = compiled(attend, types, shared | own, capability, ATTEND_OPTIONS | {"num_warps": blocks.warps})
+    machine = compiled(attend, types, shared | own, capability, options)
     print(
         f"sm_{capability} {name}: {machine.registers} registers, {machine.shared} bytes shared, {machine.stack} stack"
     )
@@ -151,7 +152,7 @@ def test_merging_and_compaction_compile_without_spills(capability, cold_cache):
     from lookahead.kernels.compaction import _compact
     from lookahead.kernels.tree_attention import MERGED_AT_ONCE, OPTIONS, constants
 
-    _, shared, _ = constants(torch.bfloat16, 256, 256, 4, **EVERYTHING, precision="tf32x3", major=capability // 10)
+    shared, _ = constants(torch.bfloat16, 256, 256, 4, **EVERYTHING, major=capability // 10)
     merging = shared | {"AT_ONCE": MERGED_AT_ONCE}
     machine = compiled(merge, TYPES | {"out": "*bf16"}, merging, capability, OPTIONS | {"num_warps": 4})
     assert machine.stack == 0

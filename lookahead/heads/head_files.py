@@ -163,17 +163,12 @@ def _read_medusa(config: Mapping[str, Any], tensors: dict[str, Tensor], model: P
         tensors.clear()
         tensors.update(own)
     blocks = sum(name.startswith("0.") and name.endswith(".linear.weight") for name in tensors)
-    numbers = {name.partition(".")[0] for name in tensors}
-    if f"0.{blocks}.weight" not in tensors or not all(number.isdigit() for number in numbers):
+    projection = tensors.get(f"0.{blocks}.weight")
+    if projection is None or projection.dim() != 2:
         raise HeadsError(f"no Medusa heads; it holds {', '.join(sorted(tensors)[:4])}")
-    heads, shape = len(numbers), tensors[f"0.{blocks}.weight"].shape
-    if set(map(int, numbers)) != set(range(heads)) or len(shape) != 2:
-        raise HeadsError(
-            "no Medusa heads: they are numbered from 0 on and project to [vocabulary, hidden], got "
-            f"{', '.join(sorted(numbers)[:8])} and {list(shape)}"
-        )
-    vocab, hidden = shape
+    vocab, hidden = projection.shape
     _check_base(config, model, hidden, vocab)
+    heads = len({name.partition(".")[0] for name in tensors})
     return partial(MedusaHeads, hidden, vocab, heads=heads, blocks=blocks)
 
 

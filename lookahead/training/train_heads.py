@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import torch
 import xxhash
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from lookahead.errors import LookaheadError, TrainingError
@@ -98,12 +97,13 @@ def train_heads(
     lm_head(loaded.model)
     _enter(output, settings, model_fingerprint(loaded.model, body_of(loaded.model)), records, resume=resume)
     with _removed_on_failure(output), _restored(loaded.model):
-        prompts = [prompt for prompt, written in records if written is None and prompt is not None]
-        answers: list[list[int]] = []
+        prompts = [prompt for prompt, output in records if output is None and prompt is not None]
+        answers: dict[str, list[int]] = {}
         if prompts:
             say(f"{len(prompts):,} prompts without an output: the model answers them first")
             file, most = output / _ANSWERS, settings.max_new_tokens
-            answers = answer_prompts(loaded, prompts, file, max_new_tokens=most, say=say)
+            written = answer_prompts(loaded, prompts, file, max_new_tokens=most, say=say)
+            answers = dict(zip(prompts, written, strict=True))
         examples = make_examples(records, loaded.tokenizer, answers, settings.max_length)
         train, held_out = split_examples(examples, settings.hold_out_every)
         say(f"{len(train):,} examples to train on, {len(held_out):,} held out")
@@ -230,10 +230,7 @@ def untrained(model: PreTrainedModel, train: list[Example], settings: Settings) 
 
 def frequent_tokens(examples: list[Example], model: PreTrainedModel, most: int) -> list[int]:
     """The `most` tokens that the model writes most often in some examples, ascending; at most the vocabulary."""
-    vocab = len(lm_head(model).weight)
-    counts: Tensor = sum(
-        (torch.bincount(each["input_ids"][each["wanted"]], minlength=vocab) for each in examples),
-        torch.zeros(vocab, dtype=torch.int64),
-    )
+    written = torch.cat([each["input_ids"][each["wanted"]] for each in examples])
+    counts = torch.bincount(written, minlength=len(lm_head(model).weight))
     chosen: list[int] = counts.argsort(descending=True, stable=True)[:most].sort().values.tolist()
     return chosen
