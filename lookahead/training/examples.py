@@ -23,6 +23,8 @@ from lookahead.utils.atomic import parse_json, read_regular, write_atomically
 
 _JSON = (".jsonl", ".ndjson")
 
+Say = Callable[[str], None]
+"""Receives lines about the progress."""
 Example = dict[str, Tensor]
 """`input_ids` int64 `[tokens]`, and `wanted` bool `[tokens]`: the tokens that the model writes, which heads guess."""
 
@@ -63,9 +65,7 @@ def _record(line: str, place: str) -> Record:
         raise TrainingError(f"{place}: not valid JSON: {error}") from error
     if not isinstance(values, dict) or not ("prompt" in values or "text" in values):
         raise TrainingError(f"{place}: must be an object with 'prompt', 'prompt' and 'output', or 'text'")
-    prompt, output = values.get("prompt"), values.get("output")
-    if "prompt" not in values:
-        output = values["text"]
+    prompt, output = values.get("prompt"), values.get("output" if "prompt" in values else "text")
     for name, value in (("prompt", prompt), ("output" if prompt is not None else "text", output)):
         if not isinstance(value, str | None) or value == "":
             raise TrainingError(f"{place}: {name!r} must be a string that is not empty, got {value!r:.40}")
@@ -75,12 +75,7 @@ def _record(line: str, place: str) -> Record:
 
 
 def answer_prompts(
-    loaded: LoadedModel,
-    prompts: Sequence[str],
-    file: Path,
-    *,
-    max_new_tokens: int,
-    say: Callable[[str], None] = lambda line: None,
+    loaded: LoadedModel, prompts: Sequence[str], file: Path, *, max_new_tokens: int, say: Say = lambda line: None
 ) -> list[list[int]]:
     """Answer prompts greedily with a model, several together, and keep the answers in a file that another start reads.
 

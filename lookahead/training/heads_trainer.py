@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, cast
@@ -14,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 
 from lookahead.heads.layers import hidden_states
-from lookahead.training.examples import Example, collate
+from lookahead.training.examples import Example, Say, collate
 from lookahead.training.learners import Learner
 
 HEADS_RATE = 4.0  # learning rate of heads relative to that of a model trained with them
@@ -22,7 +21,7 @@ HEAD_START = 0.25  # share of the steps before a model trained with its heads is
 
 
 class HeadTrainer(Trainer):
-    """Trains heads, and the model with them if asked.
+    """Trains heads, and the model with them if its parameters require gradients.
 
     A frozen model is not part of the checkpoints. A model that is trained too starts after `HEAD_START` of the steps,
     when the heads no longer guess at random, and at a lower rate. `say` receives a line for each log entry, since the
@@ -38,18 +37,17 @@ class HeadTrainer(Trainer):
         args: TrainingArguments,
         train: list[Example],
         held_out: list[Example],
-        say: Callable[[str], None],
-        *,
-        is_joint: bool = False,
+        say: Say,
     ) -> None:
-        self._base, self._learner, self._say, self._is_joint = model, learner, say, is_joint
+        self._base, self._learner, self._say = model, learner, say
+        self._is_joint = next(model.parameters()).requires_grad
         groups: list[dict[str, Any]] = [{"params": list(learner.parameters()), "lr": args.learning_rate}]
-        if is_joint:
+        if self._is_joint:
             groups.append({"params": list(model.parameters()), "lr": args.learning_rate / HEADS_RATE})
         # Each weight once: safetensors takes no tied weights.
         both = nn.ModuleDict({"learner": learner, "weights": nn.ParameterList(model.parameters())})
         super().__init__(
-            model=both if is_joint else learner,
+            model=both if self._is_joint else learner,
             args=args,
             data_collator=collate,
             train_dataset=cast(Any, train),

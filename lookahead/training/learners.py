@@ -40,32 +40,30 @@ class IndependentHeadsLearner(Learner):
     """Cross-entropy of every head with the token it guesses.
 
     The backward pass of a head runs before the next head's logits are computed: with a vocabulary V and a hidden size d
-    the peak memory is O(V + d) a token, not O(heads · V + d). If the model is trained too, the loss is its own and
-    `HEADS_SHARE` of theirs.
+    the peak memory is O(V + d) a token, not O(heads · V + d). If the model is trained too, which its states show, the
+    loss is its own and `HEADS_SHARE` of theirs.
 
     Source: Cai et al. 2024, "Medusa", §2.2.1 (the loss and its decay) and §2.2.2 (joint training); Gloeckle et al.
         2024, "Better & Faster Large Language Models via Multi-token Prediction", §2 (one head after the other).
     """
 
-    def __init__(self, heads: MedusaHeads | MtpHeads, *, is_joint: bool = False) -> None:
+    def __init__(self, heads: MedusaHeads | MtpHeads) -> None:
         super().__init__()
         self.heads = heads
         self.layers = heads.hidden_layers if isinstance(heads, MtpHeads) else ()
         self.depth = len(heads)
-        self._is_joint = is_joint
 
     def losses(self, model: PreTrainedModel, states: Tensor, batch: dict[str, Tensor]) -> Iterator[Tensor]:
-        starts = DraftStarts.of(batch)
-        if self._is_joint:
+        starts, share = DraftStarts.of(batch), HEADS_SHARE if states.requires_grad else 1.0
+        if states.requires_grad:
             kept, labels = starts.labels(batch, -1)
             last = take(states[..., -model.config.get_text_config().hidden_size :], starts.positions)
             yield F.cross_entropy(unembed(model, last[kept]).float(), labels)
         for head in range(self.depth):
             kept, labels = starts.labels(batch, head)
             if len(labels) > 0:
-                share = DECAY ** (head + 1) * (HEADS_SHARE if self._is_joint else 1.0)
                 logits = self.heads.guess(model, head, states, starts.positions, kept)
-                yield share * F.cross_entropy(logits.float(), labels)
+                yield share * DECAY ** (head + 1) * F.cross_entropy(logits.float(), labels)
 
     def hits(self, model: PreTrainedModel, states: Tensor, batch: dict[str, Tensor]) -> Tensor:
         starts, counts = DraftStarts.of(batch), []
