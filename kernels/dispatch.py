@@ -67,11 +67,10 @@ class Verdict(NamedTuple):
 
     def is_faster(self, slots: int, nodes: int) -> bool:
         """Whether the kernel was no slower where sizes were most like these."""
-
-        def distance(timed: tuple[int, int, float]) -> float:
-            return abs(math.log2(slots / timed[0])) + abs(math.log2(nodes / timed[1]))
-
-        return not self.gains or min(self.gains, key=distance)[2] >= 1.0
+        if not self.gains:
+            return True
+        nearest = min(self.gains, key=lambda timed: abs(math.log2(slots / timed[0])) + abs(math.log2(nodes / timed[1])))
+        return nearest[2] >= 1.0
 
 
 wanted: dict[KernelVariant, None] = {}
@@ -109,16 +108,14 @@ def attention_for(
             the kernel only where the test found that it is no slower than torch's attention.
         later: Options that later calls will have, so that their variant is tested with this one.
     """
-    bound: dict[str, Any] = {name: options.get(name) for name in ("scaling", "softcap", "window", "chunk")}
     if query.device.type == "cpu":
+        bound: dict[str, Any] = {name: options.get(name) for name in ("scaling", "softcap", "window", "chunk")}
         return partial(cpu_attention.tree_attention, **bound) if _pays_on_a_cpu(query, keys, values) else None
     if not runs_on(query.device) or shortcoming(query, keys, values) is not None:
         return None
     from lookahead.kernels.tree_attention import bind
 
-    given = frozenset(name for name in ("softcap", "window", "chunk", "sinks") if options.get(name) is not None)
-    sizes = keys.shape[3], values.shape[3], query.shape[1] // keys.shape[2]
-    variant = KernelVariant(query.device, query.dtype, *sizes, given)
+    variant = variant_of(query, keys, values, options)
     longer = variant._replace(options=variant.options | later)
     compaction = KernelVariant(query.device, kernel=COMPACTION)
     wanted.update(dict.fromkeys(each for each in (variant, longer, compaction) if each not in verdicts))
@@ -128,7 +125,14 @@ def attention_for(
     if is_eager and not verdict.is_faster(keys.shape[1], query.shape[2]):
         return None
     served.add(variant)
-    return bind(query, keys, values, **bound, has_sinks="sinks" in given)
+    return bind(query, keys, values, options)
+
+
+def variant_of(query: Tensor, keys: Tensor, values: Tensor, options: Mapping[str, Any]) -> KernelVariant:
+    """The variant of tree attention for arguments of `attention_for`."""
+    given = frozenset(name for name in ("softcap", "window", "chunk", "sinks") if options.get(name) is not None)
+    sizes = keys.shape[3], values.shape[3], query.shape[1] // keys.shape[2]
+    return KernelVariant(query.device, query.dtype, *sizes, given)
 
 
 def _pays_on_a_cpu(query: Tensor, keys: Tensor, values: Tensor) -> bool:

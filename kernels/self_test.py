@@ -102,7 +102,7 @@ def gains_of(
         sees = reference.tree_mask(slots, **tree, window=limits["window"], chunk=limits["chunk"])
         mask = torch.zeros(sees.shape, dtype=dtype, device=device).masked_fill(~sees, -torch.inf)
         mask = mask.repeat_interleave(variant.groups, 1)[:, None]
-        kernel = bind(query, keys, values, scaling=None, **limits, has_sinks=sinks is not None)
+        kernel = bind(query, keys, values, {**limits, "sinks": sinks})
         ways = (
             partial(kernel, query, keys, values, **tree, sinks=sinks),
             partial(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from lookahead.kernels.attend import attend, merge
-from lookahead.kernels.dispatch import check_tree, require, shortcoming
+from lookahead.kernels.dispatch import KernelVariant, check_tree, require, shortcoming, variant_of
 
 TRITON_VERSION: str = triton.__version__
 _LOG2E = 1.4426950408889634
@@ -106,37 +106,27 @@ def tree_attention(
     require(problem is None, str(problem))
     require(query.is_cuda or _interprets(), f"query must be on a CUDA device, got {query.device}")
     check_tree(query, lengths, nodes, depths, words, sinks)
-    for name, number in (("scaling", scaling), ("softcap", softcap), ("window", window), ("chunk", chunk)):
+    options = {"scaling": scaling, "softcap": softcap, "window": window, "chunk": chunk}
+    for name, number in options.items():
         wanted = number is None or 0 < number < math.inf
         require(wanted, f"{name} must be above 0 and finite, or None, got {number}")
     require(split is None or (split > 0 and split % 64 == 0), f"split must be a multiple of 64, got {split}")
-    launch = bind(
-        query, keys, values, scaling=scaling, softcap=softcap, window=window, chunk=chunk, has_sinks=sinks is not None,
-        split=split,
-    )  # fmt: skip
+    launch = bind(query, keys, values, {**options, "sinks": sinks}, split)
     return launch(query, keys, values, lengths=lengths, nodes=nodes, depths=depths, words=words, sinks=sinks)
 
 
 def bind(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    scaling: float | None,
-    softcap: float | None,
-    window: int | None,
-    chunk: int | None,
-    has_sinks: bool,
-    split: int | None = None,
+    query: Tensor, keys: Tensor, values: Tensor, options: Mapping[str, Any], split: int | None = None
 ) -> Callable[..., Tensor]:
-    """`tree_attention` with these options, for tensors of these shapes and strides: what it takes is not checked."""
+    """`tree_attention` with options as for `dispatch.attention_for`, for tensors of these shapes and strides.
+
+    What is returned does not check what it takes.
+    """
+    scaling, softcap, window, chunk = (options.get(name) for name in ("scaling", "softcap", "window", "chunk"))
     rows, heads, width, dim = query.shape
     _, slots, kv_heads, value_dim = values.shape
     packed, (major, processors) = width * heads // kv_heads, _gpu(query.device)
-    shared, own = constants(
-        query.dtype, dim, value_dim, heads // kv_heads, has_limit=window is not None or chunk is not None,
-        has_softcap=softcap is not None, has_sinks=has_sinks, major=major,
-    )  # fmt: skip
+    shared, own = constants(variant_of(query, keys, values, options), major)
     row_blocks = triton.cdiv(packed, own["BLOCK_ROWS"])
     if split is None:
         split = split_for(slots, packed, row_blocks * kv_heads * rows, processors)
@@ -148,7 +138,7 @@ def bind(
         *_strides(query), *_strides(keys), *_strides(values),
         width, -(-width // 64), splits, split, factor * _LOG2E, squeeze, *limits,
     )  # fmt: skip
-    options = {**shared, **own, "IN_ONE": splits == 1, **ATTEND_OPTIONS}
+    attending = {**shared, **own, "IN_ONE": splits == 1, **ATTEND_OPTIONS}
     merging = {**shared, "AT_ONCE": MERGED_AT_ONCE, "num_warps": 4, **OPTIONS}
     attend_all = attend[(splits * row_blocks, kv_heads, rows)]
     merge_all = merge[(packed, kv_heads, rows)]
@@ -173,7 +163,9 @@ def bind(
             return out
         sinks = lengths if sinks is None else sinks  # any pointer
         with torch.cuda.device_of(query):
-            attend_all(query, keys, values, lengths, nodes, depths, words, sinks, out, sums, peaks, *numbers, **options)
+            attend_all(
+                query, keys, values, lengths, nodes, depths, words, sinks, out, sums, peaks, *numbers, **attending
+            )
             if splits > 1:
                 merge_all(lengths, nodes, depths, sinks, out, sums, peaks, width, splits, split, *limits, **merging)
         return out
@@ -182,25 +174,16 @@ def bind(
 
 
 @cache
-def constants(
-    dtype: torch.dtype,
-    dim: int,
-    value_dim: int,
-    groups: int,
-    *,
-    has_limit: bool,
-    has_softcap: bool,
-    has_sinks: bool,
-    major: int,
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def constants(variant: KernelVariant, major: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Compile-time constants: those of both `attend` and `merge`, and those of `attend`, but for IN_ONE; its warps."""
+    _, dtype, dim, value_dim, groups, options, _ = variant
     block_dim, block_value = triton.next_power_of_2(dim), triton.next_power_of_2(value_dim)
     is_padded = (block_dim, block_value) != (dim, value_dim)
     rows, keys, warps, stages = blocks_for(dtype, max(block_dim, block_value), major, is_padded=is_padded)
     shared = {"GROUPS": groups, "VALUE_DIM": value_dim, "BLOCK_VALUE": block_value}
-    shared |= {"HAS_LIMIT": has_limit, "HAS_SINKS": has_sinks}
+    shared |= {"HAS_LIMIT": not options.isdisjoint(("window", "chunk")), "HAS_SINKS": "sinks" in options}
     own = {"DIM": dim, "BLOCK_DIM": block_dim, "BLOCK_ROWS": rows, "BLOCK_KEYS": keys, "STAGES": stages}
-    own |= {"SOFTCAP": has_softcap, "PRECISION": "ieee" if max(block_dim, block_value) > 128 else "tf32x3"}
+    own |= {"SOFTCAP": "softcap" in options, "PRECISION": "ieee" if max(block_dim, block_value) > 128 else "tf32x3"}
     own |= {"UPCAST": _interprets() and dtype == torch.bfloat16, "num_warps": warps}
     return shared, own
 

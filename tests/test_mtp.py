@@ -199,9 +199,9 @@ def test_what_the_layer_promises_is_what_transformers_computes_for_the_whole_tex
     drafter = NativeDrafter(network, deepseek_model, AcceptanceTable(4), None)
     following = torch.tensor(ids[1:])
     drafter.read([0], [following[:2]], [states[0, :2]])
-    drafter.draft([0], [ids[2]], 30)  # what is guessed leaves nothing behind
+    drafter.draft([0], 30)  # what is guessed leaves nothing behind
     drafter.read([0], [following[2:]], [states[0, 2:]])
-    (tree,) = drafter.draft([0], [ids[-1]], 30)
+    (tree,) = drafter.draft([0], 30)
     node, out, grown = 0, states, list(ids[1:])
     for depth in range(int(tree.kinds[:, 0].max()) + 1):
         positions = torch.arange(1, 1 + len(grown))[None]

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from lookahead.heads.guess_tree import GuessTree, HeadDrafter, guess_tree
+from lookahead.heads.guess_tree import GuessTree, HeadDrafter
 from lookahead.heads.layers import DraftLayer, attend, take, unembed
 
 DEPTH = 6  # maximum number of tokens guessed in a row
@@ -42,6 +42,7 @@ class EagleHead(nn.Module):
     kind = "eagle"
     hidden_layers: tuple[int, ...] = (-1,)  # that it reads, numbered as by `output_hidden_states`
     cached_layers = 1  # of its own that attend
+    depth = DEPTH
 
     def __init__(self, config: LlamaConfig, *, bias: bool = True) -> None:
         super().__init__()
@@ -144,13 +145,10 @@ class EagleDrafter(HeadDrafter):
         out = self._caches[0].extend(self._heads.layer, self._heads.rotation, rows, new, read, add)
         self._last.update(zip(rows, out[:, None], strict=True))
 
-    def draft(self, rows: Sequence[int], roots: Sequence[int], max_nodes: int) -> list[GuessTree]:
+    def draft(self, rows: Sequence[int], max_nodes: int) -> list[GuessTree]:
         packed = torch.cat(self._expand(rows), 1).cpu().numpy()  # one copy from the device
-        trees = []
-        for row, root in zip(packed, roots, strict=True):
-            tokens, parents, bits, *_ = np.ascontiguousarray(row.T)
-            trees.append(guess_tree(root, tokens, parents, row[:, 3:], bits.view(np.float32), self._rates, max_nodes))
-        return trees
+        guesses = (np.ascontiguousarray(row.T) for row in packed)
+        return [GuessTree.of(each[0], each[1], each[3:].T, each[2].view(np.float32)) for each in guesses]
 
     def _expand(self, rows: Sequence[int]) -> list[Tensor]:
         """Guesses of every level, int32 `[rows, guesses, 5]`: token, parent, bits of the probability, level and rank.

@@ -50,7 +50,7 @@ class MedusaHeads(nn.ModuleList):
             )
             for _ in range(heads)
         )
-        self.blocks = blocks
+        self.depth, self.blocks = heads, blocks
 
     @classmethod
     @torch.no_grad()
@@ -105,12 +105,9 @@ class MtpHeads(nn.Module):
         super().__init__()
         self.config = config
         self.hidden_layers = (low_layer, -1)
-        self.cached_layers = heads
+        self.depth = self.cached_layers = heads
         self.heads = nn.ModuleList(MtpHead(config) for _ in range(heads))
         self.rotation = LlamaRotaryEmbedding(config)
-
-    def __len__(self) -> int:
-        return len(self.heads)
 
     def head(self, index: int) -> MtpHead:
         """One of the heads."""
@@ -143,13 +140,13 @@ class MtpHeads(nn.Module):
 class IndependentHeadsDrafter(HeadDrafter):
     """Combines the guesses of independent heads into one tree a row."""
 
-    def draft(self, rows: Sequence[int], roots: Sequence[int], max_nodes: int) -> list[GuessTree]:
+    def draft(self, rows: Sequence[int], max_nodes: int) -> list[GuessTree]:
         draft_probs, tokens = self._guess(self._logits(rows), _GUESSES)
         # One copy from the device: [heads, rows, guesses], tokens and the bits of their probabilities.
         packed = torch.stack((tokens.int(), draft_probs.view(torch.int32))).cpu().numpy()
         return [
-            independent_heads_tree(root, packed[0, :, i], packed[1, :, i].view(np.float32), self._rates, max_nodes)
-            for i, root in enumerate(roots)
+            independent_heads_tree(packed[0, :, i], packed[1, :, i].view(np.float32), self._rates, max_nodes)
+            for i in range(len(rows))
         ]
 
     @abstractmethod

@@ -64,7 +64,7 @@ def begin_mtp(heads: MtpHeads, model: PreTrainedModel, examples: Iterable[Mappin
     weight = lm_head(model).weight.float()
     vectors, hidden, read = _unit(weight), weight.shape[1], 0
     following, own = _LeastSquares(hidden), _LeastSquares(hidden)
-    before = [_LeastSquares(hidden) for _ in range(len(heads))]
+    before = [_LeastSquares(hidden) for _ in range(heads.depth)]
     for example in examples:
         ids, wanted = example["input_ids"].to(weight.device), example["wanted"].to(weight.device)
         states = hidden_states(model, ids[None], heads.hidden_layers)[0].float()

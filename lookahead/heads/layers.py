@@ -59,16 +59,14 @@ def unembed(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 def layer_config(model: PreTrainedModel) -> LlamaConfig:
     """The sizes of a new layer: those of the model's own layers where it has them."""
     base: Any = model.config.get_text_config()
-    heads: int = base.num_attention_heads
-    hidden: int = base.hidden_size
     rope = getattr(base, "rope_parameters", None) or {}
     theta = rope.get("rope_theta") if rope.get("rope_type") == "default" else None
     return LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=getattr(base, "intermediate_size", None) or 4 * hidden,
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(base, "num_key_value_heads", None) or heads,
-        head_dim=getattr(base, "head_dim", None) or hidden // heads,
+        hidden_size=base.hidden_size,
+        intermediate_size=getattr(base, "intermediate_size", None) or 4 * base.hidden_size,
+        num_attention_heads=base.num_attention_heads,
+        num_key_value_heads=getattr(base, "num_key_value_heads", None),
+        head_dim=getattr(base, "head_dim", None),
         rms_norm_eps=getattr(base, "rms_norm_eps", None) or 1e-6,
         rope_parameters={"rope_type": "default", "rope_theta": theta or 10_000.0},
         vocab_size=base.vocab_size,

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from lookahead.errors import HeadsError
 from lookahead.heads.eagle import MIN_PATH_PROB, WIDTH
-from lookahead.heads.guess_tree import GuessTree, HeadDrafter, guess_tree
+from lookahead.heads.guess_tree import GuessTree, HeadDrafter
 from lookahead.heads.layers import unembed
 
 if TYPE_CHECKING:
@@ -69,14 +69,14 @@ class NativeDrafter(HeadDrafter):
                 cache.activate_past_recording()
             self._last[row] = self._run(row, new[None], state[None])[:, -1:]
 
-    def draft(self, rows: Sequence[int], roots: Sequence[int], max_nodes: int) -> list[GuessTree]:
-        return [self._grow(row, root, max_nodes) for row, root in zip(rows, roots, strict=True)]
+    def draft(self, rows: Sequence[int], max_nodes: int) -> list[GuessTree]:
+        return [self._grow(row) for row in rows]
 
     def forget(self, row: int) -> None:
         super().forget(row)
         self._past.pop(row, None)
 
-    def _grow(self, row: int, root: int, max_nodes: int) -> GuessTree:
+    def _grow(self, row: int) -> GuessTree:
         out, path_prob = self._last[row], 1.0
         tokens: list[Tensor] = []
         probs: list[Tensor] = []
@@ -95,7 +95,7 @@ class NativeDrafter(HeadDrafter):
         # Node 0 is the root; each level follows the first guess of the previous level.
         parents = np.repeat(np.array([0, *range(1, width * (len(tokens) - 1), width)], np.int32), width)
         written, draft_probs = torch.cat(tokens).int().cpu().numpy(), torch.cat(probs).cpu().numpy()
-        return guess_tree(root, written, parents, kinds, draft_probs, self._rates, max_nodes)
+        return GuessTree.of(written, parents, kinds, draft_probs)
 
     def _run(self, row: int, tokens: Tensor, states: Tensor) -> Tensor:
         """Run the layer over pairs of tokens `[1, n]` and states `[1, n, hidden]`, after those in the cache."""

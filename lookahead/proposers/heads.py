@@ -82,10 +82,12 @@ class HeadsProposer(BatchProposer):
         """Let the heads read and guess for all rows at once."""
         with torch.inference_mode():
             self._read([row for row in rows if self._rows[row].states])
-            trees = self._drafter.draft(rows, [self._rows[row].root for row in rows], max_nodes)
-        for row, tree in zip(rows, trees, strict=True):
-            self._rows[row].tree = tree
-        return [Proposal(*tree[:2], tree.probabilities) if len(tree.tokens) > 1 else None for tree in trees]
+            trees = self._drafter.draft(rows, max_nodes)
+        offers = []
+        for state, tree in zip((self._rows[row] for row in rows), trees, strict=True):
+            state.tree = tree
+            offers.append(tree.best(state.root, self._rates, max_nodes))
+        return [offer if len(offer.tokens) > 1 else None for offer in offers]
 
     def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
         """Count which guesses were right, and keep for later what the heads are to read."""

@@ -51,7 +51,7 @@ class IndependentHeadsLearner(Learner):
         super().__init__()
         self.heads = heads
         self.layers = heads.hidden_layers if isinstance(heads, MtpHeads) else ()
-        self.depth = len(heads)
+        self.depth = heads.depth
 
     def losses(self, model: PreTrainedModel, states: Tensor, batch: dict[str, Tensor]) -> Iterator[Tensor]:
         starts, share = DraftStarts.of(batch), HEADS_SHARE if states.requires_grad else 1.0
