@@ -77,8 +77,6 @@ def independent_heads_tree(
 class HeadDrafter(ABC):
     """Drafts with heads for the rows of one call, and keeps their states of each row."""
 
-    reads_all: bool = True  # the states of every token; otherwise of the last token only
-
     def __init__(
         self, heads: Any, model: PreTrainedModel, rates: AcceptanceTable, warp: Warp | None, rows: int = 1
     ) -> None:

@@ -157,8 +157,6 @@ class IndependentHeadsDrafter(HeadDrafter):
 class MedusaDrafter(IndependentHeadsDrafter):
     """Drafts with Medusa heads from the last hidden state of each row."""
 
-    reads_all = False
-
     def read(self, rows: Sequence[int], tokens: Sequence[Tensor], states: Sequence[Tensor]) -> None:
         self._last.update((row, each[-1]) for row, each in zip(rows, states, strict=True))
 

@@ -98,11 +98,7 @@ class HeadsProposer(BatchProposer):
             state.tree = None
         tokens = feedback.tokens
         states = [_along(feedback.hidden[layer], feedback.path) for layer in self.hidden_layers]
-        if not self._drafter.reads_all:
-            tokens, states = tokens[-1:], [each[-1:] for each in states]
-            state.tokens.clear()
-            state.states.clear()
-        elif state.prompt is not None:
+        if state.prompt is not None:
             # Behind every token of the prompt stands the next one, and behind its last the first that was emitted.
             states = [feedback.prompt_hidden[layer] for layer in self.hidden_layers]
             tokens = np.concatenate((state.prompt[len(state.prompt) + 1 - len(states[0]) :], tokens))

@@ -98,8 +98,8 @@ def train_heads(
     digest = xxhash.xxh3_64_hexdigest(json.dumps(records).encode())
     fingerprint = model_fingerprint(loaded.model, body_of(loaded.model))
     _enter(output, {**asdict(settings), "model": fingerprint, "data": digest}, resume=resume)
-    with _removed_on_failure(output), _restored(loaded.model):
-        prompts = [prompt for prompt, output in records if output is None and prompt is not None]
+    with _cleaning_up(loaded.model, output):
+        prompts = [prompt for prompt, text in records if text is None and prompt is not None]
         answers: dict[str, list[int]] = {}
         if prompts:
             say(f"{len(prompts):,} prompts without an output: the model answers them first")
@@ -119,8 +119,12 @@ def train_heads(
 
 
 @contextmanager
-def _removed_on_failure(output: Path) -> Iterator[None]:
-    """Remove the files of a run that fails before its first checkpoint, but the answers only if it was refused."""
+def _cleaning_up(model: PreTrainedModel, output: Path) -> Iterator[None]:
+    """Restore which parameters require gradients, and whether the model is in training mode.
+
+    Removes the files of a run that fails before its first checkpoint, but the answers only if it was refused.
+    """
+    took, was_training = [parameter.requires_grad for parameter in model.parameters()], model.training
     try:
         yield
     except Exception as error:
@@ -131,14 +135,6 @@ def _removed_on_failure(output: Path) -> Iterator[None]:
             with suppress(OSError):  # it holds other files
                 output.rmdir()
         raise
-
-
-@contextmanager
-def _restored(model: PreTrainedModel) -> Iterator[None]:
-    """Restore after a block which parameters require gradients, and whether the model is in training mode."""
-    took, was_training = [parameter.requires_grad for parameter in model.parameters()], model.training
-    try:
-        yield
     finally:
         model.train(was_training)
         for parameter, takes in zip(model.parameters(), took, strict=True):
