@@ -12,6 +12,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
+from lookahead.drafting.proposal import Proposal
 from lookahead.errors import HeadsError
 from lookahead.heads.eagle import EagleDrafter, EagleHead, FusedEagleHead, fused_layers
 from lookahead.heads.guess_tree import GuessTree
@@ -79,7 +80,7 @@ def test_what_a_tree_promises_is_what_the_head_says_when_given_the_whole_path_an
     drafter.read([0, 2], [ids[0][3:], ids[1]], [states[0][3:], states[1]])
     drafter.draft([2], 30)  # what is guessed leaves nothing behind
     for row, guesses in zip([0, 2], drafter.draft([0, 2], 30), strict=True):
-        tree = guesses.best(texts[row][-1], AcceptanceTable(6), 30)
+        tree = Proposal(*guesses.best(texts[row][-1], AcceptanceTable(6), 30))
         tokens, _, features = pairs[row]
         says: dict[int, torch.Tensor] = {}
 
@@ -181,7 +182,7 @@ def test_reranking_keeps_the_nodes_likeliest_to_be_reached_with_their_parents(se
     chances, tokens = rng.uniform(0.0, 0.98, n).astype(np.float32), np.arange(n, dtype=np.int32) + 100
     kinds = np.zeros((n, 2), np.int32)
     tree = GuessTree.of(tokens, parents, kinds, chances)
-    out_tokens, out_parents, out_chances, *_ = tree.best(7, AcceptanceTable(1), 20)
+    out_tokens, out_parents, out_chances = tree.best(7, AcceptanceTable(1), 20)
     reach = np.ones(n + 1)
     for i in range(n):
         reach[i + 1] = reach[parents[i]] * chances[i]

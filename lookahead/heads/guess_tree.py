@@ -8,14 +8,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lookahead.drafting.proposal import FloatArray, IntArray, Proposal
 from lookahead.heads.layers import DraftCache
 from lookahead.ngram.acceptance import AcceptanceTable
-from lookahead.ngram.prune import best_nodes
+from lookahead.ngram.prune import IntArray, best_nodes
 
+FloatArray = NDArray[np.float32]
 Warp = Callable[[Tensor], Tensor]
 
 
@@ -31,21 +32,17 @@ class GuessTree(NamedTuple):
     def of(cls, tokens: IntArray, parents: IntArray, kinds: IntArray, draft_probs: FloatArray) -> GuessTree:
         """The tree of some guesses; guess i is node i + 1."""
         kinds = np.concatenate((np.zeros((1, 2), np.int32), kinds))
-        return cls(
-            np.append(np.int32(0), tokens),
-            np.append(np.int32(0), parents),
-            kinds,
-            np.append(np.float32(1), draft_probs),
-        )
+        draft_probs = np.append(np.float32(1), np.nan_to_num(draft_probs))  # heads that overflow give NaN
+        return cls(np.append(np.int32(0), tokens), np.append(np.int32(0), parents), kinds, draft_probs)
 
-    def best(self, root: int, rates: AcceptanceTable, max_nodes: int) -> Proposal:
-        """The guesses after `root` that are likeliest to be reached, at most `max_nodes`."""
+    def best(self, root: int, rates: AcceptanceTable, max_nodes: int) -> tuple[IntArray, IntArray, FloatArray]:
+        """Tokens, parents and probabilities of `root` and the guesses likeliest to be reached, at most `max_nodes`."""
         probabilities = rates.calibrate(self.kinds, self.draft_probs)
         probabilities[0] = 1.0
         nodes, parents = best_nodes(self.parents, probabilities, max_nodes)
         tokens = self.tokens[nodes]
         tokens[0] = root
-        return Proposal(tokens, parents, probabilities[nodes])
+        return tokens, parents, probabilities[nodes]
 
 
 def independent_heads_tree(

@@ -147,11 +147,12 @@ class DraftCache:
     def write(self, rows: Sequence[int], first: Sequence[int], keys: Tensor, values: Tensor) -> None:
         """Write keys and values `[rows, kv heads, n, dim]` into the n slots from `first` on of each row."""
         end = max(first) + keys.shape[2]
-        if not self._states or self._states[0].shape[1] < end:
-            old, shape = self._states, (len(self.lengths), int(end * _GROWTH), keys.shape[1], keys.shape[3])
-            self._states = [keys.new_zeros(shape) for _ in range(2)]  # zeros: masked slots take part in 0 · value
-            for held, before in zip(self._states, old, strict=False):
-                held[:, : before.shape[1]] = before
+        states = self._states or [keys.new_zeros(len(self.lengths), 0, keys.shape[1], keys.shape[3])] * 2
+        if states[0].shape[1] < end:
+            more = int(end * _GROWTH) - states[0].shape[1]
+            self._states = [
+                F.pad(held, (0, 0, 0, 0, 0, more)) for held in states
+            ]  # masked slots take part in 0 · value
         for held, new in zip(self._states, (keys, values), strict=True):
             for i, (row, slot) in enumerate(zip(rows, first, strict=True)):
                 held[row, slot : slot + new.shape[2]] = new[i].transpose(0, 1)

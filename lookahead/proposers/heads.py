@@ -86,7 +86,7 @@ class HeadsProposer(BatchProposer):
         offers = []
         for state, tree in zip((self._rows[row] for row in rows), trees, strict=True):
             state.tree = tree
-            offers.append(tree.best(state.root, self._rates, max_nodes))
+            offers.append(Proposal(*tree.best(state.root, self._rates, max_nodes)))
         return [offer if len(offer.tokens) > 1 else None for offer in offers]
 
     def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, cast
 
@@ -64,7 +63,7 @@ class HeadTrainer(Trainer):
         self._learner.train()
         self._base.train(self._is_joint)
         batch = self._prepare_inputs(inputs)
-        states = self._states(batch, torch.enable_grad() if self._is_joint else torch.no_grad())
+        states = self._states(batch)
         leaf = states.detach().requires_grad_(self._is_joint)
         losses = self._learner.losses(self._base, leaf, batch)
         total = torch.zeros((), device=states.device)
@@ -83,11 +82,10 @@ class HeadTrainer(Trainer):
         self._learner.eval()
         self._base.eval()
         counts = torch.zeros(self._learner.depth, 3, dtype=torch.int64)
-        for inputs in self.get_eval_dataloader(eval_dataset):
-            batch = self._prepare_inputs(inputs)
-            states = self._states(batch, torch.inference_mode())
-            with torch.inference_mode():
-                counts += self._learner.hits(self._base, states, batch).cpu()
+        with torch.inference_mode():
+            for inputs in self.get_eval_dataloader(eval_dataset):
+                batch = self._prepare_inputs(inputs)
+                counts += self._learner.hits(self._base, self._states(batch), batch).cpu()
         metrics = {}
         for place, (first, five, trials) in enumerate(counts.tolist(), start=1):
             metrics[f"{metric_key_prefix}_accuracy_{place}"] = round(first / max(1, trials), 4)
@@ -112,14 +110,12 @@ class HeadTrainer(Trainer):
             self.lr_scheduler = LambdaLR(cast(torch.optim.Optimizer, optimizer or self.optimizer), cast(Any, scales))
         return self.lr_scheduler
 
-    def _states(self, batch: dict[str, Tensor], gradients: AbstractContextManager[Any]) -> Tensor:
-        with gradients, self.compute_loss_context_manager():
+    def _states(self, batch: dict[str, Tensor]) -> Tensor:
+        with torch.set_grad_enabled(self._is_joint), self.compute_loss_context_manager():
             return hidden_states(self._base, batch["input_ids"], self._learner.layers).float()
 
 
 def rate_scale(step: int, *, start: int, warm_up: int, end: int) -> float:
-    """Factor on the learning rate: 0 before `start`, a linear warm-up of `warm_up` steps, then half a cosine."""
-    if step < start:
-        return 0.0
-    done = (step - start) / max(1, end - start)
-    return min(1.0, (step - start + 1) / warm_up) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
+    """Factor on the learning rate: half a cosine up to `end`, 0 before `start`, with a linear warm-up from there."""
+    warmth = min(1.0, max(0.0, (step - start + 1) / warm_up))
+    return warmth * 0.5 * (1.0 + math.cos(math.pi * min(1.0, step / end)))
